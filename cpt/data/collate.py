@@ -42,6 +42,7 @@ class Sizes:
     all: np.ndarray  # [B]: tokens
     answers: np.ndarray | None = None  # [B]: tokens of the answer, 0 for raw text; None where all is raw text
     documents: np.ndarray | None = None  # [B]: documents that share a row isolated; None where none do
+    inserted: np.ndarray | None = None  # [B]: tokens that begin rows and are not of the text; None without
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """The text of a run: every corpus read, and packed for the model's tokenizer."""
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +13,10 @@ from cpt.core.config import digest
 from cpt.core.processes import is_first_process
 from cpt.data.corpus import Corpus, make_corpus
 from cpt.data.packing import Packed, pack
-from cpt.data.sources.base import CONCAT, GENERAL, Encoding, Source
+from cpt.data.sources.base import CONCAT, GENERAL, Encoding, Source, TextOptions
+from cpt.data.text_format import TextFormat
 from cpt.data.tokenized_tasks import Encoder, encode_corpus
+from cpt.data.tokenizer_hash import tokenizer_digest
 
 log = logging.getLogger(__name__)
 SHOWN = 3  # pairs that a message names
@@ -31,6 +32,7 @@ class Corpora:
     isolated: bool = False  # whether the samples of a batch share rows
     workers: int | None = None  # processes that tokenize a text; None: one per core
     packing: str = CONCAT  # how rows of text are filled
+    text_options: TextOptions = TextOptions()  # how raw text becomes ids
 
     @classmethod
     def read(cls, source: Source, order: Sequence[str], *, cache: Path, workers: int | None = None) -> Self:
@@ -41,7 +43,15 @@ class Corpora:
             told = "Held-out documents in the training text of other domains bias the losses: %s%s"
             log.warning(told, few, more)
         log_near_duplicates(by_name)
-        return cls(by_name, cache, source.encoding, source.isolated, workers, source.text_packing)
+        return cls(
+            by_name,
+            cache,
+            encoding=source.encoding,
+            isolated=source.isolated,
+            workers=workers,
+            packing=source.text_packing,
+            text_options=source.text_options,
+        )
 
     @property
     def general(self) -> Corpus:
@@ -52,19 +62,31 @@ class Corpora:
         name: str,
         split: str,
         *,
-        tokenizer: PreTrainedTokenizerBase,
+        format: TextFormat,
         length: int,
         seq2seq: bool = False,
         packing: str | None = None,
     ) -> Packed:
         """A split: text in rows of `length` tokens, or a row for each example."""
-        corpus, how = self.by_name[name], dict[str, Any](name=name, cache=self.cache)
         if self.encoding is not None and name != GENERAL:
-            encoder = self.encoder(tokenizer, length, seq2seq=seq2seq)
-            known_by = self.tokenizer_digest(tokenizer)
-            return encode_corpus(corpus, split, encoder=encoder, tokenizer_digest=known_by, **how)
-        how |= {"tokenizer_digest": tokenizer_digest(tokenizer), "packing": packing or self.packing}
-        return pack(corpus, split, tokenizer=tokenizer, length=length, workers=self.workers, **how)
+            return encode_corpus(
+                self.by_name[name],
+                split,
+                encoder=self.encoder(format.tokenizer, length, seq2seq=seq2seq),
+                name=name,
+                cache=self.cache,
+                tokenizer_digest=self.tokenizer_digest(format.tokenizer),
+            )
+        return pack(
+            self.by_name[name],
+            split,
+            format=format,
+            length=length,
+            name=name,
+            cache=self.cache,
+            packing=packing or self.packing,
+            workers=self.workers,
+        )
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, length: int, *, seq2seq: bool) -> Encoder:
         """What makes rows and prompts of examples. Raises ValueError where the domains are none."""
@@ -116,11 +138,3 @@ def find_shared(corpora: Mapping[str, Corpus]) -> list[tuple[str, str, int]]:
     np.fill_diagonal(counts, 0)
     pairs = [(names[a], names[b], int(counts[a, b])) for a, b in np.argwhere(counts)]
     return sorted(pairs, key=lambda pair: -pair[2])
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of what decides what a tokenizer gives; not of truncation and padding, which the calls set."""
-    made_of: dict[str, Any] = tokenizer.get_vocab()
-    if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        made_of = {**json.loads(fast.to_str()), "truncation": None, "padding": None}
-    return digest([type(tokenizer).__name__, made_of, tokenizer.special_tokens_map])

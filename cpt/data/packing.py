@@ -3,6 +3,7 @@
 Packers take documents as they come and hold little of them, so that a text larger than memory is packed; what
 they make is a function of the documents alone."""
 
+import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,71 +25,134 @@ from cpt.core.randomness import key, shuffle
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
 from cpt.data.sources.base import CONCAT, DOCUMENT_MASK, NONE
-from cpt.data.tokenize import tokenize_corpus
+from cpt.data.text_format import TextFormat
+from cpt.data.tokenize import COUNTS, tokenize_corpus
 
 log = logging.getLogger(__name__)
-FORMAT = 1
-ROWS = "rows.arrow"
+FORMAT = 2  # part of the key of cached rows: raise it when other rows are made of the same text
+ROWS, FACTS = "rows.arrow", "facts.json"
 PADDING = -1  # the document of a token of padding
 OPEN_ROWS = 128  # rows that wait for documents that fit
 IDS = List(Value("int32"))
 COLUMNS = Features({"ids": IDS, "documents": IDS, "text_tokens": Value("int32")})
+# Also the tokens of a row that packing has inserted, where each row begins with the same token.
+COLUMNS_WITH_STARTS = Features({**COLUMNS, "inserted": Value("int32")})
 
 
-def rows_table(tokens: np.ndarray, ends: np.ndarray, special: Sequence[int]) -> pa.Table:
-    """Ids and documents [2, tokens] int32 as rows between `ends` [rows + 1]; `special` ids are no text."""
-    ends = ends.astype(np.int32)
-    text = np.zeros(tokens.shape[1] + 1, np.int32)
-    np.cumsum(~np.isin(tokens[0], np.asarray(sorted(special), np.int32)), out=text[1:])
-    ids, documents = (pa.ListArray.from_arrays(ends, values) for values in tokens)
-    table = {"ids": ids, "documents": documents, "text_tokens": pa.array(np.diff(text[ends]))}
-    return pa.table(table, schema=COLUMNS.arrow_schema)
+class RowWriter:
+    """Makes tables of rows. Tokens are [3, tokens] int32: their ids, their documents, and 1 where packing has
+    inserted one to begin a row. `special` ids are no text."""
+
+    def __init__(self, special: Sequence[int], row_start: int | None) -> None:
+        self.special = np.asarray(sorted(special), np.int32)
+        self.row_start = row_start
+        self.features = COLUMNS if row_start is None else COLUMNS_WITH_STARTS
+
+    def table(self, rows: Sequence[np.ndarray]) -> pa.Table:
+        """Rows [3, t], each of any length."""
+        tokens = np.concatenate([np.empty((3, 0), np.int32), *rows], axis=1)
+        ends = np.cumsum([0, *(row.shape[1] for row in rows)])
+        return self.cut(tokens, ends)
+
+    def cut(self, tokens: np.ndarray, ends: np.ndarray) -> pa.Table:
+        """Tokens [3, tokens] as rows between `ends` [rows + 1]."""
+        ends = ends.astype(np.int32)
+        columns = {
+            "ids": pa.ListArray.from_arrays(ends, tokens[0]),
+            "documents": pa.ListArray.from_arrays(ends, tokens[1]),
+            "text_tokens": count_between(~np.isin(tokens[0], self.special), ends),
+        }
+        if self.row_start is not None:
+            columns["inserted"] = count_between(tokens[2] == 1, ends)
+        return pa.table(columns, schema=self.features.arrow_schema)
+
+    def begin(self, row: np.ndarray) -> np.ndarray:
+        """A row [3, t] with the token that begins each row, inserted where it does not have it."""
+        if self.row_start is None or row[0, 0] == self.row_start:
+            return row
+        start = np.array([[self.row_start], [row[1, 0]], [1]], np.int32)
+        return np.concatenate([start, row], axis=1)
+
+    def room(self, first_id: int, length: int) -> int:
+        """How many tokens fit into a row of `length` whose first would be `first_id`."""
+        return length if self.row_start in (None, first_id) else length - 1
+
+
+def count_between(chosen: np.ndarray, ends: np.ndarray) -> pa.Array:
+    """How many of the tokens between `ends` [rows + 1] are chosen, [rows] int32."""
+    counts = np.zeros(len(chosen) + 1, np.int32)
+    np.cumsum(chosen, out=counts[1:])
+    return pa.array(np.diff(counts[ends]))
+
+
+def mark_documents(ids: np.ndarray, sizes: np.ndarray, first_document: int) -> np.ndarray:
+    """Documents one after another as tokens [3, tokens] for a RowWriter, numbered from `first_document`."""
+    owners = np.repeat(np.arange(first_document, first_document + len(sizes)), sizes)
+    return np.stack([ids, owners, np.zeros_like(owners)]).astype(np.int32)
 
 
 class ConcatPacker:
-    """Rows of `length` ids, cut from documents one after another; only the last row may be short."""
+    """Rows of `length` ids, cut from documents one after another; only the last row may be short. With
+    `row_start` each begins with this id."""
 
-    def __init__(self, length: int, special: Sequence[int]) -> None:
-        self.length, self.special = length, special
+    def __init__(self, length: int, special: Sequence[int], row_start: int | None = None) -> None:
+        self.length = length
+        self.writer = RowWriter(special, row_start)
         self.documents = 0  # so far
-        self.rest = np.empty((2, 0), np.int32)  # tokens that do not fill a row yet: ids, documents
+        self.rest = np.empty((3, 0), np.int32)  # tokens that do not fill a row yet
 
     def add(self, ids: np.ndarray, sizes: np.ndarray) -> pa.Table:
         """The rows that are full with further documents: ids [tokens], and how many each has [documents]."""
-        owners = np.repeat(np.arange(self.documents, self.documents + len(sizes), dtype=np.int32), sizes)
-        tokens = np.concatenate([self.rest, [ids, owners]], axis=1, dtype=np.int32)
-        full = tokens.shape[1] // self.length * self.length
+        tokens = np.concatenate([self.rest, mark_documents(ids, sizes, self.documents)], axis=1)
         self.documents += len(sizes)
-        self.rest = tokens[:, full:].copy()
-        return rows_table(tokens[:, :full], np.arange(0, full + 1, self.length), self.special)
+        if self.writer.row_start is None:
+            full = tokens.shape[1] // self.length * self.length
+            self.rest = tokens[:, full:].copy()
+            return self.writer.cut(tokens[:, :full], np.arange(0, full + 1, self.length))
+
+        rows, begin = [], 0
+        while begin < tokens.shape[1]:
+            end = begin + self.writer.room(tokens[0, begin], self.length)
+            if end > tokens.shape[1]:
+                break
+            rows.append(self.writer.begin(tokens[:, begin:end]))
+            begin = end
+        self.rest = tokens[:, begin:].copy()
+        return self.writer.table(rows)
 
     def finish(self) -> pa.Table:
         rest, self.rest = self.rest, self.rest[:, :0]
-        return rows_table(rest, np.unique([0, rest.shape[1]]), self.special)
+        return self.writer.table([self.writer.begin(rest)] if rest.shape[1] else [])
 
 
 class DocumentPacker:
     """Whole documents in rows; a longer one continues in the next. With `open_rows`, those that fit into a
     row together share it, each where it leaves the least room (best fit: Ding et al., ICML 2024, arXiv
-    2404.10830); if it fits into none of the open rows, the fullest is closed."""
+    2404.10830); if it fits into none of the open rows, the fullest is closed. With `row_start` each piece of
+    a document begins with this id, as no attention passes between documents."""
 
-    def __init__(self, length: int, special: Sequence[int], *, open_rows: int) -> None:
-        self.length, self.special, self.open_rows = length, special, open_rows
+    def __init__(
+        self, length: int, special: Sequence[int], row_start: int | None = None, *, open_rows: int
+    ) -> None:
+        self.length, self.open_rows = length, open_rows
+        self.writer = RowWriter(special, row_start)
         self.documents = 0
-        self.open: list[np.ndarray] = []  # rows [2, t], the oldest first
+        self.open: list[np.ndarray] = []  # rows [3, t], the oldest first
 
     def add(self, ids: np.ndarray, sizes: np.ndarray) -> pa.Table:
         """The rows that are done with further documents: ids [tokens], and how many each has [documents]."""
-        done = []
+        tokens, done = mark_documents(ids, sizes, self.documents), []
+        self.documents += len(sizes)
         for end, size in zip(np.cumsum(sizes), sizes, strict=True):
-            document = np.stack([ids[end - size : end], np.full(size, self.documents, np.int32)])
-            self.documents += 1
-            for at in range(0, size, self.length):
-                done += self.place(document[:, at : at + self.length])
-        return self.table(done)
+            begin = end - size
+            while begin < end:
+                piece_end = min(end, begin + self.writer.room(tokens[0, begin], self.length))
+                done += self.place(self.writer.begin(tokens[:, begin:piece_end]))
+                begin = piece_end
+        return self.writer.table(done)
 
     def place(self, piece: np.ndarray) -> list[np.ndarray]:
-        """The rows [2, t] that are done with a piece [2, t] of a document, no longer than a row."""
+        """The rows [3, t] that are done with a piece [3, t] of a document, no longer than a row."""
         size = piece.shape[1]
         filled = np.array([row.shape[1] for row in self.open], np.int64)
         fitting = np.where(filled + size <= self.length, filled, 0)
@@ -102,16 +166,12 @@ class DocumentPacker:
         self.open.append(piece)
         return done
 
-    def table(self, rows: Sequence[np.ndarray]) -> pa.Table:
-        tokens = np.concatenate([np.empty((2, 0), np.int32), *rows], axis=1)
-        return rows_table(tokens, np.cumsum([0, *(row.shape[1] for row in rows)]), self.special)
-
     def finish(self) -> pa.Table:
         rows, self.open = self.open, []
-        return self.table(rows)
+        return self.writer.table(rows)
 
 
-PACKERS: dict[str, Callable[[int, Sequence[int]], ConcatPacker | DocumentPacker]] = {
+PACKERS: dict[str, Callable[..., ConcatPacker | DocumentPacker]] = {
     CONCAT: ConcatPacker,
     DOCUMENT_MASK: partial(DocumentPacker, open_rows=OPEN_ROWS),
     NONE: partial(DocumentPacker, open_rows=0),
@@ -130,6 +190,8 @@ class Packed:
     bytes: int
     packing: str = CONCAT
     skipped: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # examples without a row, by kind
+    row_start: int | None = None  # the id that each row begins with; None: whatever comes first
+    facts: Mapping[str, int] = field(default_factory=dict)  # tokens, rows_with_bos, COUNTS
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -138,6 +200,11 @@ class Packed:
     def text_tokens(self) -> np.ndarray:
         """Tokens of each row that are not special, [rows] int32."""
         return self.column("text_tokens")
+
+    @cached_property
+    def inserted(self) -> np.ndarray:
+        """Tokens of each row that packing inserted, [rows] int32; where `row_start` is not None."""
+        return self.column("inserted")
 
     @cached_property
     def row_lengths(self) -> np.ndarray:
@@ -174,7 +241,8 @@ class Packed:
 
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
         sharing = self.sharing[rows] if self.packing == DOCUMENT_MASK else None
-        return Sizes(self.text_tokens[rows], self.row_lengths[rows], documents=sharing)
+        inserted = self.inserted[rows] if self.row_start is not None else None
+        return Sizes(self.text_tokens[rows], self.row_lengths[rows], documents=sharing, inserted=inserted)
 
     def draw_rows(self, tokens: int, *, stream: int) -> np.ndarray:
         """The first rows of a fixed permutation whose tokens add up to a number, ascending."""
@@ -230,57 +298,68 @@ def pack(
     corpus: Corpus,
     split: str,
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    format: TextFormat,
     length: int,
     name: str,
     cache: Path,
-    tokenizer_digest: str,
     packing: str = CONCAT,
     workers: int | None = None,
 ) -> Packed:
-    """A split of a corpus in rows of at most `length` tokens, made once for all runs with this text,
-    tokenizer, length and packing, by `workers` processes, None: one per core. Raises ValueError for a
-    damaged corpus."""
+    """A split of a corpus in rows of at most `length` tokens, made once for all runs with this text, format,
+    length and packing, by `workers` processes, None: one per core. Raises ValueError for a damaged corpus."""
 
     def write(folder: Path) -> None:
-        packer = PACKERS[packing](length, tokenizer.all_special_ids)
-        how = {"tokenizer": tokenizer, "ending": terminator(tokenizer), "name": name, "workers": workers}
-        batches = tokenize_corpus(corpus, split, folder=folder / "tokens", **how)
-        with closing(batches), ArrowWriter(path=str(folder / ROWS), features=COLUMNS) as writer:
-            for ids, sizes in batches:
-                writer.write_table(packer.add(ids, sizes))
-            writer.write_table(packer.finish())
-            writer.finalize()
-        shutil.rmtree(folder / "tokens")
-        if packer.documents != (expected := corpus.facts["documents"][split]):
-            told = f"{corpus.folder} is damaged: {packer.documents} documents in {split}, not {expected}; "
-            raise ValueError(f"{told}delete it, and the text is read again")
+        packer = PACKERS[packing](length, format.tokenizer.all_special_ids, format.row_start)
+        facts = dict.fromkeys(("tokens", "rows_with_bos", *COUNTS), 0)
 
-    made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
+        def write_rows(table: pa.Table) -> None:
+            facts["rows_with_bos"] += count_starts(table, format.tokenizer.bos_token_id)
+            writer.write_table(table)
+
+        batches = tokenize_corpus(
+            corpus, split, format=format, name=name, folder=folder / "tokens", workers=workers
+        )
+        with (
+            closing(batches),
+            ArrowWriter(path=str(folder / ROWS), features=packer.writer.features) as writer,
+        ):
+            for batch in batches:
+                facts["tokens"] += len(batch.ids)
+                for count in COUNTS:
+                    facts[count] += batch.counts[count]
+                write_rows(packer.add(batch.ids, batch.sizes))
+            write_rows(packer.finish())
+            writer.finalize()
+
+        shutil.rmtree(folder / "tokens")
+        (folder / FACTS).write_text(json.dumps(facts))
+        expected = corpus.facts["documents"][split]
+        if packer.documents != expected:
+            raise ValueError(
+                f"{corpus.folder} is damaged: {packer.documents} documents in {split}, not {expected}; "
+                "delete it, and the text is read again"
+            )
+
+    made_of = [FORMAT, corpus.facts["digest"], split, format.digest, length]
     made_of += [] if packing == CONCAT else [packing]
     folder = make_once(cache / "packed" / f"{name}-{split}-{digest(made_of)}", make=write)
-    rows, facts = Dataset.from_file(str(folder / ROWS)), corpus.facts
-    counts = (facts["documents"][split], facts["bytes"][split])
-    return Packed(rows, length, padding_id(tokenizer), *counts, packing)
+    return Packed(
+        rows=Dataset.from_file(str(folder / ROWS)),
+        length=length,
+        pad=padding_id(format.tokenizer),
+        documents=corpus.facts["documents"][split],
+        bytes=corpus.facts["bytes"][split],
+        packing=packing,
+        row_start=format.row_start,
+        facts=json.loads((folder / FACTS).read_text()),
+    )
 
 
-def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text."""
-    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-    around = tokenizer("a", verbose=False)["input_ids"]
-    begin = next(at for at in range(len(around)) if around[at : at + len(bare)] == bare)
-    return around[:begin], around[begin + len(bare) :]
-
-
-def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The id to append to each document: none if the tokenizer ends it itself, else its eos or sep."""
-    if frame_of(tokenizer)[1]:
-        return []
-    ending = [each for each in (tokenizer.eos_token_id, tokenizer.sep_token_id) if each is not None]
-    if not ending:
-        told = f"the tokenizer {tokenizer.name_or_path} has no token to separate documents"
-        raise ValueError(f"{told}. Allowed: one with an eos or sep token")
-    return ending[:1]
+def count_starts(table: pa.Table, token_id: int | None) -> int:
+    """How many rows of a table begin with a token."""
+    rows = table.column("ids").combine_chunks()
+    starts = rows.values.to_numpy()[rows.offsets.to_numpy()[:-1]]
+    return int((starts == token_id).sum()) if token_id is not None else 0
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

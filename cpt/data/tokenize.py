@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Features, List, Value, disable_progress_bars, enable_progress_bars
 
 from cpt.core.config import digest
@@ -26,30 +27,65 @@ from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.preemption import ignore_signals
 from cpt.core.processes import cores
 from cpt.data.corpus import Corpus
-
-if TYPE_CHECKING:  # a worker process need not import torch
-    from transformers import PreTrainedTokenizerBase
+from cpt.data.sources.base import PARSE
+from cpt.data.text_encoder import unknown_id
+from cpt.data.text_format import TextFormat
 
 SHARD = 1 << 23  # bytes of text in a cached file: what a kill costs each process
 BATCH = 1 << 20  # bytes of text that the tokenizer is given at once
 
 
+# What a cached file has of each document: its ids; how many of them are of its text, not around it, and how
+# many of these are unknown; and how many special tokens the text spells.
+COUNTS = ("body", "unknown", "spelled")
+FEATURES = Features({"ids": List(Value("int32")), **{name: Value("int32") for name in COUNTS}})
+
+
 @dataclass(frozen=True)
 class TokenizeBatch:
-    """Maps documents to token ids, `ending` after each."""
+    """Maps documents to token ids, the separator of the format after each."""
 
-    tokenizer: PreTrainedTokenizerBase
-    ending: tuple[int, ...]
+    format: TextFormat
 
     def __call__(self, documents: pa.Table) -> pa.Table:
-        how = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
+        encoder, unknown_token = self.format.encoder, unknown_id(self.format.tokenizer)
+        texts = documents.column("text")
+        begin, end = encoder.frame
+
         ids, ends = array("i"), [0]
-        for each in self.tokenizer(documents.column("text").to_pylist(), **how)["input_ids"]:
-            ids.extend(each)
-            ids.extend(self.ending)
+        body_sizes, unknown = [], []
+        for document in encoder.encode(texts.to_pylist()):
+            body = document[len(begin) : len(document) - len(end)]
+            body_sizes.append(len(body))
+            unknown.append(0 if unknown_token is None else body.count(unknown_token))
+            ids.extend(document)
+            ids.extend(self.separator_after(document))
             ends.append(len(ids))
+
         values = pa.array(np.frombuffer(ids, np.int32))
-        return pa.table({"ids": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)})
+        columns = {
+            "ids": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values),
+            "body": pa.array(body_sizes, pa.int32()),
+            "unknown": pa.array(unknown, pa.int32()),
+            "spelled": encoder.count_spelled(texts),
+        }
+        return pa.table(columns, schema=FEATURES.arrow_schema)
+
+    def separator_after(self, document: list[int]) -> tuple[int, ...]:
+        """What is appended to a document: nothing where it spells the separator at its end."""
+        separator = self.format.separator
+        is_spelled = self.format.special_tokens == PARSE and tuple(document[-1:]) == separator
+        return () if is_spelled else separator
+
+
+@dataclass(frozen=True)
+class TokenizedDocuments:
+    """Documents one after another: their ids [tokens] int32, how many each has [documents], and sums over
+    them of COUNTS."""
+
+    ids: np.ndarray
+    sizes: np.ndarray
+    counts: dict[str, int]
 
 
 def tokenize_shard(
@@ -67,7 +103,7 @@ def tokenize_shard(
         batched=True,
         batch_size=max(1, min(1000, int(BATCH / (1 + mean)))),
         remove_columns="text",
-        features=Features({"ids": List(Value("int32"))}),
+        features=FEATURES,
         cache_file_name=str(path),
         new_fingerprint=digest([str(folder), number, shards]),
     )
@@ -111,30 +147,36 @@ def start_worker() -> None:
 
 
 def tokenize_corpus(
-    corpus: Corpus,
-    split: str,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    ending: list[int],
-    name: str,
-    folder: Path,
-    workers: int | None,
-) -> Generator[tuple[np.ndarray, np.ndarray]]:
-    """Batches of the documents of a split, in their order: their ids [tokens] int32, and how many each has
-    [documents]. `folder` caches the shards, which `workers` processes make, None: one per core."""
+    corpus: Corpus, split: str, *, format: TextFormat, name: str, folder: Path, workers: int | None
+) -> Generator[TokenizedDocuments]:
+    """Batches of the documents of a split, in their order. `folder` caches the shards, which `workers`
+    processes make, None: one per core."""
     size = corpus.facts["bytes"][split]
     shards = max(1, min(corpus.facts["documents"][split], size // SHARD))
     processes = min(workers or cores(), shards)
-    how: dict[str, Any] = {"corpus": corpus, "split": split, "shards": shards, "folder": folder}
-    how["tokenize"] = TokenizeBatch(tokenizer, tuple(ending))
-    work: Callable[[int], Path] = partial(tokenize_shard, **how)
+    make_shard: Callable[[int], Path] = partial(
+        tokenize_shard,
+        corpus=corpus,
+        split=split,
+        shards=shards,
+        folder=folder,
+        tokenize=TokenizeBatch(format),
+    )
     numbers = range(shards)
-    paths = (work(each) for each in numbers) if processes == 1 else map_in_processes(work, numbers, processes)
+    if processes == 1:
+        paths: Generator[Path] = (make_shard(number) for number in numbers)
+    else:
+        paths = map_in_processes(make_shard, numbers, processes)
+
     bar = progress_bar(f"tokenising {name}", total=size, unit="B", scale=True, hidden=False, delay=DELAY)
     with closing(paths), bar:
         for path in paths:
             with pa.OSFile(str(path)) as file:  # not memory-mapped: the pages would count as memory
                 for batch in pa.ipc.open_stream(file):
                     lists = batch.column("ids")
-                    yield lists.flatten().to_numpy(), np.diff(lists.offsets.to_numpy())
+                    yield TokenizedDocuments(
+                        ids=lists.flatten().to_numpy(),
+                        sizes=np.diff(lists.offsets.to_numpy()),
+                        counts={name: pc.sum(batch.column(name)).as_py() or 0 for name in COUNTS},
+                    )
             bar.update(size / shards)

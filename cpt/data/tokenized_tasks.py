@@ -26,7 +26,8 @@ from cpt.core.randomness import key, shuffle
 from cpt.data.chats import Answer, ChatCounts, ChatEncoder, ids_within, sequences_of
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
-from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
+from cpt.data.packing import PADDING, Packed, padding_id
+from cpt.data.separator import terminator
 from cpt.data.sources.base import (
     ASSISTANT,
     NONE,
@@ -39,6 +40,7 @@ from cpt.data.sources.base import (
     read_example,
 )
 from cpt.data.sources.chats import SYSTEM
+from cpt.data.text_encoder import frame_of
 
 log = logging.getLogger(__name__)
 CACHE_VERSION = 3

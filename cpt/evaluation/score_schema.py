@@ -102,6 +102,12 @@ class TextKeys(TypedDict):
     near_duplicates: NotRequired[
         Annotated[NearDuplicateKeys, Key("held-out documents like training documents of the same text")]
     ]
+    unknown: NotRequired[
+        Annotated[dict[str, float], Key("tokens that the tokenizer does not know", "0 to 1", over="split")]
+    ]
+    special_tokens: NotRequired[
+        Annotated[dict[str, int], Key("special tokens that the text spells", over="split")]
+    ]
 
 
 @closed
@@ -192,6 +198,9 @@ class ConditionKeys(TypedDict, total=False):
     mask_rate: Annotated[float | None, Key("share of masked tokens; null: causal")]
     mean_span: Annotated[float | None, Key("mean length of masked spans", "tokens")]
     packing: Annotated[str, Key("`domains.packing`, where it is not concat")]
+    separator: Annotated[str, Key("token between documents, where it is not the tokenizer's eos")]
+    row_start: Annotated[str, Key("token that each sequence begins with, where `domains.bos_in_rows`")]
+    special_tokens: Annotated[str, Key("`domains.special_tokens`, where it is not split")]
     scored: Annotated[str, Key("which tokens are scored")]
     cap: Annotated[int, Key("maximum number of scored tokens per text", "tokens")]
 

@@ -282,18 +282,33 @@ def conditions(scores: Scores) -> dict[str, str]:
         **{name: str(given.get(name, "unknown")) for name in ("score_on", "tokenizer", "length")},
         "mask_rate": rate,
         "packing": str(given.get("packing", "concat")),
+        "text_format": describe_text_format(given),
         "scored": f"{sum(scores.scored)} tokens",
         "cap": str(given.get("cap", "none")),
     }
 
 
+def describe_text_format(conditions: Mapping[str, Any]) -> str:
+    """What of raw text is encoded unusually, in words; `default` where nothing is."""
+    descriptions = []
+    if "separator" in conditions:
+        descriptions.append(f"separator {conditions['separator']}")
+    if "row_start" in conditions:
+        descriptions.append(f"sequences begin with {conditions['row_start']}")
+    if "special_tokens" in conditions:
+        descriptions.append(f"special tokens {conditions['special_tokens']}d")
+    return ", ".join(descriptions) or "default"
+
+
 def describe_conditions(given: Mapping[str, str]) -> str:
     """`masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text 4567cdef`: all but the domains, the
-    packing where documents do not stand one after another, and the cap of scored tokens."""
+    packing where documents do not stand one after another, an unusual encoding of raw text, and the cap of
+    scored tokens."""
     rate = f", mask_rate {given['mask_rate']}" * (given["mask_rate"] != "none")
     packing = f", packing {given['packing']}" * (given["packing"] != "concat")
+    text_format = "" if given["text_format"] == "default" else f", {given['text_format']}"
     cap = f", at most {given['cap']} tokens of each text scored" * (given["cap"] != "none")
     return (
         f"{given['objective']}{rate}, length {given['length']}, tokenizer {given['tokenizer']}, "
-        f"{given['score_on']} text {given['texts']}{packing}{cap}"
+        f"{given['score_on']} text {given['texts']}{packing}{text_format}{cap}"
     )

@@ -2,6 +2,7 @@
 checkpoint brings is never run."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from itertools import count, takewhile
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -204,6 +206,17 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
         given = f"model.name_or_path={checkpoint} is invalid: it has {len(found)} adapters"
         raise ValueError(f"{given}. Allowed: a copy with one of them merged (peft's merge_and_unload)")
     return found[0] if found else None
+
+
+def end_ids(checkpoint: str, config: PretrainedConfig) -> list[int]:
+    """The eos ids in a checkpoint's configuration and generation configuration, which may list several."""
+    generation_ids: Any = None
+    with suppress(OSError, ValueError):  # most base models have none
+        generation_ids = GenerationConfig.from_pretrained(checkpoint).eos_token_id
+    ids: list[int | None] = []
+    for value in (generation_ids, getattr(config.get_text_config(), "eos_token_id", None)):
+        ids += value if isinstance(value, list) else [value]
+    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
 def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:

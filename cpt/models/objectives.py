@@ -72,7 +72,7 @@ class Objective(ABC):
 
     def scorable(self, sizes: Sizes) -> np.ndarray:
         """Tokens per row, [B], that may be scored: bits per byte are counted over them."""
-        return sizes.all
+        return sizes.all if sizes.inserted is None else sizes.all - sizes.inserted
 
     def restored(self, batch: Batch) -> Batch:
         """The batch with the original ids [B, T] as its input."""

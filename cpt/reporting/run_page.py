@@ -361,8 +361,13 @@ def show_overlap(scores: Scores, folder: Path) -> list[Block]:
 
 
 def show_texts(scores: Scores) -> Block:
-    """The table of test texts; near-duplicates are a column where a text has been compared for them."""
+    """The table of test texts. Near-duplicates are a column where a text has been compared for them, the
+    share of unknown tokens where the tokenizer does not know all of a text."""
     is_compared = any("near_duplicates" in facts for facts in scores.texts.values())
+    score_on = scores.conditions.get("score_on", "test")
+    unknown = {name: facts.get("unknown", {}).get(score_on, 0) for name, facts in scores.texts.items()}
+    has_unknown = any(unknown.values())
+
     cells = []
     for name, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
         facts = scores.texts.get(name, {})
@@ -371,11 +376,16 @@ def show_texts(scores: Scores) -> Block:
             kinds = ", ".join(f"{count} × {kind}" for kind, count in skipped.items())
             counts += f"; skipped: {kinds}"
         row = [name, *map("{:,}".format, sizes), counts]
+        if has_unknown:
+            row.append(f"{unknown.get(name, 0):.2%}")
         if is_compared:
             near = facts.get("near_duplicates")
             row.append(f"{near['found']} of {near['compared']}" if near else "–")
         cells.append([*row, facts.get("hash", "–")])
+
     head = ["text", "tokens", "scored", "bytes", "documents"]
+    if has_unknown:
+        head.append("unknown tokens")
     if is_compared:
         head.append("near-duplicates")
     return Block(title="Test texts", head=[*head, "hash"], cells=cells, folded=f"{len(cells)} texts")

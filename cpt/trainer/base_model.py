@@ -19,11 +19,12 @@ from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_distributed
 from cpt.core.schema import Options
 from cpt.core.tensors import check_state
-from cpt.data.corpora import Corpora, tokenizer_digest
+from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
 from cpt.data.replay import NO_REPLAY
 from cpt.data.sources.base import CONCAT, GENERAL
+from cpt.data.text_format import TextFormat, make_text_format
 from cpt.methods.base import MethodContext
 from cpt.methods.ncl import NCL
 from cpt.models import loading
@@ -49,13 +50,15 @@ ADVICE = "this is the base model, not yet the run: lower model.pretraining.optim
 
 @dataclass(frozen=True)
 class Base:
-    """Where the sequence starts: a model's folder or name, its tokenizer and its objective."""
+    """Where the sequence starts: a model's folder or name, its tokenizer, its objective, and how raw text
+    becomes rows for it."""
 
     checkpoint: str
     tokenizer: PreTrainedTokenizerBase
     objective_name: str
     objective: Objective
     length: int
+    text_format: TextFormat
     resize: bool = False
     untrained: Mapping[str, Any] | None = None  # the config of a model that is not pre-trained yet
     lacks: str = ""  # what a run still has to train before its first stage
@@ -108,9 +111,10 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     settings |= {"mask_rate": options.mlm_probability, "length": options.max_seq_length}
     settings |= {"mean_span": options.span_length} if new.objective_name == "span" else {}
     facts, settings = corpora.general.facts, settings | {"pretraining": asdict(options.pretraining)}
-    made_of = [FORMAT, facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
+    made_of = [FORMAT, facts["train_digest"], new.text_format.digest, settings]
     folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
-    base = assemble_base(options, new.tokenizer, loading.AutoConfig.for_model(**options.config), corpora)
+    config = loading.AutoConfig.for_model(**options.config)
+    base = assemble_base(options, new.tokenizer, config, new.text_format, corpora)
     if not trains and not folder.exists():
         return replace(base, untrained=options.config, lacks="the base model")
 
@@ -143,6 +147,7 @@ def adapt_checkpoint(
         settings |= {"head": asdict(how), "text": text, "length": given.length}
         settings |= {"objective": given.objective_name}
         settings |= {"mask_rate": options.mask_rate, "mean_span": options.span_length}
+        settings |= {"text_format": given.text_format.digest}
     folder = corpora.cache / "base" / f"{Path(source).name}-{digest([FORMAT, files, settings])}"
 
     def make(place: Path) -> None:
@@ -163,7 +168,7 @@ def adapt_checkpoint(
         log.info(told, options.name, steps, len(trained))
         freeze = replace(NOT_FROZEN, trainable=tuple(f"^{re.escape(name)}$" for name in trained))
         # In pre-training, of raw text without samples that share rows.
-        new = assemble_base(options, given.tokenizer, model.config)
+        new = assemble_base(options, given.tokenizer, model.config, given.text_format)
         pretrain(place, options, new, corpora, model, steps=steps, freeze=freeze, accelerator=accelerator)
 
     if steps and not trains and not folder.exists():
@@ -192,26 +197,41 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
 
         made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, name]
         folder = make_once(corpora.cache / "tokenizers" / digest(made_of), make=make)
-        return assemble_base(options, loading.load_tokenizer(folder), untrained)
+        tokenizer = loading.load_tokenizer(folder)
+        text_format = make_text_format(
+            tokenizer, corpora.text_options, is_causal=name == "causal", is_checkpoint=False
+        )
+        return assemble_base(options, tokenizer, untrained, text_format)
     config = loading.configuration(options.name_or_path)
     tokenizer = loading.load_tokenizer(options.name_or_path)
-    resize, is_span = options.resize, loading.objective_name(options.objective, config) == "span"
-    if is_span and not loading.sentinel_ids(tokenizer):
+    resize, name = options.resize, loading.objective_name(options.objective, config)
+    if name == "span" and not loading.sentinel_ids(tokenizer):
         loading.add_sentinels(tokenizer)
         log.info("Adding %d sentinels to the tokenizer of %s", loading.SENTINELS, options.name_or_path)
         resize = resize or entries(tokenizer) > config.get_text_config().vocab_size
-    return replace(assemble_base(options, tokenizer, config, corpora), resize=resize)
+    text_format = make_text_format(
+        tokenizer,
+        corpora.text_options,
+        is_causal=name == "causal",
+        model_ends=loading.end_ids(options.name_or_path, config),
+    )
+    return replace(assemble_base(options, tokenizer, config, text_format, corpora), resize=resize)
 
 
 def assemble_base(
-    options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, corpora: Corpora | None = None
+    options: ModelOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Any,
+    text_format: TextFormat,
+    corpora: Corpora | None = None,
 ) -> Base:
     """A base with its objective on `corpora` (of examples the answers alone), or without in pre-training."""
     name = loading.objective_name(options.objective, config)
     answers = corpora is not None and corpora.encoding is not None
     isolated = corpora is not None and corpora.isolated
     objective = loading.make_objective(options, tokenizer, config, answers=answers, isolated=isolated)
-    return Base(options.name_or_path or "", tokenizer, name, objective, options.max_seq_length)
+    checkpoint = options.name_or_path or ""
+    return Base(checkpoint, tokenizer, name, objective, options.max_seq_length, text_format)
 
 
 def pretrain(
@@ -243,7 +263,7 @@ def pretrain(
     module, domain = NCL(Options(), context), Domain(GENERAL, 0, (GENERAL,))
     module.activate(domain.index)
     packed = corpora.packed(
-        GENERAL, "train", tokenizer=new.tokenizer, length=options.max_seq_length, packing=CONCAT
+        GENERAL, "train", format=new.text_format, length=options.max_seq_length, packing=CONCAT
     )
     data = DomainSequence(
         [domain],

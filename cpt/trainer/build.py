@@ -23,7 +23,8 @@ from cpt.core.tensors import NamedTensors
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.packing import Packed, balance
-from cpt.data.sources.base import CONCAT, GENERAL
+from cpt.data.sources.base import CONCAT, GENERAL, TEXT
+from cpt.data.text_checks import check_training_text, report_texts, unknown_share
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.models.block_attention import MASKABLE
@@ -201,16 +202,24 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
 
     def packed(name: str, split: str) -> Packed:
         return corpora.packed(
-            name, split, tokenizer=start.tokenizer, length=plan.model.max_seq_length, seq2seq=start.seq2seq
+            name, split, format=start.text_format, length=plan.model.max_seq_length, seq2seq=start.seq2seq
         )
 
     train = {part: packed(part, "train") for domain in domains for part in domain.parts}
+    held_out = {name: packed(name, source.score_on) for name in (*plan.order, GENERAL)}
+    raw_texts = {f"{name} train": text for name, text in train.items() if source.form(name) == TEXT}
+    for name in raw_texts:
+        check_training_text(name.removesuffix(" train"), raw_texts[name], start.text_format)
+    raw_texts |= {
+        f"{name} {source.score_on}": text for name, text in held_out.items() if source.form(name) == TEXT
+    }
+    report_texts(raw_texts, start.text_format, is_causal=start.objective_name == "causal")
     if source.balanced is not False and train:
         train = balance(train, tokens=None if source.balanced is True else source.balanced)
     return DomainSequence(
         domains,
         train=train | ({GENERAL: packed(GENERAL, "train")} if replay.general_ratio else {}),
-        held_out={name: packed(name, source.score_on) for name in (*plan.order, GENERAL)},
+        held_out=held_out,
         objective=start.objective,
         budget=plan.budget,
         replay=replay,
@@ -224,16 +233,30 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
     )
 
 
-def describe_text(name: str, corpora: Corpora, data: DomainSequence) -> dict[str, Any]:
-    """The facts of a text for scores.json; `skipped` is {kind: number} of examples that could not be used."""
-    facts = {key.replace("digest", "hash"): fact for key, fact in corpora.by_name[name].facts.items()}
+def describe_text(name: str, corpora: Corpora, data: DomainSequence, *, score_on: str) -> dict[str, Any]:
+    """The facts of a text for scores.json; where there are any, `skipped`, {kind: number} of examples that
+    could not be used, and by split the share of unknown tokens and special tokens that the text spells."""
+    described = {key.replace("digest", "hash"): fact for key, fact in corpora.by_name[name].facts.items()}
     skipped: Counter[str] = Counter()
-    parts = [facts.pop("skipped", {})]
+    parts = [described.pop("skipped", {})]
     parts += [texts[name].skipped for texts in (data.train, data.validation, data.held_out) if name in texts]
     for part in parts:
         for kind, entry in part.items():
             skipped[kind] += entry["count"]
-    return facts | {"skipped": dict(skipped)} if skipped else facts
+
+    splits = {score_on: data.held_out[name]}
+    if name in data.train:
+        splits["train"] = data.train[name]
+    unknown = {split: unknown_share(text) for split, text in splits.items() if unknown_share(text)}
+    spelled = {split: text.facts["spelled"] for split, text in splits.items() if text.facts.get("spelled")}
+
+    if skipped:
+        described["skipped"] = dict(skipped)
+    if unknown:
+        described["unknown"] = unknown
+    if spelled:
+        described["special_tokens"] = spelled
+    return described
 
 
 def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
@@ -279,7 +302,9 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
             "finished": False,
             "objective": kind,
         },
-        texts={name: describe_text(name, corpora, data) for name in data.held_out},
+        texts={
+            name: describe_text(name, corpora, data, score_on=plan.source.score_on) for name in data.held_out
+        },
         conditions={
             "score_on": plan.source.score_on,
             "tokenizer": corpora.tokenizer_digest(start.tokenizer)[:8],
@@ -288,6 +313,7 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
             "scored": objective.scores,
             **({"mean_span": plan.model.span_length} if kind == "span" else {}),
             **({"packing": corpora.packing} if corpora.packing != CONCAT else {}),
+            **start.text_format.conditions,
             **({"cap": data.eval_tokens} if data.cut else {}),
         },
         base=base,

@@ -37,8 +37,9 @@ from cpt.core.sections import check_arguments, load_target
 from cpt.core.slurm import check_task_count
 from cpt.data.chats import ChatEncoder, prints_date
 from cpt.data.options import share_batch
-from cpt.data.packing import terminator
+from cpt.data.separator import choose_separator
 from cpt.data.sources.base import ASSISTANT, USER, Example, Turn
+from cpt.data.text_format import make_text_format
 from cpt.data.tokenized_tasks import Encoder
 from cpt.loggers.wandb_environment import WandbPlace
 from cpt.models import loading
@@ -295,7 +296,7 @@ def check_tokenizer(plan: Plan, objective: str, tokenizer: Any, config: Pretrain
     options, source = plan.model, plan.source
     has_answers = source.encoding is not None
     loading.make_objective(options, tokenizer, config, answers=has_answers, isolated=source.isolated)
-    terminator(tokenizer)
+    check_text_format(plan, tokenizer, config, objective)
     if source.encoding is not None:
         Encoder(tokenizer, options.max_seq_length, source.encoding, objective in loading.SEQ2SEQ)
 
@@ -402,6 +403,29 @@ def naming_key(section: str, file: str, keys: Sequence[str]) -> Iterator[None]:
             f"{file} has {key}, with which transformers does not save the model again ({message.rstrip('.')})"
         )
         raise ValueError(f"{section} is invalid: {cause}. Allowed: {file} without it") from error
+
+
+def check_text_format(plan: Plan, tokenizer: Any, config: PretrainedConfig, objective: str) -> None:
+    """Raises ValueError for options of raw text that a checkpoint's tokenizer does not allow; logs what
+    `auto` became."""
+    options, given = plan.source.text_options, str(plan.model.name_or_path)
+    model_ends = loading.end_ids(given, config)
+    text_format = make_text_format(tokenizer, options, is_causal=objective == "causal", model_ends=model_ends)
+    if not is_first_process():
+        return
+    separator = choose_separator(tokenizer, options.separator, model_ends=model_ends)
+    if separator.is_doubtful:
+        log.warning(
+            "Separator of documents: %s. Set domains.separator=TOKEN if pre-training had another",
+            separator.description,
+        )
+    else:
+        log.info(
+            "Separator of documents (domains.separator=%s): %s", options.separator, separator.description
+        )
+    if text_format.row_start is not None:
+        start = text_format.name_of(text_format.row_start)
+        log.info("All rows of raw text begin with %s (domains.bos_in_rows=%s)", start, options.bos_in_rows)
 
 
 def check_checkpoint(checkpoint: str, *, resize: bool) -> tuple[PretrainedConfig, Any]:

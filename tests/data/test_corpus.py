@@ -9,6 +9,7 @@ from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus
 from cpt.data.corpora import Corpora, find_shared
 from cpt.data.corpus import SPLITS, assign, read_documents
+from cpt.data.sources.base import TextOptions
 from tests.support.data_fixtures import HELD_OUT, OF_TEXT, prose
 
 
@@ -16,7 +17,7 @@ class Given:
     """A source of documents in memory that counts how often it is read."""
 
     names, orders, score_on, class_limit = ["a", "b"], None, "test", None
-    encoding, isolated, text_packing = None, False, "concat"
+    encoding, isolated, text_packing, text_options = None, False, "concat", TextOptions()
     form, members = staticmethod(OF_TEXT["form"]), staticmethod(OF_TEXT["members"])
 
     def __init__(self, documents, *, held_out=HELD_OUT):

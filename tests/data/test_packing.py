@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus, packing, tokenize
-from cpt.data.corpora import Corpora, tokenizer_digest
-from cpt.data.packing import OPEN_ROWS, PACKERS, balance, terminator
+from cpt.data.corpora import Corpora
+from cpt.data.packing import OPEN_ROWS, PACKERS, balance
 from cpt.data.sampler import stack_rows
+from cpt.data.separator import terminator
+from cpt.data.sources.base import TextOptions
+from cpt.data.text_format import TextFormat, make_text_format
 from cpt.data.tokenize import TokenizeBatch
+from cpt.data.tokenizer_hash import tokenizer_digest
 from cpt.models.objectives import Causal
 from tests.support import data_fixtures as made
 from tests.support.data_fixtures import pack, prose, rows_by_hand, written
@@ -66,19 +70,20 @@ def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, st
     assert not set(whole) & (special - set(ids_of(tokenizer, [before, after, "[UNK]"])))
     assert terminator(tokenizer) == ids_of(tokenizer, [appended])
     table = pa.table({"text": texts})
-    expected = TokenizeBatch(tokenizer, (7,))(table)
+    expected = TokenizeBatch(TextFormat(tokenizer, (7,)))(table)
     tokenizer(TRICKY, truncation=True, max_length=3)  # leaves its settings in the backend
-    assert TokenizeBatch(tokenizer, (7,))(table) == expected
+    assert TokenizeBatch(TextFormat(tokenizer, (7,)))(table) == expected
 
 
 def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokenizers, monkeypatch):
     calls, real = [], TokenizeBatch.__call__
     monkeypatch.setattr(TokenizeBatch, "__call__", lambda *given: calls.append(1) or real(*given))
     texts = Corpora({"a": written(tmp_path, prose(20)), "b": written(tmp_path, prose(9), name="b")}, tmp_path)
-    seen, how = [], {"tokenizer": tokenizers["framed"], "length": 16}
+    formats = {style: make_text_format(made, TextOptions()) for style, made in tokenizers.items()}
+    seen, how = [], {"format": formats["framed"], "length": 16}
     for name, split, changed in (
         ("a", "train", {}), ("b", "train", {}), ("a", "valid", {}), ("a", "train", {"length": 17}),
-        ("a", "train", {"tokenizer": tokenizers["bare"]}),
+        ("a", "train", {"format": formats["bare"]}),
     ):  # fmt: skip
         before = len(calls)
         seen.append(texts.packed(name, split, **how | changed).rows[:])
@@ -175,7 +180,7 @@ def test_rows_of_documents_that_fit_are_nearly_full_and_few_are_open():
 
 @pytest.mark.parametrize("kind", PACKERS)
 def test_a_packed_text_says_what_its_rows_hold_and_what_will_be_scored(tmp_path, kind):
-    how = {"tokenizer": made.framed(), "length": LENGTH, "name": "a", "tokenizer_digest": "0"}
+    how = {"format": make_text_format(made.framed(), TextOptions()), "length": LENGTH, "name": "a"}
     packed = packing.pack(written(tmp_path, prose(200)), "train", cache=tmp_path, packing=kind, **how)
     numbers = np.arange(len(packed))
     documents, sizes = packed.document_of(numbers), packed.sizes(numbers)
@@ -224,10 +229,15 @@ def small_shards(monkeypatch):
 
 
 def packed_by(folder, tokenizer, *, workers=1):
-    how = {"tokenizer": tokenizer, "length": 16, "name": "a", "cache": folder, "workers": workers}
-    packing.pack(written(folder, prose(80)), "train", **how, tokenizer_digest=tokenizer_digest(tokenizer))
+    text_format = make_text_format(tokenizer, TextOptions())
+    how = {"format": text_format, "length": 16, "name": "a", "cache": folder, "workers": workers}
+    packing.pack(written(folder, prose(80)), "train", **how)
     (path,) = (folder / "packed").glob("*/rows.arrow")
-    assert sorted(each.name for each in path.parent.iterdir()) == ["checksums.json", "rows.arrow"]
+    assert sorted(each.name for each in path.parent.iterdir()) == [
+        "checksums.json",
+        "facts.json",
+        "rows.arrow",
+    ]
     return hashlib.sha256(repr(Dataset.from_file(str(path)).to_dict()).encode()).hexdigest()
 
 

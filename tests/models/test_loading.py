@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from cpt.data.packing import terminator
+from cpt.data.separator import terminator
 from cpt.models import growth, loading
 from cpt.models.loading import build_model, is_tied, load_model, skeleton, train_tokenizer
 from tests.conftest import sentences

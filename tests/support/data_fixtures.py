@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from cpt.data import corpus, packing
-from cpt.data.corpora import tokenizer_digest
 from cpt.data.packing import COLUMNS, Packed
+from cpt.data.sources.base import TextOptions
+from cpt.data.text_format import make_text_format
 from cpt.models.loading import train_tokenizer
 
 HELD_OUT = {"valid": 0.1, "test": 0.2, "seed": 0}
@@ -98,8 +99,10 @@ def written(
 
 
 def pack(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Packed:
-    given = {"name": "a", "cache": folder, "tokenizer_digest": tokenizer_digest(tokenizer)}
-    return packing.pack(written(folder, texts), "train", tokenizer=tokenizer, length=length, **given)
+    text_format = make_text_format(tokenizer, TextOptions())
+    return packing.pack(
+        written(folder, texts), "train", format=text_format, length=length, name="a", cache=folder
+    )
 
 
 def rows_by_hand(

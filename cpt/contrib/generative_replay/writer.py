@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
@@ -38,9 +39,12 @@ from cpt.core.randomness import draws, key, sample_keys, shuffle
 from cpt.data import tokenized_tasks
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.packing import COLUMNS, Packed, frame_of, padding_id, terminator
+from cpt.data.packing import ConcatPacker, Packed, mark_documents, padding_id
 from cpt.data.replay import ReplayPool, ReplaySource, exact
+from cpt.data.separator import default_end
 from cpt.data.sources.base import GENERAL, Example
+from cpt.data.text_encoder import frame_of
+from cpt.data.text_format import TextFormat
 from cpt.evaluation.predictions import file_name
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import in_mode
@@ -99,8 +103,9 @@ class TextWriter(ReplaySource):
         self.options, self.folder, self.module, self.data, self.seed = options, folder, module, data, seed
         self.corpora, self.tokenizer = corpora, base.tokenizer
         self.length, self.seq2seq = base.length, base.seq2seq
-        self.begin, ending = frame_of(self.tokenizer)
-        end = (terminator(self.tokenizer) or ending)[0]
+        self.text_format: TextFormat = base.text_format
+        self.begin, self.after_text = frame_of(self.tokenizer)
+        end = self.end_of_text()
         self.sampling = Sampling(options.temperature, options.top_p, len(self.tokenizer), end)
         texts = list(dict.fromkeys(text for stage in data for text in data.replayed(stage)))
         for text in texts:
@@ -113,6 +118,17 @@ class TextWriter(ReplaySource):
         elif len(texts) > 1 and not named and corpora.encoding is None:
             why = "as nothing says of which it is to be; replay.prefix=8 or a prompt with {domain} would"
             log.info("Generating the same kind of text for all past domains (replay.prefix=0), %s", why)
+
+    def end_of_text(self) -> int:
+        """The id that ends a text which the model writes. Raises ValueError without one."""
+        candidates = [*self.text_format.separator, *self.after_text, default_end(self.tokenizer)]
+        ends = [token_id for token_id in candidates if token_id is not None]
+        if not ends:
+            raise ValueError(
+                f"replay=generated is invalid: the tokenizer {self.tokenizer.name_or_path} has no token that "
+                "ends a text. Allowed: domains.separator=TOKEN, or another replay"
+            )
+        return ends[0]
 
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
         general, replayed = [GENERAL] * (self.options.general_ratio > 0), self.data.replayed(stage)
@@ -235,27 +251,24 @@ class TextWriter(ReplaySource):
     def keep(self, folder: Path, job: WritingJob) -> dict[str, Any]:
         """Writes the rows to replay: ended texts one after another, one that was broken off in a row of its
         own; returns counts."""
-        source, special = sample_file(folder, job.text, "jsonl"), self.tokenizer.all_special_ids
-        number, waiting = 0, np.empty((2, 0), np.int32)  # ids and numbers of texts
+        source = sample_file(folder, job.text, "jsonl")
         kept = choose_texts(*measure(source)[:2], tokens=job.tokens, wanted=job.wanted, cut=True)
-        with ArrowWriter(path=str(sample_file(folder, job.text, "arrow")), features=COLUMNS) as writer:
+        packer = ConcatPacker(self.length, self.tokenizer.all_special_ids, self.text_format.row_start)
+        tables = []
+        for sample, count in zip(read_samples(source), kept, strict=True):
+            ids = [*sample.ids, *[self.sampling.end] * sample.ended][: max(0, count)]
+            if sample.ended and count == sample.size:
+                tables.append(packer.add(np.array(ids, np.int32), np.array([len(ids)])))
+            elif count > 0:
+                row = mark_documents(np.array(ids, np.int32), np.array([len(ids)]), packer.documents)
+                packer.documents += 1
+                row = row[:, : packer.writer.room(ids[0], self.length)]
+                tables.append(packer.writer.table([packer.writer.begin(row)]))
+        tables.append(packer.finish())
 
-            def write(row: np.ndarray) -> None:
-                counted = int((~np.isin(row[0], special)).sum())
-                writer.write({"ids": row[0], "documents": row[1], "text_tokens": counted})
-
-            for sample, count in zip(read_samples(source), kept, strict=True):
-                ids = [*sample.ids, *[self.sampling.end] * sample.ended][: max(0, count)]
-                row, number = np.array([ids, [number] * len(ids)], np.int32), number + (count > 0)
-                if sample.ended and count == sample.size:
-                    waiting = np.concatenate([waiting, row], axis=1)
-                elif count > 0:
-                    write(row)
-                while waiting.shape[1] >= self.length:
-                    write(waiting[:, : self.length])
-                    waiting = waiting[:, self.length :]
-            if waiting.size:
-                write(waiting)
+        path = sample_file(folder, job.text, "arrow")
+        with ArrowWriter(path=str(path), features=packer.writer.features) as writer:
+            writer.write_table(pa.concat_tables(tables).combine_chunks())
             writer.finalize()
         return count_texts(source, kept)
 
@@ -263,7 +276,15 @@ class TextWriter(ReplaySource):
         """The rows to replay in place of a text; None where there are none."""
         facts, packing = read_facts(folder, text), self.data.train[text].packing
         rows, pad = Dataset.from_file(str(sample_file(folder, text, "arrow"))), padding_id(self.tokenizer)
-        return Packed(rows, self.length, pad, facts["texts"], facts["bytes"], packing)
+        return Packed(
+            rows,
+            self.length,
+            pad,
+            facts["texts"],
+            facts["bytes"],
+            packing,
+            row_start=self.text_format.row_start,
+        )
 
 
 class ExampleWriter(TextWriter):
@@ -278,6 +299,9 @@ class ExampleWriter(TextWriter):
         super().__init__(options, folder, corpora=corpora, base=base, **run)
         stages = self.data if options.past_ratio and options.forms else ()
         self.forms = {name: self.encode_forms(name) for stage in stages for name in stage.parts}
+
+    def end_of_text(self) -> int:
+        return self.encoder.ending[0]
 
     def sign(self, domain: str) -> str:
         return (self.options.prompt or SIGN).replace("{domain}", domain)

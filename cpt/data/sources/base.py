@@ -39,6 +39,7 @@ GENERAL = "general"
 USER, ASSISTANT = "user", "assistant"  # roles of a chat
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, CONCAT, DOCUMENT_MASK = "none", "concat", "document_mask"  # see Source.packing
+AUTO, SPLIT, PARSE = "auto", "split", "parse"  # see Source.separator, special_tokens and bos_in_rows
 PACKINGS = {TEXT: (CONCAT, DOCUMENT_MASK, NONE), EXAMPLES: (NONE, DOCUMENT_MASK)}  # the default first
 FORMAT = 7  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 LONGEST_NAME = 200  # bytes: names are part of file names
@@ -209,6 +210,15 @@ class Encoding(Options):
     date: str | None = option("YYYY-MM-DD that chat templates print; null: they print none", default=None)
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """How raw text becomes ids: the options of that name of a Source."""
+
+    separator: str = AUTO
+    special_tokens: str = SPLIT
+    bos_in_rows: bool | str = AUTO
+
+
 HeldOutShare = Annotated[Number, Gt(0), Lt(0.5), Allowed("shares above 0 and below 0.5")]
 DomainLists = Annotated[
     Any, Predicate(is_domain_lists), Allowed("a list of orders like [[a,b],[b,a]], or {1: [a,b], 2: [b,a]}")
@@ -235,6 +245,20 @@ class Source(Options, ABC):
     packing: Literal["none", "concat", "document_mask"] | None = option(
         "documents per sequence: several, several with masking, one; null: concat of text, none of examples",
         default=None,
+    )
+    separator: Text = option(
+        "token after each document of raw text: auto (the pre-training separator of the checkpoint), none, "
+        "or a token of the vocabulary",
+        default=AUTO,
+    )
+    special_tokens: Literal["split", "parse"] = option(
+        "special tokens in raw text: split into the tokens of their characters, or parsed as their ids",
+        default=SPLIT,
+    )
+    bos_in_rows: bool | Literal["auto"] = option(
+        "begin each sequence of raw text with the BOS token (causal models); auto: for a checkpoint whose "
+        "tokenizer begins each text with it",
+        default=AUTO,
     )
     only: NamePatterns = option("domains to use, by name or pattern; null: all", default=None)
     by: Literal["fine", "coarse"] | None = option("level of M2D2: fine, or joined, domains", default=None)
@@ -284,6 +308,11 @@ class Source(Options, ABC):
     def text_packing(self) -> str:
         """How rows of text are filled: CONCAT (also general text of examples), DOCUMENT_MASK or NONE."""
         return CONCAT if self.packing is None or self.form("") == EXAMPLES else self.packing
+
+    @property
+    def text_options(self) -> TextOptions:
+        """How raw text becomes ids."""
+        return TextOptions(self.separator, self.special_tokens, self.bos_in_rows)
 
     @property
     @abstractmethod

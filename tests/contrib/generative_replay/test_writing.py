@@ -85,7 +85,10 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
     samples, tokenizer, tokens = made(5), bare(), 301
     end = tokenizer.eos_token_id
     write_samples(tmp_path, "a/b", samples)
-    run = SimpleNamespace(tokenizer=tokenizer, length=LENGTH, sampling=SimpleNamespace(end=end))
+    text_format = SimpleNamespace(row_start=None)
+    run = SimpleNamespace(
+        tokenizer=tokenizer, length=LENGTH, sampling=SimpleNamespace(end=end), text_format=text_format
+    )
     facts = TextWriter.keep(run, tmp_path, job("a/b", tokens=tokens, wanted=tokens))
     data = Dataset.from_file(str(sample_file(tmp_path, "a/b", "arrow")))
     rows = Packed(data, LENGTH, 0, facts["texts"], facts["bytes"])

@@ -1,0 +1,196 @@
+"""Raw text as token ids, with or without the special tokens that it spells.
+
+A corpus may contain `<|im_end|>` or `</s>` as text. By default (`domains.special_tokens=split`) these become
+the tokens of their characters, so that text from elsewhere cannot inject control tokens; with `parse` they
+become their ids. Added tokens that are not special are always used."""
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_python import Trie
+
+from cpt.data.sources.base import PARSE
+
+PRIVATE = "\U000f0000"  # begins a vocabulary entry that no text should reach; a private-use character
+
+
+def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and after a text."""
+    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    framed = tokenizer("a", verbose=False)["input_ids"]
+    begin = next(start for start in range(len(framed)) if framed[start : start + len(bare)] == bare)
+    return framed[:begin], framed[begin + len(bare) :]
+
+
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The special tokens that a text may spell, with their ids."""
+    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special[token.content] = token_id
+    return {token: token_id for token, token_id in special.items() if token}
+
+
+def unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of text that a tokenizer does not know; None for one that knows every byte."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer.unk_token_id
+    kind = type(backend.model).__name__
+    if kind != "Unigram":
+        token = backend.model.unk_token
+        return backend.token_to_id(token) if token else None
+    if tokenizer.unk_token_id is not None:
+        return tokenizer.unk_token_id
+    return json.loads(backend.to_str())["model"]["unk_id"]
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Encodes documents. `special_tokens` is SPLIT or PARSE: see the head of this file."""
+
+    tokenizer: PreTrainedTokenizerBase
+    special_tokens: str
+
+    @cached_property
+    def frame(self) -> tuple[list[int], list[int]]:
+        return frame_of(self.tokenizer)
+
+    @cached_property
+    def special(self) -> dict[str, int]:
+        return special_tokens_of(self.tokenizer)
+
+    @cached_property
+    def control_ids(self) -> set[int]:
+        """Special ids that ordinary text must not have; unknown text has that of the unknown token."""
+        return {*self.special.values()} - {unknown_id(self.tokenizer)}
+
+    @cached_property
+    def spelled_pattern(self) -> str:
+        """A regular expression, of Python and RE2, for the special tokens that a text spells."""
+        longest_first = sorted(self.special, key=len, reverse=True)
+        return "|".join(re.escape(token) for token in longest_first)
+
+    def count_spelled(self, texts: pa.ChunkedArray) -> pa.ChunkedArray:
+        """How many special tokens each text spells."""
+        if not self.special:
+            return pa.chunked_array([pa.nulls(len(texts), pa.int32()).fill_null(0)])
+        return pc.count_substring_regex(texts, pattern=self.spelled_pattern).cast(pa.int32())
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text with what the tokenizer puts around it."""
+        if self.special_tokens == PARSE:
+            return self.without_doubled_frame(self.call(self.tokenizer, texts, split_special_tokens=False))
+        if not self.tokenizer.is_fast:
+            return self.split_in_python(texts)
+        if self.backend_without_special is not None:
+            begin, end = self.frame
+            encodings = self.backend_without_special.encode_batch(texts, add_special_tokens=False)
+            return [[*begin, *encoding.ids, *end] for encoding in encodings]
+        return self.call(self.tokenizer, texts, split_special_tokens=True)
+
+    @staticmethod
+    def call(
+        tokenizer: PreTrainedTokenizerBase, texts: list[str], *, split_special_tokens: bool
+    ) -> list[list[int]]:
+        encoded = tokenizer(
+            texts, split_special_tokens=split_special_tokens, return_attention_mask=False, verbose=False
+        )
+        return encoded["input_ids"]
+
+    def without_doubled_frame(self, documents: list[list[int]]) -> list[list[int]]:
+        """Documents that already spell what the tokenizer puts around them, without the second copy."""
+        begin, end = self.frame
+        result = []
+        for ids in documents:
+            if begin and ids[len(begin) : 2 * len(begin)] == begin:
+                ids = ids[len(begin) :]
+            if end and ids[-2 * len(end) : -len(end)] == end:
+                ids = ids[: -len(end)]
+            result.append(ids)
+        return result
+
+    @cached_property
+    def backend_without_special(self) -> Tokenizer | None:
+        """The backend of a fast tokenizer from which special tokens are removed; None where it is not needed.
+
+        `split_special_tokens` finds no special tokens in a text, but the model behind it may still have them
+        as entries of its vocabulary: word-level and Unigram models (T5) find `</s>` there."""
+        samples = [sample for token in self.special for sample in (token, f"a {token} a", f"a{token}a")]
+        if not samples:
+            return None
+        begin, end = self.frame
+        encoded = self.call(self.tokenizer, samples, split_special_tokens=True)
+        bodies = [ids[len(begin) : len(ids) - len(end)] for ids in encoded]
+        if not any(self.control_ids.intersection(body) for body in bodies):
+            return None
+        return remove_special_tokens(self.tokenizer, self.special)
+
+    def split_in_python(self, texts: list[str]) -> list[list[int]]:
+        """As `encode` with SPLIT, of a tokenizer without a fast version, whose `split_special_tokens` would
+        ignore all added tokens."""
+        words_only = copy.copy(self.tokenizer)
+        words_only.tokens_trie = Trie()
+        for token in self.tokenizer.added_tokens_decoder.values():
+            if token.content not in self.special:
+                words_only.tokens_trie.add(token.content)
+
+        begin, end = self.frame
+        documents = self.call(words_only, texts, split_special_tokens=False)
+        for number, ids in enumerate(documents):
+            if self.control_ids.intersection(ids[len(begin) : len(ids) - len(end)]):
+                body = self.encode_by_character(words_only, texts[number])
+                documents[number] = [*begin, *body, *end]
+        return documents
+
+    def encode_by_character(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        """A text in which each special token that it spells is encoded character by character."""
+        ids: list[int] = []
+        for piece in re.split(f"({self.spelled_pattern})", text):
+            units = list(piece) if piece in self.special else [piece]
+            for unit in units:
+                encoded = tokenizer(unit, add_special_tokens=False, split_special_tokens=False, verbose=False)
+                ids += [token_id for token_id in encoded["input_ids"] if token_id not in self.control_ids]
+        return ids
+
+
+def remove_special_tokens(tokenizer: Any, special: dict[str, int]) -> Tokenizer:
+    """A copy of a fast tokenizer's backend, with the same ids, that never gives one of the special tokens but
+    the unknown one, nor adds any around a text: they get names that no text has."""
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    definition |= {"truncation": None, "padding": None, "post_processor": None}
+    model = definition["model"]
+    merged = merged_tokens(model.get("merges", []))
+    hidden = {token for token in special if token != model.get("unk_token") and token not in merged}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {hide(token, hidden): token_id for token, token_id in model["vocab"].items()}
+    else:  # of Unigram, whose unknown token is known by its place
+        model["vocab"] = [[hide(token, hidden), score] for token, score in model["vocab"]]
+    for token in definition["added_tokens"]:  # not removed: the ids of the others depend on their number
+        token["content"] = hide(token["content"], hidden)
+
+    backend = Tokenizer.from_str(json.dumps(definition))
+    backend.encode_special_tokens = True  # of those that keep their names
+    return backend
+
+
+def merged_tokens(merges: Sequence[Any]) -> set[str]:
+    """The vocabulary entries that the merges of a BPE name: pairs of texts, or texts with a blank between."""
+    tokens = set()
+    for merge in merges:
+        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+        tokens |= {left, right, left + right}
+    return tokens
+
+
+def hide(token: str, hidden: set[str]) -> str:
+    return PRIVATE + token if token in hidden else token

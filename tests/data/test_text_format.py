@@ -1,0 +1,304 @@
+"""Raw text as ids: what decides cached rows, special tokens that a text spells, separators, rows that begin
+with BOS, and text that the tokenizer does not know."""
+
+import itertools
+import logging
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import BertweetTokenizer, ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast
+from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
+
+from cpt.data import packing
+from cpt.data.packing import PACKERS
+from cpt.data.separator import choose_separator
+from cpt.data.sources.base import PARSE, SPLIT, TextOptions
+from cpt.data.text_checks import check_training_text, report_texts, unknown_share
+from cpt.data.text_encoder import TextEncoder, unknown_id
+from cpt.data.text_format import TextFormat, make_text_format
+from cpt.data.tokenize import TokenizeBatch
+from cpt.data.tokenizer_hash import rows_digest, tokenizer_digest
+from cpt.models.objectives import Causal
+from tests.support import data_fixtures as made
+from tests.support.data_fixtures import prose, written
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "river", "stone", "##s", "r", "s", "[", "]", "##e"]
+
+
+def bert_legacy(folder, **options):
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    return BertTokenizerLegacy(str(folder / "vocab.txt"), **options)
+
+
+def bertweet(folder, *, merges, **options):
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.txt").write_text("".join(f"{letter} 1\n" for letter in "abc@"))
+    (folder / "bpe.codes").write_text(merges)
+    return BertweetTokenizer(str(folder / "vocab.txt"), str(folder / "bpe.codes"), **options)
+
+
+def unigram(**options):
+    """As T5's: its model has the special tokens among the pieces of text."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    pieces += [(letter, -3.0) for letter in "abs</>"]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=2))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    names = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names | options)
+
+
+def word_level():
+    vocabulary = {word: number for number, word in enumerate(["<end>", "<unk>", "red", "green"])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="<unk>")
+
+
+def chat_tokenizer(eos, *, special=(), template=None):
+    """A byte-level BPE with further special tokens, of which `eos` is one."""
+    alphabet = {letter: number for number, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    backend = Tokenizer(models.BPE(alphabet, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    tokenizer.add_special_tokens({"extra_special_tokens": list(special)})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def turns_end_in(token):
+    return "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + token + "{% endfor %}"
+
+
+def test_the_hash_of_a_slow_tokenizer_has_its_options_and_files(tmp_path):
+    made_with = {
+        "plain": bert_legacy(tmp_path / "a"),
+        "cased": bert_legacy(tmp_path / "a", do_lower_case=False),
+        "accents": bert_legacy(tmp_path / "a", strip_accents=False),
+        "characters": bert_legacy(tmp_path / "a", tokenize_chinese_chars=False),
+        "tweets": bertweet(tmp_path / "b", merges="a b 1\n"),
+        "normalized": bertweet(tmp_path / "b", merges="a b 1\n", normalization=True),
+        "merged": bertweet(tmp_path / "c", merges="a b 1\nb c 1\n"),
+        "bytes": ByT5Tokenizer(),
+        "sentinels": ByT5Tokenizer(extra_ids=3),
+    }
+    assert len({tokenizer_digest(each) for each in made_with.values()}) == len(made_with)
+    changed = bert_legacy(tmp_path / "a")
+    changed.basic_tokenizer.do_lower_case = False
+    assert tokenizer_digest(changed) == tokenizer_digest(made_with["cased"])
+
+
+def test_the_hash_of_a_slow_tokenizer_is_the_same_elsewhere_and_after_use(tmp_path):
+    for name, tokenizer in {"bert": bert_legacy(tmp_path / "v"), "bytes": ByT5Tokenizer()}.items():
+        tokenizer.save_pretrained(tmp_path / name)
+        shutil.copytree(tmp_path / name, tmp_path / "moved" / name)
+        copies = [type(tokenizer).from_pretrained(folder / name) for folder in (tmp_path, tmp_path / "moved")]
+        copies[0]("River stones", split_special_tokens=True)
+        assert len({tokenizer_digest(each) for each in (*copies, tokenizer)}) == 1
+        rows = {rows_digest(each) for each in copies}
+        assert len(rows) == 1 and rows != {tokenizer_digest(tokenizer)}
+
+
+def test_the_key_of_rows_has_what_becomes_of_the_text():
+    tokenizer = made.opened()
+    formats = [
+        TextFormat(tokenizer, (2,)),
+        TextFormat(tokenizer, ()),
+        TextFormat(tokenizer, (3,)),
+        TextFormat(tokenizer, (2,), row_start=0),
+        TextFormat(tokenizer, (2,), special_tokens=PARSE),
+    ]
+    assert len({each.digest for each in formats}) == len(formats)
+    assert TextFormat(made.opened(), (2,)).digest == formats[0].digest
+
+
+@pytest.mark.parametrize("make", [unigram, word_level])
+def test_text_that_spells_a_special_token_does_not_inject_it(make):
+    tokenizer = make()
+    encoder = TextEncoder(tokenizer, SPLIT)
+    eos, plain = tokenizer.eos_token, "as" if make is unigram else "red green"
+    assert encoder.encode([plain]) == tokenizer([plain])["input_ids"]
+    for text in (eos, f"{plain} {eos} {plain}", f"{plain}{eos}"):
+        (ids,) = encoder.encode([text])
+        assert ids and tokenizer.eos_token_id not in ids
+        if make is unigram:  # it knows the characters
+            assert tokenizer.unk_token_id not in ids
+    direct = tokenizer(f"{plain} {eos}", split_special_tokens=True)["input_ids"]
+    assert tokenizer.eos_token_id in direct  # as without the encoder
+
+
+def test_slow_tokenizers_do_not_inject_special_tokens_either(tmp_path):
+    tokenizer = bert_legacy(tmp_path / "v")
+    begin, end = TextEncoder(tokenizer, SPLIT).frame
+    split, parsed = (
+        TextEncoder(tokenizer, mode).encode(["river [SEP] stones"])[0] for mode in (SPLIT, PARSE)
+    )
+    assert tokenizer.sep_token_id not in split[len(begin) : -len(end)]
+    expected = ["[CLS]", "river", "[SEP]", "stone", "##s", "[SEP]"]
+    assert tokenizer.convert_ids_to_tokens(parsed) == expected
+
+
+def test_added_words_are_used_and_special_ones_split_or_parsed():
+    for tokenizer in (ByT5Tokenizer(), made.opened()):
+        tokenizer.add_tokens(["benzol", AddedToken("toluol", normalized=False)])
+        tokenizer.add_tokens([AddedToken("<drug>", special=True)], special_tokens=True)
+        words = {tokenizer.convert_tokens_to_ids(word) for word in ("benzol", "toluol")}
+        tag = tokenizer.convert_tokens_to_ids("<drug>")
+        text = "ba benzol <drug>toluol de"
+        (split,), (parsed,) = (TextEncoder(tokenizer, mode).encode([text]) for mode in (SPLIT, PARSE))
+        assert words <= {*split} and tag not in split
+        assert words <= {*parsed} and parsed.count(tag) == 1
+        assert tokenizer.decode(split, skip_special_tokens=True) == text
+
+
+def test_a_text_that_spells_its_own_frame_does_not_get_it_twice():
+    tokenizer = made.opened()
+    text_format = TextFormat(tokenizer, (tokenizer.eos_token_id,), special_tokens=PARSE)
+    table = TokenizeBatch(text_format)(pa.table({"text": ["ba de", "<s>ba de</s>", "ba</s>de"]}))
+    plain, framed, inside = table["ids"].to_pylist()
+    assert framed == plain and inside.count(tokenizer.eos_token_id) == 2
+    assert table["spelled"].to_pylist() == [0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("eos", "special", "template", "ends", "expected"),
+    [
+        ("<|im_end|>", ["<|endoftext|>"], turns_end_in("<|im_end|>"), [], "<|endoftext|>"),
+        ("<|im_end|>", ["<|endoftext|>"], None, [], "<|endoftext|>"),  # without a template
+        ("<|eot_id|>", ["<|end_of_text|>"], turns_end_in("<|eot_id|>"), [], "<|end_of_text|>"),
+        ("<|eot|>", ["<eos>", "<end_of_turn>"], turns_end_in("<end_of_turn>"), [], "<eos>"),
+        ("<turn-end>", ["<doc-end>"], turns_end_in("<turn-end>"), ["<turn-end>", "<doc-end>"], "<doc-end>"),
+        ("<turn-end>", ["<x>"], turns_end_in("<turn-end>"), ["<turn-end>"], "<turn-end>"),  # not known
+        ("</s>", ["<|endoftext|>"], turns_end_in("</s>"), [], "</s>"),  # Mistral: also that of pre-training
+        ("<|endoftext|>", ["<|im_end|>"], turns_end_in("<|im_end|>"), [], "<|endoftext|>"),  # a base model
+        ("<stop>", ["<|endoftext|>"], None, [], "<stop>"),  # no chat: as it is
+    ],
+)
+def test_the_separator_is_that_of_pre_training(eos, special, template, ends, expected):
+    tokenizer = chat_tokenizer(eos, special=special, template=template)
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in ends]
+    separator = choose_separator(tokenizer, model_ends=ids)
+    assert tokenizer.convert_ids_to_tokens(list(separator.ids)) == [expected]
+    assert separator.is_doubtful == (eos == expected == "<turn-end>")
+    assert tokenizer.eos_token == eos
+
+
+def test_a_separator_by_name_is_one_token_of_the_vocabulary():
+    tokenizer = chat_tokenizer("<|im_end|>", special=["<|endoftext|>"])
+    assert choose_separator(tokenizer, "none").ids == ()
+    assert choose_separator(tokenizer, "<|im_end|>").ids == (tokenizer.eos_token_id,)
+    with pytest.raises(
+        ValueError, match=r"^domains.separator=<two tokens> is invalid: .* Allowed: auto, none"
+    ):
+        choose_separator(tokenizer, "<two tokens>")
+    closed = made.closed()
+    assert choose_separator(closed, "</s>").ids == choose_separator(closed).ids == ()
+    conditions = make_text_format(tokenizer, TextOptions()).conditions
+    assert conditions == {"separator": "<|endoftext|>"}
+    assert make_text_format(made.opened(), TextOptions()).conditions == {}
+
+
+@pytest.mark.parametrize("kind", PACKERS)
+def test_each_row_begins_with_bos_and_no_token_is_lost(tmp_path, kind):
+    tokenizer, texts, length = made.opened(), prose(60), 16
+    text_format = make_text_format(tokenizer, TextOptions(), is_causal=True)
+    assert text_format.row_start == tokenizer.bos_token_id
+    packed = packing.pack(
+        written(tmp_path, texts), "train", format=text_format, length=length, name="a", cache=tmp_path,
+        packing=kind,
+    )  # fmt: skip
+    rows, owners = packed.rows["ids"], packed.rows["documents"]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert all(row[0] == bos and 1 < len(row) <= length for row in rows)
+    if kind == "concat":
+        assert {len(row) for row in rows[:-1]} == {length}
+
+    documents = [[] for _ in texts]
+    inserted = 0
+    for row, numbers in zip(rows, owners, strict=True):
+        position = 0
+        for number, group in itertools.groupby(numbers):
+            piece = row[position : position + len(list(group))]
+            position += len(piece)
+            starts_anew = kind != "concat" or position == len(piece)
+            if documents[number] and starts_anew:
+                assert piece[0] == bos
+                piece = piece[1:]
+                inserted += 1
+            documents[number] += piece
+    assert inserted and documents == [[*tokenizer(text)["input_ids"], eos] for text in texts]
+
+    sizes = packed.sizes()
+    assert Causal().scorable(sizes).sum() == sum(map(len, documents)) == packed.facts["tokens"]
+    assert packed.facts["rows_with_bos"] == len(rows)
+    segments = 1 if sizes.documents is None else sizes.documents
+    assert np.array_equal(Causal().scored(sizes), packed.row_lengths - segments)
+
+
+def test_who_gets_bos_in_rows():
+    opened, bare = made.opened(), made.bare()
+    auto, yes, no = (TextOptions(bos_in_rows=value) for value in ("auto", True, False))
+    assert make_text_format(opened, auto, is_causal=True, is_checkpoint=False).row_start is None
+    assert make_text_format(opened, auto, is_causal=False).row_start is None
+    assert make_text_format(opened, no, is_causal=True).row_start is None
+    assert make_text_format(bare, auto, is_causal=True).row_start is None
+    assert make_text_format(opened, yes, is_causal=True, is_checkpoint=False).row_start is not None
+    unframed = made.restyled("$A", bos_token="<s>", eos_token="</s>")  # as GPT-2
+    assert make_text_format(unframed, auto, is_causal=True).row_start is None
+    assert make_text_format(unframed, yes, is_causal=True).row_start == unframed.bos_token_id
+    for tokenizer, is_causal in ((bare, True), (opened, False)):
+        with pytest.raises(
+            ValueError, match=r"^domains.bos_in_rows=true is invalid: .* Allowed: auto, false"
+        ):
+            make_text_format(tokenizer, yes, is_causal=is_causal)
+
+
+def pack_texts(folder, texts, tokenizer, *, length=16, **options):
+    text_format = make_text_format(tokenizer, TextOptions(**options))
+    corpus = written(folder, texts)
+    packed = packing.pack(corpus, "train", format=text_format, length=length, name="a", cache=folder)
+    return packed, text_format
+
+
+def test_unknown_tokens_are_counted_whatever_the_model_of_the_tokenizer(tmp_path):
+    cases = {
+        "wordpieces": (made.wordpieces(), ["ba q de q", "ba de"], 2 / 6),
+        "word-level": (word_level(), ["red blue", "green <end>"], 2 / 4),
+        "unigram": (unigram(), ["ab x", "ab"], 1 / 8),
+        "bytes": (made.opened(), ["ba \u0e02", "<unk>"], 0),
+        "slow": (ByT5Tokenizer(), ["\u0e02 ba"], 0),
+    }
+    for name, (tokenizer, texts, share) in cases.items():
+        packed, _ = pack_texts(tmp_path / name, texts, tokenizer)
+        assert unknown_share(packed) == pytest.approx(share), name
+    assert unknown_id(made.opened()) is None and unknown_id(CanineTokenizer()) is None
+
+
+def test_the_log_has_unknown_and_special_tokens_and_rows_without_bos(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="cpt")
+    texts = [f"{text} <mask> q\u0e02" for text in prose(30)]
+    packed, text_format = pack_texts(tmp_path / "1", texts, made.wordpieces())
+    report_texts({"law train": packed}, text_format, is_causal=False)
+    (record,) = caplog.records[-1:]
+    assert record.levelname == "WARNING" and f"{unknown_share(packed):.2%} of law train" in record.message
+    with pytest.raises(ValueError, match="has no token that the tokenizer .* knows: 100% of its tokens"):
+        nothing, _ = pack_texts(tmp_path / "2", ["\u0e02\u0e03", "\u0e04"], made.wordpieces())
+        check_training_text("law", nothing, text_format)
+    check_training_text("law", packed, text_format)
+
+    opened, text_format = pack_texts(tmp_path / "3", texts, made.opened())
+    caplog.clear()
+    report_texts({"law train": opened}, text_format, is_causal=True)
+    spelled, starts = [record.message for record in caplog.records]
+    assert "30 in law train; split into ordinary tokens" in spelled
+    share = 100 * sum(row[0] == 0 for row in opened.rows["ids"]) / len(opened)
+    assert starts.startswith(f"{share:.0f} % of rows begin with <s>")
+    parsed, text_format = pack_texts(tmp_path / "4", texts, made.opened(), special_tokens=PARSE)
+    caplog.clear()
+    report_texts({"law train": parsed}, text_format, is_causal=False)
+    assert "30 in law train; parsed as their ids" in caplog.records[0].message
+    mask = made.opened().convert_tokens_to_ids("<mask>")
+    assert sum(row.count(mask) for row in parsed.rows["ids"]) == 30
