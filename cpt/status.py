@@ -105,22 +105,39 @@ def read_status(path: Path) -> RunStatus:
 
 
 def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
-    """Whether a run is finished, its fraction done, why scores.json is unreadable; the matrix is skipped."""
-    found: dict[str, Any] = {}
+    """Whether a run is finished, its fraction done, why scores.json is unreadable."""
+    path = folder / "scores.json"
     try:
-        with (folder / "scores.json").open(encoding="utf-8") as file:
-            for line in file:
-                name, _, value = line.partition(": ")
-                if name in ('"rows"', '"run"'):
-                    found[name.strip('"')] = json.loads(value.rstrip().rstrip(","))
-                if len(found) == 2:
-                    break
-        done, stages = len(found["rows"]) - 1, len(found["run"]["order"])
-        return found["run"]["finished"] is True, min(1.0, max(0, done) / stages) if stages else None, ""
+        facts = read_facts(path)
+        num_stages_done, num_stages = len(facts["rows"]) - 1, len(facts["run"]["order"])
+        is_finished = facts["run"]["finished"] is True
     except FileNotFoundError:
         return False, None, ""
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False, None, "scores.json cannot be read"
+    fraction = min(1.0, max(0, num_stages_done) / num_stages) if num_stages else None
+    return is_finished, fraction, ""
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The entries `rows` and `run` of a scores.json. cpt writes an entry a line: of such a file the matrix is
+    not read. Any other form is read as a report reads it. Raises ValueError for a damaged file, OSError."""
+    facts: dict[str, Any] = {}
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            name, _, value = line.partition(": ")
+            if name in ('"rows"', '"run"'):
+                try:
+                    facts[name.strip('"')] = json.loads(value.rstrip().rstrip(","))
+                except ValueError:  # over several lines
+                    break
+            if len(facts) == 2:
+                return facts
+
+    from cpt.evaluation.scores import Scores  # imports that the usual form does not need
+
+    scores = Scores.load(path)
+    return {"rows": scores.rows, "run": scores.run}
 
 
 def format_status(run: RunStatus) -> str:

@@ -8,7 +8,9 @@ import pytest
 
 from cpt import status
 from cpt.core.heartbeat import STALE_S, Heartbeat, ProcessId, utc_now
+from cpt.reporting.load_runs import find_runs
 from tests.core.test_heartbeat import earlier, gone
+from tests.support.comparing import saved
 
 AWAY = ProcessId(host="away", pid=7, start_time=1.0)
 
@@ -55,6 +57,24 @@ def test_without_a_heartbeat_the_scores_tell(tmp_path):
         make_run(tmp_path / name, finished=finished, rows=rows)
     found = [(each.state, each.done) for each in status.read_statuses([tmp_path])]
     assert found == [("unfinished", None), ("unfinished", 0.5), ("finished", 1.0)]
+
+
+def test_scores_of_another_programs_form_are_read_as_a_report_reads_them(tmp_path):
+    for name, finished in (("one line", True), ("indented", True), ("unfinished", False)):
+        scores = saved(tmp_path / name, finished=finished)
+        text = json.loads((tmp_path / name / "scores.json").read_text())
+        indent = 2 if name == "indented" else None
+        (tmp_path / name / "scores.json").write_text(json.dumps(text, indent=indent))
+    saved(tmp_path / "foreign")
+    (tmp_path / "foreign" / "scores.json").write_text(
+        '{"rows": ["base"], "run": {"order": [], "finished": true}}'
+    )
+    found = {Path(each.run).name: each for each in status.read_statuses([tmp_path])}
+    assert [found[name].state for name in ("one line", "indented", "unfinished")] == [
+        *("finished", "finished", "unfinished")
+    ]
+    assert found["one line"].done == (len(scores.rows) - 1) / len(scores.run["order"]) == 1
+    assert found["foreign"].state == "unknown" and len(find_runs([tmp_path]).damaged) == 1
 
 
 def test_the_table_and_json(tmp_path, capsys):

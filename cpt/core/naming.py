@@ -4,6 +4,7 @@ way: `optim.lr=1e-3` as `0.001`."""
 import functools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,56 @@ LONGEST = 160  # characters of a folder's name; file systems take 255
 LONGEST_TAG = 64  # characters, W&B's own limit
 
 
-def name_run(overrides: Sequence[str], method: str, order: Any, seed: int) -> str:
-    """The run folder's name: method, order, seed and what else was chosen; of a path its last part."""
+def name_run(overrides: Sequence[str], method: str, order: Any, seed: int, *, num_path_parts: int = 1) -> str:
+    """The run folder's name: method, order, seed and what else was chosen; of a path its last part, or the
+    number of them that is asked for."""
     parts = [method, f"order-{order}", f"seed-{seed}"]
     for key, value in sorted(list_choices(as_written(overrides)).items()):
         if key not in ("method", "order", "seed", "hydra"):
-            path = Path(value) if "/" in value else None
-            if path is not None:  # of an exported model also the run that it is of
-                value = ".".join(path.parts[-2:]) if path.name == "model" else path.name
-            parts.append(f"{key}-{value}")
+            shown = shorten_path(value, num_parts=num_path_parts) if "/" in value else value
+            parts.append(f"{key}-{shown}")
     safe = (UNSAFE.sub(".", part).strip(".") for part in parts)
     pairs = zip(safe, parts, strict=True)
     name = "_".join(each if part.isascii() else f"{each}-{digest(part)[:6]}" for each, part in pairs)
     if len(name) > LONGEST:
         name = f"{name[:LONGEST]}-{digest(parts)[:8]}"
     return name
+
+
+def shorten_path(value: str, *, num_parts: int) -> str:
+    """The last parts of a path, with dots between them; of an exported model also the run that it is of."""
+    path = Path(value)
+    if path.name == "model":
+        num_parts = max(2, num_parts)
+    return ".".join(path.parts[-num_parts:])
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What the name of a run's folder is made of: the arguments of `name_run`."""
+
+    overrides: Sequence[str]
+    method: str
+    order: Any
+    seed: int
+
+    def name(self, *, num_path_parts: int = 1) -> str:
+        return name_run(self.overrides, self.method, self.order, self.seed, num_path_parts=num_path_parts)
+
+    def num_path_parts(self) -> int:
+        """The parts of the longest path among the choices; 1 without a path."""
+        values = list_choices(tuple(self.overrides)).values()
+        return max((len(Path(value).parts) for value in values if "/" in value), default=1)
+
+
+def distinguish_runs(runs: Sequence[RunIdentity]) -> list[str]:
+    """Distinct names for runs that have one name: with the fewest parts of their paths that tell them apart,
+    else with a hash of what was chosen."""
+    for num_path_parts in range(2, max(run.num_path_parts() for run in runs) + 1):
+        names = [run.name(num_path_parts=num_path_parts) for run in runs]
+        if len(set(names)) == len(runs):
+            return names
+    return [f"{run.name()}-{digest(list(run.overrides))[:8]}" for run in runs]
 
 
 def variant() -> str:

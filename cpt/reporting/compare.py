@@ -28,6 +28,10 @@ from cpt.reporting.load_runs import RunGroup, RunSection, differing_settings, na
 from cpt.reporting.page import LEGENDS, Block
 
 MAX_SETTINGS = 8  # differing settings that a note names
+MAX_ITEMS = 3  # values of a setting, and groups of a value, that a note names
+MAX_VALUE = 40  # characters of a value in a note
+# Settings of the method itself: that these differ is what is compared.
+OF_THE_METHOD = ("method.", "mask.", "replay.", "routing.")
 ALONE = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what ranks methods with a model per domain
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a spreadsheet takes for a formula (OWASP, CSV injection)
 INTERVAL = LEGENDS["interval"].format(least=statistics.LEAST)
@@ -360,59 +364,121 @@ def list_conditions(section: RunSection) -> Block:
     """What a reader must know before comparing the groups of a section."""
     groups, runs, objective = section.groups, section.runs, section.conditions["objective"]
     lines = [f"Perplexity of all these runs: {describe_conditions(section.conditions)}."]
-    lines += [LEGENDS["code"].format(objective=objective)] * (objective != "causal")
-    lines += [LEGENDS["base"]] * any(len(group.runs) > 1 for group in groups)
+    if section.other_bases:
+        lines.append(describe_bases(section))
+    if objective != "causal":
+        lines.append(LEGENDS["code"].format(objective=objective))
+    if any(len(group.runs) > 1 for group in groups):
+        lines.append(LEGENDS["base"])
+
     orders = name_orders(runs)
     if len(orders) > 1:
         lines += [f"order {name}: {few(order)}" for order, name in orders.items() if name != ",".join(order)]
-    if alone := sorted({f"`{group.method}`" for group in groups if group.alone}):
+    alone = sorted({f"`{group.method}`" for group in groups if group.alone})
+    if alone:
         lines.append(LEGENDS["alone"].format(methods=" and ".join(alone)))
-    if given := [group.name for group in groups if group.needs_domain]:
-        lines.append(f"Given the domain of a text at test time: {few(given, between=', ')}.")
-    own = ("method.", "mask.", "replay.", "routing.", "model.")
-    if keys := [key for key in differing_settings(runs) if not key.startswith(own)]:
-        more = f" and {len(keys) - MAX_SETTINGS} more" * (len(keys) > MAX_SETTINGS)
-        lines.append(f"The runs differ beyond their methods, in {', '.join(keys[:MAX_SETTINGS])}{more}.")
+    needing_domain = [group.name for group in groups if group.needs_domain]
+    if needing_domain:
+        lines.append(f"Given the domain of a text at test time: {few(needing_domain, between=', ')}.")
+    keys = [key for key in differing_settings(runs) if not key.startswith(OF_THE_METHOD)]
+    if keys:
+        lines.append(describe_settings(section, keys))
+
     costs = {each.name: [each.mean("cost/tokens") or 0, each.mean("cost/flops") or 0] for each in groups}
-    lines += filter(None, [frames.describe_fairness(costs)])
-    for what in dict.fromkeys(each for run in runs for each in run.left_out):
-        names = [group.name for group in groups if any(what in run.left_out for run in group.runs)]
-        lines.append(f"Not compared: {what} of {few(names, between=', ')}.")
-    made_with = {name: {run.scores.versions.get(name) for run in runs} for name in ("cpt", "torch")}
-    if several := [name for name, known in made_with.items() if len(known - {None}) > 1]:
-        lines.append(f"Made with several versions of {', '.join(several)}.")
+    fairness = frames.describe_fairness(costs)
+    if fairness:
+        lines.append(fairness)
+    for reason in dict.fromkeys(reason for run in runs for reason in run.left_out):
+        names = [group.name for group in groups if any(reason in run.left_out for run in group.runs)]
+        lines.append(f"Not compared: {reason} of {few(names, between=', ')}.")
+    versions = {name: {run.scores.versions.get(name) for run in runs} for name in ("cpt", "torch")}
+    differing = [name for name, known in versions.items() if len(known - {None}) > 1]
+    if differing:
+        lines.append(f"Made with several versions of {', '.join(differing)}.")
     if not section.baselines and len(groups) > 1:
         lines.append(f"No differences: no single group {section.baseline} with the same model and orders.")
     return Block(title="Conditions", lines=lines)
 
 
+def describe_bases(section: RunSection) -> str:
+    """The base of a section, and those of sections that differ from it in the base alone, with their groups
+    and the settings of the model that differ."""
+    others = [f"{base} ({few(groups, between=', ')})" for base, groups in section.other_bases.items()]
+    settings = ""
+    if section.base_settings:
+        shown = list(section.base_settings[:MAX_SETTINGS])
+        num_hidden = len(section.base_settings) - len(shown)
+        more = f" and {num_hidden} more" if num_hidden else ""
+        settings = f" They differ in {', '.join(shown)}{more}."
+    return (
+        f"The bases differ: these runs begin with {section.conditions['base']}, runs of other sections over "
+        f"the same texts with {'; '.join(others)}.{settings} A difference between these sections is not one "
+        "of methods."
+    )
+
+
+def describe_settings(section: RunSection, keys: Sequence[str]) -> str:
+    """The settings in which the runs of a section differ, each with its values and the groups that have
+    them."""
+    parts = []
+    for key in keys[:MAX_SETTINGS]:
+        groups_by_value: dict[str, dict[str, None]] = defaultdict(dict)
+        for group in section.groups:
+            for run in group.runs:
+                groups_by_value[str(run.settings.get(key, "absent"))][group.name] = None
+        values = [
+            f"{frames.shorten(value, width=MAX_VALUE)} ({abbreviate(list(names))})"
+            for value, names in groups_by_value.items()
+        ]
+        parts.append(f"{key}: {abbreviate(values)}")
+    num_hidden = len(keys) - len(parts)
+    more = f"; and {num_hidden} more" if num_hidden else ""
+    return f"The runs differ beyond their methods, in {'; '.join(parts)}{more}."
+
+
+def abbreviate(items: Sequence[str]) -> str:
+    """The first items, and how many more there are."""
+    shown = ", ".join(items[:MAX_ITEMS])
+    return shown if len(items) <= MAX_ITEMS else f"{shown}, … {len(items) - MAX_ITEMS} more"
+
+
 def tabulate_differences(
     section: RunSection, measures: Iterable[ComparedMeasure] = COMPARED, *, title: str = "Differences"
 ) -> Block:
-    """A row per group that has a baseline: mean difference, interval, p-values and Holm's."""
-    measures, cells = list_present(section, measures), []
+    """A row per group that has a baseline: mean difference, interval, p-values and Holm's. A difference over
+    fewer pairs than the row's largest number of them is followed by its own."""
+    measures, cells, has_fewer_pairs = list_present(section, measures), [], False
     columns = [contrast_groups(section, measure.key) for measure in measures]
     for group in section.groups:
-        own = [column.get(group.name) for column in columns]
-        if any(own):
-            row = [group.name, section.baselines[group.name].name, str(max(each.n for each in own if each))]
-            for each, measure in zip(own, measures, strict=True):
-                row += format_contrast(each, measure.show, ("p", "p_holm", "p_t", "p_t_holm"))
-            cells.append(row)
+        contrasts = [column.get(group.name) for column in columns]
+        num_pairs = max((contrast.n for contrast in contrasts if contrast), default=0)
+        if num_pairs == 0:
+            continue
+        row = [group.name, section.baselines[group.name].name, str(num_pairs)]
+        for contrast, measure in zip(contrasts, measures, strict=True):
+            difference, *tests = format_contrast(contrast, measure.show, ("p", "p_holm", "p_t", "p_t_holm"))
+            if contrast and contrast.n < num_pairs:
+                difference += f" ({contrast.n})"
+                has_fewer_pairs = True
+            row += [difference, *tests]
+        cells.append(row)
+
     lines = [LEGENDS["differences"].format(interval=INTERVAL)]
-    lines += [LEGENDS["tested"].format(least=statistics.LEAST)]
-    tests = [(f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)") for measure in measures]
-    head = ["group", "baseline", "pairs", *itertools.chain(*tests)]
+    if has_fewer_pairs:
+        lines.append(LEGENDS["fewer_pairs"])
+    lines.append(LEGENDS["tested"].format(least=statistics.LEAST))
+    tests_of_each = [(f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)") for measure in measures]
+    head = ["group", "baseline", "pairs", *itertools.chain(*tests_of_each)]
     title, chosen = f"{title} from {section.baseline}", choose_columns(measures, first=3, each=5)
     return build_table(section, cells, title=title, head=head, words=2, lines=lines, chosen=chosen)
 
 
-def format_contrast(given: PairedContrast | None, show: Show, tests: Sequence[str]) -> list[str]:
+def format_contrast(contrast: PairedContrast | None, show: Show, tests: Sequence[str]) -> list[str]:
     """Difference with its interval, and p-values."""
-    if given is None:
+    if contrast is None:
         return ["–"] * (1 + len(tests))
-    difference = show(given.mean) + format_interval(given.low, given.high, show)
-    return [difference, *(format_known(getattr(given, name), "{:.3g}".format) for name in tests)]
+    difference = show(contrast.mean) + format_interval(contrast.low, contrast.high, show)
+    return [difference, *(format_known(getattr(contrast, name), "{:.3g}".format) for name in tests)]
 
 
 def tabulate_ranks(section: RunSection) -> Block:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import Counter, defaultdict
@@ -18,12 +19,13 @@ import yaml
 from pandas import DataFrame
 
 from cpt.core.cache import PARTIAL
-from cpt.core.config import digest, executes, flatten
+from cpt.core.config import digest, flatten
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
 from cpt.evaluation.scores import Scores, conditions
 from cpt.evaluation.task_metrics import describe_task
+from cpt.reporting.comparability import have_same_base, is_compared, read_base_hash, result_settings
 from cpt.reporting.frames import escape_name, few, label, shorten, split_variant, summarize_scores
 
 SUBFOLDERS = {  # of a run folder; none holds another run
@@ -32,7 +34,6 @@ SUBFOLDERS = {  # of a run folder; none holds another run
 }
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 COSTS = ("tokens", "flops", "seconds_learn", "seconds", "memory", "trained", "stored", "stored_per_domain")
-SOURCES = ("domains.", "eval.max_tokens", "order")  # settings that digests, counts and the order stand for
 PROTOCOLS = {"endtask": ("endtask/", "task/"), "answers": ("answers/",)}  # config group: values it decides
 NO_PROTOCOL = ("root", "folder", "path", "cache", "eval_batch_size")  # options of a protocol that decide none
 NAMED_SETTINGS = 3  # in a group's name, if it differs in more
@@ -74,8 +75,19 @@ class MeasuredRun:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The leaves of config.yaml without what only says how it was executed; empty without the file."""
-        return {key: value for key, value in self.config.items() if not executes(key)}
+        """The leaves of config.yaml that decide the result; empty without the file."""
+        return result_settings(self.config, self.scores)
+
+    @cached_property
+    def base_hash(self) -> str:
+        """A hash of the weights that the run began with; empty where its folder does not say."""
+        return read_base_hash(self.folder)
+
+    @property
+    def base(self) -> str:
+        """The base for people: `tiny_gpt2 0123abcd`."""
+        name = str(self.scores.base.get("name") or self.scores.run["model"])
+        return f"{name} {self.base_hash}".strip()
 
     def protocol(self, group: str) -> dict[str, Any]:
         """How the tasks of a config group are measured; empty without a config."""
@@ -233,8 +245,10 @@ class RunSection:
     """Groups measured under the same conditions, so that they can be compared; the best LC first."""
 
     title: str
-    conditions: Mapping[str, str]
+    conditions: Mapping[str, str]  # as cpt.evaluation.conditions, and the base
     groups: Sequence[RunGroup]
+    other_bases: Mapping[str, Sequence[str]]  # of sections that differ in the base alone: their groups
+    base_settings: Sequence[str]  # the settings of the model in which this and those differ
     baseline: str  # as asked for
     baselines: Mapping[str, RunGroup]  # by the name of a group
     places: Mapping[str, int]  # colour and marker by the name of a group, in all sections
@@ -263,69 +277,111 @@ def build_sections(
     runs: Sequence[MeasuredRun], *, by_order: bool = False, baseline: str = "ncl"
 ) -> list[RunSection]:
     """A section per set of comparable runs, the largest first; `by_order`: a group per order."""
-    alike = defaultdict(list)
-    for run in runs:
-        alike[run.comparability].append(run)
-    sets = [group_runs(each, by_order=by_order) for each in sorted(alike.values(), key=lambda x: -len(x))]
-    names = dict.fromkeys(group.name for groups in sets for group in groups)
+    sets = divide_runs(runs)
+    grouped = [group_runs(members, by_order=by_order) for members in sets]
+    names = dict.fromkeys(group.name for groups in grouped for group in groups)
     places = {name: place for place, name in enumerate(sorted(names, key=lambda name: name != baseline))}
-    titled = defaultdict(list)
-    for groups in sets:
-        conditions = groups[0].runs[0].conditions
-        titled[conditions["objective"], conditions["domains"]].append(conditions)
+    bases = name_bases(sets)
+    conditions = [members[0].conditions | {"base": base} for members, base in zip(sets, bases, strict=True)]
+
     sections = []
-    for groups in sets:
-        own = groups[0].runs[0].conditions
-        others = titled[own["objective"], own["domains"]]
-        apart = [f"{key} {own[key]}" for key in own if len({each[key] for each in others}) > 1]
+    for number, groups in enumerate(grouped):
+        own = conditions[number]
+        similar = [
+            other
+            for other in conditions
+            if (other["objective"], other["domains"]) == (own["objective"], own["domains"])
+        ]
+        differing = [f"{key} {own[key]}" for key in own if len({other[key] for other in similar}) > 1]
         domains = few(sorted(set(groups[0].runs[0].scores.domains) - {GENERAL}), between=", ")
-        found = {group.name: find_baseline(group, groups, baseline) for group in groups}
+        title = f"{own['objective']}: {domains}"
+        if differing:
+            title += f" ({', '.join(differing)})"
+
+        other_bases: dict[str, list[str]] = {}
+        runs_of_all_bases = list(sets[number])
+        for place, members in enumerate(sets):
+            if place != number and members[0].comparability == sets[number][0].comparability:
+                other_bases[bases[place]] = [group.name for group in grouped[place]]
+                runs_of_all_bases += members
+        settings = differing_settings(runs_of_all_bases) if other_bases else []
+        baselines = {group.name: find_baseline(group, groups, baseline) for group in groups}
         section = RunSection(
-            title=f"{own['objective']}: {domains}" + f" ({', '.join(apart)})" * bool(apart),
+            title=title,
             conditions=own,
             groups=groups,
+            other_bases=other_bases,
+            base_settings=[key for key in settings if key.startswith("model.")],
             baseline=baseline,
-            baselines={name: other for name, other in found.items() if other is not None},
+            baselines={name: other for name, other in baselines.items() if other is not None},
             places=places,
         )
         sections.append(section)
     return sections
 
 
+def divide_runs(runs: Sequence[MeasuredRun]) -> list[list[MeasuredRun]]:
+    """The runs by the conditions of their perplexities and by their base, the largest set first."""
+    by_conditions: dict[tuple[str, ...], list[list[MeasuredRun]]] = defaultdict(list)
+    for run in runs:
+        sets = by_conditions[run.comparability]
+        for members in sets:
+            hashes = members[0].base_hash, run.base_hash
+            if have_same_base(members[0].scores, run.scores, hashes=hashes):
+                members.append(run)
+                break
+        else:
+            sets.append([run])
+    return sorted(itertools.chain(*by_conditions.values()), key=lambda members: -len(members))
+
+
+def name_bases(sets: Sequence[Sequence[MeasuredRun]]) -> list[str]:
+    """The base of each set of runs. Sets that differ in the base alone have different ones."""
+    descriptions = [(members[0].comparability, members[0].base) for members in sets]
+    counts, seen, names = Counter(descriptions), Counter[Any](), []
+    for description in descriptions:
+        seen[description] += 1
+        number = f" #{seen[description]}" if counts[description] > 1 else ""
+        names.append(description[1] + number)
+    return names
+
+
 def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]:
     """The groups by their mean LC; runs of one label are distinguished by their settings."""
     shared = set.intersection(*(set(split_variant(run.scores.run)) for run in runs))
-    orders, several = name_orders(runs), len({run.scores.run["model"] for run in runs}) > 1
-    split, groups = defaultdict(list), []
+    orders, several_models = name_orders(runs), len({run.scores.run["model"] for run in runs}) > 1
+    by_label: dict[Any, list[MeasuredRun]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: (orders[run.pair[0]], run.pair[1], str(run.folder))):
-        facts, order = run.scores.run, run.pair[0] if by_order else None
-        facts = facts | {"variant": "; ".join(sorted(split_variant(facts)))}
-        split[label(facts, shared=shared), facts["model"], order].append(run)
-    for (name, model, order), alike in split.items():
-        keys, by_settings = differing_settings(alike), defaultdict(list)
-        for run in alike:
-            own = [f"{key}={run.settings.get(key, 'absent')}" for key in keys]
-            by_settings[tuple(own if run.settings else ["config unknown"] * bool(keys))].append(run)
-        for settings, members in by_settings.items():
-            short = [shorten(each, width=40) for each in settings[:NAMED_SETTINGS]]
-            short += ["…"] * (len(settings) > NAMED_SETTINGS) + [model] * several
-            seeds, drawn = (len({run.pair[place] for run in members}) for place in (1, 0))
-            told = [f"{n} {kind}{'s' * (n > 1)}" for n, kind in ((seeds, "seed"), (drawn, "order"))]
-            between = " x " if len(members) == seeds * drawn else ", "
+        facts = run.scores.run | {"variant": "; ".join(sorted(split_variant(run.scores.run)))}
+        order = run.pair[0] if by_order else None
+        by_label[label(facts, shared=shared), facts["model"], order].append(run)
+
+    groups = []
+    for (name, model, order), alike in by_label.items():
+        for settings, members in split_by_settings(alike).items():
+            parts = [name, *(shorten(setting, width=40) for setting in settings[:NAMED_SETTINGS])]
+            if len(settings) > NAMED_SETTINGS:
+                parts.append("…")
+            if several_models:
+                parts.append(model)
+            if order is not None:
+                parts.append(f"order {orders[order]}")
+            facts = members[0].scores.run
             group = RunGroup(
-                name=", ".join([name, *short, *([f"order {orders[order]}"] if order else [])]),
-                plain=label(members[0].scores.run | {"variant": ""}),
+                name=", ".join(parts),
+                plain=label(facts | {"variant": ""}),
                 model=model,
                 orders=sorted({orders[run.pair[0]] for run in members}),
-                own=frozenset({*settings, *split_variant(members[0].scores.run)} - shared),
+                own=frozenset({*settings, *split_variant(facts)} - shared),
                 runs=members,
                 order=order,
-                method=members[0].scores.run["method"],
+                method=facts["method"],
                 alone=members[0].scores.alone,
                 needs_domain=any(run.scores.needs_domain for run in members),
-                size=f"{len(members)} ({between.join(told)})",
+                size=describe_size(members),
             )
             groups.append(group)
+
     means = {group: group.mean("LC/perplexity") for group in groups}
     groups.sort(key=lambda group: (math.inf if means[group] is None else means[group], group.name))
     counts, seen = Counter(group.name for group in groups), Counter[str]()
@@ -336,13 +392,38 @@ def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]
     return groups
 
 
+def split_by_settings(runs: Sequence[MeasuredRun]) -> dict[tuple[str, ...], list[MeasuredRun]]:
+    """Runs of one label by the settings in which they differ, as `key=value`."""
+    keys = differing_settings(runs)
+    groups: dict[tuple[str, ...], list[MeasuredRun]] = defaultdict(list)
+    for run in runs:
+        settings = tuple(f"{key}={run.settings.get(key, 'absent')}" for key in keys)
+        if keys and not run.settings:
+            settings = ("config unknown",)
+        groups[settings].append(run)
+    return groups
+
+
+def describe_size(runs: Sequence[MeasuredRun]) -> str:
+    """`6 (3 seeds x 2 orders)`."""
+    num_orders, num_seeds = len({run.pair[0] for run in runs}), len({run.pair[1] for run in runs})
+    seeds = f"{num_seeds} seed" if num_seeds == 1 else f"{num_seeds} seeds"
+    orders = f"{num_orders} order" if num_orders == 1 else f"{num_orders} orders"
+    is_full = len(runs) == num_seeds * num_orders
+    return f"{len(runs)} ({seeds} x {orders})" if is_full else f"{len(runs)} ({seeds}, {orders})"
+
+
 def differing_settings(runs: Sequence[MeasuredRun]) -> list[str]:
     """Settings that decide a result and in which runs differ, other than the seed and what follows it."""
-    known = [run for run in runs if run.settings]
-    seeds = [str(run.scores.run["seed"]) for run in known]
-    keys = {key for run in known for key in run.settings if not key.startswith(SOURCES)}
-    values = {key: [str(run.settings.get(key, "absent")) for run in known] for key in keys}
-    return sorted(key for key, given in values.items() if len(set(given)) > 1 and given != seeds)
+    known_runs = [run for run in runs if run.settings]
+    seeds = [str(run.scores.run["seed"]) for run in known_runs]
+    keys = {key for run in known_runs for key in run.settings if is_compared(key)}
+    differing = []
+    for key in sorted(keys):
+        values = [str(run.settings.get(key, "absent")) for run in known_runs]
+        if len(set(values)) > 1 and values != seeds:
+            differing.append(key)
+    return differing
 
 
 def name_orders(runs: Sequence[MeasuredRun]) -> dict[tuple[str, ...], str]:

@@ -18,7 +18,7 @@ from pandas import DataFrame
 from cpt.evaluation.scores import Scores
 from cpt.reporting.compare import format_spread, measure_spreads
 from cpt.reporting.drawing import Picture, figure, list_few, literal, plain_logarithm, png, style
-from cpt.reporting.frames import decimals, describe_fairness, few, format_known, perplexity
+from cpt.reporting.frames import Show, decimals, describe_fairness, few, format_known, perplexity
 from cpt.reporting.page import Block, align_columns, show_picture, write_page
 from cpt.reporting.tex import escape
 
@@ -50,13 +50,15 @@ class FinalRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedMethod:
-    """A method's search (no trials where nothing is tuned) and its final runs."""
+    """A method's search (no trials where nothing is tuned) and its final runs, of which some may have failed.
+    `num_planned`: how many there were to be; None: as many as there are."""
 
     name: str
     space: Mapping[str, str]  # by key, in Hydra's grammar
     default: Mapping[str, str]
     trials: Sequence[Trial]
     runs: Sequence[FinalRun]
+    num_planned: int | None = None
 
     @property
     def finished(self) -> list[Trial]:
@@ -94,7 +96,6 @@ def write_tuning(
     limit = None if None in searches.values() else min(filter(None, searches.values()), default=None)
     table = tabulate_methods(methods, metric=metric, sign=sign, limit=limit)
     fixed = [each.name for each in methods if not each.space]
-    runs = max(len(each.runs) for each in methods)
     ended = sorted(len(each.finished) for each in methods if each.trials) or [0]
     costs = {}
     for each in (each for each in methods if each.runs):
@@ -102,9 +103,13 @@ def write_tuning(
     count = f"{ended[0]} to {ended[-1]}" if ended[0] < ended[-1] else str(ended[0])
     lines = [
         f"Searches: {count} finished trials each on validation text, the default values first; chosen by "
-        f"{metric} ({direction}). Final runs: test text, mean ± standard deviation over {runs} runs each.",
-        describe_fairness(costs),
+        f"{metric} ({direction}). Final runs: test text, mean ± standard deviation over "
+        f"{describe_runs(methods)}.",
     ]
+    lost = describe_lost_runs(methods)
+    if lost:
+        lines.append(lost)
+    lines.append(describe_fairness(costs))
     if limit is not None:
         cheapest = min(filter(searches.get, searches), key=lambda name: searches[name] or 0)
         lines.append(
@@ -121,7 +126,8 @@ def write_tuning(
     frame = DataFrame(table.cells, columns=[*map(escape, table.head)]).map(escape)
     text = frame.to_latex(index=False, escape=False, column_format="l" * 3 + "r" * 5)
     stem.with_suffix(".tex").write_text("% needs \\usepackage{booktabs}\n" + text, encoding="utf-8")
-    described = [asdict(each) | {"flops": each.flops} for each in methods]
+    planned = count_planned(methods)
+    described = [asdict(each) | {"flops": each.flops, "num_planned": planned[each.name]} for each in methods]
     for trial in (trial for each in described for trial in each["trials"]):
         trial["score"] = trial["score"] if math.isfinite(trial["score"]) else None  # JSON has no infinity
     about = {"metric": metric, "direction": direction, "budget": budget, "equal_compute_flops": limit}
@@ -130,29 +136,65 @@ def write_tuning(
     return "\n".join([align_columns(table), *lines, str(page)])
 
 
+def count_planned(methods: Sequence[TunedMethod]) -> dict[str, int]:
+    """The number of final runs that each method was to have, by its name."""
+    counts = {}
+    for method in methods:
+        counts[method.name] = len(method.runs) if method.num_planned is None else method.num_planned
+    return counts
+
+
+def describe_runs(methods: Sequence[TunedMethod]) -> str:
+    """`3 runs each`, or `2 to 3 runs`."""
+    counts = sorted(len(method.runs) for method in methods)
+    if counts[0] == counts[-1]:
+        return f"{counts[0]} runs each"
+    return f"{counts[0]} to {counts[-1]} runs"
+
+
+def describe_lost_runs(methods: Sequence[TunedMethod]) -> str:
+    """How many final runs of which methods are missing; empty if all are there."""
+    planned = count_planned(methods)
+    missing = [
+        f"{method.name} ({planned[method.name] - len(method.runs)} of {planned[method.name]})"
+        for method in methods
+        if len(method.runs) < planned[method.name]
+    ]
+    if not missing:
+        return ""
+    return f"Missing final runs, which failed: {few(missing, between=', ')}; (k): a mean over k runs."
+
+
 def tabulate_methods(methods: Sequence[TunedMethod], *, metric: str, sign: int, limit: float | None) -> Block:
     """A row per method: the values, their scores on validation text, the scores of the final runs."""
     show = perplexity if metric.endswith("perplexity") else decimals
+    planned = count_planned(methods)
     cells = []
-    for each in methods:
-        best, within = each.best(sign=sign), each.best(sign=sign, limit=limit or 0)
-        forgotten = [run.forgetting for run in each.runs if run.forgetting is not None]
-        measured = [run.score for run in each.runs], forgotten
-        found = [measure_spreads(np.array([x]), runs=len(x))[0] if x else None for x in measured]
+    for method in methods:
+        best, within = method.best(sign=sign), method.best(sign=sign, limit=limit or 0)
+        scores = [run.score for run in method.runs]
+        forgetting = [run.forgetting for run in method.runs if run.forgetting is not None]
         cells.append(
             [
-                each.name,
+                method.name,
                 shorten_values(best),
                 shorten_values(within) if limit else "–",
-                str(len(each.finished)) if each.space else "–",
-                format_known(getattr(each.first, "score", None), show),
+                str(len(method.finished)) if method.space else "–",
+                format_known(getattr(method.first, "score", None), show),
                 format_known(getattr(best, "score", None), show),
-                format_spread(found[0], show, bounds=False),
-                format_spread(found[1], decimals, bounds=False),
+                format_mean(scores, show, num_runs=planned[method.name]),
+                format_mean(forgetting, decimals, num_runs=planned[method.name]),
             ]
         )
     head = ["method", "tuned values", "equal compute", "trials", "valid, default", "valid, tuned"]
     return Block(head=[*head, f"test {metric}", "test FG (nats)"], cells=cells, words=3)
+
+
+def format_mean(values: Sequence[float], show: Show, *, num_runs: int) -> str:
+    """`53.10 ± 0.30 (2)`: the mean of the values that some of the runs have; the last is their number, if not
+    all have one."""
+    spread = measure_spreads(np.array([values]), runs=num_runs)[0] if values else None
+    return format_spread(spread, show, bounds=False)
 
 
 def shorten_values(trial: Trial | None) -> str:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cpt.core.heartbeat import State, record_exit, utc_now
+from cpt.core.naming import RunIdentity, as_written, distinguish_runs, quote
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import JOB, PARENT, cores
 from cpt.evaluation.task_metrics import run_objective
@@ -59,6 +60,7 @@ class Job:
     offset: int = 0  # where this start's output begins in console.log
     lost: str = ""  # on a cluster: why the exit code is unknown, or why the job is not queued again
     ending: str = "lost"  # on a cluster, without an exit code: cancelled, refused, out of memory
+    folder_override: tuple[str, ...] = ()  # hydra.run.dir, where that of the config is another job's too
     process: subprocess.Popen[bytes] = field(init=False)
     started: float = field(init=False)
     began: str = field(init=False)  # the same in UTC
@@ -68,6 +70,17 @@ class Job:
 
     def __str__(self) -> str:
         return f"#{self.number} {self.label}".strip()
+
+    def rename_folder(self, name: str) -> None:
+        """Gives the job another run folder next to its own, which its process gets by an override."""
+        self.folder = self.folder.with_name(name)
+        self.console = self.folder / "console.log"
+        self.folder_override = (f"hydra.run.dir={quote(str(self.folder))}",)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The overrides of its process."""
+        return self.overrides + self.folder_override
 
     @property
     def state(self) -> str:
@@ -85,7 +98,7 @@ class Job:
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str]) -> None:
         self.started, self.began = time.monotonic(), utc_now()
-        self.process, self.offset = start_process([*command, *self.overrides], self.console, env=env)
+        self.process, self.offset = start_process([*command, *self.arguments], self.console, env=env)
         log.info("Job %s: started, %s", self, self.console)
 
     def kill(self, number: int) -> None:
@@ -197,19 +210,42 @@ def compose_jobs(
     ones are one. Raises ValueError if two have one folder."""
     distinct = dict.fromkeys(map(tuple, job_overrides))
     common = set.intersection(*map(set, distinct)) if len(distinct) > 1 else set()
-    jobs: dict[Path, Job] = {}
+    jobs = []
     for number, overrides in enumerate(distinct, first):
         cfg = context.config_loader.load_sweep_config(config, [*overrides, "hydra.mode=RUN"])
         with open_dict(cfg):
             cfg.hydra.job.num = number  # for hydra.sweep.subdir=${hydra.job.num}, Hydra's own default
         HydraConfig.instance().set_config(cfg)  # for ${hydra:...} in hydra.run.dir
         label = " ".join(filter_overrides([each for each in overrides if each not in common]))
-        job = Job(number, overrides, label, cfg, Path(cfg.hydra.run.dir))
-        if (other := jobs.setdefault(job.folder, job)) is not job:
-            told = f"hydra.run.dir={job.folder} is invalid: '{other}' and '{job}' share it"
-            raise ValueError(f"{told}. Allowed: one each")
-        job.before = is_finished_already(cfg, job.folder)
-    return list(jobs.values())
+        jobs.append(Job(number, overrides, label, cfg, Path(cfg.hydra.run.dir)))
+
+    separate_folders(jobs)
+    for job in jobs:
+        job.before = is_finished_already(job.config, job.folder)
+    return jobs
+
+
+def separate_folders(jobs: Sequence[Job]) -> None:
+    """Gives jobs that share a run folder, as of paths that end alike, folders of their own. Raises ValueError
+    where the folder is not named after what was chosen."""
+    by_folder: dict[Path, list[Job]] = defaultdict(list)
+    for job in jobs:
+        by_folder[job.folder].append(job)
+    for folder, sharing in by_folder.items():
+        if len(sharing) == 1:
+            continue
+        identities = []
+        for job in sharing:
+            hydra = job.config.hydra
+            overrides = as_written(hydra.overrides.task)
+            order, seed = job.config.order, job.config.seed
+            identities.append(RunIdentity(overrides, str(hydra.runtime.choices.method), order, seed))
+        if any(identity.name() != folder.name for identity in identities):
+            reason = f"'{sharing[0]}' and '{sharing[1]}' share it"
+            allowed = "a folder for each, as with ${choices:…} of conf/config.yaml or ${hydra.job.num}"
+            raise ValueError(f"hydra.run.dir={folder} is invalid: {reason}. Allowed: {allowed}")
+        for job, name in zip(sharing, distinguish_runs(identities), strict=True):
+            job.rename_folder(name)
 
 
 def job_command(config: DictConfig) -> list[str]:

@@ -218,7 +218,7 @@ class SubmititLauncher(JobLauncher):
         fail."""
         folder, command = Path.cwd(), job_command(self.config)
         saving_s = max(1.0, self.signal_delay_s - SAVED_BEFORE_LIMIT_S)
-        tasks = [ClusterTask((*command, *job.overrides), folder, job.console, saving_s) for job in jobs]
+        tasks = [ClusterTask((*command, *job.arguments), folder, job.console, saving_s) for job in jobs]
         try:
             with outside_allocation():
                 handles = self.make_executor().submit_array(tasks)
@@ -307,7 +307,7 @@ class ClusterLauncher(JobLauncher):
         command = partial(run_job, job_command(self.config), Path.cwd())
         self.inner.setup(hydra_context=self.context, task_function=command, config=config)
         try:
-            returned = self.inner.launch([list(job.overrides) for job in waiting], first)
+            returned = self.inner.launch([list(job.arguments) for job in waiting], first)
         except Exception as error:  # of any class: each launcher has its own for a job that was cancelled
             # The launcher gave up on all its jobs at once; the cluster may still be at work on some.
             log.error("Stopping: the cluster's launcher failed: %s", error)
@@ -331,6 +331,9 @@ def run_job(command: Sequence[str], start: Path, cfg: DictConfig) -> tuple[int, 
     hydra = HydraConfig.get()
     os.chdir(start)
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    hydra_overrides: Any = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
+    # A job whose folder would be another one's has its own.
+    overrides += [override for override in hydra_overrides if override.startswith("hydra.run.dir=")]
     console = Path(hydra.run.dir) / "console.log"
     process, offset = start_process([*command, *overrides], console, env=os.environ)
     with forward_signals(process):

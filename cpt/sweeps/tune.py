@@ -87,6 +87,7 @@ class TuneSweeper(OptunaSweeper):
                     default={key: show(value) for key, value in each.first.items()},
                     trials=[Trial(*trial) for trial in found[each.label][0]],
                     runs=finals[each.label],
+                    num_planned=math.prod(map(len, runs)),
                 )
                 for each in candidates
             ]

@@ -9,7 +9,7 @@ import torch
 
 from cpt.core.config import identity, plain_config
 from cpt.core.errors import readable
-from cpt.core.naming import LONGEST, name_run
+from cpt.core.naming import LONGEST, RunIdentity, distinguish_runs, name_run
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 
@@ -71,3 +71,27 @@ def test_a_wrong_config_is_found_without_torch(wrong, tmp_path):
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert ended.stdout.splitlines()[-1] == "1 set()" and f"{wrong} is inv" in ended.stderr, ended.stderr
+
+
+ALIKE = {
+    "paths": (["a=x/run/checkpoint-9", "a=y/run/checkpoint-9"], ["x.run.checkpoint-9", "y.run.checkpoint-9"]),
+    "parents": (["a=/data/x/last", "a=/data/y/last"], ["x.last", "y.last"]),
+    "models": (["a=x/one/model", "a=y/one/model"], ["x.one.model", "y.one.model"]),
+    "depths": (["a=last/", "a=x/last"], ["last", "x.last"]),
+    "two options": (["a=x/l b=x/l", "a=x/l b=y/l"], ["x.l_b-x.l", "x.l_b-y.l"]),
+}
+
+
+@pytest.mark.parametrize("choices", ALIKE)
+def test_runs_of_one_name_are_told_apart_by_their_paths(choices):
+    overrides, endings = ALIKE[choices]
+    runs = [RunIdentity(each.split(), "ncl", 0, 0) for each in overrides]
+    assert len({run.name() for run in runs}) == 1
+    assert distinguish_runs(runs) == [f"ncl_order-0_seed-0_a-{ending}" for ending in endings]
+
+
+def test_runs_of_one_name_without_paths_have_a_hash():
+    runs = [RunIdentity([f"domains.only=[{name}]"], "ncl", 0, 0) for name in ("law*", "law?")]
+    names = distinguish_runs(runs)
+    assert len({*names}) == 2 and all(name.startswith(f"{runs[0].name()}-") for name in names)
+    assert names == distinguish_runs(runs)

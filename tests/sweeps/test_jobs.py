@@ -82,6 +82,16 @@ def test_equal_jobs_are_one_and_labels_say_what_differs(sweep):
         sweep.jobs("hydra.run.dir=outputs/one seed=1", "hydra.run.dir=outputs/one seed=2")
 
 
+def test_jobs_whose_paths_end_alike_have_folders_of_their_own_and_tell_their_processes(sweep):
+    alike = [f"init_from={folder} seed=1" for folder in ("a/run", "b/run", "b/other")]
+    first, second, third = sweep.jobs(*alike)
+    assert "init.from-a.run" in first.folder.name and "init.from-b.run" in second.folder.name
+    assert second.arguments[-1] == f"hydra.run.dir={second.folder}"
+    assert second.console.parent == second.folder
+    assert third.arguments == third.overrides and "init.from-other" in third.folder.name
+    assert [job.folder for job in sweep.jobs(*alike)] == [first.folder, second.folder, third.folder]
+
+
 def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", lambda *given, **options: pytest.fail("a process"))
     launcher = ProcessLauncher(jobs=None, threads=None)

@@ -402,6 +402,27 @@ def test_equal_compute_is_the_best_of_the_first_trials_within_the_cheapest_searc
     assert most.splitlines()[1].split()[1] == "strength=9.25"
 
 
+def test_a_mean_over_fewer_final_runs_than_planned_is_marked_and_its_method_named(tmp_path):
+    runs = [FinalRun(str(i), 30.0 + i, 0.1 * i if i else None, 1000, 50) for i in range(3)]
+    methods = [
+        TunedMethod(name=name, space={}, default={}, trials=[], runs=runs[:count], num_planned=3)
+        for name, count in (("ncl", 3), ("kd", 2), ("das", 0))
+    ]
+    lines = write_tuning(methods, tmp_path / "tuning", "LC.perplexity", "minimize", 3).splitlines()
+    rows = {line.split()[0]: line for line in lines[1:4]}
+    assert rows["ncl"].endswith("31.00 ± 1.00  0.1500 ± 0.0707 (2)")  # a run without forgetting
+    assert "30.50 ± 0.71 (2)" in rows["kd"] and rows["kd"].endswith("0.1000 (1)")
+    assert rows["das"].split()[-2:] == ["–", "–"]
+    text = "\n".join(lines)
+    assert (
+        "over 0 to 3 runs." in text and "Missing final runs, which failed: kd (1 of 3), das (3 of 3)" in text
+    )
+    stored = json.loads((tmp_path / "tuning.json").read_text())["methods"]
+    assert [(len(each["runs"]), each["num_planned"]) for each in stored] == [(3, 3), (2, 3), (0, 3)]
+    whole = write_tuning(methods[:1], tmp_path / "whole", "LC.perplexity", "minimize", 3)
+    assert "over 3 runs each." in whole and "Missing" not in whole
+
+
 def test_the_program_is_a_sweep_of_run_py():
     command = build_command(["method=ewc", "--budget", "4", "--seeds", "2", "name=tuned"])
     assert command[1:3] == ["-m", "cpt"] and command[-1] == "--multirun"

@@ -1,0 +1,165 @@
+"""Runs are compared as runs of methods where base, texts and settings allow it; what differs is named."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cpt.core.config import EXECUTION
+from cpt.reporting import compare
+from cpt.reporting.comparability import REPRESENTED, is_compared, read_base_hash
+from cpt.reporting.load_runs import build_sections, differing_settings, measure_runs
+from tests.support.comparing import NLL, run, section, stored
+
+OTHER_BASE = np.array(NLL) - np.array([[0.5], [0], [0], [0]])
+
+
+def with_base(folder, weights, **given):
+    """A run whose folder names the hash of its base's weights."""
+    measured = stored(folder, **given)
+    base = {"model.safetensors": [1, 2, weights], "config.json": [1, 2, str(folder)]}
+    (folder / "identity.json").write_text(json.dumps({"base": base}))
+    return measured
+
+
+def sections(*runs):
+    return build_sections(measure_runs(runs))
+
+
+def names(found):
+    return [[group.name for group in each.groups] for each in found]
+
+
+def conditions(found):
+    return "\n".join(compare.list_conditions(found).lines)
+
+
+def test_runs_of_bases_with_other_losses_are_in_sections_that_say_so(tmp_path):
+    settings = {"model": {"name": "own", "pretraining": {"steps": 9}}}
+    others = {"model": {"name": "own", "pretraining": {"steps": 99}}}
+    first = [stored(tmp_path / f"a{seed}", seed=seed, config=settings) for seed in (0, 1)]
+    other = stored(tmp_path / "b", method="das", nll=OTHER_BASE, config=others)
+    found = sections(*first, other)
+    assert names(found) == [["ncl"], ["das"]] and found[1].baselines == {}
+    assert "base" in found[0].title and found[0].title != found[1].title
+    text = conditions(found[0])
+    assert "The bases differ" in text and "(das)" in text and "model.pretraining.steps" in text
+    assert "(ncl)" in conditions(found[1])
+    assert "The bases differ" not in conditions(section(first))
+
+
+def test_hashes_tell_bases_apart_unless_they_are_the_same_weights_in_other_files(tmp_path):
+    near = np.array(NLL) + 1e-3
+    runs = [with_base(tmp_path / "a", "1"), with_base(tmp_path / "b", "2", method="das", nll=near)]
+    assert names(sections(*runs)) == [["ncl"], ["das"]]
+    runs = [with_base(tmp_path / "c", "1"), with_base(tmp_path / "d", "2", method="das")]
+    assert len(sections(*runs)) == 1  # .bin and .safetensors
+    runs = [with_base(tmp_path / "e", "1"), with_base(tmp_path / "f", "1", method="das", nll=near)]
+    assert len(sections(*runs)) == 1  # another device or precision
+    assert read_base_hash(tmp_path / "a") == read_base_hash(tmp_path / "c") != read_base_hash(tmp_path / "b")
+    runs = [with_base(tmp_path / "g", "1"), with_base(tmp_path / "h", "1", method="das", nll=OTHER_BASE)]
+    assert len(sections(*runs)) == 2  # fewer blocks of the same file
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"base": []}', '{"base": {"a.bin": 3}}', '{"base": {"a.bin": []}}']
+)
+def test_a_manifest_that_is_damaged_or_foreign_says_nothing(tmp_path, text):
+    (tmp_path / "identity.json").write_text(text)
+    assert read_base_hash(tmp_path) == ""
+
+
+def test_a_base_that_was_not_measured_is_compared_by_its_hash_or_not_at_all(tmp_path):
+    rows = [[None] * 4, *NLL[1:]]
+    assert len(sections(run(nll=NLL), run(method="das", nll=[[5.0, None, None, None], *NLL[1:]]))) == 1
+    unmeasured = [with_base(tmp_path / name, name, method=name, nll=rows) for name in ("ncl", "das")]
+    assert len(sections(*unmeasured)) == 2
+
+
+SETTINGS = {  # of the config, and another value; what a run learns or how it is measured follows from it
+    "domains.balanced": (False, True),
+    "domains.truncate": ("tail", "middle"),
+    "domains.template.prompt": ("{text}", "{text}?"),
+    "domains.a_new_option": (1, 2),
+    "model.config.n_layer": (2, 4),
+    "trainer.precision": ("32-true", "bf16-mixed"),
+    "model.mlm_probability": (0.15, 0.3),
+    "eval.a_new_option": (1, 2),
+    "a_new_section.value": (1, 2),
+}
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_every_setting_that_decides_the_result_makes_groups_and_is_named(tmp_path, key):
+    values = SETTINGS[key]
+
+    def config(value, seed):
+        tree = {"seed": seed}
+        *parents, last = key.split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+        return tree
+
+    runs = [stored(tmp_path / str(i), seed=i, config=config(value, i)) for i, value in enumerate(values)]
+    found = section(runs)
+    assert [group.name for group in found.groups] == sorted(f"ncl, {key}={value}" for value in values)
+    methods = [
+        stored(tmp_path / f"m{i}", method=f"m{i}", config=config(value, 0)) for i, value in enumerate(values)
+    ]
+    text = conditions(section(methods))
+    assert f"{key}: " in text and all(f"{value} (m{i})" in text for i, value in enumerate(values))
+
+
+@pytest.mark.parametrize("key", [*REPRESENTED, *(key for key in EXECUTION if not key.startswith("trainer."))])
+def test_what_is_represented_otherwise_or_only_says_how_a_run_is_carried_out_makes_no_group(tmp_path, key):
+    if key in ("seed", "order", "name", "variant"):
+        return
+    tree = [{"seed": 0}, {"seed": 1}]
+    for place, value in zip(tree, ("a", "b"), strict=True):
+        *parents, last = key.split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    runs = [stored(tmp_path / str(i), seed=i, config=config) for i, config in enumerate(tree)]
+    assert [group.name for group in section(runs).groups] == ["ncl"]
+
+
+def test_auto_counts_as_what_it_became(tmp_path):
+    config = {"trainer": {"precision": "auto", "attn_implementation": "auto"}}
+    numerics = [{"precision": name, "attention": "sdpa"} for name in ("32-true", "bf16-mixed", "32-true")]
+    runs = [
+        stored(tmp_path / str(i), seed=i, config=config, numerics=each) for i, each in enumerate(numerics)
+    ]
+    assert differing_settings(runs) == ["trainer.precision"]
+    sizes = {group.name: len(group.runs) for group in section(runs).groups}
+    assert sizes == {"ncl, trainer.precision=32-true": 2, "ncl, trainer.precision=bf16-mixed": 1}
+
+
+def test_keys_that_only_begin_like_another_are_compared():
+    assert is_compared("domains.rooted") and not is_compared("domains.root")
+    assert is_compared("model.names") and not is_compared("model.name")
+
+
+def test_long_lists_of_settings_are_shortened(tmp_path):
+    runs = []
+    for number in range(12):
+        config = {"trainer": {f"option_{place}": number for place in range(20)}}
+        runs.append(stored(tmp_path / str(number), method=f"m{number}", config=config))
+    (line,) = (line for line in compare.list_conditions(section(runs)).lines if "beyond" in line)
+    assert "; and 12 more." in line and "… 9 more" in line and len(line) < 1000
+
+
+def test_a_difference_over_fewer_pairs_than_its_row_is_followed_by_their_number():
+    runs = [run(method=method, seed=seed) for method in ("ncl", "das") for seed in range(4)]
+    diverged = np.array(NLL)
+    diverged[1, 0] = np.nan  # what CPT and FG need, and LC does not
+    runs[-1] = run(method="das", seed=3, nll=diverged)
+    block = compare.tabulate_differences(section(runs))
+    (row,) = (dict(zip(block.head, cells, strict=True)) for cells in block.cells)
+    counted = {name: cell.endswith(" (3)") for name, cell in row.items() if name.startswith("Δ")}
+    assert row["pairs"] == "4" and True in counted.values() and False in counted.values()
+    assert any(line.startswith("(k) after a difference") for line in block.lines)
+    whole = compare.tabulate_differences(section(runs[:-1] + [run(method="das", seed=3)]))
+    assert not any(line.startswith("(k) after a difference") for line in whole.lines)
