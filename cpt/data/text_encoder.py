@@ -133,7 +133,7 @@ class TextEncoder:
         bodies = [ids[len(begin) : len(ids) - len(end)] for ids in encoded]
         if not any(self.control_ids.intersection(body) for body in bodies):
             return None
-        return remove_special_tokens(self.tokenizer, self.special)
+        return rename_tokens(self.tokenizer, {*self.special})
 
     def split_in_python(self, texts: list[str]) -> list[list[int]]:
         """As `encode` with SPLIT, of a tokenizer without a fast version, whose `split_special_tokens` would
@@ -163,14 +163,14 @@ class TextEncoder:
         return ids
 
 
-def remove_special_tokens(tokenizer: Any, special: dict[str, int]) -> Tokenizer:
-    """A copy of a fast tokenizer's backend, with the same ids, that never gives one of the special tokens but
-    the unknown one, nor adds any around a text: they get names that no text has."""
+def rename_tokens(tokenizer: Any, tokens: set[str]) -> Tokenizer:
+    """A copy of a fast tokenizer's backend, with the same ids, that never gives some tokens and puts nothing
+    around a text: they get names that no text has. The unknown token, and what merges need, keep theirs."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
     definition |= {"truncation": None, "padding": None, "post_processor": None}
     model = definition["model"]
     merged = merged_tokens(model.get("merges", []))
-    hidden = {token for token in special if token != model.get("unk_token") and token not in merged}
+    hidden = {token for token in tokens if token != model.get("unk_token") and token not in merged}
     if isinstance(model["vocab"], dict):
         model["vocab"] = {hide(token, hidden): token_id for token, token_id in model["vocab"].items()}
     else:  # of Unigram, whose unknown token is known by its place

@@ -1,5 +1,5 @@
 """A model that becomes larger and stays the same function (Net2Net; Chen et al., ICLR 2016; ELLE; Qin et al.,
-Findings of ACL 2022, section 3.1), and its embedding that gets rows for new tokens.
+Findings of ACL 2022, section 3.1).
 
 Of y = W_out f(W_in x) with n units, unit j > n is a copy of a drawn m(j); C_i counts unit i and its copies:
 
@@ -13,7 +13,6 @@ to the residual sum are zero; not exact where a norm follows the sum (BERT, RoBE
 The configuration changes with the model; what it cannot express raises ValueError, after which the model is
 not usable. On the meta device this is a test without cost."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.core.errors import reason
@@ -30,7 +29,6 @@ from cpt.models.loading import is_tied, skeleton
 from cpt.models.memory import CHECKPOINTING, COMPILE_OPTIONS
 from cpt.models.units import SubLayer, blocks, projections, sublayers
 
-log = logging.getLogger(__name__)
 # Fields of configurations, by what they are a number of.
 NEURONS = (
     "intermediate_size", "d_ff", "n_inner", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"
@@ -250,41 +248,3 @@ def separate_copies(weight: Tensor, axis: int, origins: Tensor, noise: float) ->
     drawn = torch.randn(shape, device="cpu").to(weight) * (noise * weight.std())
     weight.narrow(axis, old, len(origins)).add_(drawn)
     return weight.index_add_(axis, origins.to(weight.device), drawn, alpha=-1)
-
-
-def entries(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows that an embedding needs for all ids of a tokenizer; ids may have gaps."""
-    return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
-
-
-def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
-    """Raises ValueError where a tokenizer has more entries than an embedding has rows."""
-    if (needed := entries(tokenizer)) > rows:
-        given = f"the tokenizer of {checkpoint} has {needed} entries, the embedding {rows} rows"
-        allowed = "model.resize=true, which adds rows, or the tokenizer that the model was trained with"
-        raise ValueError(f"model.resize=false is invalid: {given}. Allowed: {allowed}")
-
-
-def check_head(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model whose head transformers would not resize with the embedding."""
-    rows, head = model.get_input_embeddings().weight.shape[0], model.get_output_embeddings()
-    if head is None or head.weight.shape[0] != rows:
-        why = f"transformers finds no head of {type(model).__name__} with a row for each entry"
-        allowed = "model.resize=false with a tokenizer that fits, and has sentinels for span"
-        raise ValueError(f"model.resize=true is invalid: {why}. Allowed: {allowed}")
-
-
-def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
-    """Adds rows to embedding and head for all entries of the tokenizer, as transformers draws them."""
-    rows, needed = model.get_input_embeddings().weight.shape[0], entries(tokenizer)
-    if needed <= rows:
-        log.info("No effect of model.resize=true: %d rows, %d entries of the tokenizer", rows, needed)
-        return
-    check_head(model)
-    config, tied = model.config, model.config.tie_word_embeddings
-    config.tie_word_embeddings = is_tied(model)  # transformers would tie an untied head of a T5
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # rows are part of the base, which does not depend on the run's seed
-        model.resize_token_embeddings(needed)
-    config.tie_word_embeddings = tied
-    log.info("Resizing the embedding of %s from %d to %d rows", checkpoint, rows, needed)

@@ -91,7 +91,11 @@ class ModelOptions(Options):
         "mean masked span in tokens; null: 3 of an encoder-decoder, else none", default=None
     )
     max_seq_length: Annotated[Int, Ge(2)] = option("tokens per sequence")
-    resize: bool = option("add rows to an embedding that is too small for the tokenizer", default=False)
+    resize: bool = option(
+        "set the rows of tokens that were added to the tokenizer to the mean of their sub-tokens' rows, and "
+        "add rows where the embedding is too small",
+        default=False,
+    )
     vocab_size: Annotated[Int, Ge(BYTES)] | None = option("vocabulary size of a new model's tokenizer")
     config: Mapping[str, Any] | None = option("config of a new model: model_type and its arguments")
     pretraining: PretrainingOptions | None = option("pre-training of a new model, or of a checkpoint's head")

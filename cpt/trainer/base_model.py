@@ -29,10 +29,10 @@ from cpt.methods.base import MethodContext
 from cpt.methods.ncl import NCL
 from cpt.models import loading
 from cpt.models.block_attention import try_isolation
-from cpt.models.growth import entries, fit_rows
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
 from cpt.models.units import blocks
+from cpt.models.vocabulary import entries, fit_rows, warn_of_stale_rows
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Linear
 from cpt.trainer.base_files import save_tokenizer
@@ -41,7 +41,7 @@ from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.run_dir import checkpoint_files
 
 log = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 TOKENIZER_FORMAT = 2  # raise it when other tokenizers are made of the same text
 CHECKPOINT_EVERY = 200
 READ_AT_ONCE = 100
@@ -92,6 +92,8 @@ class Base:
             made = loading.load_model(self.checkpoint, self.objective_name)
             if self.resize:
                 fit_rows(made, self.tokenizer, checkpoint=self.checkpoint)
+            else:
+                warn_of_stale_rows(made, self.tokenizer, checkpoint=self.checkpoint)
         loading.check_length(self.length, made, self.objective)
         if self.objective.sharing is not None:
             try_isolation(made, documents=False)

@@ -44,7 +44,6 @@ from cpt.data.tokenized_tasks import Encoder
 from cpt.loggers.wandb_environment import WandbPlace
 from cpt.models import loading
 from cpt.models.block_attention import MASKABLE, check_isolation
-from cpt.models.growth import check_entries, check_head
 from cpt.models.memory import drops_attention
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES, ModelOptions
@@ -58,6 +57,7 @@ from cpt.models.stored_weights import (
     weight_names,
 )
 from cpt.models.trial import make_stand_in, try_model
+from cpt.models.vocabulary import check_entries, check_head
 from cpt.models.weights import frozen_parameters
 from cpt.trainer.build import build_context
 from cpt.trainer.callbacks import make_callbacks, make_loggers

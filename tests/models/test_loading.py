@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
 from cpt.data.separator import terminator
-from cpt.models import growth, loading
+from cpt.models import growth, loading, vocabulary
 from cpt.models.loading import build_model, is_tied, load_model, skeleton, train_tokenizer
 from tests.conftest import sentences
 from tests.models.test_units import FAMILIES, build, inputs_of, logits, loss
@@ -144,13 +144,13 @@ def test_a_head_stays_tied_or_untied(kind, tmp_path):
     one, other = copy.deepcopy(start), copy.deepcopy(start)
     for seed, each in enumerate((one, other)):  # the new rows are the same whatever was drawn
         torch.manual_seed(seed)
-        growth.fit_rows(each, more, checkpoint="x")
+        vocabulary.fit_rows(each, more, checkpoint="x")
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs) and is_tied(one) == tied
     for kind_of_table in ("get_input_embeddings", "get_output_embeddings"):
         old, new = (getattr(each, kind_of_table)().weight for each in (start, one))
         assert torch.equal(new[:rows], old[:rows])
-        assert len(new) == rows + 3 == growth.entries(more) == one.config.vocab_size
+        assert len(new) == rows + 3 == vocabulary.entries(more) == one.config.vocab_size
     inputs = {"input_ids": torch.tensor([more.convert_tokens_to_ids(ADDED)])}
     if objective == "span":
         inputs["decoder_input_ids"] = inputs["input_ids"]
