@@ -214,3 +214,54 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, lay
     with pytest.raises(ValueError) as error:
         list(made.read(made.names[0]))
     assert str(error.value).startswith(f"{path}{told}")
+
+
+def chats_of(count, first=0):
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"hello {number}"},
+                {"role": "assistant", "content": f"good day {number}"},
+            ]
+        }
+        for number in range(first, first + count)
+    ]
+
+
+def test_validation_chats_are_those_of_the_file_and_keys_that_are_not_read_are_logged(
+    source, tmp_path, caplog
+):
+    folder = tmp_path / "root" / "talk"
+    train = chats_of(30)
+    train[3]["messages"][0]["id"] = 7
+    put(folder / "train.jsonl", train, lines=True)
+    put(folder / "valid.jsonl", chats_of(4, first=100), lines=True)
+    chats = source(group="instructions")
+    chats.check(["talk"])
+    assert len(examples(chats, "talk", tmp_path, "valid")) == 4
+    assert len(examples(chats, "talk", tmp_path, "train")) == 27
+    assert "Ignoring keys of messages in talk that are not read: id (1)" in caplog.text
+
+
+def test_bad_rows_of_any_layout_are_skipped_and_counted(source, tmp_path, caplog):
+    path = tmp_path / "root" / "news" / "train.jsonl"
+    good = [{"text": f"text {number}", "label": "yes"} for number in range(30)]
+    put(
+        path,
+        [*good, {"text": "no label"}, {"text": None, "label": "yes"}, {"text": "a", "label": " "}],
+        lines=True,
+    )
+    path.write_text(path.read_text() + '\n{"text": "cut')
+    given = ["domains.format=jsonl", "domains.choices=none"]
+    with pytest.raises(ValueError, match=r"line 31 has no column 'label'.*on_bad_example=skip leaves it out"):
+        list(source(*given).read("news"))
+    tasks = source(*given, "domains.on_bad_example=skip")
+    assert len(list(tasks.read("news"))) == 30
+    counts = {kind: facts["count"] for kind, facts in tasks.skipped["news"].items()}
+    missing = "a row without the texts that it needs"
+    assert counts == {missing: 2, "an empty answer": 1, "a row that cannot be read": 1}
+    assert make_corpus(tasks, "news", cache=tmp_path).facts["skipped"][missing]["count"] == 2
+    assert f"Skipping 2 examples of news (domains.on_bad_example=skip): {missing}" in caplog.text
+    put(path, [{"text": "no label"}] * 3, lines=True)
+    with pytest.raises(ValueError, match="all examples of news are bad"):
+        list(source(*given, "domains.on_bad_example=skip").read("news"))
