@@ -72,21 +72,25 @@ def weight_names(config: PretrainedConfig) -> list[str]:
 def find_weight_files(checkpoint: str, config: PretrainedConfig) -> list[Path]:
     """The files of weights that transformers loads of a folder or of a name on the Hub, from which they are
     downloaded. Raises ValueError if there are none."""
-    for name in weight_names(config):
-        file = cached_file(
-            checkpoint,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
-        if file is None:
-            continue
-        if name.endswith(".index.json"):
-            shards, _ = get_checkpoint_shard_files(checkpoint, file)
-            return [Path(shard) for shard in shards]
-        return [Path(file)]
+    key = f"model.name_or_path={checkpoint}"
     allowed = f"a model with {', '.join(weight_names(config))}"
-    raise ValueError(f"model.name_or_path={checkpoint} is invalid: it has no weights. Allowed: {allowed}")
+    for name in weight_names(config):
+        try:
+            file = cached_file(
+                checkpoint,
+                name,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_gated_repo=False,
+            )
+            if file is not None and name.endswith(".index.json"):
+                shards, _ = get_checkpoint_shard_files(checkpoint, file)
+                return [Path(shard) for shard in shards]
+        except OSError as error:  # of the Hub
+            message = f"{key} is invalid: {name} was not loaded from the Hub ({reason(error)})"
+            raise ValueError(f"{message}. Allowed: {allowed}") from error
+        if file is not None:
+            return [Path(file)]
+    raise ValueError(f"{key} is invalid: it has no weights. Allowed: {allowed}")
 
 
 def read_stored_weights(files: Iterable[Path]) -> StoredWeights:

@@ -19,7 +19,7 @@ from cpt.models.loading import possible_objectives
 from cpt.models.objectives import Objective
 
 log = logging.getLogger(__name__)
-TOKENS = 16  # of the row that is tried
+TOKENS = 8  # of the row that is tried
 LARGE = 2**26  # numbers in a tensor, from which one expert stands for all
 ATTENTION = ("is_causal", "is_decoder", "use_bidirectional_attention")  # settings that a message names
 # The largest difference of outputs, relative to the largest output, that is rounding.
@@ -64,7 +64,7 @@ def try_model(
     row = draw_row(model, tokens=min(length, TOKENS))
     try:
         with torch.random.fork_rng(devices=[]):
-            run_once(model, objective, row, name)
+            run_in_training(model, objective, row, name, length=length)
         with torch.no_grad(), in_mode(model, training=False):
             message = compare_attention(model, objective, row, name)
     except Exception as error:  # whatever a class raises for arguments that it does not take
@@ -97,27 +97,44 @@ def change_token(row: Tensor, position: int, model: PreTrainedModel) -> Tensor:
     return changed
 
 
-def make_batch(objective: Objective, row: Tensor, name: str, *, target: Tensor | None = None) -> Batch:
-    """A batch of one row [1, T] whose places are all scored; `target` is a decoder's input, by default the
-    row. Where documents are isolated the row is one document."""
-    batch: Batch = {"input_ids": row, "positions": torch.arange(row.shape[1], device=row.device)}
-    batch["targets"] = row[0]
+def make_batch(objective: Objective, rows: Tensor, name: str, *, target: Tensor | None = None) -> Batch:
+    """A batch of rows [B, T] whose places are all scored; `target` is a decoder's input, by default the rows.
+    Where documents are isolated each row is one document."""
+    batch: Batch = {"input_ids": rows, "positions": torch.arange(rows.numel(), device=rows.device)}
     if name == "span":
-        batch["decoder_input_ids"] = row if target is None else target
+        batch["decoder_input_ids"] = rows if target is None else target
     if objective.isolated:
-        batch["segments"] = torch.zeros_like(row)
+        batch["segments"] = torch.zeros_like(rows)
     return batch
 
 
+def run_in_training(
+    model: PreTrainedModel, objective: Objective, row: Tensor, name: str, *, length: int
+) -> None:
+    """Raises an error for a model whose outputs in train mode are not logits and hidden states of a row
+    [1, T]. A class that is trained on rows of `length` tokens only, as Reformer, is tried on them."""
+    try:
+        run_once(model, objective, row, name)
+    except Exception:  # whatever a class raises
+        if row.shape[1] == length:
+            raise
+        run_once(model, objective, draw_row(model, tokens=length), name)
+
+
 def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: str) -> None:
-    """Raises an error for a model whose outputs in train mode are not logits and hidden states of the row."""
+    """Raises an error for a model whose outputs in train mode, of the row twice in a batch and every third
+    token scored, have other shapes than logits [K, V] and hidden states [2, T, D]."""
+    rows = row.expand(2, -1)
+    batch = make_batch(objective, rows, name)
+    batch["positions"] = torch.arange(0, rows.numel(), 3, device=row.device)
     with torch.no_grad(), in_mode(model, training=True):
-        logits, hidden = objective.outputs(model, make_batch(objective, row, name))
-    tokens = row.shape[1]
-    if logits.ndim != 2 or len(logits) != tokens:
-        raise ValueError(f"its logits of {tokens} tokens have the shape {tuple(logits.shape)}")
-    if hidden.shape[:2] != row.shape:
-        raise ValueError(f"its hidden states of {tokens} tokens have the shape {tuple(hidden.shape)}")
+        logits, hidden = objective.outputs(model, batch)
+    if logits.ndim != 2 or len(logits) != len(batch["positions"]):
+        num_scored = len(batch["positions"])
+        raise ValueError(f"its logits at {num_scored} positions have the shape {tuple(logits.shape)}")
+    if hidden.ndim != 3 or hidden.shape[:2] != rows.shape:
+        size = f"2 rows of {row.shape[1]} tokens"
+        raise ValueError(f"its hidden states of {size} have the shape {tuple(hidden.shape)}")
 
 
 def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor, name: str) -> str:

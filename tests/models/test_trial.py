@@ -170,6 +170,43 @@ def test_a_trial_changes_neither_random_numbers_nor_modes():
     assert [module.training for module in model.modules()] == modes
 
 
+REFORMER = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "attention_head_size": 16,
+    "num_attention_heads": 2,
+    "feed_forward_size": 48,
+    "is_decoder": True,
+    "axial_pos_shape": [4, 8],
+    "axial_pos_embds_dim": [16, 16],
+    "attn_layers": ["local", "local"],
+    "local_attn_chunk_length": 8,
+    "max_position_embeddings": 32,
+}
+
+
+def test_a_class_that_is_trained_on_whole_rows_only_is_tried_on_them():
+    assert refusal(build_model("reformer", "causal", REFORMER, "eager"), "causal") == ""
+
+
+PROPHETNET = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_encoder_attention_heads": 2,
+    "num_decoder_attention_heads": 2,
+    "max_position_embeddings": 40,
+}
+
+
+def test_a_class_that_computes_logits_of_other_states_is_refused():
+    message = refusal(build_model("prophetnet", "span", PROPHETNET, "eager"), "span")
+    assert "ProphetNetForConditionalGeneration does not run with model.objective=span (" in message
+
+
 UNUSABLE = {
     "no body": ("llama4_text", EXPERTS | {"head_dim": 16, "intermediate_size_mlp": 48}, "has no body"),
     "no language": ("xmod", ENCODER, "Input language unknown"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from cpt.core.config import identity, plain_config
@@ -147,6 +148,37 @@ def test_a_place_of_the_export_that_cannot_be_written_is_told(small, unread, tmp
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != model and access(path, mode))
     assert unread(small()).startswith(f"{model} cannot be written, ")
+
+
+def edit_config(checkpoint, **changes):
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_attention_weights_and_config_are_checked_before_any_text_is_read(checkpoint, small, unread):
+    key = f"model.name_or_path={checkpoint}"
+    weights = load_file(checkpoint / "model.safetensors")
+    edit_config(checkpoint, architectures=["RobertaForPreTraining"])
+    message = unread(small(key, "model.objective=causal", "model.mlm_probability=null"))
+    assert message.startswith(f"{key} is invalid: the tokens of a roberta with is_decoder=false see those")
+    edit_config(checkpoint, is_decoder=True)
+    message = unread(small(key))
+    assert "is_decoder=true do not see those that follow, as model.objective=masked needs" in message
+    edit_config(checkpoint, is_decoder=False, vocab_size=310)
+    assert "lm_head.bias is 300 in model.safetensors, but 310 by config.json" in unread(small(key))
+    edit_config(checkpoint, vocab_size=300, layer_norm_eps="1e-5")
+    assert f"{key} is invalid: its config.json is refused by transformers (" in unread(small(key))
+    edit_config(checkpoint, layer_norm_eps=1e-5)
+    save_file(
+        {f"module.{name}": weight for name, weight in weights.items()}, checkpoint / "model.safetensors"
+    )
+    assert "'module.', of a wrapper of the model, is in the names of tensors" in unread(small(key))
+
+
+def test_a_new_model_that_attends_to_both_sides_has_no_causal_objective(small_gpt2, unread):
+    options = ("model.config.model_type=llama", "+model.config.is_causal=false")
+    message = unread(small_gpt2(*options))
+    assert message.startswith("model.config is invalid: the tokens of a llama with is_causal=false see those")
 
 
 def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, unread):
