@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.campaigns import concurrency, faults, frame, kills, nonfinite, preemption
+from tests.campaigns import concurrency, faults, frame, kills, nonfinite, preemption, slurm
 
 TRIALS = {
     "a killed run": (kills.trial, 0),
@@ -19,6 +19,8 @@ TRIALS = {
     "a sweep twice": (concurrency.trial, 2),
     "a full disk": (faults.trial, 1),
     "a disk that fills up": (faults.trial, 3),
+    "a preempted job of SLURM": (slurm.trial, 0),
+    "a sweep on SLURM with a cancelled job": (slurm.trial, 8),
 }
 QUICK = ("a killed run",)
 
@@ -35,6 +37,8 @@ def place(tmp_path_factory):
 def test_a_trial_of_each_campaign_is_fine(what, place):
     if "disk" in what and os.geteuid() != 0:
         pytest.skip("a file system of one's own needs root")
+    if "SLURM" in what and TRIALS[what][0] is slurm.trial and slurm.missing():
+        pytest.skip(slurm.missing())
     trial, number = TRIALS[what]
     (found,) = frame.run_trials(trial, place, [number], seed=0)
     assert found["fine"], found

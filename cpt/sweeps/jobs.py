@@ -60,7 +60,7 @@ class Job:
     offset: int = 0  # where this start's output begins in console.log
     lost: str = ""  # on a cluster: why the exit code is unknown, or why the job is not queued again
     ending: str = "lost"  # on a cluster, without an exit code: cancelled, refused, out of memory
-    folder_override: tuple[str, ...] = ()  # hydra.run.dir, where that of the config is another job's too
+    folder_override: tuple[str, ...] = ()  # hydra.run.dir, where the job's own process could resolve another
     process: subprocess.Popen[bytes] = field(init=False)
     started: float = field(init=False)
     began: str = field(init=False)  # the same in UTC
@@ -218,6 +218,7 @@ def compose_jobs(
         HydraConfig.instance().set_config(cfg)  # for ${hydra:...} in hydra.run.dir
         label = " ".join(filter_overrides([each for each in overrides if each not in common]))
         jobs.append(Job(number, overrides, label, cfg, Path(cfg.hydra.run.dir)))
+        jobs[-1].folder_override = override_folder(config, cfg)
 
     separate_folders(jobs)
     for job in jobs:
@@ -246,6 +247,15 @@ def separate_folders(jobs: Sequence[Job]) -> None:
             raise ValueError(f"hydra.run.dir={folder} is invalid: {reason}. Allowed: {allowed}")
         for job, name in zip(sharing, distinguish_runs(identities), strict=True):
             job.rename_folder(name)
+
+
+def override_folder(sweep: DictConfig, job: DictConfig) -> tuple[str, ...]:
+    """The override of a job's run folder, where the user has set one of the folders of the sweep: in its own
+    process `${now:}` would be another time, and `${hydra.job.num}` is missing."""
+    written: Any = OmegaConf.to_container(sweep.hydra.overrides.hydra, resolve=False)
+    if not any(re.match(r"\+*hydra\.(sweep|run)\.", str(override)) for override in written):
+        return ()
+    return (f"hydra.run.dir={quote(str(job.hydra.run.dir))}",)
 
 
 def job_command(config: DictConfig) -> list[str]:

@@ -26,6 +26,7 @@ for variable, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MO
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 RESULTS = ROOT / "benchmarks" / "results" / "campaigns"
 TRIALS = {"concurrency": 60, "faults": 200, "kills": 300, "nonfinite": 100, "preemption": 200, "torchrun": 12}
+TRIALS |= {"slurm": 10}
 Trial = Callable[[Path, int, random.Random], dict[str, Any]]
 
 
@@ -55,7 +56,11 @@ def main() -> int:
     # A shell ignores both for what runs in the background, and so would the runs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    trial, trials = import_module(f"tests.campaigns.{given.name}").trial, given.trials or TRIALS[given.name]
+    module = import_module(f"tests.campaigns.{given.name}")
+    if hasattr(module, "missing") and module.missing():
+        print(f"{given.name}: skipped, {module.missing()}")
+        return 0
+    trial, trials = module.trial, given.trials or TRIALS[given.name]
     numbers = given.only or range(given.first, given.first + trials)
     out = given.out or RESULTS / f"{given.name}.json"
     began, found = time.monotonic(), []

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
@@ -90,6 +91,23 @@ def test_jobs_whose_paths_end_alike_have_folders_of_their_own_and_tell_their_pro
     assert second.console.parent == second.folder
     assert third.arguments == third.overrides and "init.from-other" in third.folder.name
     assert [job.folder for job in sweep.jobs(*alike)] == [first.folder, second.folder, third.folder]
+
+
+def test_a_folder_that_the_user_names_is_each_jobs_own(sweep):
+    """In its own process a job has no number, and another time."""
+    (job,) = sweep.jobs("seed=1")
+    assert job.arguments == job.overrides
+    for written, folder in (
+        ("hydra.sweep.subdir=${hydra.job.num}", "outputs/default/{}"),
+        ('hydra.sweep.subdir="it\'s_${seed}"', "outputs/default/it's_{}"),
+        ("hydra.sweep.dir=multirun/${now:%Y}", None),
+    ):
+        given = Sweep([*sweep.shared, written])
+        jobs = given.jobs("seed=0", "seed=1")
+        for number, job in enumerate(jobs):
+            (parsed,) = OverridesParser.create().parse_overrides(list(job.folder_override))
+            assert (parsed.key_or_group, str(parsed.value())) == ("hydra.run.dir", str(job.folder))
+            assert folder is None or str(job.folder) == folder.format(number)
 
 
 def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch):
