@@ -183,7 +183,10 @@ class ClusterJob:
         except (OSError, EOFError, pickle.UnpicklingError, ImportError, AttributeError, ValueError) as error:
             return self.note_unreadable(task.paths.result_pickle, error)
         except Exception as error:  # of the task: submitit raises its own class with the task's traceback
-            self.note_end_without_code("lost", last_line(str(error)))
+            parts = re.split(
+                r"^-{5,}$", str(error), flags=re.MULTILINE
+            )  # words, the traceback, paths of files
+            self.note_end_without_code("lost", last_line(parts[1] if len(parts) > 1 else str(error)))
             return True
         if isinstance(end, JobEnd):
             self.note_end(end)
@@ -304,6 +307,8 @@ class Collector:
     def has_ended(self, each: ClusterJob) -> bool:
         if each.read_result():
             return True
+        if each.unreadable_since is not None:
+            return False
         if each.gone_since is None or time.monotonic() - each.gone_since < GONE_S:
             return False
         each.note_final_state(self.queue.final_state(each.number))
