@@ -3,6 +3,7 @@ order is drawn in CONTRIBUTING.md; Lightning's own hooks, at the end of the clas
 
 Where a paper's released code departs from a method here, docs/fidelity.md has a row."""
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from cpt.gradient_masks.base import (
 from cpt.models.forward import in_mode
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
-from cpt.models.weights import Snapshot, frozen_parameters
+from cpt.models.weights import Snapshot, frozen_parameters, swap_weights
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Progress, Schedule
 from cpt.optim.state import CarriedState, lay_out_moments, unfuse_mixed
@@ -179,6 +180,14 @@ class ContinualMethod(LightningModule):
         nll = score(self.model, batch)
         return nll, torch.ones_like(nll)
 
+    def exported_nll(self, batch: Batch, domain: int) -> Tensor:
+        """Negative log-likelihood (nats) at each scored position, [K], that the exported model has to give:
+        with modules per domain that of the domain's own."""
+        if self.bank is None or self.router is None:
+            return self.nll(batch, domain)[0]
+        with swap_weights(self.model, self.bank.weights(domain)):
+            return self.objective.nll(self.model, batch)
+
     def used(self, domain: int) -> dict[int, float]:
         """The weights, of sum 1, with which domains' modules (-1: the base) scored a domain's text in the
         last evaluation; empty without a router. Called in every process."""
@@ -220,7 +229,8 @@ class ContinualMethod(LightningModule):
             return export.export_parts(folder, self.model, self.parts(order), attach=attach, options=how)
         last = self.model_for(len(order) - 1)
         last.save_pretrained(folder)
-        return f'transformers.{type(last).__name__}.from_pretrained("{folder}")'
+        shown = json.dumps(str(folder), ensure_ascii=False)
+        return f"transformers.{type(last).__name__}.from_pretrained({shown})"
 
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
         """By parameter, the projection of a movement on the subspace protected for the whole domain; by

@@ -53,6 +53,7 @@ from cpt.trainer.checkpoint import (
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
 from cpt.trainer.dry_run import match_operations
 from cpt.trainer.evaluators import Evaluator, make_evaluators
+from cpt.trainer.export_check import HeldOutSample, check_export, draw_sample
 from cpt.trainer.lightning import drop_optimizer, join_processes, make_trainer
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.plan import Plan
@@ -445,6 +446,16 @@ class ContinualTrainer:
         self.scores.measure()
         self.scores.save(self.run.scores_file)
 
+    def recorded_losses(self, sample: HeldOutSample) -> np.ndarray | None:
+        """The losses by document [2, documents] of a sample's text in the last row, if they are of its own
+        modules alone: a mixture is not exported."""
+        number = len(self.scores.rows) - 1
+        used = self.scores.modules[number].get(sample.text, {}) if self.scores.modules else {}
+        if set(used) - {sample.text} or sample.text not in self.scores.measured(number):
+            return None
+        (losses,) = self.run.load_documents([number])
+        return losses.get(sample.text)
+
     def finalize(self) -> None:
         """Intervals, the exported model, the report and the run's summary, by the first process."""
         scores, run, start = self.scores, self.run, self.base
@@ -452,9 +463,12 @@ class ContinualTrainer:
             return
         check_signals("before the model was exported")
         set_phase("exporting the model")
+        if self.has_base_folder:
+            start.restore_folder()  # its tokenizer is copied
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
             self.module, self.at = build.build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)
+        sample = draw_sample(self.module, self.data)
         with files.writing(run.model):
             for path in run.model.rglob("*.safetensors"):  # its files are those of the last stage, too
                 path.unlink()
@@ -463,9 +477,15 @@ class ContinualTrainer:
             copy_generation_config(base=start.checkpoint, folder=run.model)
             for path in run.model.rglob("*.safetensors"):  # which safetensors makes for their owner alone
                 path.chmod(run.config.stat().st_mode)
+        check_export(
+            run.model,
+            loading,
+            sample,
+            self.module,
+            recorded=self.recorded_losses(sample),
+            precision=str(self.plan.trainer.precision),
+        )
         scores.loading = loading.replace(f"{run.path}/", "")  # the folder may be moved
-        if self.has_base_folder:
-            start.restore_folder()
         if len(scores.rows) > 1:
             scores.moved = measure_movement(start.model(), run.model)
         check_signals("before the report was written")

@@ -1,0 +1,175 @@
+"""The exported model, loaded as its card says, has to score a batch of held-out text as the run does."""
+
+import ast
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from hydra.utils import get_object
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from cpt.adapters.domain_store import BASE
+from cpt.core.errors import reason
+from cpt.data.collate import Batch
+from cpt.data.datamodule import DomainSequence
+from cpt.data.sampler import EvalSubset
+from cpt.methods.base import ContinualMethod
+from cpt.models.block_attention import MASKABLE
+from cpt.models.forward import in_mode
+
+log = logging.getLogger(__name__)
+CHECKED_TOKENS = 2048  # of the held-out text, in whole rows
+# Nats by which the mean of tokens may differ, as a share of their loss where it is above 1: of the weights
+# that were written, and of the precision in which the run has scored its last row.
+BY_WEIGHTS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.02}
+EXACT_PRECISIONS, BY_EXACT, BY_ROUNDED = ("32-true", "32", "64-true"), 2e-3, 0.02
+NUM_NAMED = 3  # keys in a message
+
+
+@dataclass(frozen=True)
+class HeldOutSample:
+    """Rows of a held-out text, and what the run makes of them."""
+
+    text: str
+    domain: int  # whose modules are exported; -1: the base
+    batch: Batch
+    expected: Tensor  # nats at each scored position [K], on the CPU
+
+
+@torch.no_grad()
+def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
+    """The first rows of the last domain's text (of the general text in a run without stages), scored by the
+    weights that will be exported."""
+    text, domain = list(data.held_out)[-1], BASE
+    if data.domains:
+        last = data.domains[-1]
+        text, domain = last.parts[0], last.index
+
+    packed, objective = data.held_out[text], data.objective.scoring
+    rows = data.scored_rows(text)[objective.scored(data.scored_sizes(text)) > 0]
+    tokens = packed.row_lengths[rows].cumsum()
+    rows = rows[: int(np.searchsorted(tokens, CHECKED_TOKENS)) + 1]
+    subset = EvalSubset(
+        data.held_out,
+        {text: rows},
+        objective=objective,
+        batch_size=len(rows),
+        purpose="score",
+        places=data.places,
+    )
+    batch = subset[0]
+    with in_mode(module, training=False), computable_anywhere(module.model):
+        expected = module.exported_nll(move(batch, module.model.device), domain)
+    return HeldOutSample(text, domain, batch, expected.double().cpu())
+
+
+@contextmanager
+def computable_anywhere(model: PreTrainedModel) -> Iterator[None]:
+    """The model without compiled blocks and without attention kernels that need a GPU, inside the context."""
+    implementation = model.config._attn_implementation
+    with torch.compiler.set_stance("force_eager"):
+        if implementation in MASKABLE:
+            yield
+            return
+        model.set_attn_implementation("eager")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(implementation)
+
+
+def move(batch: Batch, device: torch.device) -> Batch:
+    moved: Any = {name: value.to(device) for name, value in batch.items()}
+    return moved
+
+
+@torch.no_grad()
+def check_export(
+    folder: Path,
+    expression: str,
+    sample: HeldOutSample,
+    module: ContinualMethod,
+    *,
+    recorded: np.ndarray | None,
+    precision: str,
+) -> None:
+    """Raises ValueError where the model of an `expression` does not load from its folder without missing or
+    unused weights, or does not score the sample as the module did, and its whole documents as the last row
+    has them: `recorded` [2, documents], nats and tokens, or None."""
+    message = f"the exported model in {folder} is not the trained one"
+    remedy = "the stages are kept, and the same command exports it again"
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model = load_as_written(folder, expression)
+            with in_mode(model, training=False):
+                losses = module.objective.nll(model, sample.batch).double()
+        except Exception as error:
+            raise ValueError(f"{message}: {reason(error)}; {remedy}") from error
+
+    allowed = BY_WEIGHTS[model.dtype]
+    cause = difference(losses, sample.expected, allowed=allowed, label="the run's weights give")
+    if cause is None and recorded is not None:
+        documents = sample.batch["documents"]
+        whole = whole_documents(documents, losses, recorded)
+        allowed = BY_EXACT if precision in EXACT_PRECISIONS else BY_ROUNDED
+        cause = difference(*whole, allowed=allowed, label="the last row has")
+    if cause is not None:
+        raise ValueError(f"{message}: on {sample.text} {cause}; {remedy}")
+    log.info("Loaded the exported model: it scores %s as the run does", sample.text)
+
+
+def load_as_written(folder: Path, expression: str) -> PreTrainedModel:
+    """What an expression loads, as transformers' class. Raises ValueError for weights of the plain model that
+    its folder lacks, has in another shape or has in addition."""
+    name = AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0]
+    plain, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := sorted(map(str, info[kind])):
+            named = ", ".join(keys[:NUM_NAMED]) + (", …" if len(keys) > NUM_NAMED else "")
+            raise ValueError(f"{len(keys)} {kind.replace('_', ' ')}: {named}")
+    del plain  # before another copy is in memory
+
+    loaded = evaluate(ast.parse(expression, mode="eval").body)
+    if isinstance(loaded, PeftModel):
+        loaded = loaded.get_base_model()
+    model: PreTrainedModel = loaded
+    return model
+
+
+def evaluate(node: ast.expr) -> Any:
+    """The value of calls of dotted names with constants, as a method's export returns them."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Call):
+        function = get_object(ast.unparse(node.func))
+        positional = [evaluate(each) for each in node.args]
+        named = {str(each.arg): evaluate(each.value) for each in node.keywords}
+        return function(*positional, **named)
+    return get_object(ast.unparse(node))
+
+
+def whole_documents(documents: Tensor, losses: Tensor, recorded: np.ndarray) -> tuple[Tensor, Tensor]:
+    """The mean losses of the documents that are scored in whole: here, and as they were recorded."""
+    sums, counts = torch.from_numpy(recorded).double()
+    own_sums = torch.zeros_like(sums).index_add_(0, documents, losses)
+    own_counts = torch.bincount(documents, minlength=len(counts))
+    is_whole = (own_counts == counts) & (counts > 0)
+    return (own_sums / counts)[is_whole], (sums / counts)[is_whole]
+
+
+def difference(found: Tensor, expected: Tensor, *, allowed: float, label: str) -> str | None:
+    """How losses differ in the mean of their absolute differences, or None. A NaN differs."""
+    if not len(expected):
+        return None
+    mean = float((found - expected).abs().mean())
+    if mean <= allowed * max(1.0, float(expected.abs().mean())):
+        return None
+    return f"its loss is {found.mean():.4f}, {label} {expected.mean():.4f} ({mean:.1e} apart by token)"

@@ -1,0 +1,118 @@
+"""An exported model that is not the trained one is an error that says what is wrong with it."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cpt.methods.base import ContinualMethod
+from cpt.models.loading import load_model
+from cpt.trainer import loop
+from cpt.trainer.export_check import check_export, draw_sample
+from tests.runs.reading import told_by
+from tests.support.making import made
+
+ORDER = "order=[law]"
+
+
+@pytest.fixture
+def exported(small_gpt2, tmp_path):
+    """The check of a folder with the export of a module, and the module with its sample."""
+    run = made(small_gpt2(ORDER, "trainer.steps=2"))
+    run.learn(0)
+    sample, folder = draw_sample(run.module, run.data), tmp_path / "a 'quoted' model"
+    expression = run.module.export(folder, ["law"])
+    check = partial(check_export, folder, expression, sample, run.module, recorded=None, precision="32-true")
+    return folder, check, run, sample
+
+
+def rewrite(folder, change) -> None:
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+LAYER = "transformer.h.0.mlp.c_fc.weight"
+FAULTS = {
+    "1 missing keys: " + LAYER: lambda state: {name: state[name] for name in state if name != LAYER},
+    "1 unexpected keys: transformer.extra": lambda state: state | {"transformer.extra": torch.zeros(2)},
+    "on law its loss is ": lambda state: state | {LAYER: 3 * state[LAYER]},
+    "size mismatch|mismatch": lambda state: state | {LAYER: state[LAYER][:, :2].contiguous()},
+}
+
+
+@pytest.mark.parametrize("cause", FAULTS)
+def test_other_weights_are_named(cause, exported):
+    folder, check, _, _ = exported
+    check()
+    rewrite(folder, FAULTS[cause])
+    with pytest.raises(
+        ValueError, match=f"^the exported model in .* is not the trained one: .*({cause})"
+    ) as told:
+        check()
+    assert "\n" not in str(told.value) and "the same command exports it again" in str(told.value)
+
+
+def test_a_head_that_becomes_tied_again_is_noticed(exported):
+    folder, check, run, _ = exported
+    untied = load_model(folder, "causal")
+    untied.lm_head.weight = torch.nn.Parameter(3 * untied.lm_head.weight.detach())
+    untied.config.tie_word_embeddings = False
+    run.module.model = untied
+    untied.save_pretrained(folder)
+    sample = draw_sample(run.module, run.data)
+    module_check = partial(
+        check.func, *check.args[:2], sample, run.module, recorded=None, precision="32-true"
+    )
+    module_check()
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    rewrite(folder, lambda state: {name: state[name] for name in state if name != "lm_head.weight"})
+    with pytest.raises(ValueError, match="on law its loss is "):
+        module_check()
+
+
+def test_losses_that_the_last_row_does_not_have_are_noticed(exported):
+    _, check, _, sample = exported
+    documents = sample.batch["documents"]
+    sums = torch.zeros(int(documents.max()) + 1, dtype=torch.double).index_add_(0, documents, sample.expected)
+    recorded = torch.stack([sums, documents.bincount().double()]).numpy()
+    check(recorded=recorded)
+    recorded[0] += 0.05 * recorded[1]
+    check(recorded=recorded, precision="bf16-mixed")  # may round that far
+    with pytest.raises(ValueError, match="the last row has "):
+        check(recorded=recorded)
+    recorded[1] += 1  # of documents that the sample has a part of, nothing is known
+    check(recorded=recorded)
+
+
+def test_nothing_of_the_module_changes(exported):
+    _, check, run, _ = exported
+    before, generator = run.weights(), torch.get_rng_state()
+    draw_sample(run.module, run.data)
+    check()
+    assert all(torch.equal(before[name], each) for name, each in run.weights().items())
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_a_run_whose_export_is_wrong_fails_and_the_same_command_exports_again(
+    small_gpt2, start, tmp_path, monkeypatch
+):
+    cfg, folder = small_gpt2(ORDER, "trainer.steps=2", "trainer.precision=bf16-mixed"), tmp_path / "run"
+
+    def export_other_weights(method, place, order):
+        expression = export(method, place, order)
+        rewrite(place, lambda state: state | {LAYER: 3 * state[LAYER]})
+        return expression
+
+    export = ContinualMethod.export
+    with monkeypatch.context() as patch:
+        patch.setattr(ContinualMethod, "export", export_other_weights)
+        with pytest.raises(ValueError, match="is not the trained one: on law its loss is "):
+            start(cfg, folder)
+    assert not told_by(folder)["run"]["finished"]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.ContinualTrainer, "fit_stage", None)  # nothing is trained again
+        start(cfg, folder)
+    assert told_by(folder)["run"]["finished"]
