@@ -146,6 +146,7 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
         log.info("Accumulating gradients (trainer.accumulate_grad_batches=%d): %s", micro, difference)
 
     warn_of_lost_updates(plan, module)
+    warn_of_untrained_rows(plan, module)
     log_experts(module.model)
 
 
@@ -193,6 +194,21 @@ def warn_of_lost_updates(plan: Plan, module: ContinualMethod) -> None:
         100 * share,
         remedy,
     )
+
+
+def warn_of_untrained_rows(plan: Plan, module: ContinualMethod) -> None:
+    """Logs where rows for new tokens are asked for and the method does not train them."""
+    if not plan.model.resize or plan.names["method"] == "none":
+        return
+    table = module.model.get_input_embeddings().weight
+    frozen = {id(parameter) for parameter in module.frozen}
+    if id(table) in frozen or not table.requires_grad:
+        log.warning(
+            "Rows of new tokens (model.resize=true) are not trained by method=%s and stay at their initial "
+            "values; a method that trains all weights does, or method=peft method.tuner=dora with "
+            "modules_to_save or trainable_token_indices (docs/methods.md)",
+            plan.names["method"],
+        )
 
 
 def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMethod) -> DomainSequence:

@@ -1,5 +1,6 @@
 """How a run steps, where the config leaves it open: checkpoints, precision, attention."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,27 @@ def test_updates_that_bf16_weights_lose_are_named_before_training(small, caplog)
         lines[rate] = caplog.messages[-1]
     shares = {rate: int(line.partition("for ")[2].split()[0]) for rate, line in lines.items()}
     assert shares["1e-7"] > 90 and shares["1e-3"] < 50 and "bf16-mixed" in lines["1e-3"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "is_trained"),
+    [
+        ("method=ncl", True),
+        ("method=ncl freeze.embeddings=true", False),
+        ("method=lora", False),
+        ("method=lora method.embeddings=true", False),
+        ("method=prompt", False),
+        ("method=peft method.tuner=dora +method.arguments.modules_to_save=[wte]", True),
+        ("method=peft method.tuner=dora +method.arguments.trainable_token_indices={wte:[5]}", True),
+    ],
+)
+def test_rows_of_new_tokens_that_a_method_does_not_train_are_named(options, is_trained, small_gpt2, caplog):
+    run = made(small_gpt2("order=[law]", *options.split()))
+    plan = replace(run.plan, model=replace(run.plan.model, resize=True))
+    with caplog.at_level("WARNING", logger="cpt"):
+        build.warn_of_untrained_rows(plan, run.module)
+    assert ("Rows of new tokens" in caplog.text) is not is_trained
 
 
 @pytest.mark.parametrize(
