@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -87,8 +87,8 @@ def computable_anywhere(model: PreTrainedModel) -> Iterator[None]:
 
 
 def move(batch: Batch, device: torch.device) -> Batch:
-    moved: Any = {name: value.to(device) for name, value in batch.items()}
-    return moved
+    tensors = cast(dict[str, Tensor], batch)
+    return cast(Batch, {name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 @torch.no_grad()
