@@ -3,6 +3,7 @@ Nothing here needs torch or Hydra: cpt.core.sections reads them from a config.""
 
 import difflib
 import functools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_ar
 
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
-from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 Read = TypeVar("Read", bound="Options")
@@ -52,7 +53,7 @@ Steps = Annotated[  # also 1e3
     Count, BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
 ]
 Text = Annotated[str, Predicate(str.strip)]
-Folder = Annotated[Text, Allowed("a folder")]
+Folder = Annotated[Text, AfterValidator(os.path.expanduser), Allowed("a folder")]
 TextList = Annotated[tuple[Text, ...], Allowed("a list of texts")]
 Pattern = Annotated[str, Predicate(is_pattern), Allowed("a regular expression")]
 Subset = Annotated[tuple[T, ...], Predicate(lambda values: len(set(values)) == len(values))]

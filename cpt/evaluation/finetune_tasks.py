@@ -17,6 +17,7 @@ from cpt.core.schema import (
     Allowed,
     BelowOne,
     Count,
+    Folder,
     Int,
     Natural,
     NonNegative,
@@ -230,7 +231,7 @@ class FileTasks(TaskSource):
     field `das_split`, which says how DAS did it (Ke et al., ICLR 2023)."""
 
     OWN: ClassVar[tuple[str, ...]] = ("path", "columns", "splits")
-    root: Text | None = option("folder with the folder of the tasks")
+    root: Folder | None = option("folder with the folder of the tasks")
     folder: Text = option("folder in root with a folder per task")
     splits: Literal["own", "das"] = option("own: as the files are split; das: as their field das_split")
 

@@ -88,6 +88,15 @@ class BadExamples:
         }
 
 
+OnBadExample = Literal["stop", "skip"]
+
+
+def reject_record(bad: BadExamples, error: ValueError) -> None:
+    """Adds a record of a file that cannot be read to the bad examples. Raises BadExampleError where these
+    stop the run."""
+    bad.add(BadExampleError(str(error), "a record that cannot be read"))
+
+
 def log_skipped(text: str, skipped: Mapping[str, Mapping[str, Any]]) -> None:
     """Logs one line for each kind of `BadExamples.facts`."""
     for kind, facts in skipped.items():
@@ -298,6 +307,15 @@ class Source(Options, ABC):
     def skipped(self) -> dict[str, dict[str, Any]]:
         """`BadExamples.facts` of each text that was read, by its name."""
         return {}
+
+    def record_skipped(self, name: str, bad: BadExamples, *, num_read: int) -> None:
+        """Keeps the facts of a text's bad examples. Raises ValueError where no other was read."""
+        self.skipped[name] = bad.facts
+        if bad.counts and num_read == 0:
+            kinds = "; ".join(f"{count} × {kind}" for kind, count in bad.counts.most_common())
+            first_message = next(iter(bad.first_messages.values()))
+            reason = f"all examples of {name} are bad ({kinds}); the first: {first_message}"
+            raise ValueError(f"domains.on_bad_example=skip is invalid: {reason}. Allowed: usable examples")
 
     @property
     def isolated(self) -> bool:

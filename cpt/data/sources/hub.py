@@ -1,7 +1,8 @@
 """Domains in data sets of the Hugging Face Hub, or in local copies of them."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from glob import glob
 from itertools import chain
@@ -12,10 +13,10 @@ import pyarrow as pa
 
 from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.schema import Options, Text, config, option, read_options, show
-from cpt.data.sources.base import GENERAL, Source
+from cpt.data.sources.base import GENERAL, BadExamples, OnBadExample, Source, reject_record
 from cpt.data.sources.docstrings import read_docs, stamp_docs
 from cpt.data.sources.files import cause, splits_by_name, stamps
-from cpt.data.sources.readers import texts_of
+from cpt.data.sources.readers import Oddities, clean_documents, column_texts
 
 log = logging.getLogger(__name__)
 # RuntimeError: a script; ImportError: a column that needs a package to be decoded.
@@ -43,6 +44,9 @@ class Hub(Source):
     catalogue: Mapping[str, Any] = option("dataset of each domain, as arguments of datasets.load_dataset")
     column: Text = option("column of the text")
     streaming: bool = option("download rows while they are read")
+    on_bad_example: OnBadExample = option(
+        "what to do with a row whose column is no text: stop, or leave it out and count it", default="stop"
+    )
     general: Text | None = option("entry that is the general text; null: docstrings of Python and numpy")
 
     def __post_init__(self) -> None:
@@ -64,33 +68,57 @@ class Hub(Source):
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         import datasets  # seconds that a check need not wait for
 
-        if (entry := self.entry(name)) is None:
+        entry = self.entry(name)
+        if entry is None:
             yield from read_docs()
             return
+        try:
+            yield from self.read_entry(name, entry)
+        except (datasets.exceptions.DatasetsError, *UNREADABLE) as error:
+            message = f"domains.catalogue.{name}.path={entry['path']} is invalid: {cause(error)}"
+            raise ValueError(message) from error
+
+    def read_entry(self, name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """(split, document) of a data set. Raises ValueError for one without files, splits that say which to
+        read, or its configuration."""
+        import datasets
+
         path = entry["path"]
         try:
-            try:
-                theirs, load = open_set(entry, streaming=self.streaming)
-            except datasets.inspect.SplitsNotFoundError as error:
-                told = f"domains.catalogue.{name} is invalid: no file and no split found for path={path}"
-                raise ValueError(f"{told}. Allowed: what datasets.load_dataset takes") from error
-            except ValueError as error:  # a configuration that is missing or unknown
-                raise ValueError(f"domains.catalogue.{name} is invalid: {cause(error)}") from error
-            chosen = entry.get("splits") or choose_splits(path, theirs)
-            unread = [each for each in theirs if each not in chosen.values()]
-            if unread and not entry.get("splits"):
-                log.info("Leaving out splits of %s: %s (splits of its entry)", path, ", ".join(unread))
-            for split, their_split in chosen.items():
-                where, rows = f"{path} ({their_split})", load(their_split)
-                total = len(rows) if hasattr(rows, "__len__") else None
-                how: dict[str, Any] = {"unit": " rows", "scale": True, "hidden": False, "delay": DELAY}
-                with progress_bar(f"reading {where}", total=total, **how) as bar:
-                    for row in rows:
-                        bar.update()
-                        for text in texts_of([(where, row)], entry.get("column") or self.column):
-                            yield split, text
-        except (datasets.exceptions.DatasetsError, *UNREADABLE) as error:
-            raise ValueError(f"domains.catalogue.{name}.path={path} is invalid: {cause(error)}") from error
+            split_names, load = open_set(entry, streaming=self.streaming)
+        except datasets.inspect.SplitsNotFoundError as error:
+            message = f"domains.catalogue.{name} is invalid: no file and no split found for path={path}"
+            raise ValueError(f"{message}. Allowed: what datasets.load_dataset takes") from error
+        except ValueError as error:  # a configuration that is missing or unknown
+            raise ValueError(f"domains.catalogue.{name} is invalid: {cause(error)}") from error
+
+        splits = entry.get("splits") or choose_splits(path, split_names)
+        unread = [each for each in split_names if each not in splits.values()]
+        if unread and not entry.get("splits"):
+            log.info("Leaving out splits of %s: %s (splits of its entry)", path, ", ".join(unread))
+
+        bad = BadExamples(is_skipping=self.on_bad_example == "skip")
+        oddities, num_read = Oddities(), 0
+        for split, split_name in splits.items():
+            position = f"{path} ({split_name})"
+            rows = ((position, row) for row in self.progress(position, load(split_name)))
+            texts = column_texts(rows, entry.get("column") or self.column, partial(reject_record, bad))
+            for text in clean_documents(texts, position, oddities=oddities):
+                num_read += 1
+                yield split, text
+        if changes := oddities.describe():
+            log.warning("Reading %s: %s", name, changes)
+        self.record_skipped(name, bad, num_read=num_read)
+
+    def progress(self, position: str, rows: Iterable[Any]) -> Iterator[Any]:
+        """Rows with a progress bar."""
+        total = len(rows) if isinstance(rows, Sized) else None
+        with progress_bar(
+            f"reading {position}", total=total, unit=" rows", scale=True, hidden=False, delay=DELAY
+        ) as bar:
+            for row in rows:
+                bar.update()
+                yield row
 
     def fingerprint(self, name: str) -> Any:
         if (entry := self.entry(name)) is None:
@@ -98,11 +126,16 @@ class Hub(Source):
         patterns = chain.from_iterable((split_files(entry) or {}).values())
         local = [entry["path"], *(path for each in patterns for path in sorted(glob(each, recursive=True)))]
         found = (each for path in map(Path, local) for each in (path, *sorted(path.rglob("*"))))
-        return [self.column, entry, stamps(filter(Path.is_file, found))]
+        made_of = [self.column, entry, stamps(filter(Path.is_file, found))]
+        if self.on_bad_example == "skip":
+            made_of.append(self.on_bad_example)
+        return made_of
 
     def entry(self, name: str) -> Mapping[str, Any] | None:
-        """The catalogue's entry of a domain; None for general text that is not in it."""
-        return self.catalogue.get(self.general or "") if name == GENERAL else self.catalogue[name]
+        """The catalogue's entry of a domain, with the path of a folder in full; None for general text that is
+        not in it."""
+        entry = self.catalogue.get(self.general or "") if name == GENERAL else self.catalogue[name]
+        return None if entry is None else {**entry, "path": os.path.expanduser(entry["path"])}
 
 
 def choose_splits(path: str, names: Sequence[str]) -> dict[str, str]:

@@ -69,16 +69,16 @@ class Oddities:
     first file."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, Path] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)  # names of files
 
-    def add(self, what: str, path: Path, count: int = 1) -> None:
+    def add(self, what: str, file: str, count: int = 1) -> None:
         if count:
             self.counts[what] += count
-            self.first.setdefault(what, path)
+            self.first.setdefault(what, file)
 
     def describe(self) -> str:
         """All of them for a log line; empty for none."""
-        parts = (f"{count} {what} (first in {self.first[what].name})" for what, count in self.counts.items())
+        parts = (f"{count} {what} (first in {self.first[what]})" for what, count in self.counts.items())
         return ", ".join(parts)
 
 
@@ -190,9 +190,17 @@ def documents_of(
         rows = table_rows(path, columns=[column], oddities=oddities, reject=reject)
         texts = column_texts(rows, column, reject)
 
+    are_blank_usual = kind(path) in PLAIN_SUFFIXES  # lines
+    yield from clean_documents(texts, path.name, oddities=oddities, counts_blank=not are_blank_usual)
+
+
+def clean_documents(
+    texts: Iterable[str], file: str, *, oddities: Oddities, counts_blank: bool = True
+) -> Iterator[str]:
+    """The texts of a file that are not blank, without byte order marks."""
     num_documents, num_blank = 0, 0
     for text in texts:
-        oddities.add("byte order marks removed", path, text.count(MARK))
+        oddities.add("byte order marks removed", file, text.count(MARK))
         document = text.replace(MARK, "")
         if document and not document.isspace():
             num_documents += 1
@@ -200,9 +208,9 @@ def documents_of(
         else:
             num_blank += 1
     if num_documents == 0:
-        oddities.add("files without a document", path)
-    if kind(path) not in PLAIN_SUFFIXES:  # where blank lines are usual
-        oddities.add("blank documents left out", path, num_blank)
+        oddities.add("files without a document", file)
+    if counts_blank:
+        oddities.add("blank documents left out", file, num_blank)
 
 
 def open_packed(path: Path) -> Any:
@@ -262,7 +270,7 @@ def lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
             if text:
                 yield text
     if oddities is not None:
-        oddities.add("byte order marks removed", path, num_marks)
+        oddities.add("byte order marks removed", path.name, num_marks)
 
 
 @contextmanager
@@ -399,7 +407,7 @@ def csv_rows(
         else:
             yield position, dict(zip(header, row, strict=True))
     if oddities is not None:
-        oddities.add("repeated lines of column names left out", path, num_repeated)
+        oddities.add("repeated lines of column names left out", path.name, num_repeated)
 
 
 def choose_delimiter(first_line: str, columns: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 
 from cpt.core.randomness import key, shuffle
-from cpt.core.schema import Allowed, Count, Options, Text, TextList, config, option, read_options
+from cpt.core.schema import Allowed, Count, Folder, Options, Text, TextList, config, option, read_options
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources import files as text_files
 from cpt.data.sources.base import (
@@ -27,8 +27,10 @@ from cpt.data.sources.base import (
     BadExamples,
     Encoding,
     Example,
+    OnBadExample,
     RawExample,
     Source,
+    reject_record,
     write_example,
 )
 from cpt.data.sources.chats import read_chat
@@ -147,7 +149,7 @@ def read_records(
         definition = first_of(whole.get("Definition"), f"{path}: Definition")
         rows = ((f"{path}, instance {at}", row) for at, row in enumerate(whole["Instances"], start=1))
     else:
-        rows = readers.table_rows(path, reject=partial(reject_row, bad))
+        rows = readers.table_rows(path, reject=partial(reject_record, bad))
 
     id_column = columns.get("id") if layout in TABLES else "id"
     for where, row in rows:
@@ -161,11 +163,6 @@ def read_records(
             continue
         row_id = row.get(id_column) if id_column else None
         yield replace(record, id="" if row_id is None else str(row_id))
-
-
-def reject_row(bad: BadExamples, error: ValueError) -> None:
-    """Adds a row that cannot be read to the bad examples."""
-    bad.add(BadExampleError(str(error), "a row that cannot be read"))
 
 
 def read_tsv(path: Path, *, bad: BadExamples) -> Iterator[RawExample]:
@@ -296,7 +293,7 @@ class Template(Options):
 class Tasks(Source):
     """Supervised tasks in a folder, in a published layout; without a folder those of `package_task`."""
 
-    root: Text | None = option("folder of all tasks; null: tasks made of installed packages")
+    root: Folder | None = option("folder of all tasks; null: tasks made of installed packages")
     format: Layout = option("layout of the folder")
     columns: Mapping[str, str | None] = option("columns of jsonl and csv files: text, target, id, …")
     template: Mapping[str, Any] = option("template of a question, of conf/domains/template")
@@ -305,7 +302,7 @@ class Tasks(Source):
     per_class: Literal["all"] | Count = option("maximum training examples per answer; all: no limit")
     truncate: Literal["tail", "middle", "released"] = option("what is cut from an example that is too long")
     scored_turns: Literal["all", "last"] = option("assistant's turns that contribute to the loss of a chat")
-    on_bad_example: Literal["stop", "skip"] = option(
+    on_bad_example: OnBadExample = option(
         "what to do with an example that cannot be used: stop, or leave it out and count it", default="stop"
     )
     date: str | None = option(
@@ -462,13 +459,7 @@ class Tasks(Source):
         if ignored_keys:
             keys = ", ".join(f"{key} ({count})" for key, count in ignored_keys.most_common())
             log.warning("Ignoring keys of messages in %s that are not read: %s", name, keys)
-        self.skipped[name] = bad.facts
-        if bad.counts and not num_read:
-            kinds = "; ".join(f"{count} × {kind}" for kind, count in bad.counts.most_common())
-            reason = (
-                f"all examples of {name} are bad ({kinds}); the first: {[*bad.first_messages.values()][0]}"
-            )
-            raise ValueError(f"domains.on_bad_example=skip is invalid: {reason}. Allowed: usable examples")
+        self.record_skipped(name, bad, num_read=num_read)
 
     def records(
         self, name: str, *, bad: BadExamples, ignored_keys: Counter[str]

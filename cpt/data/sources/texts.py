@@ -4,12 +4,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cpt.core.schema import Allowed, Folder, Text, TextList, check_names, config, option
-from cpt.data.sources.base import GENERAL, Source
+from cpt.data.sources.base import GENERAL, BadExamples, OnBadExample, Source, reject_record
 from cpt.data.sources.docstrings import read_docs, stamp_docs
 from cpt.data.sources.files import (
     ABOUT_DATA,
@@ -45,6 +45,10 @@ class Texts(Source):
     document: Literal["file", "paragraph", "line", "auto"] = option("one document of a .txt or .md file")
     general: Text | None = option("folder of the general text, below root")
     ignore: Ignored | None = option("names or patterns of files that are not text", default=())
+    on_bad_example: OnBadExample = option(
+        "what to do with a record of a table that cannot be read: stop, or leave it out and count it",
+        default="stop",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,12 +63,8 @@ class Texts(Source):
             raise ValueError(f"general={self.general} is invalid. Allowed: null, a folder in {self.root}")
 
     @property
-    def root_folder(self) -> Path:
-        return Path(self.root).expanduser()
-
-    @property
     def corpora(self) -> Path:
-        return self.root_folder / self.folder
+        return Path(self.root) / self.folder
 
     @cached_property
     def entries(self) -> dict[str, Path]:
@@ -83,7 +83,7 @@ class Texts(Source):
 
     def ignored(self, path: Path) -> bool:
         """Whether a pattern is for a path below root, or for the name of a folder that it is in."""
-        inner = os.path.relpath(path, self.root_folder)
+        inner = os.path.relpath(path, self.root)
         names = (*inner.split(os.sep), inner)
         return any(fnmatch(name, pattern) for pattern in self.ignore or () for name in names)
 
@@ -132,15 +132,32 @@ class Texts(Source):
         if folder is None:
             yield from read_docs()
             return
-        column = (self.columns or {}).get(name, self.column)
-        yield from read_folder(folder, name, column=column, document=self.document, ignored=self.ignored)
+        bad = BadExamples(is_skipping=self.on_bad_example == "skip")
+        num_read = 0
+        for document in read_folder(
+            folder,
+            name,
+            column=self.column_of(name),
+            document=self.document,
+            ignored=self.ignored,
+            reject=partial(reject_record, bad),
+        ):
+            num_read += 1
+            yield document
+        self.record_skipped(name, bad, num_read=num_read)
 
     def fingerprint(self, name: str) -> Any:
         folder = self.folder_of(name)
         if folder is None:
             return stamp_docs()
-        column = (self.columns or {}).get(name, self.column)
-        return [column, self.document, stamps(files_of(folder, ignored=self.ignored))]
+        made_of = [self.column_of(name), self.document, stamps(files_of(folder, ignored=self.ignored))]
+        if self.on_bad_example == "skip":
+            made_of.append(self.on_bad_example)
+        return made_of
+
+    def column_of(self, name: str) -> str:
+        """The column of the text in the tables of a domain."""
+        return (self.columns or {}).get(name, self.column)
 
     def folder_of(self, name: str) -> Path | None:
         """The folder of a domain's files; None for general text that is not there."""
@@ -148,7 +165,7 @@ class Texts(Source):
             return self.corpora / name
         if not self.general:
             return None
-        folder = self.root_folder / self.general
+        folder = Path(self.root) / self.general
         if self.ignored(folder):
             return None
         refuse_dangling([folder], remedy="domains.general=null")

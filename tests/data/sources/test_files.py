@@ -14,10 +14,11 @@ import pytest
 from datasets import Dataset, DatasetDict
 from datasets.data_files import SPLIT_KEYWORDS
 
+from cpt.data.corpus import make_corpus
 from cpt.data.sources import readers
 from cpt.data.sources.base import GENERAL
 from cpt.data.sources.files import SPLIT_WORDS, split_of
-from tests.data.sources.test_sources import read, said, texts
+from tests.data.sources.test_sources import hub, read, said, texts
 
 
 def write(path, content):
@@ -263,3 +264,51 @@ def test_saved_data_sets_and_arrow_files(tmp_path, caplog):
 def test_split_of_paths_is_that_of_words_alone(tmp_path):
     assert split_of(Path("contest/attestation.txt")) is None and split_of(Path("Dev 2/x.txt")) == "valid"
     assert split_of(Path("training/x.txt")) == "train" and split_of(Path("train/dev/test.txt")) == "valid"
+
+
+BAD_RECORDS = {
+    "x.jsonl": in_lines("One.") + '{"text": "cut\n{"body": "b"}\n{"text": 7}\n[]\n' + in_lines("Two."),
+    "x.csv": "id,text\n1,One.\n2,b,c\n3,Two.\n",
+}
+
+
+@pytest.mark.parametrize("name", BAD_RECORDS)
+def test_bad_records_stop_or_are_counted(name, tmp_path, caplog):
+    write(tmp_path / "a" / name, BAD_RECORDS[name])
+    with pytest.raises(ValueError, match=rf"{name}, line .*\(domains.on_bad_example=skip leaves it out\)"):
+        read(tmp_path)
+    source = texts(tmp_path, on_bad_example="skip")
+    assert [text for _, text in source.read("a")] == ["One.", "Two."]
+    entry = source.skipped["a"]["a record that cannot be read"]
+    assert entry["count"] == {"x.jsonl": 4, "x.csv": 1}[name] and f"{name}, line" in entry["first"]
+    assert source.fingerprint("a") != texts(tmp_path).fingerprint("a")
+    with pytest.raises(ValueError, match=r"on_bad_example=skip is invalid: all examples of a are bad"):
+        read(tmp_path, column="other", on_bad_example="skip")
+    # Damage of a whole file is no bad record.
+    write(tmp_path / "a" / "y.jsonl", in_lines("Three.").encode() + b"\xff\n")
+    with pytest.raises(ValueError, match="y.jsonl is not UTF-8: line 2"):
+        list(source.read("a"))
+
+
+def test_skipped_records_are_in_the_facts_and_the_log_of_a_text(tmp_path, caplog):
+    rows = [f"One of the documents, number {number}." for number in range(30)]
+    write(tmp_path / "a" / "x.jsonl", in_lines(*rows) + "{\n")
+    corpus = make_corpus(texts(tmp_path, on_bad_example="skip"), "a", cache=tmp_path / ".cache")
+    assert corpus.facts["skipped"]["a record that cannot be read"]["count"] == 1
+    assert "Skipping 1 examples of a (domains.on_bad_example=skip)" in caplog.text
+
+
+def test_a_data_set_skips_rows_without_text_and_names_splits_that_are_not_read(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "cpt")
+    rows = {"train": [1, 2], "test": [3, 4], "eval": [5, 6], "unsupervised": [7, 8]}
+    splits = {split: Dataset.from_dict({"text": values}) for split, values in rows.items()}
+    splits["train"] = Dataset.from_dict({"text": ["One.", "\ufeffTwo.", "", None]})
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ValueError, match="column 'text' is not text: 3 .domains.on_bad_example=skip"):
+        list(hub({"path": "~/saved"}).read("news"))
+    source = hub({"path": "~/saved"}, on_bad_example="skip")
+    assert list(source.read("news")) == [("train", "One."), ("train", "Two.")]
+    assert source.skipped["news"]["a record that cannot be read"]["count"] == 2
+    assert "Leaving out splits of" in caplog.text and "eval, unsupervised" in caplog.text
+    assert "1 byte order marks removed" in caplog.text and "2 blank documents left out" in caplog.text

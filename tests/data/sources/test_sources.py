@@ -30,9 +30,9 @@ def texts(root, **options):
     return Texts(**how | {"ignore": (), "columns": None, "root": str(root)} | options)
 
 
-def hub(entry, *, column="text", streaming=True, general=None, **others):
+def hub(entry, *, column="text", streaming=True, general=None, on_bad_example="stop", **others):
     how = {"column": column, "streaming": streaming, "general": general, **SHARED}
-    return Hub(catalogue={"news": entry, **others}, **how)
+    return Hub(catalogue={"news": entry, **others}, on_bad_example=on_bad_example, **how)
 
 
 def put(path, content):

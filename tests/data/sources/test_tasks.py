@@ -1,6 +1,7 @@
 """Supervised tasks as they are published, read into questions with answers."""
 
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 
@@ -190,8 +191,32 @@ def test_files_of_a_split_are_those_of_its_name_and_hidden_ones_are_none(source,
     found = source("domains.format=jsonl").files
     assert [split for split, _ in found["news"]] == ["test", "test", "train"]
     assert [path.name for _, path in found["linked"]] == ["train.jsonl"]
-    put(root / "test.jsonl", [row], lines=True)
-    with pytest.raises(InstantiationException, match="test.jsonl is in no task's folder"):
+    for name in ("test", "law_test", "eval-law", "law.dev"):
+        put(root / f"{name}.jsonl", [row], lines=True)
+        with pytest.raises(InstantiationException, match=f"{name}.jsonl is in no task's folder"):
+            source("domains.format=jsonl")
+        (root / f"{name}.jsonl").unlink()
+    put(root / "unit_test_writing.jsonl", [row], lines=True)
+    assert "unit_test_writing" in source("domains.format=jsonl").names
+
+
+def test_names_of_task_files_suffixes_links_to_nothing_and_other_files(source, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "cpt")
+    root, row = tmp_path / "root", {"text": "a", "label": "b"}
+    splits = {"law.train": "train", "law_test": "test", "web-valid": "dev", "evaluation": "dev", "x": "train"}
+    splits |= {"train/law.test": "test", "attest": "train"}
+    for name in splits:
+        put(root / "law" / f"{name}.JSONL", [row], lines=True)
+        (root / "law" / f"{name}.JSONL").rename(root / "law" / f"{name}.NdJson")
+    put(root / "art" / "train.csv", [row])
+    put(root / "Art.JSONL", [row], lines=True)
+    found = source("domains.format=jsonl")
+    assert {str(p.relative_to(root / "law"))[:-7]: split for split, p in found.files["law"]} == splits
+    assert found.names == ["Art", "law"]
+    found.check(["law"])
+    assert "Ignoring 1 files that are no .jsonl or .ndjson (domains.format=jsonl): train.csv" in caplog.text
+    (root / "gone").symlink_to(tmp_path / "not" / "mounted")
+    with pytest.raises(InstantiationException, match="gone is a link to .*mounted, which does not exist"):
         source("domains.format=jsonl")
 
 
