@@ -154,14 +154,16 @@ class ChatEncoder:
             ids = whole[len(prompt) :]
             if whole[: len(prompt)] != prompt:  # a token spans the boundary
                 ids = self.ids_after(text[begin:end])
-            if ids:
-                answers.append(Answer(number, prompt, ids))
+            if not ids:
+                raise self.refuse_unscored(example)
+            answers.append(Answer(number, prompt, ids))
         if not answers:
-            reason = (
-                f"example {example.id}: the chat template of {self.name} marks no token as the {ASSISTANT}'s"
-            )
-            raise BadExampleError(f"{reason}. Allowed: answers that are not empty", "no token of an answer")
+            raise self.refuse_unscored(example)
         return answers
+
+    def refuse_unscored(self, example: Example) -> BadExampleError:
+        reason = f"example {example.id}: the chat template of {self.name} marks no token as the {ASSISTANT}'s"
+        return BadExampleError(f"{reason}. Allowed: answers that are not empty", "no token of an answer")
 
     def ids_of_all(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of texts most of which begin alike. Control tokens divide a text into sections that are
@@ -185,7 +187,10 @@ class ChatEncoder:
         return [text[begin:end] for begin, end in zip(begins, begins[1:], strict=False) if begin < end]
 
     def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        """The ids of texts in which control tokens are parsed."""
+        encoded = self.tokenizer(
+            list(texts), add_special_tokens=False, split_special_tokens=False, verbose=False
+        )
         return [list(ids) for ids in encoded["input_ids"]]
 
     def ids_after(self, text: str) -> list[int]:

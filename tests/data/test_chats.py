@@ -83,6 +83,17 @@ def test_an_answer_that_would_merge_with_its_prompt_is_scored_from_its_first_let
         assert (prompt.ids + prompt.reference, prompt.reference) == (row.ids, scored)
 
 
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_an_answer_to_a_question_without_a_template_is_scored_whole(kind):
+    tokenizer = chat_tokenizer(kind, TEMPLATES["chatml"])
+    for text in ANSWERS:
+        row = encoder(tokenizer).encode(Example("e", "the answer no. one:", text, "ask"))
+        begin = row.answer.index(True)
+        assert row.ids[:begin] == tokenizer("the answer no. one:")["input_ids"]
+        scored = tokenizer.convert_ids_to_tokens(row.ids[begin:])
+        assert "<unk>" in scored or tokenizer.decode(row.ids).endswith(f": {text}</s>")
+
+
 def test_an_end_mark_that_takes_the_blanks_after_it_is_scored():
     tokenizer, answers = answers_of("phi3", exchanges(["yes", "no"]))
     assert [tokenizer.decode(answer.ids) for answer in answers] == ["yes<|end|>", "no<|end|>"]

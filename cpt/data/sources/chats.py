@@ -44,7 +44,7 @@ def read_chat(row: Any, where: str, ignored_keys: Counter[str]) -> RawExample:
 
 def read_turns(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> Iterator[Turn]:
     """All turns of a row. Those of a `prompt` are not scored."""
-    if "conversations" in row:
+    if "conversations" in row and "messages" not in row:
         if isinstance(system := row.get("system"), str) and system.strip():
             yield Turn(SYSTEM, system)
         for message in list_of_messages(row, "conversations", where):
