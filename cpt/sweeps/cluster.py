@@ -7,7 +7,6 @@ accounting."""
 import json
 import logging
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -29,6 +28,7 @@ POLL_S = 1.0  # between looks for results, which are files
 QUEUE_S = 15.0  # between questions to the scheduler, which many users ask
 GONE_S = 30.0  # that a job without a result is out of the queue before it has ended: a file system is slow
 UNREADABLE_S = 10.0  # that a result stays unreadable before it counts as such
+UNENDED = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING", "RESIZING", "SUSPENDED")
 ENDINGS = {  # by the state of a job that left no result: how it ended, as a job and in words
     "CANCELLED": ("cancelled", "was cancelled"),
     "OUT_OF_MEMORY": ("out of memory", "used more memory than it was given (hydra.launcher.mem_gb)"),
@@ -113,7 +113,8 @@ class SlurmQueue:
     def final_state(self, job: str) -> str:
         command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job}"]
         states = (run_command(command) or "").split()  # "CANCELLED by 0"
-        return states[0] if states else job_state(job)
+        is_final = bool(states) and states[0] not in UNENDED  # accounting may lag
+        return states[0] if is_final else job_state(job)
 
     def cancel_command(self, jobs: Sequence[str]) -> str:
         arrays = dict.fromkeys(job.partition("_")[0] for job in jobs)
@@ -174,20 +175,20 @@ class ClusterJob:
 
     def read_result(self) -> bool:
         """Takes the end of the job from its result, if there is one; gives whether there was."""
+        from submitit.core.utils import UncompletedJobError
+
         task = self.handle.task(0)  # of several tasks all have the same end
         refresh(task.paths.folder)
         if not task.paths.result_pickle.exists():
             return False
         try:
             end = task.result()
-        except (OSError, EOFError, pickle.UnpicklingError, ImportError, AttributeError, ValueError) as error:
-            return self.note_unreadable(task.paths.result_pickle, error)
-        except Exception as error:  # of the task: submitit raises its own class with the task's traceback
-            parts = re.split(
-                r"^-{5,}$", str(error), flags=re.MULTILINE
-            )  # words, the traceback, paths of files
+        except UncompletedJobError as error:  # the task raised: words, its traceback, and paths between rules
+            parts = re.split(r"^-{5,}$", str(error), flags=re.MULTILINE)
             self.note_end_without_code("lost", last_line(parts[1] if len(parts) > 1 else str(error)))
             return True
+        except Exception as error:  # pickle raises many classes for a file that is damaged or incomplete
+            return self.note_unreadable(task.paths.result_pickle, error)
         if isinstance(end, JobEnd):
             self.note_end(end)
             return True

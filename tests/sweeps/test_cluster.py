@@ -107,7 +107,7 @@ def test_each_job_ends_for_itself(submitted, monkeypatch):
         submitted(7),
         submitted(8, errors="slurmstepd: error\nModuleNotFoundError: No module named 'cpt'\n"),
         submitted(9, text=b"\x80\x05 torn"),
-        submitted(10, text=b"\x80\x05 torn"),
+        submitted(10, text=b"a damaged pickle"),
         submitted(11, result=("success", (0, 0))),  # of another version
     ]
     finish(jobs[0], monkeypatch)
