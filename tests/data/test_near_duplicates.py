@@ -8,6 +8,7 @@ import pytest
 from cpt.data import near_duplicates
 from cpt.data.corpora import Corpora
 from cpt.data.near_duplicates import MIN_SIMILARITY, SPAN, count_near_duplicates, normalize
+from cpt.data.sources.base import TextOptions
 from tests.support.data_fixtures import HELD_OUT, OF_TEXT, prose
 
 
@@ -80,6 +81,7 @@ def test_the_share_is_in_the_log_and_the_facts_of_a_text(tmp_path, caplog):
         **{**OF_TEXT, "held_out": HELD_OUT, "fingerprint": lambda name: name},
         encoding=None,
         isolated=False,
+        text_options=TextOptions(),
         read=lambda name: [(split, text) for split, texts in rows[name].items() for text in texts],
     )
     corpora = Corpora.read(source, ["a"], cache=tmp_path)

@@ -94,7 +94,7 @@ OnBadExample = Literal["stop", "skip"]
 def reject_record(bad: BadExamples, error: ValueError) -> None:
     """Adds a record of a file that cannot be read to the bad examples. Raises BadExampleError where these
     stop the run."""
-    bad.add(BadExampleError(str(error), "a record that cannot be read"))
+    bad.add(BadExampleError(str(error), "a row that cannot be read"))
 
 
 def log_skipped(text: str, skipped: Mapping[str, Mapping[str, Any]]) -> None:

@@ -279,7 +279,7 @@ def test_bad_records_stop_or_are_counted(name, tmp_path, caplog):
         read(tmp_path)
     source = texts(tmp_path, on_bad_example="skip")
     assert [text for _, text in source.read("a")] == ["One.", "Two."]
-    entry = source.skipped["a"]["a record that cannot be read"]
+    entry = source.skipped["a"]["a row that cannot be read"]
     assert entry["count"] == {"x.jsonl": 4, "x.csv": 1}[name] and f"{name}, line" in entry["first"]
     assert source.fingerprint("a") != texts(tmp_path).fingerprint("a")
     with pytest.raises(ValueError, match=r"on_bad_example=skip is invalid: all examples of a are bad"):
@@ -294,7 +294,7 @@ def test_skipped_records_are_in_the_facts_and_the_log_of_a_text(tmp_path, caplog
     rows = [f"One of the documents, number {number}." for number in range(30)]
     write(tmp_path / "a" / "x.jsonl", in_lines(*rows) + "{\n")
     corpus = make_corpus(texts(tmp_path, on_bad_example="skip"), "a", cache=tmp_path / ".cache")
-    assert corpus.facts["skipped"]["a record that cannot be read"]["count"] == 1
+    assert corpus.facts["skipped"]["a row that cannot be read"]["count"] == 1
     assert "Skipping 1 examples of a (domains.on_bad_example=skip)" in caplog.text
 
 
@@ -309,6 +309,6 @@ def test_a_data_set_skips_rows_without_text_and_names_splits_that_are_not_read(t
         list(hub({"path": "~/saved"}).read("news"))
     source = hub({"path": "~/saved"}, on_bad_example="skip")
     assert list(source.read("news")) == [("train", "One."), ("train", "Two.")]
-    assert source.skipped["news"]["a record that cannot be read"]["count"] == 2
+    assert source.skipped["news"]["a row that cannot be read"]["count"] == 2
     assert "Leaving out splits of" in caplog.text and "eval, unsupervised" in caplog.text
     assert "1 byte order marks removed" in caplog.text and "2 blank documents left out" in caplog.text
