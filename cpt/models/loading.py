@@ -1,6 +1,7 @@
 """Hugging Face models and tokenizers: of a checkpoint, or new from a configuration and from text. Code that a
 checkpoint brings is never run."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -27,12 +28,14 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from cpt.core.errors import reason
+from cpt.core.processes import is_first_process
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.forward import padded_positions
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
 from cpt.models.options import ModelOptions
 
+log = logging.getLogger(__name__)
 AUTO_MODELS = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
 SEQ2SEQ = ("span",)  # objectives of encoder-decoder models
 # Outputs as methods read them, whatever a checkpoint's config.json asks for.
@@ -187,6 +190,12 @@ def load_model(checkpoint: str | Path, objective: str, *, layers: int | None = N
     if adapter := find_adapter(checkpoint):
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
     check_finite_weights(model, checkpoint)
+    stored_config, _ = PretrainedConfig.get_config_dict(checkpoint)
+    if stored_config.get("tie_word_embeddings") is True and not is_tied(model) and is_first_process():
+        message = (
+            "The head of %s stays apart from its embedding, as they are stored, though config.json ties them"
+        )
+        log.info(message, checkpoint)
     return model.train()
 
 

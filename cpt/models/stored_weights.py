@@ -71,7 +71,7 @@ def weight_names(config: PretrainedConfig) -> list[str]:
 
 def find_weight_files(checkpoint: str, config: PretrainedConfig) -> list[Path]:
     """The files of weights that transformers loads of a folder or of a name on the Hub, from which they are
-    downloaded. Raises ValueError if there are none."""
+    downloaded. Raises ValueError for a model without them."""
     key = f"model.name_or_path={checkpoint}"
     allowed = f"a model with {', '.join(weight_names(config))}"
     for name in weight_names(config):
@@ -173,6 +173,8 @@ def check_report(
         if len(head_missing) < len(head):
             message = f"its language-model head lacks {format_names(head_missing)}"
         allowed = "model.pretraining.head_steps=500, which trains one on the general text, or 0, a random one"
+        if len(head_missing) == 1:  # one matrix, which another model has as its embedding
+            allowed += "; tie_word_embeddings=true in config.json if the head is the embedding"
         raise ValueError(f"{source} is invalid: {message}. Allowed: {allowed}")
 
 

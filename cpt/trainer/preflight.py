@@ -266,8 +266,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
         head_steps = None if options.pretraining is None else options.pretraining.head_steps
         check_weights(checkpoint, stored_config, objective, head_steps=head_steps)
 
-    with naming_cause(checkpoint or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = loading.AUTO_MODELS[objective].from_config(config)
+    source_key = "model.config" if checkpoint is None else f"model.name_or_path={checkpoint}"
+    model = build_skeleton(config, objective, source=source_key)
     if plan.trainer.attn_implementation != "auto":
         with naming_cause(f"trainer.attn_implementation={plan.trainer.attn_implementation}"):
             model.set_attn_implementation(plan.trainer.attn_implementation)
@@ -281,7 +281,6 @@ def check_model(plan: Plan) -> PretrainedConfig:
     elif source.isolated:
         stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.sharing_of(config))
     loading.check_length(options.max_seq_length, model, stand_in)
-    source_key = "model.config" if checkpoint is None else f"model.name_or_path={checkpoint}"
     try_stand_in(plan, model, stand_in, objective, source=source_key)
 
     frozen_parameters(model, plan.freeze)
@@ -289,6 +288,21 @@ def check_model(plan: Plan) -> PretrainedConfig:
         check_head(model)
     check_method(plan, model, stand_in)
     return config
+
+
+def build_skeleton(config: PretrainedConfig, objective: str, *, source: str) -> PreTrainedModel:
+    """A model of a configuration on the meta device. Raises ValueError for one of which none can be built;
+    `source` is KEY=VALUE."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return loading.AUTO_MODELS[objective].from_config(config)
+    except Exception as error:  # whatever a class raises for sizes and names that it does not know
+        cause = reason(error)
+        for key, value in config.to_dict().items():
+            if cause == repr(value):  # a KeyError says the value alone
+                cause = f"{key}={value}"
+        message = f"no {config.model_type} model can be built of its configuration ({cause})"
+        raise ValueError(f"{source} is invalid: {message}. Allowed: what transformers knows") from error
 
 
 def check_tokenizer(plan: Plan, objective: str, tokenizer: Any, config: PretrainedConfig) -> None:
@@ -509,9 +523,8 @@ def check_weights(
     """Raises ValueError for weights that differ from what config.json describes, and for a missing
     language-model head without `head_steps`; logs what is not used. Only names and shapes are read."""
     stored = read_stored_weights(find_weight_files(checkpoint, config))
-    with naming_cause(checkpoint), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = loading.AUTO_MODELS[objective].from_config(config)
     key = f"model.name_or_path={checkpoint}"
+    model = build_skeleton(config, objective, source=key)
     report = compare_weights(type(model), config, stored, source=key)
     head = loading.outside_body(model)
     check_report(report, stored, head=head, needs_head=head_steps is None, source=key)

@@ -94,7 +94,8 @@ def refusal(folder, objective="causal", *, head_steps=None) -> str:
 
 @pytest.mark.parametrize("kind", ["qwen2", "untied", "mixtral", "gpt2"])
 def test_whole_checkpoints_of_every_format_are_accepted(kind, form, tmp_path, caplog):
-    assert refusal(checkpoint_of(kind, tmp_path, form)) == "" and not caplog.records
+    assert refusal(checkpoint_of(kind, tmp_path, form)) == ""
+    assert not [record for record in caplog.records if record.name.startswith("cpt.")]
 
 
 def without(*parts):
@@ -123,7 +124,9 @@ def test_a_head_that_lacks_tensors_is_refused_unless_it_is_to_be_trained(form, t
     message = refusal(tmp_path, "masked")
     assert "its language-model head lacks cls.predictions.transform.dense.bias, " in message
     checkpoint_of("untied", tmp_path, form, without("lm_head"))
-    assert "no language-model head (1 tensors)" in refusal(tmp_path)
+    message = refusal(tmp_path)
+    assert "no language-model head (1 tensors)" in message
+    assert "tie_word_embeddings=true in config.json if the head is the embedding" in message
 
 
 def test_unused_tensors_are_one_line(form, tmp_path, caplog):
@@ -200,11 +203,13 @@ def test_experts_that_do_not_combine_are_refused(form, tmp_path):
     )
 
 
-def test_a_head_that_the_config_ties_wrongly_is_the_stored_one(form, tmp_path):
+def test_a_head_that_the_config_ties_wrongly_is_the_stored_one(form, tmp_path, caplog):
     checkpoint_of("untied", tmp_path, form)
     edit_config(tmp_path, tie_word_embeddings=True)
     assert refusal(tmp_path) == ""
+    caplog.set_level("INFO", logger="cpt")
     loaded = loading.load_model(tmp_path, "causal")
+    assert "stays apart from its embedding, as they are stored" in caplog.text
     assert torch.equal(loaded.lm_head.weight, build("untied").lm_head.weight)
     assert not torch.equal(loaded.lm_head.weight, loaded.model.embed_tokens.weight)
 
@@ -273,6 +278,14 @@ def test_a_config_edited_by_hand_names_the_key(fault, tmp_path):
     assert (
         "its config.json is refused by transformers (" in message and key in message and "\n" not in message
     )
+
+
+def test_a_config_of_which_no_model_is_built_names_the_cause(tmp_path):
+    checkpoint_of("qwen2", tmp_path, "model.safetensors")
+    edit_config(tmp_path, hidden_act="nonsense")
+    assert "no qwen2 model can be built of its configuration (hidden_act=nonsense)" in refusal(tmp_path)
+    edit_config(tmp_path, hidden_act="silu", num_attention_heads=0)
+    assert "no qwen2 model can be built of its configuration (integer division" in refusal(tmp_path)
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path):
