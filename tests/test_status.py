@@ -60,19 +60,23 @@ def test_without_a_heartbeat_the_scores_tell(tmp_path):
 
 
 def test_scores_of_another_programs_form_are_read_as_a_report_reads_them(tmp_path):
-    for name, finished in (("one line", True), ("indented", True), ("unfinished", False)):
+    forms = {
+        "one line": (True, None),
+        "indented": (True, 2),
+        "wrapped": (True, 0),
+        "unfinished": (False, None),
+    }
+    for name, (finished, indent) in forms.items():
         scores = saved(tmp_path / name, finished=finished)
         text = json.loads((tmp_path / name / "scores.json").read_text())
-        indent = 2 if name == "indented" else None
         (tmp_path / name / "scores.json").write_text(json.dumps(text, indent=indent))
     saved(tmp_path / "foreign")
     (tmp_path / "foreign" / "scores.json").write_text(
         '{"rows": ["base"], "run": {"order": [], "finished": true}}'
     )
     found = {Path(each.run).name: each for each in status.read_statuses([tmp_path])}
-    assert [found[name].state for name in ("one line", "indented", "unfinished")] == [
-        *("finished", "finished", "unfinished")
-    ]
+    states = {name: "finished" if finished else "unfinished" for name, (finished, _) in forms.items()}
+    assert {name: found[name].state for name in forms} == states
     assert found["one line"].done == (len(scores.rows) - 1) / len(scores.run["order"]) == 1
     assert found["foreign"].state == "unknown" and len(find_runs([tmp_path]).damaged) == 1
 

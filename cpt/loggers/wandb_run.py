@@ -21,6 +21,7 @@ from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.loggers.stage_logger import StageLogger
 from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, choose_entity, choose_project
 from cpt.reporting import figures, frames
+from cpt.reporting.comparability import read_base_hash
 from cpt.reporting.frames import escape_name, label, stage_points
 
 log = logging.getLogger(__name__)
@@ -217,8 +218,11 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     """As summary the headlines; in the config what it lacks: the name in comparisons, the resolved order,
     texts and versions; end tasks over the stages, tables, the report and its pictures. The numbers come
     first: if a picture cannot be drawn, they are there."""
-    measured = conditions(scores)
+    base_hash = read_base_hash(folder)
+    measured = conditions(scores) | {"base": base_hash or "unknown"}
     name, description = label(scores.run), describe_conditions(measured)
+    if base_hash:
+        description += f", base {base_hash}"
     facts: dict[str, Any] = {
         "label": name,
         "measured": description,

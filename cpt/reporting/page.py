@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,15 +87,20 @@ def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool
 
 
 def write_pictures(blocks: Sequence[Block], *, stem: Path, vectors: bool) -> list[str]:
-    """Writes STEM-NAME.png, with `vectors` also SVG and PDF. Gives STEM-NAME of each block."""
-    files, seen = [], Counter[str]()
+    """Writes STEM-NAME.png, with `vectors` also SVG and PDF. Gives STEM-NAME of each block; those of pictures
+    differ, also where upper and lower case are one."""
+    files: list[str] = []
+    pictures: set[str] = set()
     for block in blocks:
         name = re.sub(r"[^\w-]+", "_", block.name or block.title.lower(), flags=re.A).strip("_")[:60]
         name = name or "picture"
-        seen[name] += bool(block.picture)
-        file = f"{stem.name}-{name}" + f"-{seen[name]}" * (seen[name] > 1)
+        file, number = f"{stem.name}-{name}", 1
+        while file.lower() in pictures:
+            number += 1
+            file = f"{stem.name}-{name}-{number}"
         files.append(file)
         if block.picture:
+            pictures.add(file.lower())
             stem.with_name(f"{file}.png").write_bytes(block.picture)
         if vectors and isinstance(block.picture, Picture):
             for kind in ("svg", "pdf"):

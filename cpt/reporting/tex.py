@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from cpt.evaluation.statistics import LEVEL
 from cpt.reporting import compare
 from cpt.reporting.compare import ComparedMeasure
 from cpt.reporting.frames import FEW, Show, find_matrices, percent, perplexity, strip_controls
-from cpt.reporting.load_runs import RunSection, differing_settings, name_orders
+from cpt.reporting.load_runs import RunGroup, RunSection, differing_settings, name_orders
 from cpt.reporting.page import LEGENDS
 
 BY_ORDER = {"answers/AP": "AP", "endtask/MF1": "MF1", "LC/perplexity": "LC"}
@@ -133,9 +133,13 @@ def list_tables(section: RunSection) -> Iterator[PaperTable]:
             table = table.loc[list(dict.fromkeys(cells["row"])), texts].map(show).replace("nan", "–")
             table = table.reset_index(names="after", allow_duplicates=True).map(escape)
             table.columns = ["after", *map(escape, texts)]
-            told = f"{escape(group)}, order {escape(order)}: {escape(about)} on each test set (column)"
-            told += f" after each stage (row); means over {cells['n'].max()} runs."
-            yield PaperTable(f"matrix-{kind}-{group}-{order}", told, table)
+            fewest, most = cells["n"].min(), cells["n"].max()
+            runs = str(most) if fewest == most else f"{fewest} to {most}"
+            caption = (
+                f"{escape(group)}, order {escape(order)}: {escape(about)} on each test set (column) after "
+                f"each stage (row); means over {runs} runs."
+            )
+            yield PaperTable(f"matrix-{kind}-{group}-{order}", caption, table)
     settings = found["settings"]
     numeric = settings[[fits(value, Number) and not isinstance(value, bool) for value in settings["value"]]]
     if len(numeric):
@@ -147,25 +151,44 @@ def list_tables(section: RunSection) -> Iterator[PaperTable]:
 
 
 def format_groups(section: RunSection, frame: DataFrame, by: str) -> DataFrame:
-    """A row per group and a column per measure or order: mean ± sd, the best mean in bold, with marks."""
+    """A row per group and a column per measure or order: mean ± sd, the best mean in bold, with marks, and
+    the number of runs where not all of the group's have the value."""
     groups = {group.name: group for group in section.groups}
+    orders = name_orders(section.runs)
     table = DataFrame({"method": map(escape, groups)}, index=list(groups))
     for name, cells in frame.groupby(by, sort=False):
         measure = KNOWN.get(cells["measure"].iloc[0]) or list_task(cells["measure"].iloc[0][5:])
         means = cells.set_index("group")["mean"]
         ranked = means[[group for group in means.index if compare.is_ranked(groups[group], measure.key)]]
-        best, column = ranked.max() if measure.higher else ranked.min(), dict.fromkeys(groups, "--")
+        best = ranked.max() if measure.higher else ranked.min()
         pairs = compare.pair_values(section, measure.key)
-        alike = len({frozenset(pairs.get(name, ())) for name in ranked.index}) == 1
+        has_equal_pairs = len({frozenset(pairs.get(group, ())) for group in ranked.index}) == 1
+
+        column = dict.fromkeys(groups, "--")
         for cell in cells.to_dict("records"):
             deviation = "" if np.isnan(cell["sd"]) else f" ± {measure.show(cell['sd'])}"
             text = escape(measure.show(cell["mean"]) + deviation)
-            text = f"\\textbf{{{text}}}" if cell["mean"] == best and alike else text
-            marks = "*" * (cell["p_holm"] < LEVEL) + r"\dagger" * (cell["p_t_holm"] < LEVEL)
-            column[cell["group"]] = text + f"\\textsuperscript{{${marks}$}}" * bool(marks)
-        title = measure.title if by == "measure" else f"order {name}" * (name != "all") or "all orders"
-        table[escape(title)] = column
+            if cell["mean"] == best and has_equal_pairs:
+                text = f"\\textbf{{{text}}}"
+            marks = "*" if cell["p_holm"] < LEVEL else ""
+            if cell["p_t_holm"] < LEVEL:
+                marks += r"\dagger"
+            if marks:
+                text += f"\\textsuperscript{{${marks}$}}"
+            if cell["n"] < count_runs(groups[cell["group"]], orders, order=cell["order"]):
+                text += f" ({cell['n']})"
+            column[cell["group"]] = text
+        order_title = "all orders" if name == "all" else f"order {name}"
+        table[escape(measure.title if by == "measure" else order_title)] = column
     return table.reset_index(drop=True)
+
+
+def count_runs(group: RunGroup, orders: Mapping[tuple[str, ...], str], *, order: str) -> int:
+    """The runs of a group that differ in order or seed: of one order by its name in `orders`, or of `all`."""
+    pairs = {run.pair for run in group.runs}
+    if order == "all":
+        return len(pairs)
+    return sum(orders[pair[0]] == order for pair in pairs)
 
 
 def escape(text: object) -> str:
@@ -176,16 +199,25 @@ def escape(text: object) -> str:
 def write_tables(sections: Sequence[RunSection], folder: Path) -> list[Path]:
     """Writes NAME.tex for each table; of several sections, section_2-NAME.tex. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    written: list[Path] = []
+    stems: set[str] = set()  # in lower case, as some file systems do not distinguish it
     for number, section in enumerate(sections, start=1):
         for name, caption, cells in list_tables(section):
             stem = re.sub(r"[^\w.-]+", "_", name, flags=re.A).replace("_-", "-").strip("_")
-            stem = f"section_{number}-{stem}" if len(sections) > 1 else stem
-            if len(stem) > LONGEST_STEM or folder / f"{stem}.tex" in written:
+            if len(sections) > 1:
+                stem = f"section_{number}-{stem}"
+            if len(stem) > LONGEST_STEM or stem.lower() in stems:
                 stem = f"{stem[:LONGEST_STEM]}-{digest(name)[:8]}"
-            how = {"index": False, "escape": False, "caption": caption, "label": f"tab:{stem}"}
-            columns = r"lp{0.7\linewidth}" if name == "settings" else "l" + "r" * (len(cells.columns) - 1)
-            text = cells.to_latex(**how, column_format=columns, position="t")
+            stems.add(stem.lower())
+            numbers = "r" * (len(cells.columns) - 1)
+            text = cells.to_latex(
+                index=False,
+                escape=False,
+                caption=caption,
+                label=f"tab:{stem}",
+                column_format=r"lp{0.7\linewidth}" if name == "settings" else f"l{numbers}",
+                position="t",
+            )
             replace(folder / f"{stem}.tex", f"% needs \\usepackage{{booktabs}}\n{text}")
             written.append(folder / f"{stem}.tex")
     return written

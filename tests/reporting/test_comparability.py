@@ -9,6 +9,7 @@ from cpt.core.config import EXECUTION
 from cpt.reporting import compare
 from cpt.reporting.comparability import REPRESENTED, is_compared, read_base_hash
 from cpt.reporting.load_runs import build_sections, differing_settings, measure_runs
+from cpt.reporting.tex import write_tables
 from tests.support.comparing import NLL, run, section, stored
 
 OTHER_BASE = np.array(NLL) - np.array([[0.5], [0], [0], [0]])
@@ -163,3 +164,18 @@ def test_a_difference_over_fewer_pairs_than_its_row_is_followed_by_their_number(
     assert any(line.startswith("(k) after a difference") for line in block.lines)
     whole = compare.tabulate_differences(section(runs[:-1] + [run(method="das", seed=3)]))
     assert not any(line.startswith("(k) after a difference") for line in whole.lines)
+
+
+def test_tex_marks_means_over_fewer_runs_and_names_of_files_differ_in_more_than_case(tmp_path):
+    diverged = np.array(NLL)
+    diverged[1, 0] = np.nan
+    runs = [run(method=method, seed=seed) for method in ("ncl", "das") for seed in range(3)]
+    runs[-1] = run(method="das", seed=2, nll=diverged)
+    runs += [run(method="ncl", variant=variant, seed=0) for variant in ("a=X", "a=x")]
+    paths = write_tables([section(runs)], tmp_path)
+    (line,) = (line for line in (tmp_path / "main.tex").read_text().splitlines() if line.startswith("das"))
+    counted = ["(2)" in cell for cell in line.split("&")]
+    assert counted.count(True) == 2 and not counted[1]  # CPT and FG, not LC
+    assert len({path.name.lower() for path in paths}) == len(paths)
+    matrix = (tmp_path / "matrix-perplexity-das-law_food_space.tex").read_text()
+    assert "means over 2 to 3 runs" in matrix
