@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
+
+from cpt.core.files import replace
 
 HIDDEN = "(hidden)"  # stands where a secret was
 NO_DEFAULT = object()
@@ -112,6 +115,26 @@ def redact_override(override: str) -> str:
     """A `key=value` of a command line, as it is shown."""
     key, equals, value = override.partition("=")
     return f"{key}{equals}{redact(value, key)}" if equals else override
+
+
+def redact_file(path: Path) -> None:
+    """Hides secrets in a YAML file of Hydra's, which has the config and the command line as they were
+    written. A file without any, or none, is left as it is."""
+    if not path.exists():
+        return
+    tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    shown = redact(redact_overrides(tree))
+    if shown != tree:
+        replace(path, OmegaConf.to_yaml(OmegaConf.create(shown)))
+
+
+def redact_overrides(tree: Any) -> Any:
+    """A config in which every text in a list is shown as an override."""
+    if isinstance(tree, Mapping):
+        return {key: redact_overrides(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [redact_override(each) if isinstance(each, str) else redact_overrides(each) for each in tree]
+    return tree
 
 
 def fingerprint(value: Any) -> str:

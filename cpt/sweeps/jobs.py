@@ -19,6 +19,7 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.errors import HydraException
 from hydra.types import HydraContext
@@ -30,6 +31,8 @@ from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.naming import RunIdentity, as_written, distinguish_runs, quote
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import JOB, PARENT, cores
+from cpt.core.resolved import resolve_job
+from cpt.core.secrets import redact_override
 from cpt.evaluation.task_metrics import run_objective
 from cpt.train import is_done
 
@@ -55,12 +58,12 @@ class Job:
     label: str  # the overrides that other jobs do not share
     config: DictConfig
     folder: Path
+    resolved: tuple[str, ...] = ()  # overrides that hand on what the sweep has resolved: cpt.core.resolved
     before: bool = False  # finished before this sweep began
     code: int | None = None  # as subprocess gives it: negative is a signal
     offset: int = 0  # where this start's output begins in console.log
     lost: str = ""  # on a cluster: why the exit code is unknown, or why the job is not queued again
     ending: str = "lost"  # on a cluster, without an exit code: cancelled, refused, out of memory
-    folder_override: tuple[str, ...] = ()  # hydra.run.dir, where the job's own process could resolve another
     process: subprocess.Popen[bytes] = field(init=False)
     started: float = field(init=False)
     began: str = field(init=False)  # the same in UTC
@@ -72,15 +75,14 @@ class Job:
         return f"#{self.number} {self.label}".strip()
 
     def rename_folder(self, name: str) -> None:
-        """Gives the job another run folder next to its own, which its process gets by an override."""
+        """Gives the job another run folder next to its own."""
         self.folder = self.folder.with_name(name)
         self.console = self.folder / "console.log"
-        self.folder_override = (f"hydra.run.dir={quote(str(self.folder))}",)
 
     @property
-    def arguments(self) -> tuple[str, ...]:
-        """The overrides of its process."""
-        return self.overrides + self.folder_override
+    def arguments(self) -> list[str]:
+        """The overrides of its process, which is told its folder."""
+        return [*self.overrides, *self.resolved, f"hydra.run.dir={quote(str(self.folder))}"]
 
     @property
     def state(self) -> str:
@@ -167,18 +169,34 @@ def start_process(
     """A job's process, in a session of its own, so that Ctrl-C reaches the sweep only; and the offset in its
     console.log where its output begins."""
     console.parent.mkdir(parents=True, exist_ok=True)
+    arguments, secrets = take_out_secrets([*command, "hydra.mode=RUN"])
     with console.open("ab") as output:
         offset = output.tell()
         process = subprocess.Popen(
-            [*command, "hydra.mode=RUN"],
+            arguments,
             # Unbuffered: a killed job keeps its output.
-            env={**env, PARENT: str(os.getpid()), JOB: "1", "PYTHONUNBUFFERED": "1"},
+            env={**env, **secrets, PARENT: str(os.getpid()), JOB: "1", "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     return process, offset
+
+
+def take_out_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments of a job without secrets, which any user of the machine could see in its list of
+    processes; and the environment variables that have them."""
+    shown, variables = [], dict[str, str]()
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if redact_override(argument) != argument and "${" not in text and not argument.startswith("-"):
+            name = f"CPT_SECRET_{len(variables)}"
+            (override,) = OverridesParser.create().parse_overrides([argument])
+            variables[name] = str(override.value())
+            argument = f"{key}{equals}${{oc.env:{name}}}"
+        shown.append(argument)
+    return shown, variables
 
 
 def read_scores(folder: Path) -> dict[str, Any]:
@@ -213,12 +231,10 @@ def compose_jobs(
     jobs = []
     for number, overrides in enumerate(distinct, first):
         cfg = context.config_loader.load_sweep_config(config, [*overrides, "hydra.mode=RUN"])
-        with open_dict(cfg):
-            cfg.hydra.job.num = number  # for hydra.sweep.subdir=${hydra.job.num}, Hydra's own default
-        HydraConfig.instance().set_config(cfg)  # for ${hydra:...} in hydra.run.dir
-        label = " ".join(filter_overrides([each for each in overrides if each not in common]))
-        jobs.append(Job(number, overrides, label, cfg, Path(cfg.hydra.run.dir)))
-        jobs[-1].folder_override = override_folder(config, cfg)
+        resolved = resolve_job(cfg, number, sweep=config)
+        own = [redact_override(override) for override in overrides if override not in common]
+        label = " ".join(filter_overrides(own))
+        jobs.append(Job(number, overrides, label, cfg, Path(cfg.hydra.run.dir), resolved=tuple(resolved)))
 
     separate_folders(jobs)
     for job in jobs:
@@ -247,15 +263,6 @@ def separate_folders(jobs: Sequence[Job]) -> None:
             raise ValueError(f"hydra.run.dir={folder} is invalid: {reason}. Allowed: {allowed}")
         for job, name in zip(sharing, distinguish_runs(identities), strict=True):
             job.rename_folder(name)
-
-
-def override_folder(sweep: DictConfig, job: DictConfig) -> tuple[str, ...]:
-    """The override of a job's run folder, where the user has set one of the folders of the sweep: in its own
-    process `${now:}` would be another time, and `${hydra.job.num}` is missing."""
-    written: Any = OmegaConf.to_container(sweep.hydra.overrides.hydra, resolve=False)
-    if not any(re.match(r"\+*hydra\.(sweep|run)\.", str(override)) for override in written):
-        return ()
-    return (f"hydra.run.dir={quote(str(job.hydra.run.dir))}",)
 
 
 def job_command(config: DictConfig) -> list[str]:

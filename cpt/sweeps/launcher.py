@@ -35,7 +35,9 @@ import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's
 from cpt.core.errors import readable, unknown_name
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent, is_one_of_several
+from cpt.core.resolved import JOB_NUMBER, RUN_FOLDER
 from cpt.core.schema import Count, Natural, NonNegative, check_value
+from cpt.core.secrets import redact_file
 from cpt.core.slurm import without_task
 from cpt.sweeps.cluster import (
     ClusterJob,
@@ -69,6 +71,7 @@ from cpt.sweeps.tune import TuneSweeper
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
+HANDED_ON = (f"{RUN_FOLDER}=", f"{JOB_NUMBER}=")  # overrides of Hydra's own keys that are each job's own
 SAVED_BEFORE_LIMIT_S = 20.0  # that a job which was warned of its time limit has to be queued again
 ARRAY = 1000  # jobs of an array at most, as SLURM's default MaxArraySize allows
 RESOURCES = ("partition", "gpus_per_node", "mem_gb", "cpus_per_task", "tasks_per_node", "timeout_min")
@@ -105,6 +108,7 @@ class JobLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """The results in the order of `job_overrides`; equal ones are run once, finished ones not at all."""
         with readable():
+            redact_file(Path(self.config.hydra.sweep.dir) / "multirun.yaml")
             jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
             if waiting := [job for job in jobs if not job.before]:
                 self.run(waiting, jobs, initial_job_idx)
@@ -307,7 +311,7 @@ class ClusterLauncher(JobLauncher):
         command = partial(run_job, job_command(self.config), Path.cwd())
         self.inner.setup(hydra_context=self.context, task_function=command, config=config)
         try:
-            returned = self.inner.launch([list(job.arguments) for job in waiting], first)
+            returned = self.inner.launch([job.arguments for job in waiting], first)
         except Exception as error:  # of any class: each launcher has its own for a job that was cancelled
             # The launcher gave up on all its jobs at once; the cluster may still be at work on some.
             log.error("Stopping: the cluster's launcher failed: %s", error)
@@ -332,8 +336,8 @@ def run_job(command: Sequence[str], start: Path, cfg: DictConfig) -> tuple[int, 
     os.chdir(start)
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     hydra_overrides: Any = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
-    # A job whose folder would be another one's has its own.
-    overrides += [override for override in hydra_overrides if override.startswith("hydra.run.dir=")]
+    # The folder that the sweep has resolved, and the number of the job.
+    overrides += [override for override in hydra_overrides if override.startswith(HANDED_ON)]
     console = Path(hydra.run.dir) / "console.log"
     process, offset = start_process([*command, *overrides], console, env=os.environ)
     with forward_signals(process):

@@ -15,8 +15,9 @@ from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF, digest, identity, plain_config
 from cpt.core.errors import readable, unknown_name
 from cpt.core.renames import rename_keys
+from cpt.core.resolved import resolve_once, resolve_sweep_folder
 from cpt.core.schema import NonNegative, Text, check_value, fits, show
-from cpt.core.secrets import hide_environment, redact
+from cpt.core.secrets import hide_environment, redact, redact_file
 from cpt.core.sections import Choice, is_used, read_section
 from cpt.data import orders
 from cpt.data.options import Budget, DataOptions, share_batch
@@ -51,6 +52,8 @@ class Checked(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         rename_keys(config)
         with readable():
+            check_working_folder(config)
+            resolve_once(config)
             read_sections(config)
         if config.get("plan"):  # Hydra writes neither its files nor a log
             with read_write(config.hydra), open_dict(config.hydra):
@@ -58,14 +61,32 @@ class Checked(Callback):
                 config.hydra.job_logging.root.handlers = ["console"]
                 config.hydra.job_logging.handlers.pop("file", None)
 
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Hides secrets in the files that Hydra has just written."""
+        if config.hydra.output_subdir is not None:
+            folder = Path(config.hydra.runtime.output_dir) / config.hydra.output_subdir
+            for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
+                redact_file(folder / name)
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         rename_keys(config)
         with readable():
+            check_working_folder(config)
+            resolve_sweep_folder(config)
             with suppress(MissingMandatoryValue, InterpolationToMissingValueError):  # jobs may have it
                 read_sections(config)
             if config.get("plan"):
                 told = f"plan={show(config.plan)} is invalid: it is for one run"
                 raise ValueError(f"{told}. Allowed: without --multirun")
+
+
+def check_working_folder(config: DictConfig) -> None:
+    """Raises ValueError for a run that would work in its own folder."""
+    if config.hydra.job.chdir:
+        reason = (
+            "relative paths (domains.root, cache_dir, hydra.run.dir) are those of the folder of the start"
+        )
+        raise ValueError(f"hydra.job.chdir=true is invalid: {reason}. Allowed: false")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The jobs of a sweep: which are finished before, their processes and share of the machine, clusters."""
 
+import itertools
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
 from cpt.cli import to_hydra
+from cpt.core import resolved
 from cpt.core.heartbeat import Heartbeat
 from cpt.core.preemption import GO_ON
 from cpt.sweeps.jobs import (
@@ -26,7 +28,9 @@ from cpt.sweeps.jobs import (
     Job,
     compose_jobs,
     divide_machine,
+    start_process,
     summarize_jobs,
+    take_out_secrets,
     visible_gpus,
 )
 from cpt.sweeps.launcher import ClusterLauncher, ProcessLauncher, forward_signals, run_all
@@ -95,8 +99,6 @@ def test_jobs_whose_paths_end_alike_have_folders_of_their_own_and_tell_their_pro
 
 def test_a_folder_that_the_user_names_is_each_jobs_own(sweep):
     """In its own process a job has no number, and another time."""
-    (job,) = sweep.jobs("seed=1")
-    assert job.arguments == job.overrides
     for written, folder in (
         ("hydra.sweep.subdir=${hydra.job.num}", "outputs/default/{}"),
         ('hydra.sweep.subdir="it\'s_${seed}"', "outputs/default/it's_{}"),
@@ -105,7 +107,7 @@ def test_a_folder_that_the_user_names_is_each_jobs_own(sweep):
         given = Sweep([*sweep.shared, written])
         jobs = given.jobs("seed=0", "seed=1")
         for number, job in enumerate(jobs):
-            (parsed,) = OverridesParser.create().parse_overrides(list(job.folder_override))
+            (parsed,) = OverridesParser.create().parse_overrides(job.arguments[-1:])
             assert (parsed.key_or_group, str(parsed.value())) == ("hydra.run.dir", str(job.folder))
             assert folder is None or str(job.folder) == folder.format(number)
 
@@ -381,3 +383,86 @@ def test_options_of_a_swept_group_are_left_to_the_jobs_and_all_else_stays():
     swept, one = ["-m", "method=lora,olora", "method.t=[a]"], ["-m", "method=lora", "method.t=1"]
     assert to_hydra(swept) == [*swept[:2], "method.t=choice([a])"]
     assert to_hydra(one) == one
+
+
+class Draws:
+    """A resolver that gives another value each time."""
+
+    def __init__(self):
+        self.numbers = itertools.count()
+
+    def __call__(self):
+        return next(self.numbers)
+
+
+@pytest.fixture
+def draws():
+    OmegaConf.register_new_resolver("draw", Draws(), replace=True)
+    yield
+    OmegaConf.clear_resolver("draw")
+
+
+def test_what_changes_between_processes_is_resolved_once_and_handed_on(sweep, draws):
+    sweep.shared += ["+hydra.job.env_set.X=1", "hydra.run.dir=out/${draw:}/${now:%f}/s${seed}"]
+    sweep.shared += [
+        "tags=['t${draw:}',fixed]",
+        "+callbacks.c.label=${draw:}",
+        '+callbacks.c.owner="it\'s ${draw:}"',
+    ]
+    jobs = sweep.jobs("seed=1", "seed=${draw:}", "seed=2 ++callbacks.c.number=${hydra:job.num}")
+    seeds = [job.config.seed for job in jobs]
+    assert seeds[0] == 1 and seeds == [job.config.seed for job in jobs]
+    assert len({job.folder.parent.name for job in jobs}) == 1  # one time in all
+    loader = sweep.context.config_loader
+    for number, job in enumerate(jobs):
+        again = loader.load_sweep_config(sweep.config, job.arguments)  # as its process composes it
+        HydraConfig.instance().set_config(again)
+        assert Path(again.hydra.run.dir) == job.folder and job.folder.name == f"s{job.config.seed}"
+        for key in ("seed", "tags", "callbacks"):
+            assert again[key] == job.config[key] == again[key]
+        assert ("hydra.job.num=2" in job.arguments) == (number == 2)
+    assert again.callbacks.c.number == 2
+
+
+def test_jobs_without_such_values_get_their_folder_only(sweep):
+    (job,) = sweep.jobs("seed=1")
+    assert job.arguments[:-1] == list(job.overrides) and job.arguments[-1] == f"hydra.run.dir='{job.folder}'"
+
+
+def test_the_processes_of_a_run_share_its_values(sweep, draws, monkeypatch):
+    monkeypatch.delenv(resolved.RESOLVED, raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    overrides = [*sweep.shared, "seed=${draw:}", "hydra.run.dir=out/${seed}-${draw:}", "hydra.mode=RUN"]
+    first, second = (sweep.context.config_loader.load_sweep_config(sweep.config, overrides) for _ in range(2))
+    resolved.resolve_once(first)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    resolved.resolve_once(second)
+    assert (first.seed, first.hydra.run.dir) == (second.seed, second.hydra.run.dir)
+    assert first.seed == first.seed and first.hydra.run.dir.startswith(f"out/{first.seed}-")
+    monkeypatch.delenv(resolved.RESOLVED)
+    monkeypatch.setattr(resolved, "start", None)
+    with pytest.raises(ValueError, match="differs between the processes of a run on several nodes"):
+        resolved.format_start("%H")
+
+
+def test_secrets_are_not_in_the_arguments_of_a_job(tmp_path):
+    arguments = [
+        "run.py",
+        "--config-dir=x",
+        "+callbacks.n.chat_token='can, ary'",
+        "seed=1",
+        "a.pin_password=12",
+    ]
+    arguments += ["+x.uri=https://me:canary@host", "k.api_key=${oc.env:MINE}", "model.pad_token=<p>"]
+    shown, variables = take_out_secrets(arguments)
+    assert variables == {
+        "CPT_SECRET_0": "can, ary", "CPT_SECRET_1": "12", "CPT_SECRET_2": "https://me:canary@host",
+    }  # fmt: skip
+    assert shown[2] == "+callbacks.n.chat_token=${oc.env:CPT_SECRET_0}" and "canary" not in " ".join(shown)
+    assert [shown[at] for at in (0, 1, 3, 6, 7)] == [arguments[at] for at in (0, 1, 3, 6, 7)]
+    code = "import os, sys; print(sys.argv[1:], os.environ['CPT_SECRET_0'])"
+    process, _ = start_process(
+        [sys.executable, "-c", code, "a.token=canary"], tmp_path / "log", env=os.environ
+    )
+    assert process.wait(30) == 0
+    assert "'a.token=${oc.env:CPT_SECRET_0}'" in (tmp_path / "log").read_text()
