@@ -73,8 +73,8 @@ def is_changing(text: str) -> bool:
 def written(config: DictConfig, key: str) -> str:
     """A text of a config as it was written, not resolved."""
     parent, _, name = key.rpartition(".")
-    node = OmegaConf.select(config, parent)
-    return str(OmegaConf.to_container(node, resolve=False)[name])
+    section: Any = OmegaConf.to_container(OmegaConf.select(config, parent), resolve=False)
+    return str(section[name])
 
 
 def resolve_sweep_folder(config: DictConfig) -> None:

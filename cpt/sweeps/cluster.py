@@ -377,6 +377,6 @@ def find_queued(
     for job, submission in recorded.items():
         _, folder = active.get(submission.job, ("", ""))
         if submission.cluster == queue.cluster and submission.job in active and folder == submission.folder:
-            is_same = sorted(submission.overrides) == sorted(job.overrides)
+            is_same = sorted(submission.overrides) == sorted(job.shown_overrides)
             (same if is_same else other)[job] = submission
     return same, other

@@ -95,6 +95,11 @@ class Job:
         return "finished before" if self.before else "preempted" if self.code == GO_ON else "failed"
 
     @property
+    def shown_overrides(self) -> tuple[str, ...]:
+        """The overrides without secrets, for files."""
+        return tuple(map(redact_override, self.overrides))
+
+    @property
     def whole(self) -> bool:
         return self.state.startswith("finished")
 

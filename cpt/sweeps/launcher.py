@@ -236,7 +236,7 @@ class SubmititLauncher(JobLauncher):
             log.error("%s not submitted: %s", count_jobs(len(jobs)), reason)
             return []
         submissions.append(
-            Submission(str(job.folder), job.overrides, self.cluster, handle.job_id, str(folder))
+            Submission(str(job.folder), job.shown_overrides, self.cluster, handle.job_id, str(folder))
             for job, handle in zip(jobs, handles, strict=True)
         )
         numbers = [handle.job_id for handle in handles]
