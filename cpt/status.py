@@ -21,6 +21,7 @@ from cpt.core.output import run_program
 
 STATES = (
     *("running", "waiting", "finished", "preempted", "failed"),
+    "stopped",  # its process is there, but stopped by SIGSTOP, Ctrl-Z, a debugger or a scheduler
     "killed",  # its process is gone without a word
     "silent",  # on another machine, and without a heartbeat for heartbeat.STALE_S
     "unfinished",  # without a heartbeat file
@@ -95,6 +96,8 @@ def read_status(path: Path) -> RunStatus:
     state, said, alive = beat.state, beat.why, beat.alive
     if beat.active and not alive:
         state, said = "silent" if beat.process.is_alive() is None else "killed", ""
+    if alive and beat.process.is_stopped():
+        state, said = "stopped", f"kill -CONT {beat.process.pid} continues it"
     if finished and not alive:  # the scores decide
         said = "" if state == "finished" else f"its last start: {state}, {said}".rstrip(", ")
         state = "finished"
@@ -155,7 +158,7 @@ def format_status(run: RunStatus) -> str:
                 phase += f" {math.floor(100 * beat.step / beat.steps)} %"
             if is_active and beat.phase_eta_s is not None:
                 phase += f", {format_time(beat.phase_eta_s)}"
-    if run.process is not None and run.state in (*ACTIVE, "silent"):
+    if run.process is not None and run.state in (*ACTIVE, "silent", "stopped"):
         by = f"{printable(run.process.host)}:{run.process.pid}"
     done, why = "" if run.done is None else f"{math.floor(100 * run.done)} %", printable(run.why)
     what = ": ".join(filter(None, (phase, why if len(why) <= MAX_WHY else f"{why[: MAX_WHY - 1]}…")))

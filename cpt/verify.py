@@ -67,6 +67,8 @@ def damage_in_run(folder: Path) -> Iterator[str]:
         "checkpoints/*.ckpt": partial(check_state, instead="delete it to train that domain again"),
         "stages/*.pt": partial(check_stage, instead=run.restore_hint),
         "callbacks/*.pt": partial(check_state, instead=run.restore_hint),
+        "config.yaml": lambda path: run.stored_config(),
+        "diagnostics/*.npz": partial(check_archive, instead=run.restore_hint),
         "monitor/*.npz": partial(check_archive, instead=run.restore_hint),
         "generated/kept/*.json": partial(read_checked_json, instead=run.restore_hint),
         "generated/*/facts.json": lambda path: check_folder(path.parent),
@@ -91,8 +93,8 @@ def error_of(check: Callable[[Path], object], path: Path) -> Iterator[str]:
         check(path)
     except (ValueError, OSError, pa.ArrowException) as error:
         line = " ".join(str(error).split())
-        told = re.search("; (delete|restore|read|update) ", line)
-        remedy = "" if told else "; the same command rebuilds it"
+        has_remedy = isinstance(error, PermissionError) or re.search("; (delete|restore|read|update) ", line)
+        remedy = "" if has_remedy else "; the same command rebuilds it"
         yield f"{'' if str(path.parent) in line else f'{path}: '}{line}{remedy}"
 
 

@@ -2,12 +2,16 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cpt import status
-from cpt.core.heartbeat import STALE_S, Heartbeat, ProcessId, utc_now
+from cpt.core.heartbeat import STALE_S, Heartbeat, ProcessId, start_time, utc_now
 from cpt.reporting.load_runs import find_runs
 from tests.core.test_heartbeat import earlier, gone
 from tests.support.comparing import saved
@@ -98,3 +102,22 @@ def test_the_table_and_json(tmp_path, capsys):
     assert first == first | {"run": str(tmp_path / "a"), "state": "running", "done": 0.319}
     assert first["heartbeat"] == first["heartbeat"] | where | how
     assert (second["state"], second["why"], second["process"]["pid"]) == ("failed", "no", os.getpid())
+
+
+def test_a_process_that_is_stopped_is_shown_as_stopped(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        own = ProcessId.current()
+        process_id = replace(own, pid=process.pid, start_time=start_time(process.pid))
+        make_run(tmp_path / "run", beat(process=process_id, phase="training law"))
+        (seen,) = status.read_statuses([tmp_path])
+        assert seen.state == "running"
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        (seen,) = status.read_statuses([tmp_path])
+        assert (seen.state, seen.why) == ("stopped", f"kill -CONT {process.pid} continues it")
+        assert f":{process.pid}" in status.format_status(seen)
+        process.send_signal(signal.SIGCONT)
+    finally:
+        process.kill()
+        process.wait()

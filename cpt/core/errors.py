@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from filelock import Timeout
@@ -16,6 +17,7 @@ from omegaconf import errors as of_omegaconf
 from yaml import YAMLError
 
 from cpt.core.config import CONF, flatten
+from cpt.core.files import FULL, free_space, with_free_space
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import unknown_name
@@ -160,7 +162,7 @@ def readable(code: int = 1) -> Iterator[None]:
         raise
     except Exception as error:
         foreseen = (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError)
-        line = describe_oom(error) or describe_lost_loader(error)
+        line = describe_oom(error) or describe_lost_loader(error) or describe_full_disk(error)
         if not line and isinstance(error, foreseen):
             line = reason(error)
         if not line or os.environ.get("HYDRA_FULL_ERROR"):
@@ -191,5 +193,20 @@ def describe_lost_loader(error: BaseException | None) -> str:
         if lost:
             advice = "rerun the same command to resume, with trainer.num_workers=0 if it happens again"
             return f"a loader process ended ({lost[0].splitlines()[0].rstrip('.')}); {advice}"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def describe_full_disk(error: BaseException | None) -> str:
+    """The message for a write to a full disk or beyond a quota, wherever it is in the chain of causes, with
+    the path, if it is known, and the free bytes; empty for any other error."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL:
+            advice = "free some and run the same command again"
+            if error.filename is None:
+                space = f"{error.strerror}, {free_space(Path.cwd())} in {Path.cwd()}"
+                return f"a file cannot be written: {space}; {advice}"
+            described = with_free_space(error, Path(os.fsdecode(error.filename)))
+            return f"{described.filename} cannot be written: {described.strerror}; {advice}"
         error = error.__cause__ or error.__context__
     return ""

@@ -1,10 +1,12 @@
 """Atomic file writes, checksums, and archives that are checked before they are loaded."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
+import shutil
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +16,9 @@ import xxhash
 
 CHECKSUMS = "checksums.json"
 WRITE_ERROR = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")  # of Rust, of torch.save
+TORCH_ERROR = re.compile(r"PytorchStreamWriter|inline_container")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FREE = "bytes free"
 Table = dict[str, tuple[int, str]]  # size and hash of files, by their path within a folder
 
 
@@ -28,13 +33,15 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path that replaces `path` on success: a kill leaves the old file or the new one."""
+    """A temporary path that replaces `path` on success: a kill leaves the old file or the new one. Raises
+    OSError as `writing`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    yield partial
-    sync(partial)
-    os.replace(partial, path)
-    sync(path.parent)
+    with writing(path):
+        yield partial
+        sync(partial)
+        os.replace(partial, path)
+        sync(path.parent)
 
 
 def replace(path: Path, text: str) -> None:
@@ -46,17 +53,37 @@ def replace(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Raises OSError with the path where a write fails without one, or where safetensors, torch or tokenizers
-    report it by another exception."""
+    report it by another exception; of a full disk with the free bytes."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.errno is None or (error.filename is not None and error.errno not in FULL):
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise with_free_space(error, path) from error
     except Exception as error:
         if not WRITE_ERROR.search(str(error)):
             raise
-        raise OSError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
+        first_line = str(error).splitlines()[0]
+        words = "the file would be incomplete" if TORCH_ERROR.search(first_line) else first_line
+        raise OSError(f"{path} cannot be written ({words}; {free_space(path)})") from error
+
+
+def with_free_space(error: OSError, path: Path) -> OSError:
+    """An error with a path and, of a full disk, the free bytes; one that has them as it is."""
+    strerror = str(error.strerror)
+    if error.errno in FULL and not strerror.endswith(FREE):
+        strerror = f"{strerror}, {free_space(path)}"
+    return OSError(error.errno, strerror, error.filename or str(path))
+
+
+def free_space(path: Path) -> str:
+    """`12,288 bytes free`, on the disk of a path that need not exist."""
+    for folder in (path, *path.absolute().parents):
+        try:
+            return f"{shutil.disk_usage(folder).free:,} {FREE}"
+        except OSError:
+            continue
+    return f"unknown {FREE}"
 
 
 def check_archive(path: Path, *, instead: str) -> None:

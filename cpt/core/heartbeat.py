@@ -85,6 +85,16 @@ class ProcessId:
         except (psutil.NoSuchProcess, ValueError, OverflowError):
             return False
 
+    def is_stopped(self) -> bool:
+        """Whether it is a living process of this machine that SIGSTOP or a debugger has stopped."""
+        if not self.is_alive():
+            return False
+        try:
+            status = psutil.Process(self.pid).status()
+        except psutil.NoSuchProcess:
+            return False
+        return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:

@@ -132,7 +132,11 @@ class OptunaSweeper(Sweeper):
                 with FileLock(folder / ".study.lock", timeout=0):
                     return self.search(folder, space, fixed, cfg.get("optimized_metric"))
             except Timeout as error:
-                raise ValueError(f"another search is using {folder}; choose another name=…") from error
+                raise ValueError(
+                    f"name={show(cfg.name)} is invalid: another search is using {folder}. Allowed: another "
+                    "name=…; the same command once it has ended, which continues it; to run more trials at "
+                    f"once, hydra.sweeper.n_jobs={2 * self.n_jobs} in one search"
+                ) from error
 
     def search(
         self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], objective: Any

@@ -261,7 +261,7 @@ def make_plan(cfg: DictConfig) -> Plan:
             told = f"init_from={folder} is invalid: no finished run"
             raise ValueError(f"{told}. Allowed: null, or the folder of one")
         lost = RunDir(Path(folder)).lost(full=read.run.verify_inputs == "full")
-        if damage := [each for each in lost if not each.startswith("report.")]:
+        if damage := [each for each in lost if not each.startswith(("report.", "report-"))]:
             told = f"init_from={folder} is invalid: {'; '.join(damage)}"
             raise ValueError(f"{told}. Allowed: a whole run; its own command makes its model again")
         # Without the options of a new model.

@@ -139,9 +139,10 @@ class RunDir:
             discard(path)
 
     def write_checksums(self) -> None:
-        """Stores the checksums of the model and the report, which are flushed to disk."""
-        outputs = (*self.model.rglob("*"), *(self.path / name for name in REPORTS))
-        files.write_checksums(self.path, (path for path in outputs if path.is_file()))
+        """Stores the checksums of the model and the report with its pictures, which are flushed to disk."""
+        pages = [self.path / name for name in REPORTS]
+        outputs = [*self.model.rglob("*"), *pages, *self.path.glob("report-*.png")]
+        files.write_checksums(self.path, [path for path in outputs if path.is_file()])
 
     def lost(self, *, full: bool) -> list[str]:
         """The files of model and report that are missing or have another size; if `full`, or if all of them

@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 
@@ -195,3 +196,19 @@ def test_no_flipped_bit_of_the_cache_is_used(again, config, start, tmp_path, cap
             assert "general-train" in str(path)
             flip(path, place)
         assert told_by(tmp_path / f"{number}")["nll"] == told_by(tmp_path / "whole")["nll"]
+
+
+def test_pictures_of_the_page_and_diagnostics_are_verified(tmp_path, capsys):
+    run = RunDir(tmp_path / "run")
+    run.model.mkdir(parents=True)
+    run.write_config({"name": "x", "save_all_stages": False})
+    for name in ("model/model.safetensors", "report.html", "report.md", "report-matrix.png"):
+        (run.path / name).write_bytes(b"content of " + name.encode())
+    run.save_arrays(run.path / "diagnostics" / "001.npz", {"gates": np.ones(9)})
+    run.write_checksums()
+    assert run.lost(full=True) == []
+    flip(run.path / "report-matrix.png")
+    assert run.lost(full=True) == ["report-matrix.png differs from its checksum"]
+    flip(run.path / "diagnostics" / "001.npz")
+    assert verify.main([str(tmp_path)]) == 1
+    assert "diagnostics/001.npz is truncated or damaged" in capsys.readouterr().out
