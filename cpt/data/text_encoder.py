@@ -121,10 +121,10 @@ class TextEncoder:
 
     @cached_property
     def backend_without_special(self) -> Tokenizer | None:
-        """The backend of a fast tokenizer from which special tokens are removed; None where it is not needed.
+        """The backend of a fast tokenizer whose special tokens are out of reach; None where it is not needed.
 
-        `split_special_tokens` finds no special tokens in a text, but the model behind it may still have them
-        as entries of its vocabulary: word-level and Unigram models (T5) find `</s>` there."""
+        `split_special_tokens` finds no added tokens in a text, but the model may still find special tokens in
+        its own vocabulary: word-level and Unigram models (T5) have `</s>` there."""
         samples = [sample for token in self.special for sample in (token, f"a {token} a", f"a{token}a")]
         if not samples:
             return None

@@ -22,7 +22,9 @@ from cpt.models.loading import is_tied
 log = logging.getLogger(__name__)
 CONTROL = re.compile(r"\s*[<\[{|].*[>\]}|]\s*", re.DOTALL)  # looks like a control token, as <tool_call>
 SLACK = 1.1  # factor around the norms of unused rows within which a row looks unused
-OVERLAP = 0.05  # share of the vocabulary's norms there, up to which unused rows are told from trained ones
+OVERLAP = (
+    0.05  # share of the vocabulary's norms there, up to which unused rows are distinct from trained ones
+)
 LEARNED, LEARNED_ON_AVERAGE = 0.3, 0.1  # least cosines of trained rows with the means of their sub-tokens
 SIGMAS = 4  # and the least in deviations of the cosine by chance
 SHOWN = 3  # tokens that a line names

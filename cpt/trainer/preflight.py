@@ -38,7 +38,7 @@ from cpt.core.slurm import check_task_count
 from cpt.data.chats import ChatEncoder, prints_date
 from cpt.data.options import share_batch
 from cpt.data.separator import choose_separator
-from cpt.data.sources.base import ASSISTANT, USER, Example, Turn
+from cpt.data.sources.base import ASSISTANT, AUTO, NONE, USER, Example, Turn
 from cpt.data.text_format import make_text_format
 from cpt.data.tokenized_tasks import Encoder
 from cpt.loggers.wandb_environment import WandbPlace
@@ -259,6 +259,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
     check_objective(plan, objective, tokenizer)
     if tokenizer is not None:
         check_tokenizer(plan, objective, tokenizer, config)
+    else:
+        check_untrained_format(plan, objective)
     stored_config = deepcopy(config)
     if options.layers is not None:
         config = loading.keep_layers(config, options.layers)
@@ -417,6 +419,19 @@ def naming_key(section: str, file: str, keys: Sequence[str]) -> Iterator[None]:
             f"{file} has {key}, with which transformers does not save the model again ({message.rstrip('.')})"
         )
         raise ValueError(f"{section} is invalid: {cause}. Allowed: {file} without it") from error
+
+
+def check_untrained_format(plan: Plan, objective: str) -> None:
+    """Raises ValueError for options of raw text that the tokenizer which the run will train cannot have."""
+    options = plan.source.text_options
+    tokens = list(loading.SPECIAL_TOKENS.values())
+    if options.separator not in (AUTO, NONE, *tokens):
+        raise ValueError(
+            f"domains.separator={options.separator} is invalid: the run trains its tokenizer. "
+            f"Allowed: auto, none, {', '.join(tokens)}"
+        )
+    if options.bos_in_rows is True and objective != "causal":
+        raise ValueError("domains.bos_in_rows=true is invalid: the model is not causal. Allowed: auto, false")
 
 
 def check_text_format(plan: Plan, tokenizer: Any, config: PretrainedConfig, objective: str) -> None:

@@ -45,6 +45,7 @@ method=lifelong_moe method.num_experts=0 method.dense=frozen | method=merge_lora
 """)
 
 ON_THE_MODEL = cells("""
+domains.separator=nosuch | domains.bos_in_rows=true
 method=adapter method.reduction_factor=100000 | method=lora method.target_modules=[nothing]
 method=prompt method.num_virtual_tokens=497 | method=hat method.form=adapter method.reduction_factor=33
 model.mean_span=3 | model.max_seq_length=9999 | freeze.layers=9
