@@ -132,7 +132,7 @@ class HeldOutSpans:
     def shared_spans(self, raw: bytes, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The spans of texts that a held-out document has, each once for a text, as the number of the text
         and the index of the span in `keys`; `starts` are the positions at which the texts begin."""
-        codes = []
+        codes = [np.empty(0, np.int64)]  # of texts that are shorter than a span
         for positions, hashes in hash_spans(raw):
             candidates = np.flatnonzero(self.table[hashes >> np.uint64(64 - TABLE_BITS)])
             indices = np.searchsorted(self.keys, hashes[candidates]).clip(max=len(self.keys) - 1)

@@ -92,14 +92,21 @@ def test_the_hash_of_a_slow_tokenizer_has_its_options_and_files(tmp_path):
 
 
 def test_the_hash_of_a_slow_tokenizer_is_the_same_elsewhere_and_after_use(tmp_path):
-    for name, tokenizer in {"bert": bert_legacy(tmp_path / "v"), "bytes": ByT5Tokenizer()}.items():
+    made_with = {
+        "bert": bert_legacy(tmp_path / "v"),
+        "bytes": ByT5Tokenizer(),
+        "tweets": bertweet(tmp_path / "w", merges="a b 1\n"),  # which keeps the paths of its files
+    }
+    for name, tokenizer in made_with.items():
         tokenizer.save_pretrained(tmp_path / name)
         shutil.copytree(tmp_path / name, tmp_path / "moved" / name)
         copies = [type(tokenizer).from_pretrained(folder / name) for folder in (tmp_path, tmp_path / "moved")]
-        copies[0]("River stones", split_special_tokens=True)
-        assert len({tokenizer_digest(each) for each in (*copies, tokenizer)}) == 1
+        copies[0]("River stones @abc", split_special_tokens=True)
+        hashes = {tokenizer_digest(each) for each in copies}
         rows = {rows_digest(each) for each in copies}
-        assert len(rows) == 1 and rows != {tokenizer_digest(tokenizer)}
+        assert len(hashes) == len(rows) == 1 and rows != hashes
+        if name != "tweets":  # transformers does not save the merges of these as it reads them
+            assert hashes == {tokenizer_digest(tokenizer)}
 
 
 def test_the_key_of_rows_has_what_becomes_of_the_text():
