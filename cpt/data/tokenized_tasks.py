@@ -264,7 +264,7 @@ class Encoder:
     def prompt(self, example: Example) -> TaskPrompt:
         """The ids before the answer in the example's row, which are the same for each choice."""
         if example.turns:
-            (row,) = self.encode_chat(example, "last")
+            row = self.encode_chat(example, "last")[0]
             begin = row.answer.index(True)
             reference = row.ids[begin:]
             if example.turns[-1].details:  # what is written is compared with calls and thoughts, too
