@@ -32,6 +32,14 @@ PLAIN = {  # what a user types, and Hydra's form of it
     re.compile(r"\+(experiment=.*)"): r"\1",
     re.compile(r"([+~]*)method\.routing(=[\w,]+)"): r"\1routing@method.routing\2",
 }
+# Options that take texts: names and files, of which a number keeps the form in which it was typed.
+TEXT_OPTIONS = (
+    *("name", "order", "tags", "init_from", "cache_dir", "model.name", "model.name_or_path"),
+    *("domains.only", "domains.ignore", "domains.root", "domains.folder", "domains.general"),
+    *("domains.column", "domains.path", "domains.data_files", "domains.unasked", "benchmark.tasks"),
+    *("benchmark.include", "endtask.root", "endtask.folder", "logger.project", "logger.entity"),
+)
+BARE_TEXT = re.compile(r"[^\s,\[\]()]+")
 report_errors = utils.run_and_report
 
 
@@ -76,7 +84,7 @@ def to_hydra(arguments: Sequence[str]) -> list[str]:
 
     Hydra composes a config for the sweep itself, with the group's default, and sets a fixed option in
     that: `-m method=lora,olora method.lr_multiplier=1` would be refused, since `method=ncl` has no rate."""
-    given = list(arguments)
+    given = [keep_text(argument) for argument in arguments]
     for pattern, form in PLAIN.items():
         given = [match.expand(form) if (match := pattern.fullmatch(each)) else each for each in given]
     if not {"-m", "--multirun"} & set(given):
@@ -89,6 +97,30 @@ def to_hydra(arguments: Sequence[str]) -> list[str]:
         if is_fixed and value and name.rpartition("@")[2].startswith(swept):
             given[place] = f"{name}=choice({value})"
     return given
+
+
+def keep_text(argument: str) -> str:
+    """An argument whose texts are quoted where Hydra would make other ones of them: of `name=2024_01` the
+    number 202401, of `domains.only=[1e3]` 1000.0. What has quotes, braces or spaces is left as it is."""
+    key, equals, value = argument.partition("=")
+    has_other_syntax = re.search(r"""['"$\\{}]|(?<!,)\s""", value)
+    if not equals or key.lstrip("+") not in TEXT_OPTIONS or has_other_syntax:
+        return argument
+    is_list = value.startswith("[")
+    return f"{key}={BARE_TEXT.sub(lambda match: quote_number(match[0], is_list=is_list), value)}"
+
+
+def quote_number(text: str, *, is_list: bool) -> str:
+    """A text in quotes if Hydra reads it as a number that is written otherwise or, in a list, as true or
+    false."""
+    try:
+        (override,) = OverridesParser.create().parse_overrides([f"text={text}"])
+        value = override.value()
+    except HydraException:  # which Hydra reports
+        return text
+    is_other_number = isinstance(value, int | float) and not isinstance(value, bool) and str(value) != text
+    is_other_text = is_other_number or (is_list and isinstance(value, bool))
+    return f"'{text}'" if is_other_text else text
 
 
 def check_command_line(arguments: Sequence[str]) -> None:

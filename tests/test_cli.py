@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from cpt import __version__
+from cpt.cli import keep_text, to_hydra
 from cpt.core.output import UNREAD
 from tests.conftest import ROOT
 from tests.support.processes import ran
@@ -78,3 +80,30 @@ def test_a_reader_that_leaves_ends_a_program_without_a_traceback(tmp_path):
     ended = called("method=das", "--options", cwd=tmp_path, stdout=writing)
     os.close(writing)
     assert ended.stderr == "" and ended.returncode in (UNREAD, 0)  # 0: argparse's own --help
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("name=2024_05", "2024_05"), ("name=1e5", "1e5"), ("name=1.50", "1.50"), ("name=12", 12),
+        ("name=0x10", "0x10"), ("name=007", "007"), ("name=off", "off"), ("name=2024-05-01", "2024-05-01"),
+        ("name=5_0/1e2", "5_0/1e2"), ("order=[2020_01,b,1e3, 12]", ["2020_01", "b", "1e3", 12]),
+        ("domains.only=[true,no,1_0]", ["true", "no", "1_0"]), ("+init_from=1_0", "1_0"),
+        ("order=0", 0), ("name='1_0'", "1_0"), ("trainer.steps=1_000", 1000), ("trainer.tokens=1e6", 1e6),
+        ("name=null", None), ("seed=1_0", 10),
+    ],
+)  # fmt: skip
+def test_names_keep_the_form_in_which_they_are_typed(argument, value):
+    once = keep_text(argument)
+    (override,) = OverridesParser.create().parse_overrides([once])
+    assert override.value() == value and type(override.value()) is type(value)
+    assert keep_text(once) == once
+
+
+def test_names_in_a_sweep_keep_their_form_too():
+    (override,) = OverridesParser.create().parse_overrides([keep_text("name=2024_05,2024_06,b")])
+    assert list(override.sweep_string_iterator()) == ["'2024_05'", "'2024_06'", "b"]
+    (override,) = OverridesParser.create().parse_overrides([keep_text("order=[1_0],[b]")])
+    assert list(override.sweep_string_iterator()) == ["['1_0']", "[b]"]
+    assert to_hydra(["run.py", "-m", "name=1_0"]) == ["run.py", "-m", "name='1_0'"]
+    assert keep_text("name=my 1_0") == "name=my 1_0" and keep_text("--config-dir=1_0") == "--config-dir=1_0"
