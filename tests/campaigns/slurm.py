@@ -37,7 +37,7 @@ EVENTS = (
     ),
 )
 STEPS = ("trainer.steps=600", "trainer.checkpoint_every=100000")
-LONG = ("trainer.steps=4000", "trainer.checkpoint_every=100000")  # until slurmctld, each 30 s, sees a limit
+LONG = ("trainer.steps=1500", "trainer.checkpoint_every=100000")  # until slurmctld, each 30 s, sees a limit
 SAVING = ("trainer.steps=600", "trainer.checkpoint_every=20")
 IN_A_STAGE = re.compile(r"\((1/2|2/2)\)")
 STOPPED = re.compile(r"stopped by SIG\w+ after step \d+")
