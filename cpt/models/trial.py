@@ -124,7 +124,7 @@ def run_in_training(
 def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: str) -> None:
     """Raises an error for a model whose outputs in train mode, of the row twice in a batch and every third
     token scored, have other shapes than logits [K, V] and hidden states [2, T, D]."""
-    rows = row.expand(2, -1)
+    rows = row.repeat(2, 1)  # contiguous, as batches are
     batch = make_batch(objective, rows, name)
     batch["positions"] = torch.arange(0, rows.numel(), 3, device=row.device)
     with torch.no_grad(), in_mode(model, training=True):
