@@ -133,9 +133,11 @@ LINE_ENDS = {
 @pytest.mark.parametrize("name", LINE_ENDS)
 @pytest.mark.parametrize("chunk", [1, 4, 1 << 20])
 def test_lines_end_as_in_python(name, chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "CHUNK", chunk)
     content, expected = LINE_ENDS[name]
     write(tmp_path / "a" / "x.txt", content)
+    lines = list(readers.lines(tmp_path / "a" / "x.txt"))
+    monkeypatch.setattr(readers, "CHUNK", chunk)
+    assert list(readers.lines(tmp_path / "a" / "x.txt")) == lines
     assert said(tmp_path, document="line") == expected
     write(tmp_path / "b" / "x.jsonl", in_lines("One.", "Two.").replace("\n", "\r"))
     assert said(tmp_path, "b") == ["One.", "Two."]
