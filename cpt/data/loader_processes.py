@@ -29,7 +29,7 @@ MAX_SOCKET_PATH = 107  # bytes of an AF_UNIX address, <linux/un.h>
 SOCKET_SUFFIX = len("/pymp-12345678/listener-12345678")  # of multiprocessing, below the temporary folder
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 UNSENT = 70  # EX_SOFTWARE of BSD's <sysexits.h>: exit code of a loader process that lost a batch
-EXIT_S = 1.0  # seconds between a broken connection and the end of the process behind it
+EXIT_S = 1.0  # seconds between a broken connection and the end of its process
 raise_every_error: Callable[[int, FrameType | None], Any]  # torch's handler of SIGCHLD
 
 
@@ -92,7 +92,7 @@ def raise_first_error(number: int, frame: FrameType | None) -> None:
 
 def use_short_sockets() -> None:
     """Moves the sockets by which loader processes hand over tensors to a short folder, where TMPDIR is too
-    long for them. Raises ValueError if there is none."""
+    long for them. Raises ValueError without such a folder."""
     temporary = tempfile.gettempdir()
     settings: dict[str, Any] = vars(current_process())[
         "_config"

@@ -81,7 +81,7 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        """The overrides of its process, which is told its folder."""
+        """The overrides of its process, with its folder."""
         return [*self.overrides, *self.resolved, f"hydra.run.dir={quote(str(self.folder))}"]
 
     @property
