@@ -130,11 +130,12 @@ def load_as_written(folder: Path, expression: str) -> PreTrainedModel:
     """What an expression loads, as transformers' class. Raises ValueError for weights of the plain model that
     its folder lacks, has in another shape or has in addition."""
     name = AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0]
-    plain, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys := sorted(map(str, info[kind])):
+    kind = getattr(transformers, name)
+    plain, info = kind.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := sorted(map(str, info[fault])):
             named = ", ".join(keys[:NUM_NAMED]) + (", …" if len(keys) > NUM_NAMED else "")
-            raise ValueError(f"{len(keys)} {kind.replace('_', ' ')}: {named}")
+            raise ValueError(f"{len(keys)} {fault.replace('_', ' ')}: {named}")
     del plain  # before another copy is in memory
 
     loaded = evaluate(ast.parse(expression, mode="eval").body)
