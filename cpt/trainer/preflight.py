@@ -401,9 +401,9 @@ def check_saving(model: PreTrainedModel, checkpoint: str | None) -> None:
             model.config.save_pretrained(folder)
         if checkpoint is None or not model.can_generate():
             return
-        kind = GenerationConfig  # which runs no code; a checkpoint may have none: an OSError
+        # A checkpoint may have none, which is an OSError.
         with naming_key(section, GENERATION_CONFIG_NAME, [*vars(GenerationConfig())]), suppress(OSError):
-            kind.from_pretrained(checkpoint).save_pretrained(folder)
+            GenerationConfig.from_pretrained(checkpoint).save_pretrained(folder)
 
 
 @contextmanager
