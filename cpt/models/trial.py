@@ -44,7 +44,7 @@ def make_stand_in(skeleton: PreTrainedModel) -> PreTrainedModel:
 
     with torch.random.fork_rng(devices=[]):
         return type(skeleton).from_pretrained(
-            None, config=skeleton.config, state_dict=state, dtype=torch.float32
+            None, config=skeleton.config, state_dict=state, dtype=torch.float32, trust_remote_code=False
         )
 
 
