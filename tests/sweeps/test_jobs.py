@@ -189,7 +189,8 @@ def test_a_job_is_the_command_that_it_would_be_alone(sweep, cluster, tmp_path, t
     assert [each.status.name for each in returned] == ["COMPLETED", "FAILED", "COMPLETED"]
     assert str(returned[1]._return_value) == "#1 seed=3: failed (exit 1): cpt: no"
     lines = (tmp_path / "seen").read_text().splitlines()
-    assert lines == [" ".join([*sweep.shared, f"seed={seed}", "hydra.mode=RUN"]) for seed in (2, 3)]
+    jobs = sweep.jobs("seed=2", "seed=3")
+    assert lines == [" ".join([*job.arguments, "hydra.mode=RUN"]) for job in jobs]
     consoles = sorted(tmp_path.glob("outputs/default/*/console.log"))
     assert len(consoles) == 2 and consoles[0].read_text().strip().endswith(f"{tmp_path} True")
 
