@@ -127,6 +127,7 @@ def compare_weights(
             dtype=torch.float32,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            trust_remote_code=False,
         )
     except RuntimeError as error:
         files = stored.list_files()
