@@ -23,6 +23,16 @@ EXECUTION = (
     *("trainer.reshard_after_forward", "trainer.eval_batch_size", "trainer.checkpoint_every"),
     *("trainer.log_every_n_steps", "trainer.gradient_checkpointing", "trainer.offload_method_state"),
 )
+# Options that runs of 0.1.0 do not have, at the value with which a run computes what those did. At this value
+# they are no part of the identity, so that older runs are continued and compared with new ones. `auto` of the
+# separator and of BOS differs for chat tokenizers and for those that add BOS alone.
+ADDED_OPTIONS = {
+    "domains.on_bad_example": "stop",
+    "domains.special_tokens": "split",
+    "domains.separator": "auto",
+    "domains.bos_in_rows": "auto",
+    "domains.date": None,
+}
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 # Of a choice: what it is called, its learning rate over the model's, what cpt.tune searches.
 SEARCH = "search"
@@ -64,6 +74,9 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     leaves = {key: canonical(key, value) for key, value in flatten(settings) if not executes(key)}
     if leaves.get("trainer.match") is None:
         leaves.pop("trainer.match", None)
+    for name, value_before in ADDED_OPTIONS.items():
+        if name in leaves and leaves[name] == value_before:
+            del leaves[name]
     observer = [value for key, value in leaves.items() if key.startswith("budget.")]
     active = not all(value is None or isinstance(value, str) for value in observer)
     if not active:

@@ -95,7 +95,7 @@ TWO_STACKS = Seq2SeqAnswers(Causal(), pad=1, start=1)
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    source = SimpleNamespace(held_out=HELD_OUT, class_limit=None, form=lambda name: EXAMPLES)
+    source = SimpleNamespace(held_out=HELD_OUT, class_limit=None, form=lambda name: EXAMPLES, skipped={})
     source.fingerprint, source.members = lambda name: 0, lambda name: [name]
     source.read = lambda name: (("train", write_example(each)) for each in some_examples(60))
     corpus, tokenizer = make_corpus(source, "a", cache=tmp_path_factory.mktemp("corpus")), opened()

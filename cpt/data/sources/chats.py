@@ -22,7 +22,7 @@ MESSAGES_FORM = "{messages: [{role, content}, …]}"
 
 def read_chat(row: Any, where: str, ignored_keys: Counter[str]) -> RawExample:
     """The chat of a row up to its last answer; adds the keys that are not read to `ignored_keys`. Raises
-    BadExampleError for a row without a chat, or with a turn that is none."""
+    BadExampleError for a row without a chat, or with a turn of another form."""
     if not isinstance(row, Mapping):
         raise BadExampleError(f"{where} is not an object. Allowed: {MESSAGES_FORM}", "not an object")
     turns = list(read_turns(row, where, ignored_keys))
@@ -187,7 +187,7 @@ def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], .
     if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
         reason = f"{where}: 'tools' is not a list of JSON schemas: {tools!r:.60}"
         raise BadExampleError(
-            f"{reason}. Allowed: [{{type: function, function: {{…}}}}, …]", "tools that are none"
+            f"{reason}. Allowed: [{{type: function, function: {{…}}}}, …]", "tools of another form"
         )
     return tuple(tools)
 

@@ -435,7 +435,7 @@ class Tasks(Source):
                     continue
                 found = f"example {number} of {name}, {split}: its answer {record.target!r:.60} is not one"
                 allowed = f"{', '.join(choices) or 'a text'} (domains.unknown=drop leaves it out)"
-                kind = "an empty answer" if is_empty else "an answer that is none of the choices"
+                kind = "an empty answer" if is_empty else "an answer that is not among the choices"
                 bad.add(BadExampleError(f"{found} of the choices. Allowed: {allowed}", kind))
                 continue
             example_id = record.id or f"{name}-{split}-{number}"
