@@ -16,6 +16,7 @@ from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, is_tied, load_model, sentinel_ids, train_tokenizer
+from cpt.trainer import plan
 from cpt.trainer.plan import Checked, make_plan, read_sections
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
@@ -178,8 +179,9 @@ def test_attention_weights_and_config_are_checked_before_any_text_is_read(checkp
 
 
 def test_a_new_model_that_attends_to_both_sides_has_no_causal_objective(small_gpt2, unread):
-    options = ("model.config.model_type=llama", "+model.config.is_causal=false")
-    message = unread(small_gpt2(*options))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    options = [f"+model.config.{name}={size}" for name, size in sizes.items()]
+    message = unread(small_gpt2("model.config.model_type=llama", "+model.config.is_causal=false", *options))
     assert message.startswith("model.config is invalid: the tokens of a llama with is_causal=false see those")
 
 
@@ -257,9 +259,16 @@ def test_every_choice_of_the_config_is_right(group, choice, composed):
     assert read_sections(cfg)
 
 
-def test_the_jobs_of_a_sweep_may_set_what_is_missing(composed, capsys):
-    Checked().on_multirun_start(composed("domains=texts"))
+def test_the_jobs_of_a_sweep_may_set_what_is_missing(composed, monkeypatch, capsys):
+    # The composed config has no settings of Hydra's own, which these two read.
+    monkeypatch.setattr(plan, "check_working_folder", lambda config: None)
+    monkeypatch.setattr(plan, "resolve_sweep_folder", lambda config: None)
+
+    def start(override):
+        Checked().on_multirun_start(composed(override))
+
+    start("domains=texts")
     for wrong in ("trainer.steps=-1", "plan=true"):
         with pytest.raises(SystemExit):
-            Checked().on_multirun_start(composed(wrong))
+            start(wrong)
         assert f"cpt: {wrong} is invalid" in capsys.readouterr().err

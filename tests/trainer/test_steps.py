@@ -117,6 +117,12 @@ def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatc
     monkeypatch.setattr(
         preflight, "try_model", lambda *arguments, **options: None
     )  # before `auto` is resolved
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)  # torch's own
+    torch_attention = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(*arguments, **options):
+        assert not torch.is_grad_enabled()  # the exported model is loaded with its own default
+        return torch_attention(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     start(small("trainer.precision=bf16-mixed", ONE), tmp_path / "run")
     assert told_by(tmp_path / "run")["numerics"] == {"precision": "bf16-mixed", "attention": "eager"}
