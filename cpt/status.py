@@ -111,7 +111,7 @@ def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
     """Whether a run is finished, its fraction done, why scores.json is unreadable."""
     path = folder / "scores.json"
     try:
-        facts = read_facts(path)
+        facts = read_run_facts(path)
         num_stages_done, num_stages = len(facts["rows"]) - 1, len(facts["run"]["order"])
         is_finished = facts["run"]["finished"] is True
     except FileNotFoundError:
@@ -122,7 +122,7 @@ def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
     return is_finished, fraction, ""
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def read_run_facts(path: Path) -> dict[str, Any]:
     """The entries `rows` and `run` of a scores.json. cpt writes an entry a line: of such a file the matrix is
     not read. Any other form is read as a report reads it. Raises ValueError for a damaged file, OSError."""
     facts: dict[str, Any] = {}

@@ -96,7 +96,7 @@ def users(artifact: Path) -> list[ProcessId]:
     name = artifact_name(artifact)
     return [
         process
-        for path, process, artifacts in read_records(artifact.parent.parent)
+        for path, process, artifacts in read_uses(artifact.parent.parent)
         if name in artifacts and is_alive(process, path)
     ]
 
@@ -114,13 +114,13 @@ def is_alive(process: ProcessId, record: Path) -> bool:
 
 def remove_dead_records(cache: Path) -> None:
     """Removes the records of processes that ended without doing so."""
-    for path, process, _ in list(read_records(cache)):
+    for path, process, _ in list(read_uses(cache)):
         if not is_alive(process, path):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
 
-def read_records(cache: Path) -> Iterator[tuple[Path, ProcessId, set[str]]]:
+def read_uses(cache: Path) -> Iterator[tuple[Path, ProcessId, set[str]]]:
     """The records of a cache: file, process, artifacts. One whose first line is not written yet is left out,
     and so is the line that is being written."""
     try:

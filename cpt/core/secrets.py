@@ -142,7 +142,7 @@ def fingerprint(value: Any) -> str:
     return hashlib.blake2b(str(value).encode(errors="replace"), digest_size=4).hexdigest()
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same_setting(one: Any, other: Any) -> bool:
     """Whether two values of shown configs are the same, where one may be hidden as from the environment."""
     hidden_one, hidden_other = (FROM_ENVIRONMENT.fullmatch(str(value)) for value in (one, other))
     if hidden_one or hidden_other:

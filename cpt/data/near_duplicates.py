@@ -34,7 +34,7 @@ class NearDuplicates:
     train_share: float
 
 
-def normalize(text: str) -> bytes:
+def normalized_bytes(text: str) -> bytes:
     """The text whose spans are compared."""
     return " ".join(text.lower().split()).encode(errors="replace")
 
@@ -64,7 +64,7 @@ class HeldOutSpans:
         sizes: list[int] = []
         hashes, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
         for number, text in enumerate(texts):
-            distinct = distinct_spans(normalize(text))
+            distinct = distinct_spans(normalized_bytes(text))
             smallest = distinct[:MAX_CANDIDATES]
             hashes.append(smallest)
             owners.append(np.full(len(smallest), number))
@@ -99,7 +99,7 @@ class HeldOutSpans:
         pairs of equal spans."""
         if not len(self.keys):
             return 0
-        raw = list(map(normalize, texts))
+        raw = list(map(normalized_bytes, texts))
         lengths = np.array(list(map(len, raw)))
         starts = np.cumsum(lengths + 1) - lengths - 1
         numbers, keys = self.shared_spans(b"\n".join(raw), starts)  # normalized texts have no line feed

@@ -51,15 +51,15 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, *, base: str, folder: Pat
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
-        if difference(tokenizer, folder) is None:
+        if describe_difference(tokenizer, folder) is None:
             return
 
     remove_files(tokenizer, folder)
     tokenizer.save_pretrained(folder)
     change_config(folder)
-    if difference(tokenizer, folder) is not None and (folder / "tokenizer.json").is_file():
+    if describe_difference(tokenizer, folder) is not None and (folder / "tokenizer.json").is_file():
         change_config(folder, tokenizer_class=VERBATIM)  # other classes may build another normalizer
-    if cause := difference(tokenizer, folder):
+    if cause := describe_difference(tokenizer, folder):
         raise ValueError(f"the tokenizer in {folder} is not that of training: {cause}")
 
 
@@ -106,7 +106,7 @@ def change_config(folder: Path, *, tokenizer_class: str | None = None) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def difference(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str | None:
+def describe_difference(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str | None:
     """What a tokenizer that is loaded from a folder does otherwise, or None."""
     try:
         loaded = load_tokenizer(folder)

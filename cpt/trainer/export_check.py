@@ -115,12 +115,12 @@ def check_export(
             raise ValueError(f"{message}: {reason(error)}; {remedy}") from error
 
     allowed = BY_WEIGHTS[model.dtype]
-    cause = difference(losses, sample.expected, allowed=allowed, label="the run's weights give")
+    cause = describe_loss_difference(losses, sample.expected, allowed=allowed, label="the run's weights give")
     if cause is None and recorded is not None:
         documents = sample.batch["documents"]
         whole = whole_documents(documents, losses, recorded)
         allowed = BY_EXACT if precision in EXACT_PRECISIONS else BY_ROUNDED
-        cause = difference(*whole, allowed=allowed, label="the last row has")
+        cause = describe_loss_difference(*whole, allowed=allowed, label="the last row has")
     if cause is not None:
         raise ValueError(f"{message}: on {sample.text} {cause}; {remedy}")
     log.info("Loaded the exported model: it scores %s as the run does", sample.text)
@@ -166,7 +166,7 @@ def whole_documents(documents: Tensor, losses: Tensor, recorded: np.ndarray) -> 
     return (own_sums / counts)[is_whole], (sums / counts)[is_whole]
 
 
-def difference(found: Tensor, expected: Tensor, *, allowed: float, label: str) -> str | None:
+def describe_loss_difference(found: Tensor, expected: Tensor, *, allowed: float, label: str) -> str | None:
     """How losses differ in the mean of their absolute differences, or None. A NaN differs."""
     if not len(expected):
         return None

@@ -103,7 +103,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     build.log_settings(plan, method, data, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
     join_processes(plan.trainer.lightning)
-    check_date(plan)
+    check_same_date(plan)
     scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
     then = {} if scores is None else scores.versions
     if other := [
@@ -162,7 +162,7 @@ def write_pages(folder: Path, scores: Scores) -> None:
         log.warning("The model card could not be made (%s); %s", cause, advice)
 
 
-def check_date(plan: Plan) -> None:
+def check_same_date(plan: Plan) -> None:
     """Raises ValueError where processes started on different days and chats print the day."""
     encoding = plan.source.encoding
     if plan.source.chats and encoding is not None and encoding.date is not None:

@@ -27,7 +27,7 @@ from cpt.core.schema import check_types, show
 from cpt.data.sources.base import GENERAL, Source, stamp_of
 from cpt.evaluation.options import AUTO
 from cpt.evaluation.scores import Scores
-from cpt.trainer.plan import Plan, why_not_growable, with_cap, with_date
+from cpt.trainer.plan import Plan, why_not_growable, with_cap, with_template_date
 from cpt.trainer.run_dir import WEIGHTS, RunDir, checkpoint_files, file_stat
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def resolve_date(plan: Plan, run: RunDir) -> Plan:
     if not plan.source.chats or encoding is None or encoding.date is not None or not run.config.exists():
         return plan
     stored = run.stored_config().get("domains.date")
-    return plan if stored is None else with_date(plan, stored)
+    return plan if stored is None else with_template_date(plan, stored)
 
 
 def resolve_stored(plan: Plan, run: RunDir) -> Plan:

@@ -300,7 +300,7 @@ def with_cap(settings: Mapping[str, Any], cap: int | None) -> dict[str, Any]:
     return {**settings, "eval": {**settings["eval"], "max_tokens": cap}}
 
 
-def with_date(plan: Plan, date: str | None) -> Plan:
+def with_template_date(plan: Plan, date: str | None) -> Plan:
     """The plan of chats whose template prints a day, YYYY-MM-DD; None where it prints none."""
     source = replace(plan.source, date=date)  # type: ignore[call-arg]  # of tasks
     if date is None:

@@ -63,7 +63,7 @@ from cpt.trainer.build import build_context
 from cpt.trainer.callbacks import make_callbacks, make_loggers
 from cpt.trainer.lightning import make_trainer, naming_cause, quiet
 from cpt.trainer.options import BF16, FP16_MIXED, TrainerOptions
-from cpt.trainer.plan import Plan, with_date
+from cpt.trainer.plan import Plan, with_template_date
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -164,10 +164,10 @@ def resolve_chat_date(plan: Plan) -> Plan:
     if prints_date(loading.load_tokenizer(given)):
         if is_first_process():
             log.info("The chat template prints a date: %s (domains.date=YYYY-MM-DD sets it)", date or today)
-        return with_date(plan, date or today)
+        return with_template_date(plan, date or today)
     if date is not None and is_first_process():
         log.warning("Ignoring domains.date=%s: the chat template of %s prints no date", date, given)
-    return with_date(plan, None)
+    return with_template_date(plan, None)
 
 
 def resolve_devices(options: TrainerOptions) -> TrainerOptions:

@@ -20,7 +20,7 @@ from cpt.core.config import flatten, identity, plain_config
 from cpt.core.errors import reason
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
-from cpt.core.secrets import is_same, redact
+from cpt.core.secrets import is_same_setting, redact
 from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
@@ -55,7 +55,9 @@ class RunDir:
         return any(each.exists() for each in own)
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
-        files.replace(self.config, OmegaConf.to_yaml(OmegaConf.create(escape(redact(settings)))))
+        files.replace(
+            self.config, OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(redact(settings))))
+        )
 
     def check_config(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError for a directory that was made with another config, or with a damaged one."""
@@ -85,7 +87,7 @@ class RunDir:
         differences = []
         for key in sorted({*stored, *current} - {*ignored}):
             before, after = stored.get(key, "(absent)"), current.get(key, "(absent)")
-            if not is_same(before, after):
+            if not is_same_setting(before, after):
                 differences.append(f"{key}: {before} -> {after}")
         return differences
 
@@ -193,12 +195,12 @@ class RunDir:
                     np.lib.format.write_array(file, np.asanyarray(values), allow_pickle=False)
 
 
-def escape(value: Any) -> Any:
+def escape_interpolations(value: Any) -> Any:
     """A config whose texts OmegaConf does not take for interpolations when it reads them."""
     if isinstance(value, Mapping):
-        return {key: escape(each) for key, each in value.items()}
+        return {key: escape_interpolations(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [escape(each) for each in value]
+        return [escape_interpolations(each) for each in value]
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return value

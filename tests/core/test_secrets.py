@@ -7,7 +7,7 @@ from cpt.core.errors import readable
 from cpt.core.secrets import (
     HIDDEN,
     hide_environment,
-    is_same,
+    is_same_setting,
     is_secret,
     redact,
     redact_override,
@@ -112,7 +112,7 @@ def test_another_value_of_a_variable_is_another_run_and_another_secret_the_same(
     assert change.startswith("method.rank: ${oc.env:RANK}#") and "two" not in change
     run.write_config({"method": {"rank": "two", "api_key": HIDDEN, "x": "${y}"}})  # of an earlier version
     assert run.changes(settings()) == []
-    assert is_same(1, 1) and not is_same("${oc.env:A}#0000000", "x")
+    assert is_same_setting(1, 1) and not is_same_setting("${oc.env:A}#0000000", "x")
 
 
 def test_an_error_shows_no_secret(capsys):

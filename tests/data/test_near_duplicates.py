@@ -7,13 +7,13 @@ import pytest
 
 from cpt.data import near_duplicates
 from cpt.data.corpora import Corpora
-from cpt.data.near_duplicates import MIN_SIMILARITY, SPAN, count_near_duplicates, normalize
+from cpt.data.near_duplicates import MIN_SIMILARITY, SPAN, count_near_duplicates, normalized_bytes
 from cpt.data.sources.base import TextOptions
 from tests.support.data_fixtures import HELD_OUT, OF_TEXT, prose
 
 
 def spans(text):
-    raw = normalize(text)
+    raw = normalized_bytes(text)
     return {raw[begin : begin + SPAN] for begin in range(len(raw) - SPAN + 1)}
 
 

@@ -220,14 +220,14 @@ def programs(tmp_path, monkeypatch):
 
 
 def test_slurm_is_asked_by_squeue_sacct_and_scontrol(programs):
-    programs("squeue", "echo '38_0|RUNNING|/work/a|b'; echo '41|PENDING|/work'")
+    programs("squeue", "echo '38_0|RUNNING|/home/a|b'; echo '41|PENDING|/home'")
     programs("sacct", "exit 1")  # no accounting
     programs(
         "scontrol",
         "echo 'JobId=5 ArrayJobId=5 JobState=NODE_FAIL Reason=None'; echo 'JobId=6 JobState=RUNNING'",
     )
     queue = SlurmQueue()
-    assert queue.active() == {"38_0": ("RUNNING", "/work/a|b"), "41": ("PENDING", "/work")}
+    assert queue.active() == {"38_0": ("RUNNING", "/home/a|b"), "41": ("PENDING", "/home")}
     assert queue.final_state("38_0") == "NODE_FAIL"
     programs("sacct", "echo 'CANCELLED by 1000'")
     assert queue.final_state("38_0") == "CANCELLED"

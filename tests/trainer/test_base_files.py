@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from cpt.models.loading import load_tokenizer
 from cpt.trainer import base_files
-from cpt.trainer.base_files import copy_generation_config, difference, save_tokenizer
+from cpt.trainer.base_files import copy_generation_config, describe_difference, save_tokenizer
 from tests.support.data_fixtures import restyled
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -101,7 +101,7 @@ def test_a_tokenizer_that_cannot_be_loaded_as_it_was_is_an_error(target, monkeyp
     tokenizer = restyled("$A", eos_token="</s>")
     save_tokenizer(tokenizer, base="", folder=target)
     other = restyled("</s> $A", eos_token="</s>")
-    assert difference(other, target).startswith("other ids for ")
+    assert describe_difference(other, target).startswith("other ids for ")
     monkeypatch.setattr(base_files, "load_tokenizer", lambda folder: other)
     with pytest.raises(ValueError, match="^the tokenizer in .* is not that of training: other ids for "):
         save_tokenizer(tokenizer, base="", folder=target)

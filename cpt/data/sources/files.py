@@ -190,7 +190,7 @@ def walk(
             yield path
 
 
-def find_files(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> FolderFiles:
+def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> FolderFiles:
     """The text files below a folder, links followed, and what is left out.
 
     Raises ValueError for a file that is no text and has no known purpose, for a link to nothing, for an
@@ -279,8 +279,8 @@ def refuse_dangling(paths: Iterable[Path], *, remedy: str) -> None:
 
 
 def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:
-    """The text files below a folder, in the order they are read; raises ValueError as `find_files`."""
-    return find_files(folder, ignored=ignored).text
+    """The text files below a folder, in the order they are read; raises ValueError as `find_text_files`."""
+    return find_text_files(folder, ignored=ignored).text
 
 
 def describe_splits(folder: Path, paths: Iterable[Path]) -> str:

@@ -29,7 +29,7 @@ from cpt.data.sources.files import (
     LFS_POINTER,
     PLAIN_SUFFIXES,
     describe_splits,
-    find_files,
+    find_text_files,
     kind,
     naming_file,
     packing,
@@ -99,7 +99,7 @@ def read_folder(
     """(split, document) of the files of a folder, streamed. A split is what the names of a file and of its
     folders say (wiki.test.txt, train-00000-of-00002.parquet, dev/a), else train. Raises ValueError for a
     file that cannot be read; `reject` is called for each record of a table that cannot."""
-    found = find_files(folder, ignored=ignored)
+    found = find_text_files(folder, ignored=ignored)
     log_files(folder, name, found.text)
     if left_out := found.left_out():
         log.info("Leaving out files of %s: %s", name, left_out)
