@@ -17,9 +17,12 @@ from cpt.core.heartbeat import DELAY, progress_bar
 SPAN = 8  # bytes: one integer
 MIN_SIMILARITY = 0.5
 MAX_HELD_OUT = 500  # documents of a held-out split that are compared
-MAX_CANDIDATES, MAX_SPANS = 512, 48  # spans of a held-out document of which some are compared
+MAX_CANDIDATES = 512  # spans of a held-out document, of which
+MAX_SPANS = 48  # are compared
 MAX_TRAIN_BYTES = 1 << 27  # beyond which training text is sampled by batches
-BATCH_DOCUMENTS, BATCH_CHARACTERS = 2000, 1 << 20  # training documents that are compared at once
+# Training documents that are compared at once.
+BATCH_DOCUMENTS = 2000
+BATCH_CHARACTERS = 1 << 20
 MAX_MATCHES = 1 << 26  # of spans, after which the comparison ends: text that repeats itself takes long
 TABLE_BITS = 22  # of the table by which most spans are found to be in no held-out document
 
@@ -54,7 +57,10 @@ def hash_spans(raw: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def distinct_spans(raw: bytes) -> np.ndarray:
     """The hashes of the spans of a text, each once, sorted, [distinct spans] uint64."""
-    return np.unique(np.concatenate([np.empty(0, np.uint64), *(hashes for _, hashes in hash_spans(raw))]))
+    parts = [np.empty(0, np.uint64)]  # of a text that is shorter than a span
+    for _, hashes in hash_spans(raw):
+        parts.append(hashes)
+    return np.unique(np.concatenate(parts))
 
 
 class HeldOutSpans:
@@ -62,36 +68,41 @@ class HeldOutSpans:
 
     def __init__(self, texts: Iterable[str]) -> None:
         sizes: list[int] = []
-        hashes, owners = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
-        for number, text in enumerate(texts):
+        hash_parts = [np.empty(0, np.uint64)]
+        document_parts = [np.empty(0, np.int64)]
+        for document, text in enumerate(texts):
             distinct = distinct_spans(normalized_bytes(text))
             smallest = distinct[:MAX_CANDIDATES]
-            hashes.append(smallest)
-            owners.append(np.full(len(smallest), number))
+            hash_parts.append(smallest)
+            document_parts.append(np.full(len(smallest), document))
             sizes.append(len(distinct))
+        hashes = np.concatenate(hash_parts)
+        documents = np.concatenate(document_parts)  # the document of each hash
 
         # Of each document the spans that fewest others have: these are found in little other text, which
         # makes the comparison fast, and as likely changed as others are.
-        joined, owner = np.concatenate(hashes), np.concatenate(owners)
-        _, inverse, counts = np.unique(joined, return_inverse=True, return_counts=True)
-        order = np.lexsort((joined, counts[inverse], owner))
-        first = np.searchsorted(owner[order], np.arange(len(sizes)))
-        rank = np.arange(len(order)) - first[owner[order]]
-        order = order[rank < MAX_SPANS]
-        order = order[np.argsort(joined[order], kind="stable")]
+        _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+        order = np.lexsort((hashes, counts[inverse], documents))
+        begins = np.searchsorted(documents[order], np.arange(len(sizes)))
+        rank_in_document = np.arange(len(order)) - begins[documents[order]]
+        sample = order[rank_in_document < MAX_SPANS]
+        sample = sample[np.argsort(hashes[sample], kind="stable")]
 
         self.sizes = np.array(sizes)  # distinct spans of each document, [documents]
-        self.hashes, self.owners = joined[order], owner[order]  # of the sampled spans, [spans]
-        self.sampled = np.bincount(self.owners, minlength=len(sizes))  # number of each document's
+        self.hashes = hashes[sample]  # of the sampled spans, ascending, [spans]
+        self.owners = documents[sample]  # the document of each sampled span, [spans]
+        self.sampled = np.bincount(self.owners, minlength=len(sizes))  # spans by document, [documents]
         self.is_found = np.zeros(len(sizes), bool)
         self.index()
 
     def index(self) -> None:
-        """Leaves out the spans of documents that have been found, and prepares to find those of others."""
+        """Leaves out the spans of documents that have been found, and prepares to find those of others:
+        `keys` are the different hashes, of which each stands in `hashes` from `begins`, `repeats` times."""
         is_open = ~self.is_found[self.owners]
-        self.hashes, self.owners = self.hashes[is_open], self.owners[is_open]
+        self.hashes = self.hashes[is_open]
+        self.owners = self.owners[is_open]
         self.keys, self.begins, self.repeats = np.unique(self.hashes, return_index=True, return_counts=True)
-        self.table = np.zeros(1 << TABLE_BITS, bool)
+        self.table = np.zeros(1 << TABLE_BITS, bool)  # whether a key has these first bits
         self.table[self.keys >> np.uint64(64 - TABLE_BITS)] = True
 
     def compare(self, texts: Sequence[str]) -> int:
@@ -99,48 +110,57 @@ class HeldOutSpans:
         pairs of equal spans."""
         if not len(self.keys):
             return 0
-        raw = list(map(normalized_bytes, texts))
-        lengths = np.array(list(map(len, raw)))
+        raw_texts = [normalized_bytes(text) for text in texts]
+        lengths = np.array([len(raw) for raw in raw_texts])
         starts = np.cumsum(lengths + 1) - lengths - 1
-        numbers, keys = self.shared_spans(b"\n".join(raw), starts)  # normalized texts have no line feed
+        # Normalized texts have no line feed: no span over the border of two texts is in a document.
+        text_numbers, keys = self.shared_spans(b"\n".join(raw_texts), starts)
 
-        # Each held-out document that has a span, for each text that has it.
+        # One entry for each held-out document that has a span, for each text that has it.
         repeats = self.repeats[keys]
-        before = np.cumsum(repeats) - repeats
-        within = np.arange(repeats.sum()) - np.repeat(before, repeats)
-        owners = self.owners[np.repeat(self.begins[keys], repeats) + within]
-        pairs = np.repeat(numbers, repeats) * len(self.sizes) + owners
-        pairs, num_common = np.unique(pairs, return_counts=True)
+        num_earlier = np.cumsum(repeats) - repeats
+        rank_in_key = np.arange(repeats.sum()) - np.repeat(num_earlier, repeats)
+        documents = self.owners[np.repeat(self.begins[keys], repeats) + rank_in_key]
+        codes = np.repeat(text_numbers, repeats) * len(self.sizes) + documents  # a text and a document as one
+        codes, num_common = np.unique(codes, return_counts=True)
 
-        number, owner = np.divmod(pairs, len(self.sizes))
-        share = num_common / self.sampled[owner]
-        is_candidate = share >= MIN_SIMILARITY  # the share is never below the similarity
-        self.decide(number[is_candidate], owner[is_candidate], share[is_candidate], raw)
+        # The share of common spans is never below the similarity.
+        text_numbers, documents = np.divmod(codes, len(self.sizes))
+        shares = num_common / self.sampled[documents]
+        is_candidate = shares >= MIN_SIMILARITY
+        self.decide(text_numbers[is_candidate], documents[is_candidate], shares[is_candidate], raw_texts)
         return int(repeats.sum())
 
-    def decide(self, number: np.ndarray, owner: np.ndarray, share: np.ndarray, raw: list[bytes]) -> None:
-        """Records which held-out documents are near-duplicates, of pairs of a training text (its number in
-        `raw`) and a held-out document (`owner`) with the share of its spans that the text has, [pairs]."""
-        numbers, inverse = np.unique(number, return_inverse=True)
-        sizes = np.array([len(distinct_spans(raw[each])) for each in numbers], int)[inverse]
-        common = share * self.sizes[owner]
-        similar = owner[common >= MIN_SIMILARITY * (self.sizes[owner] + sizes - common)]
+    def decide(
+        self, text_numbers: np.ndarray, documents: np.ndarray, shares: np.ndarray, raw_texts: list[bytes]
+    ) -> None:
+        """Records which held-out documents are near-duplicates, of pairs of a training text (its index in
+        `raw_texts`) and a held-out document with the share of its spans that the text has, [pairs]."""
+        distinct_numbers, inverse = np.unique(text_numbers, return_inverse=True)
+        text_sizes = np.array([len(distinct_spans(raw_texts[number])) for number in distinct_numbers], int)
+        sizes = text_sizes[inverse]
+        document_sizes = self.sizes[documents]
+
+        common = shares * document_sizes  # estimated from the sample
+        union = document_sizes + sizes - common
+        similar = documents[common >= MIN_SIMILARITY * union]
         if len(similar):
             self.is_found[similar] = True
             self.index()
 
     def shared_spans(self, raw: bytes, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The spans of texts that a held-out document has, each once for a text, as the number of the text
+        """The spans of texts that a held-out document has, each once for a text, as the index of the text
         and the index of the span in `keys`; `starts` are the positions at which the texts begin."""
-        codes = [np.empty(0, np.int64)]  # of texts that are shorter than a span
+        codes = [np.empty(0, np.int64)]  # a text and a key as one; none of texts shorter than a span
         for positions, hashes in hash_spans(raw):
+            # The table excludes most spans before the search.
             candidates = np.flatnonzero(self.table[hashes >> np.uint64(64 - TABLE_BITS)])
             indices = np.searchsorted(self.keys, hashes[candidates]).clip(max=len(self.keys) - 1)
             is_equal = self.keys[indices] == hashes[candidates]
-            numbers = np.searchsorted(starts, positions[candidates[is_equal]], side="right") - 1
-            codes.append(numbers * len(self.keys) + indices[is_equal])
-        numbers, keys = np.divmod(np.unique(np.concatenate(codes)), len(self.keys))
-        return numbers, keys
+            text_numbers = np.searchsorted(starts, positions[candidates[is_equal]], side="right") - 1
+            codes.append(text_numbers * len(self.keys) + indices[is_equal])
+        text_numbers, keys = np.divmod(np.unique(np.concatenate(codes)), len(self.keys))
+        return text_numbers, keys
 
 
 def batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -152,7 +172,8 @@ def batches(texts: Iterable[str]) -> Iterator[list[str]]:
         size += len(text)
         if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -164,7 +185,8 @@ def count_near_duplicates(
     MAX_TRAIN_BYTES every n-th batch."""
     spans = HeldOutSpans(held_out)
     stride = max(1, math.ceil(train_bytes / MAX_TRAIN_BYTES))
-    num_read, num_matches = 0, 0
+    num_read = 0
+    num_matches = 0
     with progress_bar(
         f"comparing held-out documents of {name}",
         total=num_training,

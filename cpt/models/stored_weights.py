@@ -3,7 +3,7 @@ read, so that a large checkpoint is checked in a second, before texts are read."
 
 import logging
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,10 +146,10 @@ def check_report(
 ) -> None:
     """Raises ValueError for a checkpoint that lacks parameters, those of the `head` only if it `needs_head`,
     or has them in other shapes. `source` is KEY=VALUE."""
-    if report.missing and (prefix := find_wrapper(stored, report)):
-        message = (
-            f"{prefix!r}, of a wrapper of the model, is in the names of tensors of {stored.list_files()}"
-        )
+    wrapper = find_wrapper(stored, report)
+    if wrapper:
+        files = stored.list_files()
+        message = f"{wrapper!r}, of a wrapper of the model, is in the names of tensors of {files}"
         allowed = "weights saved of the model inside it (model.module, model._orig_mod, merge_and_unload())"
         raise ValueError(f"{source} is invalid: {message}. Allowed: {allowed}")
 
@@ -181,36 +181,61 @@ def check_report(
 
 def find_wrapper(stored: StoredWeights, report: WeightsReport) -> str:
     """What is within the stored names of parameters that are missing, as `_orig_mod.` or `module.`; "" if
-    these are stored under no other name."""
-    unused = [name for name in stored.tensors if name not in report.missing]
-    if adapted := [name for name in unused if ADAPTER.search(name)]:
-        return next(match.group().strip(".") for match in map(ADAPTER.search, adapted) if match)
-    if wrapped := [match.group() for match in map(WRAPPERS.search, unused) if match]:
-        return wrapped[0]
+    none is missing, or these are stored under no other name."""
+    if not report.missing:
+        return ""
+    missing_names = set(report.missing)
+    other_names = [name for name in stored.tensors if name not in missing_names]
+    adapter = first_match(ADAPTER, other_names)
+    if adapter:
+        return adapter.strip(".")
+    wrapper = first_match(WRAPPERS, other_names)
+    if wrapper:
+        return wrapper
 
-    # Lightning's and peft's prefixes are names that a model may have too: stored names are compared.
+    # Lightning's and peft's prefixes are names that a model may have too: stored names are compared. They are
+    # looked up by their endings, since a mixture of experts has tens of thousands of names.
+    names_by_ending = defaultdict[str, list[str]](list)
+    for name in other_names:
+        ending = name
+        while "." in ending:
+            ending = ending.partition(".")[2]
+            names_by_ending[ending].append(name)
     prefixes = Counter[str]()
     for missing in report.missing:
-        for name in unused:
-            if name.endswith(f".{missing}"):
-                prefixes[name.removesuffix(missing)] += 1
+        for name in names_by_ending.get(missing, ()):
+            prefixes[name.removesuffix(missing)] += 1
     if not prefixes:
         return ""
     prefix, count = prefixes.most_common(1)[0]
     return prefix if 2 * count >= len(report.missing) else ""
 
 
+def first_match(pattern: re.Pattern[str], names: Iterable[str]) -> str:
+    """The first text in some names that a pattern finds; "" for none."""
+    for name in names:
+        match = pattern.search(name)
+        if match:
+            return match.group()
+    return ""
+
+
 def log_unused(report: WeightsReport, stored: StoredWeights, checkpoint: str) -> None:
     """Logs the stored tensors that the model has no place for; a warning where they are blocks."""
     if not report.unused:
         return
-    unused = f"{len(report.unused)} tensors ({format_names(report.unused)})"
-    known = {re.sub(r"\.\d+\.", ".N.", name) for name in stored.tensors if name not in report.unused}
-    blocks = [name for name in report.unused if re.sub(r"\.\d+\.", ".N.", name) in known]
-    if blocks:
-        log.warning("%s has more blocks than its config.json says: not using %s", checkpoint, unused)
+    description = f"{len(report.unused)} tensors ({format_names(report.unused)})"
+    unused_names = set(report.unused)
+    used_names = {without_numbers(name) for name in stored.tensors if name not in unused_names}
+    if any(without_numbers(name) in used_names for name in report.unused):
+        log.warning("%s has more blocks than its config.json says: not using %s", checkpoint, description)
     else:
-        log.info("Not using %s of %s, which the model has no place for", unused, checkpoint)
+        log.info("Not using %s of %s, which the model has no place for", description, checkpoint)
+
+
+def without_numbers(name: str) -> str:
+    """A tensor's name with `N` for the numbers of its blocks: equal for the same tensor of each block."""
+    return re.sub(r"\.\d+\.", ".N.", name)
 
 
 def format_shape(shape: Iterable[int]) -> str:

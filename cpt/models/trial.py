@@ -37,9 +37,10 @@ def make_stand_in(skeleton: PreTrainedModel) -> PreTrainedModel:
         if shape not in tensors:
             # Of the many experts of a block, the first axis of three, one is drawn.
             has_experts = len(shape) > 2 and shape.numel() > LARGE
-            drawn = torch.randn((1, *shape[1:]) if has_experts else shape, generator=generator)
+            drawn_shape = (1, *shape[1:]) if has_experts else shape
+            numbers = torch.randn(drawn_shape, generator=generator)
             scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
-            tensors[shape] = (scale * drawn).expand(shape)
+            tensors[shape] = (scale * numbers).expand(shape)
         state[name] = tensors[shape]
 
     with torch.random.fork_rng(devices=[]):
@@ -129,8 +130,9 @@ def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: st
     batch["positions"] = torch.arange(0, rows.numel(), 3, device=row.device)
     with torch.no_grad(), in_mode(model, training=True):
         logits, hidden = objective.outputs(model, batch)
-    if logits.ndim != 2 or len(logits) != len(batch["positions"]):
-        num_scored = len(batch["positions"])
+
+    num_scored = len(batch["positions"])
+    if logits.ndim != 2 or len(logits) != num_scored:
         raise ValueError(f"its logits at {num_scored} positions have the shape {tuple(logits.shape)}")
     if hidden.ndim != 3 or hidden.shape[:2] != rows.shape:
         size = f"2 rows of {row.shape[1]} tokens"
@@ -140,8 +142,8 @@ def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: st
 def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor, name: str) -> str:
     """What is wrong with the tokens that each token sees, with what is allowed instead; "" if nothing is."""
     kind = f"a {model.config.model_type}"
-    present = [key for key in ATTENTION if hasattr(model.config, key)]
-    settings = [f"{key}={show(getattr(model.config, key))}" for key in present]
+    declared_keys = [key for key in ATTENTION if hasattr(model.config, key)]
+    settings = [f"{key}={show(getattr(model.config, key))}" for key in declared_keys]
     if settings:
         kind += f" with {', '.join(settings)}"
     possible = possible_objectives(model.config)
@@ -157,12 +159,12 @@ def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor,
 
     if name == "causal" and sees_ahead(outputs, row, model):
         message = f"the tokens of {kind} see those that follow, which model.objective=causal predicts"
-        other = "model.objective=masked, or " if "masked" in possible else ""
-        return f"{message}. Allowed: {other}a causal decoder"
+        alternative = "model.objective=masked, or " if "masked" in possible else ""
+        return f"{message}. Allowed: {alternative}a causal decoder"
     if name == "masked" and not sees_ahead(outputs, row, model):
         message = f"the tokens of {kind} do not see those that follow, as model.objective=masked needs"
-        other = "model.objective=causal, or " if "causal" in possible else ""
-        return f"{message}. Allowed: {other}an encoder"
+        alternative = "model.objective=causal, or " if "causal" in possible else ""
+        return f"{message}. Allowed: {alternative}an encoder"
     if name == "span" and sees_ahead(decoder_outputs, row, model):
         message = f"the tokens of the decoder of {kind} see those that follow"
         return f"{message}. Allowed: an encoder-decoder with a causal decoder"

@@ -22,11 +22,12 @@ from cpt.models.loading import is_tied
 log = logging.getLogger(__name__)
 CONTROL = re.compile(r"\s*[<\[{|].*[>\]}|]\s*", re.DOTALL)  # looks like a control token, as <tool_call>
 SLACK = 1.1  # factor around the norms of unused rows within which a row looks unused
-OVERLAP = (
-    0.05  # share of the vocabulary's norms there, up to which unused rows are distinct from trained ones
-)
-LEARNED, LEARNED_ON_AVERAGE = 0.3, 0.1  # least cosines of trained rows with the means of their sub-tokens
-SIGMAS = 4  # and the least in deviations of the cosine by chance
+# Share of the vocabulary's norms there, up to which unused rows are distinct from trained ones.
+OVERLAP = 0.05
+# Least cosines of trained rows with the means of their sub-tokens: of one row, and on average over all.
+LEARNED = 0.3
+LEARNED_ON_AVERAGE = 0.1
+SIGMAS = 4  # the least of both in standard deviations of a cosine by chance
 SHOWN = 3  # tokens that a line names
 
 
@@ -46,42 +47,47 @@ def entries(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
     """Raises ValueError where a tokenizer has more entries than an embedding has rows."""
-    if (needed := entries(tokenizer)) > rows:
-        given = f"the tokenizer of {checkpoint} has {needed} entries, the embedding {rows} rows"
+    num_entries = entries(tokenizer)
+    if num_entries > rows:
+        cause = f"the tokenizer of {checkpoint} has {num_entries} entries, the embedding {rows} rows"
         allowed = "model.resize=true, which adds rows, or the tokenizer that the model was trained with"
-        raise ValueError(f"model.resize=false is invalid: {given}. Allowed: {allowed}")
+        raise ValueError(f"model.resize=false is invalid: {cause}. Allowed: {allowed}")
 
 
 def check_head(model: PreTrainedModel) -> None:
     """Raises ValueError for a model whose head transformers would not resize with the embedding."""
-    rows, head = model.get_input_embeddings().weight.shape[0], model.get_output_embeddings()
+    rows = model.get_input_embeddings().weight.shape[0]
+    head = model.get_output_embeddings()
     if head is None or head.weight.shape[0] != rows:
-        why = f"transformers finds no head of {type(model).__name__} with a row for each entry"
+        cause = f"transformers finds no head of {type(model).__name__} with a row for each entry"
         allowed = "model.resize=false with a tokenizer that fits, and has sentinels for span"
-        raise ValueError(f"model.resize=true is invalid: {why}. Allowed: {allowed}")
+        raise ValueError(f"model.resize=true is invalid: {cause}. Allowed: {allowed}")
 
 
 def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
     """Gives new tokens of a tokenizer the mean of their sub-tokens' rows, in embedding and head, which are
     enlarged where they have too few rows."""
-    rows, needed = model.get_input_embeddings().weight.shape[0], entries(tokenizer)
-    added = find_new_tokens(model.get_input_embeddings().weight, tokenizer)
-    if needed > rows:
-        enlarge(model, needed)
-    set_rows(model, added.new)
+    embedding = model.get_input_embeddings().weight
+    rows = len(embedding)
+    num_entries = entries(tokenizer)
+    added_tokens = find_new_tokens(embedding, tokenizer)
+    if num_entries > rows:
+        enlarge(model, num_entries)
+    set_rows(model, added_tokens.new)
     if is_first_process():
-        report_rows(added, tokenizer, checkpoint=checkpoint, rows=rows, needed=needed)
+        report_rows(added_tokens, tokenizer, checkpoint=checkpoint, rows=rows, num_entries=num_entries)
 
 
-def enlarge(model: PreTrainedModel, needed: int) -> None:
+def enlarge(model: PreTrainedModel, num_entries: int) -> None:
     """Adds rows to embedding and head, as transformers draws them: around the mean of all."""
     check_head(model)
-    config, tied = model.config, model.config.tie_word_embeddings
+    config = model.config
+    stored_setting = config.tie_word_embeddings
     config.tie_word_embeddings = is_tied(model)  # transformers would tie an untied head of a T5
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # rows are part of the base, which does not depend on the run's seed
-        model.resize_token_embeddings(needed)
-    config.tie_word_embeddings = tied
+        model.resize_token_embeddings(num_entries)
+    config.tie_word_embeddings = stored_setting
 
 
 @torch.no_grad()
@@ -101,22 +107,34 @@ def set_rows(model: PreTrainedModel, sub_tokens: dict[int, list[int]]) -> None:
 
 
 def report_rows(
-    added: AddedTokens, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str, rows: int, needed: int
+    added_tokens: AddedTokens,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    checkpoint: str,
+    rows: int,
+    num_entries: int,
 ) -> None:
+    """Logs which rows were added and set; `rows` of the embedding as the checkpoint has it."""
     unclear = ""
-    if added.unclear:
-        names = ", ".join(name_tokens(tokenizer, added.unclear))
-        unclear = f"; {len(added.unclear)} added tokens keep their rows, which may be trained: {names}"
-    if needed <= rows and not added.new:
-        log.info(
-            "No effect of model.resize=true: %d rows, %d entries of the tokenizer%s", rows, needed, unclear
-        )
+    if added_tokens.unclear:
+        names = ", ".join(name_tokens(tokenizer, added_tokens.unclear))
+        count = len(added_tokens.unclear)
+        unclear = f"; {count} added tokens keep their rows, which may be trained: {names}"
+
+    if num_entries <= rows and not added_tokens.new:
+        message = "No effect of model.resize=true: %d rows, %d entries of the tokenizer%s"
+        log.info(message, rows, num_entries, unclear)
         return
-    in_padding = sum(token_id < rows for token_id in added.new)
+    num_in_padding = sum(token_id < rows for token_id in added_tokens.new)
     log.info(
         "Resizing the embedding of %s from %d to %d rows: %d new tokens begin as the mean of their "
         "sub-tokens, %d of them in rows that the checkpoint has as padding%s",
-        *(checkpoint, rows, max(rows, needed), len(added.new), in_padding, unclear),
+        checkpoint,
+        rows,
+        max(rows, num_entries),
+        len(added_tokens.new),
+        num_in_padding,
+        unclear,
     )
 
 
@@ -124,12 +142,14 @@ def warn_of_stale_rows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str
 ) -> None:
     """Logs added tokens whose rows look untrained, where they are not to be set."""
-    added = find_new_tokens(model.get_input_embeddings().weight, tokenizer)
-    if added.new and is_first_process():
+    added_tokens = find_new_tokens(model.get_input_embeddings().weight, tokenizer)
+    if added_tokens.new and is_first_process():
         log.warning(
             "%d tokens of the tokenizer of %s have rows that look untrained (%s); model.resize=true sets "
             "them to the mean of their sub-tokens",
-            *(len(added.new), checkpoint, ", ".join(name_tokens(tokenizer, [*added.new]))),
+            len(added_tokens.new),
+            checkpoint,
+            ", ".join(name_tokens(tokenizer, list(added_tokens.new))),
         )
 
 
@@ -147,65 +167,87 @@ def find_new_tokens(weight: Tensor, tokenizer: PreTrainedTokenizerBase) -> Added
     look unlike trained ones, and theirs look like these. Other words are new where their rows look like
     unused ones, or, without unused rows, where further new tokens follow beyond the embedding. A row that
     resembles the mean of its sub-tokens has been trained from it, and stays."""
-    base, added = split_vocabulary(tokenizer)
-    if not added or not base:
+    base_ids, added_contents = split_vocabulary(tokenizer)
+    if not added_contents or not base_ids:
         return AddedTokens({}, [])
     rows = len(weight)
-    beyond = [token_id for token_id in added if token_id >= rows]
-    within = [token_id for token_id in added if token_id < rows]
-    special = set(special_tokens_of(tokenizer).values())
-    own = special | control_tokens(tokenizer, added)
-    stale, is_certain = find_stale_rows(weight, base, within, own=own, has_more=bool(beyond))
+    ids_without_row = [token_id for token_id in added_contents if token_id >= rows]
+    ids_with_row = [token_id for token_id in added_contents if token_id < rows]
+    special_ids = set(special_tokens_of(tokenizer).values())
 
-    added_now = {token_id: added[token_id] for token_id in (*stale, *beyond)}
-    sub_tokens = split_new_tokens(tokenizer, added_now, rows=rows)
-    learned = find_learned_rows(weight, {token_id: sub_tokens[token_id] for token_id in stale})
-    new = {token_id: pieces for token_id, pieces in sub_tokens.items() if pieces and token_id not in learned}
-    unclear = [token_id for token_id in within if token_id not in new and token_id not in special]
-    return AddedTokens(new, [] if is_certain else unclear)
+    control_ids = special_ids | control_tokens(tokenizer, added_contents)
+
+    # Of the added tokens that have a row, those whose row looks untrained.
+    stale_ids, is_certain = find_stale_rows(
+        weight, base_ids, ids_with_row, control_ids=control_ids, is_enlarged=bool(ids_without_row)
+    )
+
+    # A row that is like the mean of its sub-tokens was trained, and one without sub-tokens cannot be set.
+    candidates = {token_id: added_contents[token_id] for token_id in [*stale_ids, *ids_without_row]}
+    sub_tokens = split_new_tokens(tokenizer, candidates, rows=rows)
+    learned_ids = find_learned_rows(weight, {token_id: sub_tokens[token_id] for token_id in stale_ids})
+    new: dict[int, list[int]] = {}
+    for token_id, pieces in sub_tokens.items():
+        if pieces and token_id not in learned_ids:
+            new[token_id] = pieces
+
+    if is_certain:
+        return AddedTokens(new, [])
+    settled_ids = special_ids.union(new)
+    return AddedTokens(new, [token_id for token_id in ids_with_row if token_id not in settled_ids])
 
 
 def split_vocabulary(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], dict[int, str]]:
     """The ids of a tokenizer's base vocabulary; the contents of the tokens that were added to it, by id."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        base = set(backend.get_vocab(with_added_tokens=False).values())
+        base_ids = set(backend.get_vocab(with_added_tokens=False).values())
     else:
-        base = set(range(tokenizer.vocab_size))
+        base_ids = set(range(tokenizer.vocab_size))
     decoder = tokenizer.added_tokens_decoder
-    added = {token_id: token.content for token_id, token in decoder.items() if token_id not in base}
-    return sorted(base), added
+    contents = {token_id: token.content for token_id, token in decoder.items() if token_id not in base_ids}
+    return sorted(base_ids), contents
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase, added: dict[int, str]) -> set[int]:
-    """The added tokens that look like control tokens, or that the chat template writes."""
+def control_tokens(tokenizer: PreTrainedTokenizerBase, contents: dict[int, str]) -> set[int]:
+    """The ids of added tokens that look like control tokens, or that the chat template writes."""
     template = str(tokenizer.chat_template or "")
-    return {token_id for token_id, token in added.items() if CONTROL.fullmatch(token) or token in template}
+    return {token_id for token_id, token in contents.items() if CONTROL.fullmatch(token) or token in template}
 
 
 def find_stale_rows(
-    weight: Tensor, base: list[int], candidates: list[int], *, own: set[int], has_more: bool
+    weight: Tensor,
+    base_ids: list[int],
+    candidates: list[int],
+    *,
+    control_ids: set[int],
+    is_enlarged: bool,
 ) -> tuple[list[int], bool]:
-    """Those of the candidates whose rows look untrained, and whether rows without a token show what untrained
-    ones look like; `has_more`: new tokens follow beyond the rows."""
+    """The candidates (ids with a row in the embedding [R, D]) whose rows look untrained, and whether rows
+    without a token show what untrained ones look like. `control_ids` may be the checkpoint's own;
+    `is_enlarged`: further new tokens have no row yet."""
     if not candidates:
         return [], True
+    ordinary = [token_id for token_id in candidates if token_id not in control_ids]
     norms = weight.float().norm(dim=1)
-    base_norms = norms[[token_id for token_id in base if token_id < len(weight)]]
+    base_with_row = [token_id for token_id in base_ids if token_id < len(weight)]
+    base_norms = norms[base_with_row]
     is_used = torch.zeros(len(weight), dtype=torch.bool)
-    is_used[[token_id for token_id in (*base, *candidates) if token_id < len(weight)]] = True
+    is_used[base_with_row] = True
+    is_used[candidates] = True
     unused_norms = norms[~is_used]
-    if not len(unused_norms):
-        return [token_id for token_id in candidates if has_more and token_id not in own], False
 
-    low, high = unused_norms.min() / SLACK, unused_norms.max() * SLACK
+    # Without unused rows there is nothing to compare with.
+    if not len(unused_norms):
+        return (ordinary if is_enlarged else []), False
+
+    low = unused_norms.min() / SLACK
+    high = unused_norms.max() * SLACK
     looks_unused = (norms >= low) & (norms <= high)
-    in_base = (base_norms >= low) & (base_norms <= high)
-    is_distinct = bool(in_base.float().mean() < OVERLAP)
-    stale = [
-        token_id for token_id in candidates if looks_unused[token_id] and (is_distinct or token_id not in own)
-    ]
-    return stale, is_distinct
+    overlaps = (base_norms >= low) & (base_norms <= high)
+    is_distinct = bool(overlaps.float().mean() < OVERLAP)
+    compared = candidates if is_distinct else ordinary
+    return [token_id for token_id in compared if looks_unused[token_id]], is_distinct
 
 
 def find_learned_rows(weight: Tensor, sub_tokens: dict[int, list[int]]) -> set[int]:
@@ -222,29 +264,31 @@ def find_learned_rows(weight: Tensor, sub_tokens: dict[int, list[int]]) -> set[i
     chance = 1 / math.sqrt(weight.shape[1])
     mean_cosine = sum(cosines.values()) / len(cosines)
     if mean_cosine > max(LEARNED_ON_AVERAGE, SIGMAS * chance / math.sqrt(len(cosines))):
-        return {*cosines}
-    least = max(LEARNED, SIGMAS * chance)
-    return {token_id for token_id, cosine in cosines.items() if cosine > least}
+        return set(cosines)
+    threshold = max(LEARNED, SIGMAS * chance)
+    return {token_id for token_id, cosine in cosines.items() if cosine > threshold}
 
 
 def split_new_tokens(
-    tokenizer: PreTrainedTokenizerBase, new: dict[int, str], *, rows: int
+    tokenizer: PreTrainedTokenizerBase, contents: dict[int, str], *, rows: int
 ) -> dict[int, list[int]]:
-    """The ids of the sub-tokens of new tokens, as the tokenizer would split them without these, among the
-    first `rows`; [] for a token of which nothing is known."""
-    if not new:
+    """The ids of the sub-tokens of new tokens (their contents by id), as the tokenizer would split them
+    without these, among the first `rows`; [] for a token of which nothing is known."""
+    if not contents:
         return {}
+    texts = list(contents.values())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        earlier = rename_tokens(tokenizer, {*new.values()})
-        encodings = earlier.encode_batch([*new.values()], add_special_tokens=False)
+        earlier_backend = rename_tokens(tokenizer, set(texts))
+        encodings = earlier_backend.encode_batch(texts, add_special_tokens=False)
         encoded = [encoding.ids for encoding in encodings]
     else:
-        pieces_by_token = [tokenizer._tokenize(token) for token in new.values()]  # without added tokens
+        pieces_by_token = [tokenizer._tokenize(token) for token in texts]  # without added tokens
         encoded = [tokenizer.convert_tokens_to_ids(pieces) for pieces in pieces_by_token]
 
-    left_out = {*new, unknown_id(tokenizer)}
-    return {
-        token_id: [piece for piece in ids if piece not in left_out and piece < rows]
-        for token_id, ids in zip(new, encoded, strict=True)
-    }
+    # A mean over new tokens, or over the unknown one, would say nothing of the text.
+    excluded_ids = {*contents, unknown_id(tokenizer)}
+    sub_tokens: dict[int, list[int]] = {}
+    for token_id, ids in zip(contents, encoded, strict=True):
+        sub_tokens[token_id] = [piece for piece in ids if piece not in excluded_ids and piece < rows]
+    return sub_tokens

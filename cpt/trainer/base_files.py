@@ -59,7 +59,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, *, base: str, folder: Pat
     change_config(folder)
     if describe_difference(tokenizer, folder) is not None and (folder / "tokenizer.json").is_file():
         change_config(folder, tokenizer_class=VERBATIM)  # other classes may build another normalizer
-    if cause := describe_difference(tokenizer, folder):
+    cause = describe_difference(tokenizer, folder)
+    if cause is not None:
         raise ValueError(f"the tokenizer in {folder} is not that of training: {cause}")
 
 
@@ -83,8 +84,9 @@ def source_folder(base: str) -> Path | None:
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[Path]:
     """The files of a tokenizer in a folder, each once."""
-    patterns = dict.fromkeys([*PATTERNS, *tokenizer.vocab_files_names.values()])
-    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    paths: set[Path] = set()
+    for pattern in [*PATTERNS, *tokenizer.vocab_files_names.values()]:
+        paths.update(path for path in folder.glob(pattern) if path.is_file())
     yield from sorted(paths)
 
 

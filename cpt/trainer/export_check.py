@@ -30,7 +30,9 @@ CHECKED_TOKENS = 2048  # of the held-out text, in whole rows
 # Nats by which the mean of tokens may differ, as a share of their loss where it is above 1: of the weights
 # that were written, and of the precision in which the run has scored its last row.
 BY_WEIGHTS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.02}
-EXACT_PRECISIONS, BY_EXACT, BY_ROUNDED = ("32-true", "32", "64-true"), 2e-3, 0.02
+EXACT_PRECISIONS = ("32-true", "32", "64-true")
+BY_EXACT = 2e-3
+BY_ROUNDED = 0.02
 NUM_NAMED = 3  # keys in a message
 
 
@@ -48,14 +50,18 @@ class HeldOutSample:
 def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
     """The first rows of the last domain's text (of the general text in a run without stages), scored by the
     weights that will be exported."""
-    text, domain = list(data.held_out)[-1], BASE
     if data.domains:
         last = data.domains[-1]
-        text, domain = last.parts[0], last.index
+        text = last.parts[0]
+        domain = last.index
+    else:
+        text = list(data.held_out)[-1]
+        domain = BASE
 
-    packed, objective = data.held_out[text], data.objective.scoring
+    # The first rows with scored tokens, up to the one that completes CHECKED_TOKENS.
+    objective = data.objective.scoring
     rows = data.scored_rows(text)[objective.scored(data.scored_sizes(text)) > 0]
-    tokens = packed.row_lengths[rows].cumsum()
+    tokens = data.held_out[text].row_lengths[rows].cumsum()
     rows = rows[: int(np.searchsorted(tokens, CHECKED_TOKENS)) + 1]
     subset = EvalSubset(
         data.held_out,
@@ -118,9 +124,11 @@ def check_export(
     cause = describe_loss_difference(losses, sample.expected, allowed=allowed, label="the run's weights give")
     if cause is None and recorded is not None:
         documents = sample.batch["documents"]
-        whole = whole_documents(documents, losses, recorded)
+        document_losses, recorded_losses = whole_documents(documents, losses, recorded)
         allowed = BY_EXACT if precision in EXACT_PRECISIONS else BY_ROUNDED
-        cause = describe_loss_difference(*whole, allowed=allowed, label="the last row has")
+        cause = describe_loss_difference(
+            document_losses, recorded_losses, allowed=allowed, label="the last row has"
+        )
     if cause is not None:
         raise ValueError(f"{message}: on {sample.text} {cause}; {remedy}")
     log.info("Loaded the exported model: it scores %s as the run does", sample.text)
@@ -133,9 +141,12 @@ def load_as_written(folder: Path, expression: str) -> PreTrainedModel:
     kind = getattr(transformers, name)
     plain, info = kind.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys := sorted(map(str, info[fault])):
-            named = ", ".join(keys[:NUM_NAMED]) + (", …" if len(keys) > NUM_NAMED else "")
-            raise ValueError(f"{len(keys)} {fault.replace('_', ' ')}: {named}")
+        keys = sorted(map(str, info[fault]))
+        if keys:
+            names = ", ".join(keys[:NUM_NAMED])
+            if len(keys) > NUM_NAMED:
+                names += ", …"
+            raise ValueError(f"{len(keys)} {fault.replace('_', ' ')}: {names}")
     del plain  # before another copy is in memory
 
     loaded = evaluate(ast.parse(expression, mode="eval").body)
@@ -151,26 +162,26 @@ def evaluate(node: ast.expr) -> Any:
         return node.value
     if isinstance(node, ast.Call):
         function = get_object(ast.unparse(node.func))
-        positional = [evaluate(each) for each in node.args]
-        named = {str(each.arg): evaluate(each.value) for each in node.keywords}
-        return function(*positional, **named)
+        positional = [evaluate(argument) for argument in node.args]
+        by_keyword = {str(keyword.arg): evaluate(keyword.value) for keyword in node.keywords}
+        return function(*positional, **by_keyword)
     return get_object(ast.unparse(node))
 
 
 def whole_documents(documents: Tensor, losses: Tensor, recorded: np.ndarray) -> tuple[Tensor, Tensor]:
     """The mean losses of the documents that are scored in whole: here, and as they were recorded."""
     sums, counts = torch.from_numpy(recorded).double()
-    own_sums = torch.zeros_like(sums).index_add_(0, documents, losses)
-    own_counts = torch.bincount(documents, minlength=len(counts))
-    is_whole = (own_counts == counts) & (counts > 0)
-    return (own_sums / counts)[is_whole], (sums / counts)[is_whole]
+    sample_sums = torch.zeros_like(sums).index_add_(0, documents, losses)
+    sample_counts = torch.bincount(documents, minlength=len(counts))
+    is_whole = (sample_counts == counts) & (counts > 0)
+    return (sample_sums / counts)[is_whole], (sums / counts)[is_whole]
 
 
-def describe_loss_difference(found: Tensor, expected: Tensor, *, allowed: float, label: str) -> str | None:
+def describe_loss_difference(losses: Tensor, expected: Tensor, *, allowed: float, label: str) -> str | None:
     """How losses differ in the mean of their absolute differences, or None. A NaN differs."""
     if not len(expected):
         return None
-    mean = float((found - expected).abs().mean())
+    mean = float((losses - expected).abs().mean())
     if mean <= allowed * max(1.0, float(expected.abs().mean())):
         return None
-    return f"its loss is {found.mean():.4f}, {label} {expected.mean():.4f} ({mean:.1e} apart by token)"
+    return f"its loss is {losses.mean():.4f}, {label} {expected.mean():.4f} ({mean:.1e} apart by token)"
