@@ -69,9 +69,10 @@ def record_use(artifact: Path) -> None:
     record = records.get(cache)
     if record is None or record.pid != os.getpid():
         remove_dead_records(cache)
-        if not any(each.name == TOUCHING for each in threading.enumerate()):
+        if TOUCHING not in [thread.name for thread in threading.enumerate()]:
             threading.Thread(target=touch_records, daemon=True, name=TOUCHING).start()
-        record = records[cache] = UseRecord(cache)
+        record = UseRecord(cache)
+        records[cache] = record
     record.add(artifact)
 
 

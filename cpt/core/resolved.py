@@ -110,8 +110,9 @@ def changing_values(config: DictConfig) -> dict[str, Any]:
     for key, text in flatten(own_tree(config)):
         if is_changing(str(text)):
             value = OmegaConf.select(config, key)
-            is_container = OmegaConf.is_config(value)
-            values[key] = OmegaConf.to_container(value, resolve=True) if is_container else value
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+            values[key] = value
     return values
 
 
@@ -134,8 +135,10 @@ def as_override(key: str, value: Any) -> str:
 
 
 def as_value(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, list):
         return f"[{','.join(map(as_value, value))}]"
     if isinstance(value, Mapping):

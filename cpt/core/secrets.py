@@ -28,20 +28,8 @@ SECRET_ENDS = (
 KEY_WORDS = (
     *("api", "access", "private", "account", "secret", "storage", "signing", "encryption", "subscription"),
     *("ssh", "auth", "shared", "master", "service", "client", "license", "deploy", "hmac", "sas", "webhook"),
-    *(
-        "openai",
-        "anthropic",
-        "wandb",
-        "hf",
-        "hub",
-        "comet",
-        "neptune",
-        "aws",
-        "azure",
-        "gcp",
-        "app",
-        "session",
-    ),
+    *("openai", "anthropic", "wandb", "hf", "hub", "comet", "neptune", "aws", "azure", "gcp", "app"),
+    "session",
 )
 # Words before `_token` in the vocabulary of tokenizers and models.
 TOKEN_WORDS = (
@@ -87,9 +75,9 @@ def is_secret(key: str) -> bool:
 def redact(value: Any, key: str = "") -> Any:
     """A config, as it is shown, without secrets by their keys and by their form."""
     if isinstance(value, Mapping):
-        return {name: redact(each, str(name)) for name, each in value.items()}
+        return {name: redact(entry, str(name)) for name, entry in value.items()}
     if isinstance(value, list):
-        return [redact(each, key) for each in value]
+        return [redact(entry, key) for entry in value]
     if value is None or isinstance(value, bool):
         return value
     if is_secret(key):
@@ -123,9 +111,9 @@ def redact_file(path: Path) -> None:
     if not path.exists():
         return
     tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    shown = redact(redact_overrides(tree))
-    if shown != tree:
-        replace(path, OmegaConf.to_yaml(OmegaConf.create(shown)))
+    redacted = redact(redact_overrides(tree))
+    if redacted != tree:
+        replace(path, OmegaConf.to_yaml(OmegaConf.create(redacted)))
 
 
 def redact_overrides(tree: Any) -> Any:
@@ -133,7 +121,10 @@ def redact_overrides(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: redact_overrides(value) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [redact_override(each) if isinstance(each, str) else redact_overrides(each) for each in tree]
+        entries: list[Any] = []
+        for entry in tree:
+            entries.append(redact_override(entry) if isinstance(entry, str) else redact_overrides(entry))
+        return entries
     return tree
 
 
@@ -142,13 +133,23 @@ def fingerprint(value: Any) -> str:
     return hashlib.blake2b(str(value).encode(errors="replace"), digest_size=4).hexdigest()
 
 
-def is_same_setting(one: Any, other: Any) -> bool:
+def is_same_setting(first: Any, second: Any) -> bool:
     """Whether two values of shown configs are the same, where one may be hidden as from the environment."""
-    hidden_one, hidden_other = (FROM_ENVIRONMENT.fullmatch(str(value)) for value in (one, other))
-    if hidden_one or hidden_other:
-        print_one = hidden_one[1] if hidden_one else fingerprint(one)
-        return print_one == (hidden_other[1] if hidden_other else fingerprint(other))
-    return bool(one == other)
+    first_print = stored_fingerprint(first)
+    second_print = stored_fingerprint(second)
+    if first_print is None and second_print is None:
+        return bool(first == second)
+    if first_print is None:
+        first_print = fingerprint(first)
+    if second_print is None:
+        second_print = fingerprint(second)
+    return first_print == second_print
+
+
+def stored_fingerprint(value: Any) -> str | None:
+    """The fingerprint in a value that is hidden as from the environment; None for another value."""
+    match = FROM_ENVIRONMENT.fullmatch(str(value))
+    return match[1] if match else None
 
 
 variables: ContextVar[list[str] | None] = ContextVar("variables", default=None)  # that a value came from
@@ -156,19 +157,19 @@ variables: ContextVar[list[str] | None] = ContextVar("variables", default=None) 
 
 def environment_variable(name: str, default: Any = NO_DEFAULT) -> str | None:
     """OmegaConf's resolver `oc.env`, which also notes the variables that are set."""
-    noted = variables.get()
-    if noted is not None and name in os.environ:
-        noted.append(name)
+    names = variables.get()
+    if names is not None and name in os.environ:
+        names.append(name)
     return oc.env(name) if default is NO_DEFAULT else oc.env(name, default)
 
 
 @contextmanager
 def noting_variables() -> Iterator[list[str]]:
     """The environment variables that are read within."""
-    noted: list[str] = []
-    token = variables.set(noted)
+    names: list[str] = []
+    token = variables.set(names)
     try:
-        yield noted
+        yield names
     finally:
         variables.reset(token)
 
@@ -186,16 +187,16 @@ def hide_environment(node: Any, names: Sequence[str] = ()) -> Any:
     if isinstance(node, list | tuple):
         return [hide_environment(value, names) for value in node]
     if names and isinstance(node, str):
-        shown = "".join(f"${{oc.env:{name}}}" for name in dict.fromkeys(names))
-        return f"{shown}#{fingerprint(redact_text(node))}"
+        references = "".join(f"${{oc.env:{name}}}" for name in dict.fromkeys(names))
+        return f"{references}#{fingerprint(redact_text(node))}"
     return node
 
 
 def hide_item(node: Any, key: Any, names: Sequence[str]) -> Any:
     """`hide_environment` of one value."""
-    with noting_variables() as noted:
+    with noting_variables() as names_of_item:
         value = node[key]
-    return hide_environment(value, [*names, *noted])
+    return hide_environment(value, [*names, *names_of_item])
 
 
 OmegaConf.register_new_resolver("oc.env", environment_variable, replace=True)

@@ -24,11 +24,30 @@ PRIVATE = "\U000f0000"  # begins a vocabulary entry that no text should reach; a
 
 
 def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text."""
-    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-    framed = tokenizer("a", verbose=False)["input_ids"]
-    begin = next(start for start in range(len(framed)) if framed[start : start + len(bare)] == bare)
-    return framed[:begin], framed[begin + len(bare) :]
+    """The ids that a tokenizer puts before and after a text. Raises ValueError for one that changes the text
+    between them."""
+    text, bare = encodable_text(tokenizer)
+    framed = tokenizer(text, verbose=False)["input_ids"]
+    for begin in range(len(framed) - len(bare) + 1):
+        end = begin + len(bare)
+        if framed[begin:end] == bare:
+            return framed[:begin], framed[end:]
+    reason = f"the tokenizer {tokenizer.name_or_path} changes a text around which it puts tokens"
+    allowed = "one that gives the same ids with add_special_tokens=true and false"
+    raise ValueError(f"{reason}: {bare} is not in {framed}. Allowed: {allowed}")
+
+
+def encodable_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    """A short text and its ids without what is put around it: `a`, or, for a tokenizer that has no token for
+    it, the first entry of the vocabulary that gives ids."""
+    special = set(tokenizer.all_special_tokens)
+    vocabulary = tokenizer.get_vocab()
+    for text in ["a", *sorted(vocabulary, key=vocabulary.__getitem__)]:
+        if text not in special:
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if ids:
+                return text, ids
+    return "a", []
 
 
 def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -125,7 +144,9 @@ class TextEncoder:
 
         `split_special_tokens` finds no added tokens in a text, but the model may still find special tokens in
         its own vocabulary: word-level and Unigram models (T5) have `</s>` there."""
-        samples = [sample for token in self.special for sample in (token, f"a {token} a", f"a{token}a")]
+        samples: list[str] = []
+        for token in self.special:
+            samples += [token, f"a {token} a", f"a{token}a"]
         if not samples:
             return None
         begin, end = self.frame
@@ -133,7 +154,7 @@ class TextEncoder:
         bodies = [ids[len(begin) : len(ids) - len(end)] for ids in encoded]
         if not any(self.control_ids.intersection(body) for body in bodies):
             return None
-        return rename_tokens(self.tokenizer, {*self.special})
+        return rename_tokens(self.tokenizer, set(self.special))
 
     def split_in_python(self, texts: list[str]) -> list[list[int]]:
         """As `encode` with SPLIT, of a tokenizer without a fast version, whose `split_special_tokens` would
@@ -167,10 +188,11 @@ def rename_tokens(tokenizer: Any, tokens: set[str]) -> Tokenizer:
     """A copy of a fast tokenizer's backend, with the same ids, that never gives some tokens and puts nothing
     around a text: they get names that no text has. The unknown token, and what merges need, keep theirs."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
-    definition |= {"truncation": None, "padding": None, "post_processor": None}
+    for setting in ("truncation", "padding", "post_processor"):
+        definition[setting] = None
     model = definition["model"]
-    merged = merged_tokens(model.get("merges", []))
-    hidden = {token for token in tokens if token != model.get("unk_token") and token not in merged}
+    needed = {model.get("unk_token"), *merged_tokens(model.get("merges", []))}
+    hidden = tokens - needed
     if isinstance(model["vocab"], dict):
         model["vocab"] = {hide(token, hidden): token_id for token, token_id in model["vocab"].items()}
     else:  # of Unigram, whose unknown token is known by its place
@@ -187,8 +209,8 @@ def merged_tokens(merges: Sequence[Any]) -> set[str]:
     """The vocabulary entries that the merges of a BPE name: pairs of texts, or texts with a blank between."""
     tokens = set()
     for merge in merges:
-        left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-        tokens |= {left, right, left + right}
+        first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+        tokens.update([first, second, first + second])
     return tokens
 
 

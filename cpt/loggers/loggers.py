@@ -56,7 +56,7 @@ class LongCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         is_new = not self.path.exists()
-        with self.path.open("a", newline="") as file:
+        with self.path.open("a", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)
             if is_new:
                 writer.writerow(("step", "name", "value"))

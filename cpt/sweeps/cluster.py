@@ -185,7 +185,8 @@ class ClusterJob:
             end = task.result()
         except UncompletedJobError as error:  # the task raised: words, its traceback, and paths between rules
             parts = re.split(r"^-{5,}$", str(error), flags=re.MULTILINE)
-            self.note_end_without_code("lost", last_line(parts[1] if len(parts) > 1 else str(error)))
+            traceback = parts[1] if len(parts) > 1 else str(error)
+            self.note_end_without_code("lost", last_line(traceback))
             return True
         except Exception as error:  # pickle raises many classes for a file that is damaged or incomplete
             return self.note_unreadable(task.paths.result_pickle, error)
@@ -196,9 +197,10 @@ class ClusterJob:
 
     def note_unreadable(self, path: Path, error: Exception) -> bool:
         """Waits some seconds for a file that may be written at this moment; then the run's folder decides."""
-        now = time.monotonic()
-        self.unreadable_since = self.unreadable_since or now
-        if now - self.unreadable_since < UNREADABLE_S:
+        current_time = time.monotonic()
+        if self.unreadable_since is None:
+            self.unreadable_since = current_time
+        if current_time - self.unreadable_since < UNREADABLE_S:
             return False
         reason = str(error) or type(error).__name__
         self.note_end_without_code("lost", f"the result {path} is unreadable: {reason}")
@@ -281,9 +283,10 @@ class Collector:
             if time.monotonic() >= next_question:
                 self.ask_queue(open_jobs)
                 next_question = time.monotonic() + QUEUE_S
-            for each in [each for each in open_jobs if self.has_ended(each)]:
-                open_jobs.remove(each)
-                each.job.log_end("finished")
+            for cluster_job in list(open_jobs):
+                if self.has_ended(cluster_job):
+                    open_jobs.remove(cluster_job)
+                    cluster_job.job.log_end("finished")
             if open_jobs and not self.received:
                 time.sleep(POLL_S)
         if self.received and (open_jobs or self.unsubmitted):
@@ -298,30 +301,33 @@ class Collector:
         self.is_silent = is_silent
         if active is None:
             return
-        for each in open_jobs:
-            if each.number in active:
-                each.gone_since = None
-                each.note_state(active[each.number][0])
-            elif each.gone_since is None:
-                each.gone_since = time.monotonic()
+        for cluster_job in open_jobs:
+            if cluster_job.number in active:
+                state, _ = active[cluster_job.number]
+                cluster_job.gone_since = None
+                cluster_job.note_state(state)
+            elif cluster_job.gone_since is None:
+                cluster_job.gone_since = time.monotonic()
 
-    def has_ended(self, each: ClusterJob) -> bool:
-        if each.read_result():
+    def has_ended(self, job: ClusterJob) -> bool:
+        """Whether a job has ended, which is noted: by its result, else by the scheduler's last state of it
+        some time after it left the queue."""
+        if job.read_result():
             return True
-        if each.unreadable_since is not None:
+        if job.unreadable_since is not None:
             return False
-        if each.gone_since is None or time.monotonic() - each.gone_since < GONE_S:
+        if job.gone_since is None or time.monotonic() - job.gone_since < GONE_S:
             return False
-        each.note_final_state(self.queue.final_state(each.number))
+        job.note_final_state(self.queue.final_state(job.number))
         return True
 
     def leave(self, open_jobs: Sequence[ClusterJob], number: int) -> None:
         """Says which jobs are still in the queue, and raises SystemExit."""
-        jobs = [each.number for each in open_jobs]
+        numbers = [job.number for job in open_jobs]
         parts = [f"Stopping on {signal.Signals(number).name}"]
-        if jobs:
-            parts.append(f"{count_jobs(len(jobs))} still in the queue: {format_jobs(jobs)}")
-            parts.append(f"{self.queue.cancel_command(jobs)} ends them; the same command waits for them")
+        if numbers:
+            parts.append(f"{count_jobs(len(numbers))} still in the queue: {format_jobs(numbers)}")
+            parts.append(f"{self.queue.cancel_command(numbers)} ends them; the same command waits for them")
         if self.unsubmitted:
             parts.append(f"{count_jobs(self.unsubmitted)} not submitted; {CONTINUES}")
         log.warning("%s", "; ".join(parts))
@@ -337,12 +343,19 @@ def format_jobs(jobs: Sequence[str]) -> str:
     arrays: dict[str, list[int]] = {}
     for job in jobs:
         array, _, index = job.partition("_")
-        arrays.setdefault(array, []).extend([int(index)] if index.isdigit() else [])
+        indices = arrays.setdefault(array, [])
+        if index.isdigit():
+            indices.append(int(index))
+
     names = []
     for array, indices in arrays.items():
         ranges = format_ranges(sorted(indices))
-        single = re.fullmatch(r"\d+", ranges)
-        names.append(array if not ranges else f"{array}_{ranges}" if single else f"{array}_[{ranges}]")
+        if not ranges:
+            names.append(array)
+        elif ranges.isdigit():
+            names.append(f"{array}_{ranges}")
+        else:
+            names.append(f"{array}_[{ranges}]")
     return ", ".join(names)
 
 
@@ -363,20 +376,26 @@ def find_queued(
     """Of an earlier start, the submissions that are still in the queue, by their jobs: those with the same
     overrides, and those with others, which hold the run's folder. Raises ValueError if the scheduler does not
     answer."""
-    same: dict[Job, Submission] = {}
-    other: dict[Job, Submission] = {}
+    with_same_overrides: dict[Job, Submission] = {}
+    with_others: dict[Job, Submission] = {}
     recorded = {job: submissions[str(job.folder)] for job in jobs if str(job.folder) in submissions}
     if not recorded:
-        return same, other
+        return with_same_overrides, with_others
     active = queue.active()
     if active is None:
-        problem = (
-            "hydra/launcher is invalid: squeue does not answer, and jobs of an earlier start may be queued"
+        raise ValueError(
+            "hydra/launcher is invalid: squeue does not answer, and jobs of an earlier start may be queued. "
+            "Allowed: once squeue answers"
         )
-        raise ValueError(f"{problem}. Allowed: once squeue answers")
+
     for job, submission in recorded.items():
-        _, folder = active.get(submission.job, ("", ""))
-        if submission.cluster == queue.cluster and submission.job in active and folder == submission.folder:
-            is_same = sorted(submission.overrides) == sorted(job.shown_overrides)
-            (same if is_same else other)[job] = submission
-    return same, other
+        if submission.cluster != queue.cluster or submission.job not in active:
+            continue
+        _, folder = active[submission.job]
+        if folder != submission.folder:  # a job of another cluster, or of another sweep, with the same number
+            continue
+        if sorted(submission.overrides) == sorted(job.shown_overrides):
+            with_same_overrides[job] = submission
+        else:
+            with_others[job] = submission
+    return with_same_overrides, with_others

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pyarrow as pa
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import BertweetTokenizer, ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
@@ -17,7 +17,7 @@ from cpt.data.packing import PACKERS
 from cpt.data.separator import choose_separator
 from cpt.data.sources.base import PARSE, SPLIT, TextOptions
 from cpt.data.text_checks import check_training_text, report_texts, unknown_share
-from cpt.data.text_encoder import TextEncoder, unknown_id
+from cpt.data.text_encoder import TextEncoder, frame_of, unknown_id
 from cpt.data.text_format import TextFormat, make_text_format
 from cpt.data.tokenize import TokenizeBatch
 from cpt.data.tokenizer_hash import rows_digest, tokenizer_digest
@@ -49,6 +49,16 @@ def unigram(**options):
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     names = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names | options)
+
+
+def bengali(*, template: str):
+    """A BPE of letters that has no token for `a`, and none for what it does not know."""
+    vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", "ক", "খ"])}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def word_level():
@@ -309,3 +319,10 @@ def test_the_log_has_unknown_and_special_tokens_and_rows_without_bos(tmp_path, c
     assert "30 in law train; parsed as their ids" in caplog.records[0].message
     mask = made.opened().convert_tokens_to_ids("<mask>")
     assert sum(row.count(mask) for row in parsed.rows["ids"]) == 30
+
+
+def test_tokens_around_a_text_are_found_by_a_tokenizer_without_latin_letters():
+    assert frame_of(bengali(template="<s> $A")) == ([0], [])
+    assert frame_of(bengali(template="$A </s>")) == ([], [1])
+    assert frame_of(bengali(template="<s> $A </s>")) == ([0], [1])
+    assert choose_separator(bengali(template="<s> $A")).ids == (1,)

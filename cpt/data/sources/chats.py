@@ -45,7 +45,8 @@ def read_chat(row: Any, where: str, ignored_keys: Counter[str]) -> RawExample:
 def read_turns(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> Iterator[Turn]:
     """All turns of a row. Those of a `prompt` are not scored."""
     if "conversations" in row and "messages" not in row:
-        if isinstance(system := row.get("system"), str) and system.strip():
+        system = row.get("system")
+        if isinstance(system, str) and system.strip():
             yield Turn(SYSTEM, system)
         for message in list_of_messages(row, "conversations", where):
             yield read_turn(from_sharegpt(message), where, ignored_keys)
@@ -76,7 +77,8 @@ def from_sharegpt(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if "from" not in message:
         return message
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-    role, value = message["from"], message.get("value")
+    role = message["from"]
+    value = message.get("value")
     if role == FUNCTION_CALL:
         return {"role": ASSISTANT, "content": "", "tool_calls": parsed_json(value), **rest}
     return {"role": SHAREGPT_ROLES.get(str(role), role), "content": value, **rest}
@@ -88,10 +90,12 @@ def read_turn(message: Mapping[str, Any], where: str, ignored_keys: Counter[str]
     role = message.get("role")
     if not isinstance(role, str) or not role.strip():
         raise BadExampleError(f"{where}: the role of a message is {role!r:.60}. Allowed: a text", "no role")
-    role = TOOL if role == "function" else role
+    if role == "function":  # OpenAI's older name
+        role = TOOL
 
     details: dict[str, Any] = {}
-    if calls := read_tool_calls(message, where):
+    calls = read_tool_calls(message, where)
+    if calls:
         details["tool_calls"] = calls
     for key in (*REASONING_KEYS, *LABEL_KEYS):
         value = message.get(key)
@@ -103,8 +107,8 @@ def read_turn(message: Mapping[str, Any], where: str, ignored_keys: Counter[str]
 
     is_scored = read_weight(message, where)
     if role != ASSISTANT:
-        is_weighted = any(message.get(key) for key in WEIGHT_KEYS)
-        ignored_keys.update([f"weight of {role}"] if is_weighted else [])
+        if any(message.get(key) for key in WEIGHT_KEYS):
+            ignored_keys[f"weight of {role}"] += 1
         is_scored = True  # only answers are ever scored
     return Turn(role, read_content(message, where, has_calls=bool(calls)), details, is_scored)
 
@@ -154,11 +158,11 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
     calls = message.get("tool_calls") or []
     if not calls and message.get(FUNCTION_CALL):
         calls = [{"function": message[FUNCTION_CALL]}]
-    if isinstance(calls, Mapping):
+    if not isinstance(calls, list):
         calls = [calls]
 
-    read = []
-    for call in calls if isinstance(calls, list) else [calls]:
+    read: list[dict[str, Any]] = []
+    for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             reason = f"{where}: a tool call has no function name: {call!r:.80}"
@@ -170,10 +174,13 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
             raise BadExampleError(
                 f"{reason}. Allowed: an object, or its JSON", "arguments that are no JSON object"
             )
-        rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
-        read.append({"type": "function", **rest, "function": {**function, "arguments": arguments}})
-        if function is call:  # without the level `function`
-            read[-1]["function"] = {"name": function["name"], "arguments": arguments}
+        other_keys = {
+            key: value for key, value in call.items() if key not in ("function", "name", "arguments")
+        }
+        completed = {**function, "arguments": arguments}
+        if function is call:  # without the level `function`: its other keys are those of the call
+            completed = {"name": function["name"], "arguments": arguments}
+        read.append({"type": "function", **other_keys, "function": completed})
     return read
 
 

@@ -81,7 +81,9 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     says its split and its kind."""
     values = []
     for path in files:
-        absolute, real, stat = os.path.abspath(path), str(path.resolve()), path.stat()
+        absolute = os.path.abspath(path)
+        real = str(path.resolve())
+        stat = path.stat()
         name = real if absolute == real else f"{absolute} -> {real}"
         values.append((name, stat.st_size, stat.st_mtime_ns))
     return values
@@ -151,7 +153,8 @@ class FolderFiles:
             "about the data": self.about_data,
             "not part of a saved data set": self.not_listed,
         }
-        return "; ".join(f"{len(paths)} {what} ({shown(paths)})" for what, paths in groups.items() if paths)
+        parts = [f"{len(paths)} {reason} ({shown(paths)})" for reason, paths in groups.items() if paths]
+        return "; ".join(parts)
 
 
 def shown(paths: Iterable[Path]) -> str:
@@ -165,27 +168,28 @@ def walk(
     *,
     ignored: Callable[[Path], bool] | None = None,
     hidden: list[Path] | None = None,
-    above: frozenset[str] = frozenset(),
+    parents: frozenset[str] = frozenset(),
 ) -> Iterator[Path]:
     """The files below a folder, links followed; none that are hidden, which are added to `hidden`, or
-    `ignored`. Raises ValueError for a link to a folder that it is in, and for a folder without permission."""
+    `ignored`. `parents` are the real paths of the folders above it. Raises ValueError for a link to a folder
+    that it is in, and for a folder without permission."""
     real = os.path.realpath(folder)
-    if real in above:
+    if real in parents:
         raise ValueError(f"{folder} is a link to a folder that it is in; domains.ignore=[{folder.name}]")
 
-    folders: dict[Path, bool] = {}
+    entries: dict[Path, bool] = {}  # whether each is a folder
     with naming_file(folder):
         for entry in os.scandir(folder):
-            folders[folder / entry.name] = entry.is_dir()
+            entries[folder / entry.name] = entry.is_dir()
 
-    for path, is_folder in folders.items():
+    for path, is_folder in entries.items():
         if ignored and ignored(path):
             continue
         if path.name.startswith("."):
             if hidden is not None:
                 hidden.append(path)
         elif is_folder:
-            yield from walk(path, ignored=ignored, hidden=hidden, above=above | {real})
+            yield from walk(path, ignored=ignored, hidden=hidden, parents=parents | {real})
         else:
             yield path
 
@@ -195,32 +199,36 @@ def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = No
 
     Raises ValueError for a file that is no text and has no known purpose, for a link to nothing, for an
     empty file of a format that has a header, and for a folder without text."""
-    found = FolderFiles()
-    paths = sorted(walk(folder, ignored=ignored, hidden=found.hidden))
+    files = FolderFiles()
+    paths = sorted(walk(folder, ignored=ignored, hidden=files.hidden))
     listed = saved_files(paths)
     has_tables = any(kind(path) in TABLE_SUFFIXES for path in paths)
-    unknown: list[Path] = []
+    unknown_kinds: list[Path] = []
 
     for path in paths:
         is_text = kind(path) in SUFFIXES
-        may_be_text = is_text and not (has_tables and kind(path) in PLAIN_SUFFIXES)
-        is_document = may_be_text or not ABOUT_DATA.fullmatch(path.name)
-        if path.name in METADATA or not is_document or path.parent in listed and path.name == SAVED_STATE:
-            found.about_data.append(path)
-        elif path.parent in listed and path.name not in listed[path.parent]:
-            found.not_listed.append(path)
-        elif not is_text:
-            unknown.append(path)
+        listed_names = listed.get(path.parent)  # None: not a folder that save_to_disk has written
+        # README.txt is a document where there is nothing but plain text, and a dataset card next to tables.
+        is_plain_next_to_tables = has_tables and kind(path) in PLAIN_SUFFIXES
+        is_no_document = not is_text or is_plain_next_to_tables
+        is_about_data = is_no_document and ABOUT_DATA.fullmatch(path.name) is not None
+        is_saved_state = listed_names is not None and path.name == SAVED_STATE
+        if path.name in METADATA or is_about_data or is_saved_state:
+            files.about_data.append(path)
+        elif listed_names is not None and path.name not in listed_names:
+            files.not_listed.append(path)
+        elif is_text:
+            files.text.append(path)
         else:
-            found.text.append(path)
+            unknown_kinds.append(path)
 
-    refuse_unknown(unknown)
-    for path in found.text:
+    refuse_unknown(unknown_kinds)
+    for path in files.text:
         refuse_unreadable(path)
-    if not found.text:
-        told = f"{folder} has no {' '.join(SUFFIXES)} file"
-        raise ValueError(f"{told}; each sub-folder is a domain, but for domains.ignore=[{folder.name}]")
-    return found
+    if not files.text:
+        reason = f"{folder} has no {' '.join(SUFFIXES)} file"
+        raise ValueError(f"{reason}; each sub-folder is a domain, but for domains.ignore=[{folder.name}]")
+    return files
 
 
 def saved_files(paths: Iterable[Path]) -> dict[Path, set[str]]:
@@ -248,11 +256,12 @@ def refuse_unknown(paths: list[Path]) -> None:
     """Raises ValueError for files of unknown kinds, with the first and their number."""
     if not paths:
         return
-    first, more = paths[0], f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+    first = paths[0]
+    others = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
     pattern = f"*{''.join(first.suffixes[-2:])}" if first.suffix else first.name
     allowed = f"{' '.join(SUFFIXES)}, also {' '.join(PACKED)}"
     remedy = f"leave out what is not text: domains.ignore=[{pattern}]"
-    raise ValueError(f"{first}{more} is not a file of text. Allowed: {allowed}, or {remedy}")
+    raise ValueError(f"{first}{others} is not a file of text. Allowed: {allowed}, or {remedy}")
 
 
 def refuse_unreadable(path: Path) -> None:
@@ -260,9 +269,11 @@ def refuse_unreadable(path: Path) -> None:
     a download that failed."""
     with naming_file(path):
         if not path.is_file():
-            told = f"{path} is a link to nothing, or no plain file. Allowed: {' '.join(SUFFIXES)}"
+            allowed = f"{' '.join(SUFFIXES)}, also {' '.join(PACKED)}"
             remedy = f"leave out what is not text: domains.ignore=[{path.name}]"
-            raise ValueError(f"{told}, also {' '.join(PACKED)}, or {remedy}")
+            raise ValueError(
+                f"{path} is a link to nothing, or no plain file. Allowed: {allowed}, or {remedy}"
+            )
         suffix = path.suffix.lower()
         if suffix in HEADED and path.stat().st_size == 0:
             remedy = f"a complete {suffix} file, or domains.ignore=[{path.name}]"
@@ -274,8 +285,8 @@ def refuse_dangling(paths: Iterable[Path], *, remedy: str) -> None:
     remedy stands for its name. Hidden paths are skipped."""
     for path in paths:
         if path.is_symlink() and not path.exists() and not path.name.startswith("."):
-            told = f"{path} is a link to {os.readlink(path)}, which does not exist"
-            raise ValueError(f"{told}. Allowed: an existing folder, or {remedy.format(path.name)}")
+            reason = f"{path} is a link to {os.readlink(path)}, which does not exist"
+            raise ValueError(f"{reason}. Allowed: an existing folder, or {remedy.format(path.name)}")
 
 
 def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:
@@ -285,7 +296,8 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> 
 
 def describe_splits(folder: Path, paths: Iterable[Path]) -> str:
     """What the files of a folder are taken as by their names, for a log line."""
-    counts, unnamed = Counter[str](), 0
+    counts = Counter[str]()  # files by split
+    num_unnamed = 0
     examples: dict[str, Path] = {}
     ambiguous: list[Path] = []
     for path in paths:
@@ -293,7 +305,7 @@ def describe_splits(folder: Path, paths: Iterable[Path]) -> str:
         split = split_of(relative)
         counts[split or "train"] += 1
         if split is None:
-            unnamed += 1
+            num_unnamed += 1
         else:
             examples.setdefault(split, relative)
         if len(set(split_words(str(relative)))) > 1:
@@ -303,8 +315,8 @@ def describe_splits(folder: Path, paths: Iterable[Path]) -> str:
     for split, count in sorted(counts.items()):
         example = f" (like {examples[split]})" if split in examples else ""
         parts.append(f"{count} as {split}{example}")
-    if unnamed and examples:
-        parts.append(f"{unnamed} of train have no split in the name")
+    if num_unnamed and examples:
+        parts.append(f"{num_unnamed} of train have no split in the name")
     if ambiguous:
         parts.append(
             f"{len(ambiguous)} have several splits in the name and are held out ({shown(ambiguous)})"

@@ -38,7 +38,8 @@ from cpt.data.sources.files import (
 )
 
 log = logging.getLogger(__name__)
-MANY_FILES, FIRST_LINES = 20, 10_000
+MANY_FILES = 20  # .txt files, from which each is a document
+FIRST_LINES = 10_000  # of a file, by which its documents are found
 MAX_LINES_PER_PARAGRAPH = 20  # on average; where blank lines are rarer, they separate no paragraphs
 SHARD = re.compile(r"\d+-of-\d+")  # in the name of a file that is one of several with many documents
 CHUNK = 1 << 20  # bytes that are read at once
@@ -46,7 +47,9 @@ LINE_END = re.compile(rb"\r*\n|\r")  # also of a text whose line ends were conve
 MARK = "\ufeff"  # byte order mark
 # Control characters that text has not: all but tab, line ends, backspace (overstrike), escape, separators.
 CONTROL = bytes([*range(0x08), *range(0x0E, 0x1B)])
-MIN_CONTROL, MAX_CONTROL_SHARE = 4, 0.05  # a line with more of them is not text
+# A line with so many of them, and with more than this share, is not text.
+MIN_CONTROL = 4
+MAX_CONTROL_SHARE = 0.05
 DELIMITERS = (",", ";", "\t", "|")
 TABLE_ROWS = 100  # rows of a parquet or Arrow file that become Python objects at once
 
@@ -71,14 +74,14 @@ class Oddities:
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)  # names of files
 
-    def add(self, what: str, file: str, count: int = 1) -> None:
+    def add(self, change: str, file: str, count: int = 1) -> None:
         if count:
-            self.counts[what] += count
-            self.first.setdefault(what, file)
+            self.counts[change] += count
+            self.first.setdefault(change, file)
 
     def describe(self) -> str:
         """All of them for a log line; empty for none."""
-        parts = (f"{count} {what} (first in {self.first[what]})" for what, count in self.counts.items())
+        parts = [f"{count} {change} (first in {self.first[change]})" for change, count in self.counts.items()]
         return ", ".join(parts)
 
 
@@ -99,21 +102,22 @@ def read_folder(
     """(split, document) of the files of a folder, streamed. A split is what the names of a file and of its
     folders say (wiki.test.txt, train-00000-of-00002.parquet, dev/a), else train. Raises ValueError for a
     file that cannot be read; `reject` is called for each record of a table that cannot."""
-    found = find_text_files(folder, ignored=ignored)
-    log_files(folder, name, found.text)
-    if left_out := found.left_out():
+    files = find_text_files(folder, ignored=ignored)
+    log_files(folder, name, files.text)
+    left_out = files.left_out()
+    if left_out:
         log.info("Leaving out files of %s: %s", name, left_out)
 
     plain_unit = document
     if document == "auto":
-        plain_unit = choose_unit([path for path in found.text if kind(path) == ".txt"])
+        plain_unit = choose_unit([path for path in files.text if kind(path) == ".txt"])
     oddities = Oddities()
-    sizes = [path.stat().st_size * (3 if packing(path) else 1) for path in found.text]
-    ends = list(accumulate(sizes))
+    sizes = [estimate_bytes(path) for path in files.text]
+    ends = list(accumulate(sizes))  # of each file, on the progress bar
     with progress_bar(
         f"reading {name}", total=ends[-1], unit="B", scale=True, hidden=False, delay=DELAY
     ) as progress:
-        for path, end in zip(found.text, ends, strict=True):
+        for path, end in zip(files.text, ends, strict=True):
             split = split_of(path.relative_to(folder)) or "train"
             unit = "file" if kind(path) == ".md" and document == "auto" else plain_unit
             with naming_file(path):
@@ -122,8 +126,15 @@ def read_folder(
                     yield split, text
             progress.update(end - progress.n)
 
-    if changes := oddities.describe():
+    changes = oddities.describe()
+    if changes:
         log.warning("Reading %s: %s", name, changes)
+
+
+def estimate_bytes(path: Path) -> int:
+    """The size of a file's text; a compressed one is taken as three times its size."""
+    size = path.stat().st_size
+    return 3 * size if packing(path) else size
 
 
 def log_files(folder: Path, name: str, paths: Sequence[Path]) -> None:
@@ -159,7 +170,8 @@ def choose_unit(paths: Sequence[Path]) -> str:
         if paragraph_lines:
             break
 
-    num_paragraphs, num_lines = len(paragraph_lines), sum(paragraph_lines)
+    num_paragraphs = len(paragraph_lines)
+    num_lines = sum(paragraph_lines)
     is_separated = num_paragraphs > 1 and num_lines <= MAX_LINES_PER_PARAGRAPH * num_paragraphs
     unit = "paragraph" if is_separated else "line"
     folder = paths[0].parent
@@ -176,7 +188,11 @@ def choose_unit(paths: Sequence[Path]) -> str:
 
 def count_paragraph_lines(text: Iterable[str]) -> list[int]:
     """The number of lines of each paragraph, which blank lines separate."""
-    return [sum(1 for _ in group) for is_blank, group in groupby(text, key=str.isspace) if not is_blank]
+    counts: list[int] = []
+    for is_blank, group in groupby(text, key=str.isspace):
+        if not is_blank:
+            counts.append(sum(1 for _ in group))
+    return counts
 
 
 def documents_of(
@@ -198,7 +214,8 @@ def clean_documents(
     texts: Iterable[str], file: str, *, oddities: Oddities, counts_blank: bool = True
 ) -> Iterator[str]:
     """The texts of a file that are not blank, without byte order marks."""
-    num_documents, num_blank = 0, 0
+    num_documents = 0
+    num_blank = 0
     for text in texts:
         oddities.add("byte order marks removed", file, text.count(MARK))
         document = text.replace(MARK, "")
@@ -233,10 +250,10 @@ def split_lines(file: IO[bytes]) -> Iterator[bytes]:
     pieces: list[bytes] = []  # of a line that is longer than a chunk
     while chunk := file.read(CHUNK):
         while chunk.endswith(b"\r"):  # its line feed may be in the next chunk
-            more = file.read(1)
-            if not more:
+            next_byte = file.read(1)
+            if not next_byte:
                 break
-            chunk += more
+            chunk += next_byte
         parts = LINE_END.split(chunk) if b"\r" in chunk else chunk.split(b"\n")
         for part in parts[:-1]:
             pieces.append(part)
@@ -306,8 +323,8 @@ def refuse_binary(path: Path, number: int, line: bytes) -> None:
         raise ValueError(f"{path} is not UTF-8: it looks like UTF-16. Allowed: UTF-8")
     is_many = num_control >= MIN_CONTROL and num_control > MAX_CONTROL_SHARE * len(line)
     if is_many or not text.strip():
-        told = f"{path}, line {number} has {num_control} NULs or other control characters"
-        raise ValueError(f"{told}: it is damaged or no text. Allowed: text in UTF-8")
+        reason = f"{path}, line {number} has {num_control} NULs or other control characters"
+        raise ValueError(f"{reason}: it is damaged or no text. Allowed: text in UTF-8")
 
 
 def split_units(text: Iterator[str], unit: str) -> Iterator[str]:
@@ -356,8 +373,8 @@ def json_rows(path: Path, *, oddities: Oddities | None = None, reject: Reject = 
         if not line.strip():
             continue
         if is_first and line.lstrip().startswith("["):
-            rest = "".join(text for _, text in numbered)
-            for position, value in enumerate(parse_json(line + rest, path, number), start=1):
+            array = line + "".join(text for _, text in numbered)
+            for position, value in enumerate(parse_json(array, path, number), start=1):
                 yield f"{path}, value {position}", value
             return
         is_first = False
@@ -397,8 +414,9 @@ def csv_rows(
         raise ValueError(f"{path} has a column twice: {', '.join(header)}. Allowed: each name once")
 
     num_repeated = 0
-    for row in filter(None, reader):
-        position, num_columns = f"{path}, line {reader.line_num}", len(header)
+    num_columns = len(header)
+    for row in filter(None, reader):  # without blank lines
+        position = f"{path}, line {reader.line_num}"
         if row == header:
             num_repeated += 1
         elif len(row) != num_columns:
@@ -498,9 +516,9 @@ def cell(row: Any, column: str, where: str, option: str) -> Any:
 
 def similar_name(name: str, names: Sequence[str]) -> str | None:
     """The most similar of some names, whatever their case; None for none."""
-    by_plain = {each.strip().casefold(): each for each in names}
-    similar = difflib.get_close_matches(name.strip().casefold(), by_plain, n=1)
-    return by_plain[similar[0]] if similar else None
+    by_folded = {candidate.strip().casefold(): candidate for candidate in names}
+    similar = difflib.get_close_matches(name.strip().casefold(), by_folded, n=1)
+    return by_folded[similar[0]] if similar else None
 
 
 def text_of(where: str, column: str, value: Any) -> str | None:
