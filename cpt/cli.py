@@ -22,7 +22,7 @@ from cpt import __version__
 from cpt.core.config import CONF
 from cpt.core.errors import readable
 from cpt.core.output import closing_output
-from cpt.core.processes import SPINS
+from cpt.core.processes import SPINS, is_one_of_several, is_submitit_job
 from cpt.core.renames import rename_overrides
 from cpt.train import train
 from cpt.trainer.help import FLAG, describe_options
@@ -61,8 +61,13 @@ def start() -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def app(cfg: DictConfig) -> Any:
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # torch reads it when it is imported
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if is_submitit_job() and not is_one_of_several():
+        # submitit hands an exception on to the sweep, which reports it. It would wait for the result of a
+        # job that has exited, without SLURM's accounting for ever.
+        return train(cfg, run_dir=run_dir)
     with readable():  # inside Hydra's own report of an error in a run
-        return train(cfg, run_dir=Path(HydraConfig.get().runtime.output_dir))
+        return train(cfg, run_dir=run_dir)
 
 
 def run_step(step: Callable[[], Any]) -> Any:

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from cpt.core.cache import check_all
@@ -16,7 +14,7 @@ from cpt.core.cache_use import end_uses
 from cpt.core.errors import reason
 from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
-from cpt.core.processes import is_first_process, is_one_of_several
+from cpt.core.processes import is_first_process, is_job_within_a_sweep, is_one_of_several
 from cpt.core.schema import show
 from cpt.core.slurm import check_launch
 from cpt.evaluation.scores import Scores
@@ -123,11 +121,6 @@ def print_estimate(plan: Plan, run: RunDir) -> None:
     print(json.dumps(cost, indent=1) if as_json else format_table(cost), flush=True)
     if is_new:
         run.remove_if_empty()
-
-
-def is_job_within_a_sweep() -> bool:
-    """Whether a Hydra launcher runs this job in the process of the sweep, which is no task of SLURM."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def is_complete(scores: Scores | None, plan: Plan) -> bool:

@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 import psutil
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
 from cpt.core.slurm import started_tasks
 
@@ -54,6 +56,17 @@ def rank_and_world() -> tuple[int, int]:
         return 0, 1
     distributed = sys.modules["torch.distributed"]
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def is_job_within_a_sweep() -> bool:
+    """Whether a launcher of Hydra's plugins runs this job as a call in a process of its own, whose command
+    line, if any, is that of the sweep. cpt's launchers start the command of a single run."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def is_submitit_job() -> bool:
+    """Whether submitit runs this job as a call, for one of Hydra's plugins."""
+    return is_job_within_a_sweep() and "SUBMITIT_EXECUTOR" in os.environ
 
 
 def die_with_parent() -> None:

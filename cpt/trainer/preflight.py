@@ -31,7 +31,13 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.memory import keep_free
-from cpt.core.processes import cores, is_first_process, stray_ranks
+from cpt.core.processes import (
+    cores,
+    is_first_process,
+    is_job_within_a_sweep,
+    is_one_of_several,
+    stray_ranks,
+)
 from cpt.core.schema import check_names, option_types, show
 from cpt.core.sections import check_arguments, load_target
 from cpt.core.slurm import check_task_count
@@ -128,6 +134,7 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
             callbacks=list(callbacks.values()),
         )
     check_task_count(tried.num_devices, plan.trainer.num_nodes)
+    check_process_start(tried.world_size, show(plan.trainer.devices))
     parts = plan.trainer.accumulate_grad_batches
     share_batch(plan.trainer.batch_size, accumulate=parts, world=tried.world_size)
     prior = getattr(getattr(plan.method.options, "routing", None), "prior", "uniform")
@@ -142,6 +149,14 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
     plan = replace(plan, trainer=resolve_auto(plan, config, device, stored=stored))
     processes = tried.num_devices, tried.num_devices * plan.trainer.num_nodes
     return Preflight(plan, loggers, callbacks, *processes, device, make_harness(plan))
+
+
+def check_process_start(num_processes: int, devices: str) -> None:
+    """Raises ValueError if Lightning would start the other processes of a run in a job whose command line is
+    not the run's: each of them would be the whole sweep, or a process of the launcher."""
+    if num_processes > 1 and is_job_within_a_sweep() and not is_one_of_several():
+        problem = f"trainer.devices={devices} is invalid: this hydra/launcher runs jobs of one process"
+        raise ValueError(f"{problem}. Allowed: 1; hydra/launcher=processes or slurm for {num_processes}")
 
 
 def check_wandb(place: WandbPlace) -> None:

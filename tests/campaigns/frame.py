@@ -67,15 +67,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         place = given.keep or Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        bar = tqdm(run_trials(trial, place, numbers, seed=given.seed), total=len(numbers), desc=given.name)
-        for each in bar:
-            found.append(each)
-            bar.set_postfix(fine=sum(one["fine"] for one in found))
-            if not each["fine"]:
-                bar.write(json.dumps(each), file=sys.stdout)
-            if time.monotonic() - began > given.seconds:
-                break
-        bar.close()
+        try:
+            bar = tqdm(
+                run_trials(trial, place, numbers, seed=given.seed), total=len(numbers), desc=given.name
+            )
+            for each in bar:
+                found.append(each)
+                bar.set_postfix(fine=sum(one["fine"] for one in found))
+                if not each["fine"]:
+                    bar.write(json.dumps(each), file=sys.stdout)
+                if time.monotonic() - began > given.seconds:
+                    break
+            bar.close()
+        finally:  # while the folder is there: daemons are ended by their pid files
+            if hasattr(module, "close"):
+                module.close(place)
     told = {"campaign": given.name, "asked": trials, "seed": given.seed, "made": len(found)}
     told |= {"fine": sum(each["fine"] for each in found), "seconds": round(time.monotonic() - began)}
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ A trial is one of EVENTS on a cluster of two nodes on this machine (tests/suppor
 trials share. Those of *script* submit the batch script of docs/distributed.md, those of *sweep* start
 `hydra/launcher=slurm`. No run saves a checkpoint but at a signal, except where a node fails."""
 
-import atexit
 import os
 import random
 import re
@@ -56,10 +55,16 @@ def cluster_in(place: Path) -> SlurmCluster:
     if place not in CLUSTERS:
         CLUSTERS[place] = SlurmCluster(place / "slurm")
         CLUSTERS[place].start()
-        atexit.register(CLUSTERS[place].stop)
         os.environ["PYTHONPATH"] = str(ROOT)
         CLUSTERS[place].environment["PYTHONPATH"] = str(ROOT)
     return CLUSTERS[place]
+
+
+def close(place: Path) -> None:
+    """Ends the daemons of the trials in a folder: they would hold the ports of the next campaign."""
+    cluster = CLUSTERS.pop(place, None)
+    if cluster is not None:
+        cluster.stop()
 
 
 def batch_script(arguments: list[str], *, nodes: int, tasks: int) -> str:

@@ -19,6 +19,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
+from cpt import cli
 from cpt.cli import to_hydra
 from cpt.core import resolved
 from cpt.core.heartbeat import Heartbeat
@@ -34,6 +35,7 @@ from cpt.sweeps.jobs import (
     visible_gpus,
 )
 from cpt.sweeps.launcher import ClusterLauncher, ProcessLauncher, forward_signals, run_all
+from cpt.trainer.preflight import check_process_start
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import is_there, wait_for
 
@@ -46,6 +48,13 @@ class Sweep:
 
     def jobs(self, *each):
         return compose_jobs(self.given(each), 0, context=self.context, config=self.config)
+
+    def compose(self, overrides):
+        """The config of a job as Hydra's launchers compose it, in the process of the sweep."""
+        given = [*self.given([overrides])[0], "hydra.mode=MULTIRUN"]  # of Hydra's main program, by `-m`
+        config = self.context.config_loader.load_sweep_config(self.config, given)
+        HydraConfig.instance().set_config(config)
+        return config
 
     def given(self, each):
         return [[*self.shared, *overrides.split()] for overrides in each]
@@ -110,6 +119,51 @@ def test_a_folder_that_the_user_names_is_each_jobs_own(sweep):
             (parsed,) = OverridesParser.create().parse_overrides(job.arguments[-1:])
             assert (parsed.key_or_group, str(parsed.value())) == ("hydra.run.dir", str(job.folder))
             assert folder is None or str(job.folder) == folder.format(number)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    ["seed=1", "order=[law,food] seed=2", "name=other method=ewc", "init_from=a/b"],
+)
+def test_launchers_of_hydras_plugins_write_to_the_folder_of_a_run_alone(sweep, overrides):
+    config = sweep.compose(overrides)
+    folder = Path(config.hydra.sweep.dir) / config.hydra.sweep.subdir  # as hydra.core.utils.run_job
+    (job,) = sweep.jobs(overrides)
+    alone = sweep.context.config_loader.load_configuration("config", sweep.given([overrides])[0], RunMode.RUN)
+    HydraConfig.instance().set_config(alone)
+    assert folder == job.folder == Path(alone.hydra.run.dir)
+
+
+def test_a_job_in_the_process_of_a_sweep_starts_no_other_processes(sweep, monkeypatch):
+    """Lightning would start them by the command line, which is that of the sweep."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    sweep.compose("seed=1")
+    check_process_start(1, "1")
+    with pytest.raises(ValueError, match="trainer.devices=auto is invalid: .* slurm for 2"):
+        check_process_start(2, "auto")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # torchrun has started them
+    check_process_start(2, "2")
+
+    monkeypatch.delenv("LOCAL_RANK")
+    alone = sweep.context.config_loader.load_configuration("config", sweep.shared, RunMode.RUN)
+    HydraConfig.instance().set_config(alone)
+    check_process_start(2, "2")
+
+
+def test_submitit_gets_the_error_of_a_job_and_other_launchers_a_line(sweep, monkeypatch, capsys):
+    def refuse(config, *, run_dir):
+        raise ValueError(f"{run_dir}/x is invalid. Allowed: y")
+
+    monkeypatch.setattr(cli, "train", refuse)
+    monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
+    config = sweep.compose("seed=1")
+    resolved.set_values(HydraConfig.instance().cfg, {"hydra.runtime.output_dir": "outputs/one"})
+    with pytest.raises(SystemExit):
+        cli.app(config)
+    assert capsys.readouterr().err == "cpt: outputs/one/x is invalid. Allowed: y\n"
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    with pytest.raises(ValueError, match="outputs/one/x is invalid"):
+        cli.app(config)
 
 
 def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch):
