@@ -23,6 +23,7 @@ MAX_TRAIN_BYTES = 1 << 27  # beyond which training text is sampled by batches
 # Training documents that are compared at once.
 BATCH_DOCUMENTS = 2000
 BATCH_CHARACTERS = 1 << 20
+MAX_PAIRS = 1 << 23  # of equal spans that are in memory at once
 MAX_MATCHES = 1 << 26  # of spans, after which the comparison ends: text that repeats itself takes long
 TABLE_BITS = 22  # of the table by which most spans are found to be in no held-out document
 
@@ -116,8 +117,13 @@ class HeldOutSpans:
         # Normalized texts have no line feed: no span over the border of two texts is in a document.
         text_numbers, keys = self.shared_spans(b"\n".join(raw_texts), starts)
 
-        # One entry for each held-out document that has a span, for each text that has it.
+        # Where many held-out documents are alike, a batch of texts has many times their spans.
         repeats = self.repeats[keys]
+        if repeats.sum() > MAX_PAIRS and len(texts) > 1:
+            middle = len(texts) // 2
+            return self.compare(texts[:middle]) + self.compare(texts[middle:])
+
+        # One entry for each held-out document that has a span, for each text that has it.
         num_earlier = np.cumsum(repeats) - repeats
         rank_in_key = np.arange(repeats.sum()) - np.repeat(num_earlier, repeats)
         documents = self.owners[np.repeat(self.begins[keys], repeats) + rank_in_key]

@@ -26,7 +26,8 @@ from cpt.reporting import frames
 from cpt.reporting.frames import few, label, stage_points, summarize_scores
 
 log = logging.getLogger(__name__)
-LONGEST_NAME, LONGEST_ORDER = 80, 30  # characters of a run's name, and of an order in it
+LONGEST_NAME = 80  # characters of a run's name
+LONGEST_ORDER = 30  # characters of an order in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +119,10 @@ def make_wandb_logger(place: WandbPlace, run: LoggedRun) -> Logger:
 def prepare_custom(custom: Mapping[str, Logger], run: LoggedRun) -> list[Logger]:
     """The custom loggers, guarded and with the config of the run."""
     names = MetricNames(run.texts)
-    changed = names.changes(run.texts)
-    if custom and changed and is_first_process():
-        shown = few([f"{text} is {name}" for text, name in changed.items()], between=", ")
-        log.info("Names of %d texts in %s: %s", len(changed), ", ".join(custom), shown)
+    renamed_texts = names.changes(run.texts)
+    if custom and renamed_texts and is_first_process():
+        changes = few([f"{text} is {name}" for text, name in renamed_texts.items()], between=", ")
+        log.info("Names of %d texts in %s: %s", len(renamed_texts), ", ".join(custom), changes)
 
     prepared = []
     for name, logger in custom.items():
@@ -165,10 +166,12 @@ def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path) -> No
 
 def run_name(run: Mapping[str, Any], order: Any) -> str:
     """`das + migu order=0 seed=1 (temperature=0.1)`; run: as in scores.json, order: as given."""
+    order_name = str(order)
     if isinstance(order, Sequence) and not isinstance(order, str):
-        listed = ",".join(map(str, order))
-        order = listed if len(listed) <= LONGEST_ORDER else f"{len(order)} domains"
-    name = f"{label({**run, 'variant': ''})} order={order} seed={run['seed']}"
+        order_name = ",".join(map(str, order))
+        if len(order_name) > LONGEST_ORDER:
+            order_name = f"{len(order)} domains"
+    name = f"{label({**run, 'variant': ''})} order={order_name} seed={run['seed']}"
     values = ", ".join(frames.split_variant(run))
     if values:
         name += f" ({values})"

@@ -170,15 +170,20 @@ class Curves:
     logged twice."""
 
     def __init__(self, run: wandb.Run, *, progress: Path | None = None) -> None:
-        self.run, self.progress = run, progress
-        self.domain, self.tokens_before, self.tokens = "", 0.0, 0.0
-        self.defined: set[str] = set()
+        self.run = run
+        self.progress = progress
+        self.domain = ""
+        self.tokens_before = 0.0  # that the run had read when it entered the domain
+        self.tokens = 0.0  # of the whole run, at the last point
+        self.defined: set[str] = set()  # names with an axis of their own definition
         stored = progress.read_text() if progress is not None and progress.exists() else ""
         self.logged_tokens = float(stored) if stored.isdigit() else 0.0
 
     def enter(self, domain: str, *, tokens: float) -> None:
         """The points that follow are of this domain, before which the run had read this number of tokens."""
-        self.domain, self.tokens_before, self.tokens = domain, tokens, tokens
+        self.domain = domain
+        self.tokens_before = tokens
+        self.tokens = tokens
 
     def log(self, points: Mapping[str, float]) -> None:
         """Logs points that have the names of metrics.csv; other names are kept, over the same axis."""
@@ -186,10 +191,13 @@ class Curves:
         merged: dict[str, float] = {}
         other_names: set[str] = set()
         for key, value in points.items():
-            kind, _, rest = key.partition("/")
-            if kind in TRAINING and rest.endswith(ending):
-                name = f"{kind}/{escape_name(rest.removesuffix(ending))}"
-                merged["train/loss" if name == "train/lm" else name] = value
+            kind, _, term_and_domain = key.partition("/")
+            if kind in TRAINING and term_and_domain.endswith(ending):
+                term = escape_name(term_and_domain.removesuffix(ending))
+                name = f"{kind}/{term}"
+                if name == "train/lm":
+                    name = "train/loss"
+                merged[name] = value
             elif key != "epoch":
                 merged[key] = value
                 other_names.add(key)
@@ -220,7 +228,8 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     first: if a picture cannot be drawn, they are there."""
     base_hash = read_base_hash(folder)
     measured = conditions(scores) | {"base": base_hash or "unknown"}
-    name, description = label(scores.run), describe_conditions(measured)
+    name = label(scores.run)
+    description = describe_conditions(measured)
     if base_hash:
         description += f", base {base_hash}"
     facts: dict[str, Any] = {

@@ -35,10 +35,12 @@ def result_settings(config: Mapping[str, Any], scores: Scores) -> dict[str, Any]
     """The leaves of a run's config that decide its result, with the precision and the attention
     implementation that it used in place of `auto`; empty without a config."""
     settings = identity(config)
-    if settings:
-        for name, key in (("precision", "trainer.precision"), ("attention", "trainer.attn_implementation")):
-            if name in scores.numerics:
-                settings[key] = scores.numerics[name]
+    if not settings:
+        return settings
+    if "precision" in scores.numerics:
+        settings["trainer.precision"] = scores.numerics["precision"]
+    if "attention" in scores.numerics:
+        settings["trainer.attn_implementation"] = scores.numerics["attention"]
     return settings
 
 
@@ -65,11 +67,11 @@ def base_losses(scores: Scores) -> dict[str, float]:
     return {text: loss for text, loss in losses if loss is not None and np.isfinite(loss)}
 
 
-def have_same_base(one: Scores, other: Scores, *, hashes: tuple[str, str]) -> bool:
+def have_same_base(first: Scores, second: Scores, *, hashes: tuple[str, str]) -> bool:
     """Whether two runs over the same texts began with the same model: by their losses before training, and
-    by the hashes of the weights, which differ for the same weights in other files. True where nothing is
-    known."""
-    gap = largest_gap(base_losses(one), base_losses(other))
+    by the `hashes` of their weights ("": unknown), which differ for the same weights in other files. True
+    where nothing is known."""
+    gap = largest_gap(base_losses(first), base_losses(second))
     if all(hashes) and hashes[0] != hashes[1]:
         return gap is not None and gap <= SAME_WEIGHTS
     return gap is None or gap <= OTHER_NUMERICS
@@ -83,4 +85,4 @@ def largest_gap(first: Mapping[str, float], second: Mapping[str, float]) -> floa
         pairs = list(zip(sorted(first.values()), sorted(second.values()), strict=True))
     else:
         pairs = [(first[text], second[text]) for text in first if text in second]
-    return max((abs(one - other) for one, other in pairs), default=None)
+    return max((abs(first_loss - second_loss) for first_loss, second_loss in pairs), default=None)

@@ -52,7 +52,7 @@ class ClusterTask:
             process.wait()
             stopped = "it reached its time limit more often than hydra.launcher.max_num_timeout"
             return JobEnd(GO_ON, offset, stopped)
-        is_stopped = code == GO_ON or code < 0 or code > 128
+        is_stopped = code == GO_ON or code < 0 or code > 128  # by itself, by a signal, by one of a shell
         if received and is_stopped and "SLURM_JOB_ID" in os.environ:
             return self.leave_to_scheduler(JobEnd(code, offset))
         return JobEnd(code, offset)

@@ -1,6 +1,7 @@
 """Near-duplicates against an exact comparison of all pairs of documents."""
 
 import random
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,19 @@ def test_they_are_those_of_an_exact_comparison_and_one_changed_word_is_found(mon
     for size in (1, 7, 2000):
         monkeypatch.setattr(near_duplicates, "BATCH_DOCUMENTS", size)
         assert count([*others, *changed], training + chinese).found == 16
+
+
+def test_documents_that_are_all_alike_are_compared_in_bounded_memory(monkeypatch):
+    sentence = prose(1, words=(40, 40))[0]
+    alike = [f"{sentence} {number}" for number in range(250)]
+    peaks = {}
+    for limit in (1 << 60, 10_000):
+        monkeypatch.setattr(near_duplicates, "MAX_PAIRS", limit)
+        tracemalloc.start()
+        assert count(alike, alike).found == 250
+        peaks[limit] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peaks[10_000] < peaks[1 << 60] / 2
 
 
 @pytest.mark.parametrize("texts", [["short"], ["", "a", "1234567"], ["12345678"]])

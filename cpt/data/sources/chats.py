@@ -76,12 +76,12 @@ def from_sharegpt(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message of ShareGPT's form {from, value} in OpenAI's; others as they are."""
     if "from" not in message:
         return message
-    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    other_keys = {key: value for key, value in message.items() if key not in ("from", "value")}
     role = message["from"]
     value = message.get("value")
     if role == FUNCTION_CALL:
-        return {"role": ASSISTANT, "content": "", "tool_calls": parsed_json(value), **rest}
-    return {"role": SHAREGPT_ROLES.get(str(role), role), "content": value, **rest}
+        return {"role": ASSISTANT, "content": "", "tool_calls": parsed_json(value), **other_keys}
+    return {"role": SHAREGPT_ROLES.get(str(role), role), "content": value, **other_keys}
 
 
 def read_turn(message: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> Turn:
