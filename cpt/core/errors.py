@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 from filelock import Timeout
 from hydra import errors as of_hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 from omegaconf import errors as of_omegaconf
@@ -23,6 +25,7 @@ from cpt.core.processes import is_one_of_several
 from cpt.core.schema import unknown_name
 from cpt.core.secrets import redact_text
 
+UNQUOTED = re.compile(r"[^\w\s./:+@%*?|$,(){}\[\]\\~-]")  # signs that Hydra takes only in quotes
 LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
@@ -87,8 +90,10 @@ def explain(error: BaseException) -> str:
         case of_hydra.OverrideParseException():
             about = ("Error parsing", "See ", "^")  # the argument, Hydra's page, the place in the argument
             lines = [line.strip() for line in error.message.splitlines()]
-            why = " ".join(line for line in lines if line and not line.startswith(about))
-            return f"{error.override} is invalid: {why}. Allowed: key=value"
+            cause = " ".join(line for line in lines if line and not line.startswith(about))
+            if cause.startswith("LexerNoViableAltException"):  # and the argument again
+                cause = "it has characters outside Hydra's grammar"
+            return f"{error.override} is invalid: {cause}. Allowed: {allowed_form(str(error.override))}"
         case of_hydra.SearchPathException():
             return f"{' '.join(str(error).splitlines())}. Allowed: an existing folder"
         case ConfigCompositionException(
@@ -125,6 +130,20 @@ def explain(error: BaseException) -> str:
         case of_omegaconf.ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
             return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
     return str(error)
+
+
+def allowed_form(override: str) -> str:
+    """What is allowed instead of an argument that Hydra cannot parse. A value with signs that it takes in
+    quotes only is shown in them, and in those that keep the shell from removing them."""
+    key, equals, value = override.partition("=")
+    if not equals or not UNQUOTED.search(value):
+        return "key=value"
+    if value[0] in "[{":
+        return "key=value, with such texts in quotes within the list or the keys"
+    if value[0] in "'\"":  # a quote without its end, or with text after it
+        value = value.strip(value[0])
+    argument = f"{key}={QuotedString(value, Quote.double).with_quotes()}"
+    return f"key=value, with the value in quotes: {shlex.quote(argument)}"
 
 
 def choices_with(key: str, section: str) -> list[str]:

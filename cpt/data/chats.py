@@ -20,12 +20,14 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cpt.data.sources.base import ASSISTANT, BadExampleError, Example
-from cpt.data.sources.chats import LABEL_KEYS
+from cpt.data.sources.base import ASSISTANT, SPLIT, BadExampleError, Example
+from cpt.data.sources.chats import LABEL_KEYS, TEMPLATE_OPTIONS
+from cpt.data.text_encoder import TextEncoder
 
 # Around a control token that a text of the chat spells: private characters of Unicode's last plane.
 MARK_BEGIN, MARK_END = "\U0010fffc", "\U0010fffd"
 MARK = re.compile(f"[{MARK_BEGIN}{MARK_END}]")
+WORD = re.compile(r"\S+")
 MARKED_TOKEN = re.compile(f"{MARK_BEGIN}([^{MARK_BEGIN}{MARK_END}]*){MARK_END}")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ANCHORS = ("\n", ":", "0")  # texts before which the middle of another text is tokenized
@@ -55,9 +57,7 @@ class ChatCounts:
     """What is worth a line about chats that were encoded."""
 
     num_spelling: int = 0  # chats whose text spells a control token
-    unused_keys: Counter[str] = field(
-        default_factory=Counter
-    )  # of messages, that the template does not print
+    unused_keys: Counter[str] = field(default_factory=Counter)  # that the template does not print
 
 
 def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -108,15 +108,13 @@ class ChatEncoder:
         }
 
     @cached_property
-    def control_tokens(self) -> list[str]:
-        """The special tokens of the tokenizer, the longest first."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added if token.special}
-        return sorted({*special, *self.tokenizer.all_special_tokens}, key=lambda text: (-len(text), text))
+    def text_encoder(self) -> TextEncoder:
+        """Encodes what stays text whatever it spells."""
+        return TextEncoder(self.tokenizer, SPLIT)
 
     @cached_property
     def control_pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self.control_tokens)) or "(?!)")
+        return re.compile(self.text_encoder.spelled_pattern or "(?!)")
 
     def template_of(self, example: Example) -> str:
         """The template for a chat: of several the one for tools, if it has some. Raises ValueError where the
@@ -126,6 +124,14 @@ class ChatEncoder:
             reason = f"the tokenizer {self.name} has no chat template, and example {example.id} is a chat"
             raise ValueError(f"{reason}. Allowed: the tokenizer of an instruction-tuned model")
         return self.templates[name]
+
+    def used_options(self, example: Example, template: str) -> dict[str, Any]:
+        """The options of a chat that its template reads."""
+        return {
+            name: value
+            for name, value in example.template_options.items()
+            if name.isidentifier() and re.search(rf"\b{name}\b", template)
+        }
 
     def answers(self, example: Example, counts: ChatCounts | None = None) -> list[Answer]:
         """The scored answers of a chat, in their order; adds to `counts`. Raises BadExampleError for a chat
@@ -139,6 +145,9 @@ class ChatEncoder:
             text_of_answer[number] = text
             pieces += [(number, text, span) for span in spans]
         unused_keys = chat.check_use(text_of_answer)
+        unused_keys += [
+            f"{TEMPLATE_OPTIONS}.{name}" for name in example.template_options if name not in chat.options
+        ]
         if counts is not None:
             counts.unused_keys.update(unused_keys)
             if chat.is_marked:
@@ -193,11 +202,14 @@ class ChatEncoder:
         )
         return [list(ids) for ids in encoded["input_ids"]]
 
+    def parse(self, text: str) -> list[int]:
+        return self.ids_of([text])[0]
+
     def ids_after(self, text: str) -> list[int]:
         """The ids of a text that follows another, in which control tokens are parsed, but for marked ones."""
         if MARK.search(text):
             return self.ids_of_marked(text, is_first=False)
-        return ids_within(self.tokenizer, text)
+        return ids_within(self.parse, text)
 
     def ids_of_marked(self, text: str, *, is_first: bool = True) -> list[int]:
         """The ids of a text in which marked control tokens are spelled out; those of the template are parsed.
@@ -206,24 +218,34 @@ class ChatEncoder:
         for index, piece in enumerate(MARKED_TOKEN.split(text)):
             is_marked = index % 2 == 1
             if index == 0 and is_first and piece:
-                ids += self.ids_of([piece])[0]
+                ids += self.parse(piece)
             elif piece:
-                ids += ids_within(self.tokenizer, piece, spelled_out=is_marked)
+                ids += ids_within(self.text_encoder.encode_body if is_marked else self.parse, piece)
         return ids
 
     def mark(self, text: str) -> str:
-        """The text with its control tokens between marks."""
-        return self.control_pattern.sub(lambda match: f"{MARK_BEGIN}{match[0]}{MARK_END}", text)
+        """The text with what would become control tokens between marks: those that it spells; of a tokenizer
+        that changes texts first, as to lower case, also other words that become one."""
+        marked = self.control_pattern.sub(mark_match, text)
+        if not self.is_open(marked):
+            return marked
+        marked = WORD.sub(lambda word: mark_match(word) if self.is_open(word[0]) else word[0], text)
+        return marked if not self.is_open(marked) else f"{MARK_BEGIN}{text}{MARK_END}"
+
+    def is_open(self, text: str) -> bool:
+        """Whether a text has control tokens outside marks."""
+        if not self.text_encoder.may_normalize:
+            return False
+        return self.text_encoder.parses_control(MARKED_TOKEN.sub(" ", text))
 
 
-def ids_within(tokenizer: PreTrainedTokenizerBase, text: str, *, spelled_out: bool = False) -> list[int]:
-    """The ids of a text that follows another: without the blank that SentencePiece puts before a text.
-    Control tokens in it are parsed, or `spelled_out` as text."""
+def mark_match(match: re.Match[str]) -> str:
+    return f"{MARK_BEGIN}{match[0]}{MARK_END}"
 
-    def encode(piece: str) -> list[int]:
-        encoded = tokenizer(piece, add_special_tokens=False, split_special_tokens=spelled_out, verbose=False)
-        return list(encoded["input_ids"])
 
+def ids_within(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """The ids that `encode` gives of a text that follows another: without the blank that SentencePiece puts
+    before a text."""
     for anchor in ANCHORS:
         anchor_ids, ids = encode(anchor), encode(anchor + text)
         if ids[: len(anchor_ids)] == anchor_ids:
@@ -245,11 +267,16 @@ def sequences_of(answers: Sequence[Answer]) -> list[list[Answer]]:
 
 
 def replace_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """JSON with each of its texts changed, but for keys and roles."""
+    """JSON with each of its texts changed, but for names by which templates find a value or a role."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: each if key == "role" else replace_texts(each, change) for key, each in value.items()}
+        changed = {}
+        for key, entry in value.items():
+            is_name = key == "role" and str(entry).isidentifier()
+            changed_key = key if str(key).isidentifier() else change(str(key))
+            changed[changed_key] = entry if is_name else replace_texts(entry, change)
+        return changed
     if isinstance(value, list | tuple):
         return [replace_texts(each, change) for each in value]
     return value
@@ -264,6 +291,7 @@ class RenderedChat:
     template: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
+    options: Mapping[str, Any]  # further variables that the template reads
     is_marked: bool = False  # whether its texts spell control tokens, which are between marks
 
     @classmethod
@@ -273,17 +301,16 @@ class RenderedChat:
         template = encoder.template_of(example)
         messages = [copy.deepcopy(turn.message) for turn in example.turns]
         tools = [dict(tool) for tool in example.tools] or None
-        texts = json.dumps([messages, tools], ensure_ascii=False)
-        is_marked = encoder.control_pattern.search(texts) is not None
-        if is_marked:
-            if MARK.search(texts):
-                reason = (
-                    f"example {example.id}: a turn has a control token and the character U+10FFFC or FFFD"
-                )
-                raise BadExampleError(f"{reason}. Allowed: text without them", "private characters in a turn")
-            messages = replace_texts(messages, encoder.mark)
-            tools = replace_texts(tools, encoder.mark)
-        chat = cls(example, encoder, template, messages, tools, is_marked)
+        options = encoder.used_options(example, template)
+        unmarked = [messages, tools, options]
+        marked = replace_texts(unmarked, encoder.mark)
+        text = json.dumps(unmarked, ensure_ascii=False)
+        is_marked = json.dumps(marked, ensure_ascii=False) != text
+        if is_marked and MARK.search(text):
+            reason = f"example {example.id}: a turn has a control token and the character U+10FFFC or FFFD"
+            raise BadExampleError(f"{reason}. Allowed: text without them", "private characters in a turn")
+        messages, tools, options = marked
+        chat = cls(example, encoder, template, messages, tools, options, is_marked)
         return chat.with_argument_texts() if chat.needs_argument_texts() else chat
 
     def render(self, count: int, *, generation_prompt: bool = False) -> str:
@@ -313,6 +340,7 @@ class RenderedChat:
                 chat_template=self.template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
+                **self.options,
             )
         except RENDER_ERRORS as error:
             raise self.refuse(error) from error
@@ -367,13 +395,14 @@ class RenderedChat:
 
     def find_marked_answer(self, number: int) -> tuple[str, list[Span]]:
         """The same by the marks of the template: those after the text of the turns before."""
+        variables = {**self.encoder.tokenizer.special_tokens_map, **self.options}
         try:
             texts, spans = render_jinja_template(
                 conversations=[self.messages[: number + 1]],
                 tools=self.tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
-                **self.encoder.tokenizer.special_tokens_map,
+                **variables,
             )
         except RENDER_ERRORS as error:
             raise self.refuse(error) from error

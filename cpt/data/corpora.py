@@ -16,7 +16,7 @@ from cpt.data.packing import Packed, pack
 from cpt.data.sources.base import CONCAT, GENERAL, Encoding, Source, TextOptions
 from cpt.data.text_format import TextFormat
 from cpt.data.tokenized_tasks import Encoder, encode_corpus
-from cpt.data.tokenizer_hash import tokenizer_digest
+from cpt.data.tokenizer_hash import rows_digest, tokenizer_digest
 
 log = logging.getLogger(__name__)
 SHOWN = 3  # pairs that a message names
@@ -75,7 +75,7 @@ class Corpora:
                 encoder=self.encoder(format.tokenizer, length, seq2seq=seq2seq),
                 name=name,
                 cache=self.cache,
-                tokenizer_digest=self.tokenizer_digest(format.tokenizer),
+                rows_digest=with_template(rows_digest(format.tokenizer), format.tokenizer),
             )
         return pack(
             self.by_name[name],
@@ -96,8 +96,14 @@ class Corpora:
 
     def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """A hash of what decides the rows of the domains: the tokenizer, and its template for examples."""
-        known_by, template = tokenizer_digest(tokenizer), getattr(tokenizer, "chat_template", None)
-        return known_by if self.encoding is None or not template else digest([known_by, template])
+        tokenizer_hash = tokenizer_digest(tokenizer)
+        return tokenizer_hash if self.encoding is None else with_template(tokenizer_hash, tokenizer)
+
+
+def with_template(tokenizer_hash: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of a tokenizer and its chat template, if it has one."""
+    template = getattr(tokenizer, "chat_template", None)
+    return digest([tokenizer_hash, template]) if template else tokenizer_hash
 
 
 def log_near_duplicates(corpora: Mapping[str, Corpus]) -> None:

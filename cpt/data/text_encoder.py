@@ -1,4 +1,5 @@
-"""Raw text as token ids, with or without the special tokens that it spells.
+"""Texts of others as token ids, with or without the special tokens that they spell: documents, questions,
+answers, turns of chats.
 
 A corpus may contain `<|im_end|>` or `</s>` as text. By default (`domains.special_tokens=split`) these become
 the tokens of their characters, so that text from elsewhere cannot inject control tokens; with `parse` they
@@ -23,11 +24,15 @@ from cpt.data.sources.base import PARSE
 PRIVATE = "\U000f0000"  # begins a vocabulary entry that no text should reach; a private-use character
 
 
-def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text. Raises ValueError for one that changes the text
-    between them."""
+def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and after a text, or a decoder's text (`is_target`). Raises
+    ValueError for one that changes the text between them."""
     text, bare = encodable_text(tokenizer)
-    framed = tokenizer(text, verbose=False)["input_ids"]
+    if is_target:
+        bare = tokenizer(text_target=text, add_special_tokens=False, verbose=False)["input_ids"]
+        framed = tokenizer(text_target=text, verbose=False)["input_ids"]
+    else:
+        framed = tokenizer(text, verbose=False)["input_ids"]
     for begin in range(len(framed) - len(bare) + 1):
         end = begin + len(bare)
         if framed[begin:end] == bare:
@@ -75,7 +80,7 @@ def unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Encodes documents. `special_tokens` is SPLIT or PARSE: see the head of this file."""
+    """Encodes texts. `special_tokens` is SPLIT or PARSE: see the head of this file."""
 
     tokenizer: PreTrainedTokenizerBase
     special_tokens: str
@@ -99,6 +104,17 @@ class TextEncoder:
         longest_first = sorted(self.special, key=len, reverse=True)
         return "|".join(re.escape(token) for token in longest_first)
 
+    @cached_property
+    def may_normalize(self) -> bool:
+        """Whether a text may become a special token that it does not spell, as in lower case."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        return backend is None or backend.normalizer is not None
+
+    def parses_control(self, text: str) -> bool:
+        """Whether a text has ids of special tokens where these are parsed."""
+        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=False, verbose=False)
+        return not self.control_ids.isdisjoint(encoded["input_ids"])
+
     def count_spelled(self, texts: pa.ChunkedArray) -> pa.ChunkedArray:
         """How many special tokens each text spells."""
         if not self.special:
@@ -112,17 +128,60 @@ class TextEncoder:
         if not self.tokenizer.is_fast:
             return self.split_in_python(texts)
         if self.backend_without_special is not None:
-            begin, end = self.frame
-            encodings = self.backend_without_special.encode_batch(texts, add_special_tokens=False)
-            return [[*begin, *encoding.ids, *end] for encoding in encodings]
+            return self.frame_bodies(self.backend_without_special, texts, self.frame)
         return self.call(self.tokenizer, texts, split_special_tokens=True)
+
+    def encode_target(self, text: str) -> list[int]:
+        """The ids of a decoder's text with what the tokenizer puts around it, as `encode` with SPLIT.
+        Tokenizers of several languages put other tokens around it than around an encoder's text."""
+        if not self.tokenizer.is_fast:
+            return self.split_in_python([text], is_target=True)[0]
+        if self.backend_without_special is not None:
+            frame = frame_of(self.tokenizer, is_target=True)
+            return self.frame_bodies(self.backend_without_special, [text], frame)[0]
+        return self.call(self.tokenizer, [text], split_special_tokens=True, is_target=True)[0]
+
+    def encode_body(self, text: str) -> list[int]:
+        """The ids of a text with nothing around it, as `encode` with SPLIT."""
+        if self.tokenizer.is_fast and self.backend_without_special is None:
+            encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+            return list(encoded["input_ids"])
+        begin, end = self.frame
+        (ids,) = self.encode([text])
+        return ids[len(begin) : len(ids) - len(end)]
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """The characters (begin, end) of each token that `encode` with SPLIT gives of a text, (0, 0) of what
+        the tokenizer puts around it. Only of fast tokenizers."""
+        if self.backend_without_special is not None:
+            begin, end = self.frame
+            encoding = self.backend_without_special.encode(text, add_special_tokens=False)
+            return [*[(0, 0)] * len(begin), *encoding.offsets, *[(0, 0)] * len(end)]
+        encoded = self.tokenizer(text, split_special_tokens=True, return_offsets_mapping=True, verbose=False)
+        return list(encoded["offset_mapping"])
+
+    @staticmethod
+    def frame_bodies(
+        backend: Tokenizer, texts: list[str], frame: tuple[list[int], list[int]]
+    ) -> list[list[int]]:
+        begin, end = frame
+        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        return [[*begin, *encoding.ids, *end] for encoding in encodings]
 
     @staticmethod
     def call(
-        tokenizer: PreTrainedTokenizerBase, texts: list[str], *, split_special_tokens: bool
+        tokenizer: PreTrainedTokenizerBase,
+        texts: list[str],
+        *,
+        split_special_tokens: bool,
+        is_target: bool = False,
     ) -> list[list[int]]:
         encoded = tokenizer(
-            texts, split_special_tokens=split_special_tokens, return_attention_mask=False, verbose=False
+            None if is_target else texts,
+            text_target=texts if is_target else None,
+            split_special_tokens=split_special_tokens,
+            return_attention_mask=False,
+            verbose=False,
         )
         return encoded["input_ids"]
 
@@ -156,17 +215,22 @@ class TextEncoder:
             return None
         return rename_tokens(self.tokenizer, set(self.special))
 
-    def split_in_python(self, texts: list[str]) -> list[list[int]]:
-        """As `encode` with SPLIT, of a tokenizer without a fast version, whose `split_special_tokens` would
-        ignore all added tokens."""
+    @cached_property
+    def words_only(self) -> PreTrainedTokenizerBase:
+        """A copy of a tokenizer without a fast version that finds added words, but no special tokens."""
         words_only = copy.copy(self.tokenizer)
         words_only.tokens_trie = Trie()
         for token in self.tokenizer.added_tokens_decoder.values():
             if token.content not in self.special:
                 words_only.tokens_trie.add(token.content)
+        return words_only
 
-        begin, end = self.frame
-        documents = self.call(words_only, texts, split_special_tokens=False)
+    def split_in_python(self, texts: list[str], *, is_target: bool = False) -> list[list[int]]:
+        """As `encode` with SPLIT, of a tokenizer without a fast version, whose `split_special_tokens` would
+        ignore all added tokens."""
+        words_only = self.words_only
+        begin, end = frame_of(self.tokenizer, is_target=True) if is_target else self.frame
+        documents = self.call(words_only, texts, split_special_tokens=False, is_target=is_target)
         for number, ids in enumerate(documents):
             if self.control_ids.intersection(ids[len(begin) : len(ids) - len(end)]):
                 body = self.encode_by_character(words_only, texts[number])
@@ -186,13 +250,17 @@ class TextEncoder:
 
 def rename_tokens(tokenizer: Any, tokens: set[str]) -> Tokenizer:
     """A copy of a fast tokenizer's backend, with the same ids, that never gives some tokens and puts nothing
-    around a text: they get names that no text has. The unknown token, and what merges need, keep theirs."""
+    around a text: they get names that no text has, and merges of a BPE do not make them. The unknown token
+    keeps its name."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
     for setting in ("truncation", "padding", "post_processor"):
         definition[setting] = None
     model = definition["model"]
-    needed = {model.get("unk_token"), *merged_tokens(model.get("merges", []))}
-    hidden = tokens - needed
+    hidden = tokens - {model.get("unk_token")}
+    if "merges" in model:
+        prefix = model.get("continuing_subword_prefix") or ""
+        merges = [merge for merge in model["merges"] if hidden.isdisjoint(merge_entries(merge, prefix))]
+        model["merges"] = merges
     if isinstance(model["vocab"], dict):
         model["vocab"] = {hide(token, hidden): token_id for token, token_id in model["vocab"].items()}
     else:  # of Unigram, whose unknown token is known by its place
@@ -205,13 +273,11 @@ def rename_tokens(tokenizer: Any, tokens: set[str]) -> Tokenizer:
     return backend
 
 
-def merged_tokens(merges: Sequence[Any]) -> set[str]:
-    """The vocabulary entries that the merges of a BPE name: pairs of texts, or texts with a blank between."""
-    tokens = set()
-    for merge in merges:
-        first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
-        tokens.update([first, second, first + second])
-    return tokens
+def merge_entries(merge: str | Sequence[str], prefix: str) -> tuple[str, str, str]:
+    """The vocabulary entries that a merge of a BPE joins, a pair or a text with a blank between, and the one
+    that it makes: without the `prefix` of entries within a word."""
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left, right, left + right.removeprefix(prefix)
 
 
 def hide(token: str, hidden: set[str]) -> str:

@@ -31,6 +31,7 @@ from cpt.data.separator import terminator
 from cpt.data.sources.base import (
     ASSISTANT,
     NONE,
+    SPLIT,
     USER,
     BadExampleError,
     BadExamples,
@@ -40,10 +41,10 @@ from cpt.data.sources.base import (
     read_example,
 )
 from cpt.data.sources.chats import SYSTEM
-from cpt.data.text_encoder import frame_of
+from cpt.data.text_encoder import TextEncoder
 
 log = logging.getLogger(__name__)
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 ROWS_FILE, COUNTS_FILE = "rows.arrow", "counts.json"
 ROW_FEATURES = {
     **{name: ListOf(Value("int32")) for name in ("ids", "answers")},
@@ -72,7 +73,7 @@ class EncodingCounts:
     lost_answers: int = 0  # of chats that are too long
     divided: int = 0  # chats that are several rows
     spelling: int = 0  # chats whose text spells a control token
-    unused_keys: dict[str, int] = field(default_factory=dict)  # of messages, that the template does not print
+    unused_keys: dict[str, int] = field(default_factory=dict)  # of chats, that the template does not print
     skipped: dict[str, dict[str, Any]] = field(default_factory=dict)  # BadExamples.facts
 
     def log(self, name: str, split: str, encoder: "Encoder") -> None:
@@ -94,7 +95,7 @@ class EncodingCounts:
         if self.unused_keys:
             keys = ", ".join(f"{key} ({count})" for key, count in self.unused_keys.items())
             log.warning(
-                "Leaving out keys of messages in %s that the chat template does not print: %s", text, keys
+                "Leaving out keys of chats in %s that the chat template does not print: %s", text, keys
             )
         log_skipped(text, self.skipped)
 
@@ -141,6 +142,11 @@ class Encoder:
     @cached_property
     def chats(self) -> ChatEncoder:
         return ChatEncoder(self.tokenizer, self.encoding.date)
+
+    @cached_property
+    def text_encoder(self) -> TextEncoder:
+        """Encodes questions and answers, whose spelled special tokens stay text."""
+        return TextEncoder(self.tokenizer, SPLIT)
 
     def encode(self, example: Example) -> EncodedExample:
         """The row of an example; of a chat that is several rows the last one."""
@@ -287,13 +293,12 @@ class Encoder:
         """The ids of questions with the special tokens around them; those spelled out in a text stay text."""
         if not texts:
             return []
-        how = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
-        encoded = self.tokenizer(list(texts), **how)["input_ids"]
+        encoded = self.text_encoder.encode(list(texts))
         return encoded if self.seq2seq else [ids[: len(ids) - len(self.frame[1])] for ids in encoded]
 
-    @cached_property
+    @property
     def frame(self) -> tuple[list[int], list[int]]:
-        return frame_of(self.tokenizer)
+        return self.text_encoder.frame
 
     @cached_property
     def ending(self) -> list[int]:
@@ -302,11 +307,11 @@ class Encoder:
     def answer_of(self, text: str, question: list[int], whole: list[int]) -> list[int]:
         """The ids of an answer: what follows the question in `whole`; on its own where a token spans both."""
         if self.seq2seq:
-            ids = self.tokenizer(text_target=text, split_special_tokens=True, verbose=False)["input_ids"]
-            return list(ids) if self.frame[1] else [*ids, *self.ending]
+            ids = self.text_encoder.encode_target(text)
+            return ids if self.frame[1] else [*ids, *self.ending]
         if question and whole[: len(question)] == question and len(whole) > len(question):
             return [*whole[len(question) :], *self.ending]
-        return [*ids_within(self.tokenizer, f" {text}", spelled_out=True), *self.ending]
+        return [*ids_within(self.text_encoder.encode_body, f" {text}"), *self.ending]
 
     def fit(self, example: Example, question: list[int], answer: list[int]) -> tuple[list[int], int]:
         """The question's ids, cut so that every answer fits, and how many are cut."""
@@ -322,8 +327,7 @@ class Encoder:
         elif self.encoding.truncate == "released" and room > 0:
             return question[:room], over
         else:
-            how = {"split_special_tokens": True, "return_offsets_mapping": True, "verbose": False}
-            offsets = self.tokenizer(example.source, **how)["offset_mapping"][: len(question)]
+            offsets = self.text_encoder.offsets(example.source)[: len(question)]
             first, last = example.text
             inside = [at for at, (start, stop) in enumerate(offsets) if first <= start < stop <= last]
             begin, end = (inside[0], inside[-1] + 1) if inside else (0, 0)  # the text among the ids
@@ -405,12 +409,13 @@ def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTa
 
 
 def encode_corpus(
-    corpus: Corpus, split: str, *, encoder: Encoder, name: str, cache: Path, tokenizer_digest: str
+    corpus: Corpus, split: str, *, encoder: Encoder, name: str, cache: Path, rows_digest: str
 ) -> TokenizedTask:
-    """The rows of a split, made once for all runs with these examples, tokenizer and encoding. Raises
+    """The rows of a split, made once for all runs with these examples, tokenizer and encoding; `rows_digest`
+    is the key of what the tokenizer and its template make of them. Raises
     ValueError where no example of the split can be used."""
     options = [asdict(encoder.encoding), encoder.length, encoder.seq2seq]
-    made_of = ["examples", CACHE_VERSION, corpus.facts["digest"], split, tokenizer_digest, options]
+    made_of = ["examples", CACHE_VERSION, corpus.facts["digest"], split, rows_digest, options]
 
     def make(folder: Path) -> None:
         documents = corpus.documents(split)

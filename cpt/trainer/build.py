@@ -3,6 +3,7 @@
 import logging
 import platform
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -230,11 +231,13 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
         f"{name} {source.score_on}": text for name, text in held_out.items() if source.form(name) == TEXT
     }
     report_texts(raw_texts, start.text_format, is_causal=start.objective_name == "causal")
+    general = {GENERAL: packed(GENERAL, "train")} if replay.general_ratio else {}
+    check_training_texts(train | general, start)
     if source.balanced is not False and train:
         train = balance(train, tokens=None if source.balanced is True else source.balanced)
     return DomainSequence(
         domains,
-        train=train | ({GENERAL: packed(GENERAL, "train")} if replay.general_ratio else {}),
+        train=train | general,
         held_out=held_out,
         objective=start.objective,
         budget=plan.budget,
@@ -247,6 +250,18 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
         eval_tokens=plan.settings["eval"]["max_tokens"],
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
+
+
+def check_training_texts(texts: Mapping[str, Packed], start: Base) -> None:
+    """Raises ValueError for training text from which nothing would be learned, as documents of one token in
+    sequences of their own."""
+    objective = start.objective.scoring
+    for name, text in texts.items():
+        if len(text) and objective.scored(text.sizes()).any():
+            continue
+        reason = f"the training text of {name} has no token that is scored"
+        allowed = f"longer text that the tokenizer {start.tokenizer.name_or_path} knows"
+        raise ValueError(f"{reason}. Allowed: {allowed}")
 
 
 def describe_text(name: str, corpora: Corpora, data: DomainSequence, *, score_on: str) -> dict[str, Any]:

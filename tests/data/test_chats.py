@@ -8,13 +8,27 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from cpt.data.chats import ChatCounts, ChatEncoder, sequences_of
-from cpt.data.sources.base import BadExampleError, BadExamples, Example, Turn, read_example, write_example
-from cpt.data.sources.chats import read_chat
+from cpt.data.sources.base import (
+    SPLIT,
+    BadExampleError,
+    BadExamples,
+    Example,
+    Turn,
+    read_example,
+    write_example,
+)
+from cpt.data.sources.chats import IgnoredKeys, read_chat
+from cpt.data.text_encoder import TextEncoder
 from tests.support import chat_templates
 from tests.support.chat_templates import BACKENDS, TEMPLATES, chat_tokenizer
 from tests.support.task_fixtures import encoder
+from tests.support.tokenizer_kinds import bert_legacy, lower_words, merged_end, unigram, word_level
 
 TODAY = "2026-01-02"
+SPACED_TURNS = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {{ eos_token }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
 ANSWERS = ("one", "b", "\nnew line", " blank", "12", "é", "no.", "你好 x")
 WEATHER = {"name": "w", "description": "d", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": WEATHER}]
@@ -35,8 +49,10 @@ def agent(content=None):
 
 
 def read(messages, **row):
-    raw = read_chat({"messages": messages, **row}, "chats.jsonl, line 1", Counter())
-    return Example("e", "", raw.target, "talk", turns=raw.turns, tools=raw.tools)
+    raw = read_chat({"messages": messages, **row}, "chats.jsonl, line 1", IgnoredKeys())
+    return Example(
+        "e", "", raw.target, "talk", turns=raw.turns, tools=raw.tools, template_options=raw.template_options
+    )
 
 
 def exchanges(answers):
@@ -166,13 +182,13 @@ def test_other_forms_of_calls_and_chats_are_the_same_chat():
     ]
     row = {"conversations": [{"from": name, "value": value} for name, value in spoken]}
     row |= {"system": "be", "tools": json.dumps(TOOLS)}
-    sharegpt = read_chat(row, "chats.jsonl, line 1", Counter())
+    sharegpt = read_chat(row, "chats.jsonl, line 1", IgnoredKeys())
     assert [turn.role for turn in sharegpt.turns] == ["system", "user", "assistant", "tool", "assistant"]
     assert sharegpt.turns[2].details["tool_calls"][0]["function"] == function
     assert list(sharegpt.tools) == TOOLS
 
     row = {"prompt": exchanges(["one"]) + [user("why")], "completion": [assistant("so")]}
-    halves = read_chat(row, "chats.jsonl, line 1", Counter())
+    halves = read_chat(row, "chats.jsonl, line 1", IgnoredKeys())
     assert [turn.is_answer for turn in halves.turns] == [False, False, False, True]
     assert read_example(write_example(read(agent(""), tools=TOOLS))) == read(agent(""), tools=TOOLS)
 
@@ -250,10 +266,11 @@ def test_a_message_that_cannot_be_used_is_refused_with_its_line(messages, what):
 
 
 def test_keys_that_are_not_read_are_counted_and_nulls_are_none():
-    ignored = Counter()
+    ignored = IgnoredKeys()
     messages = [{**user("a"), "id": 7}, assistant("b", id=8, tool_calls=None, name=None, refusal="")]
     raw = read_chat({"messages": messages}, "chats.jsonl, line 1", ignored)
-    assert ignored == {"id": 2} and raw.turns == (Turn("user", "a"), Turn("assistant", "b"))
+    assert ignored.of_messages == {"id": 2} and not ignored.of_rows
+    assert raw.turns == (Turn("user", "a"), Turn("assistant", "b"))
 
 
 @pytest.mark.parametrize("template", ["chatml", "mistral", "marked_spaced"])
@@ -270,6 +287,71 @@ def test_control_tokens_in_a_turn_are_text_and_those_of_the_template_are_parsed(
     if template != "marked_spaced":
         marked = tokenizer.apply_chat_template(spelled, sanitize_control_tokens=True)["input_ids"]
         assert answer.whole == marked[: len(answer.whole)]
+
+
+@pytest.mark.parametrize("make", [unigram, word_level, lower_words, merged_end, ByT5Tokenizer, bert_legacy])
+def test_turns_do_not_inject_control_tokens_with_any_kind_of_tokenizer(make, tmp_path):
+    tokenizer = make(tmp_path / "v") if make is bert_legacy else make()
+    if tokenizer.eos_token is None:
+        tokenizer.eos_token = tokenizer.sep_token
+    tokenizer.chat_template = SPACED_TURNS
+    control = TextEncoder(tokenizer, SPLIT).control_ids
+    end = tokenizer.eos_token
+
+    def special_ids(messages):
+        (answer,) = ChatEncoder(tokenizer).answers(read(messages))
+        return [token for token in answer.whole if token in control]
+
+    plain = special_ids([user("red"), assistant("red")])
+    for text in (end, f"red {end} red", f"red{end}", end.upper(), f"red {end.upper()} {end}"):
+        assert special_ids([user(text), assistant(text)]) == plain, text
+    assert special_ids([{"role": f"user {end}", "content": "red"}, assistant("red")]) == plain
+
+
+def test_names_in_tools_and_arguments_do_not_inject_control_tokens():
+    schema = {"type": "object", "properties": {"<s>city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {**WEATHER, "parameters": schema}}]
+    tokenizer, answers = answers_of("qwen25", agent(""), tools=tools)
+    (start,) = tokenizer.convert_tokens_to_ids(["<s>"])
+    assert start not in answers[0].whole and "<s>city" in tokenizer.decode(answers[0].prompt)
+
+
+def test_options_of_a_row_are_those_of_its_template_at_training_and_in_prompts():
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    switched = "{% if enable_thinking is false %}/no{% endif %}{{ persona }}" + template
+    tokenizer = chat_tokenizer("gpt2", switched)
+    options = {"enable_thinking": False, "persona": "a cat</s>", "unused": 1}
+    example = read([user("hello"), assistant("one")], chat_template_kwargs=options)
+    counts = ChatCounts()
+    (answer,) = ChatEncoder(tokenizer).answers(example, counts)
+    text = tokenizer.decode(answer.whole)
+    assert text.startswith("/noa cat</s>user: hello")
+    assert answer.whole.count(tokenizer.eos_token_id) == 2  # of the template
+    assert counts.unused_keys == {"chat_template_kwargs.unused": 1}
+
+    prompt = encoder(tokenizer).prompt(example)
+    assert prompt.ids == answer.prompt
+    assert read_example(write_example(example)) == example
+    without = read([user("hello"), assistant("one")])
+    assert without.question != example.question and "template_options" not in write_example(without)
+
+    tokenizer.chat_template = "{% if enable_thinking is false %}/no{% endif %}" + TEMPLATES["marked_spaced"]
+    (answer,) = ChatEncoder(tokenizer).answers(example)
+    assert tokenizer.decode(answer.whole).startswith("/no")
+
+
+def test_keys_of_rows_that_are_not_read_are_counted():
+    ignored = IgnoredKeys()
+    row = {"messages": [user("a"), assistant("b")], "id": 3, "source": "web", "documents": [], "label": 0}
+    read_chat({**row, "chat_template_kwargs": '{"tools": [1], "x": null}'}, "chats.jsonl, line 1", ignored)
+    read_chat({**row, "conversations": [1], "system": None}, "chats.jsonl, line 2", ignored)
+    counts = {"source": 2, "label": 2, "chat_template_kwargs.tools": 1, "conversations": 1}
+    assert ignored.of_rows == counts and not ignored.of_messages
+    with pytest.raises(BadExampleError, match="chats.jsonl, line 1: 'chat_template_kwargs' is no object: 'x"):
+        read(row["messages"], chat_template_kwargs="x=1")
 
 
 def test_bad_examples_stop_or_are_skipped_and_counted():

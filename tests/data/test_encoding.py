@@ -3,10 +3,28 @@
 from dataclasses import replace
 
 import pytest
+from tokenizers import processors
+from transformers import ByT5Tokenizer
 
-from cpt.data.sources.base import Turn, read_example, write_example
+from cpt.data import tokenized_tasks, tokenizer_hash
+from cpt.data.corpora import Corpora
+from cpt.data.sources.base import Encoding, Example, Turn, read_example, write_example
+from cpt.data.text_encoder import TextEncoder
+from cpt.data.text_format import TextFormat
 from cpt.data.tokenized_tasks import Encoder
+from tests.support.data_fixtures import wordpieces, written
 from tests.support.task_fixtures import CHATML, MARKED, STYLES, chat, encoder, some_examples
+from tests.support.tokenizer_kinds import bert_legacy, lower_words, merged_end, unigram, word_level
+
+KINDS = {
+    "unigram": lambda folder: unigram(),
+    "word-level": lambda folder: word_level(),
+    "lower-case": lambda folder: lower_words(),
+    "merged": lambda folder: merged_end(),
+    "wordpieces": lambda folder: wordpieces(),
+    "bytes": lambda folder: ByT5Tokenizer(),
+    "legacy": bert_legacy,
+}
 
 
 @pytest.fixture(scope="module", params=STYLES)
@@ -111,3 +129,100 @@ def test_a_long_chat_loses_its_oldest_exchanges_and_ends_in_its_answer(chatting)
         end = chatting.decode(row.ids, clean_up_tokenization_spaces=False)
         assert end.endswith(f"{example.target}</s>") and (drop or example.turns[0].content in end)
         assert read_example(write_example(example)) == example
+
+
+def spelled_by(tokenizer, ids):
+    return "".join(tokenizer.convert_ids_to_tokens(ids)).replace("▁", " ").strip()
+
+
+@pytest.mark.parametrize("seq2seq", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_questions_answers_and_choices_do_not_inject_special_tokens(kind, seq2seq, tmp_path):
+    tokenizer = KINDS[kind](tmp_path / "v")
+    encode = encoder(tokenizer, truncate="released", seq2seq=seq2seq)
+    control = TextEncoder(tokenizer, "split").control_ids
+    end = tokenizer.eos_token or tokenizer.sep_token
+    if not tokenizer.eos_token:
+        tokenizer.eos_token = end  # which ends answers
+
+    def special_ids(text):
+        """Those of the row, the choices and the right answer, where `text` is in each text."""
+        example = Example("e", f"red {text} q", f"red {text}", "colors", (f"a {text}", f"red {text}"))
+        prompt = encode.prompt(example)
+        parts = [encode.encode(example).ids, prompt.ids, *prompt.choices, prompt.reference]
+        return [[token for token in part if token in control] for part in parts]
+
+    for spelled in (end, f"red{end}red", end.upper(), f"{end} {end}"):
+        assert special_ids(spelled) == special_ids("red"), spelled
+
+
+def test_answers_of_slow_tokenizers_have_added_words_and_no_special_tokens():
+    tokenizer = ByT5Tokenizer()
+    tokenizer.add_tokens(["benzol"])
+    word = tokenizer.convert_tokens_to_ids("benzol")
+    for seq2seq in (False, True):
+        encode = encoder(tokenizer, truncate="released", seq2seq=seq2seq)
+        example = Example("e", "is it benzol?</s>", "a benzol </s>", "yes", ("benzol", "no"))
+        prompt = encode.prompt(example)
+        row = encode.encode(example)
+        assert prompt.ids.count(word) == 1 == prompt.reference.count(word) == prompt.choices[0].count(word)
+        assert row.ids.count(word) == 2
+        assert prompt.reference.count(tokenizer.eos_token_id) == 1
+
+
+def test_decoders_answers_have_the_frame_of_targets():
+    tokenizer = unigram()
+    template = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = template
+    switched = processors.TemplateProcessing(
+        single="<pad> $A </s>", special_tokens=[("<pad>", 0), ("</s>", 1)]
+    )
+
+    def set_frame(frame):
+        tokenizer.backend_tokenizer.post_processor = frame
+
+    tokenizer._switch_to_target_mode = lambda: set_frame(switched)  # as of tokenizers of several languages
+    tokenizer._switch_to_input_mode = lambda: set_frame(template)
+    answer = encoder(tokenizer, seq2seq=True).prompt(Example("e", "as", "a</s>b", "t")).reference
+    assert answer[0] == tokenizer.pad_token_id and answer[-1] == tokenizer.eos_token_id
+    assert tokenizer.eos_token_id not in answer[1:-1]
+    assert spelled_by(tokenizer, answer[1:-1]) == "a</s>b"
+
+
+@pytest.mark.parametrize("truncate", ["tail", "middle"])
+def test_a_cut_text_that_spells_special_tokens_keeps_what_is_around_it(truncate):
+    tokenizer = unigram()
+    text = "ab</s>s" * 12
+    example = Example("e", f"bbb {text} sss", "as", "t", (), (4, 4 + len(text)))
+    whole = encoder(tokenizer, length=400).encode(example)
+    row = encoder(tokenizer, length=60, truncate=truncate).encode(example)
+    assert len(row.ids) == 60 and row.cut == len(whole.ids) - 60
+    assert row.ids.count(tokenizer.eos_token_id) == 1
+    question = spelled_by(tokenizer, row.ids[: row.answer.index(True)])
+    assert question.startswith("bbb ab</s>s") and question.endswith(" sss")
+    assert question.removesuffix(" sss").endswith("</s>s") == (truncate == "middle")
+
+
+def test_the_key_of_rows_of_examples_has_the_libraries_of_slow_tokenizers(tmp_path, monkeypatch):
+    corpus = written(tmp_path, [write_example(each) for each in some_examples(4)])
+    texts = Corpora({"law": corpus}, tmp_path, encoding=Encoding(truncate="released", scored_turns="all"))
+    made_by = tokenized_tasks.make_once
+
+    def folder_of(tokenizer):
+        folders = []
+
+        def make_once(folder, make):
+            folders.append(folder)
+            return made_by(folder, make=make)
+
+        monkeypatch.setattr(tokenized_tasks, "make_once", make_once)
+        texts.packed("law", "train", format=TextFormat(tokenizer, ()), length=400)
+        return folders[0]
+
+    tokenizers = (ByT5Tokenizer(), STYLES["opened"]())
+    before = [folder_of(tokenizer) for tokenizer in tokenizers]
+    monkeypatch.setattr(tokenizer_hash.metadata, "version", lambda name: "0.0")
+    slow, fast = [folder_of(tokenizer) for tokenizer in tokenizers]
+    assert slow != before[0] and fast == before[1]
+    tokenizers[1].chat_template = CHATML
+    assert folder_of(tokenizers[1]) != fast

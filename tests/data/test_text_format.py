@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import BertweetTokenizer, ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast
-from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from cpt.data import packing
 from cpt.data.packing import PACKERS
@@ -24,14 +23,7 @@ from cpt.data.tokenizer_hash import rows_digest, tokenizer_digest
 from cpt.models.objectives import Causal
 from tests.support import data_fixtures as made
 from tests.support.data_fixtures import prose, written
-
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "river", "stone", "##s", "r", "s", "[", "]", "##e"]
-
-
-def bert_legacy(folder, **options):
-    folder.mkdir(exist_ok=True)
-    (folder / "vocab.txt").write_text("\n".join(WORDS))
-    return BertTokenizerLegacy(str(folder / "vocab.txt"), **options)
+from tests.support.tokenizer_kinds import bert_legacy, merged_end, unigram, word_level
 
 
 def bertweet(folder, *, merges, **options):
@@ -39,16 +31,6 @@ def bertweet(folder, *, merges, **options):
     (folder / "vocab.txt").write_text("".join(f"{letter} 1\n" for letter in "abc@"))
     (folder / "bpe.codes").write_text(merges)
     return BertweetTokenizer(str(folder / "vocab.txt"), str(folder / "bpe.codes"), **options)
-
-
-def unigram(**options):
-    """As T5's: its model has the special tokens among the pieces of text."""
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    pieces += [(letter, -3.0) for letter in "abs</>"]
-    backend = Tokenizer(models.Unigram(pieces, unk_id=2))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    names = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names | options)
 
 
 def bengali(*, template: str):
@@ -59,13 +41,6 @@ def bengali(*, template: str):
         single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-
-
-def word_level():
-    vocabulary = {word: number for number, word in enumerate(["<end>", "<unk>", "red", "green"])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="<unk>")
 
 
 def chat_tokenizer(eos, *, special=(), template=None):
@@ -132,11 +107,11 @@ def test_the_key_of_rows_has_what_becomes_of_the_text():
     assert TextFormat(made.opened(), (2,)).digest == formats[0].digest
 
 
-@pytest.mark.parametrize("make", [unigram, word_level])
+@pytest.mark.parametrize("make", [unigram, word_level, merged_end])
 def test_text_that_spells_a_special_token_does_not_inject_it(make):
     tokenizer = make()
     encoder = TextEncoder(tokenizer, SPLIT)
-    eos, plain = tokenizer.eos_token, "as" if make is unigram else "red green"
+    eos, plain = tokenizer.eos_token, "as" if make is unigram else "red"
     assert encoder.encode([plain]) == tokenizer([plain])["input_ids"]
     for text in (eos, f"{plain} {eos} {plain}", f"{plain}{eos}"):
         (ids,) = encoder.encode([text])

@@ -1,10 +1,18 @@
-"""What is logged of a model before it is trained."""
+"""What is logged of a model before it is trained, and training text that is refused."""
+
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpt.adapters.lora import attach_lora
-from cpt.trainer.build import log_experts
+from cpt.data import packing
+from cpt.data.sources.base import CONCAT, DOCUMENT_MASK, NONE, TextOptions
+from cpt.data.text_format import make_text_format
+from cpt.models.objectives import Causal
+from cpt.trainer.build import check_training_texts, log_experts
+from tests.support.data_fixtures import bare, written
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 MIXTRAL = SIZES | {"vocab_size": 300, "num_key_value_heads": 2, "num_local_experts": 4}
@@ -30,3 +38,34 @@ def test_experts_that_adapters_do_not_reach_are_logged(caplog):
     (record,) = caplog.records
     assert record.message.startswith("The adapters reach 18.0 %")
     assert "not the experts (model.layers.0.mlp.experts.gate_up_proj, " in record.message
+
+
+def pack_texts(folder, texts, tokenizer, *, packed_as, separator):
+    text_format = make_text_format(tokenizer, TextOptions(separator=separator))
+    return packing.pack(
+        written(folder, texts),
+        "train",
+        format=text_format,
+        length=16,
+        name="a",
+        cache=folder,
+        packing=packed_as,
+    )
+
+
+@pytest.mark.parametrize(("packed_as", "is_refused"), [(NONE, True), (DOCUMENT_MASK, True), (CONCAT, False)])
+def test_training_text_without_a_scored_token_is_refused(packed_as, is_refused, tmp_path):
+    tokenizer = bare()
+    start = SimpleNamespace(objective=Causal(), tokenizer=tokenizer)
+    start.objective.isolated = packed_as == DOCUMENT_MASK
+    one_token = pack_texts(tmp_path / "1", ["a", "b", "e"], tokenizer, packed_as=packed_as, separator="none")
+    two_tokens = pack_texts(tmp_path / "2", ["a", "b d"], tokenizer, packed_as=packed_as, separator="none")
+    check_training_texts({"food": two_tokens}, start)
+    texts = {"food": two_tokens, "law": one_token}
+    if not is_refused:
+        check_training_texts(texts, start)
+        return
+    with pytest.raises(ValueError, match="^the training text of law has no token that is scored. Allowed: "):
+        check_training_texts(texts, start)
+    with pytest.raises(ValueError, match="of law has no token that is scored"):
+        check_training_texts({"law": replace(one_token, rows=one_token.rows.select([]))}, start)

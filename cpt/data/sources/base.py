@@ -149,6 +149,8 @@ class Example:
     text: tuple[int, int] = (0, 0)
     turns: tuple[Turn, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the functions that the assistant may call
+    # Further variables of the chat template.
+    template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def question(self) -> str:
@@ -158,6 +160,8 @@ class Example:
         asked: list[Any] = [turn.to_json() for turn in self.turns[:-1]]
         if self.tools:
             asked.append({"tools": self.tools})
+        if self.template_options:
+            asked.append({"template_options": self.template_options})
         return json.dumps(asked)
 
 
@@ -167,6 +171,8 @@ def write_example(example: Example) -> str:
     values["turns"] = [turn.to_json() for turn in example.turns]
     if not example.tools:
         del values["tools"]
+    if not example.template_options:
+        del values["template_options"]
     return json.dumps(values, ensure_ascii=False)
 
 
@@ -188,6 +194,7 @@ class RawExample:
     id: str = ""
     turns: tuple[Turn, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def as_expression(pattern: str) -> str | None:

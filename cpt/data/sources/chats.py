@@ -5,7 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cpt.data.sources.base import ASSISTANT, USER, BadExampleError, RawExample, Turn
@@ -17,15 +17,32 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "tool_plan")
 LABEL_KEYS = ("name", "tool_call_id")  # who speaks, and which call a result belongs to
 WEIGHT_KEYS = ("weight", "train")
 KNOWN_KEYS = {"role", "content", "tool_calls", FUNCTION_CALL, *REASONING_KEYS, *LABEL_KEYS, *WEIGHT_KEYS}
+TEMPLATE_OPTIONS = "chat_template_kwargs"  # a row's further variables of the chat template
+RENDERING_KEYS = {  # of `apply_chat_template`, which cpt sets itself
+    *("conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
+    *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "tokenizer_kwargs"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "self"),
+    "return_assistant_tokens_mask",
+}
+ROW_KEYS = {"id", "tools", "functions", TEMPLATE_OPTIONS}  # read of rows of each form
+EMPTY = (None, "", [], {})
 MESSAGES_FORM = "{messages: [{role, content}, …]}"
 
 
-def read_chat(row: Any, where: str, ignored_keys: Counter[str]) -> RawExample:
+@dataclass
+class IgnoredKeys:
+    """How often keys with a value are not read."""
+
+    of_messages: Counter[str] = field(default_factory=Counter)
+    of_rows: Counter[str] = field(default_factory=Counter)
+
+
+def read_chat(row: Any, where: str, ignored_keys: IgnoredKeys) -> RawExample:
     """The chat of a row up to its last answer; adds the keys that are not read to `ignored_keys`. Raises
     BadExampleError for a row without a chat, or with a turn of another form."""
     if not isinstance(row, Mapping):
         raise BadExampleError(f"{where} is not an object. Allowed: {MESSAGES_FORM}", "not an object")
-    turns = list(read_turns(row, where, ignored_keys))
+    turns = list(read_turns(row, where, ignored_keys.of_messages))
     while turns and not turns[-1].is_answer:
         turns.pop()
     if not turns:
@@ -39,18 +56,34 @@ def read_chat(row: Any, where: str, ignored_keys: Counter[str]) -> RawExample:
     target = last.content
     if not target.strip():
         target = json.dumps(last.details.get("tool_calls", last.details), ensure_ascii=False)
-    return RawExample({}, target, turns=tuple(turns), tools=read_tools(row, where))
+    tools = read_tools(row, where)
+    template_options = read_template_options(row, where, ignored_keys.of_rows)
+    read_keys = ROW_KEYS | turn_keys(row)
+    ignored_keys.of_rows.update(
+        str(key) for key, value in row.items() if key not in read_keys and value not in EMPTY
+    )
+    return RawExample({}, target, turns=tuple(turns), tools=tools, template_options=template_options)
+
+
+def turn_keys(row: Mapping[str, Any]) -> set[str]:
+    """The keys of a row that have its turns."""
+    if "messages" in row:
+        return {"messages"}
+    if "conversations" in row:
+        return {"conversations", "system"}
+    return {"prompt", "completion"} if "prompt" in row and "completion" in row else {"messages"}
 
 
 def read_turns(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> Iterator[Turn]:
     """All turns of a row. Those of a `prompt` are not scored."""
-    if "conversations" in row and "messages" not in row:
+    keys = turn_keys(row)
+    if "conversations" in keys:
         system = row.get("system")
         if isinstance(system, str) and system.strip():
             yield Turn(SYSTEM, system)
         for message in list_of_messages(row, "conversations", where):
             yield read_turn(from_sharegpt(message), where, ignored_keys)
-    elif "messages" not in row and "prompt" in row and "completion" in row:
+    elif "prompt" in keys:
         for message in list_of_messages(row, "prompt", where):
             yield replace(read_turn(message, where, ignored_keys), is_scored=False)
         for message in list_of_messages(row, "completion", where):
@@ -197,6 +230,24 @@ def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], .
             f"{reason}. Allowed: [{{type: function, function: {{…}}}}, …]", "tools of another form"
         )
     return tuple(tools)
+
+
+def read_template_options(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> dict[str, Any]:
+    """The further variables that a row gives to the chat template, like `enable_thinking`. Counts those that
+    cpt sets itself in `ignored_keys`. Raises BadExampleError where they are no object."""
+    options = parsed_json(row.get(TEMPLATE_OPTIONS) or {})
+    if not isinstance(options, Mapping):
+        reason = f"{where}: {TEMPLATE_OPTIONS!r} is no object: {options!r:.60}"
+        raise BadExampleError(
+            f"{reason}. Allowed: {{enable_thinking: false}}", f"{TEMPLATE_OPTIONS} that is no object"
+        )
+    used = {}
+    for name, value in options.items():
+        if name in RENDERING_KEYS:
+            ignored_keys[f"{TEMPLATE_OPTIONS}.{name}"] += 1
+        elif value is not None:  # tables have null for what a row lacks
+            used[str(name)] = value
+    return used
 
 
 def parsed_json(value: Any) -> Any:

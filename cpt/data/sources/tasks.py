@@ -33,7 +33,7 @@ from cpt.data.sources.base import (
     reject_record,
     write_example,
 )
-from cpt.data.sources.chats import read_chat
+from cpt.data.sources.chats import IgnoredKeys, read_chat
 
 log = logging.getLogger(__name__)
 Layout = Literal["cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv"]
@@ -58,7 +58,7 @@ RENAMED = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers":
 SPELLING = {"thlete": "athlete"}
 MOST_CHOICES, PER_CHOICE = 50, 2  # of a closed set: the most answers, and how often each occurs on average
 FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
-CHATS_FORMAT = 2  # raise it when other turns are read of the same files
+CHATS_FORMAT = 3  # raise it when other turns are read of the same files
 MADE = {*FIELDS} - {"instruction", "text"}  # by the template itself
 
 
@@ -131,12 +131,12 @@ def read_records(
     columns: Mapping[str, str | None],
     *,
     bad: BadExamples | None = None,
-    ignored_keys: Counter[str] | None = None,
+    ignored_keys: IgnoredKeys | None = None,
 ) -> Iterator[RawExample]:
     """The usable rows of a file; `bad` gets the others, and raises for them unless they are skipped. Counts
-    the keys of messages that are not read in `ignored_keys`."""
+    the keys of chats that are not read in `ignored_keys`."""
     bad = BadExamples(is_skipping=False) if bad is None else bad
-    ignored_keys = Counter() if ignored_keys is None else ignored_keys
+    ignored_keys = IgnoredKeys() if ignored_keys is None else ignored_keys
     if layout == "fewshot_tsv":
         yield from read_tsv(path, bad=bad)
         return
@@ -163,6 +163,10 @@ def read_records(
             continue
         row_id = row.get(id_column) if id_column else None
         yield replace(record, id="" if row_id is None else str(row_id))
+
+
+def list_counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{key} ({count})" for key, count in counts.most_common())
 
 
 def read_tsv(path: Path, *, bad: BadExamples) -> Iterator[RawExample]:
@@ -425,7 +429,7 @@ class Tasks(Source):
             return
         choices, task = self.choices_of(name), self.task_of(name)
         bad = BadExamples(is_skipping=self.on_bad_example == "skip")
-        ignored_keys: Counter[str] = Counter()
+        ignored_keys = IgnoredKeys()
         num_read, num_dropped = 0, 0
         for split, number, record in self.records(name, bad=bad, ignored_keys=ignored_keys):
             is_empty = not record.target.strip()
@@ -450,19 +454,30 @@ class Tasks(Source):
                 )
             num_read += 1
             example = Example(
-                example_id, source, record.target, task, choices, span, record.turns, record.tools
+                example_id,
+                source,
+                record.target,
+                task,
+                choices,
+                span,
+                record.turns,
+                record.tools,
+                record.template_options,
             )
             yield split, write_example(example)
 
         if num_dropped:
             log.info("Dropping %d examples of %s with an answer outside the choices", num_dropped, name)
-        if ignored_keys:
-            keys = ", ".join(f"{key} ({count})" for key, count in ignored_keys.most_common())
+        if ignored_keys.of_messages:
+            keys = list_counts(ignored_keys.of_messages)
             log.warning("Ignoring keys of messages in %s that are not read: %s", name, keys)
+        if ignored_keys.of_rows:
+            keys = list_counts(ignored_keys.of_rows)
+            log.info("Leaving out keys of rows in %s that are not read: %s", name, keys)
         self.record_skipped(name, bad, num_read=num_read)
 
     def records(
-        self, name: str, *, bad: BadExamples, ignored_keys: Counter[str]
+        self, name: str, *, bad: BadExamples, ignored_keys: IgnoredKeys
     ) -> Iterator[tuple[str, int, RawExample]]:
         """(split, number within the split, row) of the usable rows of a data set."""
         if self.root is None:
@@ -498,7 +513,7 @@ class Tasks(Source):
             return tuple(map(str, labels))
         answers: Counter[str] = Counter()
         bad = BadExamples(is_skipping=self.on_bad_example == "skip")
-        for split, _, record in self.records(name, bad=bad, ignored_keys=Counter()):
+        for split, _, record in self.records(name, bad=bad, ignored_keys=IgnoredKeys()):
             answers[record.target] += split == "train" and bool(record.target.strip())
             if len(answers) > 2 * MOST_CHOICES:
                 return ()

@@ -256,9 +256,11 @@ def chats_of(count, first=0):
 def test_validation_chats_are_those_of_the_file_and_keys_that_are_not_read_are_logged(
     source, tmp_path, caplog
 ):
+    caplog.set_level("INFO", logger="cpt")
     folder = tmp_path / "root" / "talk"
     train = chats_of(30)
     train[3]["messages"][0]["id"] = 7
+    train[4]["origin"] = "forum"
     put(folder / "train.jsonl", train, lines=True)
     put(folder / "valid.jsonl", chats_of(4, first=100), lines=True)
     chats = source(group="instructions")
@@ -266,6 +268,7 @@ def test_validation_chats_are_those_of_the_file_and_keys_that_are_not_read_are_l
     assert len(examples(chats, "talk", tmp_path, "valid")) == 4
     assert len(examples(chats, "talk", tmp_path, "train")) == 27
     assert "Ignoring keys of messages in talk that are not read: id (1)" in caplog.text
+    assert "Leaving out keys of rows in talk that are not read: origin (1)" in caplog.text
 
 
 def test_bad_rows_of_any_layout_are_skipped_and_counted(source, tmp_path, caplog):
