@@ -101,7 +101,7 @@ def answered(tmp_path_factory):
     corpus, tokenizer = make_corpus(source, "a", cache=tmp_path_factory.mktemp("corpus")), opened()
 
     def made(**how):
-        where = {"name": "a", "cache": tmp_path_factory.mktemp("rows"), "tokenizer_digest": "0"}
+        where = {"name": "a", "cache": tmp_path_factory.mktemp("rows"), "rows_digest": "0"}
         return encode_corpus(corpus, "train", encoder=encoder(tokenizer, **how), **where)
 
     return made

@@ -25,7 +25,7 @@ RENDERING_KEYS = {  # of `apply_chat_template`, which cpt sets itself
     "return_assistant_tokens_mask",
 }
 ROW_KEYS = {"id", "tools", "functions", TEMPLATE_OPTIONS}  # read of rows of each form
-EMPTY = (None, "", [], {})
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 MESSAGES_FORM = "{messages: [{role, content}, …]}"
 
 
