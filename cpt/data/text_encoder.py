@@ -45,13 +45,16 @@ def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> 
 def encodable_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     """A short text and its ids without what is put around it: `a`, or, for a tokenizer that has no token for
     it, the first entry of the vocabulary that gives ids."""
+    ids = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    if ids:
+        return "a", ids
+
     special = set(tokenizer.all_special_tokens)
     vocabulary = tokenizer.get_vocab()
-    for text in ["a", *sorted(vocabulary, key=vocabulary.__getitem__)]:
-        if text not in special:
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            if ids:
-                return text, ids
+    for text in sorted(vocabulary, key=vocabulary.__getitem__):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if ids and text not in special:
+            return text, ids
     return "a", []
 
 
