@@ -98,7 +98,7 @@ class HeldOutSpans:
 
     def index(self) -> None:
         """Leaves out the spans of documents that have been found, and prepares to find those of others:
-        `keys` are the different hashes, of which each stands in `hashes` from `begins`, `repeats` times."""
+        `keys` are the distinct values of `hashes`, `begins` their first indices, `repeats` their counts."""
         is_open = ~self.is_found[self.owners]
         self.hashes = self.hashes[is_open]
         self.owners = self.owners[is_open]

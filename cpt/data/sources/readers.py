@@ -47,7 +47,7 @@ LINE_END = re.compile(rb"\r*\n|\r")  # also of a text whose line ends were conve
 MARK = "\ufeff"  # byte order mark
 # Control characters that text has not: all but tab, line ends, backspace (overstrike), escape, separators.
 CONTROL = bytes([*range(0x08), *range(0x0E, 0x1B)])
-# A line with so many of them, and with more than this share, is not text.
+# A line with at least as many of them, and with a larger share, is not text.
 MIN_CONTROL = 4
 MAX_CONTROL_SHARE = 0.05
 DELIMITERS = (",", ";", "\t", "|")
