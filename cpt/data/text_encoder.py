@@ -93,6 +93,11 @@ class TextEncoder:
         return frame_of(self.tokenizer)
 
     @cached_property
+    def target_frame(self) -> tuple[list[int], list[int]]:
+        """The same of a decoder's text."""
+        return frame_of(self.tokenizer, is_target=True)
+
+    @cached_property
     def special(self) -> dict[str, int]:
         return special_tokens_of(self.tokenizer)
 
@@ -140,8 +145,7 @@ class TextEncoder:
         if not self.tokenizer.is_fast:
             return self.split_in_python([text], is_target=True)[0]
         if self.backend_without_special is not None:
-            frame = frame_of(self.tokenizer, is_target=True)
-            return self.frame_bodies(self.backend_without_special, [text], frame)[0]
+            return self.frame_bodies(self.backend_without_special, [text], self.target_frame)[0]
         return self.call(self.tokenizer, [text], split_special_tokens=True, is_target=True)[0]
 
     def encode_body(self, text: str) -> list[int]:
@@ -231,12 +235,11 @@ class TextEncoder:
     def split_in_python(self, texts: list[str], *, is_target: bool = False) -> list[list[int]]:
         """As `encode` with SPLIT, of a tokenizer without a fast version, whose `split_special_tokens` would
         ignore all added tokens."""
-        words_only = self.words_only
-        begin, end = frame_of(self.tokenizer, is_target=True) if is_target else self.frame
-        documents = self.call(words_only, texts, split_special_tokens=False, is_target=is_target)
+        begin, end = self.target_frame if is_target else self.frame
+        documents = self.call(self.words_only, texts, split_special_tokens=False, is_target=is_target)
         for number, ids in enumerate(documents):
             if self.control_ids.intersection(ids[len(begin) : len(ids) - len(end)]):
-                body = self.encode_by_character(words_only, texts[number])
+                body = self.encode_by_character(self.words_only, texts[number])
                 documents[number] = [*begin, *body, *end]
         return documents
 
