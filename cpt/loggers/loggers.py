@@ -4,6 +4,7 @@ Loggers observe: whatever goes wrong in one of them is a line in the log, and th
 
 import csv
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class LongCSV(Logger):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
+        self.is_first_call = True
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -59,9 +61,20 @@ class LongCSV(Logger):
         is_new = not self.path.exists()
         with self.path.open("a", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)
+            if self.is_first_call and not is_new and not ends_with_newline(self.path):
+                file.write("\n")  # a killed process was writing a line
+            self.is_first_call = False
             if is_new:
                 writer.writerow(("step", "name", "value"))
             writer.writerows((step, name, value) for name, value in metrics.items() if name != "epoch")
+
+
+def ends_with_newline(path: Path) -> bool:
+    """Whether the last byte of a file is a line feed; also of an empty file."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) in (b"", b"\n")
 
 
 @contextmanager

@@ -20,11 +20,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.domain_store import BASE
 from cpt.core import files
+from cpt.core.config import digest, identity
 from cpt.core.distributed import barrier, gather_objects, leave_together
 from cpt.core.errors import reason
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.core.preemption import check_signals, defer_signals
 from cpt.core.processes import is_first_process
+from cpt.core.schema import show
+from cpt.core.secrets import redact
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.monitor import MonitorObserver
@@ -57,7 +60,7 @@ from cpt.trainer.export_check import HeldOutSample, check_export, draw_sample
 from cpt.trainer.lightning import drop_optimizer, join_processes, make_trainer
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.plan import Plan
-from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_dir import BY_CONTENT, RunDir
 
 log = logging.getLogger(__name__)
 HEAVIEST = 20  # modules that a text's row names, of more
@@ -103,6 +106,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     build.log_settings(plan, method, data, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
     join_processes(plan.trainer.lightning)
+    check_same_settings(plan)
     check_same_date(plan)
     scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
     then = {} if scores is None else scores.versions
@@ -160,6 +164,21 @@ def write_pages(folder: Path, scores: Scores) -> None:
         cause = f"{type(error).__name__}: {reason(error)}"
         advice = f"python -m cpt.card {folder} makes it again"
         log.warning("The model card could not be made (%s); %s", cause, advice)
+
+
+def check_same_settings(plan: Plan) -> None:
+    """Raises ValueError where processes resolved options that decide the result to different values, as of a
+    resolver of the user's own that draws one. Folders of texts and bases may differ from node to node."""
+    settings = {key: value for key, value in identity(redact(plan.settings)).items() if key not in BY_CONTENT}
+    if len(set(gather_objects(digest(settings)))) == 1:
+        return
+
+    first, *others = gather_objects(settings)
+    for key in sorted(first):
+        for other in others:
+            if other.get(key) != first[key]:
+                message = f"it is {show(first[key])} in one process and {show(other.get(key))} in another"
+                raise ValueError(f"{key} is invalid: {message}. Allowed: the same value in all of them")
 
 
 def check_same_date(plan: Plan) -> None:

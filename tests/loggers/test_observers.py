@@ -138,6 +138,16 @@ def test_metrics_csv_that_cannot_be_written_ends_no_run(tmp_path, caplog):
     assert "logger.csv failed (IsADirectoryError" in caplog.text
 
 
+@pytest.mark.parametrize("stored", ["step,name,value\n0,lm,4.0\n", "step,name,value\n0,lm,4.0\n1,lm"])
+def test_a_line_that_a_killed_process_began_does_not_swallow_the_next(stored, tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text(stored)
+    logger = LongCSV(path)
+    for step in (1, 2):
+        logger.log_metrics({"lm": 3.0}, step=step)
+    assert path.read_text().splitlines()[-2:] == ["1,lm,3.0", "2,lm,3.0"]
+
+
 def entry(**options):
     return {"mine": {"_target_": f"{__name__}.Recorder", **options}}
 

@@ -11,7 +11,9 @@ from cpt.data import packing
 from cpt.data.sources.base import CONCAT, DOCUMENT_MASK, NONE, TextOptions
 from cpt.data.text_format import make_text_format
 from cpt.models.objectives import Causal
+from cpt.trainer import loop
 from cpt.trainer.build import check_training_texts, log_experts
+from cpt.trainer.plan import make_plan
 from tests.support.data_fixtures import bare, written
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -69,3 +71,29 @@ def test_training_text_without_a_scored_token_is_refused(packed_as, is_refused, 
         check_training_texts(texts, start)
     with pytest.raises(ValueError, match="of law has no token that is scored"):
         check_training_texts({"law": replace(one_token, rows=one_token.rows.select([]))}, start)
+
+
+def test_processes_with_other_values_of_an_option_are_refused(small, monkeypatch):
+    plan = make_plan(small("seed=3"))
+
+    def gather_two(value):
+        is_settings = isinstance(value, dict)
+        return [value, value | {"seed": 4, "domains.only": ["law"]}] if is_settings else [value, "other"]
+
+    loop.check_same_settings(plan)
+    monkeypatch.setattr(loop, "gather_objects", gather_two)
+    with pytest.raises(
+        ValueError, match=r"^seed is invalid: it is 3 in one process and 4 in another\. Allowed"
+    ):
+        loop.check_same_settings(plan)
+
+
+def test_processes_may_read_texts_in_other_folders(small, monkeypatch):
+    plan = make_plan(small("seed=3"))
+    hashes = []
+    monkeypatch.setattr(loop, "gather_objects", lambda value: hashes.append(value) or [value])
+    loop.check_same_settings(plan)
+    assert "root" in plan.settings["domains"]
+    moved = replace(plan, settings=plan.settings | {"domains": plan.settings["domains"] | {"root": "other"}})
+    loop.check_same_settings(moved)
+    assert hashes[0] == hashes[1]
