@@ -169,7 +169,8 @@ def write_pages(folder: Path, scores: Scores) -> None:
 def check_same_settings(plan: Plan) -> None:
     """Raises ValueError where processes resolved options that decide the result to different values, as of a
     resolver of the user's own that draws one. Folders of texts and bases may differ from node to node."""
-    settings = {key: value for key, value in identity(redact(plan.settings)).items() if key not in BY_CONTENT}
+    leaves = identity(redact(plan.settings))
+    settings = {key: value for key, value in leaves.items() if not is_node_local(key)}
     if len(set(gather_objects(digest(settings)))) == 1:
         return
 
@@ -179,6 +180,11 @@ def check_same_settings(plan: Plan) -> None:
             if other.get(key) != first[key]:
                 message = f"it is {show(first[key])} in one process and {show(other.get(key))} in another"
                 raise ValueError(f"{key} is invalid: {message}. Allowed: the same value in all of them")
+
+
+def is_node_local(key: str) -> bool:
+    """Whether an option may name another folder on each node: texts and bases are known by their contents."""
+    return key in BY_CONTENT or key == "model.name_or_path" or key.endswith(".path")
 
 
 def check_same_date(plan: Plan) -> None:

@@ -96,4 +96,8 @@ def test_processes_may_read_texts_in_other_folders(small, monkeypatch):
     assert "root" in plan.settings["domains"]
     moved = replace(plan, settings=plan.settings | {"domains": plan.settings["domains"] | {"root": "other"}})
     loop.check_same_settings(moved)
-    assert hashes[0] == hashes[1]
+    copied = replace(
+        plan, settings=plan.settings | {"model": plan.settings["model"] | {"name_or_path": "copy"}}
+    )
+    loop.check_same_settings(copied)
+    assert hashes[0] == hashes[1] == hashes[2]
