@@ -12,10 +12,10 @@ from omegaconf import DictConfig
 from cpt.core.cache import check_all
 from cpt.core.cache_use import end_uses
 from cpt.core.errors import reason
+from cpt.core.exceptions import format_value
 from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_job_within_a_sweep, is_one_of_several
-from cpt.core.schema import show
 from cpt.core.slurm import check_launch
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
@@ -104,7 +104,7 @@ def print_estimate(plan: Plan, run: RunDir) -> None:
     """Prints what a run would do and cost, as a table or as JSON alone, and leaves the directory as it is."""
     if is_one_of_several():
         why = "it is made by one process, for all of trainer.devices and trainer.num_nodes"
-        told = f"plan={show(plan.run.plan)} is invalid: {why}"
+        told = f"plan={format_value(plan.run.plan)} is invalid: {why}"
         raise ValueError(f"{told}. Allowed: without torchrun or srun")
     plan = order_domains(plan)
     plan = resolve_stored(plan, find_started(plan, run))

@@ -33,7 +33,8 @@ from cpt.adapters.domain_store import Scope
 from cpt.adapters.export import own_storage
 from cpt.core.distributed import shard_like
 from cpt.core.errors import reason
-from cpt.core.schema import show, unknown_name
+from cpt.core.exceptions import format_value
+from cpt.core.schema import unknown_name
 from cpt.models.forward import tokens_of
 from cpt.models.loading import skeleton
 from cpt.models.units import Projection, projections, sublayers
@@ -169,7 +170,7 @@ def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Modul
         found = {name: module for name, module in linear.items() if f".{name}".endswith(ends)}
     if not found:
         allowed = f"all-linear, a regular expression or a list that finds some of {[*linear][:6]} …"
-        raise ValueError(f"method.target_modules={show(targets)} is invalid. Allowed: {allowed}")
+        raise ValueError(f"method.target_modules={format_value(targets)} is invalid. Allowed: {allowed}")
     return found
 
 
@@ -386,7 +387,7 @@ def attach_tuner(
         raise ValueError(f"method.arguments.layer_replication is invalid: {cause}. Allowed: null")
 
     plain_names = set(model.state_dict())
-    message = f"method.tuner={tuner} with method.arguments={show(dict(arguments))} is invalid"
+    message = f"method.tuner={tuner} with method.arguments={format_value(dict(arguments))} is invalid"
     try:
         tuner_config = config(**settings)
         if kind == PeftType.VERA:  # its layers share what peft does not inject

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.domain_store import Scope
-from cpt.core.schema import show
+from cpt.core.exceptions import format_value
 from cpt.models.forward import CACHES, in_mode, mean_over, reader, tokens_of, uncached
 
 SAMPLE_ROUTER = "pair_router"  # its name in the encoder or body of a model
@@ -181,7 +181,9 @@ def attach_routed(
     body."""
     maps = [name for name in lora.find_targets(model, targets) if tokens_of(model, name) is not None]
     if not maps:
-        raise ValueError(f"method.target_modules={show(targets)} is invalid. Allowed: layers of the body")
+        raise ValueError(
+            f"method.target_modules={format_value(targets)} is invalid. Allowed: layers of the body"
+        )
     scope = lora.attach_lora(model, r=r, alpha=alpha, dropout=dropout, targets=maps, embeddings=False)
     both, inner = model.config.is_encoder_decoder, reader(model)
     table = (inner if both else model).get_input_embeddings()

@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from cpt.core.config import CONF, flatten
-from cpt.core.schema import option_types, show
+from cpt.core.exceptions import format_value
+from cpt.core.schema import option_types
 from cpt.core.sections import GIVEN, options_class
 
 
@@ -95,7 +96,7 @@ def has_option(place: str, name: str, config: Mapping[str, Any]) -> bool:
 
 def new_value(name: str, value: Any) -> Any:
     """The present form of a value of a key with this present name."""
-    return VALUES.get(name, {}).get(show(value), value)
+    return VALUES.get(name, {}).get(format_value(value), value)
 
 
 def rename_keys(cfg: DictConfig) -> None:
@@ -108,7 +109,7 @@ def rename_keys(cfg: DictConfig) -> None:
     for key, value in leaves.items():
         name = new_name(key, leaves)
         if (present := new_value(name, value)) != value:
-            warn(f"{key}={show(value)}", f"{name}={present}")
+            warn(f"{key}={format_value(value)}", f"{name}={present}")
         elif name != key:
             warn(key, name)
         else:

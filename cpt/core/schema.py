@@ -15,6 +15,8 @@ import pydantic
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
+from cpt.core.exceptions import InvalidOptionError, MessageError, format_value
+
 T = TypeVar("T")
 Read = TypeVar("Read", bound="Options")
 declared_types = functools.cache(functools.partial(get_type_hints, include_extras=True))
@@ -147,7 +149,7 @@ def with_python_types(value: Any, kind: Any, *, place: str) -> Any:
 
 def wrong(key: str, value: Any, kind: Any) -> str:
     too_large = isinstance(value, int | float) and value >= 2**63
-    return f"{key}={show(value)} is invalid. Allowed: {allowed(kind)}{', below 2^63' * too_large}"
+    return f"{key}={format_value(value)} is invalid. Allowed: {allowed(kind)}{', below 2^63' * too_large}"
 
 
 @functools.cache
@@ -187,13 +189,6 @@ def check_types(values: Mapping[str, Any], declared: Mapping[str, Any], *, of: s
             raise ValueError(f"{place} is {KEYS.get(needed, told)}") from error
 
 
-def show(value: Any) -> str:
-    """A value as it is written on the command line."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(show, value))}]"
-    return {"None": "null", "True": "true", "False": "false"}.get(repr(value), str(value))
-
-
 def join(place: str, name: str) -> str:
     return f"{place}.{name}" if place else name
 
@@ -203,6 +198,12 @@ def prefix_errors(place: str) -> Iterator[None]:
     """Begins the message of a ValueError with the section that it is about."""
     try:
         yield
+    except InvalidOptionError as error:
+        prefixed = error.with_message(join(place, str(error)))
+        prefixed.key = join(place, error.key)
+        raise prefixed from error
+    except MessageError as error:
+        raise error.with_message(join(place, str(error))) from error
     except ValueError as error:
         raise ValueError(join(place, str(error))) from error
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from cpt.core.schema import show, unknown_name
+from cpt.core.exceptions import format_value
+from cpt.core.schema import unknown_name
 from cpt.data.sources.base import parse_name
 
 SWAPPED = "swapped"  # alone, or after another word: the second half first
@@ -53,20 +54,22 @@ def resolve_order(
             chosen = [order]
     elif isinstance(order, Sequence):
         if other := [name for name in order if not isinstance(name, str) and type(name) is not int]:
-            told = f"order={show(order)} is invalid: {show(other[0])} is no text"
+            told = f"order={format_value(order)} is invalid: {format_value(other[0])} is no text"
             allowed = "names, those that read as a number, true or null in quotes: \"order=['3.10',b]\""
             raise ValueError(f"{told}. Allowed: {allowed}")
         chosen = [str(name) for name in order]
     if chosen is None:
         listed = ", ".join(f"{number} ({' '.join(each)})" for number, each in named.items())
-        told = f"order={show(order)} is invalid: unknown order. Allowed: {listed}, {', '.join(WORDS)}"
+        told = f"order={format_value(order)} is invalid: unknown order. Allowed: {listed}, {', '.join(WORDS)}"
         raise ValueError(f"{told}, {SWAPPED}, such a word with _{SWAPPED}, or a list like [b,a,c]")
     if unknown := [name for name in chosen if name not in names]:
         raise ValueError(unknown_name(f"order={unknown[0]}", sorted(names)))
     if len(set(chosen)) < len(chosen) or not chosen:
-        raise ValueError(f"order={show(chosen)} is invalid. Allowed: one or more domains, each only once")
+        raise ValueError(
+            f"order={format_value(chosen)} is invalid. Allowed: one or more domains, each only once"
+        )
     if reserved := ", ".join(sorted({"base", "joint", "general"} & set(chosen))):
-        told = f"order={show(chosen)} is invalid: scores.json uses {reserved} itself"
+        told = f"order={format_value(chosen)} is invalid: scores.json uses {reserved} itself"
         raise ValueError(f"{told}. Allowed: another name of the folder, or domains.ignore=[{reserved}]")
     return chosen
 

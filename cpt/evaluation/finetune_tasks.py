@@ -13,6 +13,7 @@ from annotated_types import Ge
 
 from cpt.core import randomness
 from cpt.core.config import digest
+from cpt.core.exceptions import format_value
 from cpt.core.schema import (
     Allowed,
     BelowOne,
@@ -33,7 +34,6 @@ from cpt.core.schema import (
     option_types,
     prefix_errors,
     read_options,
-    show,
 )
 from cpt.core.sections import Choice, to_python
 from cpt.data.sources import files as text_files
@@ -239,7 +239,7 @@ class FileTasks(TaskSource):
         super().__post_init__()
         if self.root is None or not self.place.is_dir():
             allowed = f"the folder in which {self.folder}/ is"
-            raise ValueError(f"root={show(self.root)} is invalid. Allowed: {allowed}")
+            raise ValueError(f"root={format_value(self.root)} is invalid. Allowed: {allowed}")
 
     @property
     def place(self) -> Path:
@@ -416,6 +416,6 @@ def plan_endtasks(
             raise ValueError(f"endtask.tasks.{name} is invalid: unknown domain. Allowed: {known}")
     learned = [name for name in order if name in source.names]
     if not learned:
-        told = f"endtask={choice} is invalid: no task is of a domain of order={show(list(order))}"
+        told = f"endtask={choice} is invalid: no task is of a domain of order={format_value(list(order))}"
         raise ValueError(f"{told}. Allowed: {', '.join(source.names) or 'none'}")
     return FinetunePlan(source, learned, digest([source.fingerprint(name) for name in learned]))

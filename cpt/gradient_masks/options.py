@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from cpt.core.exceptions import format_value
 from cpt.core.schema import (
     BelowOne,
     Natural,
@@ -13,7 +14,6 @@ from cpt.core.schema import (
     Subset,
     config,
     option,
-    show,
 )
 
 ActsOn = Literal["gradient", "update", "frozen"]
@@ -56,7 +56,9 @@ class MagnitudeMaskOptions(Options):
 
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.top_p is None):
-            told = f"threshold={show(self.threshold)} with top_p={show(self.top_p)} is invalid"
+            told = (
+                f"threshold={format_value(self.threshold)} with top_p={format_value(self.top_p)} is invalid"
+            )
             raise ValueError(f"{told}. Allowed: exactly one, the other null")
         if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
             told = f"backend=backward is invalid with importance={self.importance}"

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE, DomainScorer
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
-from cpt.core.schema import show
+from cpt.core.exceptions import InvalidOptionError
 from cpt.data.collate import Batch, label_batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -113,9 +113,12 @@ class ELLE(ContinualMethod):
             growth.grow_heads(model, int(gained[name := "heads"]), noise=noise)
             growth.grow_layers(model, int(gained[name := "layers"]))
         except ValueError as error:
-            raise ValueError(
-                f"method.{name}={show(getattr(self.options, name))} is invalid before {stage.name}: {error}. "
-                f"Allowed: {NOTHING[name]}, or a value that its configuration can say"
+            raise InvalidOptionError(
+                f"method.{name}",
+                getattr(self.options, name),
+                context=f"before {stage.name}",
+                reason=str(error),
+                allowed=f"{NOTHING[name]}, or a value that its configuration can say",
             ) from error
 
     def expand(self, stage: Domain) -> None:

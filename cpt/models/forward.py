@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from cpt.core.schema import show
+from cpt.core.exceptions import InvalidOptionError
 from cpt.data.collate import Batch
 from cpt.models.fsdp import call_within
 from cpt.models.units import ATTENTION
@@ -116,8 +116,12 @@ def check_dropout(model: nn.Module, rate: float | None, *, option: str, without:
     """Raises ValueError if two passes in train mode with dropout at a `rate` could not differ."""
     own = [before for *_, before in dropout_of(model)]
     if not any(own if rate is None else [rate] * len(own)):
-        told = f"method.{option}={show(rate)} is invalid: two passes of {type(model).__name__} do not differ"
-        raise ValueError(f"{told}. Allowed: {f'{option} above 0' if own else 'another model'}, or {without}")
+        raise InvalidOptionError(
+            f"method.{option}",
+            rate,
+            reason=f"two passes of {type(model).__name__} do not differ",
+            allowed=f"{f'{option} above 0' if own else 'another model'}, or {without}",
+        )
 
 
 def body(model: PreTrainedModel) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.core.errors import reason
-from cpt.core.schema import show
+from cpt.core.exceptions import format_value
 from cpt.data.collate import Batch
 from cpt.models.forward import in_mode
 from cpt.models.loading import possible_objectives
@@ -143,7 +143,7 @@ def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor,
     """What is wrong with the tokens that each token sees, with what is allowed instead; "" if nothing is."""
     kind = f"a {model.config.model_type}"
     declared_keys = [key for key in ATTENTION if hasattr(model.config, key)]
-    settings = [f"{key}={show(getattr(model.config, key))}" for key in declared_keys]
+    settings = [f"{key}={format_value(getattr(model.config, key))}" for key in declared_keys]
     if settings:
         kind += f" with {', '.join(settings)}"
     possible = possible_objectives(model.config)

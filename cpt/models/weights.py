@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from cpt.core.distributed import add_up, is_sharded, shard_like, to_local, with_rows
-from cpt.core.schema import show
+from cpt.core.exceptions import format_value
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.models.forward import in_mode
 from cpt.models.fsdp import named_weights, reshard
@@ -185,7 +185,7 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
             if not (meant := find_trainable(model, entry)):
                 names = ", ".join([name for name, _ in model.named_parameters()][:6])
                 allowed = f"norms, biases, attention, or an expression that finds some of {names} …"
-                raise ValueError(f"trainable={show(entry)} is invalid. Allowed: {allowed}")
+                raise ValueError(f"trainable={format_value(entry)} is invalid. Allowed: {allowed}")
             trained |= {*meant}
         chosen += [parameter for parameter in model.parameters() if parameter not in trained]
     return [*dict.fromkeys(chosen)]

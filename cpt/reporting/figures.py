@@ -15,7 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 
-from cpt.core.schema import Number, fits, show
+from cpt.core.exceptions import format_value
+from cpt.core.schema import Number, fits
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting import compare, drawing
@@ -433,7 +434,7 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
     points, lines, places = {}, [], {}
     for name, own in sorted(curves.items(), key=lambda each: len(each[1]) == 1):
         own.sort(key=lambda x: (not fits(x[0], Number), x[0] if fits(x[0], Number) else str(x[0])))
-        lines.append([name if value is None else f"{name} {show(value)}" for value, _ in own])
+        lines.append([name if value is None else f"{name} {format_value(value)}" for value, _ in own])
         for called, (_, group) in zip(lines[-1], own, strict=True):
             points[called] = group.of("CPT/nats"), group.of("FG/nats")
             places[called] = section.places[own[0][1].name]

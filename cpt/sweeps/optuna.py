@@ -28,8 +28,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt.core.config import executes
 from cpt.core.errors import readable
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.preemption import GO_ON
-from cpt.core.schema import Count, Natural, OneOrMore, Text, check_value, show
+from cpt.core.schema import Count, Natural, OneOrMore, Text, check_value
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
 
 if TYPE_CHECKING:
@@ -132,10 +133,12 @@ class OptunaSweeper(Sweeper):
                 with FileLock(folder / ".study.lock", timeout=0):
                     return self.search(folder, space, fixed, cfg.get("optimized_metric"))
             except Timeout as error:
-                raise ValueError(
-                    f"name={show(cfg.name)} is invalid: another search is using {folder}. Allowed: another "
-                    "name=…; the same command once it has ended, which continues it; to run more trials at "
-                    f"once, hydra.sweeper.n_jobs={2 * self.n_jobs} in one search"
+                raise InvalidOptionError(
+                    "name",
+                    cfg.name,
+                    reason=f"another search is using {folder}",
+                    allowed="another name=…; the same command once it has ended, which continues it; to run "
+                    f"more trials at once, hydra.sweeper.n_jobs={2 * self.n_jobs} in one search",
                 ) from error
 
     def search(
@@ -165,7 +168,7 @@ class OptunaSweeper(Sweeper):
                 study.enqueue_trial(values)
                 others.append(values)
         made = {key: self.distribution(key, each) for key, each in space.items()}
-        lists = ([f"{key}={show(value)}" for value in given] for key, given in self.averaged.items())
+        lists = ([f"{key}={format_value(value)}" for value in given] for key, given in self.averaged.items())
         runs = [list(each) for each in itertools.product(*lists)]  # the overrides of each run of a trial
         while left > 0:
             size = min(self.n_jobs, left)

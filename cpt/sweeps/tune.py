@@ -20,8 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt.core.config import SEARCH, flatten
 from cpt.core.errors import readable
+from cpt.core.exceptions import format_value
 from cpt.core.naming import UNSAFE, quote
-from cpt.core.schema import Number, fits, show
+from cpt.core.schema import Number, fits
 from cpt.evaluation.task_metrics import ENDTASK_MEANINGS
 from cpt.sweeps.jobs import read_scores
 from cpt.sweeps.optuna import FOLDERS, OptunaSweeper, end_if_preempted, grid_values, to_overrides
@@ -56,7 +57,7 @@ class TuneSweeper(OptunaSweeper):
         with readable():
             metric, name = self.config.get("optimized_metric"), str(self.config.name)
             if not isinstance(metric, str):
-                raise ValueError(f"optimized_metric={show(metric)} is invalid. Allowed: one metric")
+                raise ValueError(f"optimized_metric={format_value(metric)} is invalid. Allowed: one metric")
             if self.on_tasks:
                 self.direction = "minimize" if metric == "forget_rate" else "maximize"
             from cpt.reporting.tuning import FinalRun, Trial, TunedMethod, write_tuning  # matplotlib: seconds
@@ -84,7 +85,7 @@ class TuneSweeper(OptunaSweeper):
                 TunedMethod(
                     name=each.label,
                     space={key: str(own.get_value_string()) for key, own in each.space.items()},
-                    default={key: show(value) for key, value in each.first.items()},
+                    default={key: format_value(value) for key, value in each.first.items()},
                     trials=[Trial(*trial) for trial in found[each.label][0]],
                     runs=finals[each.label],
                     num_planned=math.prod(map(len, runs)),
@@ -192,10 +193,10 @@ def find_space(cfg: DictConfig) -> dict[str, Override]:
             case str():
                 sweep = given
             case _:
-                raise ValueError(f"{key}={show(given)} is invalid. Allowed: {SPACES}")
+                raise ValueError(f"{key}={format_value(given)} is invalid. Allowed: {SPACES}")
         (override,) = OverridesParser.create().parse_overrides([f"{searched}={sweep}"])
         if not override.is_sweep_override():
-            raise ValueError(f"{key}={show(given)} is invalid. Allowed: {SPACES}")
+            raise ValueError(f"{key}={format_value(given)} is invalid. Allowed: {SPACES}")
         found[searched] = override
     return found
 
@@ -210,7 +211,9 @@ def find_defaults(cfg: DictConfig, space: Mapping[str, Override], *, grid: bool 
             inside = fits(default, Number) and sweep.start <= default <= sweep.end
             same = [default] * inside
         else:
-            same = [text for text in grid_values(each) if text == show(default) or is_same(text, default)]
+            same = [
+                text for text in grid_values(each) if text == format_value(default) or is_same(text, default)
+            ]
         if not same:
             return {}
         first[key] = same[0] if grid or each.is_choice_sweep() else default

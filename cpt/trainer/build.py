@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 import cpt
 from cpt.adapters.domain_store import domain_params
 from cpt.adapters.lora import adapter_reach
+from cpt.core.exceptions import format_value
 from cpt.core.naming import list_choices
 from cpt.core.processes import is_first_process
 from cpt.core.randomness import key
-from cpt.core.schema import show
 from cpt.core.tensors import NamedTensors
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
@@ -109,7 +109,7 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
         read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
         log.info(
             f"Scoring a part of {len(cut)} of {len(lengths)} texts, the same rows after every stage "
-            f"(eval.max_tokens={show(data.eval_tokens)}, {read:,} of {total:,} tokens); "
+            f"(eval.max_tokens={format_value(data.eval_tokens)}, {read:,} of {total:,} tokens); "
             "eval.max_tokens=null scores all, in a run of its own"
         )
     options, name, model, rate = plan.trainer, plan.names["method"], plan.model, plan.ignored_rate
@@ -191,7 +191,7 @@ def warn_of_lost_updates(plan: Plan, module: ContinualMethod) -> None:
     log.warning(
         "trainer.precision=bf16-true: a step of optim.lr=%s is lost to rounding for %.0f %% of the trained "
         "weights, and for more of them as the rate decays; %s",
-        show(rate),
+        format_value(rate),
         100 * share,
         remedy,
     )

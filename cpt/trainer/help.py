@@ -10,8 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF
+from cpt.core.exceptions import format_value
 from cpt.core.naming import CONFIG
-from cpt.core.schema import Options, allowed, join, option_types, show
+from cpt.core.schema import Options, allowed, join, option_types
 from cpt.core.sections import options_class, to_python
 from cpt.data.options import DataOptions
 from cpt.data.sources.base import HeldOut
@@ -87,6 +88,6 @@ def list_options(cfg: DictConfig, place: str) -> Iterator[tuple[str, str, str, s
             if node is None or is_section:
                 continue
             is_required = OmegaConf.is_missing(section, field.name)
-            value = "???" if is_required else show(to_python(section[field.name]))
+            value = "???" if is_required else format_value(to_python(section[field.name]))
             words = allowed(option_types(kind)[field.name])
             yield join(place, field.name), value, field.metadata["help"], words

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from cpt.core.distributed import barrier, is_sharded, leave_together, shard_like
 from cpt.core.errors import reason
+from cpt.core.exceptions import MessageError
 from cpt.core.heartbeat import progress_bar
 from cpt.core.processes import is_distributed
 from cpt.core.slurm import is_slurm_task, is_started_by_torchrun, requested_tasks
@@ -274,5 +275,7 @@ def naming_cause(section: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = reason(error).removeprefix("trainer is invalid: ")
-        raise ValueError(f"{section} is invalid: {why}") from error
+        message = f"{section} is invalid: {reason(error).removeprefix('trainer is invalid: ')}"
+        if isinstance(error, MessageError):
+            raise error.with_message(message) from error
+        raise ValueError(message) from error

@@ -23,10 +23,10 @@ from cpt.core import files
 from cpt.core.config import digest, identity
 from cpt.core.distributed import barrier, gather_objects, leave_together
 from cpt.core.errors import reason
+from cpt.core.exceptions import format_value
 from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.core.preemption import check_signals, defer_signals
 from cpt.core.processes import is_first_process
-from cpt.core.schema import show
 from cpt.core.secrets import redact
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
@@ -178,7 +178,9 @@ def check_same_settings(plan: Plan) -> None:
     for key in sorted(first):
         for other in others:
             if other.get(key) != first[key]:
-                message = f"it is {show(first[key])} in one process and {show(other.get(key))} in another"
+                first_value = format_value(first[key])
+                other_value = format_value(other.get(key))
+                message = f"it is {first_value} in one process and {other_value} in another"
                 raise ValueError(f"{key} is invalid: {message}. Allowed: the same value in all of them")
 
 

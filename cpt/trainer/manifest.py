@@ -22,8 +22,9 @@ from cpt.core import files
 from cpt.core.cache import PARTIAL, discard
 from cpt.core.config import digest, identity
 from cpt.core.errors import reason
+from cpt.core.exceptions import format_value
 from cpt.core.processes import is_first_process
-from cpt.core.schema import check_types, show
+from cpt.core.schema import check_types
 from cpt.data.sources.base import GENERAL, Source, stamp_of
 from cpt.evaluation.options import AUTO
 from cpt.evaluation.scores import Scores
@@ -113,7 +114,8 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
         if why:
             told = f"{run.path} has learned {join_first(old)} ({told}), and nothing can follow: {why}"
             raise ValueError(f"{told}. Allowed: {same}; another name=… learns all from the beginning")
-        told = f"order={show(plan.run.order)} means other domains than when {run.path} was started ({told})"
+        order = format_value(plan.run.order)
+        told = f"order={order} means other domains than when {run.path} was started ({told})"
         keep = "restore them" if gone else same
         raise ValueError(f"{told}; {keep}, another name=… begins a new run, or delete the folder")
     reject_changes(run, then.changes(plan))

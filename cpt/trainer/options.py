@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Len, Predicate
 
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.naming import LONGEST_TAG
 from cpt.core.schema import (
     Allowed,
@@ -20,7 +21,6 @@ from cpt.core.schema import (
     config,
     fits,
     option,
-    show,
 )
 from cpt.data.orders import WORDS
 from cpt.loggers.wandb_environment import WandbPlace
@@ -165,11 +165,15 @@ class TrainerOptions(Options):
         if self.quick_dropout is True and self.compile:
             raise ValueError("quick_dropout=true is invalid with compile=true. Allowed: one of them")
         if self.strategy != "fsdp" and self.reshard_after_forward is not None:
-            told = f"reshard_after_forward={show(self.reshard_after_forward)} is invalid with {self.strategy}"
-            raise ValueError(f"{told}. Allowed: null")
+            raise InvalidOptionError(
+                "reshard_after_forward",
+                self.reshard_after_forward,
+                context=f"with {self.strategy}",
+                allowed="null",
+            )
         if self.strategy == "fsdp" and self.precision not in SHARDED_PRECISIONS:
             known = ", ".join(dict.fromkeys(map(str, SHARDED_PRECISIONS)))
-            why = f"precision={show(self.precision)} is invalid with strategy=fsdp"
+            why = f"precision={format_value(self.precision)} is invalid with strategy=fsdp"
             raise ValueError(f"{why}. Allowed: {known}")
 
     @property

@@ -14,9 +14,10 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF, digest, identity, plain_config
 from cpt.core.errors import readable, unknown_name
+from cpt.core.exceptions import format_value
 from cpt.core.renames import rename_keys
 from cpt.core.resolved import resolve_once, resolve_sweep_folder
-from cpt.core.schema import NonNegative, Text, check_value, fits, show
+from cpt.core.schema import NonNegative, Text, check_value, fits
 from cpt.core.secrets import hide_environment, redact, redact_file
 from cpt.core.sections import Choice, is_used, read_section
 from cpt.data import orders
@@ -76,7 +77,7 @@ class Checked(Callback):
             with suppress(MissingMandatoryValue, InterpolationToMissingValueError):  # jobs may have it
                 read_sections(config)
             if config.get("plan"):
-                told = f"plan={show(config.plan)} is invalid: it is for one run"
+                told = f"plan={format_value(config.plan)} is invalid: it is for one run"
                 raise ValueError(f"{told}. Allowed: without --multirun")
 
 
@@ -201,7 +202,7 @@ def read_sections(cfg: DictConfig) -> Sections:
     own, others = trainer.split(TrainerOptions)  # others go to lightning.Trainer, which rejects what it lacks
     others = {name: value for name, value in others.items() if name not in trainer.used}
     if wrong := [name for name in others if name in SET_BY_CPT]:
-        told = f"trainer.{wrong[0]}={show(others[wrong[0]])} is invalid: cpt sets it"
+        told = f"trainer.{wrong[0]}={format_value(others[wrong[0]])} is invalid: cpt sets it"
         allowed = "trainer.steps, epochs or tokens; callbacks=…, logger=… and hydra.run.dir=…"
         raise ValueError(f"{told}. Allowed: {allowed}")
     sections: dict[str, Any] = {
@@ -238,7 +239,9 @@ def check_targets(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     for name, entry in given.items():
         if not isinstance(entry, Mapping) or not fits(entry.get("_target_"), Text):
             allowed = f"null, or +{group}.{name}._target_=module.Class, and what that class takes"
-            raise ValueError(f"{group}.{name}={show(entry)} is invalid: it has no class. Allowed: {allowed}")
+            raise ValueError(
+                f"{group}.{name}={format_value(entry)} is invalid: it has no class. Allowed: {allowed}"
+            )
     return given
 
 

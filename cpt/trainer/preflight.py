@@ -30,6 +30,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
+from cpt.core.exceptions import format_value
 from cpt.core.memory import keep_free
 from cpt.core.processes import (
     cores,
@@ -38,7 +39,7 @@ from cpt.core.processes import (
     is_one_of_several,
     stray_ranks,
 )
-from cpt.core.schema import check_names, option_types, show
+from cpt.core.schema import check_names, option_types
 from cpt.core.sections import check_arguments, load_target
 from cpt.core.slurm import check_task_count
 from cpt.data.chats import ChatEncoder, prints_date
@@ -134,7 +135,7 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
             callbacks=list(callbacks.values()),
         )
     check_task_count(tried.num_devices, plan.trainer.num_nodes)
-    check_process_start(tried.world_size, show(plan.trainer.devices))
+    check_process_start(tried.world_size, format_value(plan.trainer.devices))
     parts = plan.trainer.accumulate_grad_batches
     share_batch(plan.trainer.batch_size, accumulate=parts, world=tried.world_size)
     prior = getattr(getattr(plan.method.options, "routing", None), "prior", "uniform")
@@ -391,7 +392,7 @@ def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> No
     if is_chosen and all(id(each) in frozen for each in module.model.parameters()):
         key, allowed = f"freeze.layers={plan.freeze.layers}", "fewer blocks"
         if trainable is not None:
-            key, allowed = f"trainable={show(trainable)}", "null, or what finds some of it"
+            key, allowed = f"trainable={format_value(trainable)}", "null, or what finds some of it"
         message = f"{key} is invalid: it leaves nothing of what method={name} trains"
         raise ValueError(f"{message}. Allowed: {allowed}")
 
@@ -490,7 +491,7 @@ def check_checkpoint(checkpoint: str, *, resize: bool) -> tuple[PretrainedConfig
     if not is_first_process():
         return config, tokenizer
     if ignored := loading.ignored_outputs(checkpoint):
-        settings = ", ".join(f"{name}={show(value)}" for name, value in ignored.items())
+        settings = ", ".join(f"{name}={format_value(value)}" for name, value in ignored.items())
         log.info("Ignoring %s in the config.json of %s", settings, checkpoint)
     if adapter is not None:
         log.info("Merging the adapter %s into the model of %s", adapter.name, folder)

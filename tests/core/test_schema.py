@@ -6,7 +6,8 @@ from typing import Literal
 import pytest
 
 from cpt.core import schema
-from cpt.core.schema import Options, allowed, check_value, config, fits, option, show
+from cpt.core.exceptions import format_value
+from cpt.core.schema import Options, allowed, check_value, config, fits, option
 from cpt.core.sections import load_target
 
 KINDS = [
@@ -28,7 +29,7 @@ def test_a_type_says_what_it_allows(kind, good, bad, words):
     for value in bad:
         with pytest.raises(ValueError) as raised:
             check_value("k", value, kind)
-        assert str(raised.value).startswith(f"k={show(value)} is invalid. Allowed: {words}")
+        assert str(raised.value).startswith(f"k={format_value(value)} is invalid. Allowed: {words}")
 
 
 @config

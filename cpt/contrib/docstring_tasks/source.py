@@ -12,8 +12,9 @@ from annotated_types import Ge, Predicate
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.core.exceptions import format_value
 from cpt.core.randomness import key
-from cpt.core.schema import Allowed, Count, Int, Natural, Text, config, option, show
+from cpt.core.schema import Allowed, Count, Int, Natural, Text, config, option
 from cpt.data.sources.docstrings import documents_by_module, names_in, stamp_docs, subpackages
 from cpt.evaluation.finetune_tasks import LabelledExample, TaskSource
 
@@ -49,7 +50,7 @@ class SubmoduleTasks(TaskSource):
         super().__post_init__()
         if not self.packages:
             allowed = "packages by domain, like those of domains=installed_docs"
-            raise ValueError(f"packages={show(self.packages)} is invalid. Allowed: {allowed}")
+            raise ValueError(f"packages={format_value(self.packages)} is invalid. Allowed: {allowed}")
 
     @property
     def names(self) -> list[str]:

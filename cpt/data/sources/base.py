@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt, Lt, MinLen, Predicate
 
 from cpt.core.config import digest
+from cpt.core.exceptions import format_value
 from cpt.core.schema import (
     Allowed,
     Count,
@@ -31,7 +32,6 @@ from cpt.core.schema import (
     is_pattern,
     option,
     read_options,
-    show,
 )
 
 log = logging.getLogger(__name__)
@@ -365,7 +365,7 @@ class Source(Options, ABC):
         wanted = [re.compile(as_expression(each) or translate(each)) for each in listed]
         chosen = {name: each for name, each in groups.items() if any(one.fullmatch(name) for one in wanted)}
         if not chosen:
-            given, allowed = f"domains.only={show(self.only)}", ", ".join([*sorted(groups)[:8], "…"])
+            given, allowed = f"domains.only={format_value(self.only)}", ", ".join([*sorted(groups)[:8], "…"])
             raise ValueError(f"{given} is invalid: it leaves no domain. Allowed: {allowed}")
         return chosen
 
@@ -396,7 +396,7 @@ class Source(Options, ABC):
         used = {member for name in self.domains for member in self.members(name)}
         if unused := [name for name in self.names if name not in used]:
             told = "Leaving out %d of %d domains, like %s (domains.by=%s, domains.only=%s)"
-            log.info(told, len(unused), len(self.names), unused[0], self.by, show(self.only))
+            log.info(told, len(unused), len(self.names), unused[0], self.by, format_value(self.only))
         self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from cpt.core.exceptions import format_value
 from cpt.core.heartbeat import DELAY, progress_bar
-from cpt.core.schema import Options, Text, config, option, read_options, show
+from cpt.core.schema import Options, Text, config, option, read_options
 from cpt.data.sources.base import GENERAL, BadExamples, OnBadExample, Source, reject_record
 from cpt.data.sources.docstrings import read_docs, stamp_docs
 from cpt.data.sources.files import cause, splits_by_name, stamps
@@ -56,7 +57,9 @@ class Hub(Source):
             raise ValueError(f"catalogue={{}} is invalid: it names no domain. Allowed: {allowed}")
         for name, entry in self.catalogue.items():
             if not isinstance(entry, Mapping):
-                raise ValueError(f"catalogue.{name}={show(entry)} is invalid. Allowed: {{path: ag_news, …}}")
+                raise ValueError(
+                    f"catalogue.{name}={format_value(entry)} is invalid. Allowed: {{path: ag_news, …}}"
+                )
             read_options(Entry, entry, place=f"catalogue.{name}")
         if self.general not in (None, *self.catalogue):
             raise ValueError(f"general={self.general} is invalid. Allowed: null, {', '.join(self.catalogue)}")
