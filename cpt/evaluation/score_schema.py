@@ -7,7 +7,7 @@ of fine-tuning. K: evaluations of a stage by the monitor."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from annotated_types import Len
@@ -50,10 +50,18 @@ class Key:
         return {name: text for name, text in texts.items() if text}
 
 
-def entry(description: str, unit: str = "", *, over: str = "", default: Any = MISSING) -> Any:
-    """A field of a dataclass; a default that is called gives the value."""
-    how = {"default_factory" if callable(default) else "default": default}
-    return field(metadata={"key": Key(description, unit, over)}, **how)
+def entry(description: str, unit: str = "", *, over: str = "", default: Any = MISSING, name: str = "") -> Any:
+    """A field of a dataclass; a default that is called gives the value. `name`: its key in the file, if that
+    is not the field's name."""
+    metadata = {"key": Key(description, unit, over), "name": name}
+    if callable(default):
+        return field(metadata=metadata, default_factory=default)
+    return field(metadata=metadata, default=default)
+
+
+def key_of(field: Field[Any]) -> str:
+    """The key in the file of a field that `entry` made, or of one with that name."""
+    return field.metadata.get("name") or field.name
 
 
 Loss = Annotated[float | None, Key(unit="nats per scored token")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -16,14 +16,30 @@ from cpt.core.schema import check_types
 from cpt.evaluation import score_schema as schema
 from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
 from cpt.evaluation.options import FULL
-from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry
+from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry, key_of
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
-COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
-NOTED = ("rates", "protected_movement", "spikes")  # lists of a stage
-# kinds of seconds; "start": what precedes the stages
-PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "benchmarks")
+# what takes time in a run; "start": what precedes the stages
+ACTIVITIES = ("start", "generate", "learn", "score", "endtasks", "answers", "benchmarks")
 RUN_KEYS = tuple(schema.RunKeys.__annotations__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """What a stage has cost; each field is a column of `Scores`. The base costs nothing."""
+
+    trained: int = 0  # parameters that the optimizer updates
+    stored: int = 0  # bytes that the method keeps in addition to the model
+    tokens_read: int = 0  # by the steps
+    flops: int = 0  # without evaluation
+    memory: int = 0  # bytes at the peak
+    skipped_steps: int = 0  # left out for a loss or gradient that was not finite
+    rates: Sequence[float] = ()  # learning rate: first step, highest, last step
+    protected_movement: Sequence[float] = ()  # of the stage, of a random movement
+    spikes: Sequence[float] = ()  # number of loss spikes; step, loss and running median of the first
+
+
+COST_COLUMNS = tuple(column.name for column in fields(StageCosts))
 
 
 @closed
@@ -52,10 +68,12 @@ class Scores(Layout):
     )
     trained: ByRow[int] = entry("trained in the stage", "parameters", default=list)
     stored: ByRow[int] = entry("kept by the method in addition to the model", "bytes", default=list)
-    seen: ByRow[int] = entry("read by the steps of the stage", "tokens", default=list)
+    tokens_read: ByRow[int] = entry("read by the steps of the stage", "tokens", default=list, name="seen")
     flops: ByRow[int] = entry("of the stage, without evaluation", "operations", default=list)
     memory: ByRow[int] = entry("peak of the stage", "bytes", default=list)
-    skipped: ByRow[int] = entry("steps left out: loss or gradient not finite", "steps", default=list)
+    skipped_steps: ByRow[int] = entry(
+        "steps left out: loss or gradient not finite", "steps", default=list, name="skipped"
+    )
     rates: ByRow[Annotated[list[float], Key(over="3 or 0")]] = entry(
         "learning rate: first step, highest, last step", default=list
     )
@@ -98,23 +116,27 @@ class Scores(Layout):
         "value of the config's `optimized_metric`", default=None
     )
     seconds: float = entry("sum of the phases", "s", default=0.0)
-    phases: dict[str, Annotated[dict[str, float], Key(over="stage or step")]] = entry(
-        ", ".join(PHASES), "s", over="phase", default=dict
+    activity_seconds: dict[str, Annotated[dict[str, float], Key(over="stage or step")]] = entry(
+        ", ".join(ACTIVITIES), "s", over="phase", default=dict, name="phases"
     )
     version: Literal[1] = entry("version of this format", default=VERSION)
 
     def __post_init__(self) -> None:
         """Raises ValueError for fields of another type, shape or name: a file may be damaged."""
-        check_types(vars(self), get_type_hints(type(self), include_extras=True))
+        types = get_type_hints(type(self), include_extras=True)
+        values = {key_of(column): getattr(self, column.name) for column in fields(self)}
+        check_types(values, {key_of(column): types[column.name] for column in fields(self)})
+
         rows, columns = len(self.rows), len(self.domains)
         if len({*self.rows}) < rows or len({*self.domains}) < columns or self.rows[:1] not in ([], ["base"]):
             raise ValueError(f"rows {self.rows} or columns {self.domains} occur twice, or base is not first")
         if {len(self.tokens), len(self.bytes), len(self.scored), *map(len, self.nll)} - {columns}:
             raise ValueError(f"tokens, bytes, scored or a row of nll are not of the columns {self.domains}")
-        lengths = {len(getattr(self, name)) for name in ("modules", *NOTED, *COSTS)}
+        lengths = {len(getattr(self, name)) for name in ("modules", *COST_COLUMNS)}
         if len(self.nll) != rows or not lengths <= {0, rows}:
-            raise ValueError(f"nll, modules or costs ({', '.join(COSTS)}) are not of the rows {self.rows}")
-        if unknown := (set(self.phases) - {*PHASES}) | (set(self.metrics) - {*METRICS}):
+            costs = "trained, stored, seen, flops, memory, skipped"
+            raise ValueError(f"nll, modules or costs ({costs}) are not of the rows {self.rows}")
+        if unknown := (set(self.activity_seconds) - {*ACTIVITIES}) | (set(self.metrics) - {*METRICS}):
             raise ValueError(f"phases or metrics are unknown: {', '.join(sorted(unknown))}")
         if given := self.endtasks:
             kinds = (*ENDTASK_METRICS, *given["metric"].values())
@@ -122,7 +144,7 @@ class Scores(Layout):
                 raise ValueError(f"endtasks are not of the tasks {given['tasks']}")
             if any(len(cube(given, kind)) > rows for kind in kinds):
                 raise ValueError(f"endtasks have more than {rows} rows")
-        self.phases = {kind: self.phases.get(kind, {}) for kind in PHASES}
+        self.activity_seconds = {activity: self.activity_seconds.get(activity, {}) for activity in ACTIVITIES}
 
     @property
     def matrix(self) -> Array:
@@ -160,28 +182,27 @@ class Scores(Layout):
         row: str,
         *,
         nll: Sequence[float | None],
-        modules: Mapping[str, Mapping[str, float]] | None = None,
-        **costs: Any,
+        modules: Mapping[str, Mapping[str, float]],
+        costs: StageCosts,
     ) -> None:
-        """Adds the row of the model after a stage ("base" first), without updating the metrics; what of COSTS
-        is not given is 0, what of NOTED nothing."""
+        """Adds the row of the model after a stage ("base" first), without updating the metrics."""
         if row in self.rows or len(nll) != len(self.domains):
             raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
-        if unknown := sorted(set(costs) - {*NOTED, *COSTS}):
-            raise TypeError(f"costs {unknown}. Allowed: {', '.join((*NOTED, *COSTS))}")
         self.rows.append(row)
         self.nll.append([None if x is None else float(x) for x in nll])
-        self.modules.append({text: dict(weights) for text, weights in (modules or {}).items() if weights})
-        for name in (*NOTED, *COSTS):
-            noted: list[Any] = getattr(self, name)
-            none: Any = [] if name in NOTED else 0
-            noted += [none] * (len(self.rows) - 1 - len(noted))  # of rows that were made without
-            noted.append([*costs.get(name, [])] if name in NOTED else int(costs.get(name, 0)))
+        self.modules.append({text: dict(weights) for text, weights in modules.items() if weights})
+
+        for name, cost in asdict(costs).items():
+            column: list[Any] = getattr(self, name)
+            is_list = not isinstance(cost, int)
+            while len(column) < len(self.rows) - 1:  # rows of a version that did not have the column
+                column.append([] if is_list else 0)
+            column.append(list(cost) if is_list else cost)
 
     def take_over(self, earlier: Scores) -> Scores:
         """These scores with what a run of fewer domains has measured; cells of further texts are missing."""
-        measured = ("rows", "modules", "phases", "endtasks", "answers", "benchmarks", "monitor")
-        for name in (*measured, *NOTED, *COSTS):
+        measured = ("rows", "modules", "activity_seconds", "endtasks", "answers", "benchmarks", "monitor")
+        for name in (*measured, *COST_COLUMNS):
             setattr(self, name, getattr(earlier, name))
         cells = [dict(zip(earlier.domains, row, strict=True)) for row in earlier.nll]
         self.nll = [[row.get(text) for text in self.domains] for row in cells]
@@ -195,6 +216,10 @@ class Scores(Layout):
         for text, value in nll.items():
             self.nll[row][self.domains.index(text)] = None if value is None else float(value)
         self.modules[row] |= {text: dict(weights) for text, weights in modules.items() if weights}
+
+    def set_results(self, kind: str, results: dict[str, Any]) -> None:
+        """Replaces what an evaluator has measured so far: `endtasks`, `answers` or `benchmarks`."""
+        setattr(self, kind, results)
 
     def measured(self, row: int) -> list[str]:
         """The texts that were scored in a row."""
@@ -218,17 +243,18 @@ class Scores(Layout):
             if isinstance(version := data.get("version"), int) and version > VERSION:
                 advice = "update cpt"
                 raise ValueError(f"version {version}, this cpt reads version {VERSION}")
-            needed = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
-            if differing := ({"version", *needed} - set(data)) | (set(data) - {f.name for f in fields(cls)}):
+            names = {key_of(column): column.name for column in fields(cls)}
+            needed = {key_of(f) for f in fields(cls) if f.default is f.default_factory is MISSING}
+            if differing := ({"version", *needed} - set(data)) | (set(data) - set(names)):
                 raise ValueError(f"missing or unknown: {', '.join(sorted(differing))}")
-            return cls(**data)
+            return cls(**{names[key]: value for key, value in data.items()})
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path}: damaged or foreign ({error}); {advice}") from None
 
     def save(self, path: Path) -> None:
         """Replaces the file atomically: a reader sees the old or the new scores, after a crash too."""
-        self.seconds = sum(sum(stages.values()) for stages in self.phases.values())
-        lines = [f'"{each.name}": {encode(getattr(self, each.name))}' for each in fields(self)]
+        self.seconds = sum(sum(stages.values()) for stages in self.activity_seconds.values())
+        lines = [f'"{key_of(column)}": {encode(getattr(self, column.name))}' for column in fields(self)]
         replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 

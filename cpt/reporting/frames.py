@@ -17,7 +17,7 @@ from cpt.evaluation.metrics import UNITS, in_units
 from cpt.evaluation.scores import Scores
 
 COST_UNITS = {"trained": "parameters", "tokens": "tokens", "flops": "operations", "skipped": "steps"}
-# `seen` of scores.json is `tokens` here; and the phases of a stage that take time
+# `tokens_read` and `skipped_steps` of `Scores` are `tokens` and `skipped` here
 COST_COLUMNS: tuple[str, ...] = ("trained", "stored", "tokens", "flops", "memory", "skipped")
 COST_COLUMNS += ("seconds_learn", "seconds_score", "seconds_endtasks")
 SUMMARIZED = ("metric", "perplexity", "text", "task", "score", "benchmark", "cost")  # kinds with a key
@@ -191,7 +191,7 @@ def list_costs(scores: Scores) -> Values:
         noted, phase = costs_by_stage(scores, name), name.removeprefix("seconds_")
         total = sum(noted) if noted else None
         if phase != name:
-            total = sum(scores.phases.get(phase, {}).values())
+            total = sum(scores.activity_seconds.get(phase, {}).values())
         elif noted and name in ("stored", "memory", "trained"):
             total = noted[-1] if name == "stored" else max(noted)
         unit = "s" if phase != name else COST_UNITS.get(name, "bytes")
@@ -206,9 +206,10 @@ def list_costs(scores: Scores) -> Values:
 def costs_by_stage(scores: Scores, name: str) -> Sequence[float]:
     """One of COST_COLUMNS for each row of the matrix."""
     if name.startswith("seconds_"):
-        took = scores.phases.get(name.removeprefix("seconds_"), {})
+        took = scores.activity_seconds.get(name.removeprefix("seconds_"), {})
         return [took.get(stage, 0.0) for stage in scores.rows]
-    return getattr(scores, "seen" if name == "tokens" else name)
+    attributes = {"tokens": "tokens_read", "skipped": "skipped_steps"}
+    return getattr(scores, attributes.get(name, name))
 
 
 def list_modules(scores: Scores) -> Values:
@@ -219,7 +220,7 @@ def list_modules(scores: Scores) -> Values:
 
 
 def list_phases(scores: Scores) -> Values:
-    for kind, stages in scores.phases.items():
+    for kind, stages in scores.activity_seconds.items():
         yield from (ReportedValue(kind, seconds, "s", row=stage) for stage, seconds in stages.items())
 
 

@@ -453,7 +453,10 @@ def find_baseline(group: RunGroup, groups: Sequence[RunGroup], baseline: str) ->
 
 def find_stages(scores: Scores) -> dict[str, tuple[float, float]]:
     """Where each learned stage begins and ends, in tokens; all are equally long where these are unknown."""
-    ends = np.cumsum(scores.seen if any(scores.seen) else [0, *[1] * (len(scores.rows) - 1)]).tolist()
+    lengths = scores.tokens_read
+    if not any(lengths):
+        lengths = [0] + [1] * (len(scores.rows) - 1)
+    ends = np.cumsum(lengths).tolist()
     return {row: tuple(ends[at - 1 : at + 1]) for at, row in enumerate(scores.rows) if row in scores.learned}
 
 

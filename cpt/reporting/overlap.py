@@ -75,8 +75,8 @@ def measure_overlap(measured: Diagnostics, scores: Scores) -> dict[str, Overlap]
         if prefix == "chosen":
             # Shares [units] of each stage's own steps, from those of all steps so far, by the tokens that
             # stages read. Leading stages without a mask do not count; nothing is known after a missing stage.
-            read = len(scores.seen) == len(scores.rows) and all(scores.seen[1:])
-            seen, shares = scores.seen if read else [1] * len(scores.rows), vectors
+            read = len(scores.tokens_read) == len(scores.rows) and all(scores.tokens_read[1:])
+            seen, shares = scores.tokens_read if read else [1] * len(scores.rows), vectors
             vectors, before, steps = {}, np.array(0.0), 0.0
             for row in itertools.takewhile(shares.__contains__, range(1, len(scores.rows))):
                 if shares[row].any():

@@ -163,7 +163,8 @@ def show_run(scores: Scores) -> Block:
     base = {} if scores.base.get("origin") == "built" else scores.base
     stored = megabytes(scores.stored[-1] if scores.stored else 0)
     stored += "" if growth is None else f", {megabytes(growth)} more with each domain"
-    skipped = [f"{count} of {row}" for row, count in zip(scores.rows, scores.skipped, strict=False) if count]
+    steps_by_row = zip(scores.rows, scores.skipped_steps, strict=False)
+    skipped = [f"{count} of {row}" for row, count in steps_by_row if count]
     jump = "{}: {:.0f}, first at step {:.0f}, {:.4g} against a median of {:.4g}".format
     spikes = [jump(row, *each) for row, each in zip(scores.rows, scores.spikes, strict=False) if each]
     inside, random = max((each for each in scores.protected_movement if each), default=(0, 0))

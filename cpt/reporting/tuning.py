@@ -45,7 +45,7 @@ class FinalRun:
     def read(cls, folder: Path, score: float) -> FinalRun:
         scores = Scores.load(folder / "scores.json")
         forgetting = scores.metrics.get("FG", {}).get("nats")
-        return cls(str(folder), score, forgetting, sum(scores.seen), sum(scores.flops))
+        return cls(str(folder), score, forgetting, sum(scores.tokens_read), sum(scores.flops))
 
 
 @dataclass(frozen=True, kw_only=True)

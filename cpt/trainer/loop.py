@@ -31,7 +31,7 @@ from cpt.core.secrets import redact
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.monitor import MonitorObserver
-from cpt.evaluation.scores import Scores, gather_documents
+from cpt.evaluation.scores import Scores, StageCosts, gather_documents
 from cpt.evaluation.task_metrics import run_objective
 from cpt.loggers.loggers import LoggedRun, enter_domain, log_scores, log_stage, run_name, track
 from cpt.loggers.wandb_environment import WandbLabels
@@ -117,7 +117,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
         scores = new if scores is None else new.take_over(scores)
     run.check_documents(len(scores.rows))
-    scores.phases["start"] = dict(Counter(scores.phases["start"]) + Counter(took))
+    scores.activity_seconds["start"] = dict(Counter(scores.activity_seconds["start"]) + Counter(took))
     logged = describe_run(plan, run, scores)
     options = plan.logger
     with track(logged, csv_file=options.csv, wandb=options.wandb_place, custom=ready.loggers) as loggers:
@@ -243,7 +243,7 @@ class ContinualTrainer:
         names = ["base", *(domain.name for domain in self.data)]
         if HEARTBEAT.folder is not None:
             set_phase(self.phase(kind, number, names))
-        with time_phase(self.scores.phases[kind], names[number]):
+        with time_phase(self.scores.activity_seconds[kind], names[number]):
             yield
 
     def phase(self, kind: str, number: int, names: Sequence[str]) -> Phase:
@@ -251,7 +251,8 @@ class ContinualTrainer:
         first), and of each further row the mean of what the rows so far took besides."""
         steps, done = [0, *map(self.data.steps, self.data)], len(self.scores.rows)
         done_s = {
-            work: sum(self.scores.phases[work].get(name, 0.0) for name in names[:done]) for work in KINDS
+            work: sum(self.scores.activity_seconds[work].get(name, 0.0) for name in names[:done])
+            for work in KINDS
         }
         trained, left = sum(steps[:done]), sum(steps[max(number + (kind != "generate"), done) :])
         row_s = (sum(done_s.values()) - done_s["learn"]) / max(1, done)
@@ -272,7 +273,7 @@ class ContinualTrainer:
         """Trains and evaluates every stage that is not committed yet. First measures what earlier rows lack,
         where the weights of their stages are there."""
         if not self.scores.rows:
-            self.commit_row("base")
+            self.commit_row("base", StageCosts())
         done = len(self.scores.rows)
         for number, row in enumerate(list(self.scores.rows)):
             missing = self.missing(number)
@@ -288,7 +289,7 @@ class ContinualTrainer:
         for number, domain in list(enumerate(self.data, start=1))[done - 1 :]:
             costs = self.fit_stage(number, domain)
             self.at = number
-            self.commit_row(domain.name, **costs)
+            self.commit_row(domain.name, costs)
             self.run_evaluators(number)
 
     def restore(self, number: int) -> None:
@@ -303,8 +304,8 @@ class ContinualTrainer:
         self.at = number
         log.info("Resuming after %s", self.scores.rows[number])
 
-    def fit_stage(self, number: int, domain: Domain) -> dict[str, Any]:
-        """Trains one stage, from its checkpoint if it has one; gives its costs, by their names in Scores."""
+    def fit_stage(self, number: int, domain: Domain) -> StageCosts:
+        """Trains one stage, from its checkpoint if it has one."""
         plan, checkpoint = self.plan, self.run.checkpoint(number, domain.name)
         if checkpoint.exists():
             instead = f"delete it to train on {domain.name} again; what came before is kept"
@@ -325,7 +326,7 @@ class ContinualTrainer:
         guard = NanGuard(policy=plan.run.on_nonfinite)
         parts = self.run.stage(number - 1) if self.to_disk else None
         saving = StepCheckpoint(checkpoint, every=plan.trainer.checkpoint_every, guard=guard, parts=parts)
-        enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
+        enter_domain(self.loggers, domain.name, tokens=sum(self.scores.tokens_read))
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
         fitting = None
@@ -358,13 +359,20 @@ class ContinualTrainer:
         if self.to_disk:
             barrier()  # until the first process has written it
             map_stored(self.module, path)
-        return {
-            "trained": trained_parameters(self.module),
-            "stored": stored_beside(self.module, state),
-            **costs.costs(fitting),
-            **{"rates": costs.rates, "protected_movement": movement.noted, "spikes": guard.spikes.noted},
-            **{"skipped": len(guard.left_out)},
-        }
+        trained = trained_parameters(self.module)
+        stored = stored_beside(self.module, state)
+        counts = costs.costs(fitting)  # of all processes
+        return StageCosts(
+            trained=trained,
+            stored=stored,
+            tokens_read=counts["seen"],
+            flops=counts["flops"],
+            memory=counts["memory"],
+            skipped_steps=len(guard.left_out),
+            rates=costs.rates,
+            protected_movement=movement.noted,
+            spikes=guard.spikes.noted,
+        )
 
     def missing(self, number: int) -> list[str]:
         """The texts that the model after a stage is to be scored on, without those that its row has."""
@@ -415,7 +423,7 @@ class ContinualTrainer:
             self.run.save_documents(number, before | losses)
         return means, modules
 
-    def commit_row(self, row: str, **costs: Any) -> None:
+    def commit_row(self, row: str, costs: StageCosts) -> None:
         """Evaluates, and writes the row: a restart resumes after it. Raises ValueError where the run's folder
         has been moved or deleted."""
         number = len(self.scores.rows)
@@ -428,7 +436,7 @@ class ContinualTrainer:
         means, modules = self.score_row(number, row, self.missing(number))
         self.module.observes = False
         nll = [means.get(text) for text in self.scores.domains]
-        self.scores.append(row, nll=nll, modules=modules, **costs)
+        self.scores.append(row, nll=nll, modules=modules, costs=costs)
         shown = [f"{text} {np.exp(mean):.1f}" for text, mean in means.items()]
         few = shown if len(shown) <= 2 * ENDS else [*shown[:ENDS], "…", *shown[-ENDS:]]
         log.info("Evaluated after %s: perplexity %s", row, ", ".join(few))
@@ -466,7 +474,7 @@ class ContinualTrainer:
     def collect(self, evaluator: Evaluator) -> None:
         """Takes over the results of an evaluator so far."""
         results = evaluator.results(len(self.scores.rows)) | {"hash": self.plan.digests[evaluator.KIND]}
-        setattr(self.scores, evaluator.KIND, results)
+        self.scores.set_results(evaluator.KIND, results)
 
     def save_scores(self) -> None:
         """Writes the scores with their metrics, without intervals."""

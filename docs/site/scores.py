@@ -15,7 +15,7 @@ sys.path.insert(0, str(DOCS.parent))
 from pydantic import TypeAdapter  # noqa: E402
 from pydantic.json_schema import GenerateJsonSchema  # noqa: E402
 
-from cpt.evaluation.score_schema import VERSION  # noqa: E402
+from cpt.evaluation.score_schema import VERSION, key_of  # noqa: E402
 from cpt.evaluation.scores import Scores  # noqa: E402
 
 PAGE, SCHEMA = DOCS / "files.md", DOCS.parent / "cpt/evaluation/scores.schema.json"
@@ -36,9 +36,11 @@ class CompactSchema(GenerateJsonSchema):
 def make_json_schema() -> dict[str, Any]:
     """The JSON schema of scores.json, which has every field of Scores."""
     made = TypeAdapter(Scores).json_schema(schema_generator=CompactSchema)
-    for each in fields(Scores):
-        made["properties"][each.name] |= each.metadata["key"].told
-    about = {"title": f"scores.json, version {VERSION}", "required": list(made["properties"])}
+    properties = {}
+    for column in fields(Scores):
+        properties[key_of(column)] = made["properties"][column.name] | column.metadata["key"].told
+    made["properties"] = properties
+    about = {"title": f"scores.json, version {VERSION}", "required": list(properties)}
     return {"$schema": GenerateJsonSchema.schema_dialect} | made | about
 
 

@@ -11,6 +11,7 @@ import pytest
 from cpt.evaluation import metrics
 from cpt.evaluation.metrics import METRICS, UNITS, Layout
 from cpt.evaluation.options import EvalOptions, is_due
+from cpt.evaluation.score_schema import key_of
 from cpt.evaluation.scores import Scores
 from tests.runs.reading import SCHEMA
 
@@ -225,7 +226,7 @@ def test_the_file_is_a_contract_and_what_is_not_finite_is_null_in_it(tmp_path):
     made().save(path)
     assert Scores.load(path) == made()
     data = json.loads(path.read_text())
-    assert [*data] == [each.name for each in fields(Scores)] and data["nll"] == NLL.tolist()
+    assert [*data] == [key_of(column) for column in fields(Scores)] and data["nll"] == NLL.tolist()
     SCHEMA.check_schema(SCHEMA.schema)
     SCHEMA.validate(data)
     diverged = NLL.copy()

@@ -12,7 +12,7 @@ import yaml
 from hydra import initialize_config_dir
 
 from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
-from cpt.evaluation.scores import COSTS, NOTED, Scores
+from cpt.evaluation.scores import COST_COLUMNS, Scores
 from cpt.loggers import wandb_run
 from cpt.loggers.loggers import LoggedRun, log_scores, log_stage, track
 from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, read_identifier
@@ -63,7 +63,7 @@ def test_losses_are_one_curve_over_all_tokens_and_the_matrix_is_one_over_stages_
     curve = {row["train/tokens"]: row["train/loss"] for row in logged if "train/loss" in row}
     tokens = [*curve]
     assert len(curve) == 8 and tokens == sorted(tokens) and all(0 < loss < 20 for loss in curve.values())
-    assert (tokens[3], tokens[-1]) == (told.seen[1], sum(told.seen))
+    assert (tokens[3], tokens[-1]) == (told.tokens_read[1], sum(told.tokens_read))
     short = [row["train/tokens"] for row in history(runs / "s1") if "train/loss" in row]
     assert short == [tokens[3], tokens[-1]]  # a stage shorter than log_every_n_steps has a point at its end
     keys = {key for row in logged for key in row if key.startswith("train")}
@@ -148,7 +148,7 @@ def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_
     place = WandbPlace(mode="offline", project="p")
     folder.mkdir()
     for rows in (3, 4):
-        by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "modules", *NOTED, *COSTS)}
+        by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "modules", *COST_COLUMNS)}
         fails = pytest.raises(KeyboardInterrupt) if rows == 3 else nullcontext()
         with fails, track(run, csv_file=True, wandb=place, custom={}) as loggers:
             log_stage(loggers, dataclasses.replace(whole, **by_row, endtasks={}))

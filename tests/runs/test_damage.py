@@ -152,9 +152,9 @@ def test_a_folder_that_is_deleted_while_it_is_trained_ends_the_run_at_the_next_r
 ):
     evaluated, commit = [], loop.ContinualTrainer.commit_row
 
-    def deleting(trainer, row, **costs):
+    def deleting(trainer, row, costs):
         evaluated.append(row)
-        commit(trainer, row, **costs)
+        commit(trainer, row, costs)
         shutil.rmtree(tmp_path / "run")
 
     monkeypatch.setattr(loop.ContinualTrainer, "commit_row", deleting)

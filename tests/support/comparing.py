@@ -26,10 +26,10 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, content="d", endtasks=
     names = ["base", *order][: len(nll)] if rows is None else rows
     stages = len(names)
     about = {"conditions": CONDITIONS}
-    about |= {"phases": {"score": {"base": 2.0}, "learn": dict.fromkeys(names[1:], 4.0)}}
+    about |= {"activity_seconds": {"score": {"base": 2.0}, "learn": dict.fromkeys(names[1:], 4.0)}}
     if costs:
         about |= {"memory": [10**6] * stages, "stored": [0, *range(10**6, stages * 10**6, 10**6)]}
-        for name, each in {"seen": 1000, "flops": 2 * 10**9, "trained": 5120}.items():
+        for name, each in {"tokens_read": 1000, "flops": 2 * 10**9, "trained": 5120}.items():
             about[name] = [0, *[each] * (stages - 1)]
     scores = Scores(
         domains=domains,

@@ -72,7 +72,7 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(
     if given in COMPOSED:
         return
     assert said["memory"]["first"]["gradients"] == 4 * done.trained[1]  # of parameters in 32 bits
-    assert [each["tokens"] for each in said["stages"][1:]] == pytest.approx(done.seen[1:], rel=0.05)
+    assert [each["tokens"] for each in said["stages"][1:]] == pytest.approx(done.tokens_read[1:], rel=0.05)
     assert said["memory"]["last"]["peak"] == pytest.approx(max(done.memory), rel=0.15)
 
 

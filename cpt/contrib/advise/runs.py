@@ -320,8 +320,8 @@ def measure_costs(sweep: Sweep, setting: Setting) -> tuple[Costs, Scores]:
     if not job.whole:
         raise ValueError(f"the first run: {job.failure()} ({job.console})")
     scores = Scores.load(job.folder / "scores.json")
-    learned = math.fsum(scores.phases["learn"].values())
-    once = math.fsum(scores.phases["start"].values())
+    learned = math.fsum(scores.activity_seconds["learn"].values())
+    once = math.fsum(scores.activity_seconds["start"].values())
     whole = max(took, scores.seconds + STARTS_S)
     stages = len(scores.run["order"])
     return Costs(learned / (stages * PILOT), max(1.0, whole - learned - once), stages), scores

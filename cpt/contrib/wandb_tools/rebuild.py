@@ -203,7 +203,8 @@ def rebuild(
                 live = Curves(run)
                 rows = {name: row for row, name in enumerate(scores.rows) if row}
                 for domain, lines in groupby(curves, key=itemgetter(0)):
-                    live.enter(domain, tokens=sum(scores.seen[: rows.get(domain, len(scores.seen))]))
+                    row = rows.get(domain, len(scores.tokens_read))
+                    live.enter(domain, tokens=sum(scores.tokens_read[:row]))
                     for *_, values in lines:
                         live.log(values)
             for row in range(known + 1, len(scores.rows)):
