@@ -38,7 +38,7 @@ from cpt.data.collate import inputs_of, labels_of
 from cpt.data.corpora import Corpora
 from cpt.data.tokenized_tasks import TaskPrompt, read_examples
 from cpt.evaluation.task_answers import write_answers
-from cpt.models.forward import in_mode
+from cpt.models.forward import set_mode
 
 Times = dict[str, float]  # wall and cpu, seconds
 
@@ -117,7 +117,7 @@ def settings(**given: Any) -> Seq2SeqTrainingArguments:
 def ask_ours(course: Course, model: PreTrainedModel) -> list[str]:
     """As a run asks after a stage."""
     tokenizer = course.place.start.tokenizer
-    with in_mode(model, training=False):
+    with set_mode(model, training=False):
         texts = write_answers(
             model, tokenizer, course.questions, most=course.most, batch_size=course.batch, step=uncounted
         )

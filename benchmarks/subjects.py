@@ -21,7 +21,7 @@ from cpt.core.memory import keep_free
 from cpt.data.collate import inputs_of
 from cpt.data.datamodule import Domain
 from cpt.loggers.loggers import track
-from cpt.models.memory import draw_quickly
+from cpt.models.memory import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import make_trainer
@@ -89,7 +89,7 @@ def fit(
         with track(place.plan.logger.flags, folder, about=about) as loggers:
             how = {"loggers": loggers, "steps": steps, "callbacks": [guard, *callbacks, last]}
             fitting = make_trainer(options.lightning, label=domain.name, **how)
-            with draw_quickly(options.quick_dropout):
+            with use_quick_dropout(options.quick_dropout):
                 fitting.fit(place.module, datamodule=place.data)
 
 

@@ -53,7 +53,7 @@ def test_a_checkpoint_with_code_of_its_own_is_refused_and_nobody_is_asked(tmp_pa
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(words))
     (tmp_path / "own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
     monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail("asked") if prompt else "y")
-    for read in (loading.configuration, loading.load_tokenizer):
+    for read in (loading.load_config, loading.load_tokenizer):
         with pytest.raises(ValueError):
             read(str(tmp_path))
     assert not (tmp_path / "ran").exists()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from cpt.adapters.domain_store import Scope
-from cpt.models.units import Projection, blocks, sublayers
+from cpt.models.units import Projection, find_blocks, find_sublayers
 
 INIT_STD = 0.02  # of a new first layer
 QUERY = re.compile(r"(w?q|query)(?![a-z])\w*", re.IGNORECASE)
@@ -70,10 +70,10 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
             f"method.reduction_factor={reduction} is invalid. Allowed: 1 to {width}, all features"
         )
     if placement == "pfeiffer":
-        places = blocks(model)
+        places = find_blocks(model)
     else:
         kinds = ("neurons",) if placement == "ffn" else ("heads", "neurons")
-        places = [(place.out.name, place.out.module) for place in sublayers(model, kinds)]
+        places = [(place.out.name, place.out.module) for place in find_sublayers(model, kinds)]
     added: dict[str, Bottleneck] = {}
     for name, module in places:
         like = next(module.parameters())
@@ -119,7 +119,7 @@ def attach_plugins(model: PreTrainedModel, *, attention: float, ffn: float, outp
     """Adds a plug-in parallel to each attention and each FFN, their inner size as a share of the hidden."""
     added: dict[str, Bottleneck] = {}
     for kind, share in (("heads", attention), ("neurons", ffn)):
-        for place in sublayers(model, (kind,)):
+        for place in find_sublayers(model, (kind,)):
             like, width = place.out.weight, place.out.outputs
             part = Plugin(width, max(1, round(share * width)), output_relu=output_relu, like=like)
             place.out.module.add_module("plugin", part)

@@ -25,12 +25,12 @@ from transformers.pytorch_utils import Conv1D
 from cpt.adapters.domain_store import BASE, DomainScorer, Scope
 from cpt.core.distributed import full_tensor
 from cpt.data.collate import Batch
-from cpt.models.block_attention import text_in
-from cpt.models.forward import tokens_of
+from cpt.models.block_attention import find_text_masks
+from cpt.models.forward import find_token_side
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
-from cpt.models.units import Projection, SubLayer, projections, sublayers
-from cpt.models.weights import frozen_parameters
+from cpt.models.units import Projection, SubLayer, find_projections, find_sublayers
+from cpt.models.weights import find_frozen
 
 MIXTURE = "mixture"  # the name of a MoELayer in its block
 
@@ -49,7 +49,7 @@ class TextMask:
         self.present: dict[str, Tensor | None] = {}
 
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.present = text_in(module, kwargs)
+        self.present = find_text_masks(module, kwargs)
 
     def close(self, *args: Any) -> None:
         self.present = {}
@@ -242,9 +242,9 @@ class MoELayer(nn.Module):
 
 def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list[str]:
     """The blocks whose FFN becomes a mixture: the last of `every` each, unless frozen."""
-    if every > len(places := sublayers(model, ("neurons",))):
+    if every > len(places := find_sublayers(model, ("neurons",))):
         raise ValueError(f"method.every={every} is invalid. Allowed: 1 to {len(places)}, the model's blocks")
-    frozen = {id(parameter) for parameter in frozen_parameters(model, freeze)}
+    frozen = {id(parameter) for parameter in find_frozen(model, freeze)}
     found = [p for p in places[every - 1 :: every] if id(p.out.weight) not in frozen]
     if not found:
         allowed = "a smaller method.every or fewer of freeze.layers, and no trainable=…"
@@ -262,11 +262,11 @@ def attach_mixtures(
     model: PreTrainedModel, *, blocks: Sequence[str], top_k: int, groups: Sequence[int] = ()
 ) -> Scope:
     """Makes the FFNs of the named blocks mixtures of one expert, or with groups of further ones."""
-    found = {place.name: place for place in sublayers(model, ("neurons",))}
+    found = {place.name: place for place in find_sublayers(model, ("neurons",))}
     texts = TextMask()
     model.register_forward_pre_hook(texts.open, with_kwargs=True)
     model.register_forward_hook(texts.close, always_call=True)
-    sides = [tokens_of(model, found[name].out.name) for name in blocks]
+    sides = [find_token_side(model, found[name].out.name) for name in blocks]
     for name, side in zip(blocks, sides, strict=True):
         mixture = MoELayer(found[name], top_k=top_k, texts=texts, side=side)
         model.get_submodule(name).add_module(MIXTURE, mixture)
@@ -277,10 +277,10 @@ def attach_mixtures(
 
 def scope_beside(model: PreTrainedModel, chosen: Sequence[str]) -> Scope:
     """All of a model without mixtures except the FFNs of the chosen blocks, by name."""
-    places = [place for place in sublayers(model, ("neurons",)) if place.name in chosen]
+    places = [place for place in find_sublayers(model, ("neurons",)) if place.name in chosen]
     own = {each.name for place in places for each in place.projections}
     names = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in own]
-    return Scope(tuple(names), tuple(each for each in projections(model) if each.name not in own))
+    return Scope(tuple(names), tuple(each for each in find_projections(model) if each.name not in own))
 
 
 def with_newest(model: nn.Module, scope: Scope) -> Scope:

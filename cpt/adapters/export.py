@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from cpt.adapters.domain_store import Scope
 from cpt.core.files import replacing
-from cpt.models.loading import skeleton
+from cpt.models.loading import make_skeleton
 
 PARTS_INDEX = "parts.json"
 TRUSTED = ("cpt.adapters.",)  # packages of which parts.json may have an `attach…` called
@@ -46,7 +46,7 @@ def export_parts(
     changes = {state[name].data_ptr(): own_storage(value) for name, value in last.items()}
     plain = {name.replace(".base_layer.", "."): value for name, value in state.items()}  # peft's name
     present = {name: changes.get(value.data_ptr(), value) for name, value in plain.items()}
-    wanted = skeleton(model).state_dict()
+    wanted = make_skeleton(model).state_dict()
     (folder / PARTS_INDEX).unlink(missing_ok=True)
     if (folder / "parts").exists():
         shutil.rmtree(folder / "parts")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cpt.models.units import Part, Projection, Units, row_parts, shared_members
+from cpt.models.units import Part, Projection, Units, output_parts, share_members
 
 
 class _Compensated(torch.autograd.Function):
@@ -160,9 +160,9 @@ def attach_gates(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> 
 
 def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
     """The units of an adapter up(f(down(x))): its neurons, gated before up, and its outputs, after it."""
-    neurons, outputs = (shared_members(each.out_features, each.out_features, 1) for each in (down, up))
-    inner = (*row_parts(Projection(name, down, 0, ()), neurons), Part(up, "weight", 1, neurons))
-    outer = tuple(row_parts(Projection(name, up, 0, ()), outputs))
+    neurons, outputs = (share_members(each.out_features, each.out_features, 1) for each in (down, up))
+    inner = (*output_parts(Projection(name, down, 0, ()), neurons), Part(up, "weight", 1, neurons))
+    outer = tuple(output_parts(Projection(name, up, 0, ()), outputs))
     return [
         Units(f"{name}.neurons", "neurons", len(neurons), up, "in", inner),
         Units(f"{name}.outputs", "outputs", len(outputs), up, "out", outer),

@@ -35,9 +35,9 @@ from cpt.core.distributed import shard_like
 from cpt.core.errors import reason
 from cpt.core.exceptions import format_value
 from cpt.core.schema import unknown_name
-from cpt.models.forward import tokens_of
-from cpt.models.loading import skeleton
-from cpt.models.units import Projection, projections, sublayers
+from cpt.models.forward import find_token_side
+from cpt.models.loading import make_skeleton
+from cpt.models.units import Projection, find_projections, find_sublayers
 
 NEWEST, EARLIER = "default", "earlier"
 Targets = str | Sequence[str]
@@ -75,7 +75,7 @@ def attach_lora(
         raise ValueError(f"method.embeddings=true is invalid: {why}. Allowed: false")
     maps = find_targets(model, targets)
     try:  # output features that are ranked together
-        segments = {each.name: each.segments for each in projections(model)}
+        segments = {each.name: each.segments for each in find_projections(model)}
     except ValueError:  # of blocks of unknown form
         segments = {}
     adapted = [*maps]
@@ -99,7 +99,9 @@ def attach_lora(
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     trained = []
     for name in maps:
-        if tokens_of(model, name) is not None:  # the head's own layers see scored positions only: no masks
+        if (
+            find_token_side(model, name) is not None
+        ):  # the head's own layers see scored positions only: no masks
             layer = model.get_submodule(name)
             a, b = layer.lora_A[NEWEST], layer.lora_B[NEWEST]
             ranked = segments.get(name) or (torch.arange(b.out_features),)  # by the whole layer's output
@@ -325,7 +327,7 @@ def untie(model: PreTrainedModel) -> None:
     """Configures head and embedding as untied, and gives each a parameter of its own where a model of that
     configuration has two: also the second bias of heads as RoBERTa's, which loading would draw at random."""
     model.config.tie_word_embeddings = False
-    plain = dict(skeleton(model).named_parameters(remove_duplicate=False))
+    plain = dict(make_skeleton(model).named_parameters(remove_duplicate=False))
     first_names: dict[int, str] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         first = first_names.setdefault(id(parameter), name)
@@ -420,7 +422,7 @@ def default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> d
     if tuner == "fourierft":
         settings["init_weights"] = True  # starts as the base
     if tuner == "ia3":
-        down = {sublayer.out.name for sublayer in sublayers(model, ("neurons",))}
+        down = {sublayer.out.name for sublayer in find_sublayers(model, ("neurons",))}
         settings["feedforward_modules"] = [name for name in layers if name in down]
     return settings
 

@@ -19,7 +19,14 @@ from transformers import PreTrainedModel
 from cpt.adapters import lora
 from cpt.adapters.domain_store import Scope
 from cpt.core.exceptions import format_value
-from cpt.models.forward import CACHES, in_mode, mean_over, reader, tokens_of, uncached
+from cpt.models.forward import (
+    CACHES,
+    cache_arguments,
+    find_input_stack,
+    find_token_side,
+    mean_over_tokens,
+    set_mode,
+)
 
 SAMPLE_ROUTER = "pair_router"  # its name in the encoder or body of a model
 
@@ -121,7 +128,7 @@ class SampleRouter(nn.Module):
             present = seen[..., None]
             means = (states * present).cumsum(1) / present.cumsum(1).clamp_min(1)
         else:
-            means = mean_over(states, self.mask)[:, None]
+            means = mean_over_tokens(states, self.mask)[:, None]
         if self.by == "cosine":
             self.cosines = functional.normalize(means.to(keys), dim=-1) @ functional.normalize(keys, dim=-1).T
             scores = self.scale * self.cosines
@@ -144,8 +151,8 @@ class SampleRouter(nn.Module):
             self.text = (text.shape[0], text.shape[1])
             self.logits = self.key.new_full((len(text), 1, len(self.earlier) + 1), -torch.inf)
             inputs = {name: value for name, value in given.items() if name not in CACHES}
-            with torch.no_grad(), in_mode(module, training=False):
-                states = module.forward(**inputs | uncached(module)).last_hidden_state
+            with torch.no_grad(), set_mode(module, training=False):
+                states = module.forward(**inputs | cache_arguments(module)).last_hidden_state
             self.attend(states)
         elif embeddings is not None:
             self.attend(embeddings)
@@ -179,13 +186,13 @@ def attach_routed(
     """Adds a LoRA adapter to each linear layer of the targets within the model's body, and a router that
     weights it and those of earlier domains for each sample. ValueError for targets without a layer in the
     body."""
-    maps = [name for name in lora.find_targets(model, targets) if tokens_of(model, name) is not None]
+    maps = [name for name in lora.find_targets(model, targets) if find_token_side(model, name) is not None]
     if not maps:
         raise ValueError(
             f"method.target_modules={format_value(targets)} is invalid. Allowed: layers of the body"
         )
     scope = lora.attach_lora(model, r=r, alpha=alpha, dropout=dropout, targets=maps, embeddings=False)
-    both, inner = model.config.is_encoder_decoder, reader(model)
+    both, inner = model.config.is_encoder_decoder, find_input_stack(model)
     table = (inner if both else model).get_input_embeddings()
     width = table.weight.shape[1] if router["query"] == "embeddings" else model.config.hidden_size
     made = SampleRouter(width, **router, causal=causal and not both, like=table.weight)

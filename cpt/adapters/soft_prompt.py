@@ -16,9 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE, DomainParams, Scope
-from cpt.models.forward import CACHES, body, reader
+from cpt.models.forward import CACHES, find_body, find_input_stack
 from cpt.models.fsdp import call_within
-from cpt.models.loading import positions_of
+from cpt.models.loading import find_max_positions
 
 UNCUT = WeakTensorKeyDictionary()  # an encoder's output with the prompt's places, by that without them
 
@@ -134,7 +134,7 @@ class PromptChain(DomainParams):
 
 def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope:
     """Adds a prompt of `tokens` random ordinary tokens' vectors; `causal`: outputs predict the next token."""
-    both, inner = model.config.is_encoder_decoder, reader(model)
+    both, inner = model.config.is_encoder_decoder, find_input_stack(model)
     table = inner.get_input_embeddings() if both else model.get_input_embeddings()
     special = special_ids(model)
     part = PromptVectors(
@@ -142,7 +142,7 @@ def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope
         before=0 if both else 1,
         leading=causal or both,
         placeholder=next(number for number in range(len(special) + 1) if number not in special),
-        limit=positions_of(model),
+        limit=find_max_positions(model),
         names=[*inspect.signature(inner.forward).parameters],
     )
     inner.add_module("prompt", part)
@@ -150,7 +150,7 @@ def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope
     table.register_forward_hook(part.embed)
     inner.register_forward_hook(part.cut, always_call=True)
     if both:
-        body(model).register_forward_pre_hook(part.restore, with_kwargs=True)
+        find_body(model).register_forward_pre_hook(part.restore, with_kwargs=True)
     return Scope(tuple(name for name, weight in model.named_parameters() if weight is part.weight), ())
 
 

@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from cpt.core.randomness import key, shuffle
 from cpt.evaluation.finetune_tasks import FinetuneOptions, LabelledExample
-from cpt.models.forward import in_mode, mean_over, reader, uncached
-from cpt.models.loading import positions_of
+from cpt.models.forward import cache_arguments, find_input_stack, mean_over_tokens, set_mode
+from cpt.models.loading import find_max_positions
 from cpt.optim.schedulers import Linear, Progress
 
 STD = 0.02  # of a new head where the model's configuration has no initializer_range
@@ -115,7 +115,7 @@ class FinetuneJob:
 
 def longest(model: PreTrainedModel, length: int) -> int:
     """The tokens of an example that a model takes, `length` at most: a prompt has positions too."""
-    limit = positions_of(model)
+    limit = find_max_positions(model)
     taken = sum(getattr(part, "positions_taken", 0) for part in model.modules())
     return length if limit is None else min(length, limit - taken)
 
@@ -130,13 +130,13 @@ class Classifier(nn.Module):
         masked = MODEL_FOR_MASKED_LM_MAPPING
         self.first = type(model.config) in masked and isinstance(model, masked[type(model.config)])
         self.mean = model.config.is_encoder_decoder
-        self.body = deepcopy(reader(model)).float().requires_grad_(not frozen)
+        self.body = deepcopy(find_input_stack(model)).float().requires_grad_(not frozen)
         for part in self.body.modules():
             if getattr(part, "stays_in_end_tasks", False):
                 part.requires_grad_(False)
-        self.frozen, self.options = frozen, uncached(self.body)
+        self.frozen, self.options = frozen, cache_arguments(self.body)
         token = torch.ones((1, 1), dtype=torch.long, device=next(self.body.parameters()).device)
-        with torch.no_grad(), in_mode(self.body, training=False):
+        with torch.no_grad(), set_mode(self.body, training=False):
             output = self.body(input_ids=token, attention_mask=token, **self.options)
         width = output.last_hidden_state.shape[-1]
         self.dropout = nn.Dropout(dropout)
@@ -159,7 +159,7 @@ class Classifier(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             hidden = self.body(**inputs, **self.options).last_hidden_state  # [B, T, D]
         if self.mean:
-            pooled = mean_over(hidden, present)
+            pooled = mean_over_tokens(hidden, present)
         else:
             last = 0 if self.first else present.sum(1) - 1
             pooled = hidden[torch.arange(len(hidden), device=hidden.device), last]

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt.core.config import digest
 from cpt.core.errors import reason, unknown_name
 from cpt.evaluation.options import LMEvalOptions
-from cpt.models.forward import in_mode
+from cpt.models.forward import set_mode
 
 log = logging.getLogger(__name__)
 RESULTS_FORMAT = 1  # counts changes of what a file of results depends on
@@ -125,7 +125,7 @@ class Harness:
         causal = not model.config.is_encoder_decoder
         last = tokenizer("a")["input_ids"][-1:]
         ends = causal and bool(last) and last[0] in tokenizer.all_special_ids
-        with isolate_rng(), in_mode(model, training=False), silence() as warned:
+        with isolate_rng(), set_mode(model, training=False), silence() as warned:
             random.seed(RANDOM_SEED)  # as the harness's own program does
             np.random.seed(OTHER_SEED)
             torch.manual_seed(OTHER_SEED)

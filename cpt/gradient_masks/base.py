@@ -88,7 +88,7 @@ class Constraint(GradientMask):
 
 
 @contextmanager
-def observing(masks: Sequence[GradientMask], text: int | None) -> Iterator[None]:
+def mark_observed(masks: Sequence[GradientMask], text: int | None) -> Iterator[None]:
     """Marks forward passes as the evaluation of a held-out text that masks may observe (None: not)."""
     for mask in masks:
         mask.text = text
@@ -116,7 +116,7 @@ class StepSnapshot:
         self.state: dict[str, Tensor] | None = None
         if optimizer is not None and mask.apply_to == "frozen":
             parameter = self.before[0][0]
-            self.state = {name: value.clone() for name, value in moments(parameter, optimizer).items()}
+            self.state = {name: value.clone() for name, value in find_moments(parameter, optimizer).items()}
 
     @torch.no_grad()
     def apply(self, optimizer: Optimizer) -> None:
@@ -129,12 +129,12 @@ class StepSnapshot:
         [(parameter, old)] = self.before
         scale_(parameter, self.factor, start=old)
         if self.state is not None:
-            for name, value in moments(parameter, optimizer).items():
+            for name, value in find_moments(parameter, optimizer).items():
                 scale_(value, self.factor, start=self.state.get(name, torch.zeros_like(value)))
 
 
 @contextmanager
-def recording(masks: Sequence[GradientMask], *, alone: bool = True) -> Iterator[None]:
+def mark_recorded(masks: Sequence[GradientMask], *, alone: bool = True) -> Iterator[None]:
     """Marks forward passes as those of the training loss; `alone`: of the step's only micro-batch."""
     for mask in masks:
         mask.recording, mask.alone = True, alone
@@ -158,7 +158,7 @@ def scale_(tensor: Tensor, factor: Tensor, *, start: Tensor | None = None) -> No
         tensor.copy_(torch.lerp(before, tensor, factor.to(before)))
 
 
-def moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
+def find_moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer state with an entry per weight of a parameter; empty before the first step."""
     state = optimizer.state.get(parameter, {}).items()
     tensors = ((name, value) for name, value in state if isinstance(value, Tensor) and value.ndim)

@@ -20,7 +20,7 @@ from cpt.models.weights import find_trainable
 MOMENTA = ("exp_avg", "momentum_buffer")  # what optimizers of torch call it
 
 
-def find_least(momentum: Tensor, share: float) -> Tensor:
+def find_threshold(momentum: Tensor, share: float) -> Tensor:
     """The least |m| of the ceil(share n) largest of n entries, a scalar."""
     values = momentum.detach().abs().flatten()
     count = ceil(Fraction(str(share)) * len(values))
@@ -70,7 +70,7 @@ class MomentumFilter(Constraint):
             if momentum is None:
                 told = f"optim={type(optimizer).__name__} is invalid with mask=mofo: it has no momentum"
                 raise ValueError(f"{told}. Allowed: adamw, or another with one")
-            least = find_least(full_tensor(momentum), self.share)
+            least = find_threshold(full_tensor(momentum), self.share)
             size, own = to_local(momentum).abs(), to_local(step)
             kept = torch.ge(size, least, out=size)  # as numbers: a mask of bits is slower here
             if self.released and (share := decays.get(parameter)):

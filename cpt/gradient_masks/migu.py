@@ -37,12 +37,12 @@ from cpt.core.tensors import move_uncast
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import GradientMask
 from cpt.gradient_masks.options import MagnitudeMaskOptions
-from cpt.models.block_attention import text_in
-from cpt.models.fisher import fisher
-from cpt.models.forward import in_mode, tokens_of
+from cpt.models.block_attention import find_text_masks
+from cpt.models.fisher import estimate_fisher
+from cpt.models.forward import find_token_side, set_mode
 from cpt.models.fsdp import named_weights
 from cpt.models.objectives import Objective
-from cpt.models.units import Projection, projections
+from cpt.models.units import Projection, find_projections
 
 log = logging.getLogger(__name__)
 CACHED = 1 << 18  # numbers that a core works on without going back to memory
@@ -69,7 +69,7 @@ class MagnitudeMask(GradientMask):
         self.chosen = nn.Buffer(torch.zeros(0))  # how often each row was
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
-        covered = [*(projections(model) if maps is None else maps)]
+        covered = [*(find_projections(model) if maps is None else maps)]
         if self.options.head:
             within, embedding = {each.module for each in covered}, model.get_input_embeddings().weight
             outside = [
@@ -118,7 +118,7 @@ class MagnitudeMask(GradientMask):
         self.limited = []
         for each, place in zip(self.maps, self.places, strict=True):
             measured = each.measured or each.module
-            side = None if isinstance(measured, TextRows) else tokens_of(model, each.name)
+            side = None if isinstance(measured, TextRows) else find_token_side(model, each.name)
             self.hooks.append(measured.register_forward_hook(partial(self.record, place, side)))
             if self.limits and each.measured is None:
                 self.limited.append(RowGradients(each.module, axis=each.axis, mask=self, place=place))
@@ -132,7 +132,7 @@ class MagnitudeMask(GradientMask):
         self.inside = counted and self.options.importance == "output"
         # Later micro-batches of an accumulated step also select rows.
         self.limiting |= bool(self.limited) and counted and self.alone and not self.skipping
-        self.present = text_in(module, kwargs) if self.inside or self.text is not None else {}
+        self.present = find_text_masks(module, kwargs) if self.inside or self.text is not None else {}
 
     def close(self, *args: Any) -> None:
         self.inside, self.present = False, {}
@@ -141,11 +141,11 @@ class MagnitudeMask(GradientMask):
         """Adds a layer's output in the model's own forward pass with gradients, or on an observed text."""
         present = self.present.get(side) if side else None
         if self.inside and torch.is_grad_enabled():
-            self.sums[place] += magnitudes(output, present)
+            self.sums[place] += sum_magnitudes(output, present)
         elif self.text is not None and self.options.magnitudes:
             if self.text not in self.observed:
                 self.observed[self.text] = torch.zeros_like(self.sums)
-            self.observed[self.text][place] += magnitudes(output, present)
+            self.observed[self.text][place] += sum_magnitudes(output, present)
 
     def activate(self, domain: int) -> None:
         self.skipping = self.options.skip_first_domain and domain == 0
@@ -155,8 +155,8 @@ class MagnitudeMask(GradientMask):
     def before_domain(self, model: PreTrainedModel, objective: Objective, probe: Iterable[Batch]) -> None:
         if self.options.importance != "fisher" or self.skipping:
             return
-        with in_mode(model, training=False), torch.autocast(self.known.device.type, enabled=False):
-            found = fisher(model, probe, objective=objective, estimator=self.options.estimator)
+        with set_mode(model, training=False), torch.autocast(self.known.device.type, enabled=False):
+            found = estimate_fisher(model, probe, objective=objective, estimator=self.options.estimator)
         names = {id(parameter): name for name, parameter in named_weights(model).items()}
         for each, place in zip(self.maps, self.places, strict=True):
             rows = found[names[id(each.weight)]].float().sum(1 - each.axis)
@@ -232,7 +232,7 @@ class MagnitudeMask(GradientMask):
         return found
 
 
-def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
+def sum_magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
     """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding."""
     tokens = output.detach().reshape(-1, output.shape[-1])
     if present is not None:
@@ -244,7 +244,7 @@ def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
     return torch.linalg.vector_norm(tokens, ord=1, dim=0, dtype=torch.float32)
 
 
-def count_kept(threshold: float, width: int) -> int:
+def count_chosen(threshold: float, width: int) -> int:
     """Rows of `width` that are updated: d - floor(T d), by the decimal that T is written as."""
     return width - floor(Fraction(str(threshold)) * width)
 
@@ -253,7 +253,7 @@ def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) ->
     """1 for the updated rows of each segment, else 0, [D]; segments [G, d] are places of G groups."""
     mask = torch.zeros_like(scores)
     for places in segments:
-        best = scores[places].topk(count_kept(threshold, places.shape[1])).indices
+        best = scores[places].topk(count_chosen(threshold, places.shape[1])).indices
         mask[places.gather(1, best).flatten()] = 1
     return mask
 

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from cpt.core.distributed import all_reduce_sum
 from cpt.data.collate import Batch, inputs_of, output_ids
 from cpt.gradient_masks.base import GradientMask
-from cpt.models.forward import at, check_dropout, divergence, dropout
+from cpt.models.forward import check_dropout, kl_divergence, select_positions, set_dropout
 from cpt.models.objectives import Objective
-from cpt.models.units import Projection, Units, factors, find_units, gate_units
+from cpt.models.units import Projection, Units, find_units, gate_units, update_factors
 
 SampleLosses = Callable[[PreTrainedModel, Batch], Tensor]
 
@@ -40,7 +40,7 @@ def domain_losses(model: PreTrainedModel, batch: Batch, *, objective: Objective)
     return sample_means(objective.nll(model, batch), batch)
 
 
-def importance(
+def measure_importance(
     model: PreTrainedModel,
     groups: Sequence[Units],
     batches: Iterable[Batch],
@@ -109,14 +109,14 @@ class Proxy:
         twice = cast(Batch, {name: each.repeat(2, 1) for name, each in inputs_of(once).items()})
         twice["positions"] = torch.cat([once["positions"], once["positions"] + output_ids(once).numel()])
         logits, hidden = self.objective.outputs(model, twice)
-        outputs = at(hidden, twice["positions"]) if self.compared == "hidden" else logits
-        return sample_means(divergence(*outputs.chunk(2)), batch)
+        outputs = select_positions(hidden, twice["positions"]) if self.compared == "hidden" else logits
+        return sample_means(kl_divergence(*outputs.chunk(2)), batch)
 
     def measure(self, soft: SoftMask, probe: Iterable[Batch]) -> Tensor:
         """The importances of the soft mask's units, [units]; 0 if not measured."""
         if self.compared is None:
             return torch.zeros_like(soft.importance)
-        with dropout(self.model, self.rate):
+        with set_dropout(self.model, self.rate):
             return soft.measure(self.model, probe, self.losses, passes=2)
 
 
@@ -193,7 +193,7 @@ class SoftMask(UnitMask):
         self, model: PreTrainedModel, batches: Iterable[Batch], losses: SampleLosses, **how: int
     ) -> Tensor:
         """The normalized importances [units] of the model on batches."""
-        scores = importance(model, self.groups, batches, losses, **how)
+        scores = measure_importance(model, self.groups, batches, losses, **how)
         return torch.cat([normalize(part, self.normalize) for part in scores.split(self.sizes)])
 
     def set(self, scores: Tensor) -> None:
@@ -211,7 +211,7 @@ class SoftMask(UnitMask):
 
     def unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         gates = self.gates()
-        return (each for group in self.groups for each in factors(group, 1 - gates[group.name]))
+        return (each for group in self.groups for each in update_factors(group, 1 - gates[group.name]))
 
     def diagnostics(self) -> dict[str, Tensor]:
         measured = {f"measured/{name}": part for name, part in self.by_group(self.last).items()}
@@ -234,7 +234,7 @@ class ClaimedUnits(UnitMask):
     def unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         found: dict[nn.Parameter, Tensor] = {}
         for group, taken in zip(self.groups, self.taken.split(self.sizes), strict=True):
-            for parameter, factor in factors(group, 1 - taken) if self.taken.any() else ():
+            for parameter, factor in update_factors(group, 1 - taken) if self.taken.any() else ():
                 known = found.get(parameter)  # the larger one between two units
                 found[parameter] = factor if known is None else torch.maximum(known, factor)
         return found.items()

@@ -35,14 +35,14 @@ from cpt.gradient_masks.base import (
     GradientMask,
     Protection,
     StepSnapshot,
-    observing,
-    recording,
+    mark_observed,
+    mark_recorded,
     scale_,
 )
-from cpt.models.forward import in_mode
+from cpt.models.forward import set_mode
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
-from cpt.models.weights import Snapshot, frozen_parameters, swap_weights
+from cpt.models.weights import Snapshot, find_frozen, swap_weights
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Progress, Schedule
 from cpt.optim.state import CarriedState, lay_out_moments, unfuse_mixed
@@ -110,7 +110,7 @@ class ContinualMethod(LightningModule):
     def frozen(self) -> list[nn.Parameter]:
         """Parameters of the present model that no method trains."""
         outside = self.scope.others(self.model) if self.scope else []
-        return frozen_parameters(self.model, self.freezing) + outside
+        return find_frozen(self.model, self.freezing) + outside
 
     def use_domain_params(self, bank: DomainParams, routing: Routing) -> None:
         """Stores parameters per domain from now on, and scores texts with those that the routing selects."""
@@ -358,7 +358,7 @@ class ContinualMethod(LightningModule):
             torch.manual_seed(seed)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        with recording(self.masks, alone=self.trainer.accumulate_grad_batches == 1):
+        with mark_recorded(self.masks, alone=self.trainer.accumulate_grad_batches == 1):
             terms = self.losses(batch)
         self.guard.see(terms)
         if self.trainer.global_step == 0 or self.is_logged():  # the bar has a loss from the first step on
@@ -430,7 +430,7 @@ class ContinualMethod(LightningModule):
         # By then Lightning has taken the module off its device.
         home = self.device
         self.to(self.trainer.strategy.root_device)
-        with in_mode(self, training=False):
+        with set_mode(self, training=False):
             self.zero_grad()
             self.seeded("after")
             self.after_domain(self.data.probe())
@@ -453,7 +453,7 @@ class ContinualMethod(LightningModule):
         column = int(batch["column"])
         name = self.columns[column]
         seen = name in self.observed and "idle" not in batch
-        with observing(self.masks, column if seen else None):
+        with mark_observed(self.masks, column if seen else None):
             nll, count = self.nll(batch, self.data.places.get(name, -1))
         self.evaluation[name].update(nll, count, batch["documents"])
 

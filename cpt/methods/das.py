@@ -32,7 +32,7 @@ from cpt.data.collate import Batch, inputs_of
 from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DASOptions, DGAOptions
-from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
+from cpt.models.forward import check_dropout, mean_over_tokens, set_dropout, token_nll
 from cpt.models.memory import keep_activations
 from cpt.models.units import gate_units
 from cpt.models.weights import Snapshot
@@ -74,7 +74,7 @@ class ContrastMethod(ContinualMethod):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = self.objective.outputs(self.model, batch)
-        terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}
+        terms = {"lm": token_nll(logits, batch).sum() * batch["weight"]}
         if self.options.contrast and self.trainer.global_step % self.options.contrast_every == 0:
             terms["contrast"] = self.contrast(batch, hidden)
         return terms
@@ -91,10 +91,10 @@ class ContrastMethod(ContinualMethod):
             text = self.objective.lay_out(cast(Batch, some))
 
         def represent() -> Tensor:  # the samples as vectors [B, D], without the head
-            return mean_over(self.objective.encode(model, text), text.get("attention_mask"))
+            return mean_over_tokens(self.objective.encode(model, text), text.get("attention_mask"))
 
-        with dropout(model, options.contrast_dropout), keep_activations(model):
-            anchor = mean_over(hidden[:count], text.get("attention_mask")) if same else represent()
+        with set_dropout(model, options.contrast_dropout), keep_activations(model):
+            anchor = mean_over_tokens(hidden[:count], text.get("attention_mask")) if same else represent()
             positive = represent()
             with gate_units(self.soft.groups, self.soft.gates()):
                 negative = represent()

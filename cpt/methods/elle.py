@@ -27,10 +27,10 @@ from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import NOTHING, ELLEOptions
 from cpt.methods.prompt import PER_ROW, check_rows, check_tokens, with_prompt
 from cpt.models import growth
-from cpt.models.forward import in_mode
-from cpt.models.loading import skeleton
+from cpt.models.forward import set_mode
+from cpt.models.loading import make_skeleton
 from cpt.models.objectives import Objective
-from cpt.models.units import sublayers
+from cpt.models.units import find_sublayers
 from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class ELLE(ContinualMethod):
     def stages(self, order: Sequence[str]) -> list[Domain]:
         found = super().stages(order)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            model = skeleton(self.model)  # refuses what cannot grow, before any text is read
+            model = make_skeleton(self.model)  # refuses what cannot grow, before any text is read
             for stage in found:
                 self.grow(model, stage)
         return [replace(each, recovery=self.options.recovery) for each in found]
@@ -108,7 +108,7 @@ class ELLE(ContinualMethod):
         try:
             growth.grow_hidden(model, int(gained[name]), noise=noise)
             if (times := gained[name := "neurons"]) != 1:
-                more = round((times - 1) * sublayers(model, ("neurons",))[0].count)
+                more = round((times - 1) * find_sublayers(model, ("neurons",))[0].count)
                 growth.grow_neurons(model, more, noise=noise)
             growth.grow_heads(model, int(gained[name := "heads"]), noise=noise)
             growth.grow_layers(model, int(gained[name := "layers"]))
@@ -135,7 +135,7 @@ class ELLE(ContinualMethod):
         tried = label_batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), decoder_input_ids=both)
 
         def loss_of_tokens() -> Tensor:
-            with torch.no_grad(), in_mode(self.model, training=False):
+            with torch.no_grad(), set_mode(self.model, training=False):
                 return self.objective.nll(self.model, tried)
 
         before, size = loss_of_tokens(), self.model.num_parameters()

@@ -33,8 +33,8 @@ from cpt.methods.options import (
     RecAdamOptions,
     SIOptions,
 )
-from cpt.models.fisher import fisher, keep_important, sensitivity
-from cpt.models.forward import at
+from cpt.models.fisher import estimate_fisher, estimate_sensitivity, project_on_important
+from cpt.models.forward import select_positions
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot, quadratic_penalty
 
@@ -66,7 +66,7 @@ class AnchorPenalty(ContinualMethod):
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
         if self.importances is None:
             return super().protected_subspace()
-        return keep_important(self.model, self.importances.named()) | super().protected_subspace()
+        return project_on_important(self.model, self.importances.named()) | super().protected_subspace()
 
 
 class Consolidation(AnchorPenalty):
@@ -119,7 +119,7 @@ class EWC(Consolidation):
         return self.weighted_distance(self.options.strength)
 
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
-        return fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
+        return estimate_fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
 
 
 class L2(AnchorPenalty):
@@ -171,11 +171,15 @@ class MAS(Consolidation):
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
         def squared_norms(model: PreTrainedModel, batch: Batch) -> Tensor:  # ||f||^2, [K]
             logits, hidden = self.objective.outputs(model, batch)
-            output = logits if self.options.output == "logits" else at(hidden, batch["positions"])
+            output = (
+                logits if self.options.output == "logits" else select_positions(hidden, batch["positions"])
+            )
             return output.float().square().sum(-1)
 
         estimator = self.options.estimator
-        return sensitivity(self.model, probe, squared_norms, estimator=estimator, power=1, label="MAS")
+        return estimate_sensitivity(
+            self.model, probe, squared_norms, estimator=estimator, power=1, label="MAS"
+        )
 
 
 class SI(AnchorPenalty):

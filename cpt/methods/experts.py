@@ -29,9 +29,9 @@ from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DEMIXOptions, LifelongMoEOptions
-from cpt.models.forward import TARGET_TOKENS, divergence, in_mode, nll_of
+from cpt.models.forward import TARGET_TOKENS, kl_divergence, set_mode, token_nll
 from cpt.models.fsdp import named_weights, reshard
-from cpt.models.units import sublayers
+from cpt.models.units import find_sublayers
 from cpt.models.weights import swap_weights
 
 RECORD = ("sources", "perplexities")
@@ -75,7 +75,7 @@ class CopyingMethod(ContinualMethod):
     def measure(self, probe: Iterable[Batch], candidates: Sequence[int]) -> Tensor:
         """The perplexity with each candidate on the probes of all processes, [candidates] in 64 bits."""
         sums = torch.zeros(len(candidates) + 1, dtype=torch.double, device=self.device)
-        with in_mode(self.model, training=False):
+        with set_mode(self.model, training=False):
             for batch in probe:
                 for place, domain in enumerate(candidates):
                     with self.holding(domain):
@@ -112,7 +112,7 @@ class DEMIX(CopyingMethod):
         if options.experts == "adapter":
             scope = attach_bottlenecks(context.model, **options.bottleneck)
         else:  # weights and biases of the linear layers of every block's FFN
-            maps = [each for ffn in sublayers(context.model, ("neurons",)) for each in ffn.projections]
+            maps = [each for ffn in find_sublayers(context.model, ("neurons",)) for each in ffn.projections]
             names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
             scope = Scope(tuple(names), tuple(maps))
         super().__init__(options, context, scope)
@@ -200,13 +200,13 @@ class LifelongMoE(CopyingMethod):
         if not self.options.strength:
             return super().losses(batch) | self.balanced(batch)
         logits = self.objective.outputs(self.model, batch)[0]
-        terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]} | self.balanced(batch)
+        terms = {"lm": token_nll(logits, batch).sum() * batch["weight"]} | self.balanced(batch)
         last = len(self.mixtures[0].groups) - 1 if self.mixtures else BASE
         weights = swap_weights(self.model, self.teacher.named())
         experts = working(self.model, last, before=True)
-        with torch.no_grad(), in_mode(self.model, training=False), weights, experts:
+        with torch.no_grad(), set_mode(self.model, training=False), weights, experts:
             taught = self.objective.outputs(self.model, batch)[0]
-        apart = divergence(taught, logits).sum() * batch["weight"]
+        apart = kl_divergence(taught, logits).sum() * batch["weight"]
         return terms | {"kd": self.options.strength * apart}
 
     def open(self, progress: float) -> None:

@@ -35,7 +35,7 @@ from cpt.data.collate import Batch
 from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import CPTPluginOptions, HATOptions
-from cpt.models.units import Units, blocks, find_units
+from cpt.models.units import Units, find_blocks, find_units
 
 OPEN_STD, OPEN_LR = 1.0, 0.1  # a step of Adam moves an e by its rate, and some must change their sign
 NORMAL_STD, NORMAL_RATE = 0.02, 5.0
@@ -178,7 +178,7 @@ class HAT(GatedMethod):
 
 def norms_of(model: PreTrainedModel) -> tuple[str, ...]:
     """The names of the parameters of the norms within the blocks."""
-    inside = [part for name, block in blocks(model) for part in block.named_modules(prefix=name)]
+    inside = [part for name, block in find_blocks(model) for part in block.named_modules(prefix=name)]
     norms = [(name, part) for name, part in inside if "Norm" in type(part).__name__]
     return tuple(f"{name}.{key}" for name, part in norms for key, _ in part.named_parameters(recurse=False))
 

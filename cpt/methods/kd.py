@@ -14,13 +14,13 @@ from torch import Tensor
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import KDOptions
-from cpt.models.forward import at, divergence, nll_of
+from cpt.models.forward import kl_divergence, select_positions, token_nll
 from cpt.models.weights import Snapshot
 
 
 def distillation(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
     """T^2 KL(softmax(teacher / T) || softmax(student / T)) over the last axis (nats), [K] from [K, F]."""
-    return temperature**2 * divergence(teacher.float() / temperature, student.float() / temperature)
+    return temperature**2 * kl_divergence(teacher.float() / temperature, student.float() / temperature)
 
 
 class KD(ContinualMethod):
@@ -43,9 +43,11 @@ class KD(ContinualMethod):
             taught = self.objective.outputs(self.model, batch)
         student, teacher = outputs[0], taught[0]
         if self.options.distilled == "hidden":
-            student, teacher = (at(hidden, batch["positions"]) for _, hidden in (outputs, taught))
+            student, teacher = (
+                select_positions(hidden, batch["positions"]) for _, hidden in (outputs, taught)
+            )
         apart = distillation(student, teacher, temperature=self.options.temperature)
         return {
-            "lm": nll_of(outputs[0], batch).sum() * batch["weight"],
+            "lm": token_nll(outputs[0], batch).sum() * batch["weight"],
             "kd": self.options.strength * apart.sum() * batch["weight"],
         }

@@ -41,7 +41,7 @@ from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.lora import LoRA
 from cpt.methods.options import EMAOptions, MergeLoRAOptions, MergeOptions, ReptileOptions, WiSEFTOptions
-from cpt.models.fisher import fisher
+from cpt.models.fisher import estimate_fisher
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import PreciseSnapshot, Snapshot
 
@@ -219,7 +219,9 @@ class Merge(ContinualMethod):
         found = {}
         if self.options.rule == "fisher":
             with torch.autocast(self.device.type, enabled=False):
-                found = fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
+                found = estimate_fisher(
+                    self.model, probe, objective=self.objective, estimator=self.options.estimator
+                )
         seed = self.drawing().initial_seed()
         self.merging.end(self.model, named_weights(self.model), fisher=found, seed=seed)
 
@@ -261,7 +263,9 @@ class MergeLoRA(LoRA):
         for each in flipped:
             each.requires_grad_(not each.requires_grad)
         with torch.autocast(self.device.type, enabled=False):
-            found = fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
+            found = estimate_fisher(
+                self.model, probe, objective=self.objective, estimator=self.options.estimator
+            )
         for each in flipped:
             each.requires_grad_(not each.requires_grad)
         return found

@@ -24,7 +24,7 @@ from cpt.gradient_masks.constraints import Subspaces
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import OSFOptions
 from cpt.models.fisher import measure_similarity
-from cpt.models.units import blocks, projections, weight_matrices
+from cpt.models.units import find_blocks, find_projections, find_weight_matrices
 
 
 class OSF(ContinualMethod):
@@ -35,10 +35,10 @@ class OSF(ContinualMethod):
     def __init__(self, options: OSFOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         self.subspaces = Subspaces(apply_to=options.apply_to, protected=options.sides)
-        find_maps = weight_matrices if options.protect == "all" else projections
+        find_maps = find_weight_matrices if options.protect == "all" else find_projections
         self.subspaces.over(find_maps(self.model))
         self.masks.append(self.subspaces)
-        self.blocks = [name for name, _ in blocks(self.model)]
+        self.blocks = [name for name, _ in find_blocks(self.model)]
         self.similarity: Tensor
         if options.least is not None:
             self.register_buffer("similarity", ones(len(self.blocks)))

@@ -22,7 +22,7 @@ from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import ProgPromptOptions, PromptOptions
-from cpt.models.loading import positions_of
+from cpt.models.loading import find_max_positions
 from cpt.models.weights import swap_weights
 
 ONLY = 0  # the bank's place of a prompt for all domains
@@ -125,7 +125,7 @@ def check_tokens(
     domains: int = 1,
 ) -> None:
     """Raises ValueError where prompts of domains and sample exceed the model's positions."""
-    limit = positions_of(model)
+    limit = find_max_positions(model)
     if limit is not None and length + tokens * domains > limit:
         room = f"0 to {(limit - length) // domains}, the positions beyond model.max_seq_length={length}"
         raise ValueError(f"{option}={tokens} is invalid for {domains} domains. Allowed: {room}")

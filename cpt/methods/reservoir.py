@@ -19,7 +19,7 @@ from cpt.data.packing import PADDING
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import AGEMOptions, DERPPOptions
-from cpt.models.forward import at, nll_of
+from cpt.models.forward import select_positions, token_nll
 from cpt.models.objectives import Objective
 
 SWEEPS = 1000  # over the entries of v, at most
@@ -200,12 +200,12 @@ class DERPP(ContinualMethod):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = self.objective.outputs(self.model, batch)
-        lm = nll_of(logits, batch).sum() * batch["weight"]
+        lm = token_nll(logits, batch).sum() * batch["weight"]
         size, given = len(hidden) // 2, self.options.minibatch_size
         if given is not None:
             size = given // (self.trainer.world_size * self.trainer.accumulate_grad_batches)
         match, replay = self.replayed(max(1, size))
-        held = logits if self.options.matched == "logits" else at(hidden, batch["positions"])
+        held = logits if self.options.matched == "logits" else select_positions(hidden, batch["positions"])
         self.memory.add(batch, held)
         terms = {"derpp_match": self.options.alpha * match, "derpp_replay": self.options.beta * replay}
         return {"lm": lm, **terms}
@@ -222,11 +222,11 @@ class DERPP(ContinualMethod):
         replayed = both | {"positions": after, "targets": both["targets"][len(stored) :]}
         if self.options.matched == "hidden":  # the head is computed for the replayed draw only
             logits, hidden = self.objective.outputs(self.model, replayed)
-            present = at(hidden, before)
+            present = select_positions(hidden, before)
         else:
             logits, _ = self.objective.outputs(self.model, both)
             present, logits = logits.tensor_split([len(stored)])
-        nll = nll_of(logits, replayed)
+        nll = token_nll(logits, replayed)
         squared = functional.mse_loss(present.float(), stored, reduction="sum") / max(1, stored.numel())
         return squared, nll.sum() / max(1, len(nll))  # a drawn row may have no scored token
 

@@ -13,14 +13,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from cpt.data.collate import Batch, Sharing, inputs_of
-from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, at, hidden_states, in_mode, padded_positions
+from cpt.models.forward import (
+    SOURCE_TOKENS,
+    TARGET_TOKENS,
+    find_padded_positions,
+    hidden_states,
+    select_positions,
+    set_mode,
+)
 
 log = logging.getLogger(__name__)
 MASKABLE = ("sdpa", "eager")  # attention implementations that take a mask of blocks
-PRESENT = WeakTensorKeyDictionary()  # where text is, by the input_ids [R, W] of shared rows
+TEXT_MASKS = WeakTensorKeyDictionary()  # where text is, by the input_ids [R, W] of shared rows
 
 
-def inputs_for(model: PreTrainedModel, batch: Batch, *, causal: bool) -> tuple[dict[str, Any], Tensor | None]:
+def make_inputs(
+    model: PreTrainedModel, batch: Batch, *, causal: bool
+) -> tuple[dict[str, Any], Tensor | None]:
     """What a model takes of a batch; where samples share rows, also the place [B * T] of each of their tokens
     in the flattened input, without meaning at padding. Documents are separated, padding is one too."""
     if (segments := batch.get("segments")) is not None:
@@ -28,25 +37,25 @@ def inputs_for(model: PreTrainedModel, batch: Batch, *, causal: bool) -> tuple[d
         columns = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
         begins = torch.ones_like(segments, dtype=torch.bool)
         begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-        table = padded_positions(model)
+        table = find_padded_positions(model)
         first = 0 if table is None or table.padding_idx is None else table.padding_idx + 1
-        PRESENT[ids] = segments >= 0
+        TEXT_MASKS[ids] = segments >= 0
         positions = columns - torch.where(begins, columns, 0).cummax(1).values + first
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
-        return (inputs if causal else inputs | {"attention_mask": block_masks(model, segments)}), None
+        return (inputs if causal else inputs | {"attention_mask": make_block_masks(model, segments)}), None
     if (layout := batch.get("layout")) is None:
         return inputs_of(batch), None
     length, columns = batch["input_ids"].shape[1], torch.arange(layout.shape[1], device=layout.device)
     present = batch["attention_mask"].flatten()[layout].bool()
     filled = present.sum(1, keepdim=True)  # the rest of a row is a sample of padding
     ids = batch["input_ids"].flatten()[layout]
-    PRESENT[ids] = present
+    TEXT_MASKS[ids] = present
     ordinals = torch.arange(layout.numel(), device=layout.device)
     places = torch.zeros_like(batch["input_ids"]).flatten().scatter(0, layout.flatten(), ordinals)
     return {"input_ids": ids, "position_ids": torch.where(present, layout % length, columns - filled)}, places
 
 
-def block_masks(model: PreTrainedModel, segments: Tensor) -> Tensor | dict[str, Tensor]:
+def make_block_masks(model: PreTrainedModel, segments: Tensor) -> Tensor | dict[str, Tensor]:
     """An encoder's masks [B, 1, T, T] in which each token sees its own document, by kind of layer."""
     seen = (segments[:, :, None] == segments[:, None, :])[:, None]
     masks = {"full_attention": seen}
@@ -61,17 +70,19 @@ def block_masks(model: PreTrainedModel, segments: Tensor) -> Tensor | dict[str, 
     return masks if len(masks) > 1 else masks["full_attention"]
 
 
-def by_sample(hidden: Tensor, places: Tensor | None, batch: Batch) -> Tensor:
+def split_samples(hidden: Tensor, places: Tensor | None, batch: Batch) -> Tensor:
     """Hidden states [B, T, D] of the samples from those [R, W, D] of rows that they may share."""
-    return hidden if places is None else at(hidden, places).unflatten(0, batch["input_ids"].shape)
+    return (
+        hidden if places is None else select_positions(hidden, places).unflatten(0, batch["input_ids"].shape)
+    )
 
 
-def text_in(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor | None]:
+def find_text_masks(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor | None]:
     """Where text is in a model's arguments, [B, T] by SOURCE_TOKENS and TARGET_TOKENS; None: everywhere. A
     decoder's inputs may begin with the id of padding."""
     ids, target = inputs.get("input_ids"), inputs.get("decoder_input_ids")
     given = inputs.get("attention_mask")
-    present = {SOURCE_TOKENS: PRESENT.get(ids, given) if isinstance(ids, Tensor) else None}
+    present = {SOURCE_TOKENS: TEXT_MASKS.get(ids, given) if isinstance(ids, Tensor) else None}
     if target is not None:
         pad = model.config.pad_token_id
         read = torch.ones_like(target, dtype=torch.bool) if pad is None else target != pad
@@ -105,9 +116,9 @@ def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = Tru
     if documents:
         owners = torch.arange(len(lengths), device=device)[:, None].expand_as(present)[present][None]
         row = {"input_ids": ids[present][None], "segments": owners}
-    with in_mode(model, training=False):
+    with set_mode(model, training=False):
         alone = hidden_states(model, inputs_of(batch))[present]
-        inputs, places = inputs_for(model, row, causal=causal)
+        inputs, places = make_inputs(model, row, causal=causal)
         try:
             shared = hidden_states(model, inputs)
         except (RuntimeError, TypeError, AttributeError, IndexError) as error:
@@ -115,7 +126,7 @@ def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = Tru
                 raise
             log.debug("blocks: %s", error)
             refuse_isolation(model, "takes no mask of blocks")
-    shared = shared[0] if documents else by_sample(shared, places, batch)[present]
+    shared = shared[0] if documents else split_samples(shared, places, batch)[present]
     if not (alone - shared).abs().max() <= 1e-4 * alone.abs().max():  # rounding
         refuse_isolation(model, "mixes the samples of a row")
 

@@ -18,18 +18,18 @@ from cpt.core.tensors import precise
 from cpt.data.collate import Batch, idle_batch, single
 from cpt.models.fsdp import named_weights, raised_gradients
 from cpt.models.objectives import Objective
-from cpt.models.units import blocks
+from cpt.models.units import find_blocks
 from cpt.models.weights import swap_weights
 
 
-def fisher(
+def estimate_fisher(
     model: PreTrainedModel, probe: Iterable[Batch], *, objective: Objective, estimator: str
 ) -> dict[str, Tensor]:
     """The diagonal Fisher by parameter name, from the samples of all processes; 0 where not trained."""
-    return sensitivity(model, probe, objective.nll, estimator=estimator, power=2, label="Fisher")
+    return estimate_sensitivity(model, probe, objective.nll, estimator=estimator, power=2, label="Fisher")
 
 
-def sensitivity(
+def estimate_sensitivity(
     model: PreTrainedModel,
     probe: Iterable[Batch],
     measured: Callable[[PreTrainedModel, Batch], Tensor],
@@ -53,7 +53,7 @@ def sensitivity(
         count = next(iter(sums.values())).new_zeros(())
     trained = [name for name, weight in weights.items() if weight.requires_grad]
     for batch in tqdm(probe, desc=label, disable=None, leave=False):
-        parts = samples(batch) if estimator == "per_sample" else [batch] * bool(len(batch["positions"]))
+        parts = split_batch(batch) if estimator == "per_sample" else [batch] * bool(len(batch["positions"]))
         if sharded:
             count += sum("idle" not in part for part in parts)
             parts += [idle_batch(batch)] * (all_reduce_max(len(parts)) - len(parts))
@@ -82,13 +82,13 @@ def sensitivity(
     return {name: each / count.clamp_min(1) for name, each in sums.items()}
 
 
-def samples(batch: Batch) -> list[Batch]:
+def split_batch(batch: Batch) -> list[Batch]:
     """The samples of a batch that have something to predict, a batch of one each."""
     alone = (single(batch, row) for row in range(len(batch["input_ids"])))
     return [each for each in alone if len(each["positions"])]
 
 
-def keep_important(
+def project_on_important(
     model: PreTrainedModel, importances: Mapping[str, Tensor]
 ) -> dict[nn.Parameter, Callable[[Tensor], Tensor]]:
     """By parameter, the projection of a movement on the entries of its most important twentieth."""
@@ -106,7 +106,7 @@ def keep_important(
 def measure_similarity(model: PreTrainedModel, objective: Objective, batches: Iterable[Batch]) -> Tensor:
     """The mean cosine of each block's input and output over all tokens of all processes, [blocks]; 1 without
     any token (ShortGPT; Men et al., 2024, arXiv 2403.03853; AdaSVD; Li et al., 2025, arXiv 2502.01403)."""
-    layers, seen = [layer for _, layer in blocks(model)], {}
+    layers, seen = [layer for _, layer in find_blocks(model)], {}
 
     def note(place: int, module: nn.Module, args: tuple, given: dict[str, Any], made: Any) -> None:
         read = args[0] if args else given["hidden_states"]

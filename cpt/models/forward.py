@@ -30,28 +30,31 @@ def logits_and_hidden(
 
     def select(module: nn.Module, inputs: Any, output: Any) -> Any:
         hidden.append(output.last_hidden_state)
-        output.last_hidden_state = at(hidden[0], positions)[None]
+        output.last_hidden_state = select_positions(hidden[0], positions)[None]
         return output
 
-    handle = body(model).register_forward_hook(select)
+    handle = find_body(model).register_forward_hook(select)
     try:
-        return model(**inputs, **uncached(model)).logits[0], hidden[0]
+        return model(**inputs, **cache_arguments(model)).logits[0], hidden[0]
     finally:
         handle.remove()
 
 
 def hidden_states(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     """The last hidden states [B, T, D] of the encoder, or of the body of a decoder, without a head."""
-    inner, read = reader(model), {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
-    return call_within(model, inner, **read, **uncached(inner)).last_hidden_state
+    inner, read = (
+        find_input_stack(model),
+        {name: x for name, x in inputs.items() if not name.startswith("decoder_")},
+    )
+    return call_within(model, inner, **read, **cache_arguments(inner)).last_hidden_state
 
 
-def at(hidden: Tensor, positions: Tensor) -> Tensor:
+def select_positions(hidden: Tensor, positions: Tensor) -> Tensor:
     """Hidden states [K, D] at positions [K] of the flattened batch, from [B, T, D]."""
     return hidden.flatten(0, 1).index_select(0, positions)
 
 
-def mean_over(hidden: Tensor, present: Tensor | None) -> Tensor:
+def mean_over_tokens(hidden: Tensor, present: Tensor | None) -> Tensor:
     """Mean [B, D] of hidden states [B, T, D] over the positions that are no padding."""
     if present is None:
         return hidden.mean(1)
@@ -59,12 +62,12 @@ def mean_over(hidden: Tensor, present: Tensor | None) -> Tensor:
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
-def nll_of(logits: Tensor, batch: Batch) -> Tensor:
+def token_nll(logits: Tensor, batch: Batch) -> Tensor:
     """Negative log-likelihood (nats) of the targets, [K], from logits [K, V] at the scored positions."""
     return functional.cross_entropy(logits.float(), batch["targets"], reduction="none")
 
 
-def divergence(one: Tensor, other: Tensor) -> Tensor:
+def kl_divergence(one: Tensor, other: Tensor) -> Tensor:
     """KL(softmax(one) || softmax(other)) over the last axis (nats), [K] from [K, F]."""
     one, other = one.float().log_softmax(-1), other.float().log_softmax(-1)
     return (one.exp() * (one - other)).sum(-1)
@@ -84,7 +87,7 @@ def set_temporarily(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+def set_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     """Train or eval mode inside the context; then every submodule has its previous mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.train(training)
@@ -95,7 +98,7 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
             part.training = before
 
 
-def dropout_of(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+def find_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
     """Modules, attributes and rates of all dropout in a model, but for `layerdrop`."""
     found = []
     for module in model.modules():
@@ -105,16 +108,16 @@ def dropout_of(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
 
 
 @contextmanager
-def dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
+def set_dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
     """Train mode with every dropout at `rate` (None: at its own rate) inside the context."""
-    rates = [] if rate is None else [(module, name, rate) for module, name, _ in dropout_of(model)]
-    with set_temporarily(*rates), in_mode(model, training=True):
+    rates = [] if rate is None else [(module, name, rate) for module, name, _ in find_dropout(model)]
+    with set_temporarily(*rates), set_mode(model, training=True):
         yield
 
 
 def check_dropout(model: nn.Module, rate: float | None, *, option: str, without: str) -> None:
     """Raises ValueError if two passes in train mode with dropout at a `rate` could not differ."""
-    own = [before for *_, before in dropout_of(model)]
+    own = [before for *_, before in find_dropout(model)]
     if not any(own if rate is None else [rate] * len(own)):
         raise InvalidOptionError(
             f"method.{option}",
@@ -124,7 +127,7 @@ def check_dropout(model: nn.Module, rate: float | None, *, option: str, without:
         )
 
 
-def body(model: PreTrainedModel) -> nn.Module:
+def find_body(model: PreTrainedModel) -> nn.Module:
     """The part of a model whose output its head takes; raises ValueError if it is not found."""
     if model.config.is_encoder_decoder:
         return model.get_decoder()
@@ -134,26 +137,26 @@ def body(model: PreTrainedModel) -> nn.Module:
     return inner if inner is not None else model.base_model
 
 
-def reader(model: PreTrainedModel) -> PreTrainedModel:
+def find_input_stack(model: PreTrainedModel) -> PreTrainedModel:
     """The encoder of a model, or the body of a decoder: a classifier is put on it."""
-    return model.get_encoder() if model.config.is_encoder_decoder else body(model)
+    return model.get_encoder() if model.config.is_encoder_decoder else find_body(model)
 
 
 CACHES = ("past_key_values", "cache")  # arguments for the key-value cache; the second from transformers 5.24
 
 
-def uncached(model: PreTrainedModel) -> dict[str, bool]:
+def cache_arguments(model: PreTrainedModel) -> dict[str, bool]:
     """The argument that disables the key-value cache, which some models fill even in training."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
-def padded_positions(model: nn.Module) -> nn.Embedding | None:
+def find_padded_positions(model: nn.Module) -> nn.Embedding | None:
     """The table of learned positions that begin after that of padding, as RoBERTa's, if there is one."""
     tables = [m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and "position" in name]
     return next((table for table in tables if table.padding_idx is not None), None)
 
 
-def tokens_of(model: PreTrainedModel, name: str) -> str | None:
+def find_token_side(model: PreTrainedModel, name: str) -> str | None:
     """The tokens that a module sees: SOURCE_TOKENS, all of a model without a decoder; TARGET_TOKENS in a
     decoder, except keys and values of its cross attention; None in a head, which sees scored places only."""
     names = {module: other for other, module in model.named_modules()}
@@ -165,7 +168,7 @@ def tokens_of(model: PreTrainedModel, name: str) -> str | None:
         return SOURCE_TOKENS if within(model.base_model) else None
     if within(model.get_encoder()):
         return SOURCE_TOKENS
-    decoder = body(model)
+    decoder = find_body(model)
     if not within(decoder):
         return None
     attention = ATTENTION.match(name, len(names[decoder]) + 1)

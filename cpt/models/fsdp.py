@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from cpt.models.units import blocks
+from cpt.models.units import find_blocks
 
 
 class Reduction:
@@ -40,7 +40,7 @@ def shard_model(
     """Shards the weights of a model in place, except those ignored: each block, and what is in none. With
     `reshard`, they are resharded after forward. Raises ValueError for a model without blocks."""
     model.reduction = Reduction()
-    for part in (*(block for _, block in blocks(model)), model):
+    for part in (*(block for _, block in find_blocks(model)), model):
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
         part.set_custom_reduce_scatter(model.reduction)
     model.run_part = MethodType(lambda self, function, *args, **named: function(*args, **named), model)

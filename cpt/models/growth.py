@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.core.errors import reason
-from cpt.models.loading import is_tied, skeleton
+from cpt.models.loading import is_tied, make_skeleton
 from cpt.models.memory import CHECKPOINTING, COMPILE_OPTIONS
-from cpt.models.units import SubLayer, blocks, projections, sublayers
+from cpt.models.units import SubLayer, find_blocks, find_projections, find_sublayers
 
 # Fields of configurations, by what they are a number of.
 NEURONS = (
@@ -44,14 +44,14 @@ REPEATABLE = (
 
 
 @contextmanager
-def adjusted(model: PreTrainedModel, part: str) -> Iterator[Callable[[], PreTrainedModel]]:
+def adjust_config(model: PreTrainedModel, part: str) -> Iterator[Callable[[], PreTrainedModel]]:
     """A model and its configuration change inside the context, which yields what makes a skeleton of it."""
     what = f"{part} of a {model.config.model_type} can not be grown"
 
     def empty() -> PreTrainedModel:
         try:
             type(model.config).from_dict(model.config.to_dict())  # as it will be read, which checks it
-            return skeleton(model)
+            return make_skeleton(model)
         except Exception as error:  # whatever a configuration raises
             raise ValueError(f"{what}: {reason(error)}") from error
 
@@ -83,8 +83,8 @@ def grow_neurons(model: PreTrainedModel, more: int, *, noise: float) -> None:
     """Adds copies of drawn neurons to each feed-forward network."""
     if more == 0:
         return
-    with adjusted(model, "neurons"):
-        found = sublayers(model, ("neurons",))
+    with adjust_config(model, "neurons"):
+        found = find_sublayers(model, ("neurons",))
         for each in found:
             add_copies(each, draw_units(each.count, more), noise=noise)
         set_fields(model, dict.fromkeys(NEURONS, found[0].count + more))
@@ -95,8 +95,8 @@ def grow_heads(model: PreTrainedModel, more: int, *, noise: float) -> None:
     """Adds copies of drawn key/value heads with their query heads, the same in all blocks."""
     if more == 0:
         return
-    with adjusted(model, "heads"):
-        found = sublayers(model, ("heads",))
+    with adjust_config(model, "heads"):
+        found = find_sublayers(model, ("heads",))
         size, shared = found[0].out.inputs // found[0].count, max(m.shape[1] for _, m in found[0].sources)
         groups = draw_units(found[0].count // shared, more)
         heads = (groups[:, None] * shared + torch.arange(shared)).flatten()
@@ -115,11 +115,11 @@ def grow_layers(model: PreTrainedModel, more: int) -> None:
     """Adds copies of each stack's last blocks that contribute nothing. ValueError for too many."""
     if more == 0:
         return
-    stacks = Counter(name.rpartition(".")[0] for name, _ in blocks(model))
+    stacks = Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
     if more > (most := min(stacks.values())):
         kind = model.config.model_type
         raise ValueError(f"the stacks of a {kind} have {most} blocks to copy")
-    with adjusted(model, "layers") as empty:
+    with adjust_config(model, "layers") as empty:
         set_fields(model, {name: getattr(model.config, name, 0) + more for name in DEPTHS})
         if (kinds := getattr(model.config, "layer_types", None)) is not None:
             set_fields(model, {"layer_types": [*kinds, *kinds[-more:]]})
@@ -127,7 +127,7 @@ def grow_layers(model: PreTrainedModel, more: int) -> None:
         for stack, number in new:
             layers = model.get_submodule(stack)
             layers.append(copy_block(larger.get_submodule(f"{stack}.{number}"), layers[number - more]))
-        for each in sublayers(model, ("heads", "neurons")):
+        for each in find_sublayers(model, ("heads", "neurons")):
             if each.out.name.startswith(tuple(f"{stack}.{number}." for stack, number in new)):
                 for parameter in each.out.module.parameters():
                     nn.init.zeros_(parameter)
@@ -162,9 +162,9 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
     if (config := model.config).model_type not in REPEATABLE:
         told = f"hidden size of a {config.model_type} has no known exact growth"
         raise ValueError(f"{told}, but of {', '.join(REPEATABLE)}")
-    segments = {each.module: each.segments for each in projections(model)}
-    with adjusted(model, "hidden size") as empty:
-        set_fields(model, dict.fromkeys(NEURONS, sublayers(model, ("neurons",))[0].count))
+    segments = {each.module: each.segments for each in find_projections(model)}
+    with adjust_config(model, "hidden size") as empty:
+        set_fields(model, dict.fromkeys(NEURONS, find_sublayers(model, ("neurons",))[0].count))
         scaled: tuple[str, ...] = ("hidden_size", "word_embed_proj_dim")
         if not any(hasattr(config, name) for name in HEAD_SIZES):
             scaled = (*scaled, *HEADS, "num_key_value_heads")

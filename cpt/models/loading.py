@@ -31,7 +31,7 @@ from cpt.core.errors import reason
 from cpt.core.processes import is_first_process
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
-from cpt.models.forward import padded_positions
+from cpt.models.forward import find_padded_positions
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
 from cpt.models.options import ModelOptions
 
@@ -44,7 +44,7 @@ SENTINELS = 100  # added to a tokenizer that has none
 SPECIAL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
 
 
-def possible_objectives(config: PretrainedConfig) -> list[str]:
+def find_objectives(config: PretrainedConfig) -> list[str]:
     """The objectives that transformers has a model for, `masked`, `causal` or `span`: of the class that the
     checkpoint was saved as, else of its architecture."""
     saved_class = (config.architectures or [""])[0]
@@ -66,12 +66,12 @@ def possible_objectives(config: PretrainedConfig) -> list[str]:
     return [name for name, mapping in mappings.items() if type(config) in mapping]
 
 
-def objective_name(wanted: str, config: PretrainedConfig) -> str:
+def resolve_objective(wanted: str, config: PretrainedConfig) -> str:
     """`masked`, `causal` or `span`; for `auto`, what the checkpoint was saved as, else what its architecture
     is for. Raises ValueError for an objective that the configuration has no model for."""
     if wanted not in (*AUTO_MODELS, "auto"):
         raise ValueError(f"model.objective={wanted} is invalid. Allowed: {', '.join(AUTO_MODELS)}, auto")
-    possible = possible_objectives(config)
+    possible = find_objectives(config)
     if not possible or (wanted != "auto" and wanted not in possible):
         saved_class = (config.architectures or ["model"])[0]
         message = f"model.objective={wanted} is invalid for a {config.model_type} {saved_class}"
@@ -95,7 +95,11 @@ def make_objective(
     options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, *, answers: bool, isolated: bool
 ) -> Objective:
     """The objective of raw text, or of `answers` to examples; `isolated` documents or samples share rows."""
-    name, pad, end = objective_name(options.objective, config), padding_id(tokenizer), tokenizer.eos_token_id
+    name, pad, end = (
+        resolve_objective(options.objective, config),
+        padding_id(tokenizer),
+        tokenizer.eos_token_id,
+    )
     check_packing(name, isolated=isolated, answers=answers)
     first = pad if (first := getattr(config, "decoder_start_token_id", None)) is None else first
     raw: Objective = Causal()
@@ -106,21 +110,21 @@ def make_objective(
             raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end. Allowed: both")
         rates = {"rate": options.mask_rate, "mean": options.span_length}
         start = first if options.name_or_path else pad
-        raw = span = Span(**rates, sentinels=sentinel_ids(tokenizer), end=end, pad=pad, start=start)
+        raw = span = Span(**rates, sentinels=find_sentinel_ids(tokenizer), end=end, pad=pad, start=start)
         if answers:
             return Seq2SeqAnswers(span, pad=pad, start=first)
     raw.isolated = isolated and not answers
-    return CausalAnswers(raw, pad=pad, sharing=sharing_of(config) if isolated else None) if answers else raw
+    return CausalAnswers(raw, pad=pad, sharing=make_sharing(config) if isolated else None) if answers else raw
 
 
-def sharing_of(config: PretrainedConfig) -> Sharing:
+def make_sharing(config: PretrainedConfig) -> Sharing:
     """How samples share rows for a model of D features: attention to T tokens takes 4 T D operations at a
     place, its linear layers 24 D^2 (Kaplan et al., arXiv 2001.08361, table 1)."""
     text = config.get_text_config()
     return Sharing(6 * text.hidden_size, getattr(text, "max_position_embeddings", None))
 
 
-def configuration(checkpoint: str) -> PretrainedConfig:
+def load_config(checkpoint: str) -> PretrainedConfig:
     """A checkpoint's configuration, with outputs as methods read them. Raises ValueError if there is no such
     checkpoint, for values that transformers refuses, and for an adapter of peft, which transformers would
     load frozen into the model."""
@@ -148,13 +152,13 @@ def configuration(checkpoint: str) -> PretrainedConfig:
     return config
 
 
-def ignored_outputs(checkpoint: str) -> dict[str, Any]:
+def find_ignored_outputs(checkpoint: str) -> dict[str, Any]:
     """The settings of outputs in a checkpoint's config.json that `configuration` replaces."""
     stored, _ = PretrainedConfig.get_config_dict(checkpoint)
     return {name: stored[name] for name, value in PLAIN_OUTPUTS.items() if stored.get(name, value) != value}
 
 
-def keep_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+def truncate_config(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """The configuration of a model's first `layers` blocks (of an encoder-decoder in both). Raises ValueError
     for more than it has."""
     text, names = config.get_text_config(), ("num_hidden_layers", "num_decoder_layers", "decoder_layers")
@@ -167,7 +171,7 @@ def keep_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     return config
 
 
-def outside_body(model: PreTrainedModel) -> list[str]:
+def find_head_parameters(model: PreTrainedModel) -> list[str]:
     """The names of the parameters of a model's head that it does not share with its body; [] without one."""
     if model.base_model is model:
         return []
@@ -179,9 +183,9 @@ def load_model(checkpoint: str | Path, objective: str, *, layers: int | None = N
     """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged; of its
     first `layers` blocks if not None. Parameters of a head that the checkpoint lacks are random, the same in
     each copy. Raises ValueError for weights that are not finite."""
-    config = configuration(str(checkpoint))
+    config = load_config(str(checkpoint))
     if layers is not None:
-        config = keep_layers(config, layers)
+        config = truncate_config(config, layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AUTO_MODELS[objective].from_pretrained(
@@ -217,7 +221,7 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
     return found[0] if found else None
 
 
-def end_ids(checkpoint: str, config: PretrainedConfig) -> list[int]:
+def find_end_ids(checkpoint: str, config: PretrainedConfig) -> list[int]:
     """The eos ids in a checkpoint's configuration and generation configuration, which may list several."""
     generation_ids: Any = None
     with suppress(OSError, ValueError):  # most base models have none
@@ -253,10 +257,10 @@ def build_model(
         return model
 
 
-def positions_of(model: PreTrainedModel) -> int | None:
+def find_max_positions(model: PreTrainedModel) -> int | None:
     """The longest sequence that a model takes; None: unbounded."""
     limit = getattr(model.config, "max_position_embeddings", None)
-    if (table := padded_positions(model)) is not None:
+    if (table := find_padded_positions(model)) is not None:
         limit = table.num_embeddings - (table.padding_idx or 0) - 1
     return limit if limit and limit > 0 else None
 
@@ -265,7 +269,7 @@ def check_length(length: int, model: PreTrainedModel, objective: Objective) -> N
     """Raises ValueError for samples longer than the model's positions, or than the sentinels suffice for."""
     limits = {
         objective.longest: "for which the tokenizer's sentinels suffice",
-        positions_of(model): f"the positions of this {model.config.model_type}",
+        find_max_positions(model): f"the positions of this {model.config.model_type}",
     }
     for limit, what in limits.items():
         if limit is not None and length > limit:
@@ -278,7 +282,7 @@ def is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def skeleton(model: PreTrainedModel) -> PreTrainedModel:
+def make_skeleton(model: PreTrainedModel) -> PreTrainedModel:
     """An unmodified model of the same class and configuration, without storage."""
     with torch.device("meta"):
         return type(model)(deepcopy(model.config))
@@ -318,7 +322,7 @@ def add_sentinels(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.add_tokens([AddedToken(name, special=True) for name in names], special_tokens=True)
 
 
-def sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def find_sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of <extra_id_0>, <extra_id_1>, …; mT5's are words with a blank before them."""
     known = tokenizer.get_vocab()
     names = ([f"{blank}<extra_id_{number}>" for blank in ("", "\u2581")] for number in count())

@@ -15,7 +15,7 @@ from cpt.models.forward import set_temporarily
 
 COMPILE_OPTIONS: dict[str, Any] = {}  # of torch.compile for each block
 CHECKPOINTING = "gradient_checkpointing"  # the attribute of transformers' modules
-EVEN = 64  # outputs of a padded head are a multiple of it
+PADDED_MULTIPLE = 64  # outputs of a padded head are a multiple of it
 OTHER_HEADS = ("classifier", "seq_classif", "qa", "summary")  # rates of dropout begin so
 LEVELS_16 = 1 << 16  # values of 16 bits
 
@@ -36,7 +36,7 @@ def keep_activations(model: nn.Module) -> AbstractContextManager[None]:
     return set_temporarily(*((part, CHECKPOINTING, False) for part in enabled))
 
 
-class EvenHead(nn.Linear):
+class PaddedHead(nn.Linear):
     """A head padded with zero rows to a multiple of 64 outputs on a GPU in 16 bits, where logits of 50,257
     entries (GPT-2) miss the fast matrix kernels: 30 of 77 ms of a step of GPT-2 124M on an H100."""
 
@@ -48,17 +48,17 @@ class EvenHead(nn.Linear):
 
     def padded(self, hidden: Tensor) -> Tensor:
         """Outputs [..., V] of hidden states [..., D], cut from a multiple of 64."""
-        more = -self.out_features % EVEN
+        more = -self.out_features % PADDED_MULTIPLE
         weight = functional.pad(self.weight, (0, 0, 0, more))
         bias = None if self.bias is None else functional.pad(self.bias, (0, more))
         return functional.linear(hidden, weight, bias)[..., : self.out_features]
 
 
-def even_head(model: PreTrainedModel) -> None:
-    """Makes a plain head an EvenHead where its rows of 16-bit logits are not aligned, to 8 entries."""
+def pad_head(model: PreTrainedModel) -> None:
+    """Makes a plain head a PaddedHead where its rows of 16-bit logits are not aligned, to 8 entries."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and head.out_features % 8:
-        head.__class__ = EvenHead
+        head.__class__ = PaddedHead
 
 
 def quick_dropout(
@@ -80,7 +80,7 @@ def quick_dropout(
     return input.mul_(noise) if inplace else input * noise
 
 
-def draw_quickly(wanted: bool) -> AbstractContextManager[None]:
+def use_quick_dropout(wanted: bool) -> AbstractContextManager[None]:
     """Dropout of modules and of eager attention is quick_dropout inside the context, if wanted."""
     quick = partial(quick_dropout, plain=functional.dropout)
     return set_temporarily(*[(functional, "dropout", quick)] * wanted)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.randomness import draws
 from cpt.data.collate import UNSCORED, Batch, Rows, Sharing, Sizes, label_batch
-from cpt.models.block_attention import by_sample, inputs_for
-from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
+from cpt.models.block_attention import make_inputs, split_samples
+from cpt.models.forward import hidden_states, logits_and_hidden, token_nll
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,19 @@ class Objective(ABC):
 
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [K, V] at the scored positions, and the last hidden states [B, T, D], a decoder's if any."""
-        (inputs, places), positions = inputs_for(model, batch, causal=self.causal), batch["positions"]
+        (inputs, places), positions = make_inputs(model, batch, causal=self.causal), batch["positions"]
         positions = positions if places is None else places[positions]
         logits, hidden = logits_and_hidden(model, inputs, positions=positions)
-        return logits, by_sample(hidden, places, batch)
+        return logits, split_samples(hidden, places, batch)
 
     def encode(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """The last hidden states [B, T, D] of the model's input, without a head or a decoder."""
-        inputs, places = inputs_for(model, batch, causal=self.causal)
-        return by_sample(hidden_states(model, inputs), places, batch)
+        inputs, places = make_inputs(model, batch, causal=self.causal)
+        return split_samples(hidden_states(model, inputs), places, batch)
 
     def nll(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Negative log-likelihood (nats) of the targets, [K]."""
-        return nll_of(self.outputs(model, batch)[0], batch)
+        return token_nll(self.outputs(model, batch)[0], batch)
 
 
 class Masked(Objective):

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from cpt.core.errors import reason
 from cpt.core.exceptions import format_value
 from cpt.data.collate import Batch
-from cpt.models.forward import in_mode
-from cpt.models.loading import possible_objectives
+from cpt.models.forward import set_mode
+from cpt.models.loading import find_objectives
 from cpt.models.objectives import Objective
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def try_model(
     try:
         with torch.random.fork_rng(devices=[]):
             run_in_training(model, objective, row, name, length=length)
-        with torch.no_grad(), in_mode(model, training=False):
+        with torch.no_grad(), set_mode(model, training=False):
             message = compare_attention(model, objective, row, name)
     except Exception as error:  # whatever a class raises for arguments that it does not take
         log.debug("The trial of %s failed", source, exc_info=error)
@@ -80,11 +80,11 @@ def try_model(
 
 def draw_row(model: PreTrainedModel, *, tokens: int) -> Tensor:
     """A row [1, T] of different tokens from the middle of the vocabulary, where no special ones are."""
-    entries = num_entries(model)
+    entries = count_usable_tokens(model)
     return (entries // 3 + torch.arange(tokens, device=model.device)[None]) % entries
 
 
-def num_entries(model: PreTrainedModel) -> int:
+def count_usable_tokens(model: PreTrainedModel) -> int:
     """The tokens that both the input and the output of a model have."""
     entries = model.get_input_embeddings().weight.shape[0]
     head = model.get_output_embeddings()
@@ -94,7 +94,7 @@ def num_entries(model: PreTrainedModel) -> int:
 def change_token(row: Tensor, position: int, model: PreTrainedModel) -> Tensor:
     """The row [1, T] with another token at a position, which it has nowhere else."""
     changed = row.clone()
-    changed[0, position] = (row[0, position] + row.shape[1]) % num_entries(model)
+    changed[0, position] = (row[0, position] + row.shape[1]) % count_usable_tokens(model)
     return changed
 
 
@@ -128,7 +128,7 @@ def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: st
     rows = row.repeat(2, 1)  # contiguous, as batches are
     batch = make_batch(objective, rows, name)
     batch["positions"] = torch.arange(0, rows.numel(), 3, device=row.device)
-    with torch.no_grad(), in_mode(model, training=True):
+    with torch.no_grad(), set_mode(model, training=True):
         logits, hidden = objective.outputs(model, batch)
 
     num_scored = len(batch["positions"])
@@ -146,7 +146,7 @@ def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor,
     settings = [f"{key}={format_value(getattr(model.config, key))}" for key in declared_keys]
     if settings:
         kind += f" with {', '.join(settings)}"
-    possible = possible_objectives(model.config)
+    possible = find_objectives(model.config)
 
     def outputs(tokens: Tensor) -> Tensor:
         return objective.outputs(model, make_batch(objective, tokens, name))[0]

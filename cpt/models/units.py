@@ -92,14 +92,14 @@ class SubLayer:
         return [*(source for source, _ in self.sources), self.out]
 
 
-def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost repeated layers that hold an attention, in order; ValueError if there are none."""
     found: list[tuple[str, nn.Module]] = []
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and not name.startswith(inside):
             layers = [(f"{name}.{number}", layer) for number, layer in module.named_children()]
-            if all(len(linear_by_attention(*layer)) > 1 for layer in layers):
+            if all(len(group_by_attention(*layer)) > 1 for layer in layers):
                 found += layers
                 inside += (f"{name}.",)
     if not found:
@@ -107,11 +107,11 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def sublayers(model: PreTrainedModel, kinds: Collection[str]) -> list[SubLayer]:
+def find_sublayers(model: PreTrainedModel, kinds: Collection[str]) -> list[SubLayer]:
     """The attentions (`heads`) and feed-forward networks (`neurons`), block by block."""
     found = []
-    for name, block in blocks(model):
-        linear = linear_by_attention(name, block)
+    for name, block in find_blocks(model):
+        linear = group_by_attention(name, block)
         if "heads" in kinds:
             found += [find_sublayer(model, path, "heads", own) for path, own in linear.items() if path]
         if "neurons" in kinds:
@@ -129,7 +129,7 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
     if not kinds or not set(kinds) <= set(UNIT_KINDS):
         raise ValueError(f"units={list(kinds)} is invalid. Allowed: one or more of {', '.join(UNIT_KINDS)}")
     found = []
-    for place in sublayers(model, {"neurons" if kind == "outputs" else kind for kind in kinds}):
+    for place in find_sublayers(model, {"neurons" if kind == "outputs" else kind for kind in kinds}):
         size, out = place.out.inputs // place.count, place.out
         if place.kind in kinds:
             for name, module in model.get_submodule(place.name).named_modules(prefix=place.name):
@@ -138,13 +138,13 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
                 if re.fullmatch(MIXING_NORM[place.kind], last) and len(shape) == 1 and shape[0] > size:
                     features = f"{name} normalises {shape[0]} features at once"
                     raise ValueError(f"{place.kind} can not be separated: {features}")
-            parts = [part for source in place.sources for part in row_parts(*source)]
-            columns = shared_members(place.count, place.count, size)
+            parts = [part for source in place.sources for part in output_parts(*source)]
+            columns = share_members(place.count, place.count, size)
             parts.append(Part(out.module, "weight", 1 - out.axis, columns))
             name = f"{place.name}.{place.kind}"
             found.append(Units(name, place.kind, place.count, out.module, "in", tuple(parts)))
         if place.kind == "neurons" and "outputs" in kinds:
-            parts = row_parts(out, shared_members(out.outputs, out.outputs, 1))
+            parts = output_parts(out, share_members(out.outputs, out.outputs, 1))
             name = f"{place.name}.outputs"
             found.append(Units(name, "outputs", out.outputs, out.module, "out", tuple(parts)))
     if "tokens" in kinds:
@@ -152,19 +152,19 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
         main = model.get_input_embeddings()
         inner = [part.get_input_embeddings() for part in model.modules() if isinstance(part, PreTrainedModel)]
         tables = [table for table in dict.fromkeys(inner) if table.weight.shape == main.weight.shape]
-        members = shared_members(main.num_embeddings, main.num_embeddings, 1)
+        members = share_members(main.num_embeddings, main.num_embeddings, 1)
         parts = [Part(table, "weight", 0, members) for table in tables]
         name = next(name for name, module in model.named_modules() if module is main)
         found.append(Units(f"{name}.tokens", "tokens", main.num_embeddings, main, "out", tuple(parts)))
     return found
 
 
-def projections(model: PreTrainedModel) -> list[Projection]:
+def find_projections(model: PreTrainedModel) -> list[Projection]:
     """All linear layers of the blocks, sources before their out."""
-    return [each for place in sublayers(model, ("heads", "neurons")) for each in place.projections]
+    return [each for place in find_sublayers(model, ("heads", "neurons")) for each in place.projections]
 
 
-def weight_matrices(model: nn.Module) -> list[Projection]:
+def find_weight_matrices(model: nn.Module) -> list[Projection]:
     """All matrices that are the weight of a module, a tied one once: linear layers, embeddings, the head."""
     found: dict[nn.Parameter, Projection] = {}
     for name, module in model.named_modules():
@@ -174,7 +174,7 @@ def weight_matrices(model: nn.Module) -> list[Projection]:
     return list(found.values())
 
 
-def factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def update_factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """The factor of each parameter's update when unit k keeps keep[k]; of shared features their minimum."""
     padded, seen = torch.cat([keep.view(group.count), keep.new_ones(1)]), set()
     for part in group.parts:
@@ -222,7 +222,7 @@ def scale_features(x: Tensor, gate: Tensor) -> Tensor:
     return (x.view(len(gate), -1, x.shape[-1]) * wide.unsqueeze(1)).view(x.shape)
 
 
-def linear_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection]]:
+def group_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection]]:
     """A block's linear layers in order of definition, by the attention that holds them; "" for none."""
     found: dict[str, list[Projection]] = {"": []}
     for full, module in block.named_modules(prefix=name):
@@ -273,16 +273,16 @@ def split_source(
         segments = rows.view(units, len(counts), size).transpose(0, 1).flatten(1).unbind()
     members = torch.full((source.outputs, units // min(counts)), -1)
     for segment, count in zip(segments, counts, strict=True):
-        members[segment, : units // count] = shared_members(units, count, size)
+        members[segment, : units // count] = share_members(units, count, size)
     return replace(source, segments=segments), members
 
 
-def shared_members(heads: int, groups: int, size: int) -> Tensor:
+def share_members(heads: int, groups: int, size: int) -> Tensor:
     """Members [groups * size, heads // groups] when `heads` share `groups` of `size` features in order."""
     return torch.arange(heads).view(groups, -1).repeat_interleave(size, dim=0)
 
 
-def row_parts(linear: Projection, members: Tensor) -> list[Part]:
+def output_parts(linear: Projection, members: Tensor) -> list[Part]:
     """The output features of a linear layer: of its weight, and of its bias if it has one."""
     bias = [Part(linear.module, "bias", 0, members)] if linear.bias is not None else []
     return [Part(linear.module, "weight", linear.axis, members), *bias]

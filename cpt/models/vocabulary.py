@@ -41,14 +41,14 @@ class AddedTokens:
     unclear: list[int]
 
 
-def entries(tokenizer: PreTrainedTokenizerBase) -> int:
+def count_entries(tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows that an embedding needs for all ids of a tokenizer; ids may have gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
 def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
     """Raises ValueError where a tokenizer has more entries than an embedding has rows."""
-    num_entries = entries(tokenizer)
+    num_entries = count_entries(tokenizer)
     if num_entries > rows:
         cause = f"the tokenizer of {checkpoint} has {num_entries} entries, the embedding {rows} rows"
         allowed = "model.resize=true, which adds rows, or the tokenizer that the model was trained with"
@@ -70,16 +70,16 @@ def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chec
     enlarged where they have too few rows."""
     embedding = model.get_input_embeddings().weight
     rows = len(embedding)
-    num_entries = entries(tokenizer)
+    num_entries = count_entries(tokenizer)
     added_tokens = find_new_tokens(embedding, tokenizer)
     if num_entries > rows:
-        enlarge(model, num_entries)
+        enlarge_embeddings(model, num_entries)
     set_rows(model, added_tokens.new)
     if is_first_process():
         report_rows(added_tokens, tokenizer, checkpoint=checkpoint, rows=rows, num_entries=num_entries)
 
 
-def enlarge(model: PreTrainedModel, num_entries: int) -> None:
+def enlarge_embeddings(model: PreTrainedModel, num_entries: int) -> None:
     """Adds rows to embedding and head, as transformers draws them: around the mean of all."""
     check_head(model)
     config = model.config

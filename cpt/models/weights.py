@@ -19,10 +19,10 @@ from transformers.pytorch_utils import Conv1D
 from cpt.core.distributed import add_up, is_sharded, shard_like, to_local, with_rows
 from cpt.core.exceptions import format_value
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
-from cpt.models.forward import in_mode
+from cpt.models.forward import set_mode
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.options import Freeze
-from cpt.models.units import blocks
+from cpt.models.units import find_blocks
 
 IN_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
@@ -64,7 +64,7 @@ class Snapshot(NamedTensors):
     @contextmanager
     def teaching(self, model: nn.Module) -> Iterator[None]:
         """The model with the copy's weights, in eval mode and without gradients, inside the context."""
-        with torch.no_grad(), in_mode(model, training=False), swap_weights(model, self.named()):
+        with torch.no_grad(), set_mode(model, training=False), swap_weights(model, self.named()):
             yield
 
 
@@ -164,12 +164,12 @@ def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
     return kept
 
 
-def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
+def find_frozen(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
     """The parameters that no method trains: embeddings, the first blocks, and all but those of `only`, as
     biases (BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for too many blocks or an empty `only`."""
     chosen: list[nn.Parameter] = []
     if freeze.embeddings or freeze.layers:
-        found = blocks(model)
+        found = find_blocks(model)
         if freeze.layers > len(found):
             raise ValueError(
                 f"freeze.layers={freeze.layers} is invalid. Allowed: 0 to {len(found)}, all blocks"
@@ -210,7 +210,7 @@ def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[floa
     of all. A kind with a tensor that the safetensors lack, or have in another shape, is left out."""
     within: set[int] = set()
     with suppress(ValueError):  # of a model without known blocks
-        within = {id(each) for _, block in blocks(base) for each in block.parameters()}
+        within = {id(each) for _, block in find_blocks(base) for each in block.parameters()}
     tables = {id(each) for m in base.modules() if isinstance(m, nn.Embedding) for each in m.parameters()}
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     lost = set()

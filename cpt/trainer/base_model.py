@@ -31,8 +31,8 @@ from cpt.models import loading
 from cpt.models.block_attention import try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
-from cpt.models.units import blocks
-from cpt.models.vocabulary import entries, fit_rows, warn_of_stale_rows
+from cpt.models.units import find_blocks
+from cpt.models.vocabulary import count_entries, fit_rows, warn_of_stale_rows
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Linear
 from cpt.trainer.base_files import save_tokenizer
@@ -140,7 +140,7 @@ def adapt_checkpoint(
     steps = (how and how.head_steps) or 0
     if options.layers is None and not steps:
         return given
-    files: Any = getattr(loading.configuration(source), "_commit_hash", None)  # of the Hub
+    files: Any = getattr(loading.load_config(source), "_commit_hash", None)  # of the Hub
     files = files or {name: file_hash(path) for name, path in checkpoint_files(source).items()}
     settings: dict[str, Any] = {"layers": options.layers, "resize": given.resize}
     if steps:
@@ -162,9 +162,9 @@ def adapt_checkpoint(
             save_tokenizer(given.tokenizer, base=source, folder=place)
             return
         assert how is not None
-        trained = [*loading.outside_body(model)]
+        trained = [*loading.find_head_parameters(model)]
         if how.head_layers:
-            last = blocks(model)[-how.head_layers :]
+            last = find_blocks(model)[-how.head_layers :]
             trained += [f"{name}.{each}" for name, block in last for each, _ in block.named_parameters()]
         told = "Training the head of the base model %s on the general text: %d steps, %d tensors"
         log.info(told, options.name, steps, len(trained))
@@ -186,7 +186,7 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     if options.name_or_path is None:
         assert options.config is not None and options.vocab_size is not None
         untrained = loading.AutoConfig.for_model(**options.config)
-        name = loading.objective_name(options.objective, untrained)
+        name = loading.resolve_objective(options.objective, untrained)
         general, vocabulary = corpora.general, options.vocab_size
 
         def make(folder: Path) -> None:
@@ -204,18 +204,18 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
             tokenizer, corpora.text_options, is_causal=name == "causal", is_checkpoint=False
         )
         return assemble_base(options, tokenizer, untrained, text_format)
-    config = loading.configuration(options.name_or_path)
+    config = loading.load_config(options.name_or_path)
     tokenizer = loading.load_tokenizer(options.name_or_path)
-    resize, name = options.resize, loading.objective_name(options.objective, config)
-    if name == "span" and not loading.sentinel_ids(tokenizer):
+    resize, name = options.resize, loading.resolve_objective(options.objective, config)
+    if name == "span" and not loading.find_sentinel_ids(tokenizer):
         loading.add_sentinels(tokenizer)
         log.info("Adding %d sentinels to the tokenizer of %s", loading.SENTINELS, options.name_or_path)
-        resize = resize or entries(tokenizer) > config.get_text_config().vocab_size
+        resize = resize or count_entries(tokenizer) > config.get_text_config().vocab_size
     text_format = make_text_format(
         tokenizer,
         corpora.text_options,
         is_causal=name == "causal",
-        model_ends=loading.end_ids(options.name_or_path, config),
+        model_ends=loading.find_end_ids(options.name_or_path, config),
     )
     return replace(assemble_base(options, tokenizer, config, text_format, corpora), resize=resize)
 
@@ -228,7 +228,7 @@ def assemble_base(
     corpora: Corpora | None = None,
 ) -> Base:
     """A base with its objective on `corpora` (of examples the answers alone), or without in pre-training."""
-    name = loading.objective_name(options.objective, config)
+    name = loading.resolve_objective(options.objective, config)
     answers = corpora is not None and corpora.encoding is not None
     isolated = corpora is not None and corpora.isolated
     objective = loading.make_objective(options, tokenizer, config, answers=answers, isolated=isolated)

@@ -29,11 +29,11 @@ from cpt.data.text_checks import check_training_text, report_texts, unknown_shar
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.models.block_attention import MASKABLE
-from cpt.models.memory import COMPILE_OPTIONS, checkpoint_activations, even_head
+from cpt.models.memory import COMPILE_OPTIONS, checkpoint_activations, pad_head
 from cpt.models.objectives import Objective
 from cpt.models.stored_weights import format_names
 from cpt.models.trial import try_model
-from cpt.models.units import blocks
+from cpt.models.units import find_blocks
 from cpt.models.weights import Snapshot
 from cpt.optim.rounding import lost_update_share
 from cpt.optim.state import CarriedState
@@ -58,7 +58,7 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
     options = plan.trainer
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
     model = start.model()
-    even_head(model)
+    pad_head(model)
     if options.attn_implementation != "auto":
         model.set_attn_implementation(options.attn_implementation)
     if options.attn_implementation in ("auto", *MASKABLE):  # others run on GPUs only
@@ -78,7 +78,7 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
     if options.gradient_checkpointing:
         checkpoint_activations(module.model)
     if options.compile:
-        for _, block in blocks(module.model):  # each on its own: they are alike, so that one is compiled
+        for _, block in find_blocks(module.model):  # each on its own: they are alike, so that one is compiled
             block.compile(**COMPILE_OPTIONS)
     return module
 

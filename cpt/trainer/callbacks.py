@@ -36,7 +36,7 @@ from cpt.evaluation.monitor import MonitorObserver, MonitorOptions, MonitorRecor
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.loggers.guard import warn_of_failure
 from cpt.methods.base import ContinualMethod
-from cpt.models.forward import in_mode
+from cpt.models.forward import set_mode
 from cpt.trainer.costs import CostMonitor
 from cpt.trainer.lightning import naming_cause
 
@@ -194,7 +194,7 @@ class Monitor(Callback):
         loader = data.shared_out(self.texts, self.rows, purpose="score")
         if router is not None:
             router.begin()
-        evaluated = in_mode(module, training=False)
+        evaluated = set_mode(module, training=False)
         with self.compute.aside(), evaluated, trainer.precision_plugin.val_step_context():
             for prepared in loader:
                 batch = trainer.strategy.batch_to_device(prepared)

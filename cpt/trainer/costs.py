@@ -18,7 +18,7 @@ from cpt.core.memory import forget_peak, give_back, peak
 from cpt.core.processes import rank_and_world
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod
-from cpt.models.loading import skeleton
+from cpt.models.loading import make_skeleton
 
 ATEN = torch.ops.aten
 ON_CPU = {  # attention on a CPU, which the counter lacks; shapes [B, H, T, D]
@@ -66,7 +66,7 @@ class OperationCounter(TorchDispatchMode):
 
 def own_names(model: PreTrainedModel) -> set[str]:
     """Names of the parameters and buffers of a model's class, without what was attached since."""
-    authors = skeleton(model)
+    authors = make_skeleton(model)
     return {*authors.state_dict(), *(name for name, _ in authors.named_buffers())}
 
 

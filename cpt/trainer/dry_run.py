@@ -37,7 +37,7 @@ from cpt.data.replay import NO_REPLAY
 from cpt.evaluation.options import EvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
-from cpt.models.memory import draw_quickly
+from cpt.models.memory import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
 from cpt.trainer.base_model import Base, make_base
@@ -242,7 +242,7 @@ def profile_run(
                 callbacks = [costs, NanGuard(policy=policy), profiler]
                 label = f"profiling {stage.name}"
                 trainer = make_trainer(arguments, label=label, steps=steps, callbacks=callbacks)
-                with draw_quickly(options.quick_dropout is True):
+                with use_quick_dropout(options.quick_dropout is True):
                     trainer.fit(module, datamodule=part)
                 drop_optimizer(trainer)
                 now.flops = {phase: n * (1 if phase == "step" else times) for phase, n in costs.flops.items()}

@@ -43,7 +43,7 @@ from cpt.evaluation.predictions import SOURCE, endtask_file, find_predictions
 from cpt.evaluation.task_answers import rank_choices, score_choices, write_answers
 from cpt.evaluation.task_metrics import AnswerSummary
 from cpt.methods.base import ContinualMethod
-from cpt.models.forward import in_mode
+from cpt.models.forward import set_mode
 from cpt.models.objectives import Objective
 from cpt.trainer.base_model import Base
 from cpt.trainer.plan import Plan
@@ -261,7 +261,10 @@ class TaskEvaluator(Evaluator):
                 progress.set_postfix_str(task, refresh=False)
                 # A domain that is not learned yet is answered by the base, of a model in parts.
                 place = self.data.places[task] if task in self.learned(number) else BASE
-                with on_device(self.module.model_for(place), device) as model, in_mode(model, training=False):
+                with (
+                    on_device(self.module.model_for(place), device) as model,
+                    set_mode(model, training=False),
+                ):
                     self.ask(number, task, model, step=step)
 
     def ask(self, number: int, task: str, model: PreTrainedModel, *, step: Callable[[int], object]) -> None:

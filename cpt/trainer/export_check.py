@@ -23,7 +23,7 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.sampler import EvalSubset
 from cpt.methods.base import ContinualMethod
 from cpt.models.block_attention import MASKABLE
-from cpt.models.forward import in_mode
+from cpt.models.forward import set_mode
 
 log = logging.getLogger(__name__)
 CHECKED_TOKENS = 2048  # of the held-out text, in whole rows
@@ -72,7 +72,7 @@ def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
         places=data.places,
     )
     batch = subset[0]
-    with in_mode(module, training=False), computable_anywhere(module.model):
+    with set_mode(module, training=False), computable_anywhere(module.model):
         expected = module.exported_nll(move(batch, module.model.device), domain)
     return HeldOutSample(text, domain, batch, expected.double().cpu())
 
@@ -115,7 +115,7 @@ def check_export(
     with torch.random.fork_rng(devices=[]):
         try:
             model = load_as_written(folder, expression)
-            with in_mode(model, training=False):
+            with set_mode(model, training=False):
                 losses = module.objective.nll(model, sample.batch).double()
         except Exception as error:
             raise ValueError(f"{message}: {reason(error)}; {remedy}") from error

@@ -36,7 +36,7 @@ from cpt.evaluation.task_metrics import run_objective
 from cpt.loggers.loggers import LoggedRun, enter_domain, log_scores, log_stage, run_name, track
 from cpt.loggers.wandb_environment import WandbLabels
 from cpt.methods.base import ContinualMethod
-from cpt.models.memory import draw_quickly
+from cpt.models.memory import use_quick_dropout
 from cpt.models.weights import measure_movement
 from cpt.optim.nan_guard import ADVICE, NanGuard, RollbackError, check_finite
 from cpt.reporting import run_page
@@ -342,7 +342,7 @@ class ContinualTrainer:
                 )
                 begun = str(checkpoint) if checkpoint.exists() else None
                 try:
-                    with defer_signals(), draw_quickly(plan.trainer.quick_dropout is True):
+                    with defer_signals(), use_quick_dropout(plan.trainer.quick_dropout is True):
                         fitting.fit(self.module, datamodule=self.data, ckpt_path=begun, weights_only=True)
                 except RollbackError:
                     drop_optimizer(fitting)

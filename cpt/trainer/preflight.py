@@ -65,7 +65,7 @@ from cpt.models.stored_weights import (
 )
 from cpt.models.trial import make_stand_in, try_model
 from cpt.models.vocabulary import check_entries, check_head
-from cpt.models.weights import frozen_parameters
+from cpt.models.weights import find_frozen
 from cpt.trainer.build import build_context
 from cpt.trainer.callbacks import make_callbacks, make_loggers
 from cpt.trainer.lightning import make_trainer, naming_cause, quiet
@@ -269,9 +269,9 @@ def check_model(plan: Plan) -> PretrainedConfig:
         num_sentinels = 0
     else:
         config, tokenizer = check_checkpoint(checkpoint, resize=options.resize)
-        num_sentinels = len(loading.sentinel_ids(tokenizer))
+        num_sentinels = len(loading.find_sentinel_ids(tokenizer))
 
-    objective = loading.objective_name(options.objective, config)
+    objective = loading.resolve_objective(options.objective, config)
     check_objective(plan, objective, tokenizer)
     if tokenizer is not None:
         check_tokenizer(plan, objective, tokenizer, config)
@@ -279,7 +279,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
         check_untrained_format(plan, objective)
     stored_config = deepcopy(config)
     if options.layers is not None:
-        config = loading.keep_layers(config, options.layers)
+        config = loading.truncate_config(config, options.layers)
     if checkpoint is not None:
         head_steps = None if options.pretraining is None else options.pretraining.head_steps
         check_weights(checkpoint, stored_config, objective, head_steps=head_steps)
@@ -297,11 +297,11 @@ def check_model(plan: Plan) -> PretrainedConfig:
     if source.isolated and source.encoding is None:
         stand_in.isolated = True
     elif source.isolated:
-        stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.sharing_of(config))
+        stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.make_sharing(config))
     loading.check_length(options.max_seq_length, model, stand_in)
     try_stand_in(plan, model, stand_in, objective, source=source_key)
 
-    frozen_parameters(model, plan.freeze)
+    find_frozen(model, plan.freeze)
     if options.resize or (objective == "span" and checkpoint and not num_sentinels):
         check_head(model)
     check_method(plan, model, stand_in)
@@ -454,7 +454,7 @@ def check_text_format(plan: Plan, tokenizer: Any, config: PretrainedConfig, obje
     """Raises ValueError for options of raw text that a checkpoint's tokenizer does not allow; logs what
     `auto` became."""
     options, given = plan.source.text_options, str(plan.model.name_or_path)
-    model_ends = loading.end_ids(given, config)
+    model_ends = loading.find_end_ids(given, config)
     text_format = make_text_format(tokenizer, options, is_causal=objective == "causal", model_ends=model_ends)
     if not is_first_process():
         return
@@ -475,7 +475,7 @@ def check_text_format(plan: Plan, tokenizer: Any, config: PretrainedConfig, obje
 
 def check_checkpoint(checkpoint: str, *, resize: bool) -> tuple[PretrainedConfig, Any]:
     """The config and the tokenizer of a checkpoint. Raises ValueError for a damaged or incomplete one."""
-    config, folder = loading.configuration(checkpoint), Path(checkpoint)
+    config, folder = loading.load_config(checkpoint), Path(checkpoint)
     if folder.is_dir():
         check_files(folder, config)
     if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
@@ -490,7 +490,7 @@ def check_checkpoint(checkpoint: str, *, resize: bool) -> tuple[PretrainedConfig
     adapter = loading.find_adapter(checkpoint)
     if not is_first_process():
         return config, tokenizer
-    if ignored := loading.ignored_outputs(checkpoint):
+    if ignored := loading.find_ignored_outputs(checkpoint):
         settings = ", ".join(f"{name}={format_value(value)}" for name, value in ignored.items())
         log.info("Ignoring %s in the config.json of %s", settings, checkpoint)
     if adapter is not None:
@@ -557,7 +557,7 @@ def check_weights(
     key = f"model.name_or_path={checkpoint}"
     model = build_skeleton(config, objective, source=key)
     report = compare_weights(type(model), config, stored, source=key)
-    head = loading.outside_body(model)
+    head = loading.find_head_parameters(model)
     check_report(report, stored, head=head, needs_head=head_steps is None, source=key)
     if not is_first_process():
         return

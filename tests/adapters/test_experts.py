@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpt.adapters.experts import attach_mixtures, mixtures_of
-from cpt.models.units import blocks
+from cpt.models.units import find_blocks
 from tests.models.test_units import build, inputs_of
 
 FFN = {  # how a block computes its FFN of x
@@ -21,7 +21,7 @@ FFN = {  # how a block computes its FFN of x
 def mixed(name: str, *, top_k: int = 2, groups=(2, 1)):
     """A model whose FFNs are mixtures of drawn experts beside its own, and plain copies of its blocks."""
     model = build(name)
-    plain = deepcopy(dict(blocks(model)))
+    plain = deepcopy(dict(find_blocks(model)))
     attach_mixtures(model, blocks=list(plain), top_k=top_k)
     torch.manual_seed(3)
     for mixture in mixtures_of(model).values():

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpt.adapters import lora
 from cpt.methods.peft import TUNERS
-from cpt.models.loading import is_tied, skeleton
+from cpt.models.loading import is_tied, make_skeleton
 from tests.models import test_units
 
 pytestmark = pytest.mark.slow
@@ -202,7 +202,7 @@ UNMERGEABLE = [
 def test_what_cannot_be_merged_is_refused_on_the_skeleton(kind, arguments, cause):
     with torch.device("meta"):
         model = test_units.build(kind, tie_word_embeddings=True)
-        model = skeleton(model)
+        model = make_skeleton(model)
         with pytest.raises(ValueError, match=f"^method.*{cause}.*Allowed: "):
             lora.attach_tuner(model, "dora", targets="auto", arguments={"use_dora": False} | arguments)
 

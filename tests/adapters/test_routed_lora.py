@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from cpt.adapters import lora
 from cpt.adapters.routed_lora import attach_experts, attach_routed, begin_routed, router_of
-from cpt.models.forward import reader
+from cpt.models.forward import find_input_stack
 from tests.models.test_units import build, inputs_of
 
 R, ALPHA, PAIRS = 2, 5.0, 3
@@ -35,7 +35,7 @@ def summaries(model, inputs, form) -> torch.Tensor:
         states = model.get_input_embeddings()(inputs["input_ids"])
     else:
         alone = lora.without_tuners(model, merged=False)
-        states = reader(alone)(input_ids=inputs["input_ids"]).last_hidden_state
+        states = find_input_stack(alone)(input_ids=inputs["input_ids"]).last_hidden_state
     if not router_of(model).causal:
         return states.mean(1, keepdim=True)
     return torch.stack([states[:, : place + 1].mean(1) for place in range(states.shape[1])], dim=1)

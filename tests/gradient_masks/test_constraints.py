@@ -11,7 +11,7 @@ from cpt.gradient_masks.base import StepSnapshot
 from cpt.gradient_masks.constraints import MomentumFilter, Subspaces
 from cpt.gradient_masks.options import MomentumFilterOptions
 from cpt.models.fisher import measure_similarity
-from cpt.models.units import Projection, blocks
+from cpt.models.units import Projection, find_blocks
 from tests.runs.reading import scores_of
 from tests.support.making import ORDER, made
 
@@ -96,7 +96,7 @@ def test_similarity_is_the_mean_cosine_over_tokens_that_are_there(build):
     batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
     batch["attention_mask"][:, -5:] = 0
     hook = lambda module, args, made: seen.append(torch.cosine_similarity(args[0], made, dim=-1))  # noqa: E731
-    handles = [layer.register_forward_hook(hook) for _, layer in blocks(model)]
+    handles = [layer.register_forward_hook(hook) for _, layer in find_blocks(model)]
     objective.nll(model, batch)
     for handle in handles:
         handle.remove()

@@ -10,12 +10,19 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from cpt.gradient_masks.base import observing, recording
-from cpt.gradient_masks.migu import CACHED, MagnitudeMask, choose_by_mass, choose_rows, count_kept, magnitudes
+from cpt.gradient_masks.base import mark_observed, mark_recorded
+from cpt.gradient_masks.migu import (
+    CACHED,
+    MagnitudeMask,
+    choose_by_mass,
+    choose_rows,
+    count_chosen,
+    sum_magnitudes,
+)
 from cpt.gradient_masks.options import MagnitudeMaskOptions
-from cpt.models.fisher import fisher
+from cpt.models.fisher import estimate_fisher
 from cpt.models.memory import checkpoint_activations
-from cpt.models.units import projections
+from cpt.models.units import find_projections
 from tests.conftest import GOLDEN, needs_golden
 from tests.models import test_units
 from tests.support.making import assert_close, same
@@ -53,7 +60,7 @@ def test_magnitudes_and_masks_are_those_of_the_authors_code(case, threshold):
     golden = np.load(GOLDEN / "migu_linear.npz").items()
     arrays = {name: torch.from_numpy(np.asarray(value)) for name, value in golden}
     inputs = [arrays["x0"]] if case == "plain" else [arrays["x0"], arrays["x1"]]
-    found = sum(magnitudes(x @ arrays["weight"].T + arrays["bias"], None) for x in inputs)
+    found = sum(sum_magnitudes(x @ arrays["weight"].T + arrays["bias"], None) for x in inputs)
     torch.testing.assert_close(found, arrays[f"{case}_magnitude"], rtol=1e-4, atol=1e-6)
     mask = choose_rows(found, [torch.arange(10)[None]], threshold)
     assert torch.equal(mask, arrays[f"{case}_T{threshold}_mask"])
@@ -61,15 +68,15 @@ def test_magnitudes_and_masks_are_those_of_the_authors_code(case, threshold):
     torch.testing.assert_close(masked, arrays[f"{case}_T{threshold}_grad_w"], rtol=1e-4, atol=1e-6)
     # Of equal rows no more than the share: their code compares with a quantile, which all that equal it pass.
     equal = choose_rows(arrays["ties_magnitude"], [torch.arange(10)[None]], threshold)
-    assert equal.sum() == count_kept(threshold, 10)
+    assert equal.sum() == count_chosen(threshold, 10)
 
 
 def test_magnitudes_count_a_prompt_and_no_padding():
     output, present = torch.randn(2, 3 + 4, 5), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
     counted = torch.cat([output[0, :6], output[1, :5]]).abs().sum(0)
-    torch.testing.assert_close(magnitudes(output, present), counted)
+    torch.testing.assert_close(sum_magnitudes(output, present), counted)
     large = torch.randn(7, 1 + CACHED // 96, 32)
-    torch.testing.assert_close(magnitudes(large, None), large.abs().sum((0, 1)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(sum_magnitudes(large, None), large.abs().sum((0, 1)), rtol=1e-5, atol=0)
 
 
 def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes():
@@ -80,7 +87,7 @@ def test_texts_are_compared_by_the_rows_with_their_largest_magnitudes():
     batches = [(3, IDS[:, :5], None), (3, IDS[:, 5:], None), (5, IDS[:, :6].view(2, 3), present)]
     with torch.inference_mode():
         for text, ids, given in batches:
-            with observing([mask], text):
+            with mark_observed([mask], text):
                 model(input_ids=ids, attention_mask=given)
         model(input_ids=IDS)  # no text that is observed
     found, (first, second, padded, _) = mask.diagnostics(), outputs
@@ -98,10 +105,10 @@ def test_the_magnitudes_of_all_micro_batches_of_a_step_are_summed():
     mask, sums = watching(model), []
     for ids in (IDS[:, :4], IDS[:, 4:]):
         alone = watching(model)
-        with recording([alone]):
+        with mark_recorded([alone]):
             model(input_ids=ids)
         sums.append(alone.sums.clone())
-    with recording([mask]):
+    with mark_recorded([mask]):
         model(input_ids=IDS[:, :4])
         model(input_ids=IDS[:, 4:])
     torch.testing.assert_close(mask.sums, sums[0] + sums[1])
@@ -110,7 +117,7 @@ def test_the_magnitudes_of_all_micro_batches_of_a_step_are_summed():
 
 def test_the_number_of_rows_is_the_papers():
     counts = {(0.7, 1024): 308, (0.7, 768): 231, (0.1, 8): 8, (0.29, 100): 71, (0.0, 5): 5, (0.99, 5): 1}
-    assert {given: count_kept(*given) for given in counts} == counts
+    assert {given: count_chosen(*given) for given in counts} == counts
 
 
 def test_the_fewest_rows_that_hold_a_share_are_chosen():
@@ -133,7 +140,7 @@ def test_the_rows_are_those_with_the_largest_outputs(family):
     for row in rows.get("decoder_input_ids", ()):
         row[0] = 0  # what a decoder begins with
     batch, mask = {name: pad_sequence(each, batch_first=True) for name, each in rows.items()}, watching(model)
-    with recording([mask]):
+    with mark_recorded([mask]):
         model(**batch, attention_mask=(batch["input_ids"] != 0).long())
     sums, factors = mask.sums.clone(), dict(mask.factors())
     hook = lambda module, args, output: captured.setdefault(module, []).append(output.detach())  # noqa: E731
@@ -157,32 +164,32 @@ def test_what_is_not_the_training_loss_is_not_measured():
     model = gpt2()
     mask = watching(model)
     model(input_ids=IDS)
-    with recording([mask]):
+    with mark_recorded([mask]):
         model.transformer(input_ids=IDS)  # a part on its own
         with torch.no_grad():
             model(input_ids=IDS)
         with pytest.raises(IndexError):
             model(input_ids=torch.tensor([[99]]))
     assert not mask.sums.any() and not mask.inside
-    with recording([mask]):
+    with mark_recorded([mask]):
         model(input_ids=IDS)
     once = mask.sums.clone()
     assert once.all() and not mask.recording
     list(mask.factors())
     fresh = watching(model)
-    with recording([mask, fresh]):
+    with mark_recorded([mask, fresh]):
         model(input_ids=IDS + 30)
     assert torch.equal(mask.sums, fresh.sums)  # each step chooses by its own batch alone
     checkpoint_activations(model)
     mask.sums.zero_()
-    with recording([mask]):
+    with mark_recorded([mask]):
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     torch.testing.assert_close(mask.sums, once)
 
 
 def test_biases_and_heads_only_when_asked():
     model, untied = gpt2(), gpt2(tie_word_embeddings=False)
-    maps = [each.module for each in projections(model)]
+    maps = [each.module for each in find_projections(model)]
     plain, biases = {id(each.weight) for each in maps}, {id(each.bias) for each in maps}
     covered = lambda model, **given: {id(p) for p, _ in watching(model, **given).factors()}  # noqa: E731
     assert covered(model) == covered(model, head=True) == plain
@@ -228,7 +235,7 @@ def test_other_importances():
     down = model.transformer.h[0].mlp.c_proj
     for importance, values in (("weight", down.weight), ("gradient", down.weight.grad)):
         ((_, factor),) = watching(model, importance=importance, only="h.0.mlp.c_proj").factors()
-        best = values.abs().sum(0).topk(count_kept(0.7, 32)).indices.tolist()
+        best = values.abs().sum(0).topk(count_chosen(0.7, 32)).indices.tolist()
         assert factor.flatten().nonzero().flatten().tolist() == sorted(best)
     mask, again = watching(model, importance="random"), watching(model, importance="random")
     draws = [torch.cat([factor.flatten() for _, factor in mask.factors()]) for _ in range(200)]
@@ -243,7 +250,7 @@ def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
     work = build("ncl", "mask=migu", *options, "trainer.importance_samples=6", "optim.weight_decay=0.1")
     (mask,), model = work.module.masks, deepcopy(work.module.model).eval()
     work.learn(0)
-    found = fisher(model, work.probe(), objective=work.module.objective, estimator="per_sample")
+    found = estimate_fisher(model, work.probe(), objective=work.module.objective, estimator="per_sample")
     for each in mask.maps:
         own = found[f"{each.name}.weight"].sum(1 - each.axis)
         moved = (each.module.weight != model.get_parameter(f"{each.name}.weight")).any(1 - each.axis)
@@ -260,7 +267,7 @@ def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1
     made = tiny(family)
     change(made)
     mask = watching(made, backend=backend)
-    with recording([mask]), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+    with mark_recorded([mask]), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         loss = sum(made(input_ids=TEXT + turn, labels=TEXT).loss for turn in range(passes))
     loss.backward()
     named = {name: each for name, each in made.named_parameters() if each.grad is not None}
@@ -292,7 +299,7 @@ def test_passes_that_are_not_of_the_loss_have_all_gradients():
     made, found = gpt2(), []
     mask = watching(made, backend="backward")
     models = made, deepcopy(made)
-    for context in (nullcontext(), recording([mask], alone=False), recording([mask])):
+    for context in (nullcontext(), mark_recorded([mask], alone=False), mark_recorded([mask])):
         with context:
             loss = sum(each(input_ids=TEXT, labels=TEXT).loss for each in models)
         loss.backward()

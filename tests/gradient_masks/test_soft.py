@@ -11,8 +11,15 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 
 from cpt.data.collate import labels_of
 from cpt.gradient_masks import soft as module
-from cpt.gradient_masks.soft import Proxy, SoftMask, gate_gradients, importance, normalize, sample_means
-from cpt.models.forward import dropout
+from cpt.gradient_masks.soft import (
+    Proxy,
+    SoftMask,
+    gate_gradients,
+    measure_importance,
+    normalize,
+    sample_means,
+)
+from cpt.models.forward import set_dropout
 from cpt.models.objectives import Causal
 from cpt.models.units import find_units, gate_units
 from tests.conftest import GOLDEN, needs_golden
@@ -120,7 +127,7 @@ def test_one_backward_pass_gives_every_samples_gradient(kinds):
 def test_importance_is_a_mean_of_absolute_values(monkeypatch):
     model = roberta().eval()
     groups, batches = find_units(model, ["heads", "neurons"]), [batch_of(4), batch_of(3, seed=1)]
-    scores = importance(model, groups, batches, domain_losses)
+    scores = measure_importance(model, groups, batches, domain_losses)
 
     def flipped(model, batch):
         losses = domain_losses(model, batch)
@@ -128,13 +135,13 @@ def test_importance_is_a_mean_of_absolute_values(monkeypatch):
 
     idle = batch_of(3, seed=2) | {"idle": torch.ones(1)}
     for given in (batches[::-1] * 2, [*batches, idle]):
-        torch.testing.assert_close(importance(model, groups, given, domain_losses), scores)
-    torch.testing.assert_close(importance(model, groups, batches, flipped), scores)
+        torch.testing.assert_close(measure_importance(model, groups, given, domain_losses), scores)
+    torch.testing.assert_close(measure_importance(model, groups, batches, flipped), scores)
     by_batch = [gate_gradients(model, groups, each, domain_losses, passes=1).abs().sum(0) for each in batches]
     torch.testing.assert_close(sum(by_batch) / 7, scores)
     assert all(parameter.grad is None for parameter in model.parameters())
     monkeypatch.setattr(module, "all_reduce_sum", lambda *tensors: [each.mul_(2) for each in tensors])
-    torch.testing.assert_close(importance(model, groups, batches, domain_losses), scores)
+    torch.testing.assert_close(measure_importance(model, groups, batches, domain_losses), scores)
 
 
 @pytest.mark.parametrize("compared", ["logits", "hidden"])
@@ -155,7 +162,7 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
     assert scores.min() >= 0 and scores.max() > 1e-5
     if compared == "logits":
         torch.manual_seed(3)
-        with torch.no_grad(), dropout(model, None):
+        with torch.no_grad(), set_dropout(model, None):
             found = proxy.losses(model, batch)
             torch.manual_seed(3)
             twice = {"attention_mask": batch["attention_mask"].repeat(2, 1)}
@@ -169,7 +176,7 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
             gate = torch.ones(8, group.count)
             gate[[row, row + 4], 0] += sign * step
             torch.manual_seed(3)
-            with torch.no_grad(), dropout(model, None), gate_units(soft.groups, {group.name: gate}):
+            with torch.no_grad(), set_dropout(model, None), gate_units(soft.groups, {group.name: gate}):
                 values.append(proxy.losses(model, batch)[row])
         expected[row] = (values[0] - values[1]) / (2 * step)
     assert scores[0].item() == pytest.approx(expected.abs().mean().item(), rel=0.05)

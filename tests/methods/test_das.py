@@ -9,7 +9,7 @@ import torch
 from cpt.gradient_masks import soft as soft_masks
 from cpt.methods import das as contrasting
 from cpt.methods.das import contrastive
-from cpt.models.forward import dropout, mean_over
+from cpt.models.forward import mean_over_tokens, set_dropout
 from cpt.models.units import gate_units
 from tests.conftest import GOLDEN, needs_golden
 from tests.support.making import same
@@ -101,8 +101,8 @@ def test_the_samples_of_other_processes_are_candidates(monkeypatch):
 
 def test_padding_is_left_out_of_the_mean():
     hidden = torch.arange(12.0).view(1, 4, 3)
-    assert torch.equal(mean_over(hidden, None), hidden.mean(1))
-    assert torch.equal(mean_over(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
+    assert torch.equal(mean_over_tokens(hidden, None), hidden.mean(1))
+    assert torch.equal(mean_over_tokens(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_the_term_contrasts_the_three_passes(text, das):
     torch.manual_seed(5)
     term = module.contrast(batch, hidden)
     torch.manual_seed(5)
-    with dropout(module.model, 0.3):
+    with set_dropout(module.model, 0.3):
         anchor = hidden.mean(1) if text == "corrupted" else mean()
         positive = mean()
         with gate_units(module.soft.groups, module.soft.gates()):

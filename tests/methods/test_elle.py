@@ -6,7 +6,7 @@ from torch import Tensor
 
 import cpt.adapters.export
 from cpt.core.randomness import key
-from cpt.models.units import sublayers
+from cpt.models.units import find_sublayers
 from tests.support.making import Watch
 
 THREE = "order=[law,food,space]"
@@ -128,7 +128,7 @@ def test_what_it_draws_is_a_function_of_seed_and_stage(build):
         torch.manual_seed(key("anything", *options) % 2**63)
         for number in range(2):
             entered(work, number)
-        return sublayers(work.module.model, ("neurons",))[0].out.module.weight.detach().clone()
+        return find_sublayers(work.module.model, ("neurons",))[0].out.module.weight.detach().clone()
 
     first = grown()
     assert torch.equal(first, grown())

@@ -20,7 +20,7 @@ from cpt.methods import ewc as subject
 from cpt.methods.base import MethodContext
 from cpt.methods.ewc import EWC, SI, Recall, merge_importances
 from cpt.methods.options import EWCOptions, RecAdamOptions
-from cpt.models.fisher import samples
+from cpt.models.fisher import split_batch
 from cpt.models.objectives import Causal
 from cpt.models.options import NOT_FROZEN
 from tests.conftest import GOLDEN, needs_golden
@@ -207,7 +207,7 @@ def test_l2_pulls_to_the_previous_model_or_the_base(towards, build):
 def sensitivity(work, output="logits"):
     """Means of |gradients| of each sample's mean squared norm, one after another."""
     model, trained = work.module.model.eval(), dict(work.module.model.named_parameters())
-    parts = [each for batch in work.probe() for each in samples(batch)]
+    parts = [each for batch in work.probe() for each in split_batch(batch)]
     sums = dict.fromkeys(trained, 0)
     for each in parts:
         logits, hidden = work.module.objective.outputs(model, each)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cpt.adapters.gates import anneal, hard, regulariser, soft
 from cpt.gradient_masks.soft import ClaimedUnits
-from cpt.models.units import Part, Units, shared_members
+from cpt.models.units import Part, Units, share_members
 from tests.conftest import GOLDEN, needs_golden
 from tests.support.making import Watch
 from tests.support.running import logits_at
@@ -146,7 +146,7 @@ def back_masks(masks: dict[str, Tensor]) -> dict[str, Tensor]:
     weights, groups = under("adapter"), []
     maps = {name: nn.Linear(*reversed(weights[f"{name}.weight"].shape)) for name in under("task0_mask")}
     for name, own in maps.items():
-        members = shared_members(own.out_features, own.out_features, 1)
+        members = share_members(own.out_features, own.out_features, 1)
         parts = [Part(own, "weight", 0, members), Part(own, "bias", 0, members)]
         if name.endswith("fc1"):
             parts.append(Part(maps[name[:-1] + "2"], "weight", 1, members))

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from cpt.adapters.experts import mixtures_of
-from cpt.models.forward import divergence
+from cpt.models.forward import kl_divergence
 from tests.support.making import Made, same
 from tests.support.running import logits_at
 
@@ -88,7 +88,7 @@ def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe):
     work.module.open(1.0)
     now = logits_at(work.module.model, batch)
     with torch.no_grad():
-        expected = 2 * divergence(logits_at(before, batch), now).sum() * batch["weight"]
+        expected = 2 * kl_divergence(logits_at(before, batch), now).sum() * batch["weight"]
     torch.testing.assert_close(found, expected)
     assert found > 5e-6 and (len(work.module.teacher.named()) == 0) == (dense == "frozen")
 

@@ -11,7 +11,7 @@ import transformers
 from cpt.adapters import lora
 from cpt.adapters.routed_lora import router_of
 from cpt.data.collate import inputs_of
-from cpt.gradient_masks.base import recording
+from cpt.gradient_masks.base import mark_recorded
 from cpt.methods.lora import (
     attention_divergence,
     factors_norm,
@@ -191,7 +191,7 @@ def test_a_mask_ranks_rows_of_pairs_by_their_outputs(method, build):
     mask.sums.zero_()
     name, layer = next(iter(lora.lora_layers(work.module.model).items()))
     layer.register_forward_hook(lambda module, args, output: seen.extend((args[0], output)))
-    with recording([mask]):
+    with mark_recorded([mask]):
         work.module.objective.nll(work.module.model.eval(), batch)
     (x, whole), inner = seen, seen[0] @ lora.factors_of(layer)[0].T
     if "moelora" in method:

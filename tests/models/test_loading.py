@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from cpt.data.separator import terminator
 from cpt.models import growth, loading, vocabulary
-from cpt.models.loading import build_model, is_tied, load_model, skeleton, train_tokenizer
+from cpt.models.loading import build_model, is_tied, load_model, make_skeleton, train_tokenizer
 from tests.conftest import sentences
 from tests.models.test_units import FAMILIES, build, inputs_of, logits, loss
 from tests.support.running import logits_at
@@ -32,22 +32,22 @@ def test_logits_at_positions_are_those_of_the_whole_model_and_it_says_its_object
     torch.testing.assert_close(logits_at(model, batch), whole, rtol=1e-5, atol=1e-5)
     objective = "masked" if FAMILIES[name].auto.__name__.endswith("MaskedLM") else "causal"
     for config in (model.config, AutoConfig.for_model(name)):
-        assert loading.objective_name("auto", config) == objective
+        assert loading.resolve_objective("auto", config) == objective
 
 
 def test_a_learned_tokenizer_has_sentinels_as_t5_has_and_others_are_found(tmp_path):
     train_tokenizer(iter(TEXTS), vocabulary=400, objective="span").save_pretrained(tmp_path)
     learned = AutoTokenizer.from_pretrained(tmp_path)
     assert (learned.pad_token_id, learned.eos_token_id, learned.unk_token_id) == (0, 1, 2)
-    assert loading.sentinel_ids(learned) == list(range(399, 299, -1)) and len(learned) == 400
+    assert loading.find_sentinel_ids(learned) == list(range(399, 299, -1)) and len(learned) == 400
     text = "Alpha, beta; ünïcode <extra_id_3>"
     ids = learned(text, split_special_tokens=True).input_ids
     assert ids[-1] == 1 and max(ids) < 300 and learned.decode(ids[:-1]) == text
     assert terminator(learned) == [] and learned.decode(learned("a", "b").input_ids) == "a</s>b</s>"
     mt5 = train_tokenizer(iter(TEXTS), vocabulary=300, objective="masked")
-    assert loading.sentinel_ids(mt5) == []
+    assert loading.find_sentinel_ids(mt5) == []
     mt5.add_tokens([f"\u2581<extra_id_{number}>" for number in (2, 1, 0)])
-    assert loading.sentinel_ids(mt5) == [len(mt5) - 1, len(mt5) - 2, len(mt5) - 3]
+    assert loading.find_sentinel_ids(mt5) == [len(mt5) - 1, len(mt5) - 2, len(mt5) - 3]
 
 
 NOISE = 0.5
@@ -150,7 +150,7 @@ def test_a_head_stays_tied_or_untied(kind, tmp_path):
     for kind_of_table in ("get_input_embeddings", "get_output_embeddings"):
         old, new = (getattr(each, kind_of_table)().weight for each in (start, one))
         assert torch.equal(new[:rows], old[:rows])
-        assert len(new) == rows + 3 == vocabulary.entries(more) == one.config.vocab_size
+        assert len(new) == rows + 3 == vocabulary.count_entries(more) == one.config.vocab_size
     inputs = {"input_ids": torch.tensor([more.convert_tokens_to_ids(ADDED)])}
     if objective == "span":
         inputs["decoder_input_ids"] = inputs["input_ids"]
@@ -159,4 +159,4 @@ def test_a_head_stays_tied_or_untied(kind, tmp_path):
     loaded, found = load_model(tmp_path, objective).eval(), one(**inputs).logits
     assert is_tied(loaded) == tied and torch.equal(loaded(**inputs).logits, found)
     assert found.shape[-1] == rows + 3 and torch.isfinite(found).all()
-    assert {*skeleton(loaded).state_dict()} == {*loaded.state_dict()}
+    assert {*make_skeleton(loaded).state_dict()} == {*loaded.state_dict()}

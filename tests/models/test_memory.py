@@ -7,17 +7,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cpt.models.memory import LEVELS_16, EvenHead, draw_quickly, even_head
+from cpt.models.memory import LEVELS_16, PaddedHead, pad_head, use_quick_dropout
 from tests.models.test_units import build
 
 
 @pytest.mark.parametrize("entries", [257, 260])
 @pytest.mark.parametrize("kind", ["gpt2", "roberta"])
 def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, monkeypatch):
-    monkeypatch.setattr(EvenHead, "forward", EvenHead.padded)
+    monkeypatch.setattr(PaddedHead, "forward", PaddedHead.padded)
     plain, even = (build(kind, vocab_size=entries, tie_word_embeddings=True) for _ in range(2))
-    even_head(even)
-    assert isinstance(even.get_output_embeddings(), EvenHead)
+    pad_head(even)
+    assert isinstance(even.get_output_embeddings(), PaddedHead)
     ids = torch.arange(12).view(2, 6) + 5
     for model in (plain, even):
         model.eval()(input_ids=ids).logits.log_softmax(-1)[..., 7].sum().backward()
@@ -33,7 +33,7 @@ MANY = 400_003  # entries, no multiple of 4
 
 def dropped(given, p):
     torch.manual_seed(0)
-    with draw_quickly(True):
+    with use_quick_dropout(True):
         return functional.dropout(given, p, True)
 
 
@@ -47,7 +47,7 @@ def test_as_many_are_dropped_as_said_the_others_scaled_and_a_seed_gives_a_mask_w
             assert abs(share.item() - p) < 5 * spread
     ones, plain = torch.ones(1000), functional.dropout
     first = dropped(ones, 0.5)
-    with pytest.raises(KeyError), draw_quickly(True):
+    with pytest.raises(KeyError), use_quick_dropout(True):
         assert not torch.equal(functional.dropout(ones, 0.5), first)  # the generator goes on
         torch.manual_seed(0)
         assert torch.equal(nn.Dropout(0.5)(ones), first)

@@ -85,7 +85,7 @@ def checkpoint_of(kind: str, folder, form: str, change=None):
 
 def refusal(folder, objective="causal", *, head_steps=None) -> str:
     try:
-        config = loading.configuration(str(folder))
+        config = loading.load_config(str(folder))
         check_files(folder, config)
         check_weights(str(folder), config, objective, head_steps=head_steps)
     except ValueError as error:
@@ -267,7 +267,7 @@ def test_pickles_of_something_else_are_refused(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save({"state_dict": {"a": torch.zeros(1)}, "epoch": 3}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="is invalid: state_dict is no tensor but a dict"):
-        check_weights(str(tmp_path), loading.configuration(str(tmp_path)), "causal", head_steps=None)
+        check_weights(str(tmp_path), loading.load_config(str(tmp_path)), "causal", head_steps=None)
 
 
 CONFIGS = {
@@ -309,7 +309,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path):
 def test_outputs_that_a_config_asks_for_are_replaced(tmp_path):
     checkpoint_of("qwen2", tmp_path, "model.safetensors")
     edit_config(tmp_path, return_dict=False, output_hidden_states=True)
-    assert loading.ignored_outputs(str(tmp_path)) == {"return_dict": False, "output_hidden_states": True}
+    assert loading.find_ignored_outputs(str(tmp_path)) == {"return_dict": False, "output_hidden_states": True}
     model = loading.load_model(tmp_path, "causal")
     outputs = model(input_ids=torch.arange(8)[None])
     assert outputs.logits.shape == (1, 8, 300) and outputs.hidden_states is None
@@ -327,4 +327,4 @@ def test_the_objective_is_that_of_the_saved_class(tmp_path):
     }
     for (model_type, class_name), objectives in names.items():
         config = loading.AutoConfig.for_model(model_type, architectures=[class_name])
-        assert loading.possible_objectives(config) == objectives, class_name
+        assert loading.find_objectives(config) == objectives, class_name

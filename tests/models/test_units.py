@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from cpt.adapters.bottleneck import attach_bottlenecks, attach_plugins
 from cpt.adapters.lora import attach_lora
-from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, tokens_of
-from cpt.models.units import UNIT_KINDS, Units, factors, find_units, gate_units, projections
+from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, find_token_side
+from cpt.models.units import UNIT_KINDS, Units, find_projections, find_units, gate_units, update_factors
 
 pytestmark = pytest.mark.slow
 
@@ -174,7 +174,7 @@ def test_gates_of_samples_are_apart_and_open_ones_change_no_bit(name):
 @pytest.mark.parametrize("name", FUSED)
 def test_segments_are_what_the_model_uses_as_q_k_v(name):
     model = shared_model(name)
-    fused = [p for p in projections(model) if len(p.segments) == 3][-1]
+    fused = [p for p in find_projections(model) if len(p.segments) == 3][-1]
     ids = inputs_of(model)["input_ids"]
     kv = 16 if name == "phi3" else 32
     assert [len(segment) for segment in fused.segments] == [32, kv, kv]
@@ -193,7 +193,7 @@ def test_segments_are_what_the_model_uses_as_q_k_v(name):
 
 
 def kept(group: Units, *keep: float) -> list[tuple[tuple[int, ...], list[float]]]:
-    return [(tuple(f.shape), f.flatten().tolist()) for _, f in factors(group, torch.tensor(keep))]
+    return [(tuple(f.shape), f.flatten().tolist()) for _, f in update_factors(group, torch.tensor(keep))]
 
 
 def test_factors_of_separate_grouped_and_fused_maps():
@@ -233,7 +233,7 @@ def test_a_map_works_on_the_tokens_that_go_through_it(name, attached):
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda m, args, y, each=each: found.update({each: y.shape[1]}))
     model(input_ids=torch.randint(3, 60, (2, S)), decoder_input_ids=torch.randint(3, 60, (2, L)))
-    told = {each: tokens_of(model, each) for each in found}
+    told = {each: find_token_side(model, each) for each in found}
     assert told.pop(head) is None and found.pop(head) == L
     assert told == {each: SOURCE_TOKENS if length == S else TARGET_TOKENS for each, length in found.items()}
     assert len({*told.values()}) == 2 and len(told) >= 20

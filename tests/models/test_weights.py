@@ -7,14 +7,14 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from cpt.models.options import Freeze
-from cpt.models.weights import frozen_parameters, measure_movement
+from cpt.models.weights import find_frozen, measure_movement
 from cpt.trainer.checkpoint import load_stage
 from tests.models.test_units import FAMILIES, build
 from tests.support.making import ORDER
 
 
 def frozen(model, **given):
-    chosen = frozen_parameters(model, Freeze(**{"embeddings": False, "layers": 0, **given}))
+    chosen = find_frozen(model, Freeze(**{"embeddings": False, "layers": 0, **given}))
     return {name for name, each in model.named_parameters() if any(each is one for one in chosen)}
 
 

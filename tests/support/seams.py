@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from cpt.core.schema import config
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod
-from cpt.models.forward import divergence, nll_of
+from cpt.models.forward import kl_divergence, token_nll
 from cpt.optim.schedulers import Progress, Schedule
 
 CARRIED = "optim.state_across_domains=moments"
@@ -46,8 +46,8 @@ class Companions(ContinualMethod):
         own, peer, teacher = (
             self.objective.outputs(each, batch)[0] for each in (self.model, *self.beside.values())
         )
-        apart = divergence(peer.detach(), own) + divergence(teacher, own) + divergence(teacher, peer)
-        nll = nll_of(own, batch) + nll_of(peer, batch)
+        apart = kl_divergence(peer.detach(), own) + kl_divergence(teacher, own) + kl_divergence(teacher, peer)
+        nll = token_nll(own, batch) + token_nll(peer, batch)
         return {"lm": nll.sum() * batch["weight"], "apart": apart.sum() * batch["weight"]}
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
-from cpt.models.loading import build_model, is_tied, load_model, sentinel_ids, train_tokenizer
+from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_model, train_tokenizer
 from cpt.trainer import plan
 from cpt.trainer.plan import Checked, make_plan, read_sections
 from cpt.trainer.preflight import prepare
@@ -72,7 +72,7 @@ def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(small, s
     start(small(*options), tmp_path / "run")
     words = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model")
-    ids = sentinel_ids(words)
+    ids = find_sentinel_ids(words)
     assert len(ids) == 100 and ids[0] == len(words) - 1
     assert model.get_input_embeddings().num_embeddings == len(words) and is_tied(model)
     scores = told_by(tmp_path / "run")

@@ -24,7 +24,7 @@ from cpt.contrib.advise.runs import SEEDS, Costs, Round, Setting, Sweep, SweepPl
 from cpt.core.config import CONF
 from cpt.core.errors import readable
 from cpt.core.output import run_program
-from cpt.models.loading import configuration
+from cpt.models.loading import load_config
 from cpt.reporting.page import write_page
 from cpt.status import format_time
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
             log.info("Choosing %d of %d domains: %s", len(only), len(order), ", ".join(only))
         with runs.open_sweep(shared, **how) as sweep:
             asked = sweep.plan()
-            built = asked.model.config or {"num_hidden_layers": configuration(given.model).num_hidden_layers}
+            built = asked.model.config or {"num_hidden_layers": load_config(given.model).num_hidden_layers}
             blocks = next((int(built[name]) for name in LAYERS if name in built), 1)
             tried = Setting(rate=asked.model.lr, blocks=blocks, domains=len(asked.order))
             checkpoint_rate = float(OmegaConf.load(CONF / "model/hf.yaml").lr)

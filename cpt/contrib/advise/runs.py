@@ -25,7 +25,7 @@ from cpt.core.config import CONF
 from cpt.core.errors import reason
 from cpt.core.naming import quote
 from cpt.evaluation.scores import Scores
-from cpt.models.loading import configuration, objective_name
+from cpt.models.loading import load_config, resolve_objective
 from cpt.sweeps.jobs import Job, compose_jobs, divide_machine
 from cpt.sweeps.launcher import run_all
 from cpt.trainer.plan import Plan, make_plan
@@ -147,7 +147,7 @@ def find_model(given: str) -> Model:
     if chosen in names:
         return Model((f"model={chosen}",), (f"model={chosen}",))
     try:
-        config = configuration(given)
+        config = load_config(given)
     except ValueError as error:
         allowed = f"tiny, {', '.join(names)}, a checkpoint"
         raise ValueError(f"--model {given} is invalid: {reason(error)}. Allowed: {allowed}") from error
@@ -158,7 +158,7 @@ def find_model(given: str) -> Model:
         return Model(real, real)
     told = f"{given} has {size / 1e6:.0f} M parameters: what was tried is a sibling of about 1 M, made and "
     told += "pre-trained here; how much of the trade, and which strength, carries over is not known"
-    objective = objective_name("auto", config)
+    objective = resolve_objective("auto", config)
     sibling = [f"model={OF_TYPE.get(config.model_type, TINY[objective])}"]
     if config.model_type not in OF_TYPE and objective != "span":  # a small model of the same family
         known = {name: size for name, size in SIZES.items() if getattr(config, name, None) is not None}

@@ -47,7 +47,7 @@ from cpt.data.text_encoder import frame_of
 from cpt.data.text_format import TextFormat
 from cpt.evaluation.predictions import file_name
 from cpt.methods.base import ContinualMethod
-from cpt.models.forward import in_mode
+from cpt.models.forward import set_mode
 
 log = logging.getLogger(__name__)
 FORMAT = FORMS_FORMAT = 1  # raise it when what is written, or how forms are made, changes
@@ -169,7 +169,7 @@ class TextWriter(ReplaySource):
                 before = model.device
                 progress.set_postfix_str(name, refresh=False)
                 try:
-                    with in_mode(model.to(device), training=False):
+                    with set_mode(model.to(device), training=False):
                         while (had := tokens[name]) < job.wanted:
                             own = self.write_block(model, job, blocks[name] + rank_and_world()[0])
                             for block in gather_objects(own):
