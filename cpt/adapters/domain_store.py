@@ -57,18 +57,22 @@ class DomainParams(NamedTensors):
         """The domains with parameters, by their place in the order, ascending."""
         return sorted({int(name.partition(":")[0]) for name in self.named()})
 
-    def keep(self, model: nn.Module, domain: int) -> None:
+    def capture(self, model: nn.Module, domain: int) -> None:
         self.update({f"{domain}:{name}": model.get_parameter(name) for name in self.names})
 
     def weights(self, domain: int) -> dict[str, Tensor]:
         """The parameters of a domain, or of the BASE, by name, on the module's device."""
         if domain == BASE:
-            return {name: self.base.at_hand(each) for name, each in self.base.named().items()}
+            return {name: self.base.on_module_device(each) for name, each in self.base.named().items()}
         named, own = self.named(), f"{domain}:"
-        return {name.removeprefix(own): self.at_hand(named[name]) for name in named if name.startswith(own)}
+        return {
+            name.removeprefix(own): self.on_module_device(named[name])
+            for name in named
+            if name.startswith(own)
+        }
 
     @torch.no_grad()
-    def put(self, model: nn.Module, domain: int) -> None:
+    def load_into(self, model: nn.Module, domain: int) -> None:
         for name, values in self.weights(domain).items():
             model.get_parameter(name).copy_(values)
 
@@ -99,14 +103,14 @@ class DomainParams(NamedTensors):
         return name.partition(":")[2]
 
 
-def domain_params(module: nn.Module) -> dict[str, DomainParams]:
+def find_domain_params(module: nn.Module) -> dict[str, DomainParams]:
     return {name: each for name, each in module.named_modules() if isinstance(each, DomainParams)}
 
 
 def load_mapped(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
     """Loads a state that is mapped from its file, where stored parameters stay mapped unless sharded."""
     state, mapped = dict(stored), {}
-    for prefix, each in domain_params(module).items():
+    for prefix, each in find_domain_params(module).items():
         if not each.layout:
             mapped[each] = {name: state.pop(name) for name in [*state] if name.startswith(f"{prefix}.")}
     module.load_state_dict(state)
@@ -116,7 +120,7 @@ def load_mapped(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
 
 def in_memory(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers of a module that are not mapped from a file."""
-    mapped = {id(each._buffers[name]) for each in domain_params(module).values() for name in each.mapped}
+    mapped = {id(each._buffers[name]) for each in find_domain_params(module).values() for name in each.mapped}
     return [each for each in (*module.parameters(), *module.buffers()) if id(each) not in mapped]
 
 
@@ -142,13 +146,13 @@ class DomainScorer(ABC):
         """Starts an evaluation: forgets what was recorded."""
         self.taken.clear()
 
-    def take(self, domain: int, parts: list[int], weights: Tensor) -> None:
+    def record_weights(self, domain: int, parts: list[int], weights: Tensor) -> None:
         """Records the weights [n, K] of the parts."""
         taken = self.taken.setdefault(domain, {})
         for part, weight in zip(parts, weights.detach().sum(1, dtype=torch.double), strict=True):
             taken[part] = taken.get(part, 0) + weight
 
-    def used(self, domain: int) -> dict[int, float]:
+    def routing_weights(self, domain: int) -> dict[int, float]:
         """The parts that scored a domain's text, with their mean weights over the positions of all processes,
         which sum to 1, without parts of less than a thousandth of the largest. A collective."""
         taken = self.taken.get(domain, {})
@@ -162,9 +166,9 @@ class DomainScorer(ABC):
 class Router(DomainScorer):
     """Scores texts with the stored parameters of domains, by the rules of `Routing`."""
 
-    def __init__(self, bank: DomainParams, routing: Routing, objective: Objective) -> None:
+    def __init__(self, domain_params: DomainParams, routing: Routing, objective: Objective) -> None:
         super().__init__()
-        self.bank, self.routing, self.objective = bank, routing, objective
+        self.domain_params, self.routing, self.objective = domain_params, routing, objective
         self.needs_domain, self.in_sequence = routing.learned == "domain", routing.prior != "uniform"
         self.text: tuple[int, list[int]] | None = None  # being scored: its domain and parts
         self.rows = 0  # of it, that a cached prior is made of
@@ -173,11 +177,11 @@ class Router(DomainScorer):
 
     @property
     def parts(self) -> list[int]:
-        return [BASE, *self.bank.domains]
+        return [BASE, *self.domain_params.domains]
 
     def rule(self, domain: int) -> str:
         """The routing's value for text of a domain."""
-        return self.routing.learned if domain in self.bank.domains else self.routing.unlearned
+        return self.routing.learned if domain in self.domain_params.domains else self.routing.unlearned
 
     def mixed(self, domain: int) -> list[int]:
         """The parts that score text of a domain: one, or those of the mixture."""
@@ -199,15 +203,15 @@ class Router(DomainScorer):
             self.cache = torch.zeros_like(self.prior)
         found = []
         for part in parts:
-            with swap_weights(model, self.bank.weights(part)):
+            with swap_weights(model, self.domain_params.weights(part)):
                 found.append(-self.objective.nll(model, batch))
         likelihood = torch.stack(found)
         if len(parts) == 1:
-            self.take(domain, parts, torch.ones_like(likelihood))
+            self.record_weights(domain, parts, torch.ones_like(likelihood))
             return -likelihood[0]
         top_k = 1 if self.rule(domain) == "nearest" else self.routing.top_k
         weights = self.weights(likelihood, batch["rows"], top_k=top_k)
-        self.take(domain, parts, weights.exp())
+        self.record_weights(domain, parts, weights.exp())
         return -torch.logsumexp(weights + likelihood, dim=0)
 
     def weights(self, likelihood: Tensor, rows: Tensor, *, top_k: int | None) -> Tensor:

@@ -334,5 +334,5 @@ class GatedScorer(DomainScorer):
             sums = torch.stack([each.noted.taken for each in self.mixtures]).sum(0)
             own = [self.mixtures[0].members(part) for part in parts]
             shares = torch.stack([sums[each.start : each.stop].sum() for each in own])[:, None]
-        self.take(domain, parts, shares)
+        self.record_weights(domain, parts, shares)
         return nll

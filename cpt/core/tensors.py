@@ -51,7 +51,7 @@ def check_state(path: Path, *, instead: str, key: str = "") -> dict[str, Any]:
 
 class NamedTensors(nn.Module):
     """Tensors by any names, on the module's device, or offloaded to the CPU (`offload`) and copied to the
-    device when they are used (`at_hand`).
+    device when they are used (`on_module_device`).
 
     `persistent` says whether they are part of the state_dict; what construction always gives again need not
     be. A state that is loaded says which there are, whatever there was."""
@@ -68,13 +68,13 @@ class NamedTensors(nn.Module):
         """Keeps the tensors on the CPU from now on, whatever the module's device."""
         self.offloaded = True
         for name, tensor in self.named().items():
-            self._buffers[to_buffer_name(name)] = self.at_rest(tensor)
+            self._buffers[to_buffer_name(name)] = self.on_storage_device(tensor)
 
-    def at_rest(self, tensor: Tensor) -> Tensor:
+    def on_storage_device(self, tensor: Tensor) -> Tensor:
         """A tensor on the device where these are stored."""
         return tensor.to(CPU) if self.offloaded else tensor
 
-    def at_hand(self, tensor: Tensor) -> Tensor:
+    def on_module_device(self, tensor: Tensor) -> Tensor:
         """One of the tensors where the module is."""
         return tensor.to(self.device)
 
@@ -90,7 +90,7 @@ class NamedTensors(nn.Module):
             if own is not None and own.shape == tensor.shape:
                 own.copy_(shard_like(tensor, own))
             else:
-                copy = self.at_rest(tensor.detach())
+                copy = self.on_storage_device(tensor.detach())
                 copy = copy.clone() if copy.device == tensor.device else copy
                 self.register_buffer(to_buffer_name(name), copy, persistent=self.persistent)
 
@@ -105,7 +105,7 @@ class NamedTensors(nn.Module):
         like = self.layout.get(self.parameter_of(name))
         if like is None or like.shape != values.shape:
             return values
-        return self.at_rest(shard_like(values, like, device=CPU if self.offloaded else None))
+        return self.on_storage_device(shard_like(values, like, device=CPU if self.offloaded else None))
 
     def parameter_of(self, name: str) -> str:
         """The name of the parameter that a tensor is of."""
@@ -132,7 +132,7 @@ class NamedTensors(nn.Module):
             own = self._buffers
             fits = {name for name, v in stored.items() if getattr(own.get(name), "shape", None) == v.shape}
             self._buffers = {
-                name: own[name] if name in fits else self.at_rest(torch.empty_like(values))
+                name: own[name] if name in fits else self.on_storage_device(torch.empty_like(values))
                 for name, values in stored.items()
             }
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -184,7 +184,7 @@ class DomainSequence(LightningDataModule):
     def scored_sizes(self, name: str) -> Sizes:
         return self.held_out[name].sizes(self.scored_rows(name))
 
-    def probe(self) -> ProbeLoader:
+    def importance_batches(self) -> ProbeLoader:
         """A fixed sample of the current stage's training text with fixed masks; the process's share of it."""
         texts, rows = {part: self.train[part] for part in self.domain.parts}, {}
         for name, text in texts.items():

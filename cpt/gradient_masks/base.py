@@ -48,7 +48,9 @@ class GradientMask(nn.Module):
     def activate(self, domain: int) -> None:
         """Called before a domain's steps, on resume too; idempotent, without data."""
 
-    def before_domain(self, model: PreTrainedModel, objective: Objective, probe: Iterable[Batch]) -> None:
+    def before_domain(
+        self, model: PreTrainedModel, objective: Objective, importance_batches: Iterable[Batch]
+    ) -> None:
         """Called before a domain's first step, after the method's hook; not on resume."""
 
     def decide(self) -> None:

@@ -11,8 +11,8 @@ encoder-decoder models each layer counts its own tokens: target tokens in the de
 and values of cross-attention.
 
 importance=fisher is FGGM (arXiv 2601.18261, 2026): n_i is the sum over row i of the diagonal Fisher before
-the domain, on the domain's probe, so that its mask is constant. With `top_p` p instead of T, each layer
-changes the fewest rows that hold a share p of the sum of n_i."""
+the domain, on the domain's importance batches, so that its mask is constant. With `top_p` p instead of T,
+each layer changes the fewest rows that hold a share p of the sum of n_i."""
 
 import logging
 import re
@@ -152,11 +152,15 @@ class MagnitudeMask(GradientMask):
         self.mask, self.limiting = None, False
         self.sums.zero_()
 
-    def before_domain(self, model: PreTrainedModel, objective: Objective, probe: Iterable[Batch]) -> None:
+    def before_domain(
+        self, model: PreTrainedModel, objective: Objective, importance_batches: Iterable[Batch]
+    ) -> None:
         if self.options.importance != "fisher" or self.skipping:
             return
         with set_mode(model, training=False), torch.autocast(self.known.device.type, enabled=False):
-            found = estimate_fisher(model, probe, objective=objective, estimator=self.options.estimator)
+            found = estimate_fisher(
+                model, importance_batches, objective=objective, estimator=self.options.estimator
+            )
         names = {id(parameter): name for name, parameter in named_weights(model).items()}
         for each, place in zip(self.maps, self.places, strict=True):
             rows = found[names[id(each.weight)]].float().sum(1 - each.axis)

@@ -87,15 +87,15 @@ class ContinualMethod(LightningModule):
         self.model, self.objective, self.length = context.model, context.objective, context.length
         self.masks = cast(list[GradientMask], nn.ModuleList(context.masks))
         self.replay, self.freezing = context.replay, context.freeze
-        self.beside = nn.ModuleDict()  # auxiliary models by name
+        self.auxiliary_models = nn.ModuleDict()  # auxiliary models by name
         self.make_optimizer, self.schedule, self.seed = context.optimizer, context.schedule, context.seed
-        self.carried: CarriedState | None = None
-        self.trunk: Snapshot | None = None  # the weights before a decay branch
-        self.bank: DomainParams | None = None
+        self.optimizer_state: CarriedState | None = None
+        self.weights_before_decay: Snapshot | None = None  # the weights before a decay branch
+        self.domain_params: DomainParams | None = None
         self.router: DomainScorer | None = None
         self.guard = NanGuard()
         self.snapshots: list[StepSnapshot] = []  # of the current step
-        self.shaped: list[Domain] = []  # the stages that the model has grown for
+        self.expanded_stages: list[Domain] = []  # the stages that the model has grown for
         self.evaluation: dict[str, DocumentNLL] = {}
         self.columns: list[str] = []  # evaluated texts, by their number in batches
         self.observes = False  # whether masks observe what is evaluated
@@ -112,9 +112,9 @@ class ContinualMethod(LightningModule):
         outside = self.scope.others(self.model) if self.scope else []
         return find_frozen(self.model, self.freezing) + outside
 
-    def use_domain_params(self, bank: DomainParams, routing: Routing) -> None:
+    def use_domain_params(self, domain_params: DomainParams, routing: Routing) -> None:
         """Stores parameters per domain from now on, and scores texts with those that the routing selects."""
-        self.bank, self.router = bank, Router(bank, routing, self.objective)
+        self.domain_params, self.router = domain_params, Router(domain_params, routing, self.objective)
 
     def aux_models(self) -> dict[str, nn.Module]:
         """Auxiliary models by name (teachers, generators), kept in the state_dict; those
@@ -123,7 +123,7 @@ class ContinualMethod(LightningModule):
 
     def train(self, mode: bool = True) -> "ContinualMethod":
         super().train(mode)
-        for each in self.beside.values():
+        for each in self.auxiliary_models.values():
             each.train(mode and any(parameter.requires_grad for parameter in each.parameters()))
         return self
 
@@ -146,7 +146,7 @@ class ContinualMethod(LightningModule):
         for parameter in self.frozen:
             parameter.requires_grad_(False)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         """Called before a domain's first step; not on resume."""
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
@@ -167,11 +167,12 @@ class ContinualMethod(LightningModule):
     def after_update(self) -> None:
         """Called after each optimizer step, masks applied."""
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
-        """Called after a domain's last step, in eval mode, gradients cleared before and after. `probe` is the
-        process's share of batches on its device, possibly empty. Default: stores the domain's parameters."""
-        if self.bank is not None:
-            self.bank.keep(self.model, self.domain.index)
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
+        """Called after a domain's last step, in eval mode, gradients cleared before and after.
+        `importance_batches` are the process's share, on its device, possibly empty. Default: stores the
+        domain's parameters."""
+        if self.domain_params is not None:
+            self.domain_params.capture(self.model, self.domain.index)
 
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         """Negative log-likelihood (nats) and number of predictions at each scored position, both [K], for
@@ -183,15 +184,15 @@ class ContinualMethod(LightningModule):
     def exported_nll(self, batch: Batch, domain: int) -> Tensor:
         """Negative log-likelihood (nats) at each scored position, [K], that the exported model has to give:
         with modules per domain that of the domain's own."""
-        if self.bank is None or self.router is None:
+        if self.domain_params is None or self.router is None:
             return self.nll(batch, domain)[0]
-        with swap_weights(self.model, self.bank.weights(domain)):
+        with swap_weights(self.model, self.domain_params.weights(domain)):
             return self.objective.nll(self.model, batch)
 
-    def used(self, domain: int) -> dict[int, float]:
+    def routing_weights(self, domain: int) -> dict[int, float]:
         """The weights, of sum 1, with which domains' modules (-1: the base) scored a domain's text in the
         last evaluation; empty without a router. Called in every process."""
-        return {} if self.router is None else self.router.used(domain)
+        return {} if self.router is None else self.router.routing_weights(domain)
 
     @property
     def in_sequence(self) -> bool:
@@ -200,10 +201,10 @@ class ContinualMethod(LightningModule):
     def constant_part(self, domain: int) -> int | None:
         """The domain (-1: the base) whose modules alone decide the scores of a domain's text, or None."""
         alone = type(self).nll is ContinualMethod.nll and type(self.router) is Router
-        if not alone or type(self.bank) is not DomainParams or self.scope is None:
+        if not alone or type(self.domain_params) is not DomainParams or self.scope is None:
             return None
         parts = cast(Router, self.router).mixed(domain)
-        return parts[0] if len(parts) == 1 and {*self.scope.names} <= {*self.bank.names} else None
+        return parts[0] if len(parts) == 1 and {*self.scope.names} <= {*self.domain_params.names} else None
 
     def model_for(self, domain: int) -> PreTrainedModel:
         """The model for a domain: it is exported, and end tasks fine-tune a copy of it. With a `scope` it is
@@ -211,14 +212,14 @@ class ContinualMethod(LightningModule):
         if self.scope is None:
             return self.model
         copy = deepcopy(self.model).requires_grad_(True)
-        if self.bank is not None:
-            self.bank.put(copy, domain)
+        if self.domain_params is not None:
+            self.domain_params.load_into(copy, domain)
         return copy
 
-    def parts(self, order: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
-        """The parameters of modules by domain, for the export; without a bank those of the last domain."""
-        if self.bank is not None:
-            return {name: self.bank.weights(index) for index, name in enumerate(order)}
+    def domain_modules(self, order: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
+        """The parameters of modules by domain, for the export; without them those of the last domain."""
+        if self.domain_params is not None:
+            return {name: self.domain_params.weights(index) for index, name in enumerate(order)}
         names = self.scope.names if self.scope else ()
         return {order[-1]: {name: self.model.get_parameter(name) for name in names}}
 
@@ -226,7 +227,9 @@ class ContinualMethod(LightningModule):
         """Writes the model after the domains of the order; returns the Python expression that loads it."""
         if self.attached is not None:
             attach, how = self.attached
-            return export.export_parts(folder, self.model, self.parts(order), attach=attach, options=how)
+            return export.export_parts(
+                folder, self.model, self.domain_modules(order), attach=attach, options=how
+            )
         last = self.model_for(len(order) - 1)
         last.save_pretrained(folder)
         shown = json.dumps(str(folder), ensure_ascii=False)
@@ -268,13 +271,13 @@ class ContinualMethod(LightningModule):
 
     def expand_to(self, stage: Domain) -> None:
         """Grows the model for a stage, once. Raises ValueError where new parameters would not be trained."""
-        if stage in self.shaped:
+        if stage in self.expanded_stages:
             return
         before = parameter_shapes(self.model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(key(self.seed, "shape", stage.name) % 2**63)
             self.expand(stage)
-        self.shaped.append(stage)
+        self.expanded_stages.append(stage)
         if (after := parameter_shapes(self.model)) != before:
             frozen = {id(each) for each in self.frozen}
             new = {name: self.model.get_parameter(name) for name in after.keys() - before}
@@ -301,8 +304,8 @@ class ContinualMethod(LightningModule):
         unfuse_mixed(optimizer)
         for group in optimizer.param_groups:
             group["lr"] *= group.pop("times")
-        if self.carried is not None:
-            self.carried.give(optimizer, self.named_parameters())
+        if self.optimizer_state is not None:
+            self.optimizer_state.load_into(optimizer, self.named_parameters())
         scheduler = LambdaLR(optimizer, lambda step: self.schedule(self.data.progress(step)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -311,14 +314,14 @@ class ContinualMethod(LightningModule):
         for mask in self.masks:
             mask.activate(self.domain.index)
         if self.trainer.global_step == 0:
-            if self.trunk is not None:  # a resumed stage has the weights from its checkpoint
-                self.trunk.restore(self.model)
-            if self.carried is not None:
-                self.carried.clear()  # the optimizer has the state by now
+            if self.weights_before_decay is not None:  # a resumed stage has the weights from its checkpoint
+                self.weights_before_decay.restore(self.model)
+            if self.optimizer_state is not None:
+                self.optimizer_state.clear()  # the optimizer has the state by now
             self.seeded("before")
-            self.before_domain(self.data.probe())
+            self.before_domain(self.data.importance_batches())
             for mask in self.masks:
-                mask.before_domain(self.model, self.objective, self.data.probe())
+                mask.before_domain(self.model, self.objective, self.data.importance_batches())
             self.zero_grad()
         optimizer = self.trainer.optimizers[0]
         inside = {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -332,22 +335,22 @@ class ContinualMethod(LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self.seeded(batch_idx)
         if batch_idx == self.branch_step * self.trainer.accumulate_grad_batches:
-            self.keep_trunk()
+            self.capture_for_next_domain()
 
     @property
     def branch_step(self) -> int:
         """The step whose weights the next domain starts from: the last, or the one before a decay branch."""
         steps, ahead = self.data.steps(self.domain), self.data.recovery_steps(self.domain)
-        if self.trunk is None:
+        if self.weights_before_decay is None:
             return steps
         return ahead + cast(Schedule, self.schedule).branch_step(steps - ahead)
 
-    def keep_trunk(self) -> None:
+    def capture_for_next_domain(self) -> None:
         """Stores the optimizer state, and the weights before a decay branch, for the next domain."""
-        if self.trunk is not None:
-            self.trunk.take(self.model)
-        if self.carried is not None:
-            self.carried.take(self.trainer.optimizers[0], self.named_parameters())
+        if self.weights_before_decay is not None:
+            self.weights_before_decay.capture(self.model)
+        if self.optimizer_state is not None:
+            self.optimizer_state.capture(self.trainer.optimizers[0], self.named_parameters())
 
     def seeded(self, moment: int | str) -> None:
         """Seeds torch by seed, domain, moment and process."""
@@ -402,8 +405,8 @@ class ContinualMethod(LightningModule):
         norm = total_norm([parameter.grad for parameter in parameters])
         if self.is_logged():
             self.log(f"train/grad_norm/{self.domain.name}", norm)
-        self.steps = self.guard.allows(self.trainer, norm)
-        if not self.steps:
+        self.step_is_made = self.guard.allows(self.trainer, norm)
+        if not self.step_is_made:
             for parameter in parameters:
                 parameter.grad = None  # every optimizer of torch then skips it, moments and decay too
         elif gradient_clip_algorithm == "value":
@@ -419,7 +422,7 @@ class ContinualMethod(LightningModule):
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        if self.steps:
+        if self.step_is_made:
             for snapshot in sorted(self.snapshots, key=lambda each: not each.mask.comes_first):
                 snapshot.apply(cast(Optimizer, optimizer))
             self.after_update()
@@ -433,10 +436,10 @@ class ContinualMethod(LightningModule):
         with set_mode(self, training=False):
             self.zero_grad()
             self.seeded("after")
-            self.after_domain(self.data.probe())
+            self.after_domain(self.data.importance_batches())
             self.zero_grad()
         if self.branch_step == self.trainer.max_steps:
-            self.keep_trunk()
+            self.capture_for_next_domain()
         self.to(home)
 
     def on_validation_start(self) -> None:

@@ -107,14 +107,14 @@ class DAS(ContrastMethod):
 
     options: DASOptions
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain.index == 0:
-            self.soft.update_max(self.proxy.measure(self.soft, probe))
+            self.soft.update_max(self.proxy.measure(self.soft, importance_batches))
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.options.domains:
             losses = partial(domain_losses, objective=self.objective)
-            self.soft.update_max(self.soft.measure(self.model, probe, losses))
+            self.soft.update_max(self.soft.measure(self.model, importance_batches, losses))
 
 
 class DGA(ContrastMethod):
@@ -135,6 +135,6 @@ class DGA(ContrastMethod):
         super().__init__(options, context)
         self.base = Snapshot(self.model, persistent=False)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.base.restore(self.model)
-        self.soft.set(self.proxy.measure(self.soft, probe))
+        self.soft.set(self.proxy.measure(self.soft, importance_batches))

@@ -69,7 +69,7 @@ class ByPrompt(DomainScorer):
         ids = batch["input_ids"]
         with self.reading(model, torch.full((len(ids),), domain, device=ids.device)):
             nll = self.objective.nll(model, batch)
-        self.take(domain, [self.part_of(domain)], torch.ones_like(nll)[None])
+        self.record_weights(domain, [self.part_of(domain)], torch.ones_like(nll)[None])
         return nll
 
 
@@ -127,8 +127,8 @@ class ELLE(ContinualMethod):
         self.moved = None
         if (gained := self.options.growth(stage.index)) == NOTHING:
             return
-        if self.trunk is not None:  # the domain starts there
-            self.trunk.restore(self.model)
+        if self.weights_before_decay is not None:  # the domain starts there
+            self.weights_before_decay.restore(self.model)
         entries = self.model.get_input_embeddings().num_embeddings
         ids = torch.randint(entries, (1, min(TRIED, self.length)), device="cpu").to(self.model.device)
         both = ids if self.model.config.is_encoder_decoder else None
@@ -159,7 +159,7 @@ class ELLE(ContinualMethod):
         for place, prompt in enumerate(self.prompts):
             prompt.requires_grad_(place == domain or replayed)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain.index == 0 and not self.replay.past_ratio:
             log.info("No text of past domains is replayed, as ELLE does (replay=past)")
 
@@ -171,7 +171,7 @@ class ELLE(ContinualMethod):
 
     def on_gradients_ready(self) -> None:
         ahead = self.data.recovery_steps(self.domain)
-        if ahead and self.trainer.global_step == ahead and self.carried is None:
+        if ahead and self.trainer.global_step == ahead and self.optimizer_state is None:
             self.trainer.optimizers[0].state.clear()  # before masks keep moments
 
     def model_for(self, domain: int) -> PreTrainedModel:
@@ -181,7 +181,7 @@ class ELLE(ContinualMethod):
         prompt = self.model.get_parameter(name) if part == BASE else self.prompts[part]
         return with_prompt(self.model, name, prompt)
 
-    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         assert self.prompting is not None
         return {name: {self.prompting.name: self.prompts[place]} for place, name in enumerate(order)}
 

@@ -80,19 +80,19 @@ class Consolidation(AnchorPenalty):
         self.domains = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     @abstractmethod
-    def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
+    def measure(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
         """The importances of a domain by parameter name, in 32 bits."""
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         with torch.autocast(self.device.type, enabled=False):
-            found = self.measure(probe)
+            found = self.measure(importance_batches)
         merge, gamma, kept = self.options.merge, self.options.gamma, cast(NamedTensors, self.importances)
         known = kept.named()
         for name, new in found.items():
-            old = kept.at_hand(known[name]) if name in known else torch.zeros_like(new)
+            old = kept.on_module_device(known[name]) if name in known else torch.zeros_like(new)
             kept.update({name: merge_importances(old, new, domains=self.domains, merge=merge, gamma=gamma)})
         self.domains.add_(1)
-        self.anchor.take(self.model)
+        self.anchor.capture(self.model)
 
 
 def merge_importances(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: float) -> Tensor:
@@ -118,8 +118,10 @@ class EWC(Consolidation):
     def penalty(self) -> Tensor:
         return self.weighted_distance(self.options.strength)
 
-    def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
-        return estimate_fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
+    def measure(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
+        return estimate_fisher(
+            self.model, importance_batches, objective=self.objective, estimator=self.options.estimator
+        )
 
 
 class L2(AnchorPenalty):
@@ -135,9 +137,9 @@ class L2(AnchorPenalty):
     def __init__(self, options: L2Options, context: MethodContext) -> None:
         super().__init__(options, context, anchor_moves=options.towards == "previous")
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.options.towards == "previous":
-            self.anchor.take(self.model)
+            self.anchor.capture(self.model)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return super().losses(batch) | {"l2": self.weighted_distance(self.options.strength)}
@@ -168,7 +170,7 @@ class MAS(Consolidation):
         penalty = self.weighted_distance(2 * self.options.strength)  # first: the order of sums of gradients
         return super().losses(batch) | {"mas": penalty}
 
-    def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
+    def measure(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
         def squared_norms(model: PreTrainedModel, batch: Batch) -> Tensor:  # ||f||^2, [K]
             logits, hidden = self.objective.outputs(model, batch)
             output = (
@@ -178,7 +180,7 @@ class MAS(Consolidation):
 
         estimator = self.options.estimator
         return estimate_sensitivity(
-            self.model, probe, squared_norms, estimator=estimator, power=1, label="MAS"
+            self.model, importance_batches, squared_norms, estimator=estimator, power=1, label="MAS"
         )
 
 
@@ -204,8 +206,8 @@ class SI(AnchorPenalty):
     def importances(self) -> NamedTensors:
         return self.importance
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        self.anchor.take(self.model)
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        self.anchor.capture(self.model)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return super().losses(batch) | {"si": self.weighted_distance(2 * self.options.strength)}
@@ -215,9 +217,9 @@ class SI(AnchorPenalty):
         anchors, importances = self.anchor.named(), self.importance.named()
         for name, parameter in named_weights(self.model).items():
             if parameter.grad is not None:
-                own, at_hand = to_local(parameter), self.anchor.at_hand
-                apart = own - at_hand(to_local(anchors[name]))
-                penalty = 2 * self.options.strength * at_hand(to_local(importances[name])) * apart
+                own, on_module_device = to_local(parameter), self.anchor.on_module_device
+                apart = own - on_module_device(to_local(anchors[name]))
+                penalty = 2 * self.options.strength * on_module_device(to_local(importances[name])) * apart
                 self.before[name] = (to_local(parameter.grad) - penalty, own.clone())
 
     @torch.no_grad()
@@ -231,7 +233,7 @@ class SI(AnchorPenalty):
         self.before.clear()
 
     @torch.no_grad()
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         anchors, importances = self.anchor.named(), self.importance.named()
         present = named_weights(self.model)
         for name, brought in self.brought.named().items():
@@ -240,7 +242,7 @@ class SI(AnchorPenalty):
             brought, squared = to_local(brought), way.square() + self.options.damping
             to_local(importances[name]).add_(brought / squared).clamp_min_(0)
             brought.zero_()
-        self.anchor.take(self.model)
+        self.anchor.capture(self.model)
 
 
 class Recall(Constraint):
@@ -253,7 +255,7 @@ class Recall(Constraint):
         self.options = options
         self.anchors: dict[nn.Parameter, str] = {}
         self.share = 1.0  # lambda of the current step
-        self.named, self.at_hand = anchor.named, anchor.at_hand
+        self.named, self.on_module_device = anchor.named, anchor.on_module_device
 
     def covered(self) -> Iterable[nn.Parameter]:
         return self.anchors if self.options.annealed or self.options.strength else ()
@@ -265,7 +267,7 @@ class Recall(Constraint):
             pulled = rates[parameter] * self.options.strength * left
             old, own = to_local(parameter) - to_local(step), to_local(step)
             own.mul_(self.share)
-            apart = old + own - self.at_hand(to_local(present[self.anchors[parameter]]))
+            apart = old + own - self.on_module_device(to_local(present[self.anchors[parameter]]))
             own.sub_(apart, alpha=pulled)
 
 
@@ -291,9 +293,9 @@ class RecAdam(ContinualMethod):
         self.recall = Recall(self.anchor, options)
         self.masks.append(self.recall)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.options.towards == "previous":
-            self.anchor.take(self.model)
+            self.anchor.capture(self.model)
 
     def transform_gradients(self, optimizer: Optimizer) -> None:
         present = self.anchor.named()

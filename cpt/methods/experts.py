@@ -40,7 +40,7 @@ RECORD = ("sources", "perplexities")
 class CopyingMethod(ContinualMethod):
     """A method whose new modules are copies of the base's, of the last domain's, or of those `nearest` to
     the domain, by `options.start`. `sources` [domains]: the domain (-1: the base) that each was copied from;
-    `perplexities`: those of the last domain's probe with each candidate."""
+    `perplexities`: those of the last domain's importance batches with each candidate."""
 
     options: DEMIXOptions | LifelongMoEOptions
     sources: Tensor
@@ -57,14 +57,16 @@ class CopyingMethod(ContinualMethod):
     def holding(self, domain: int) -> AbstractContextManager:
         """A context in which the model has the modules of one domain (-1: the base)."""
 
-    def choose_source(self, probe: Iterable[Batch], learned: Sequence[int], *, base: bool) -> int:
+    def choose_source(
+        self, importance_batches: Iterable[Batch], learned: Sequence[int], *, base: bool
+    ) -> int:
         """The domain whose modules are copied, noted in `sources`; `base` says whether the base competes."""
         candidates = [BASE]
         if self.options.start != "base" and learned:
             nearest = self.options.start == "nearest"
             candidates = [*([BASE] * base), *learned] if nearest else [learned[-1]]
         if self.options.start == "nearest":
-            self.perplexities = self.measure(probe, candidates)
+            self.perplexities = self.measure(importance_batches, candidates)
         ranked = zip(self.perplexities.tolist() or [0.0], candidates, strict=True)
         source = min(ranked, key=lambda pair: pair[0])[1]
         earlier = self.sources[: self.domain.index]
@@ -72,11 +74,11 @@ class CopyingMethod(ContinualMethod):
         return source
 
     @torch.no_grad()
-    def measure(self, probe: Iterable[Batch], candidates: Sequence[int]) -> Tensor:
+    def measure(self, importance_batches: Iterable[Batch], candidates: Sequence[int]) -> Tensor:
         """The perplexity with each candidate on the probes of all processes, [candidates] in 64 bits."""
         sums = torch.zeros(len(candidates) + 1, dtype=torch.double, device=self.device)
         with set_mode(self.model, training=False):
-            for batch in probe:
+            for batch in importance_batches:
                 for place, domain in enumerate(candidates):
                     with self.holding(domain):
                         sums[place] += self.objective.nll(self.model, batch).sum()
@@ -105,7 +107,7 @@ class DEMIX(CopyingMethod):
     first expert."""
 
     options: DEMIXOptions
-    bank: DomainParams
+    domain_params: DomainParams
     router: Router
 
     def __init__(self, options: DEMIXOptions, context: MethodContext) -> None:
@@ -120,12 +122,12 @@ class DEMIX(CopyingMethod):
         self.attached = (attach_bottlenecks, options.bottleneck) if adapted else (None, {})
         self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        learned, base = self.bank.domains, self.router.routing.base
-        self.bank.put(self.model, self.choose_source(probe, learned, base=base))
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        learned, base = self.domain_params.domains, self.router.routing.base
+        self.domain_params.load_into(self.model, self.choose_source(importance_batches, learned, base=base))
 
     def holding(self, domain: int) -> AbstractContextManager:
-        return swap_weights(self.model, self.bank.weights(domain))
+        return swap_weights(self.model, self.domain_params.weights(domain))
 
     def diagnostics(self) -> dict[str, Tensor]:
         return super().diagnostics() | self.recorded("demix")
@@ -181,9 +183,9 @@ class LifelongMoE(CopyingMethod):
         names = weights if self.beside_mixtures is None else self.beside_mixtures.names
         return {name: weights[name] for name in names if id(weights[name]) not in frozen}
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.mixtures:
-            source = self.choose_source(probe, range(self.domain.index), base=True)
+            source = self.choose_source(importance_batches, range(self.domain.index), base=True)
             reshard(self.model)
             for mixture in self.mixtures:
                 mixture.copy(source)
@@ -226,7 +228,7 @@ class LifelongMoE(CopyingMethod):
         known = torch.full_like(firsts, 1 / firsts.shape[1], dtype=torch.float) if shares is None else shares
         read, written = self.objective.sides(self.length)  # tokens of a full row
         terms = []
-        for each, own in zip(mixtures, self.shares.at_hand(known), strict=True):
+        for each, own in zip(mixtures, self.shares.on_module_device(known), strict=True):
             tokens = written if each.side == TARGET_TOKENS and written is not None else read
             probabilities = each.noted.probabilities.sum(0)
             # E sum_e s_e P_e
@@ -240,9 +242,9 @@ class LifelongMoE(CopyingMethod):
             all_reduce_sum(firsts)
             self.shares.update({"firsts": (firsts / firsts.sum(1, keepdim=True)).float()})
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.open(1.0)
-        super().after_domain(probe)
+        super().after_domain(importance_batches)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if not self.mixtures:

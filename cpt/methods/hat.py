@@ -63,15 +63,15 @@ class GatedMethod(ContinualMethod):
     def after_update(self) -> None:
         self.gates.clamp(self.options.limit)
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
-        super().after_domain(probe)
-        if self.bank is not None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
+        super().after_domain(importance_batches)
+        if self.domain_params is not None:
             self.taken.update_max(self.opened(self.domain.index))
 
     def opened(self, domain: int) -> Tensor:
         """The gates of a domain, 0 or 1, [units]."""
-        assert self.bank is not None
-        return self.gates.hard(self.bank.weights(domain))
+        assert self.domain_params is not None
+        return self.gates.hard(self.domain_params.weights(domain))
 
 
 def units_of_adapters(model: nn.Module, kind: type[Bottleneck]) -> list[Units]:
@@ -131,7 +131,7 @@ class HAT(GatedMethod):
             )
         return {part.e: rate for part in self.gates.parts}
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         std = self.options.std or (OPEN_STD if self.begins_open else NORMAL_STD)
         self.gates.redraw(self.drawing(), std=std, opened=self.begins_open)
 
@@ -140,18 +140,18 @@ class HAT(GatedMethod):
 
     def model_for(self, domain: int) -> PreTrainedModel:
         """A copy with the domain's gates folded into the weights, and hard and fixed in place."""
-        if self.bank is None:
+        if self.domain_params is None:
             return self.model
         model, gates = deepcopy((self.model, self.gates))
         model.requires_grad_(True)
-        self.bank.put(model, domain)
+        self.domain_params.load_into(model, domain)
         gates.set(None)
         gates.fold(self.opened(domain))
         for part in gates.parts:
             part.e.requires_grad_(False)
         return model
 
-    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         own, found = owned_parameters(self.gates.groups), {}
         for index, domain in enumerate(order):
             folded, named = self.gates.folded(self.opened(index)), self.model.named_parameters()
@@ -166,7 +166,7 @@ class HAT(GatedMethod):
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Claimed units by group, and the overlap of domains' units by kind."""
-        found, learned = super().diagnostics(), self.bank.domains if self.bank else []
+        found, learned = super().diagnostics(), self.domain_params.domains if self.domain_params else []
         if learned:
             masks = torch.stack([self.opened(domain) for domain in learned])
             parts = list(zip(self.gates.groups, masks.split(self.gates.sizes, dim=1), strict=True))
@@ -195,7 +195,7 @@ class CPTPlugin(GatedMethod):
 
     options: CPTPluginOptions
     ends_domains = True
-    bank: DomainParams
+    domain_params: DomainParams
 
     def __init__(self, options: CPTPluginOptions, context: MethodContext) -> None:
         model = context.model
@@ -212,9 +212,9 @@ class CPTPlugin(GatedMethod):
         self.use_domain_params(DomainParams(model, gates.names + own, base=base), options.routing)
 
     @torch.no_grad()
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.gates.redraw(self.drawing())
-        base = self.bank.weights(BASE)
+        base = self.domain_params.weights(BASE)
         for norm in self.norms:
             self.model.get_parameter(norm).copy_(base[norm])
 
@@ -229,11 +229,11 @@ class CPTPlugin(GatedMethod):
             gate.e.requires_grad_(False)
         return model
 
-    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
         plugins = {name: self.model.get_parameter(name) for name in self.plugins}
         for index, domain in enumerate(order):  # its norms, and the plug-ins with its gates folded in
-            own, folded = self.bank.weights(index), self.gates.folded(self.opened(index))
+            own, folded = self.domain_params.weights(index), self.gates.folded(self.opened(index))
             found[domain] = {name: folded.get(each, each).detach() for name, each in plugins.items()}
             found[domain] |= {name: own[name] for name in self.norms}
         return found

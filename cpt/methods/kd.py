@@ -32,8 +32,8 @@ class KD(ContinualMethod):
         super().__init__(options, context)
         self.teacher = Snapshot(self.model, persistent=True)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        self.teacher.take(self.model)
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        self.teacher.capture(self.model)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         outputs = self.objective.outputs(self.model, batch)

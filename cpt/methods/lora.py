@@ -46,9 +46,9 @@ class LoRA(ContinualMethod):
         if isinstance(options, LoRAOptions) and options.per_domain and self.scope:
             self.use_domain_params(DomainParams(self.model, self.scope.names), options.routing)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         new = isinstance(self.options, LoRAOptions) and self.options.start == "base"
-        if self.bank is not None and new and self.domain.index > 0:
+        if self.domain_params is not None and new and self.domain.index > 0:
             lora.reset_newest(self.model, self.drawing().initial_seed())
 
     def model_for(self, domain: int) -> PreTrainedModel:
@@ -58,7 +58,9 @@ class LoRA(ContinualMethod):
         if self.options.exported == "merged":
             return super().export(folder, order)
         one = {order[-1]: lora.joined_weights(self.model)}
-        return lora.export_adapters(folder, self.model, one if self.bank is None else self.parts(order))
+        return lora.export_adapters(
+            folder, self.model, one if self.domain_params is None else self.domain_modules(order)
+        )
 
 
 class IncLoRA(LoRA):
@@ -73,7 +75,7 @@ class IncLoRA(LoRA):
         super().__init__(options, context)
         lora.resize_on_load(self.model)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain.index > 0:
             lora.begin_adapter(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
 
@@ -199,8 +201,8 @@ class OLoRA(IncLoRA):
         super().activate(domain)
         self.groups = None
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
-        self.kept.keep(self.model, self.domain.index)
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
+        self.kept.capture(self.model, self.domain.index)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)
@@ -237,7 +239,7 @@ class Attending(DomainScorer):
         nll = self.objective.nll(model, batch)
         weights = self.router.whole.exp()[batch["rows"]].T
         learning = len(weights) > len(self.parts)  # a domain's own adapter exists before it is kept
-        self.take(domain, [*range(len(weights))] if learning else self.parts, weights)
+        self.record_weights(domain, [*range(len(weights))] if learning else self.parts, weights)
         return nll
 
 
@@ -260,9 +262,9 @@ class SAPT(ContinualMethod):
         attention   L = L_lm + lambda 1/B sum over rows of domains i < t of KL(mean a of domain i || a(row))
         cosine      L = L_lm + lambda 1/B sum over rows of domain t of (1 - cos(e(row), k_t))
 
-    Domain t trains its adapter, its key and the query; the mean a of each domain is that of its probe at its
-    end, 0 for later adapters. The KL is on rows of `replay`, B rows per batch. No domain is known at test
-    time."""
+    Domain t trains its adapter, its key and the query; the mean a of each domain is that of its importance
+    batches at its end, 0 for later adapters. The KL is on rows of `replay`, B rows per batch. No domain is
+    known at test time."""
 
     options: SAPTOptions
 
@@ -288,7 +290,7 @@ class SAPT(ContinualMethod):
         weighing = [each for each in router_of(self.model).parameters() if each.requires_grad]
         return dict.fromkeys(weighing, self.options.key_rate)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain.index > 0:
             begin_routed(self.model, self.drawing())
 
@@ -315,10 +317,10 @@ class SAPT(ContinualMethod):
         return attention_divergence(kept[rows[past]], logits[past])
 
     @torch.no_grad()
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         router = router_of(self.model)
         sums = torch.zeros(len(router.keys) + 1, dtype=torch.double, device=self.device)
-        for batch in probe:
+        for batch in importance_batches:
             self.objective.encode(self.model, batch)
             taken = router.whole.exp()[batch["rows"]].double()
             sums += torch.cat([taken.sum(0), taken.new_tensor([len(taken)])])
@@ -326,7 +328,7 @@ class SAPT(ContinualMethod):
         mean = (sums[:-1] / sums[-1].clamp_min(1)).float()
         self.attention.update({str(self.domain.index): mean})
 
-    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         return {order[-1]: routed_part(self.model)}
 
     def diagnostics(self) -> dict[str, Tensor]:

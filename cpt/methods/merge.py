@@ -110,7 +110,7 @@ class Merged(nn.Module):
     def add(self, domain: Ended) -> None:
         tasks = self.tasks(domain) if self.options.rule in ("ties", "dare", "dare_ties") else {}
         for name, own in self.rows().items():
-            own.copy_(self.one_more(name, self.weights.at_hand(own), domain, tasks.get(name)))
+            own.copy_(self.one_more(name, self.weights.on_module_device(own), domain, tasks.get(name)))
         self.domains.add_(1)
 
     def one_more(self, name: str, merged: Tensor, domain: Ended, task: Tensor | None) -> Tensor:
@@ -127,7 +127,7 @@ class Merged(nn.Module):
             return slerp(merged, ended, 1.0 if first else options.share, like=domain.like[name])
         fisher, kept = domain.fisher[name] + options.epsilon, to_local(self.fishers.named()[name])
         kept += fisher.to(kept.device)
-        return torch.lerp(merged, ended, fisher / self.fishers.at_hand(kept))
+        return torch.lerp(merged, ended, fisher / self.fishers.on_module_device(kept))
 
     def tasks(self, domain: Ended) -> dict[str, Tensor]:
         """tau by name, trimmed and dropped by the rule."""
@@ -155,13 +155,13 @@ class Merged(nn.Module):
         for each, more in zip(kept, added, strict=True):
             own = to_local(each.named()[name])
             own += more.to(own.device)
-            sums.append(each.at_hand(own))
+            sums.append(each.on_module_device(own))
         above, below, count_above, count_below = sums
         sign = (above + below).sign()
         total = torch.where(sign > 0, above, below)
         count = torch.where(sign > 0, count_above, count_below).clamp_min(1)
         elected = torch.where(sign == 0, 0, total / count)
-        return self.base.at_hand(to_local(self.base.named()[name])) + self.options.scale * elected
+        return self.base.on_module_device(to_local(self.base.named()[name])) + self.options.scale * elected
 
 
 class Merging(nn.Module):
@@ -184,12 +184,15 @@ class Merging(nn.Module):
         """Merges a finished domain's weights, which then are the merged ones."""
         rows = self.merged.rows() if self.start == "merged" else self.origin.named()
         # In the model's precision, which may be coarser than that of the merged weights.
-        began = {n: precise(self.origin.at_hand(to_local(rows[n])).to(p.dtype)) for n, p in weights.items()}
+        began = {
+            n: precise(self.origin.on_module_device(to_local(rows[n])).to(p.dtype))
+            for n, p in weights.items()
+        }
         ended = {name: precise(to_local(own)) for name, own in weights.items()}
         fishers = {name: precise(to_local(fisher[name])) for name in weights if name in fisher}
         self.merged.add(Ended(like=weights, began=began, ended=ended, fisher=fishers, seed=seed))
         if self.start == "previous":
-            self.origin.take(model)
+            self.origin.capture(model)
         merged = self.merged.rows()
         for name, own in weights.items():
             to_local(own).copy_(merged[name])
@@ -205,7 +208,7 @@ class Merge(ContinualMethod):
         super().__init__(options, context)
         self.merging = Merging(options, self.model, named_weights(self.model))
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         options, rule = self.options, self.options.rule
         whole = rule == "task_arithmetic" or (rule == "dare" and options.drop == 0)
         unchanged = (whole and options.scale == 1) or (rule == "slerp" and options.share == 1)
@@ -215,12 +218,12 @@ class Merge(ContinualMethod):
             )
         self.merging.begin(self.model)
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         found = {}
         if self.options.rule == "fisher":
             with torch.autocast(self.device.type, enabled=False):
                 found = estimate_fisher(
-                    self.model, probe, objective=self.objective, estimator=self.options.estimator
+                    self.model, importance_batches, objective=self.objective, estimator=self.options.estimator
                 )
         seed = self.drawing().initial_seed()
         self.merging.end(self.model, named_weights(self.model), fisher=found, seed=seed)
@@ -245,26 +248,26 @@ class MergeLoRA(LoRA):
         names = [f"{name}.base_layer.weight" for name in lora.lora_layers(self.model)]
         return {name: present[name] for name in names}
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.merging.begin(self.model)
         if self.domain.index > 0:
             lora.reset_newest(self.model, self.drawing().initial_seed())
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         seed = self.drawing().initial_seed()
         lora.merge_newest(self.model)
         lora.reset_newest(self.model, seed)  # with product 0
-        found = self.measure(probe) if self.options.rule == "fisher" else {}
+        found = self.measure(importance_batches) if self.options.rule == "fisher" else {}
         self.merging.end(self.model, self.maps(), fisher=found, seed=seed)
 
-    def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
+    def measure(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
         """The diagonal Fisher of the frozen weights."""
         flipped = [*(each for each in self.model.parameters() if each.requires_grad), *self.maps().values()]
         for each in flipped:
             each.requires_grad_(not each.requires_grad)
         with torch.autocast(self.device.type, enabled=False):
             found = estimate_fisher(
-                self.model, probe, objective=self.objective, estimator=self.options.estimator
+                self.model, importance_batches, objective=self.objective, estimator=self.options.estimator
             )
         for each in flipped:
             each.requires_grad_(not each.requires_grad)
@@ -286,13 +289,13 @@ class EMA(ContinualMethod):
         super().__init__(options, context)
         self.average = PreciseSnapshot(self.model, persistent=True)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        self.average.take(self.model)
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        self.average.capture(self.model)
 
     def after_update(self) -> None:
-        self.average.take(self.model, share=1 - self.options.decay)
+        self.average.capture(self.model, share=1 - self.options.decay)
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.average.restore(self.model)
 
 
@@ -310,10 +313,10 @@ class WiSEFT(ContinualMethod):
         super().__init__(options, context)
         self.previous = Snapshot(self.model, persistent=True)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        self.previous.take(self.model)
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        self.previous.capture(self.model)
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.previous.restore(self.model, share=self.options.previous)
 
 
@@ -338,11 +341,11 @@ class Reptile(ContinualMethod):
         every = self.options.every
         return int(every) if every >= 1 else max(1, round(every * self.trainer.max_steps))
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.interval > (steps := self.trainer.max_steps):
             told = "Interpolating once: method.every=%d is more than the %d steps of %s"
             log.info(told, self.interval, steps, self.domain.name)
-        self.anchor.take(self.model)
+        self.anchor.capture(self.model)
         self.gone.zero_()
 
     def after_update(self) -> None:
@@ -350,11 +353,11 @@ class Reptile(ContinualMethod):
         if self.gone == self.interval:
             self.interpolate()
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.gone:
             self.interpolate()
 
     def interpolate(self) -> None:
         self.anchor.restore(self.model, share=1 - self.options.share)
-        self.anchor.take(self.model)
+        self.anchor.capture(self.model)
         self.gone.zero_()

@@ -31,7 +31,7 @@ class One(ContinualMethod):
         super().__init__(options, context)
         self.base = Snapshot(self.model, persistent=False)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.base.restore(self.model)
 
 

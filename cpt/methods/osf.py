@@ -43,16 +43,16 @@ class OSF(ContinualMethod):
         if options.least is not None:
             self.register_buffer("similarity", ones(len(self.blocks)))
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         shares, ranks = self.shares(self.domain), {}
         for name, weight in self.subspaces.maps.items():
             inside = (place for place, each in enumerate(self.blocks) if name.startswith(f"{each}."))
             ranks[name] = floor(shares[next(inside, -1)] * min(weight.shape))
         self.subspaces.span(ranks)
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.options.least is not None:
-            self.similarity = measure_similarity(self.model, self.objective, probe)
+            self.similarity = measure_similarity(self.model, self.objective, importance_batches)
 
     def shares(self, domain: Domain) -> list[Fraction]:
         """The protected share of a layer's singular directions, by block and last for all other layers."""

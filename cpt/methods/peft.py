@@ -30,9 +30,9 @@ class Peft(ContinualMethod):
         if options.per_domain:
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.bank is not None and self.options.start == "base":
-            self.bank.put(self.model, BASE)
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        if self.domain_params is not None and self.options.start == "base":
+            self.domain_params.load_into(self.model, BASE)
 
     def model_for(self, domain: int) -> PreTrainedModel:
         return without_tuners(super().model_for(domain))
@@ -59,8 +59,8 @@ class Adapter(ContinualMethod):
         if options.per_domain:
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
-    def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.bank is not None and self.options.start == "base":
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        if self.domain_params is not None and self.options.start == "base":
             generator = self.drawing()
             for part in self.model.modules():
                 if isinstance(part, Bottleneck):

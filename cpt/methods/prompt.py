@@ -25,7 +25,7 @@ from cpt.methods.options import ProgPromptOptions, PromptOptions
 from cpt.models.loading import find_max_positions
 from cpt.models.weights import swap_weights
 
-ONLY = 0  # the bank's place of a prompt for all domains
+ONLY = 0  # the domain under which a prompt for all domains is stored
 PER_ROW = "whose vectors follow the first token of a row"
 
 
@@ -39,7 +39,7 @@ def with_prompt(model: PreTrainedModel, name: str, prompt: Tensor) -> PreTrained
 class PromptMethod(ContinualMethod):
     """Trains prompts only, which are stored per domain in a `store`."""
 
-    bank: DomainParams
+    domain_params: DomainParams
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class PromptMethod(ContinualMethod):
         super().__init__(options, context, scope=scope)
         self.attached = attach_prompt, attached
         [self.name] = scope.names
-        self.bank = store(self.model, scope.names, base={self.name: self.prompt[:0]})
+        self.domain_params = store(self.model, scope.names, base={self.name: self.prompt[:0]})
         if routing is not None:
-            self.use_domain_params(self.bank, routing)
+            self.use_domain_params(self.domain_params, routing)
 
     @property
     def prompt(self) -> nn.Parameter:
@@ -68,12 +68,12 @@ class PromptMethod(ContinualMethod):
 
     def weights(self, domain: int) -> dict[str, Tensor]:
         """The stored prompt that text of a domain is read with, by name."""
-        return self.bank.weights(domain)
+        return self.domain_params.weights(domain)
 
     def model_for(self, domain: int) -> PreTrainedModel:
         return with_prompt(self.model, self.name, self.weights(domain)[self.name])
 
-    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         return {name: self.weights(index) for index, name in enumerate(order)}
 
 
@@ -87,16 +87,16 @@ class Prompt(PromptMethod):
         super().__init__(options, context, DomainParams, method="prompt", routing=routing)
 
     @torch.no_grad()
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.options.per_domain and self.options.start == "vocabulary":
             self.prompt.copy_(draw_prompt(self.model, len(self.prompt), self.drawing()))
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
-        self.bank.keep(self.model, self.domain.index if self.options.per_domain else ONLY)
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
+        self.domain_params.capture(self.model, self.domain.index if self.options.per_domain else ONLY)
 
     def weights(self, domain: int) -> dict[str, Tensor]:
         place = domain if self.options.per_domain else ONLY
-        return self.bank.weights(place if place in self.bank.domains else BASE)
+        return self.domain_params.weights(place if place in self.domain_params.domains else BASE)
 
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         if self.options.per_domain:
@@ -105,8 +105,8 @@ class Prompt(PromptMethod):
             nll = self.objective.nll(self.model, batch)
         return nll, torch.ones_like(nll)
 
-    def parts(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        return super().parts(order if self.options.per_domain else order[-1:])
+    def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        return super().domain_modules(order if self.options.per_domain else order[-1:])
 
 
 def check_rows(context: MethodContext, method: str) -> None:
@@ -144,7 +144,7 @@ class ProgPrompt(PromptMethod):
     P_t is trained as P_t + W_up relu(W_down P_t), W_up initially 0; the result is stored."""
 
     options: ProgPromptOptions
-    bank: PromptChain
+    domain_params: PromptChain
 
     def __init__(self, options: ProgPromptOptions, context: MethodContext) -> None:
         super().__init__(options, context, PromptChain, method="progprompt", routing=options.routing)
@@ -166,11 +166,11 @@ class ProgPrompt(PromptMethod):
 
     def earlier(self) -> list[Tensor]:
         """[P_{t-1}; ...; P_1], [(t - 1) n, D], in a list; empty in the first domain."""
-        before = self.bank.before(self.domain.index)
-        return [self.bank.weights(before[-1])[self.name]] if before else []
+        before = self.domain_params.before(self.domain.index)
+        return [self.domain_params.weights(before[-1])[self.name]] if before else []
 
     @torch.no_grad()
-    def before_domain(self, probe: Iterable[Batch]) -> None:
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         drawing, earlier = self.drawing(), self.earlier()
         if self.options.start == "vocabulary":
             self.prompt.copy_(draw_prompt(self.model, len(self.prompt), drawing))
@@ -188,6 +188,6 @@ class ProgPrompt(PromptMethod):
             return super().losses(batch)
 
     @torch.no_grad()
-    def after_domain(self, probe: Iterable[Batch]) -> None:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         with swap_weights(self.model, {self.name: nn.Parameter(self.learned())}):
-            super().after_domain(probe)
+            super().after_domain(importance_batches)

@@ -285,8 +285,8 @@ class AGEM(ContinualMethod):
         self.reference = Reference(apply_to=options.apply_to, margin=options.margin)
         self.masks.append(self.reference)
 
-    def after_domain(self, probe: Iterable[Batch]) -> None:
-        for batch in probe:
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None:
+        for batch in importance_batches:
             self.memory.add(batch, torch.empty(len(batch["positions"]), 0), domain=self.domain.index)
 
     def transform_gradients(self, optimizer: Optimizer) -> None:

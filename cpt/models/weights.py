@@ -28,13 +28,13 @@ IN_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
 
 class Snapshot(NamedTensors):
-    """A copy of a model's parameters by name; later parameters are left alone until the next `take`."""
+    """A copy of a model's parameters by name; later parameters are left alone until the next `capture`."""
 
     def __init__(self, model: nn.Module, *, persistent: bool) -> None:
         super().__init__(dict(model.named_parameters()), persistent=persistent)
 
     @torch.no_grad()
-    def take(self, model: nn.Module, *, share: float = 1.0) -> None:
+    def capture(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Copies the model's parameters as they are now, or moves the copy by a share of the way to them."""
         present, copies = named_weights(model), self.named()
         both = shared_names(present, copies)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class CarriedState(NamedTensors):
     """An optimizer's state by parameter name between two domains, on the CPU; empty during a domain."""
 
-    def take(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def capture(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Takes over the state of an optimizer. Raises ValueError where not all of it is tensors."""
         self.clear()
         for name, parameter in named:
@@ -32,7 +32,7 @@ class CarriedState(NamedTensors):
                     given = f"{type(optimizer).__name__} keeps {key}={value}"
                     raise ValueError(f"optim.state_across_domains is invalid: {given}. Allowed: none")
 
-    def give(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def load_into(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Loads the state into a new optimizer, and logs which parameters are new or gone."""
         carried: dict[str, dict[str, Tensor]] = {}
         for joint, value in self.named().items():

@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from transformers import PreTrainedModel
 
 import cpt
-from cpt.adapters.domain_store import domain_params
+from cpt.adapters.domain_store import find_domain_params
 from cpt.adapters.lora import adapter_reach
 from cpt.core.exceptions import format_value
 from cpt.core.naming import list_choices
@@ -66,11 +66,11 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
         source = "model.config" if checkpoint is None else f"model.name_or_path={checkpoint}"
         try_model(model, start.objective, start.objective_name, length=start.length, source=source)
     module = plan.method.make(build_context(plan, model, start.objective))
-    module.beside.update(module.aux_models())
+    module.auxiliary_models.update(module.aux_models())
     if plan.carry != "none":
-        module.carried = CarriedState()
+        module.optimizer_state = CarriedState()
     if getattr(plan.lr_scheduler, "branches", False):
-        module.trunk = Snapshot(module.model, persistent=True)
+        module.weights_before_decay = Snapshot(module.model, persistent=True)
     if options.offload_method_state:
         for each in module.modules():
             if isinstance(each, NamedTensors):
@@ -136,7 +136,7 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
             micro > 1 and any(mask.limits for mask in module.masks)
         ),
         f"modules.storage=disk: {name} has no modules per domain, or they are sharded": (
-            on_disk and (is_sharded or not domain_params(module))
+            on_disk and (is_sharded or not find_domain_params(module))
         ),
     }
     for reason in (reason for reason, holds in reasons.items() if holds):

@@ -188,7 +188,7 @@ class Monitor(Callback):
     @torch.no_grad()
     def measure(self, trainer: Any, module: ContinualMethod) -> dict[str, Tensor]:
         """Nats and scored tokens by text and document [2, documents], of all processes, on the CPU. As in the
-        matrix, but that the modules of the domain in training, which the bank does not have yet, score it."""
+        matrix, but that the modules of the domain in training, which are not stored yet, score it."""
         losses = {name: DocumentNLL(text.documents).to(module.device) for name, text in self.texts.items()}
         names, data, router = list(self.texts), trainer.datamodule, module.router
         loader = data.shared_out(self.texts, self.rows, purpose="score")

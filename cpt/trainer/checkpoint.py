@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as files
 from torch.distributed.tensor import DTensor
 
-from cpt.adapters.domain_store import domain_params, load_mapped
+from cpt.adapters.domain_store import find_domain_params, load_mapped
 from cpt.core.distributed import all_reduce_max, barrier, gather_objects, is_sharded, shard_as
 from cpt.core.errors import FAILED_ALLOCATION, reason
 from cpt.core.files import find_damage, hash_files, sync
@@ -153,7 +153,7 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
 
 def map_stored(module: nn.Module, path: Path) -> None:
     """Memory-maps the stored parameters of other domains from the file of the module's state."""
-    stores = domain_params(module)
+    stores = find_domain_params(module)
     if stores and path.is_file():
         stored = fill_linked(load_tensors(path), path)
         for prefix, each in stores.items():

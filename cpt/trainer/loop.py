@@ -402,7 +402,7 @@ class ContinualTrainer:
                 self.data.asked = None
                 names = {place: name for name, place in places.items()} | {BASE: "base"}
                 for text, (nll, count) in self.module.row().items():
-                    used = self.module.used(places.get(text, BASE))
+                    used = self.module.routing_weights(places.get(text, BASE))
                     heaviest = nlargest(HEAVIEST, used, used.__getitem__)
                     modules[text] = {names[place]: round(used[place], 4) for place in heaviest}
                     losses[text] = np.stack([nll.cpu(), count.cpu()])

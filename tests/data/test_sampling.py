@@ -212,7 +212,9 @@ def test_training_is_on_the_current_domain_and_a_batch_says_whose_text_it_is():
         batches = list(made.train_dataloader())
         assert len(batches) == made.steps(domain) == 6
         assert {name for name, _ in whole(*batches)} == {domain.name}
-        assert {each for batch in made.probe() for each in batch["domains"].tolist()} == {domain.index}
+        assert {each for batch in made.importance_batches() for each in batch["domains"].tolist()} == {
+            domain.index
+        }
     told = {(int(batch["column"]), *batch["domains"].tolist()[:1]) for batch in made.val_dataloader()}
     assert told == {(0, 0), (1, 1), (2, 2), (3, -1)}
     # Evaluation is every row of every text, whatever is learned, and shared out.
@@ -226,7 +228,7 @@ def test_training_is_on_the_current_domain_and_a_batch_says_whose_text_it_is():
 
 def test_a_probe_is_a_fixed_random_subset_of_the_domain_with_masks_of_its_own():
     def probed(**how):
-        batches = list(sequence(**how).probe())
+        batches = list(sequence(**how).importance_batches())
         return whole(*batches), torch.cat([labels_of(batch) for batch in batches]).tolist()
 
     rows, masks = probed(enter=2)

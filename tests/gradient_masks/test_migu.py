@@ -250,7 +250,9 @@ def test_rows_are_ranked_by_their_fisher_before_the_domain(build):
     work = build("ncl", "mask=migu", *options, "trainer.importance_samples=6", "optim.weight_decay=0.1")
     (mask,), model = work.module.masks, deepcopy(work.module.model).eval()
     work.learn(0)
-    found = estimate_fisher(model, work.probe(), objective=work.module.objective, estimator="per_sample")
+    found = estimate_fisher(
+        model, work.importance_batches(), objective=work.module.objective, estimator="per_sample"
+    )
     for each in mask.maps:
         own = found[f"{each.name}.weight"].sum(1 - each.axis)
         moved = (each.module.weight != model.get_parameter(f"{each.name}.weight")).any(1 - each.axis)

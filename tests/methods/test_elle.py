@@ -31,7 +31,7 @@ GROWING += [("both", "heads=2"), ("both", "hidden=2")]
 def test_what_is_known_stays_when_the_model_grows(family, part, elle):
     def loss(work) -> Tensor:
         with torch.no_grad():
-            return work.module.eval().nll(work.probe()[0], 0)[0]
+            return work.module.eval().nll(work.importance_batches()[0], 0)[0]
 
     work = elle(f"method.{part}", "trainer.steps=3", "optim.lr=0.02", on=family)
     work.learn(0)

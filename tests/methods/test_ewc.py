@@ -56,7 +56,7 @@ def test_the_fisher_is_the_slow_loop(estimator, family, build):
     few = ["trainer.steps=1", "trainer.importance_samples=20", "trainer.eval_batch_size=16"]
     work = build("ewc", *few, on=family)
     work.learn(0)
-    model, batches = work.module.model.eval(), work.probe()
+    model, batches = work.module.model.eval(), work.importance_batches()
     assert [len(batch["input_ids"]) for batch in batches] == [16, 4]
     found = fisher(model, batches, estimator)
     assert not any(each.any() for each in fisher(model, [], estimator).values())
@@ -83,19 +83,19 @@ def test_a_domain_ends_with_its_fisher_and_its_anchor(build):
     assert same(module.anchor.named(), base)
     work.learn(0)
     assert same(module.anchor.named(), work.weights()) and not same(work.weights(), base)
-    still = fisher(model.eval(), work.probe())
+    still = fisher(model.eval(), work.importance_batches())
     assert same(fisher_of(work), still) and module.domains == 1
-    assert not same(fisher(model.train(), work.probe()), still)
+    assert not same(fisher(model.train(), work.importance_batches()), still)
     moved(model.eval())  # the penalty does not leak into the Fisher
-    new, module.options = fisher(model, work.probe()), replace(module.options, strength=1e9)
+    new, module.options = fisher(model, work.importance_batches()), replace(module.options, strength=1e9)
     assert module.penalty() > 1e3
-    module.after_domain(work.probe())
+    module.after_domain(work.importance_batches())
     mean = {n: (still[n].double() + new[n].double()) / 2 for n in new}
     assert_close(fisher_of(work), mean, rtol=1e-4, atol=0)
 
 
 def test_the_fisher_is_that_of_the_loss_in_32_bits_over_samples_with_targets(learnt):
-    model, probe = learnt.module.model, learnt.probe()
+    model, probe = learnt.module.model, learnt.importance_batches()
     expected, labels = fisher(model, probe), labels_of(probe[0])
     assert same(fisher(model, [batch | {"weight": batch["weight"] * 65536} for batch in probe]), expected)
     labels[3] = -100
@@ -136,9 +136,9 @@ def test_away_from_the_anchor_the_fisher_pulls(learnt):
 
 @pytest.mark.parametrize("shares", [(2, 0), (1, 1)])
 def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
-    model, [batch], sent = learnt.module.model, learnt.probe(), []
+    model, [batch], sent = learnt.module.model, learnt.importance_batches(), []
     learnt.data.eval_batch_size = 9
-    probe, expected = learnt.probe(), fisher(model, [batch])
+    probe, expected = learnt.importance_batches(), fisher(model, [batch])
     assert [len(each["input_ids"]) for each in probe] == [9, 7]
     monkeypatch.setattr(collectives, "is_distributed", lambda: True)
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: sent.append(tensor.clone()))
@@ -207,7 +207,7 @@ def test_l2_pulls_to_the_previous_model_or_the_base(towards, build):
 def sensitivity(work, output="logits"):
     """Means of |gradients| of each sample's mean squared norm, one after another."""
     model, trained = work.module.model.eval(), dict(work.module.model.named_parameters())
-    parts = [each for batch in work.probe() for each in split_batch(batch)]
+    parts = [each for batch in work.importance_batches() for each in split_batch(batch)]
     sums = dict.fromkeys(trained, 0)
     for each in parts:
         logits, hidden = work.module.objective.outputs(model, each)
@@ -224,7 +224,7 @@ def test_importance_is_the_mean_absolute_gradient_by_sample(output, build):
     work.learn(0)
     first, module = clones(work.module.importance.named()), work.module
     assert_close(first, sensitivity(work, output), rtol=1e-3, atol=1e-5)
-    probe = [batch | {"targets": (batch["targets"] + 7) % 50} for batch in work.probe()]
+    probe = [batch | {"targets": (batch["targets"] + 7) % 50} for batch in work.importance_batches()]
     assert_close(module.eval().measure(probe), first, rtol=1e-4, atol=1e-6)
     work.learn(1)
     expected = {name: first[name] + value for name, value in sensitivity(work, output).items()}
@@ -272,7 +272,7 @@ def recalled(share, *, gradient, **options):
     """A weight that was 3 and whose anchor is 1 after a step of AdamW at a rate of 0.1."""
     given = {"strength": 5.0, "annealed": True, "middle": 0.5, "slope": 8.0, "towards": "previous"} | options
     weight, anchor = nn.Parameter(torch.tensor([3.0])), {"weight": torch.tensor([1.0])}
-    anchors = SimpleNamespace(named=lambda: anchor, at_hand=lambda stored: stored)
+    anchors = SimpleNamespace(named=lambda: anchor, on_module_device=lambda stored: stored)
     recall = Recall(anchors, RecAdamOptions(**given))
     recall.anchors, recall.share = {weight: "weight"}, share
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
@@ -333,7 +333,7 @@ def test_the_teacher_is_the_model_before_the_domain_in_eval_mode(build):
         assert len(watch.seen) == 6 and all(same(teacher, before) for _, teacher in watch.seen)
         assert not same(work.weights(), before)
     [batch], module = work.batches(), work.module.eval()
-    module.teacher.take(module.model)
+    module.teacher.capture(module.model)
     still, _ = outputs_at(module.model, batch)
     module.train()
     module.model.base_model.layers[0].eval()  # modes of its own are kept

@@ -31,7 +31,7 @@ def test_what_a_domain_computes_keeps_its_bits_and_masked_gradients_alone_do_not
     for domain in range(3):
         work.learn(domain)
         module.eval()
-        weights = map(module.bank.weights, range(domain + 1))
+        weights = map(module.domain_params.weights, range(domain + 1))
         seen.append([logits_at(module.model, batch, weights=each) for each in weights])
         own, before, taken = module.opened(domain), taken, module.taken.taken.clone()
         assert torch.equal(taken, torch.maximum(before, own)) and taken.sum() > before.sum()

@@ -89,7 +89,7 @@ def test_what_is_exported_gives_the_same_logits(method, options, folders, family
     work = build(method, STRONG, "trainer.steps=3", *(f"method.{each}" for each in options), on=family)
     work.learn(0)
     work.learn(1)
-    inputs, module = inputs_of(work.probe()[0]), work.module
+    inputs, module = inputs_of(work.importance_batches()[0]), work.module
     for exported, package in (("merged", "transformers"), ("peft", "peft")):
         module.options = replace(module.options, exported=exported)
         expression = module.export(tmp_path / exported, ["law", "food"])

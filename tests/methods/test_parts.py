@@ -73,11 +73,11 @@ def test_what_was_learned_stays_bit_for_bit_beside_the_base(kind, learned, build
     assert torch.equal(law, again) and not torch.equal(law, food) and not torch.equal(law, base)
     if "demix" not in kind and "form=full" not in found.chosen:
         inside = {name for name in found.weights if any(part in name for part in OWN)}
-        norms = {name for name in found.work.module.bank.names if name not in inside}
+        norms = {name for name in found.work.module.domain_params.names if name not in inside}
         after = found.work.weights()
         moved = {name for name, value in found.weights.items() if not torch.equal(value, after[name])}
         assert moved <= inside | norms and len(moved) > 0.8 * len(inside) > 0
-    part = sum(value.nbytes for value in found.module.bank.weights(1).values())
+    part = sum(value.nbytes for value in found.module.domain_params.weights(1).values())
     part = 4 * 32 * 4 if "progprompt" in kind else part  # its own, of the chain of all
     assert 0 <= found.sizes[2] - found.sizes[1] - part <= 16 * ("demix" in kind)
 
@@ -100,7 +100,7 @@ def test_each_text_is_scored_by_its_own_part_and_a_backbone_is_a_copy_of_it(kind
             own = other.objective.nll(other.model_for(domain).eval(), batch)
             torch.testing.assert_close(nll, own, rtol=1e-4, atol=1e-4)
             assert torch.equal(other.nll(batch, domain)[0], nll) and torch.equal(count, torch.ones_like(nll))
-            assert other.used(domain) == {domain: 1.0}
+            assert other.routing_weights(domain) == {domain: 1.0}
 
 
 @pytest.mark.parametrize("kind", EXPORTED)
@@ -122,11 +122,13 @@ def test_what_is_exported_is_loaded(kind, learned, tmp_path):
 
 
 def slot(work) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in work.weights().items() if name in {*work.module.bank.names}}
+    return {
+        name: value for name, value in work.weights().items() if name in {*work.module.domain_params.names}
+    }
 
 
 def part(work, domain: int) -> dict[str, torch.Tensor]:
-    return clones(work.module.bank.weights(domain))
+    return clones(work.module.domain_params.weights(domain))
 
 
 def enter(module, index: int, name: str = "", *, visit: bool = False) -> None:
@@ -166,12 +168,12 @@ THREE = "order=[law,food,space]"
 ])  # fmt: skip
 def test_an_expert_begins_as_the_nearest(options, family, source, build):
     work = build("demix", THREE, f"method.{options}", *DECAY, on=family)
-    before, names = work.weights(), {*work.module.bank.names}
+    before, names = work.weights(), {*work.module.domain_params.names}
     work.learn(0)
     work.learn(1)
     parts = {domain: part(work, domain) for domain in (BASE, 0, 1)}
     models, seen = [work.module.model_for(domain) for domain in parts], []
-    work.learn(2, First(lambda *given: seen.extend((slot(work), work.probe()))))
+    work.learn(2, First(lambda *given: seen.extend((slot(work), work.importance_batches()))))
     begun, probe = seen
     if source is None:
         source, found = int(work.module.sources[2]), work.module.perplexities.tolist()
@@ -193,7 +195,7 @@ def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(build):
     law = norms(work.weights())
     enter(work.module, 1)
     assert names and not same(law, base) and same(norms(work.weights()), base)
-    assert same(norms(work.module.bank.weights(0)), law)
+    assert same(norms(work.module.domain_params.weights(0)), law)
 
 
 def test_the_regulariser_is_a_term_only_where_it_is_asked_for(build):

@@ -25,8 +25,8 @@ def rest(work) -> dict[str, torch.Tensor]:
 
 
 def links(work) -> list[torch.Tensor]:
-    named = work.module.bank.named()
-    return [named[f"{domain}:{work.module.name}"] for domain in work.module.bank.domains]
+    named = work.module.domain_params.named()
+    return [named[f"{domain}:{work.module.name}"] for domain in work.module.domain_params.domains]
 
 
 BEGUN = {"start=vocabulary": False, "start=previous": True, "start=vocabulary method.per_domain=false": True}

@@ -346,7 +346,10 @@ def test_each_domain_has_a_reference_of_its_own_samples(build):
     work = build("agem", "trainer.steps=2", *given)
     for number in (0, 1):
         work.learn(number)
-    memory, newest = work.module.memory, {tuple(row.tolist()) for b in work.probe() for row in b["input_ids"]}
+    memory, newest = (
+        work.module.memory,
+        {tuple(row.tolist()) for b in work.importance_batches() for row in b["input_ids"]},
+    )
     rows = memory.input_ids[memory.lengths > 0].tolist()
     assert len(rows) == 40 and 10 <= sum(tuple(row) in newest for row in rows) <= 30
     for domain in (0, 1):

@@ -97,19 +97,21 @@ def test_the_mixture_is_that_of_bayes_by_hand(build):
     run = build("demix", "order=[law,food,space]")
     module, (batch,) = run.module.eval(), run.batches()
     for domain in range(3):
-        for name in module.bank.names:
+        for name in module.domain_params.names:
             parameter = module.model.get_parameter(name)
             parameter.data.add_(
                 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(domain))
             )
-        module.bank.keep(module.model, domain)
+        module.domain_params.capture(module.model, domain)
     module.router.begin()
     found, _ = module.nll(batch, BASE)
-    nll = [token_nll(module.model, batch, weights=module.bank.weights(part)) for part in (-1, 0, 1, 2)]
+    nll = [
+        token_nll(module.model, batch, weights=module.domain_params.weights(part)) for part in (-1, 0, 1, 2)
+    ]
     likelihood = -torch.stack(nll)
     weights = slow(likelihood, batch["rows"])
     torch.testing.assert_close(found, -(weights * likelihood.exp()).sum(0).log(), rtol=1e-4, atol=1e-5)
-    used = module.used(BASE)
+    used = module.routing_weights(BASE)
     assert list(used) == [BASE, 0, 1, 2]
     assert list(used.values()) == pytest.approx(weights.mean(1).tolist(), rel=1e-4)
 

@@ -85,8 +85,8 @@ def test_the_next_domain_goes_on_with_the_weights_before_the_branch(small):
     work.learn(0, seen)
     # after the fourth step: steps 0 to 3 are at the peak, 6 * 0.5 = 3 of them before x = 0
     weights, steps = [noted for step, noted in seen.seen if step == 4][-1]
-    assert same(work.module.trunk.named(), weights) and not same(work.weights(), weights)
-    work.module.before_domain = lambda probe: start.append(work.weights())
+    assert same(work.module.weights_before_decay.named(), weights) and not same(work.weights(), weights)
+    work.module.before_domain = lambda importance_batches: start.append(work.weights())
     work.learn(1, later)
     assert same(start[0], weights) and steps == {4.0} and later.seen[1][1] == {5.0}
 
@@ -124,8 +124,8 @@ def test_what_is_new_or_gone_begins_anew():
         optimizers.append((torch.optim.AdamW([each for _, each in named]), named))
     (first, before), (second, others) = optimizers
     first.step()
-    carried.take(first, before)
-    carried.give(second, others)
+    carried.capture(first, before)
+    carried.load_into(second, others)
     assert [name for name, each in others if each in second.state] == ["kept"]
 
 

@@ -185,8 +185,8 @@ def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_p
 
     def watched(module, path):
         rest(module, path)
-        for bank in (each for each in module.modules() if isinstance(each, DomainParams)):
-            rested.append([mapped(each) for each in bank._buffers.values()])
+        for stored in (each for each in module.modules() if isinstance(each, DomainParams)):
+            rested.append([mapped(each) for each in stored._buffers.values()])
 
     start(small(*options, "modules.storage=memory"), tmp_path / "memory")
     monkeypatch.setattr(loop, "map_stored", watched)

@@ -50,8 +50,8 @@ class Made:
         )
         return [stream[number] for number in range(count)]
 
-    def probe(self) -> list[Batch]:
-        return list(self.data.probe())
+    def importance_batches(self) -> list[Batch]:
+        return list(self.data.importance_batches())
 
     def weights(self) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in self.module.model.named_parameters()}

@@ -44,7 +44,7 @@ class Companions(ContinualMethod):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         own, peer, teacher = (
-            self.objective.outputs(each, batch)[0] for each in (self.model, *self.beside.values())
+            self.objective.outputs(each, batch)[0] for each in (self.model, *self.auxiliary_models.values())
         )
         apart = kl_divergence(peer.detach(), own) + kl_divergence(teacher, own) + kl_divergence(teacher, peer)
         nll = token_nll(own, batch) + token_nll(peer, batch)
@@ -52,5 +52,7 @@ class Companions(ContinualMethod):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        for slow, fast in zip(self.beside["teacher"].parameters(), self.model.parameters(), strict=True):
+        for slow, fast in zip(
+            self.auxiliary_models["teacher"].parameters(), self.model.parameters(), strict=True
+        ):
             slow.lerp_(fast, 0.1)

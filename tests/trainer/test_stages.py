@@ -85,8 +85,8 @@ def test_a_row_that_is_no_number_is_not_lost_among_those_of_other_processes(mesh
 
 
 class Method(nn.Module):
-    """A model of a table, a head that is tied to it and a map, an anchor of all, a bank of the map's bias and
-    a count."""
+    """A model of a table, a head that is tied to it and a map, an anchor of all, domain parameters of
+    the map's bias and a count."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class Method(nn.Module):
         self.model = nn.ModuleDict(parts)
         self.model["head"].weight = self.model["table"].weight
         self.anchor = NamedTensors({name: each + 1 for name, each in self.model.named_parameters()})
-        self.bank = DomainParams(self.model, ["map.bias"])
-        self.bank.keep(self.model, 0)
+        self.domain_params = DomainParams(self.model, ["map.bias"])
+        self.domain_params.capture(self.model, 0)
         self.register_buffer("count", torch.tensor(seed))
 
     def share_out(self, mesh) -> "Method":
@@ -106,7 +106,7 @@ class Method(nn.Module):
         self.model["head"].weight = table.weight
         shared = {"table.weight": table.weight, "map.weight": own.weight}
         self.anchor.shard(shared)
-        self.bank.shard(shared)
+        self.domain_params.shard(shared)
         return self
 
 
@@ -119,7 +119,7 @@ def test_shards_are_written_once_and_read_as_what_was_shared_out(mesh, tmp_path,
     assert sorted(each.name for each in path.parent.iterdir()) == ["001.1.shards", "001.pt"]
     whole = load_tensors(path)
     places, bare = whole.pop(stages.SHARDS)["places"], {"model.map.bias", "model.head.bias", "count"}
-    bare |= {"anchor.map/bias", "anchor.head/bias", "bank.0:map/bias"}
+    bare |= {"anchor.map/bias", "anchor.head/bias", "domain_params.0:map/bias"}
     assert {name for name, value in whole.items() if value is not None} == bare
     assert same_state(load_stage(path), expected)
     assert [["model.table.weight"], ["model.head.weight"]] in places.values()  # they are tied
@@ -156,7 +156,7 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, sh
     restore_stage(other, path, rests=rests)
     state = {name: full_tensor(each) if shared else each for name, each in other.state_dict().items()}
     assert same_state(state, Method(1).state_dict())
-    assert other.bank.mapped == ({"0:map/bias"} if rests else set())
+    assert other.domain_params.mapped == ({"0:map/bias"} if rests else set())
 
 
 @pytest.mark.parametrize("function", ["files.save", "hash_files", "save_state"])
@@ -197,7 +197,7 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
     kept = load_tensors(path)
     linked = kept.pop(stages.LINKS)
     named = {"model.table.weight": "table.weight", "model.head.weight": "table.weight"}  # they are tied
-    named |= {"model.map.bias": "map.bias", "bank.0:map/bias": "map.bias"}
+    named |= {"model.map.bias": "map.bias", "domain_params.0:map/bias": "map.bias"}
     found = {name: key for name, (file, key) in linked["tensors"].items() if file == "model.safetensors"}
     assert found == named and linked["tensors"]["anchor.map/weight"][0] == "parts/law.safetensors"
     assert all(kept[name] is None for name in linked["tensors"])
@@ -208,7 +208,7 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
             other = Method(2)
             restore_stage(other, path, rests=rests)
             assert same_state(dict(other.state_dict()), expected)
-            assert other.bank.mapped == ({"0:map/bias"} if rests else set())
+            assert other.domain_params.mapped == ({"0:map/bias"} if rests else set())
         check_stage(path, instead="")
         shutil.rmtree(model)  # the stage stays whole, and the model can be written anew
         export(Method(1), model, names=["map.weight"])
@@ -230,7 +230,7 @@ def test_equal_weights_of_a_linked_stage_can_be_changed_one_by_one(tmp_path):
     link_weights(path, tmp_path / "model")
     state = load_stage(path)
     state["model.map.bias"].zero_()
-    assert torch.equal(state["bank.0:map/bias"], module.model["map"].bias)
+    assert torch.equal(state["domain_params.0:map/bias"], module.model["map"].bias)
 
 
 @pytest.mark.parametrize("function", ["save_state", "hash_files", "remove_folders"])

@@ -110,7 +110,7 @@ class TextWriter(ReplaySource):
         texts = list(dict.fromkeys(text for stage in data for text in data.replayed(stage)))
         for text in texts:
             self.prompt(text)
-        named = options.prefix or "{domain}" in (options.prompt or "") or module.bank is not None
+        named = options.prefix or "{domain}" in (options.prompt or "") or module.domain_params is not None
         if not is_first_process():
             return
         if not texts:
