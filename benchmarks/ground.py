@@ -3,7 +3,7 @@
 import argparse
 import os
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +22,10 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.sampler import TrainStream
 from cpt.methods.base import ContinualMethod
 from cpt.optim.schedulers import Progress
+from cpt.trainer.auto import Machine, choose_devices, resolve_machine
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method
 from cpt.trainer.plan import Plan, make_plan
-from cpt.trainer.preflight import resolve_auto, resolve_devices
 
 MADE = ["model.vocab_size=8192", "model.pretraining.steps=1", "model.pretraining.batch_size=8"]
 SHAPES: dict[str, list[str]] = {
@@ -77,6 +77,7 @@ class Ground:
     """What cpt makes of a config, up to the point where it would train."""
 
     plan: Plan
+    machine: Machine
     start: Base
     module: ContinualMethod
     data: DomainSequence
@@ -115,12 +116,20 @@ def ground(cache: str, *overrides: str, shape: str = "roberta") -> Ground:
     start = make_base(plan.model, texts, accelerator="cpu")
     device = torch.device("cuda" if plan.trainer.accelerator == "gpu" else "cpu")
     config = AutoConfig.from_pretrained(start.checkpoint)
-    plan = replace(plan, trainer=resolve_devices(plan.trainer))
-    plan = replace(plan, trainer=resolve_auto(plan, config, device, stored=None))
-    module = build_method(plan, start).train()
-    data = build_data(plan, texts, start, module)
+    devices, strategy = choose_devices(plan.trainer)
+    machine = resolve_machine(
+        plan,
+        config,
+        device=device,
+        devices=devices,
+        strategy=strategy,
+        num_processes=1,
+        stored_precision=None,
+    )
+    module = build_method(plan, machine, start).train()
+    data = build_data(plan, machine, texts, start, module)
     data.enter(next(iter(data)))
-    return Ground(plan, start, module, data)
+    return Ground(plan, machine, start, module, data)
 
 
 def labels_for(module: ContinualMethod, batch: Batch) -> torch.Tensor:

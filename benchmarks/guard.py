@@ -68,7 +68,10 @@ def measure(cache: str, shape: list[str], *, clipped: bool, steps: int) -> dict[
     place.module.activate(0)
     timed = Timed(place.module, clipped=clipped)
     fitting = make_trainer(
-        place.plan.trainer.lightning, label="guard", steps=steps, callbacks=[timed.guard, timed]
+        place.machine.lightning_arguments(place.plan.trainer),
+        label="guard",
+        steps=steps,
+        callbacks=[timed.guard, timed],
     )
     fitting.fit(place.module, datamodule=place.data)
     shares = [own / whole for own, whole in zip(timed.guarding, timed.steps, strict=True)][steps // 5 :]

@@ -69,7 +69,10 @@ def until_reached(work: Callable[[], Any]) -> float:
 def fit(place: Ground, callbacks: list[Callback], *, resumed: Path | None) -> float:
     """Seconds that cpt's fit of the current domain takes until a callback ends it."""
     fitting = make_trainer(
-        place.plan.trainer.lightning, label="resume", steps=place.steps, callbacks=callbacks
+        place.machine.lightning_arguments(place.plan.trainer),
+        label="resume",
+        steps=place.steps,
+        callbacks=callbacks,
     )
     path = str(resumed) if resumed else None
     return until_reached(

@@ -40,7 +40,8 @@ class Scoring:
         module, data = self.place.module, self.place.data
         data.by_length = self.by_length
         data.asked = [domain.name for domain in data.domains]
-        fitting = make_trainer({**self.place.plan.trainer.lightning, "precision": self.precision}, label="")
+        arguments = self.place.machine.lightning_arguments(self.place.plan.trainer)
+        fitting = make_trainer(arguments | {"precision": self.precision}, label="")
         begun = Mark()
         fitting.validate(module, datamodule=data, verbose=False)
         self.seconds.append(begun.seconds_to(Mark()))

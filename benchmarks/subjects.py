@@ -88,8 +88,8 @@ def fit(
         about = {"name": "bench", "group": "bench", "job_type": "bench", "tags": [], "config": {}}
         with track(place.plan.logger.flags, folder, about=about) as loggers:
             how = {"loggers": loggers, "steps": steps, "callbacks": [guard, *callbacks, last]}
-            fitting = make_trainer(options.lightning, label=domain.name, **how)
-            with use_quick_dropout(options.quick_dropout):
+            fitting = make_trainer(place.machine.lightning_arguments(options), label=domain.name, **how)
+            with use_quick_dropout(place.machine.quick_dropout):
                 fitting.fit(place.module, datamodule=place.data)
 
 

@@ -37,8 +37,9 @@ from cpt.models.units import find_blocks
 from cpt.models.weights import Snapshot
 from cpt.optim.rounding import lost_update_share
 from cpt.optim.state import CarriedState
+from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
-from cpt.trainer.options import BF16, FP16_MIXED
+from cpt.trainer.options import BF16, FP16_MIXED, Precision
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import checkpoint_files
 
@@ -53,19 +54,19 @@ def read_corpora(plan: Plan) -> Corpora:
     return Corpora.read(plan.source, plan.order, cache=cache, workers=workers)
 
 
-def build_method(plan: Plan, start: Base) -> ContinualMethod:
+def build_method(plan: Plan, machine: Machine, start: Base) -> ContinualMethod:
     """The method with the base model; its random numbers depend on the seed alone."""
     options = plan.trainer
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
     model = start.model()
     pad_head(model)
-    if options.attn_implementation != "auto":
-        model.set_attn_implementation(options.attn_implementation)
-    if options.attn_implementation in ("auto", *MASKABLE):  # others run on GPUs only
+    if machine.attn_implementation != "auto":
+        model.set_attn_implementation(machine.attn_implementation)
+    if machine.attn_implementation in ("auto", *MASKABLE):  # others run on GPUs only
         checkpoint = plan.model.name_or_path
         source = "model.config" if checkpoint is None else f"model.name_or_path={checkpoint}"
         try_model(model, start.objective, start.objective_name, length=start.length, source=source)
-    module = plan.method.make(build_context(plan, model, start.objective))
+    module = plan.method.make(build_context(plan, model, start.objective, precision=machine.precision))
     module.auxiliary_models.update(module.aux_models())
     if plan.carry != "none":
         module.optimizer_state = CarriedState()
@@ -83,10 +84,12 @@ def build_method(plan: Plan, start: Base) -> ContinualMethod:
     return module
 
 
-def build_context(plan: Plan, model: PreTrainedModel, objective: Objective) -> MethodContext:
+def build_context(
+    plan: Plan, model: PreTrainedModel, objective: Objective, *, precision: Precision
+) -> MethodContext:
     """What every method gets in addition to its own options."""
     arguments = dict(plan.optim.arguments)
-    if "fused" in arguments and plan.trainer.precision in FP16_MIXED:
+    if "fused" in arguments and precision in FP16_MIXED:
         arguments["fused"] = False  # it would scale gradients back itself, after they are clipped
     return MethodContext(
         model=model,
@@ -101,7 +104,7 @@ def build_context(plan: Plan, model: PreTrainedModel, objective: Objective) -> M
     )
 
 
-def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, device: torch.device) -> None:
+def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: DomainSequence) -> None:
     """Logs of how many texts a part is scored, and the options that are set and change nothing."""
     if data.cut:
         lengths = {name: text.row_lengths for name, text in data.held_out.items()}
@@ -118,7 +121,7 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
     on_disk, is_sharded = plan.modules.storage == "disk", options.strategy == "fsdp"
     steps, micro = (plan.settings["model"]["pretraining"] or {}).get("steps"), options.accumulate_grad_batches
     is_single = plan.source.encoding is not None and plan.budget.batch_size == micro
-    in_16 = getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
+    in_16 = getattr(module.options, "teacher", "run") != "run" and machine.precision in BF16
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
     built = ("model.config.", "model.vocab_size")
     new = [key for key in list_choices(tuple(overrides)) if key.startswith(built)]
@@ -128,10 +131,10 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
         f"method.lr_multiplier={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate
         not in (None, 1),
         f"trainer.offload_method_state=true: {name} keeps no weights, or the device is a CPU": (
-            options.offload_method_state and (not offloads or device.type == "cpu")
+            options.offload_method_state and (not offloads or machine.device.type == "cpu")
         ),
         "domains.packing=document_mask: samples come one by one": plan.source.isolated and is_single,
-        f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": in_16,
+        f"method.teacher: all is in 16 bits (trainer.precision={machine.precision})": in_16,
         "the mask's backend=backward: later micro-batches of a step select rows too": (
             micro > 1 and any(mask.limits for mask in module.masks)
         ),
@@ -146,7 +149,7 @@ def log_settings(plan: Plan, module: ContinualMethod, data: DomainSequence, devi
     if micro > 1 and difference:
         log.info("Accumulating gradients (trainer.accumulate_grad_batches=%d): %s", micro, difference)
 
-    warn_of_lost_updates(plan, module)
+    warn_of_lost_updates(plan, module, precision=machine.precision)
     warn_of_untrained_rows(plan, module)
     log_experts(module.model)
 
@@ -173,9 +176,9 @@ def log_experts(model: PreTrainedModel) -> None:
         log.warning(message, 100 * reach.adapted / reach.total, names)
 
 
-def warn_of_lost_updates(plan: Plan, module: ContinualMethod) -> None:
+def warn_of_lost_updates(plan: Plan, module: ContinualMethod, *, precision: Precision) -> None:
     """Logs which share of weights in bfloat16 an optimizer step of the peak rate does not change."""
-    if plan.trainer.precision != "bf16-true":
+    if precision != "bf16-true":
         return
     rate = plan.optim.arguments.get("lr")
     remedy = "trainer.precision=bf16-mixed has 32-bit weights; a larger optim.lr loses fewer updates"
@@ -212,7 +215,9 @@ def warn_of_untrained_rows(plan: Plan, module: ContinualMethod) -> None:
         )
 
 
-def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMethod) -> DomainSequence:
+def build_data(
+    plan: Plan, machine: Machine, corpora: Corpora, start: Base, module: ContinualMethod
+) -> DomainSequence:
     """The stages of a method over the domains of a plan."""
     options, replay, source = plan.trainer, module.replay, plan.source
     domains = module.stages(plan.order)
@@ -246,7 +251,7 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualMetho
         accumulate=options.accumulate_grad_batches,
         eval_batch_size=options.eval_batch_size,
         importance_samples=options.importance_samples,
-        workers=0 if options.num_workers == "auto" else options.num_workers,
+        workers=machine.num_workers,
         eval_tokens=plan.settings["eval"]["max_tokens"],
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
@@ -290,7 +295,7 @@ def describe_text(name: str, corpora: Corpora, data: DomainSequence, *, score_on
     return described
 
 
-def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
+def empty_scores(plan: Plan, machine: Machine, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
     objective, names, given = start.objective.scoring, plan.names, plan.model.name_or_path
     scored = {name: int(objective.scored(data.scored_sizes(name)).sum()) for name in data.held_out}
@@ -350,7 +355,7 @@ def empty_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence
         base=base,
         similarity=similarity.tell(plan.order) | {"embedding": "tfidf"} if similarity else {},
         config_hash=plan.config_hash,
-        numerics={"precision": str(plan.trainer.precision), "attention": plan.trainer.attn_implementation},
+        numerics={"precision": str(machine.precision), "attention": machine.attn_implementation},
         versions={"python": platform.python_version()}
         | {name: metadata.version(name) for name in PACKAGES}
         | {"cpt": cpt.__version__},

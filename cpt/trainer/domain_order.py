@@ -32,9 +32,9 @@ def order_domains(plan: Plan) -> Plan:
     if not plan.by_texts:
         return plan
     if (known := load_cached_order(plan)) is None:
-        from cpt.trainer import build, preflight  # load torch
+        from cpt.trainer import build, check_model  # load torch
 
-        preflight.check_model(plan)  # before hours of reading
+        check_model.check_model(plan)  # before hours of reading
         make_once(
             similarity_folder(plan),
             make=lambda folder: write_similarity(folder, plan.source, build.read_corpora(plan)),

@@ -40,14 +40,16 @@ from cpt.methods.base import ContinualMethod
 from cpt.models.memory import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
+from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method, log_settings, read_corpora
+from cpt.trainer.chat_date import date_chats
 from cpt.trainer.checkpoint import map_stored, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.manifest import find_source, find_started
 from cpt.trainer.plan import Plan
-from cpt.trainer.preflight import Preflight, prepare
+from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -136,12 +138,13 @@ def bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
 def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
     ready = prepare(plan, place)
-    plan, corpora = ready.plan, read_corpora(ready.plan)
+    machine, plan = ready.machine, date_chats(plan)
+    corpora = read_corpora(plan)
     start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator, trains=False)
-    plan = match_operations(plan, corpora, start, ready, stored=place.matched)
-    module = build_method(plan, start)
-    data = build_data(plan, corpora, start, module)
-    log_settings(plan, module, data, ready.device)
+    plan = match_operations(plan, machine, corpora, start, stored=place.matched)
+    module = build_method(plan, machine, start)
+    data = build_data(plan, machine, corpora, start, module)
+    log_settings(plan, machine, module, data)
     folder = find_started(plan, place)
     scores = folder.scores()
     state = "new" if scores is None else scores.state
@@ -152,17 +155,22 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     texts, stages = count_work(plan.evaluation, data, folder, scores)
     run = {"folder": str(place.path), **plan.names, "seed": plan.run.seed}
     about: dict[str, Any] = {"run": run, "state": state}
-    about |= {"device": str(ready.device), "processes": ready.world, "texts": texts, "stages": stages}
+    about |= {
+        "device": str(machine.device),
+        "processes": machine.world_size,
+        "texts": texts,
+        "stages": stages,
+    }
     if not any(each["left_steps"] or each["left_read_tokens"] for each in stages):
         return about | {"left": "nothing"}
-    profiles = profile_run(plan, corpora, start, module, data, ready)
+    profiles = profile_run(plan, machine, corpora, start, module, data)
     measured = {"end tasks": plan.endtasks, "answers": plan.answers, "benchmark": plan.benchmark}
     left_out = [name for name, asked in measured.items() if asked is not None]
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
     left_out += [f"training of {start.lacks}"] * bool(start.lacks)
     grows = type(module).expand is not ContinualMethod.expand
     about |= {"lower_bound": grows and len(stages) > len(profiles), "not_included": left_out}
-    return about | extrapolate(plan, profiles, stages, ready.world)
+    return about | extrapolate(plan, profiles, stages, machine.world_size)
 
 
 def count_work(
@@ -208,23 +216,37 @@ def count_work(
 
 
 def profile_run(
-    plan: Plan, corpora: Corpora, start: Base, module: ContinualMethod, data: DomainSequence, ready: Preflight
+    plan: Plan,
+    machine: Machine,
+    corpora: Corpora,
+    start: Base,
+    module: ContinualMethod,
+    data: DomainSequence,
 ) -> list[Profile]:
     """The profiles of the base and the first stages: what one of all processes does of a batch, with the same
     few steps for every domain. The module cannot be used after it."""
-    options, world, device, found = plan.trainer, ready.world, ready.device, list[Profile]()
+    options, world, device, found = plan.trainer, machine.world_size, machine.device, list[Profile]()
     probe = min(options.importance_samples, options.eval_batch_size)
     sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
     times = max(1, min(options.importance_samples, sum(sizes) / len(sizes)) / probe / world)
     steps, batch_size = WARMUP + max(TIMED, 2 * module.period), plan.budget.batch_size // world
-    alone: dict[str, Any] = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None}
+    alone = replace(machine, devices=1, strategy="auto", num_workers=0)
     few = replace(
         plan,
         order=plan.order[:STAGES],
         budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=batch_size),
-        trainer=replace(options, **alone, num_workers=0, importance_samples=probe),
+        trainer=replace(
+            options,
+            devices=1,
+            num_nodes=1,
+            strategy="auto",
+            reshard_after_forward=None,
+            num_workers=0,
+            importance_samples=probe,
+        ),
     )
-    arguments, part = few.trainer.lightning, build_data(few, corpora, start, module)
+    arguments = alone.lightning_arguments(few.trainer)
+    part = build_data(few, alone, corpora, start, module)
     part.eval_tokens = options.eval_batch_size * plan.model.max_seq_length
     part.asked = list(dict.fromkeys([[*part.held_out][0], [*part.held_out][-1]]))  # a domain, general text
     part.by_length = not module.in_sequence
@@ -242,7 +264,7 @@ def profile_run(
                 callbacks = [costs, NanGuard(policy=policy), profiler]
                 label = f"profiling {stage.name}"
                 trainer = make_trainer(arguments, label=label, steps=steps, callbacks=callbacks)
-                with use_quick_dropout(options.quick_dropout is True):
+                with use_quick_dropout(machine.quick_dropout):
                     trainer.fit(module, datamodule=part)
                 drop_optimizer(trainer)
                 now.flops = {phase: n * (1 if phase == "step" else times) for phase, n in costs.flops.items()}
@@ -272,7 +294,7 @@ def extend_profiles(profiles: Sequence[Profile], stages: int) -> list[Profile]:
     return found
 
 
-def match_operations(plan: Plan, corpora: Corpora, start: Base, ready: Preflight, *, stored: Path) -> Plan:
+def match_operations(plan: Plan, machine: Machine, corpora: Corpora, start: Base, *, stored: Path) -> Plan:
     """The plan with as many steps (epochs, tokens) as take, over all domains, the operations of ncl with the
     configured ones; of a run that has started, those it has stored.
 
@@ -296,12 +318,12 @@ def match_operations(plan: Plan, corpora: Corpora, start: Base, ready: Preflight
         return plan
     sums = []
     for each in (ncl, plan):
-        module, within, around = build_method(each, start), 0.0, 0.0
-        data = build_data(each, corpora, start, module)
-        profiles = profile_run(each, corpora, start, module, data, ready)
+        module, within, around = build_method(each, machine, start), 0.0, 0.0
+        data = build_data(each, machine, corpora, start, module)
+        profiles = profile_run(each, machine, corpora, start, module, data)
         for stage, own in zip(data, extend_profiles(profiles, len(data))[1:], strict=True):
-            within += data.steps(stage) * ready.world * own.flops["step"]
-            around += ready.world * (own.flops["before"] + own.flops["after"])
+            within += data.steps(stage) * machine.world_size * own.flops["step"]
+            around += machine.world_size * (own.flops["before"] + own.flops["after"])
         sums.append((within, around))
     (reference, _), (within, around) = sums
     if not within:

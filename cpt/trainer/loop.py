@@ -42,9 +42,11 @@ from cpt.optim.nan_guard import ADVICE, NanGuard, RollbackError, check_finite
 from cpt.reporting import run_page
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer import build, preflight
+from cpt.trainer.auto import Machine
 from cpt.trainer.base_files import copy_generation_config, save_tokenizer
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
+from cpt.trainer.chat_date import date_chats
 from cpt.trainer.checkpoint import (
     StepCheckpoint,
     check_stage,
@@ -78,10 +80,13 @@ KINDS = {  # the work of a stage in its order, as in scores.json, and its name i
 def train_run(plan: Plan, run: RunDir) -> Scores:
     """Reads the texts, builds base and method, and trains every stage that the run directory lacks."""
     ready = preflight.prepare(plan, run)  # before hours of reading
-    if is_first_process() and ready.plan.settings != plan.settings:  # with the date of chats
-        run.write_config(ready.plan.settings)
-    plan, took = ready.plan, dict[str, float]()
-    keep_threads(run.path / "threads", processes=ready.processes)
+    machine = ready.machine
+    settings = plan.settings
+    plan = date_chats(plan)
+    if is_first_process() and plan.settings != settings:
+        run.write_config(plan.settings)
+    took: dict[str, float] = {}
+    keep_threads(run.path / "threads", processes=machine.num_processes)
     set_phase("reading texts")
     with time_phase(took, "read the texts"):
         corpora = build.read_corpora(plan)
@@ -90,25 +95,25 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
     if plan.trainer.match is not None:
         with time_phase(took, "count operations"):
-            plan = match_operations(plan, corpora, base, ready, stored=run.matched)
+            plan = match_operations(plan, machine, corpora, base, stored=run.matched)
             if is_first_process() and not run.matched.exists():
                 files.replace(run.matched, json.dumps(asdict(plan.budget)))
     with time_phase(took, "make the base"):
-        method = build.build_method(plan, base)
+        method = build.build_method(plan, machine, base)
     set_phase("tokenising")
     with time_phase(took, "tokenise"):
-        data = build.build_data(plan, corpora, base, method)
+        data = build.build_data(plan, machine, corpora, base, method)
         pieces: dict[str, Any] = {"module": method, "data": data}
         data.replay_source = method.replay.open_source(
             run.path / "generated", **pieces, corpora=corpora, base=base, seed=plan.run.seed
         )
         evaluators = make_evaluators(plan, corpora, base, ready.harness, place=run, **pieces)
-    build.log_settings(plan, method, data, ready.device)
+    build.log_settings(plan, machine, method, data)
     write_manifest(plan, run, corpora, base, evaluators)
-    join_processes(plan.trainer.lightning)
+    join_processes(machine.lightning_arguments(plan.trainer))
     check_same_settings(plan)
     check_same_date(plan)
-    scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
+    scores, new = run.scores(), build.empty_scores(plan, machine, corpora, base, data)
     then = {} if scores is None else scores.versions
     if other := [
         f"{name} {then[name]} -> {now}" for name, now in new.versions.items() if then.get(name, now) != now
@@ -123,6 +128,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     with track(logged, csv_file=options.csv, wandb=options.wandb_place, custom=ready.loggers) as loggers:
         trainer = ContinualTrainer(
             plan=plan,
+            machine=machine,
             run=run,
             **pieces,
             base=base,
@@ -130,7 +136,6 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
             scores=scores,
             loggers=loggers,
             callbacks=CustomCallbacks(ready.callbacks, run.path / "callbacks"),
-            device=ready.device,
         )
         trainer.fit()  # for each stage: train, save, evaluate, commit
         trainer.finalize()  # model, report, model card
@@ -221,6 +226,7 @@ class ContinualTrainer:
     """Trains a method on the stages of a run, and fills the scores."""
 
     plan: Plan
+    machine: Machine
     run: RunDir
     module: ContinualMethod
     data: DomainSequence
@@ -229,7 +235,6 @@ class ContinualTrainer:
     scores: Scores
     loggers: Sequence[Logger]
     callbacks: CustomCallbacks
-    device: torch.device
     at: int = 0  # the stage whose weights the module has
 
     def __post_init__(self) -> None:
@@ -313,7 +318,7 @@ class ContinualTrainer:
             log.info("Resuming within %s", domain.name)
         if self.data.replay_source is not None:
             with self.timed("generate", number):
-                self.data.replay_source.prepare(number, domain, self.device)
+                self.data.replay_source.prepare(number, domain, self.machine.device)
         self.data.enter(domain)
         self.module.setup_stage(domain)
         self.module.train()
@@ -333,7 +338,7 @@ class ContinualTrainer:
         with self.timed("learn", number):
             while fitting is None:
                 fitting = make_trainer(
-                    plan.trainer.lightning,
+                    self.machine.lightning_arguments(plan.trainer),
                     label=f"{domain.name} ({number}/{len(self.data)})",
                     folder=self.run.path / "lightning",
                     loggers=self.loggers,
@@ -342,7 +347,7 @@ class ContinualTrainer:
                 )
                 begun = str(checkpoint) if checkpoint.exists() else None
                 try:
-                    with defer_signals(), use_quick_dropout(plan.trainer.quick_dropout is True):
+                    with defer_signals(), use_quick_dropout(self.machine.quick_dropout):
                         fitting.fit(self.module, datamodule=self.data, ckpt_path=begun, weights_only=True)
                 except RollbackError:
                     drop_optimizer(fitting)
@@ -397,7 +402,8 @@ class ContinualTrainer:
         with self.timed("score", number):
             if changed := [text for text in texts if text not in known]:
                 self.data.asked, self.data.by_length = changed, not self.module.in_sequence
-                evaluating = make_trainer(self.plan.trainer.lightning, label=f"scoring after {row}")
+                arguments = self.machine.lightning_arguments(self.plan.trainer)
+                evaluating = make_trainer(arguments, label=f"scoring after {row}")
                 evaluating.validate(self.module, datamodule=self.data, verbose=False)
                 self.data.asked = None
                 names = {place: name for name, place in places.items()} | {BASE: "base"}
@@ -466,7 +472,7 @@ class ContinualTrainer:
             self.scores.run["finished"] = False
             self.restore(number)
             with self.timed(each.KIND, number):
-                each.measure(number, self.device)
+                each.measure(number, self.machine.device)
             if is_first_process():
                 self.collect(each)
                 self.save_scores()
@@ -501,7 +507,7 @@ class ContinualTrainer:
         if self.has_base_folder:
             start.restore_folder()  # its tokenizer is copied
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
-            self.module, self.at = build.build_method(self.plan, start), 0
+            self.module, self.at = build.build_method(self.plan, self.machine, start), 0
             self.restore(len(scores.rows) - 1)
         sample = draw_sample(self.module, self.data)
         with files.writing(run.model):
@@ -518,7 +524,7 @@ class ContinualTrainer:
             sample,
             self.module,
             recorded=self.recorded_losses(sample),
-            precision=str(self.plan.trainer.precision),
+            precision=str(self.machine.precision),
         )
         scores.loading = loading.replace(f"{run.path}/", "")  # the folder may be moved
         if len(scores.rows) > 1:

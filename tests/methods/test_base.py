@@ -137,7 +137,7 @@ def test_what_micro_batches_change_is_logged(method, words, build, caplog):
         work = build(
             *method.split(), f"trainer.accumulate_grad_batches={micro_batches}", "model=tiny_roberta"
         )
-        log_settings(work.plan, work.module, work.data, torch.device("cpu"))
+        log_settings(work.plan, work.machine, work.module, work.data)
         lines = [line for line in caplog.messages if line.startswith("Accumulating gradients")]
         if words and micro_batches == 2:
             assert len(lines) == 1 and words in lines[0] and "accumulate_grad_batches=2" in lines[0]

@@ -235,7 +235,7 @@ def test_probes_and_evaluation_leave_no_trace(case, config):
 
     before, first = making.clones(module.state_dict()), traces()
     for _ in range(2):
-        trainer = loop.make_trainer(run.plan.trainer.lightning, label="")
+        trainer = loop.make_trainer(run.machine.lightning_arguments(run.plan.trainer), label="")
         trainer.validate(module, datamodule=run.data, verbose=False)
         rows.append([each.clone() for pair in module.row().values() for each in pair])
     assert all(torch.equal(*each) for each in zip(*rows, strict=True))

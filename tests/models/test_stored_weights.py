@@ -20,7 +20,7 @@ from transformers import (
 
 from cpt.models import loading
 from cpt.models.stored_weights import StoredWeights, WeightsReport, find_wrapper
-from cpt.trainer.preflight import check_files, check_weights
+from cpt.trainer.check_checkpoint import check_stored_weights, check_weight_files
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 DECODER = SIZES | {"vocab_size": 300, "num_key_value_heads": 2, "max_position_embeddings": 40}
@@ -86,8 +86,8 @@ def checkpoint_of(kind: str, folder, form: str, change=None):
 def refusal(folder, objective="causal", *, head_steps=None) -> str:
     try:
         config = loading.load_config(str(folder))
-        check_files(folder, config)
-        check_weights(str(folder), config, objective, head_steps=head_steps)
+        check_weight_files(folder, config)
+        check_stored_weights(str(folder), config, objective, head_steps=head_steps)
     except ValueError as error:
         assert str(error).startswith(f"model.name_or_path={folder} is invalid: "), error
         return str(error)
@@ -267,7 +267,7 @@ def test_pickles_of_something_else_are_refused(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save({"state_dict": {"a": torch.zeros(1)}, "epoch": 3}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="is invalid: state_dict is no tensor but a dict"):
-        check_weights(str(tmp_path), loading.load_config(str(tmp_path)), "causal", head_steps=None)
+        check_stored_weights(str(tmp_path), loading.load_config(str(tmp_path)), "causal", head_steps=None)
 
 
 CONFIGS = {

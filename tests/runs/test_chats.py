@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpt.models.loading import train_tokenizer
-from cpt.trainer import preflight
+from cpt.trainer import chat_date
 from tests.conftest import VOCABULARIES, sentences
 from tests.runs.reading import answers_of, told_by
 
@@ -113,7 +113,7 @@ def test_bad_chats_are_counted_and_the_date_stays_that_of_the_first_start(
     assert f"date: '{today}'" in (tmp_path / "run" / "config.yaml").read_text()
     assert all("Skipping 1 examples of law" in caplog.text and kind in caplog.text for kind in UNUSABLE)
 
-    monkeypatch.setattr(preflight, "datetime", SimpleNamespace(date=LaterDay))
+    monkeypatch.setattr(chat_date, "datetime", SimpleNamespace(date=LaterDay))
     scores = (tmp_path / "run" / "scores.json").read_bytes()
     (tmp_path / "run" / "report.html").unlink()  # so that it is started again
     start(configured("domains.on_bad_example=skip"), tmp_path / "run")

@@ -16,6 +16,7 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.sampler import TrainStream
 from cpt.methods.base import ContinualMethod
 from cpt.trainer import build, loop
+from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import make_base
 from cpt.trainer.checkpoint import load_stage
 from cpt.trainer.plan import Plan, make_plan
@@ -29,6 +30,7 @@ class Made:
     module: ContinualMethod
     data: DomainSequence
     plan: Plan
+    machine: Machine
 
     def learn(self, number: int, *callbacks: Callback) -> None:
         domain = self.data.domains[number]
@@ -36,7 +38,7 @@ class Made:
         self.module.setup_stage(domain)
         self.module.train()
         fitting = loop.make_trainer(
-            self.plan.trainer.lightning,
+            self.machine.lightning_arguments(self.plan.trainer),
             label="",
             steps=self.data.steps(domain),
             callbacks=[Callback(), *callbacks],
@@ -61,8 +63,24 @@ def made(cfg: DictConfig) -> Made:
     plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = make_base(plan.model, texts, accelerator="cpu")
-    module = build.build_method(plan, start)
-    return Made(module, build.build_data(plan, texts, start, module), plan)
+    machine = one_process(plan)
+    module = build.build_method(plan, machine, start)
+    return Made(module, build.build_data(plan, machine, texts, start, module), plan, machine)
+
+
+def one_process(plan: Plan) -> Machine:
+    """The machine of a run on a CPU whose config leaves nothing to `auto` that its tests need."""
+    return Machine(
+        device=torch.device("cpu"),
+        num_processes=1,
+        world_size=1,
+        devices=plan.trainer.devices,
+        strategy=plan.trainer.strategy,
+        num_workers=0,
+        precision=plan.trainer.precision,
+        attn_implementation=plan.trainer.attn_implementation,
+        quick_dropout=False,
+    )
 
 
 def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -110,7 +110,7 @@ DROPOUT = "model.config.attn_pdrop=0.1"
 
 @pytest.fixture
 def probed(small_gpt2, start, tmp_path, monkeypatch):
-    def harness(plan):
+    def harness(plan, precision):
         return FakeHarness(plan.benchmark) if plan.benchmark is not None else None
 
     monkeypatch.setattr(LMEvalOptions, "check_installed", lambda self: None)

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoConfig
 
 from cpt.optim.nan_guard import NanGuard
-from cpt.trainer import build, preflight
+from cpt.trainer import auto, build, check_model
+from cpt.trainer.auto import choose_devices, choose_num_workers, choose_precision
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.plan import make_plan
-from cpt.trainer.preflight import resolve_auto
 from tests.runs.reading import told_by
 from tests.support.making import made
 
@@ -48,7 +48,8 @@ def test_precision_auto_is_by_capability(device, bf16, stored, chosen, small, mo
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bf16)
     plan = make_plan(small("trainer.precision=auto"))
     config = AutoConfig.for_model(**plan.model.config)
-    assert resolve_auto(plan, config, torch.device(device), stored=stored).precision == chosen
+    precision = choose_precision(plan.trainer, config, torch.device(device), stored_precision=stored)
+    assert precision == chosen
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16"])
@@ -56,9 +57,10 @@ def test_a_cpu_has_bf16_in_place_of_fp16_and_says_so(precision, small, caplog):
     plan = make_plan(small(f"trainer.precision={precision}"))
     config = AutoConfig.for_model(**plan.model.config)
     with caplog.at_level("WARNING", logger="cpt"):
-        resolved = resolve_auto(plan, config, torch.device("cpu"), stored=None)
-    assert resolved.precision == "bf16-mixed" and "in place of 16" in caplog.text
-    assert resolve_auto(plan, config, torch.device("cuda"), stored=None).precision == plan.trainer.precision
+        on_cpu = choose_precision(plan.trainer, config, torch.device("cpu"), stored_precision=None)
+    assert on_cpu == "bf16-mixed" and "in place of 16" in caplog.text
+    on_gpu = choose_precision(plan.trainer, config, torch.device("cuda"), stored_precision=None)
+    assert on_gpu == plan.trainer.precision
 
 
 def test_updates_that_bf16_weights_lose_are_named_before_training(small, caplog):
@@ -66,7 +68,7 @@ def test_updates_that_bf16_weights_lose_are_named_before_training(small, caplog)
     for rate in ("1e-7", "1e-3"):
         run = made(small(f"optim.lr={rate}", "trainer.precision=bf16-true", "order=[law]"))
         with caplog.at_level("WARNING", logger="cpt"):
-            build.warn_of_lost_updates(run.plan, run.module)
+            build.warn_of_lost_updates(run.plan, run.module, precision="bf16-true")
         lines[rate] = caplog.messages[-1]
     shares = {rate: int(line.partition("for ")[2].split()[0]) for rate, line in lines.items()}
     assert shares["1e-7"] > 90 and shares["1e-3"] < 50 and "bf16-mixed" in lines["1e-3"]
@@ -104,18 +106,18 @@ def test_rows_of_new_tokens_that_a_method_does_not_train_are_named(options, is_t
 )
 def test_strategy_auto_takes_gpus_that_share_a_batch_evenly(gpus, batch, parts, chosen, small, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(preflight, "cores", lambda: 16)
+    monkeypatch.setattr(auto, "cores", lambda: 16)
     given = (f"trainer.batch_size={batch}", f"trainer.accumulate_grad_batches={parts}")
-    found = preflight.resolve_devices(make_plan(small(*given)).trainer)
-    assert (found.devices, found.strategy, found.num_workers) == chosen
-    fixed = preflight.resolve_devices(make_plan(small(*given, "strategy=single")).trainer)
-    assert (fixed.devices, fixed.strategy) == (1, "auto")
+    options = make_plan(small(*given)).trainer
+    devices, strategy = choose_devices(options)
+    assert (devices, strategy, choose_num_workers(options, devices)) == chosen
+    assert choose_devices(make_plan(small(*given, "strategy=single")).trainer) == (1, "auto")
 
 
 def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatch):
     start(small(ONE, "trainer.steps=1"), tmp_path / "base")  # which makes the base, as ever
     monkeypatch.setattr(
-        preflight, "try_model", lambda *arguments, **options: None
+        check_model, "try_model", lambda *arguments, **options: None
     )  # before `auto` is resolved
     torch_attention = torch.nn.functional.scaled_dot_product_attention
 

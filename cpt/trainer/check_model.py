@@ -1,0 +1,361 @@
+"""Check the model with its options, the data and the method before any text is read.
+
+The model and the method are built once without storage, on torch's meta device: units that the model lacks,
+targets that match nothing and too few positions are reported at once."""
+
+import datetime
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from cpt.core.exceptions import InvalidOptionError
+from cpt.core.processes import is_first_process
+from cpt.data.chats import ChatEncoder
+from cpt.data.separator import choose_separator
+from cpt.data.sources.base import ASSISTANT, AUTO, NONE, USER, Example, Turn
+from cpt.data.text_format import TextFormat, make_text_format
+from cpt.data.tokenized_tasks import Encoder
+from cpt.methods.base import ContinualMethod
+from cpt.models import loading
+from cpt.models.block_attention import MASKABLE, check_isolation
+from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
+from cpt.models.options import BYTES
+from cpt.models.trial import make_stand_in, try_model
+from cpt.models.vocabulary import check_head
+from cpt.models.weights import find_frozen
+from cpt.trainer.build import build_context
+from cpt.trainer.check_checkpoint import check_stored_weights, read_checkpoint
+from cpt.trainer.check_optimizer import check_optimizer
+from cpt.trainer.lightning import naming_cause
+from cpt.trainer.plan import Plan
+from cpt.trainer.skeleton import build_skeleton, on_meta_device
+
+log = logging.getLogger(__name__)
+# Corrupted spans need a byte-level tokenizer with sentinels.
+MIN_SPAN_VOCAB_SIZE = BYTES + loading.SENTINELS
+
+
+def check_model(plan: Plan) -> PretrainedConfig:
+    """The model's transformers config.
+
+    Raises ValueError for a model that cannot be built or loaded, or that does not go with its options, the
+    data or the method."""
+    options, source = plan.model, plan.source
+    stored_config, tokenizer = read_model(plan)
+    objective = loading.resolve_objective(options.objective, stored_config)
+    check_objective(plan, objective, tokenizer)
+    if tokenizer is not None:
+        check_tokenizer(plan, objective, tokenizer, stored_config)
+    else:
+        check_untrained_format(plan, objective)
+
+    config = stored_config
+    if options.layers is not None:
+        config = loading.truncate_config(deepcopy(stored_config), options.layers)
+    model_key = "model.config"
+    if options.name_or_path is not None:
+        model_key = f"model.name_or_path={options.name_or_path}"
+        head_steps = None if options.pretraining is None else options.pretraining.head_steps
+        check_stored_weights(options.name_or_path, stored_config, objective, head_steps=head_steps)
+    model = build_skeleton(config, objective, source=model_key)
+    check_attention(plan, model)
+    check_saving(model, options.name_or_path)
+
+    # The objective of the run may need a tokenizer that is not trained yet.
+    sentinels = [] if tokenizer is None else loading.find_sentinel_ids(tokenizer)
+    stand_in = make_placeholder_objective(
+        plan, config, objective, num_sentinels=len(sentinels) or loading.SENTINELS
+    )
+    if source.isolated:
+        check_isolation(model, causal=objective == "causal")
+        if source.encoding is None:
+            stand_in.isolated = True
+        else:
+            stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.make_sharing(config))
+    loading.check_length(options.max_seq_length, model, stand_in)
+    run_stand_in(plan, model, stand_in, objective, source=model_key)
+
+    find_frozen(model, plan.freeze)  # raises for names that match nothing
+    # New tokens get rows in the embedding and in the head; some heads cannot have them.
+    adds_sentinels = objective == "span" and tokenizer is not None and not sentinels
+    if options.resize or adds_sentinels:
+        check_head(model)
+
+    method = try_method(plan, model, stand_in)
+    if method is not None:
+        check_masks(plan, method)
+        check_trainable(plan, method)
+    return config
+
+
+def read_model(plan: Plan) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
+    """The config and the tokenizer of the checkpoint. For a new model the tokenizer is None: it is trained on
+    the texts later."""
+    options = plan.model
+    if options.name_or_path is not None:
+        return read_checkpoint(options.name_or_path, resize=options.resize)
+
+    assert options.pretraining is not None and options.config is not None
+    check_optimizer("model.pretraining.optim", options.pretraining.optim)
+    with naming_cause("model.config"):
+        config = loading.AutoConfig.for_model(**options.config)
+    return config, None
+
+
+def check_objective(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises ValueError for a kind of model that does not go with its options or with the data."""
+    options = plan.model
+    model_choice = f"model={options.name}"
+    has_answers = plan.source.encoding is not None
+
+    if objective == "causal" and options.mlm_probability is not None:
+        raise InvalidOptionError(
+            "model.mlm_probability", options.mlm_probability, reason="the model is causal", allowed="null"
+        )
+    if objective != "span" and options.mean_span is not None:
+        raise InvalidOptionError(
+            "model.mean_span", options.mean_span, reason="no encoder-decoder corrupts spans", allowed="null"
+        )
+    is_new = options.name_or_path is None
+    if objective == "span" and is_new and (options.vocab_size or 0) < MIN_SPAN_VOCAB_SIZE:
+        raise InvalidOptionError(
+            "model.vocab_size",
+            options.vocab_size,
+            allowed=f"{MIN_SPAN_VOCAB_SIZE} or more, {loading.SENTINELS} of them sentinels",
+        )
+
+    loading.check_packing(objective, isolated=plan.source.isolated, answers=has_answers)
+    if plan.source.chats:
+        check_chats(plan, objective, tokenizer)
+    if objective == "masked" and plan.benchmark is not None:
+        raise InvalidOptionError(
+            "benchmark",
+            "lm_eval",
+            reason=f"{model_choice} fills masks and continues no text",
+            allowed="benchmark=none, or a causal model like model=tiny_gpt2",
+        )
+    plan.mixture.check_objective(objective, model=model_choice, examples=has_answers)
+
+
+def check_chats(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises ValueError for a model that is not made for chats, and for a chat template that fails."""
+    problem = ""
+    if objective in loading.SEQ2SEQ:
+        problem = "is an encoder-decoder"
+    elif tokenizer is None or not tokenizer.chat_template:
+        problem = "has no chat template"
+    if tokenizer is None or problem:
+        raise InvalidOptionError(
+            "model",
+            f"model={plan.model.name}",
+            context="for chats",
+            reason=f"it {problem}",
+            allowed="an instruction-tuned checkpoint, or examples with a question and an answer",
+        )
+
+    turns = (Turn(USER, "a question"), Turn(ASSISTANT, "its answer"))
+    chat = Example("a question and its answer", "", "its answer", "chat", turns=turns)
+    encoding = plan.source.encoding
+    date = None if encoding is None else encoding.date
+    ChatEncoder(tokenizer, date or datetime.date.today().isoformat()).answers(chat)
+
+
+def check_tokenizer(
+    plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+) -> None:
+    """Raises ValueError for a tokenizer that lacks what the objective or the data need: what needs it is
+    made, and thrown away."""
+    encoding = plan.source.encoding
+    loading.make_objective(
+        plan.model, tokenizer, config, answers=encoding is not None, isolated=plan.source.isolated
+    )
+    check_text_format(plan, tokenizer, config, objective)
+    if encoding is not None:
+        Encoder(tokenizer, plan.model.max_seq_length, encoding, objective in loading.SEQ2SEQ)
+
+
+def check_text_format(
+    plan: Plan, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, objective: str
+) -> None:
+    """Raises ValueError for options of raw text that a checkpoint's tokenizer does not allow; logs what
+    `auto` became."""
+    options = plan.source.text_options
+    model_ends = loading.find_end_ids(str(plan.model.name_or_path), config)
+    text_format = make_text_format(tokenizer, options, is_causal=objective == "causal", model_ends=model_ends)
+    if not is_first_process():
+        return
+
+    separator = choose_separator(tokenizer, options.separator, model_ends=model_ends)
+    if separator.is_doubtful:
+        log.warning(
+            "Separator of documents: %s. Set domains.separator=TOKEN if pre-training had another",
+            separator.description,
+        )
+    else:
+        log.info(
+            "Separator of documents (domains.separator=%s): %s", options.separator, separator.description
+        )
+    log_row_start(text_format, bos_in_rows=options.bos_in_rows)
+
+
+def log_row_start(text_format: TextFormat, *, bos_in_rows: bool | str) -> None:
+    if text_format.row_start is not None:
+        token = text_format.name_of(text_format.row_start)
+        log.info("All rows of raw text begin with %s (domains.bos_in_rows=%s)", token, bos_in_rows)
+
+
+def check_untrained_format(plan: Plan, objective: str) -> None:
+    """Raises ValueError for options of raw text that the tokenizer which the run will train cannot have."""
+    options = plan.source.text_options
+    special_tokens = list(loading.SPECIAL_TOKENS.values())
+    if options.separator not in (AUTO, NONE, *special_tokens):
+        raise InvalidOptionError(
+            "domains.separator",
+            options.separator,
+            reason="the run trains its tokenizer",
+            allowed=f"auto, none, {', '.join(special_tokens)}",
+        )
+    if options.bos_in_rows is True and objective != "causal":
+        raise InvalidOptionError(
+            "domains.bos_in_rows", True, reason="the model is not causal", allowed="auto, false"
+        )
+
+
+def check_attention(plan: Plan, model: PreTrainedModel) -> None:
+    """Raises ValueError for an attention implementation that the model lacks."""
+    attention = plan.trainer.attn_implementation
+    if attention != "auto":
+        with naming_cause(f"trainer.attn_implementation={attention}"):
+            model.set_attn_implementation(attention)
+
+
+def check_saving(model: PreTrainedModel, name_or_path: str | None) -> None:
+    """Raises ValueError for configurations that transformers loads and would not write at the export."""
+    model_key = "model.config" if name_or_path is None else f"model.name_or_path={name_or_path}"
+    with TemporaryDirectory() as folder:
+        with naming_key(model_key, CONFIG_NAME, model.config.to_dict()):
+            model.config.save_pretrained(folder)
+        if name_or_path is None or not model.can_generate():
+            return
+        # A checkpoint may have none, which is an OSError.
+        with naming_key(model_key, GENERATION_CONFIG_NAME, vars(GenerationConfig())), suppress(OSError):
+            GenerationConfig.from_pretrained(name_or_path).save_pretrained(folder)
+
+
+@contextmanager
+def naming_key(model_key: str, file_name: str, options: Iterable[str]) -> Iterator[None]:
+    """Turns an exception into a one-line ValueError that names the option of the file in its message."""
+    try:
+        yield
+    except Exception as error:
+        message = " ".join(str(error).split())
+        named = [option for option in options if re.search(rf"\b{re.escape(option)}\b", message)]
+        option = max(named, key=len, default="an option")
+        cause = f"with which transformers does not save the model again ({message.rstrip('.')})"
+        raise ValueError(
+            f"{model_key} is invalid: {file_name} has {option}, {cause}. Allowed: {file_name} without it"
+        ) from error
+
+
+def make_placeholder_objective(
+    plan: Plan, config: PretrainedConfig, objective: str, *, num_sentinels: int
+) -> Objective:
+    """An objective of raw text like that of the run, without a tokenizer, which may not be trained yet."""
+    options = plan.model
+    if objective == "span":
+        return Span(
+            rate=options.mask_rate,
+            mean=options.span_length,
+            sentinels=range(num_sentinels),
+            end=0,
+            pad=0,
+            start=0,
+        )
+    if objective == "masked":
+        return Masked(PlaceholderTokenizer(config.get_text_config().vocab_size), rate=options.mask_rate)
+    return Causal()
+
+
+class PlaceholderTokenizer:
+    """What a masked objective needs of a tokenizer."""
+
+    mask_token_id = 0
+    all_special_ids = (0,)
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+
+def run_stand_in(
+    plan: Plan, skeleton: PreTrainedModel, objective: Objective, objective_name: str, *, source: str
+) -> None:
+    """Raises ValueError for a model that does not run with its objective, or attends to the wrong side: tried
+    with random weights of little memory, before the weights of a checkpoint are loaded."""
+    attention = plan.trainer.attn_implementation
+    with torch.random.fork_rng(devices=[]):
+        try:
+            stand_in = make_stand_in(skeleton)
+        except Exception as error:  # of a class that initializes weights in its own way; its base is tried
+            log.debug("Skipping the stand-in of %s: %s", source, error)
+            return
+        if attention in MASKABLE:  # others run on GPUs only
+            stand_in.set_attn_implementation(attention)
+        try_model(
+            stand_in,
+            objective,
+            objective_name,
+            length=plan.model.max_seq_length,
+            source=source,
+            is_stand_in=True,
+        )
+
+
+def try_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> ContinualMethod | None:
+    """The method on the meta device; None if it needs an operation that this device lacks. Raises ValueError
+    for options that do not fit the model or the order of domains."""
+    context = build_context(plan, model, objective, precision=plan.trainer.precision)
+    with on_meta_device():
+        try:
+            method = plan.method.make(context)
+            method.stages(plan.order)
+        except ValueError:
+            raise
+        except Exception as error:  # the method may still work on a real device
+            log.debug("Skipping the skeleton of method %s: %s", plan.names["method"], error)
+            return None
+    return method
+
+
+def check_masks(plan: Plan, method: ContinualMethod) -> None:
+    """Raises ValueError for a mask that works inside the backward pass of layers, if blocks are compiled."""
+    if plan.trainer.compile and any(mask.limits for mask in method.masks):
+        raise InvalidOptionError(
+            "trainer.compile", True, context="with backend=backward", allowed="backend=hooks"
+        )
+
+
+def check_trainable(plan: Plan, method: ContinualMethod) -> None:
+    """Raises ValueError if the options freeze every parameter that the method would train."""
+    trainable = plan.freeze.trainable
+    if trainable is None and not plan.freeze.layers:
+        return
+    frozen_ids = {id(parameter) for parameter in method.frozen}
+    if not all(id(parameter) in frozen_ids for parameter in method.model.parameters()):
+        return
+
+    problem = f"it leaves nothing of what method={plan.names['method']} trains"
+    if trainable is not None:
+        raise InvalidOptionError(
+            "trainable", trainable, reason=problem, allowed="null, or what finds some of it"
+        )
+    raise InvalidOptionError("freeze.layers", plan.freeze.layers, reason=problem, allowed="fewer blocks")
