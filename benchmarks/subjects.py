@@ -19,7 +19,7 @@ from variants import QUICK
 
 from cpt.core.memory import keep_free
 from cpt.data.collate import inputs_of
-from cpt.data.datamodule import Domain
+from cpt.data.options import Domain
 from cpt.loggers.loggers import track
 from cpt.models.memory import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard

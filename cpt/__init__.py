@@ -15,7 +15,7 @@ MODULES = {
     ),
     "cpt.core.sections": ("Choice",),
     "cpt.data.collate": ("Batch",),
-    "cpt.data.datamodule": ("Domain",),
+    "cpt.data.options": ("Domain",),
     "cpt.data.sources.base": ("Source",),
     "cpt.evaluation.finetune_tasks": ("TaskSource",),
     "cpt.evaluation.scores": ("Scores",),

@@ -16,7 +16,7 @@ from cpt.core.distributed import leave_together
 from cpt.core.randomness import key, shuffle
 from cpt.data.collate import Batch, Collator, Sizes
 from cpt.data.loader_processes import WatchedLoader, prepare_loader_processes, start_loader_process
-from cpt.data.options import Budget
+from cpt.data.options import Budget, Domain
 from cpt.data.packing import Packed
 from cpt.data.replay import ReplayConfig, ReplayPool, ReplaySource, exact
 from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
@@ -40,16 +40,6 @@ class ProbeLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
-
-
-@dataclass(frozen=True)
-class Domain:
-    """What a stage trains on; `recovery` steps on earlier texts, a share of its own steps, come first."""
-
-    name: str
-    index: int  # in the order
-    parts: tuple[str, ...]
-    recovery: float = 0.0
 
 
 @dataclass(eq=False, repr=False)
@@ -82,7 +72,10 @@ class DomainSequence(LightningDataModule):
         super().__init__()
         most = max((len(self.past(domain)) for domain in self.domains), default=0)
         self.replay.check(domains=most, general=GENERAL in self.train, batch_size=self.budget.batch_size)
-        self.places = {part: at for each in self.domains for at, part in enumerate(each.parts, each.index)}
+        self.domain_indices: dict[str, int] = {}  # of the domains' texts in the order
+        for domain in self.domains:
+            for index, text in enumerate(domain.texts, start=domain.index):
+                self.domain_indices[text] = index
 
     def __iter__(self) -> Iterator[Domain]:
         return iter(self.domains)
@@ -102,7 +95,7 @@ class DomainSequence(LightningDataModule):
         return math.ceil(exact(domain.recovery) * own)
 
     def steps_by_part(self, domain: Domain) -> list[int]:
-        texts = [self.train[part] for part in domain.parts]
+        texts = [self.train[part] for part in domain.texts]
         return [self.budget.steps_for(text, length=text.tokens_per_row) for text in texts]
 
     @cached_property
@@ -120,7 +113,7 @@ class DomainSequence(LightningDataModule):
     def past(self, domain: Domain) -> list[str]:
         """The texts of the stages before a domain's, each once."""
         before = self.domains[: self.domains.index(domain)]
-        return list(dict.fromkeys(part for each in before for part in each.parts))
+        return list(dict.fromkeys(part for each in before for part in each.texts))
 
     def replayed(self, domain: Domain) -> dict[str, int]:
         """The texts that a stage replays, with how many samples it draws of each at most."""
@@ -144,7 +137,7 @@ class DomainSequence(LightningDataModule):
             how = dict[str, Any](memory=self.replay.buffer_size, place=(stage.name, "recovery"))
             recovery = ReplayPool(past, share=exact(1), adds=False, seed=self.seed, **how)
         stream = TrainStream(
-            {part: self.train[part] for part in stage.parts},
+            {part: self.train[part] for part in stage.texts},
             objective=self.objective,
             seed=self.seed,
             batch_size=self.budget.batch_size,
@@ -155,7 +148,7 @@ class DomainSequence(LightningDataModule):
             earlier=pools,
             recovery=recovery,
             ahead=ahead,
-            places=self.places,
+            places=self.domain_indices,
         )
         return self.loader(stream, ResumeSampler(self.trainer.global_step * self.accumulate, len(stream)))
 
@@ -186,7 +179,7 @@ class DomainSequence(LightningDataModule):
 
     def importance_batches(self) -> ProbeLoader:
         """A fixed sample of the current stage's training text with fixed masks; the process's share of it."""
-        texts, rows = {part: self.train[part] for part in self.domain.parts}, {}
+        texts, rows = {part: self.train[part] for part in self.domain.texts}, {}
         for name, text in texts.items():
             places = np.arange(min(math.ceil(self.importance_samples / len(texts)), len(text)))
             rows[name] = shuffle(places, len(text), stream=key("probe", name))
@@ -198,7 +191,7 @@ class DomainSequence(LightningDataModule):
     ) -> DataLoader:
         """Rows of texts in batches of one text each; the process's share of them."""
         world = self.trainer.world_size
-        how = dict[str, Any](batch_size=self.eval_batch_size, purpose=purpose, places=self.places)
+        how = dict[str, Any](batch_size=self.eval_batch_size, purpose=purpose, places=self.domain_indices)
         objective = self.objective.scoring if purpose == "score" else self.objective
         together = world if getattr(self.trainer.strategy, "lockstep", False) else 1
         least = world if purpose == "score" else 0  # Lightning refuses a process without a batch

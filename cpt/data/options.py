@@ -1,4 +1,4 @@
-"""Options of the data, without torch: processes that tokenize, and how much of each domain is trained on."""
+"""Options of the data, and the stages of a run, without torch."""
 
 import math
 from collections.abc import Sized
@@ -12,6 +12,18 @@ class DataOptions(Options):
     """How texts are prepared; nothing of it changes the result."""
 
     preprocessing_num_workers: Count | None = option("tokenization processes per text; null: one per core")
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What a stage trains on: one text, or the texts of several domains together."""
+
+    name: str
+    index: int  # in the order; of several domains, that of the first
+    texts: tuple[str, ...]  # names of the texts
+    recovery: float = (
+        0.0  # steps on the texts of earlier stages, which come first, over the stage's own steps
+    )
 
 
 @dataclass(frozen=True)

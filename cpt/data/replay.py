@@ -16,13 +16,13 @@ import numpy as np
 
 from cpt.core.randomness import key, sample_keys, shuffle
 from cpt.core.schema import BelowOne, Options, Steps, config, option
+from cpt.data.options import Domain
 
 if TYPE_CHECKING:  # a config is checked without torch
     from pathlib import Path
 
     import torch
 
-    from cpt.data.datamodule import Domain
     from cpt.data.packing import Packed
 
 

@@ -27,7 +27,8 @@ from cpt.core.distributed import average_gradients, clip_gradients, total_norm
 from cpt.core.randomness import key
 from cpt.core.schema import Options
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.datamodule import DomainSequence
+from cpt.data.options import Domain
 from cpt.data.replay import ReplayConfig
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import (
@@ -457,7 +458,7 @@ class ContinualMethod(LightningModule):
         name = self.columns[column]
         seen = name in self.observed and "idle" not in batch
         with mark_observed(self.masks, column if seen else None):
-            nll, count = self.nll(batch, self.data.places.get(name, -1))
+            nll, count = self.nll(batch, self.data.domain_indices.get(name, -1))
         self.evaluation[name].update(nll, count, batch["documents"])
 
     def row(self) -> dict[str, tuple[Tensor, Tensor]]:

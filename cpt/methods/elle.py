@@ -22,7 +22,7 @@ from cpt.adapters.domain_store import BASE, DomainScorer
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
 from cpt.core.exceptions import InvalidOptionError
 from cpt.data.collate import Batch, label_batch
-from cpt.data.datamodule import Domain
+from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import NOTHING, ELLEOptions
 from cpt.methods.prompt import PER_ROW, check_rows, check_tokens, with_prompt

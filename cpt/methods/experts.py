@@ -26,7 +26,7 @@ from cpt.adapters.experts import (
 from cpt.core.distributed import all_reduce_sum
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain
+from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DEMIXOptions, LifelongMoEOptions
 from cpt.models.forward import TARGET_TOKENS, kl_divergence, set_mode, token_nll

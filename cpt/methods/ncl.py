@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cpt.core.schema import Options
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain
+from cpt.data.options import Domain
 from cpt.data.replay import NO_REPLAY
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import ExperienceReplayOptions, MIGUOptions

@@ -19,7 +19,7 @@ from math import floor
 from torch import Tensor, ones
 
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain
+from cpt.data.options import Domain
 from cpt.gradient_masks.constraints import Subspaces
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import OSFOptions

@@ -19,7 +19,7 @@ from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.options import Routing
 from cpt.adapters.soft_prompt import PromptChain, attach_prompt, draw_prompt
 from cpt.data.collate import Batch
-from cpt.data.datamodule import Domain
+from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import ProgPromptOptions, PromptOptions
 from cpt.models.loading import find_max_positions

@@ -20,8 +20,8 @@ from cpt.core.processes import is_distributed
 from cpt.core.schema import Options
 from cpt.core.tensors import check_state
 from cpt.data.corpora import Corpora
-from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.options import Budget
+from cpt.data.datamodule import DomainSequence
+from cpt.data.options import Budget, Domain
 from cpt.data.replay import NO_REPLAY
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.data.text_format import TextFormat, make_text_format

@@ -227,7 +227,7 @@ def build_data(
             name, split, format=start.text_format, length=plan.model.max_seq_length, seq2seq=start.seq2seq
         )
 
-    train = {part: packed(part, "train") for domain in domains for part in domain.parts}
+    train = {part: packed(part, "train") for domain in domains for part in domain.texts}
     held_out = {name: packed(name, source.score_on) for name in (*plan.order, GENERAL)}
     raw_texts = {f"{name} train": text for name, text in train.items() if source.form(name) == TEXT}
     for name in raw_texts:

@@ -124,8 +124,8 @@ class Monitor(Callback):
         self, options: MonitorOptions, observer: MonitorObserver, data: DomainSequence, compute: CostMonitor
     ) -> None:
         domain = data.domain
-        self.options, self.observer, self.own, self.compute = options, observer, domain.parts, compute
-        names = [*options.choose(domain.parts, data.past(domain), stage=domain.name), *observer.texts]
+        self.options, self.observer, self.own, self.compute = options, observer, domain.texts, compute
+        names = [*options.choose(domain.texts, data.past(domain), stage=domain.name), *observer.texts]
         self.texts = {name: data.validation[name] for name in names}
         self.rows = {
             name: text.draw_rows(options.max_tokens, stream=key("monitor rows", name))
@@ -203,7 +203,7 @@ class Monitor(Callback):
                     nll = module.objective.nll(module.model, batch)
                     count = torch.ones_like(nll)
                 else:
-                    nll, count = module.nll(batch, data.places.get(name, -1))
+                    nll, count = module.nll(batch, data.domain_indices.get(name, -1))
                 losses[name].update(nll, count, batch["documents"])
         if router is not None:
             router.begin()

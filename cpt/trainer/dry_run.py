@@ -31,8 +31,8 @@ from cpt.core.schema import Options
 from cpt.core.sections import Choice
 from cpt.core.tensors import load_tensors
 from cpt.data.corpora import Corpora
-from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.options import Budget
+from cpt.data.datamodule import DomainSequence
+from cpt.data.options import Budget, Domain
 from cpt.data.replay import NO_REPLAY
 from cpt.evaluation.options import EvalOptions
 from cpt.evaluation.scores import Scores
@@ -177,7 +177,7 @@ def count_work(
     policy: EvalOptions, data: DomainSequence, place: RunDir, scores: Scores | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The texts in documents and tokens, the stages in steps and tokens, and what a run folder lacks."""
-    texts, parts = dict[str, dict[str, Any]](), [each.parts for each in data]
+    texts, parts = dict[str, dict[str, Any]](), [each.texts for each in data]
     for name in dict.fromkeys([*sum(parts, ()), *data.held_out]):
         train, held_out, chosen = data.train.get(name), data.held_out[name], data.scored_sizes(name)
         texts[name] = {
@@ -202,7 +202,7 @@ def count_work(
                 left_steps -= int(load_tensors(path)["global_step"])
         if number:
             past = data.past(stage)
-            own, before = ([data.train[text].tokens_per_row for text in each] for each in (stage.parts, past))
+            own, before = ([data.train[text].tokens_per_row for text in each] for each in (stage.texts, past))
             replayed = data.replay.adds * (data.replay.past_ratio * bool(past) + data.replay.general_ratio)
             rows = sum(map(operator.mul, data.steps_by_part(stage), own)) * (1 + replayed)
             recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
@@ -227,7 +227,7 @@ def profile_run(
     few steps for every domain. The module cannot be used after it."""
     options, world, device, found = plan.trainer, machine.world_size, machine.device, list[Profile]()
     probe = min(options.importance_samples, options.eval_batch_size)
-    sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
+    sizes = [sum(len(data.train[text]) for text in each.texts) for each in data] or [0]
     times = max(1, min(options.importance_samples, sum(sizes) / len(sizes)) / probe / world)
     steps, batch_size = WARMUP + max(TIMED, 2 * module.period), plan.budget.batch_size // world
     alone = replace(machine, devices=1, strategy="auto", num_workers=0)

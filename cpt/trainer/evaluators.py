@@ -76,7 +76,7 @@ class Evaluator(ABC):
 
     def learned(self, number: int) -> list[str]:
         """The domains learned in the first stages, in their order."""
-        return list(dict.fromkeys(part for domain in self.data.domains[:number] for part in domain.parts))
+        return list(dict.fromkeys(part for domain in self.data.domains[:number] for part in domain.texts))
 
     @abstractmethod
     def asked(self, number: int) -> list[Any]:
@@ -154,7 +154,7 @@ class FinetuneEvaluator(Evaluator):
         final, learned = number == len(self.data), self.learned(number)
         wanted = set(learned) if self.when == "each" or (self.when == "last" and final) else set()
         if self.module.alone or self.when == "diagonal":
-            wanted = set(self.data.domains[number - 1].parts) if number else set()
+            wanted = set(self.data.domains[number - 1].texts) if number else set()
         if final and not learned:
             wanted = set(self.tasks)
         return [(name, seed) for name in self.tasks if name in wanted for seed in self.source.seeds]
@@ -173,7 +173,7 @@ class FinetuneEvaluator(Evaluator):
         with counted(label, total=total, hidden=rank != 0 or not mine, unit="step") as (progress, step):
             for name, its in groupby(mine, key=lambda each: each[0]):
                 with finetune.forked_generators(device):
-                    model = self.module.model_for(self.data.places.get(name, BASE))
+                    model = self.module.model_for(self.data.domain_indices.get(name, BASE))
                 for _, seed in its:
                     progress.set_postfix_str(f"{name}, seed {seed}", refresh=False)
                     self.measure_task(number, name, seed, model, device=device, step=step)
@@ -260,7 +260,7 @@ class TaskEvaluator(Evaluator):
             for task in due:
                 progress.set_postfix_str(task, refresh=False)
                 # A domain that is not learned yet is answered by the base, of a model in parts.
-                place = self.data.places[task] if task in self.learned(number) else BASE
+                place = self.data.domain_indices[task] if task in self.learned(number) else BASE
                 with (
                     on_device(self.module.model_for(place), device) as model,
                     set_mode(model, training=False),
@@ -344,7 +344,8 @@ class LMEvalEvaluator(Evaluator):
         if not due:
             return
         learned = self.learned(number)
-        place = self.data.places[learned[-1]] if learned else BASE  # the model of the last domain learned
+        # The model of the last domain that was trained on.
+        place = self.data.domain_indices[learned[-1]] if learned else BASE
         with (
             on_device(self.module.model_for(place), device) as model,
             counted(label, total=None, hidden=False, unit="request") as (progress, step),

@@ -52,7 +52,7 @@ def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
     weights that will be exported."""
     if data.domains:
         last = data.domains[-1]
-        text = last.parts[0]
+        text = last.texts[0]
         domain = last.index
     else:
         text = list(data.held_out)[-1]
@@ -69,7 +69,7 @@ def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
         objective=objective,
         batch_size=len(rows),
         purpose="score",
-        places=data.places,
+        places=data.domain_indices,
     )
     batch = subset[0]
     with set_mode(module, training=False), computable_anywhere(module.model):

@@ -29,7 +29,8 @@ from cpt.core.preemption import check_signals, defer_signals
 from cpt.core.processes import is_first_process
 from cpt.core.secrets import redact
 from cpt.core.tensors import check_state
-from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.datamodule import DomainSequence
+from cpt.data.options import Domain
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, StageCosts, gather_documents
 from cpt.evaluation.task_metrics import run_objective
@@ -382,7 +383,7 @@ class ContinualTrainer:
     def missing(self, number: int) -> list[str]:
         """The texts that the model after a stage is to be scored on, without those that its row has."""
         there = set(self.scores.measured(number)) if number < len(self.scores.rows) else ()
-        stages, texts = [domain.parts for domain in self.data], self.scores.domains
+        stages, texts = [domain.texts for domain in self.data], self.scores.domains
         wanted = self.plan.evaluation.choose_columns(number, stages=stages, texts=texts)
         return [text for text in wanted if text not in there]
 
@@ -390,7 +391,7 @@ class ContinualTrainer:
         """Scores texts after a stage and keeps their losses by document; gives mean losses in nats, and the
         heaviest modules. Where the module that scores a text has not changed since a row, its losses are
         those of the last such row. Raises ValueError where one is not finite."""
-        scores, places, first = self.scores, self.data.places, is_first_process()
+        scores, places, first = self.scores, self.data.domain_indices, is_first_process()
         means, modules, losses = dict[str, Any](), dict[str, Any](), dict[str, np.ndarray]()
         known, column = dict[str, int](), {name: at for at, name in enumerate(scores.domains)}
         for text in texts:

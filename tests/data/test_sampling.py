@@ -11,8 +11,8 @@ import torch
 
 from cpt.core.randomness import key, sample_keys
 from cpt.data.collate import UNSCORED, label_batch, labels_of, single
-from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.options import Budget
+from cpt.data.datamodule import DomainSequence
+from cpt.data.options import Budget, Domain
 from cpt.data.replay import NO_REPLAY, Replay
 from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.models.objectives import Causal, Masked
@@ -205,8 +205,8 @@ def sequence(*, domains=DOMAINS, enter=0, trainer=None, **changes):
 
 def test_training_is_on_the_current_domain_and_a_batch_says_whose_text_it_is():
     made = sequence()
-    assert list(made) == DOMAINS and made.places == {"a": 0, "b": 1, "c": 2}
-    assert sequence(domains=JOINT).places == {"a": 0, "b": 1, "c": 2}
+    assert list(made) == DOMAINS and made.domain_indices == {"a": 0, "b": 1, "c": 2}
+    assert sequence(domains=JOINT).domain_indices == {"a": 0, "b": 1, "c": 2}
     for domain in DOMAINS:
         made.enter(domain)
         batches = list(made.train_dataloader())

@@ -8,7 +8,7 @@ import torch
 import cpt.adapters.export
 from cpt.adapters.domain_store import BASE
 from cpt.adapters.gates import anneal
-from cpt.data.datamodule import Domain
+from cpt.data.options import Domain
 from cpt.methods.hat import norms_of
 from tests.methods.test_lifelong_moe import First
 from tests.support.making import clones, same, state_beside_the_model

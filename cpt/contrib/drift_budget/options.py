@@ -51,5 +51,5 @@ class DriftBudget(ObserverConfig):
         from cpt.contrib.drift_budget.controller import DriftController  # loads torch
 
         number = data.domains.index(domain)
-        last = data.domains[number - 1].parts if self.past is not None and number else ()
-        return DriftController(self, run, number + 1, stages=len(data), own=domain.parts, texts=last)
+        last = data.domains[number - 1].texts if self.past is not None and number else ()
+        return DriftController(self, run, number + 1, stages=len(data), own=domain.texts, texts=last)

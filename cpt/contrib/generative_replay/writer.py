@@ -38,7 +38,8 @@ from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.randomness import draws, key, sample_keys, shuffle
 from cpt.data import tokenized_tasks
 from cpt.data.corpora import Corpora
-from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.datamodule import DomainSequence
+from cpt.data.options import Domain
 from cpt.data.packing import ConcatPacker, Packed, mark_documents, padding_id
 from cpt.data.replay import ReplayPool, ReplaySource, exact
 from cpt.data.separator import default_end
@@ -132,7 +133,7 @@ class TextWriter(ReplaySource):
 
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
         general, replayed = [GENERAL] * (self.options.general_ratio > 0), self.data.replayed(stage)
-        for name in (*stage.parts, *general) if is_first_process() else ():
+        for name in (*stage.texts, *general) if is_first_process() else ():
             path = sample_file(self.folder / "kept", name, "json")
             if not path.exists() and (kept := self.to_keep(name)) is not None:
                 write_checked_json(path, kept)
@@ -145,7 +146,8 @@ class TextWriter(ReplaySource):
             for name, count in replayed.items():
                 tokens = count * self.length if most is None else min(int(most), count * self.length)
                 wanted = math.ceil(tokens / (1 - exact(self.options.drop)))
-                place, stream = self.data.places.get(name, BASE), (self.seed, "generated", stage.name, name)
+                place = self.data.domain_indices.get(name, BASE)
+                stream = (self.seed, "generated", stage.name, name)
                 jobs.append(WritingJob(name, place, self.contexts(name), wanted, tokens, key(*stream)))
             self.write(folder, jobs, stage, device)
         found = {name: self.open(folder, name) for name in replayed}
@@ -298,7 +300,7 @@ class ExampleWriter(TextWriter):
         self.encoder = corpora.encoder(base.tokenizer, base.length, seq2seq=base.seq2seq)
         super().__init__(options, folder, corpora=corpora, base=base, **run)
         stages = self.data if options.past_ratio and options.forms else ()
-        self.forms = {name: self.encode_forms(name) for stage in stages for name in stage.parts}
+        self.forms = {name: self.encode_forms(name) for stage in stages for name in stage.texts}
 
     def end_of_text(self) -> int:
         return self.encoder.ending[0]
@@ -342,7 +344,7 @@ class ExampleWriter(TextWriter):
 
     def extra_pools(self, stage: Domain) -> list[ReplayPool]:
         """The stage's own examples, as they are written."""
-        texts = {name: self.forms[name] for name in stage.parts if name in self.forms}
+        texts = {name: self.forms[name] for name in stage.texts if name in self.forms}
         how = {"share": exact(self.options.forms), "adds": self.options.adds, "memory": None}
         return [ReplayPool(texts, seed=self.seed, place=(stage.name, "forms"), **how)] if texts else []
 
