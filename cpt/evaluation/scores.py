@@ -21,6 +21,7 @@ from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
 # what takes time in a run; "start": what precedes the stages
 ACTIVITIES = ("start", "generate", "learn", "score", "endtasks", "answers", "benchmarks")
+FORMER_KEYS = ("spikes",)  # that snapshots wrote; they are not read
 RUN_KEYS = tuple(schema.RunKeys.__annotations__)
 
 
@@ -36,7 +37,6 @@ class StageCosts:
     skipped_steps: int = 0  # left out for a loss or gradient that was not finite
     rates: Sequence[float] = ()  # learning rate: first step, highest, last step
     protected_movement: Sequence[float] = ()  # of the stage, of a random movement
-    spikes: Sequence[float] = ()  # number of loss spikes; step, loss and running median of the first
 
 
 COST_COLUMNS = tuple(column.name for column in fields(StageCosts))
@@ -81,9 +81,6 @@ class Scores(Layout):
         "share of the squared movement in the protected subspace, of the stage and of a random movement",
         "0 to 1",
         default=list,
-    )
-    spikes: ByRow[Annotated[list[float], Key(over="4 or 0")]] = entry(
-        "loss spikes: number; step, loss and running median of the first", default=list
     )
     grown: list[int] = entry("stages done when domains were added", default=list)
     endtasks: Annotated[dict[str, Any], Key(measured=schema.EndtaskKeys)] = entry(
@@ -240,6 +237,8 @@ class Scores(Layout):
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(data, dict):
                 raise ValueError("it is no JSON object")
+            for key in FORMER_KEYS:
+                data.pop(key, None)
             if isinstance(version := data.get("version"), int) and version > VERSION:
                 advice = "update cpt"
                 raise ValueError(f"version {version}, this cpt reads version {VERSION}")

@@ -1,11 +1,9 @@
-"""NaN guard: checks loss and gradient norm before each optimizer step, and counts loss spikes.
+"""NaN guard: checks loss and gradient norm before each optimizer step.
 
 With several processes one reduction per step covers the check and the signals that they received."""
 
 import logging
 import math
-import statistics
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -24,10 +22,6 @@ ADVICE = "a lower rate (optim.lr) or a clipped gradient (trainer.gradient_clip_v
 GO_ON = "; on_nonfinite=skip or rollback continues without such steps"
 GRADIENT = "norm of the gradient"
 MOST = 10  # skipped steps in a row, rollbacks of one domain
-WINDOW = 100  # steps in the running median
-ENOUGH = 20  # steps before a loss can be a spike
-TIMES = 1.5  # a spike exceeds the median by this factor
-DEVIATIONS = 10.0  # and by this many median absolute deviations
 
 
 class RollbackError(Exception):
@@ -44,7 +38,6 @@ class NanGuard(Callback):
             raise ValueError(f"on_nonfinite={policy} is invalid. Allowed: {', '.join(POLICIES)}")
         self.policy, self.advice = policy, advice
         self.terms: dict[str, Tensor] = {}
-        self.spikes = Spikes()
         self.left_out: set[int] = set()
         self.failed: int | None = None  # the step of a rollback
         self.in_a_row = self.rollbacks = 0
@@ -91,10 +84,6 @@ class NanGuard(Callback):
             self.left_out.add(step)
             return False
         self.in_a_row = 0
-        if isinstance(value, Tensor) and (spike := self.spikes.see(step, value.item())):
-            warn_once(
-                trainer, f"Loss spike: {spike}, in {name}; more of this stage are counted in the report"
-            )
         if scaler is None:
             return True
         if scaler.get_scale() < 1:  # no scale gives the gradient room: it is not finite itself
@@ -127,12 +116,14 @@ class NanGuard(Callback):
         return self.heard if is_distributed() else notice.number
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"in_a_row": self.in_a_row, "rollbacks": self.rollbacks}
-        return {"left_out": sorted(self.left_out), "spikes": self.spikes.state(), **counts}
+        return {
+            "left_out": sorted(self.left_out),
+            "in_a_row": self.in_a_row,
+            "rollbacks": self.rollbacks,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.left_out.update(state["left_out"])
-        self.spikes.load(state["spikes"])
         self.in_a_row, self.rollbacks = state["in_a_row"], max(self.rollbacks, state["rollbacks"])
 
 
@@ -164,31 +155,3 @@ def check_finite(state: Mapping[str, Tensor], row: str) -> None:
         bad = [name for name, value in state.items() if not (fine or all_finite([value]))]
         told = ", ".join(bad[:3]) or "what another process has"
         raise ValueError(f"{told} is not finite after {row}; {ADVICE}")
-
-
-class Spikes:
-    """Counts loss spikes of a stage; `noted` has the count and the first one's step, loss and median."""
-
-    def __init__(self) -> None:
-        self.recent: deque[float] = deque(maxlen=WINDOW)
-        self.noted: list[float] = []
-
-    def see(self, step: int, loss: float) -> str:
-        """Adds a finite loss; returns a message for the first spike, else an empty string."""
-        median = statistics.median(self.recent) if len(self.recent) >= ENOUGH else None
-        spread = statistics.median(abs(each - median) for each in self.recent) if median is not None else 0.0
-        self.recent.append(loss)
-        if median is None or loss <= max(TIMES * median, median + DEVIATIONS * spread):
-            return ""
-        if self.noted:
-            self.noted[0] += 1
-            return ""
-        self.noted = [1, step, loss, median]
-        return f"the loss is {loss:.4g} at step {step}, far above its running median of {median:.4g}"
-
-    def state(self) -> dict[str, Any]:
-        return {"recent": [*self.recent], "noted": self.noted}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.recent = deque(state["recent"], maxlen=WINDOW)
-        self.noted = list(state["noted"])

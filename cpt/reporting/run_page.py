@@ -165,8 +165,6 @@ def show_run(scores: Scores) -> Block:
     stored += "" if growth is None else f", {megabytes(growth)} more with each domain"
     steps_by_row = zip(scores.rows, scores.skipped_steps, strict=False)
     skipped = [f"{count} of {row}" for row, count in steps_by_row if count]
-    jump = "{}: {:.0f}, first at step {:.0f}, {:.4g} against a median of {:.4g}".format
-    spikes = [jump(row, *each) for row, each in zip(scores.rows, scores.spikes, strict=False) if each]
     inside, random = max((each for each in scores.protected_movement if each), default=(0, 0))
     moved = f"at most {inside:.2g} of a stage's squared movement; {random:.2g} of a random one"
     attention = numerics.get("attention", "").replace("auto", "default")
@@ -182,7 +180,6 @@ def show_run(scores: Scores) -> Block:
         "trained": f"{max(scores.trained, default=0):,} parameters",
         "stored by the method": stored,
         "skipped steps, non-finite loss or gradient (on_nonfinite)": ", ".join(skipped),
-        "loss spikes": "; ".join(spikes),
         "movement in the protected subspace": moved * any(scores.protected_movement),
         "numerics": numerics and f"precision {numerics['precision']}, attention {attention}",
         "domain at test time": "must be known" if scores.needs_domain else "need not be known",

@@ -377,7 +377,6 @@ class ContinualTrainer:
             skipped_steps=len(guard.left_out),
             rates=costs.rates,
             protected_movement=movement.noted,
-            spikes=guard.spikes.noted,
         )
 
     def missing(self, number: int) -> list[str]:

@@ -1,14 +1,12 @@
 """Losses and gradients that are no numbers: no step is made on them, and nothing that they spoil is kept."""
 
-import json
-
 import pytest
 import torch
 
 from cpt.methods import ewc, reservoir
 from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
-from cpt.optim.nan_guard import DEVIATIONS, ENOUGH, MOST, TIMES, Spikes, all_finite
+from cpt.optim.nan_guard import MOST, all_finite
 from cpt.trainer.checkpoint import load_stage
 from tests.conftest import ROOT, SMALL
 from tests.methods.test_contract import told
@@ -183,23 +181,3 @@ def test_all_processes_hear_of_one(corpora, cache, tmp_path):
     code, said = ended(process, seconds=60), log.read_text()
     assert code == 0 and told(folder)["skipped"] == [0, 2, 2], said  # of the two since the checkpoint
     assert all_finite(state(folder).values()) and "weights are not finite after step 4 of food" in said
-
-
-CALM, UNEVEN = [4.0] * ENOUGH, [2.0, 3.0, 4.0] * ENOUGH
-
-
-@pytest.mark.parametrize(("calm", "loss", "spike"), [
-    (CALM, TIMES * 4.0 + 0.1, True),
-    (CALM, TIMES * 4.0 - 0.1, False),
-    (CALM[1:], 400.0, False),  # too few to judge by
-    (UNEVEN, 3.0 + DEVIATIONS - 0.1, False),  # as uneven as that
-    (UNEVEN, 3.0 + DEVIATIONS + 0.1, True),
-    ([9.0] * 60 + [1.0] * 60, 2.0, True),  # of the last steps, not of all
-])  # fmt: skip
-def test_a_loss_far_above_its_running_median_is_a_spike(calm, loss, spike):
-    """A stage tells of its first one and counts the others, after it was resumed too."""
-    spikes, other = Spikes(), Spikes()
-    assert [step for step, each in enumerate([*calm, loss]) if spikes.see(step, each)] == [len(calm)] * spike
-    other.load(json.loads(json.dumps(spikes.state())))
-    if spike:
-        assert not other.see(len(calm) + 1, 500.0) and other.noted[:3] == [2, len(calm), loss]

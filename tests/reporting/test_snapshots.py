@@ -62,7 +62,6 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     named["tasks"]["b"] |= {"chance": None, "higher": False, "truncated": 12, "shots": None}
     about = {"method": "ewc", "mask": "migu", "seed": 41, "variant": "strength=5", "needs_domain": True}
     about |= {"loading": 'load("model")', "grown": [2], "skipped_steps": [0, 2, 0, 0]}
-    about |= {"spikes": [[], [3, 7, 9.5, 2], [], []]}
     about |= {"protected_movement": [[], [0.01, 0.5], [0.02, 0.5], []]}
     about |= {"numerics": {"precision": "bf16", "attention": "auto"}}
     about |= {"base": {"name": "tiny", "origin": "folder", "adapted": "the first 2 blocks"}}

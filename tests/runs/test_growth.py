@@ -13,7 +13,7 @@ from tests.support.seams import chosen
 
 pytestmark = pytest.mark.adopts
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
-SAME = ("nll", "metrics", "modules", "seen", "flops", "rates", "spikes", "skipped", "trained", "stored")
+SAME = ("nll", "metrics", "modules", "seen", "flops", "rates", "skipped", "trained", "stored")
 SAME += ("protected_movement", "optimized_metric", "moved", "monitor", "rows", "conditions", "loading")
 
 
