@@ -19,8 +19,8 @@ from measuring import busy, rotated, save, spread, wait_until_quiet
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
 from cpt.optim.nan_guard import NanGuard
-from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import make_trainer
+from cpt.trainer.step_checkpoint import StepCheckpoint
 
 PLACES = (0.0, 0.1, 0.5, 0.9)  # of the domain
 SAVED = 2  # the earliest step at which every counter is above 0

@@ -23,8 +23,8 @@ from cpt.data.options import Domain
 from cpt.loggers.loggers import track
 from cpt.models.memory import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard
-from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import make_trainer
+from cpt.trainer.step_checkpoint import StepCheckpoint
 
 FIRST = 8  # untimed steps in the domain before
 INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from cpt.core.errors import reason
-from cpt.core.preemption import check_signals, leave_all, notice
+from cpt.core.preemption import check_signals, children, leave_all, notice
 from cpt.core.processes import is_distributed, rank_and_world
 
 T = TypeVar("T")
@@ -122,6 +122,12 @@ def leave_together(where: str = "") -> None:
     """Leaves if a signal has come to any process; called by all of them."""
     if number := all_reduce_max(notice.number):
         leave_all(number, where)
+
+
+def fail_together(message: str) -> NoReturn:
+    """Raises ValueError, in all processes alike: the others may end on their own."""
+    children(release=True)
+    raise ValueError(message)
 
 
 def check_all_signals() -> None:

@@ -364,7 +364,7 @@ class ContinualMethod(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         with mark_recorded(self.masks, alone=self.trainer.accumulate_grad_batches == 1):
             terms = self.losses(batch)
-        self.guard.see(terms)
+        self.guard.add_losses(terms)
         if self.trainer.global_step == 0 or self.is_logged():  # the bar has a loss from the first step on
             for term, value in terms.items():
                 name = f"train/{term}/{self.domain.name}"

@@ -36,9 +36,10 @@ from cpt.models.vocabulary import count_entries, fit_rows, warn_of_stale_rows
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Linear
 from cpt.trainer.base_files import save_tokenizer
-from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import drop_optimizer, make_trainer
+from cpt.trainer.preemption import Preemption
 from cpt.trainer.run_dir import checkpoint_files
+from cpt.trainer.step_checkpoint import StepCheckpoint
 
 log = logging.getLogger(__name__)
 FORMAT = 2
@@ -288,8 +289,10 @@ def pretrain(
     alone: dict[str, Any] = {"accelerator": accelerator, "devices": 1, "log_every_n_steps": 10}
     alone |= {"gradient_clip_val": how.gradient_clip_val, "precision": how.precision}
     guard = NanGuard(advice=ADVICE)
-    callbacks = [guard, StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
-    fitting = make_trainer(alone, label="base", steps=steps, callbacks=callbacks)
+    saving = StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)
+    fitting = make_trainer(
+        alone, label="base", steps=steps, callbacks=[guard, saving], preemption=Preemption(saving)
+    )
     with defer_signals():
         fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     drop_optimizer(fitting)

@@ -195,7 +195,7 @@ class Monitor(Callback):
         if router is not None:
             router.begin()
         evaluated = set_mode(module, training=False)
-        with self.compute.aside(), evaluated, trainer.precision_plugin.val_step_context():
+        with self.compute.excluded(), evaluated, trainer.precision_plugin.val_step_context():
             for prepared in loader:
                 batch = trainer.strategy.batch_to_device(prepared)
                 name = names[int(batch["column"])]

@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 import xxhash
-from lightning import LightningModule
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -39,10 +37,8 @@ from cpt.adapters.domain_store import find_domain_params, load_mapped
 from cpt.core.distributed import all_reduce_max, barrier, gather_objects, is_sharded, shard_as
 from cpt.core.errors import FAILED_ALLOCATION, reason
 from cpt.core.files import find_damage, hash_files, sync
-from cpt.core.preemption import leave_all
 from cpt.core.processes import is_distributed, is_first_process, rank_and_world
 from cpt.core.tensors import NamedTensors, check_state, load_tensors, save_state
-from cpt.optim.nan_guard import NanGuard
 
 log = logging.getLogger(__name__)
 SHARDS = "shards"  # in the small file: the folder, its files' hashes, the places of its tensors
@@ -58,50 +54,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return fill_tensors(super().load_checkpoint(path, *args, **kwargs), Path(path))
-
-
-class StepCheckpoint(Callback):
-    """Saves the trainer's state every `every` optimizer steps, after the last, and when a signal asks the run
-    to leave, which it then does. The modules of earlier domains, which a checkpoint has restored, are
-    mapped from the stage file `parts` again."""
-
-    def __init__(self, path: Path, *, every: int, guard: NanGuard, parts: Path | None = None) -> None:
-        self.path, self.every, self.guard, self.parts, self.step = path, every, guard, parts, 0
-
-    def on_load_checkpoint(
-        self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Raises ValueError for a checkpoint without what a callback of this version of cpt stores."""
-        for each in trainer.callbacks:
-            stored = checkpoint["callbacks"].get(each.state_key, {})
-            if each.state_key == "Monitor" and not stored:
-                told = f"{self.path} is of a stage that began without monitor.every"
-                raise ValueError(f"{told}; restore monitor.every, or delete it to train the stage again")
-            if type(each).__module__.startswith("cpt.") and (lacks := {*each.state_dict()} - {*stored}):
-                told = f"{self.path} is of another version of cpt ({type(each).__name__} lacks {min(lacks)})"
-                raise ValueError(f"{told}; delete it to train again from what came before")
-
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.step = trainer.global_step
-        if self.parts is not None:
-            map_stored(pl_module, self.parts)
-        if self.guard.policy == "rollback" and self.step == 0:
-            self.save(trainer, pl_module)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
-        step, leaving = trainer.global_step, self.guard.leaving()
-        if step == self.step:  # an accumulated batch
-            return
-        self.step = step
-        if leaving or step % self.every == 0 or step == trainer.max_steps or trainer.should_stop:
-            self.save(trainer, pl_module)
-        if leaving:
-            place = f"after step {step} of {trainer.max_steps} of {trainer.datamodule.domain.name}"
-            leave_all(leaving, place)
-
-    def save(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.guard.check_weights(trainer, pl_module.parameters())
-        trainer.save_checkpoint(self.path)
 
 
 def save_stage(module: nn.Module, path: Path) -> dict[str, Tensor]:

@@ -17,20 +17,25 @@ from cpt.core.distributed import is_sharded, to_local
 from cpt.core.memory import forget_peak, give_back, peak
 from cpt.core.processes import rank_and_world
 from cpt.data.collate import Batch
+from cpt.evaluation.scores import StageCosts
 from cpt.methods.base import ContinualMethod
 from cpt.models.loading import make_skeleton
 
 ATEN = torch.ops.aten
+
+
+def count_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def count_attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
 ON_CPU = {  # attention on a CPU, which the counter lacks; shapes [B, H, T, D]
-    ATEN._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *rest, **options: (
-        sdpa_flop_count(query, key, value)
-    ),
-    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *rest, **how: (
-        sdpa_backward_flop_count(grad, query, key, value)
-    ),
+    ATEN._scaled_dot_product_flash_attention_for_cpu: count_attention,
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: count_attention_backward,
 }
-
-
 COUNTS = {**flop_registry, **{kernel: shape_wrapper(count) for kernel, count in ON_CPU.items()}}
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -47,42 +52,56 @@ class OperationCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
-        self.known: dict[Any, tuple[Callable[..., int] | None, bool]] = {}
+        # By kernel: what counts its operations, and whether it has to be decomposed first.
+        self.kernels: dict[Any, tuple[Callable[..., int] | None, bool]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in self.known:
+        if func not in self.kernels:
             count = COUNTS.get(getattr(func, "_overloadpacket", func))
-            self.known[func] = count, count is None and func.has_kernel_for_dispatch_key(COMPOSITE)
-        count, composite = self.known[func]
-        if composite:
+            is_composite = count is None and func.has_kernel_for_dispatch_key(COMPOSITE)
+            self.kernels[func] = (count, is_composite)
+
+        count, is_composite = self.kernels[func]
+        if is_composite:
             with self:
                 return func.decompose(*args, **kwargs)
-        out = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         if count is not None:
-            self.total += count(*args, **kwargs, out_val=out)
-        return out
+            self.total += count(*args, **kwargs, out_val=output)
+        return output
 
 
 def own_names(model: PreTrainedModel) -> set[str]:
     """Names of the parameters and buffers of a model's class, without what was attached since."""
-    authors = make_skeleton(model)
-    return {*authors.state_dict(), *(name for name, _ in authors.named_buffers())}
+    plain_model = make_skeleton(model)
+    names = set(plain_model.state_dict())
+    names.update(name for name, _ in plain_model.named_buffers())
+    return names
 
 
-def stored_beside(module: ContinualMethod, state: dict[str, Tensor]) -> int:
+def stored_beside(module: ContinualMethod, state: Mapping[str, Tensor]) -> int:
     """Bytes that a method stores in its state_dict and other buffers beyond its `model`'s own weights."""
-    return stored_bytes(dict(module.named_buffers()) | state, own_names(module.model))
+    return stored_bytes(dict(module.named_buffers()) | dict(state), own_names(module.model))
 
 
-def stored_bytes(state: Mapping[str, Tensor], own: set[str]) -> int:
-    """Bytes of a method's tensors beyond the model's own weights; a tensor with two names counts once."""
-    sizes, inside = dict[int, int](), {f"model.{name}" for name in own}
-    for name, each in state.items():
-        if name.replace(".base_layer", "") not in inside:  # where peft moves the weight of a layer
-            place = to_local(each).untyped_storage()._cdata if is_sharded(each) else each.data_ptr()
-            sizes[place] = each.nbytes
+def stored_bytes(state: Mapping[str, Tensor], model_names: set[str]) -> int:
+    """Bytes of a method's tensors beyond the weights of its model, whose names in the model are
+    `model_names`. A tensor with two names counts once."""
+    names_in_method = {f"model.{name}" for name in model_names}
+    sizes: dict[int, int] = {}  # by address
+    for name, tensor in state.items():
+        if name.replace(".base_layer", "") in names_in_method:  # where peft moves the weight of a layer
+            continue
+        sizes[address_of(tensor)] = tensor.nbytes
     return sum(sizes.values())
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor lies in memory; of a sharded one its local rows."""
+    if is_sharded(tensor):
+        return to_local(tensor).untyped_storage()._cdata
+    return tensor.data_ptr()
 
 
 def trained_parameters(module: nn.Module) -> int:
@@ -99,104 +118,161 @@ class CostMonitor(Callback):
     of its checkpoint."""
 
     def __init__(self) -> None:
-        self.tokens, self.memory = 0, 0
+        self.tokens = 0
+        self.memory = 0
         self.rates: list[float] = []  # of the first step, highest, of the last
         self.flops = {"before": 0, "step": 0, "after": 0}
-        self.counter: OperationCounter | None = None
-        self.counted_to = self.counted = self.left_out = 0  # the last step that is counted, and how many are
-        self.paced = (0, 0, 0.0)  # step, tokens and time of the last point of the curves
 
-    def costs(self, trainer: Trainer) -> dict[str, int]:
-        """Sums of all processes, memory of the one that needs most. Every process has to call it."""
+        self.counter: OperationCounter | None = None  # while operations are counted
+        self.excluded_flops = 0  # of the current count
+        self.num_counted_steps = 0
+        self.last_counted_step = 0
+
+        # The last point of the curves of throughput.
+        self.point_step = 0
+        self.point_tokens = 0
+        self.point_time = 0.0
+
+    def stage_costs(self, trainer: Trainer) -> StageCosts:
+        """What is measured here of a stage's costs: sums of all processes, memory of the one that needs most.
+        Every process has to call it."""
         flops = self.flops["before"] + self.flops["step"] * trainer.global_step + self.flops["after"]
-        own = torch.tensor([self.tokens, flops], dtype=torch.float64, device=trainer.strategy.root_device)
         # float64: exact up to 2^53 tokens, and to 16 digits beyond.
-        tokens, flops = trainer.strategy.reduce(own, reduce_op="sum").tolist()
-        return {"seen": int(tokens), "flops": int(flops), "memory": self.memory}
+        counts = torch.tensor([self.tokens, flops], dtype=torch.float64, device=trainer.strategy.root_device)
+        total_tokens, total_flops = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
+        return StageCosts(
+            tokens_read=int(total_tokens),
+            flops=int(total_flops),
+            memory=self.memory,
+            rates=self.rates,
+        )
 
-    def begin(self) -> None:
+    def start_counting(self) -> None:
         self.counter = OperationCounter()
         self.counter.__enter__()
 
-    def end(self, phase: str) -> None:
+    def stop_counting(self, phase: str) -> None:
+        """Stores the operations since `start_counting` as those of a phase, if they are counted."""
         if self.counter is not None:
             self.counter.__exit__(None, None, None)
-            self.flops[phase] = self.counter.total - self.left_out
-            self.counter, self.left_out = None, 0
+            self.flops[phase] = self.counter.total - self.excluded_flops
+            self.counter = None
+            self.excluded_flops = 0
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Leaves out the operations of what is not part of the stage."""
-        before = self.counter.total if self.counter else 0
+    def excluded(self) -> Iterator[None]:
+        """Within, operations are not counted: they are not part of the stage."""
+        if self.counter is None:
+            yield
+            return
+        total_before = self.counter.total
         yield
-        self.left_out += self.counter.total - before if self.counter else 0
+        self.excluded_flops += self.counter.total - total_before
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         give_back()
         forget_peak(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.paced = trainer.global_step, self.tokens, time.perf_counter()
-        self.counted_to = 0  # of a try that was rolled back
+        self.start_point(trainer.global_step)
+        self.last_counted_step = 0  # an attempt may have been rolled back
         if trainer.global_step == 0:
-            self.begin()
+            self.start_counting()
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Batch, at: int) -> None:
-        settled = min(getattr(cast(Any, module), "settled", 0), trainer.max_steps - 1)
-        if self.flops["step"] == 0 and self.counted_to <= trainer.global_step:
-            self.end("before")
-            if trainer.global_step < settled:
-                return
-            self.begin()
-            self.counted = min(getattr(module, "period", 1), trainer.max_steps - trainer.global_step)
-            self.counted_to = trainer.global_step + self.counted
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        is_counted = self.flops["step"] != 0 or self.last_counted_step > trainer.global_step
+        if is_counted:
+            return
+        self.stop_counting("before")
 
-    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        method = cast(ContinualMethod, pl_module)
+        first_counted_step = min(method.settled, trainer.max_steps - 1)
+        if trainer.global_step >= first_counted_step:
+            self.start_counting()
+            self.num_counted_steps = min(method.period, trainer.max_steps - trainer.global_step)
+            self.last_counted_step = trainer.global_step + self.num_counted_steps
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         rate = float(optimizer.param_groups[0]["lr"])
-        first, highest, _ = self.rates or [rate] * 3
+        if not self.rates:
+            self.rates = [rate, rate, rate]
+            return
+        first, highest, _ = self.rates
         self.rates = [first, max(highest, rate), rate]
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, at: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step = trainer.global_step
-        if step == self.counted_to and self.counter is not None:
-            self.end("step")
-            self.flops["step"] //= self.counted
-        present = batch.get("attention_mask")
-        self.tokens += batch["input_ids"].numel() if present is None else int(present.sum())
-        if "decoder_input_ids" in batch:  # without padding
-            self.tokens += len(batch["positions"])
-        last, tokens, then = self.paced
-        if step != last and step % trainer.log_every_n_steps == 0:
-            self.paced = step, self.tokens, time.perf_counter()
-            per_s = (self.tokens - tokens) / (self.paced[2] - then)
-            for name, value in (("tokens", float(self.tokens)), ("tokens_per_s", per_s)):
-                module.log(f"train/{name}/{module.domain.name}", value, sync_dist=True, reduce_fx="sum")
+        if step == self.last_counted_step and self.counter is not None:
+            self.stop_counting("step")
+            self.flops["step"] //= self.num_counted_steps
+
+        self.tokens += count_tokens(batch)
+        if step != self.point_step and step % trainer.log_every_n_steps == 0:
+            self.log_throughput(step, pl_module)
+
+    def log_throughput(self, step: int, module: Any) -> None:
+        """Logs the tokens read so far, and those per second since the last point."""
+        previous_tokens = self.point_tokens
+        previous_time = self.point_time
+        self.start_point(step)
+        tokens_per_s = (self.tokens - previous_tokens) / (self.point_time - previous_time)
+
+        domain = module.domain.name
+        module.log(f"train/tokens/{domain}", float(self.tokens), sync_dist=True, reduce_fx="sum")
+        module.log(f"train/tokens_per_s/{domain}", tokens_per_s, sync_dist=True, reduce_fx="sum")
+
+    def start_point(self, step: int) -> None:
+        self.point_step = step
+        self.point_tokens = self.tokens
+        self.point_time = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.begin()
+        self.start_counting()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.end("after")
+        self.stop_counting("after")
         self.memory = max(self.memory, peak(trainer.strategy.root_device))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.end("before")
+        self.stop_counting("before")
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"tokens": self.tokens, "memory": self.memory, "rates": self.rates, **self.flops}
-        return own | {"processes": rank_and_world()[1]}
+        _, num_processes = rank_and_world()
+        return {
+            "tokens": self.tokens,
+            "memory": self.memory,
+            "rates": self.rates,
+            **self.flops,
+            "processes": num_processes,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The counts are those of one process: with another number of processes each takes its share."""
-        then, now = state["processes"], rank_and_world()[1]
-        self.memory, self.rates = state["memory"], list(state["rates"])
-        self.tokens = round(state["tokens"] * then / now)
-        self.flops = {phase: round(state[phase] * then / now) for phase in self.flops}
+        stored_processes = state["processes"]
+        _, num_processes = rank_and_world()
+        self.memory = state["memory"]
+        self.rates = list(state["rates"])
+        self.tokens = round(state["tokens"] * stored_processes / num_processes)
+        for phase in self.flops:
+            self.flops[phase] = round(state[phase] * stored_processes / num_processes)
+
+
+def count_tokens(batch: Any) -> int:
+    """The tokens that a model reads of a batch, without padding."""
+    mask = batch.get("attention_mask")
+    num_tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
+    if "decoder_input_ids" in batch:
+        num_tokens += len(batch["positions"])
+    return num_tokens
 
 
 @contextmanager
-def time_phase(took: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds the seconds of a phase to those of others."""
-    began = time.perf_counter()
+def time_phase(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the seconds of a phase to those that it has taken before."""
+    start_time = time.perf_counter()
     yield
-    took[phase] = took.get(phase, 0.0) + time.perf_counter() - began
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start_time

@@ -49,7 +49,6 @@ from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
 from cpt.trainer.chat_date import date_chats
 from cpt.trainer.checkpoint import (
-    StepCheckpoint,
     check_stage,
     link_weights,
     map_stored,
@@ -63,7 +62,9 @@ from cpt.trainer.export_check import HeldOutSample, check_export, draw_sample
 from cpt.trainer.lightning import drop_optimizer, join_processes, make_trainer
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.plan import Plan
+from cpt.trainer.preemption import Preemption
 from cpt.trainer.run_dir import BY_CONTENT, RunDir
+from cpt.trainer.step_checkpoint import StepCheckpoint
 
 log = logging.getLogger(__name__)
 HEAVIEST = 20  # modules that a text's row names, of more
@@ -331,7 +332,9 @@ class ContinualTrainer:
             monitors = [Monitor(replace(plan.monitor, every=every), observer, self.data, costs)]
         guard = NanGuard(policy=plan.run.on_nonfinite)
         parts = self.run.stage(number - 1) if self.to_disk else None
-        saving = StepCheckpoint(checkpoint, every=plan.trainer.checkpoint_every, guard=guard, parts=parts)
+        saving = StepCheckpoint(
+            checkpoint, every=plan.trainer.checkpoint_every, guard=guard, stage_path=parts
+        )
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.tokens_read))
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
@@ -345,6 +348,7 @@ class ContinualTrainer:
                     loggers=self.loggers,
                     steps=self.data.steps(domain),
                     callbacks=callbacks,
+                    preemption=Preemption(saving),
                 )
                 begun = str(checkpoint) if checkpoint.exists() else None
                 try:
@@ -365,17 +369,11 @@ class ContinualTrainer:
         if self.to_disk:
             barrier()  # until the first process has written it
             map_stored(self.module, path)
-        trained = trained_parameters(self.module)
-        stored = stored_beside(self.module, state)
-        counts = costs.costs(fitting)  # of all processes
-        return StageCosts(
-            trained=trained,
-            stored=stored,
-            tokens_read=counts["seen"],
-            flops=counts["flops"],
-            memory=counts["memory"],
-            skipped_steps=len(guard.left_out),
-            rates=costs.rates,
+        return replace(
+            costs.stage_costs(fitting),
+            trained=trained_parameters(self.module),
+            stored=stored_beside(self.module, state),
+            skipped_steps=len(guard.skipped_steps),
             protected_movement=movement.noted,
         )
 

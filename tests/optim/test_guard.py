@@ -6,7 +6,7 @@ import torch
 from cpt.methods import ewc, reservoir
 from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
-from cpt.optim.nan_guard import MOST, all_finite
+from cpt.optim.nan_guard import MAX_FAILURES, all_finite
 from cpt.trainer.checkpoint import load_stage
 from tests.conftest import ROOT, SMALL
 from tests.methods.test_contract import told
@@ -91,11 +91,11 @@ def test_rolling_back_leaves_out_all_steps_since_the_checkpoint(step, small, sta
 def test_only_steps_in_a_row_and_rollbacks_are_too_many(small, start, spoiled, tmp_path):
     for policy, every in (("skip", 1), ("rollback", 2)):
         spoiled(NAN, steps=range(0, 1000, every))
-        with pytest.raises(ValueError, match=f"and so was {MOST} times before"):
+        with pytest.raises(ValueError, match=f"and so was {MAX_FAILURES} times before"):
             start(small(ORDER, f"on_nonfinite={policy}", "trainer.steps=60"), tmp_path / policy)
-    spoiled(NAN, steps=range(0, 2 * MOST + 4, 2))
+    spoiled(NAN, steps=range(0, 2 * MAX_FAILURES + 4, 2))
     start(small("order=[law]", "on_nonfinite=skip", "trainer.steps=26"), tmp_path / "some")
-    assert told(tmp_path / "some")["skipped"] == [0, MOST + 2]
+    assert told(tmp_path / "some")["skipped"] == [0, MAX_FAILURES + 2]
 
 
 def test_a_killed_run_knows_what_it_left_out(small, start, spoiled, killing, tmp_path):
@@ -109,7 +109,9 @@ def test_a_killed_run_knows_what_it_left_out(small, start, spoiled, killing, tmp
         if len(steps) == 1:
             start(small(*options), folder)
             assert told(folder)["skipped"] == [0, 1, 0]
-    with pytest.raises(ValueError, match=rf"at step {2 + MOST} of law, and so was {MOST} times before"):
+    with pytest.raises(
+        ValueError, match=rf"at step {2 + MAX_FAILURES} of law, and so was {MAX_FAILURES} times before"
+    ):
         start(small(*options), folder)
 
 

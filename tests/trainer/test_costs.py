@@ -45,6 +45,9 @@ class Two(nn.Module):
 
 
 class Counted(LightningModule):
+    period = 1  # as of a method
+    settled = 0
+
     def __init__(self, passes):
         super().__init__()
         self.net, self.passes = Two(), passes
@@ -80,7 +83,7 @@ def fitted(*, steps=3, accumulate=1, **passes):
     options = {"accelerator": "cpu", "accumulate_grad_batches": accumulate}
     work = make_trainer(options, label="", steps=steps, callbacks=[compute])
     work.fit(module)
-    return compute.costs(work)
+    return compute.stage_costs(work)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +98,8 @@ def fitted(*, steps=3, accumulate=1, **passes):
 )
 def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(given, flops):
     found = fitted(**given)
-    assert found["flops"] == flops
-    assert found["seen"] == (3 * (10 + 12) if "accumulate" in given else 10 + 12 + 10)
+    assert found.flops == flops
+    assert found.tokens_read == (3 * (10 + 12) if "accumulate" in given else 10 + 12 + 10)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -117,10 +120,10 @@ def test_of_steps_that_differ_the_mean_of_a_period_is_counted(monkeypatch):
         return sum(self.net(batch["input_ids"]) for _ in range(passes))
 
     monkeypatch.setattr(Counted, "training_step", alternating)
-    assert fitted(steps=4)["flops"] == 4 * 3 * ONE
-    monkeypatch.setattr(Counted, "period", 2, raising=False)
-    assert fitted(steps=4)["flops"] == 4 * 2 * ONE
-    assert fitted(steps=1)["flops"] == 3 * ONE
+    assert fitted(steps=4).flops == 4 * 3 * ONE
+    monkeypatch.setattr(Counted, "period", 2)
+    assert fitted(steps=4).flops == 4 * 2 * ONE
+    assert fitted(steps=1).flops == 3 * ONE
 
 
 def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(monkeypatch):
@@ -128,10 +131,10 @@ def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(monkey
         return sum(self.net(batch["input_ids"]) for _ in range(min(self.trainer.global_step, 1) + 1))
 
     monkeypatch.setattr(Counted, "training_step", growing)
-    monkeypatch.setattr(Counted, "settled", 1, raising=False)
-    assert fitted(steps=4)["flops"] == 4 * 2 * ONE
-    assert fitted(steps=4, before=2)["flops"] == 4 * 2 * ONE + 2 * FORWARD
-    assert fitted(steps=1)["flops"] == ONE
+    monkeypatch.setattr(Counted, "settled", 1)
+    assert fitted(steps=4).flops == 4 * 2 * ONE
+    assert fitted(steps=4, before=2).flops == 4 * 2 * ONE + 2 * FORWARD
+    assert fitted(steps=1).flops == ONE
 
 
 WORKERS = """

@@ -26,7 +26,7 @@ from cpt.trainer.checkpoint import (
     save_stage,
 )
 from cpt.trainer.evaluators import LMEvalEvaluator
-from cpt.trainer.lightning import shard_state
+from cpt.trainer.fsdp_strategy import shard_state
 from cpt.trainer.run_dir import RunDir
 from cpt.verify import damage_in_run
 from tests.runs.reading import same_state

@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer import auto, build, check_model
 from cpt.trainer.auto import choose_devices, choose_num_workers, choose_precision
-from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.plan import make_plan
+from cpt.trainer.step_checkpoint import StepCheckpoint
 from tests.runs.reading import told_by
 from tests.support.making import made
 
