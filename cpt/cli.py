@@ -23,7 +23,6 @@ from cpt.core.config import CONF
 from cpt.core.errors import readable
 from cpt.core.output import closing_output
 from cpt.core.processes import SPINS, is_one_of_several, is_submitit_job
-from cpt.core.renames import rename_overrides
 from cpt.train import train
 from cpt.trainer.help import FLAG, describe_options
 
@@ -47,7 +46,7 @@ def start() -> None:
     """Does what the arguments say. A `_target_` may name a module in the working directory."""
     sys.path.append(os.getcwd())  # last: no file there hides a library
     utils.run_and_report = run_step  # type: ignore[assignment]
-    sys.argv = to_hydra(rename_overrides(sys.argv))
+    sys.argv = to_hydra(sys.argv)
     with closing_output(), readable():  # --help is not a step of Hydra's
         if "--version" in sys.argv:
             print(f"cpt {__version__}")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from cpt.core.errors import readable
 from cpt.core.output import run_program
-from cpt.core.renames import warn
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import Change, Losses, compare_losses
 from cpt.evaluation.scores import Scores, encode
@@ -67,14 +66,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
     said = "nats per token, default 0"
     gain, loss = "least improvement of each new text", "largest rise of the loss on each old text"
-    parser.add_argument("--min-gain", "--gain", type=float, default=0.0, help=f"{gain}; {said}")
-    parser.add_argument("--max-forgetting", "--loss", type=float, default=0.0, help=f"{loss}; {said}")
+    parser.add_argument("--min-gain", type=float, default=0.0, help=f"{gain}; {said}")
+    parser.add_argument("--max-forgetting", type=float, default=0.0, help=f"{loss}; {said}")
     parser.add_argument("--since", metavar="ROW", help="row to compare with; default: the last but one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
-    for old, new in (("--gain", "--min-gain"), ("--loss", "--max-forgetting")):
-        if any(each.partition("=")[0] == old for each in arguments):
-            warn(old, new)
     place = RunDir(given.run)
     with readable(code=UNKNOWN):
         for name, value in (("min-gain", given.min_gain), ("max-forgetting", given.max_forgetting)):

@@ -15,7 +15,6 @@ from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF, digest, identity, plain_config
 from cpt.core.errors import readable, unknown_name
 from cpt.core.exceptions import format_value
-from cpt.core.renames import rename_keys
 from cpt.core.resolved import resolve_once, resolve_sweep_folder
 from cpt.core.schema import NonNegative, Text, check_value, fits
 from cpt.core.secrets import hide_environment, redact, redact_file
@@ -51,7 +50,6 @@ class Checked(Callback):
     """Hydra callback that rejects an invalid config before a folder is made for it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        rename_keys(config)
         with readable():
             check_working_folder(config)
             resolve_once(config)
@@ -70,7 +68,6 @@ class Checked(Callback):
                 redact_file(folder / name)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        rename_keys(config)
         with readable():
             check_working_folder(config)
             resolve_sweep_folder(config)
