@@ -30,8 +30,13 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Evaluation": ("downstream-tasks.md", "lm-eval.md", "compare.md", "reproduce.md", "tracking.md"),
     "Operation": (
-        *("plan.md", "sweeps.md", "tune.md", "distributed.md", "resume.md", "release.md", "operation.md"),
-        "advise.md",
+        "plan.md",
+        "sweeps.md",
+        "tune.md",
+        "distributed.md",
+        "resume.md",
+        "release.md",
+        "operation.md",
     ),
     "Reference": ("options.md", "cli.md", "files.md", "support.md", "fidelity.md", "extend.md"),
     "Options": tuple(

@@ -15,7 +15,6 @@ def run_few(names: Iterable[Any], few: Collection[Any]) -> list:
 # What rests until `pytest -m campaign`, a line each: file and test without test_, and a regular expression
 # for whole names of rows; all of the test where there is none.
 TABLE = r"""
-advise an_advice_is_planned_run_stopped_gone_on_with_and_told
 loader_processes a_loader_process_that_ends_is_told_in_a_line os._exit\(3\)-spawn|os.kill.*
 loader_processes a_batch_that_cannot_be_sent_ends_the_run_instead_of_being_waited_for spawn
 loader_processes loader_processes_work_below_a_long_temporary_folder fork
