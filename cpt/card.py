@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
     place = RunDir(parser.parse_args(arguments).run)
     with readable():
-        scores = place.scores()
+        scores = place.load_scores()
         if scores is None or not scores.run["finished"] or len(scores.rows) < 2:
             allowed = "the folder of a finished run that trained"
             raise ValueError(f"RUN={place.path} is invalid. Allowed: {allowed}")

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         for name, value in (("min-gain", given.min_gain), ("max-forgetting", given.max_forgetting)):
             if not math.isfinite(value):
                 raise ValueError(f"--{name}={value} is invalid. Allowed: nats per token, a finite number")
-        scores = place.scores()
+        scores = place.load_scores()
         if scores is None or not scores.run["finished"]:
             why = "it has no scores.json" if scores is None else scores.state
             raise ValueError(f"RUN={place.path} is invalid: {why}. Allowed: the folder of a finished run")
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
                 raise ValueError(f"{wrong}; restore them from a backup")
         how = {"since": since, "gain": given.min_gain, "loss": given.max_forgetting}
         changes, unmeasured = judge_run(scores, before, after, **how)
-        damage = [line for line in place.lost(full=True) if not line.startswith("report.")]
+        damage = [line for line in place.find_damaged_outputs(full=True) if not line.startswith("report.")]
     failed = [*damage, *(f"{e.text} {e.verdict}" for e in changes if e.verdict not in PASSES)]
     failed += [f"{name} not measured" for name in unmeasured]
     fails = damage or any(each.low > each.most for each in changes)

@@ -56,8 +56,8 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
         with open_run_dir(plan, run) as plan:
             plan = order_domains(plan)  # by their texts, if so configured
             check_manifest(plan, run)
-            scores = run.scores() if is_complete(run.scores(), plan) else None
-            if scores is not None and (lost := run.lost(full=is_full)):
+            scores = run.load_scores() if is_complete(run.load_scores(), plan) else None
+            if scores is not None and (lost := run.find_damaged_outputs(full=is_full)):
                 log.info("Rebuilding %s without training: %s", run.path, "; ".join(lost[:5]))
                 scores = None
             if scores is None:
@@ -128,7 +128,9 @@ def is_complete(scores: Scores | None, plan: Plan) -> bool:
     if scores is None or not scores.run["finished"]:
         return False
     is_same = scores.policy == plan.evaluation.policy and scores.run["order"] == plan.order
-    return is_same and all(getattr(scores, kind).get("hash") == own for kind, own in plan.digests.items())
+    return is_same and all(
+        getattr(scores, kind).get("hash") == own for kind, own in plan.evaluation_hashes.items()
+    )
 
 
 def is_done(cfg: DictConfig, run_dir: Path) -> bool:
@@ -140,9 +142,9 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
         plan = load_cached_order(make_plan(cfg))
     except HydraException as error:
         raise ValueError(reason(error)) from error
-    if plan is None or run.changes((plan := resolve_stored(plan, run)).settings):
+    if plan is None or run.find_config_changes((plan := resolve_stored(plan, run)).settings):
         return False
-    if not is_complete(run.scores(), plan) or run.lost(full=False):
+    if not is_complete(run.load_scores(), plan) or run.find_damaged_outputs(full=False):
         return False
     then, given = Manifest.load(run), plan.model.name_or_path
     if then is None or then.order != plan.order:

@@ -56,10 +56,10 @@ def damage_in_run(folder: Path) -> Iterator[str]:
         last = len(scores.rows) - 1
         run.check_documents(last + 1)
         if scores.run["finished"]:
-            kept = run.stage(last).parent.is_dir()  # else removed by cpt.clean
-            stages = map(run.stage, range(1 if keeps else max(1, last), last + 1) if kept else ())
+            kept = run.stage_path(last).parent.is_dir()  # else removed by cpt.clean
+            stages = map(run.stage_path, range(1 if keeps else max(1, last), last + 1) if kept else ())
             gone = [f"{path} is missing; restore it from a backup" for path in stages if not path.exists()]
-            if lost := [*gone, *run.lost(full=True)]:
+            if lost := [*gone, *run.find_damaged_outputs(full=True)]:
                 raise ValueError(f"{folder}: {'; '.join(lost)}")
 
     read_table = partial(pq.read_table, page_checksum_verification=True)

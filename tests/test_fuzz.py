@@ -198,7 +198,7 @@ def check_run(
             place = RunDir(run)
             place.check_config(SETTINGS)
             OmegaConf.load(place.config)
-            place.lost(full=True)
+            place.find_damaged_outputs(full=True)
             place.check_documents(2)
 
 

@@ -253,7 +253,9 @@ def build_data(
         importance_samples=options.importance_samples,
         workers=machine.num_workers,
         eval_tokens=plan.settings["eval"]["max_tokens"],
-        validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
+        validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)}
+        if plan.has_monitor
+        else {},
     )
 
 

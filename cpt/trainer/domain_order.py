@@ -29,7 +29,7 @@ CHARACTERS_READ = 20_000  # of a document, at most
 def order_domains(plan: Plan) -> Plan:
     """The plan with its domains in order. Texts that decide it are read and embedded, unless the cache has
     their similarity. Raises ValueError for a plan that cannot be run, before any text is read."""
-    if not plan.by_texts:
+    if not plan.is_ordered_by_texts:
         return plan
     if (known := load_cached_order(plan)) is None:
         from cpt.trainer import build, check_model  # load torch
@@ -47,7 +47,7 @@ def order_domains(plan: Plan) -> Plan:
 
 def load_cached_order(plan: Plan) -> Plan | None:
     """The plan with its domains in order; None if that takes reading the texts."""
-    if not plan.by_texts:
+    if not plan.is_ordered_by_texts:
         return plan
     folder = similarity_folder(plan)
     if artifact_damage(folder):  # make_once makes it again

@@ -146,7 +146,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     data = build_data(plan, machine, corpora, start, module)
     log_settings(plan, machine, module, data)
     folder = find_started(plan, place)
-    scores = folder.scores()
+    scores = folder.load_scores()
     state = "new" if scores is None else scores.state
     if scores is not None and folder is not place:
         state = f"continues {folder.path} ({state})"
@@ -166,7 +166,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     profiles = profile_run(plan, machine, corpora, start, module, data)
     measured = {"end tasks": plan.endtasks, "answers": plan.answers, "benchmark": plan.benchmark}
     left_out = [name for name, asked in measured.items() if asked is not None]
-    left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
+    left_out += ["monitoring"] * plan.has_monitor + ["generated text"] * plan.mixture.generates
     left_out += [f"training of {start.lacks}"] * bool(start.lacks)
     grows = type(module).expand is not ContinualMethod.expand
     about |= {"lower_bound": grows and len(stages) > len(profiles), "not_included": left_out}
@@ -195,9 +195,9 @@ def count_work(
         steps, left, tokens = data.steps(stage) if number else 0, columns, 0.0
         left_steps = steps if number >= done else 0
         if scores and number < done:
-            there = number in (0, done - 1) or place.stage(number).exists()
+            there = number in (0, done - 1) or place.stage_path(number).exists()
             left = [text for text in columns if there and text not in scores.measured(number)]
-        elif (path := place.checkpoint(number, stage.name)).exists():
+        elif (path := place.checkpoint_path(number, stage.name)).exists():
             with contextlib.suppress(Exception):  # the run reports a damaged one
                 left_steps -= int(load_tensors(path)["global_step"])
         if number:

@@ -115,7 +115,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     join_processes(machine.lightning_arguments(plan.trainer))
     check_same_settings(plan)
     check_same_date(plan)
-    scores, new = run.scores(), build.empty_scores(plan, machine, corpora, base, data)
+    scores, new = run.load_scores(), build.empty_scores(plan, machine, corpora, base, data)
     then = {} if scores is None else scores.versions
     if other := [
         f"{name} {then[name]} -> {now}" for name, now in new.versions.items() if then.get(name, now) != now
@@ -284,7 +284,7 @@ class ContinualTrainer:
         done = len(self.scores.rows)
         for number, row in enumerate(list(self.scores.rows)):
             missing = self.missing(number)
-            if missing and (number == self.at or self.run.stage(number).exists()):
+            if missing and (number == self.at or self.run.stage_path(number).exists()):
                 self.scores.run["finished"] = False
                 self.restore(number)
                 log.info("Scoring %d more texts after %s", len(missing), row)
@@ -303,7 +303,7 @@ class ContinualTrainer:
         """Loads the module's state after a stage, if it has another."""
         if number == self.at:
             return
-        path = self.run.stage(number)
+        path = self.run.stage_path(number)
         check_stage(path, instead=f"delete {self.run.path} to start again")
         for domain in self.data.domains[:number]:
             self.module.expand_to(domain)
@@ -313,7 +313,7 @@ class ContinualTrainer:
 
     def fit_stage(self, number: int, domain: Domain) -> StageCosts:
         """Trains one stage, from its checkpoint if it has one."""
-        plan, checkpoint = self.plan, self.run.checkpoint(number, domain.name)
+        plan, checkpoint = self.plan, self.run.checkpoint_path(number, domain.name)
         if checkpoint.exists():
             instead = f"delete it to train on {domain.name} again; what came before is kept"
             check_state(checkpoint, instead=instead, key="pytorch-lightning_version")
@@ -325,13 +325,13 @@ class ContinualTrainer:
         self.module.setup_stage(domain)
         self.module.train()
         costs, movement, monitors = CostMonitor(), ProtectedMovement(), list[Monitor]()
-        if plan.watches:
+        if plan.has_monitor:
             watcher = plan.observer
             observer = watcher.open(self.run, self.data, domain) if watcher.given else MonitorObserver()
             every = int(plan.monitor.every or -(-self.data.steps(domain) // watcher.evaluations))
             monitors = [Monitor(replace(plan.monitor, every=every), observer, self.data, costs)]
         guard = NanGuard(policy=plan.run.on_nonfinite)
-        parts = self.run.stage(number - 1) if self.to_disk else None
+        parts = self.run.stage_path(number - 1) if self.to_disk else None
         saving = StepCheckpoint(
             checkpoint, every=plan.trainer.checkpoint_every, guard=guard, stage_path=parts
         )
@@ -364,7 +364,7 @@ class ContinualTrainer:
             budget = {"budget": observed} if observed else {}
             self.scores.monitor[domain.name] = asdict(each.record) | budget
         check_finite(self.module.state_dict(), domain.name)
-        path = self.run.stage(number)
+        path = self.run.stage_path(number)
         state = save_stage(self.module, path)
         if self.to_disk:
             barrier()  # until the first process has written it
@@ -460,7 +460,7 @@ class ContinualTrainer:
             if not each.missing(number):
                 continue
             row, group = self.scores.rows[number], each.GROUP
-            if number != self.at and not self.run.stage(number).exists():
+            if number != self.at and not self.run.stage_path(number).exists():
                 if number <= max(self.scores.grown, default=0):
                     log.info("Skipping %s after %s: its weights were not kept", group, row)
                     continue
@@ -477,7 +477,9 @@ class ContinualTrainer:
 
     def collect(self, evaluator: Evaluator) -> None:
         """Takes over the results of an evaluator so far."""
-        results = evaluator.results(len(self.scores.rows)) | {"hash": self.plan.digests[evaluator.KIND]}
+        results = evaluator.results(len(self.scores.rows)) | {
+            "hash": self.plan.evaluation_hashes[evaluator.KIND]
+        }
         self.scores.set_results(evaluator.KIND, results)
 
     def save_scores(self) -> None:
@@ -543,7 +545,7 @@ class ContinualTrainer:
         scores.run["finished"] = True
         write_pages(run.path, scores)
         run.write_checksums()
-        if (last := run.stage(len(scores.rows) - 1)).exists():
+        if (last := run.stage_path(len(scores.rows) - 1)).exists():
             with files.writing(last):
                 link_weights(last, run.model)
         log_scores(self.loggers, scores, folder=run.path)

@@ -106,7 +106,7 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
         return
     before, old, is_longer = deepcopy(then), then.order, is_beginning(then.order, plan.order)
     new, gone = ([name for name in a if name not in b] for a, b in ((plan.order, old), (old, plan.order)))
-    why = why_not_growable(plan) if is_longer or (plan.by_texts and (new or gone)) else ""
+    why = why_not_growable(plan) if is_longer or (plan.is_ordered_by_texts and (new or gone)) else ""
     if old != list(plan.order) and (why or not is_longer):
         differences = [f"{kind}: {join_first(each)}" for kind, each in (("new", new), ("gone", gone)) if each]
         told = ", ".join(differences) or f"{join_first(old)} -> {join_first(plan.order)}"
@@ -271,18 +271,22 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
             sibling, manifest = RunDir(folder), Manifest.load(RunDir(folder))
             order = manifest.order if manifest else []
             # Where texts decide the order, it is not known yet.
-            begins = set() < {*order} < {*plan.order} if plan.by_texts else is_beginning(order, plan.order)
-            scores = sibling.scores() if begins and sibling.config.exists() else None
+            begins = (
+                set() < {*order} < {*plan.order}
+                if plan.is_ordered_by_texts
+                else is_beginning(order, plan.order)
+            )
+            scores = sibling.load_scores() if begins and sibling.config.exists() else None
             if manifest is None or scores is None or not scores.run["finished"]:
                 continue
             if scores.run["method"] != plan.names["method"]:
                 continue
             gone = [name for name in manifest.texts if name not in (*plan.order, GENERAL)]
-            differences = sibling.changes(resolve_stored(plan, sibling).settings)
+            differences = sibling.find_config_changes(resolve_stored(plan, sibling).settings)
             differences = differences or [f"the text of {name} is not in the order" for name in gone]
             differences = differences or list(manifest.changes(plan))
             trained = len(scores.rows) > 1  # method=none has no stages
-            if not differences and trained and not sibling.stage(len(scores.rows) - 1).exists():
+            if not differences and trained and not sibling.stage_path(len(scores.rows) - 1).exists():
                 differences = ["the file of its last stage was removed"]
             near.append((bool(differences), -len(order), len(differences), folder, order, differences))
         except (ValueError, OSError, YAMLError) as error:

@@ -130,12 +130,12 @@ class Plan(Sections):
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
     @property
-    def by_texts(self) -> bool:
+    def is_ordered_by_texts(self) -> bool:
         """Whether the domains' texts decide their order."""
         return orders.by_texts(self.run.order)
 
     @property
-    def watches(self) -> bool:
+    def has_monitor(self) -> bool:
         """Whether other text is evaluated while a domain is trained."""
         return self.monitor.every is not None or bool(self.observer.given)
 
@@ -146,7 +146,7 @@ class Plan(Sections):
         return own if isinstance(own, ReplayConfig) else self.replay
 
     @property
-    def digests(self) -> dict[str, str]:
+    def evaluation_hashes(self) -> dict[str, str]:
         """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
         in scores.json."""
         measured = {"endtask": self.endtasks, "answers": self.answers, "benchmark": self.benchmark}
@@ -260,7 +260,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         if not scores.exists() or not Scores.load(scores).run["finished"]:
             told = f"init_from={folder} is invalid: no finished run"
             raise ValueError(f"{told}. Allowed: null, or the folder of one")
-        lost = RunDir(Path(folder)).lost(full=read.run.verify_inputs == "full")
+        lost = RunDir(Path(folder)).find_damaged_outputs(full=read.run.verify_inputs == "full")
         if damage := [each for each in lost if not each.startswith(("report.", "report-"))]:
             told = f"init_from={folder} is invalid: {'; '.join(damage)}"
             raise ValueError(f"{told}. Allowed: a whole run; its own command makes its model again")
@@ -356,7 +356,8 @@ def why_not_growable(plan: Plan) -> str:
     order, schedule, method = plan.run.order, plan.lr_scheduler, plan.method.load()
     needs_end = getattr(schedule, "needs_end", False)
     reasons: dict[str, Any] = {
-        f"order={order} gives a further domain its place among those that are learned": plan.by_texts,
+        f"order={order} gives a further domain "
+        "its place among those that are learned": plan.is_ordered_by_texts,
         "trainer.match=ncl shares out the operations of all domains": plan.trainer.match is not None,
         "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,
         f"method={plan.names['method']} needs all domains "

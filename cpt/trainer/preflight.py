@@ -71,7 +71,7 @@ def prepare(plan: Plan, run: RunDir) -> Preflight:
     check_processes(plan, trainer.world_size)
 
     # A resumed run keeps its precision, also on another device.
-    scores = run.scores()
+    scores = run.load_scores()
     machine = resolve_machine(
         plan,
         config,

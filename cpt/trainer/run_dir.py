@@ -61,7 +61,7 @@ class RunDir:
 
     def check_config(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError for a directory that was made with another config, or with a damaged one."""
-        if self.config.exists() and (changed := self.changes(settings)):
+        if self.config.exists() and (changed := self.find_config_changes(settings)):
             remedy = "restore these values, choose another name=…, or delete the folder"
             raise ValueError(f"{self.path} was made with another config ({'; '.join(changed)}); {remedy}")
 
@@ -76,7 +76,7 @@ class RunDir:
             told = f"{self.config} is damaged ({reason(error)})"
             raise ValueError(f"{told}; restore it from a backup") from error
 
-    def changes(self, settings: Mapping[str, Any]) -> list[str]:
+    def find_config_changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
         stored = identity(redact(self.stored_config()))
         current = identity(redact(settings))
@@ -132,10 +132,10 @@ class RunDir:
         results = ("endtasks/*", "benchmarks/*", "answers/*")
         patterns = [".scores.json.*.tmp", "*.partial", *(f"{each}/*.partial" for each in (*held, *results))]
         incomplete = [path for pattern in patterns for path in self.path.glob(pattern)]
-        rows = len(scores.rows) if (scores := self.scores()) else 0
+        rows = len(scores.rows) if (scores := self.load_scores()) else 0
         for folder in (each for kind in STAGE_FILES[1:] for each in self.path.glob(f"stages/[0-9]*.{kind}")):
             number = folder.name.split(".")[0]  # of a committed stage the file is not incomplete but lost
-            if int(number) >= rows and not self.stage(number).exists():
+            if int(number) >= rows and not self.stage_path(number).exists():
                 incomplete.append(folder)
         for path in incomplete:
             discard(path)
@@ -146,7 +146,7 @@ class RunDir:
         outputs = [*self.model.rglob("*"), *pages, *self.path.glob("report-*.png")]
         files.write_checksums(self.path, [path for path in outputs if path.is_file()])
 
-    def lost(self, *, full: bool) -> list[str]:
+    def find_damaged_outputs(self, *, full: bool) -> list[str]:
         """The files of model and report that are missing or have another size; if `full`, or if all of them
         are small, another hash."""
         try:
@@ -157,14 +157,14 @@ class RunDir:
         except ValueError as error:
             return [str(error)]
 
-    def scores(self) -> Scores | None:
+    def load_scores(self) -> Scores | None:
         """The committed scores; None before the first row."""
         return Scores.load(self.scores_file) if self.scores_file.exists() else None
 
-    def stage(self, number: int | str) -> Path:
+    def stage_path(self, number: int | str) -> Path:
         return self.path / "stages" / f"{number:0>3}.pt"
 
-    def checkpoint(self, number: int, name: str) -> Path:
+    def checkpoint_path(self, number: int, name: str) -> Path:
         return self.path / "checkpoints" / f"{number:03d}-{name}.ckpt"
 
     def load_documents(self, rows: Iterable[int]) -> list[dict[str, np.ndarray]]:

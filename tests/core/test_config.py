@@ -32,7 +32,7 @@ def test_what_decides_the_result_identifies_a_run(composed, tmp_path):
     assert identity(plain_config(composed("strategy=ddp", "logger=none", "name=x"))) == identity(plain)
     run = RunDir(tmp_path)
     run.write_config(plain)
-    differ = run.changes(plain_config(composed("trainer.steps=7", "seed=1")))
+    differ = run.find_config_changes(plain_config(composed("trainer.steps=7", "seed=1")))
     assert differ == ["seed: 0 -> 1", "trainer.steps: 125 -> 7"]
 
 

@@ -104,14 +104,14 @@ def test_another_value_of_a_variable_is_another_run_and_another_secret_the_same(
     run = RunDir(tmp_path)
     run.write_config(settings(RANK="one", KEY="canary"))
     assert "one" not in run.config.read_text() and "canary" not in run.config.read_text()
-    assert run.changes(settings(KEY="another")) == []
+    assert run.find_config_changes(settings(KEY="another")) == []
     assert (
-        run.changes({"method": {"rank": "one", "api_key": "typed", "x": "${y}"}}) == []
+        run.find_config_changes({"method": {"rank": "one", "api_key": "typed", "x": "${y}"}}) == []
     )  # typed, not by name
-    (change,) = run.changes(settings(RANK="two"))
+    (change,) = run.find_config_changes(settings(RANK="two"))
     assert change.startswith("method.rank: ${oc.env:RANK}#") and "two" not in change
     run.write_config({"method": {"rank": "two", "api_key": HIDDEN, "x": "${y}"}})  # of an earlier version
-    assert run.changes(settings()) == []
+    assert run.find_config_changes(settings()) == []
     assert is_same_setting(1, 1) and not is_same_setting("${oc.env:A}#0000000", "x")
 
 

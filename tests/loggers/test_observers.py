@@ -195,11 +195,11 @@ def test_a_run_whose_observers_all_fail_is_finished_and_the_same_command_makes_i
         patched.setattr("cpt.trainer.loop.write_model_card", fail)
         start(cfg, tmp_path / "run")
     run = RunDir(tmp_path / "run")
-    assert run.scores().run["finished"] and not (run.path / "report.html").exists()
+    assert run.load_scores().run["finished"] and not (run.path / "report.html").exists()
     for name in ("logger.board", "logger.csv", "The report", "The model card"):
         assert [name in line for line in caplog.messages].count(True) == 1, name
     start(cfg, run.path)
-    assert (run.path / "report.html").exists() and run.lost(full=True) == []
+    assert (run.path / "report.html").exists() and run.find_damaged_outputs(full=True) == []
 
 
 # Names of texts

@@ -37,13 +37,13 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
     monkeypatch.chdir(run)
     exec(code, names)  # the expression that loads the model is code
     assert names["model"].training is False and "cpt.adapters.export" in code
-    assert place.lost(full=True) == []
+    assert place.find_damaged_outputs(full=True) == []
     path.write_text("changed")
-    assert [each.split(" ")[0] for each in place.lost(full=False)] == ["model/README.md"]
+    assert [each.split(" ")[0] for each in place.find_damaged_outputs(full=False)] == ["model/README.md"]
     parts = run / "model" / "parts.json"
     parts.write_text(parts.read_text() + " ")
     assert program.main([str(run)]) == 0 and path.read_text() == page
-    assert [each.split(" ")[0] for each in place.lost(full=True)] == ["model/parts.json"]
+    assert [each.split(" ")[0] for each in place.find_damaged_outputs(full=True)] == ["model/parts.json"]
 
 
 def test_a_card_shows_no_paths_accounts_or_secrets(tmp_path):

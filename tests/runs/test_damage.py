@@ -206,9 +206,9 @@ def test_pictures_of_the_page_and_diagnostics_are_verified(tmp_path, capsys):
         (run.path / name).write_bytes(b"content of " + name.encode())
     run.save_arrays(run.path / "diagnostics" / "001.npz", {"gates": np.ones(9)})
     run.write_checksums()
-    assert run.lost(full=True) == []
+    assert run.find_damaged_outputs(full=True) == []
     flip(run.path / "report-matrix.png")
-    assert run.lost(full=True) == ["report-matrix.png differs from its checksum"]
+    assert run.find_damaged_outputs(full=True) == ["report-matrix.png differs from its checksum"]
     flip(run.path / "diagnostics" / "001.npz")
     assert verify.main([str(tmp_path)]) == 1
     assert "diagnostics/001.npz is truncated or damaged" in capsys.readouterr().out

@@ -236,7 +236,7 @@ def test_equal_weights_of_a_linked_stage_can_be_changed_one_by_one(tmp_path):
 @pytest.mark.parametrize("function", ["save_state", "hash_files", "remove_folders"])
 def test_a_kill_while_weights_are_linked_leaves_the_stage_whole(function, tmp_path, monkeypatch):
     run = RunDir(tmp_path)
-    path, expected = run.stage(1), Method(1).state_dict()
+    path, expected = run.stage_path(1), Method(1).state_dict()
     save_stage(Method(1), path)
     export(Method(1), run.model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
