@@ -45,7 +45,9 @@ class Scoring:
         begun = Mark()
         fitting.validate(module, datamodule=data, verbose=False)
         self.seconds.append(begun.seconds_to(Mark()))
-        self.losses = {text: float(nll.sum() / count.sum()) for text, (nll, count) in module.row().items()}
+        self.losses = {
+            text: float(nll.sum() / count.sum()) for text, (nll, count) in module.document_losses().items()
+        }
 
 
 def measure(subjects: Mapping[str, Scoring], *, rounds: int, patience: float) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Scope:
     maps: tuple[Projection, ...]
 
     def others(self, model: nn.Module) -> list[nn.Parameter]:
+        """The parameters of a model outside of the scope."""
         inside = {id(model.get_parameter(name)) for name in self.names}
         return [parameter for parameter in model.parameters() if id(parameter) not in inside]
 
@@ -47,9 +48,9 @@ class DomainParams(NamedTensors):
         self, model: nn.Module, names: Iterable[str], *, base: Mapping[str, Tensor] | None = None
     ) -> None:
         super().__init__()
-        present = {name: model.get_parameter(name) for name in names}
-        self.names = tuple(present)
-        self.base = NamedTensors(present if base is None else dict(base), persistent=False)
+        parameters = {name: model.get_parameter(name) for name in names}
+        self.names = tuple(parameters)
+        self.base = NamedTensors(parameters if base is None else dict(base), persistent=False)
         self.mapped: frozenset[str] = frozenset()  # buffers that are memory-mapped from a file
 
     @property
@@ -58,31 +59,39 @@ class DomainParams(NamedTensors):
         return sorted({int(name.partition(":")[0]) for name in self.named()})
 
     def capture(self, model: nn.Module, domain: int) -> None:
+        """Stores the model's parameters as those of a domain."""
         self.update({f"{domain}:{name}": model.get_parameter(name) for name in self.names})
 
     def weights(self, domain: int) -> dict[str, Tensor]:
         """The parameters of a domain, or of the BASE, by name, on the module's device."""
         if domain == BASE:
-            return {name: self.base.on_module_device(each) for name, each in self.base.named().items()}
-        named, own = self.named(), f"{domain}:"
-        return {
-            name.removeprefix(own): self.on_module_device(named[name])
-            for name in named
-            if name.startswith(own)
-        }
+            return {name: self.base.on_module_device(tensor) for name, tensor in self.base.named().items()}
+        weights = {}
+        for joint_name, tensor in self.named().items():
+            number, _, name = joint_name.partition(":")
+            if number == str(domain):
+                weights[name] = self.on_module_device(tensor)
+        return weights
 
     @torch.no_grad()
     def load_into(self, model: nn.Module, domain: int) -> None:
+        """Copies the parameters of a domain, or of the BASE, into a model."""
         for name, values in self.weights(domain).items():
             model.get_parameter(name).copy_(values)
 
     def map_to(self, stored: Mapping[str, Tensor], *, only: bool = False) -> None:
         """Replaces buffers by the same tensors mapped from a file, by name; what the file lacks, or has in
         shards, stays in memory. With `only`, the file's are all there are."""
-        own = self._buffers.items()
-        same = [n for n, t in own if type(t) is Tensor and n in stored and stored[n].shape == t.shape]
-        self.mapped = frozenset(stored if only else same)
-        self._buffers = {**stored} if only else self._buffers | {name: stored[name] for name in same}
+        if only:
+            self.mapped = frozenset(stored)
+            self._buffers = dict(stored)
+            return
+        replaced: dict[str, Tensor] = {}
+        for name, tensor in self._buffers.items():
+            if type(tensor) is Tensor and name in stored and stored[name].shape == tensor.shape:
+                replaced[name] = stored[name]
+        self.mapped = frozenset(replaced)
+        self._buffers.update(replaced)
 
     def shard(self, parameters: Mapping[str, Tensor]) -> None:
         super().shard(parameters)
@@ -90,9 +99,10 @@ class DomainParams(NamedTensors):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "DomainParams":
         # What is mapped from a file stays there, whatever device the others go to.
-        order, mapped = list(self._buffers), {name: self._buffers.pop(name) for name in self.mapped}
+        names = list(self._buffers)
+        mapped = {name: self._buffers.pop(name) for name in self.mapped}
         super()._apply(fn, recurse)
-        self._buffers = {name: mapped.get(name, self._buffers.get(name)) for name in order}
+        self._buffers = {name: mapped.get(name, self._buffers.get(name)) for name in names}
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -104,24 +114,30 @@ class DomainParams(NamedTensors):
 
 
 def find_domain_params(module: nn.Module) -> dict[str, DomainParams]:
-    return {name: each for name, each in module.named_modules() if isinstance(each, DomainParams)}
+    """The stores of parameters per domain in a module, by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, DomainParams)}
 
 
 def load_mapped(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
     """Loads a state that is mapped from its file, where stored parameters stay mapped unless sharded."""
-    state, mapped = dict(stored), {}
-    for prefix, each in find_domain_params(module).items():
-        if not each.layout:
-            mapped[each] = {name: state.pop(name) for name in [*state] if name.startswith(f"{prefix}.")}
+    state = dict(stored)
+    mapped: dict[DomainParams, dict[str, Tensor]] = {}
+    for prefix, domain_params in find_domain_params(module).items():
+        if domain_params.layout:  # sharded
+            continue
+        names = [name for name in state if name.startswith(f"{prefix}.")]
+        mapped[domain_params] = {name.rpartition(".")[2]: state.pop(name) for name in names}
     module.load_state_dict(state)
-    for each, own in mapped.items():
-        each.map_to({name.rpartition(".")[2]: tensor for name, tensor in own.items()}, only=True)
+    for domain_params, tensors in mapped.items():
+        domain_params.map_to(tensors, only=True)
 
 
 def in_memory(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers of a module that are not mapped from a file."""
-    mapped = {id(each._buffers[name]) for each in find_domain_params(module).values() for name in each.mapped}
-    return [each for each in (*module.parameters(), *module.buffers()) if id(each) not in mapped]
+    mapped = set()
+    for domain_params in find_domain_params(module).values():
+        mapped |= {id(domain_params._buffers[name]) for name in domain_params.mapped}
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in mapped]
 
 
 class DomainScorer(ABC):
@@ -131,36 +147,37 @@ class DomainScorer(ABC):
     in_sequence = False  # whether a row's score depends on the rows before it
 
     def __init__(self) -> None:
-        self.taken: dict[int, dict[int, Tensor]] = {}  # by text's domain and part: weights over positions
+        # By a text's domain and by source: the sum of the source's weights over positions.
+        self.recorded: dict[int, dict[int, Tensor]] = {}
 
     @property
     @abstractmethod
-    def parts(self) -> list[int]:
+    def all_sources(self) -> list[int]:
         """All domains with parameters, and the BASE."""
 
     @abstractmethod
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
         """Negative log-likelihood (nats) at the scored positions, [K], of a batch of a domain's text."""
 
-    def begin(self) -> None:
-        """Starts an evaluation: forgets what was recorded."""
-        self.taken.clear()
+    def start_evaluation(self) -> None:
+        """Forgets what was recorded."""
+        self.recorded.clear()
 
-    def record_weights(self, domain: int, parts: list[int], weights: Tensor) -> None:
-        """Records the weights [n, K] of the parts."""
-        taken = self.taken.setdefault(domain, {})
-        for part, weight in zip(parts, weights.detach().sum(1, dtype=torch.double), strict=True):
-            taken[part] = taken.get(part, 0) + weight
+    def record_weights(self, domain: int, sources: list[int], weights: Tensor) -> None:
+        """Adds the weights [n, K] with which n sources scored K positions of a domain's text."""
+        sums = self.recorded.setdefault(domain, {})
+        for source, added in zip(sources, weights.detach().sum(1, dtype=torch.double), strict=True):
+            sums[source] = sums.get(source, 0) + added
 
     def routing_weights(self, domain: int) -> dict[int, float]:
-        """The parts that scored a domain's text, with their mean weights over the positions of all processes,
-        which sum to 1, without parts of less than a thousandth of the largest. A collective."""
-        taken = self.taken.get(domain, {})
-        own = [float(taken.get(part, 0)) for part in self.parts]
-        sums = sum_on_cpu(torch.tensor(own, dtype=torch.double))
-        kept = torch.where(sums < 1e-3 * sums.max(), 0, sums)
-        shares = (kept / kept.sum()).tolist()
-        return {part: share for part, share in zip(self.parts, shares, strict=True) if share > 0}
+        """The sources that scored a domain's text, with their mean weights over the positions of all
+        processes, which sum to 1, without sources of less than a thousandth of the largest. A collective."""
+        recorded = self.recorded.get(domain, {})
+        local_sums = [float(recorded.get(source, 0)) for source in self.all_sources]
+        sums = sum_on_cpu(torch.tensor(local_sums, dtype=torch.double))
+        sums = torch.where(sums < 1e-3 * sums.max(), 0, sums)
+        shares = (sums / sums.sum()).tolist()
+        return {source: share for source, share in zip(self.all_sources, shares, strict=True) if share > 0}
 
 
 class Router(DomainScorer):
@@ -168,78 +185,113 @@ class Router(DomainScorer):
 
     def __init__(self, domain_params: DomainParams, routing: Routing, objective: Objective) -> None:
         super().__init__()
-        self.domain_params, self.routing, self.objective = domain_params, routing, objective
-        self.needs_domain, self.in_sequence = routing.learned == "domain", routing.prior != "uniform"
-        self.text: tuple[int, list[int]] | None = None  # being scored: its domain and parts
-        self.rows = 0  # of it, that a cached prior is made of
-        self.prior = torch.empty(0)  # of its parts, [n]
-        self.cache = torch.empty(0)  # sum of the posteriors of a cached prior, [n]
+        self.domain_params = domain_params
+        self.routing = routing
+        self.objective = objective
+        self.needs_domain = routing.learned == "domain"
+        self.in_sequence = routing.prior != "uniform"
+
+        # Of the text that is being scored: its domain and sources, and their prior, [n].
+        self.text: tuple[int, list[int]] | None = None
+        self.prior = torch.empty(0)
+        # For prior=cached: the sum of the posteriors of its first rows, [n].
+        self.num_cached_rows = 0
+        self.posterior_sum = torch.empty(0)
 
     @property
-    def parts(self) -> list[int]:
+    def all_sources(self) -> list[int]:
         return [BASE, *self.domain_params.domains]
 
     def rule(self, domain: int) -> str:
         """The routing's value for text of a domain."""
         return self.routing.learned if domain in self.domain_params.domains else self.routing.unlearned
 
-    def mixed(self, domain: int) -> list[int]:
-        """The parts that score text of a domain: one, or those of the mixture."""
-        parts, rule = self.parts, self.rule(domain)
-        alone = {"domain": domain, "base": BASE, "last": parts[-1]}
-        mixture = parts if self.routing.base or len(parts) == 1 else parts[1:]
-        return [alone[rule]] if rule in alone else mixture
+    def sources(self, domain: int) -> list[int]:
+        """The domains (or BASE) whose parameters score text of a domain: one, or those of the mixture."""
+        rule = self.rule(domain)
+        if rule == "domain":
+            return [domain]
+        if rule == "base":
+            return [BASE]
+        if rule == "last":
+            return self.all_sources[-1:]
+        if self.routing.base or len(self.all_sources) == 1:
+            return self.all_sources
+        return self.all_sources[1:]
 
-    def begin(self) -> None:
-        super().begin()
+    def start_evaluation(self) -> None:
+        super().start_evaluation()
         self.text = None
 
+    def start_text(self, domain: int, sources: list[int], device: torch.device) -> None:
+        """Starts with the uniform prior."""
+        self.text = (domain, sources)
+        self.recorded[domain] = {}
+        self.prior = torch.full((len(sources),), 1 / len(sources), dtype=torch.double, device=device)
+        self.num_cached_rows = 0
+        self.posterior_sum = torch.zeros_like(self.prior)
+
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
-        parts = self.mixed(domain)
-        if self.text != (domain, parts):  # another text: from the uniform prior on
-            self.text, self.rows, self.taken[domain] = (domain, parts), 0, {}
-            device = batch["positions"].device
-            self.prior = torch.full((len(parts),), 1 / len(parts), dtype=torch.double, device=device)
-            self.cache = torch.zeros_like(self.prior)
-        found = []
-        for part in parts:
-            with swap_weights(model, self.domain_params.weights(part)):
-                found.append(-self.objective.nll(model, batch))
-        likelihood = torch.stack(found)
-        if len(parts) == 1:
-            self.record_weights(domain, parts, torch.ones_like(likelihood))
-            return -likelihood[0]
+        sources = self.sources(domain)
+        if self.text != (domain, sources):
+            self.start_text(domain, sources, batch["positions"].device)
+
+        log_likelihoods = []
+        for source in sources:
+            with swap_weights(model, self.domain_params.weights(source)):
+                log_likelihoods.append(-self.objective.nll(model, batch))
+        log_likelihood = torch.stack(log_likelihoods)
+        if len(sources) == 1:
+            self.record_weights(domain, sources, torch.ones_like(log_likelihood))
+            return -log_likelihood[0]
+
         top_k = 1 if self.rule(domain) == "nearest" else self.routing.top_k
-        weights = self.weights(likelihood, batch["rows"], top_k=top_k)
-        self.record_weights(domain, parts, weights.exp())
-        return -torch.logsumexp(weights + likelihood, dim=0)
+        log_weights = self.log_weights(log_likelihood, batch["rows"], top_k=top_k)
+        self.record_weights(domain, sources, log_weights.exp())
+        return -torch.logsumexp(log_weights + log_likelihood, dim=0)
 
-    def weights(self, likelihood: Tensor, rows: Tensor, *, top_k: int | None) -> Tensor:
-        """Log weights [n, K] of n parts at positions of `rows` [K], ascending, from their log-likelihoods
+    def log_weights(self, log_likelihood: Tensor, rows: Tensor, *, top_k: int | None) -> Tensor:
+        """Log weights [n, K] of n sources at positions of `rows` [K], ascending, from their log-likelihoods
         [n, K] there: the posteriors before each position. Moves the prior at the end of each row."""
-        _, row, sizes = rows.unique_consecutive(return_inverse=True, return_counts=True)
-        sums = likelihood.double().cumsum(1)
-        ends = sums[:, sizes.cumsum(0) - 1]
-        starts = torch.cat([ends.new_zeros(len(ends), 1), ends[:, :-1]], dim=1)
-        before, totals = sums - likelihood - starts[:, row], ends - starts
-        priors = torch.empty_like(totals)
-        for place, total in enumerate(totals.unbind(1)):
-            priors[:, place] = self.prior.log()
-            if self.routing.prior == "uniform" or self.rows == self.routing.cached:
-                continue
-            posterior = (self.prior.log() + total).softmax(0)
-            if self.routing.prior == "updating":
-                self.prior = torch.lerp(self.prior, posterior, self.routing.decay)
-                continue
-            self.rows, self.cache = self.rows + 1, self.cache + posterior
-            if self.rows == self.routing.cached:
-                self.prior = self.cache / self.rows
-        weights = (before + priors[:, row]).log_softmax(0)
-        return (weights if top_k is None else keep_largest(weights, top_k)).to(likelihood)
+        _, row, row_sizes = rows.unique_consecutive(return_inverse=True, return_counts=True)
+        sums = log_likelihood.double().cumsum(1)
+        row_ends = sums[:, row_sizes.cumsum(0) - 1]
+        row_starts = torch.cat([row_ends.new_zeros(len(row_ends), 1), row_ends[:, :-1]], dim=1)
+        sums_before = sums - log_likelihood - row_starts[:, row]  # within the row
+        row_totals = row_ends - row_starts
+
+        log_priors = torch.empty_like(row_totals)
+        for number, row_total in enumerate(row_totals.unbind(1)):
+            log_priors[:, number] = self.prior.log()
+            self.move_prior(row_total)
+        log_weights = (sums_before + log_priors[:, row]).log_softmax(0)
+        if top_k is not None:
+            log_weights = keep_largest(log_weights, top_k)
+        return log_weights.to(log_likelihood)
+
+    def move_prior(self, row_total: Tensor) -> None:
+        """Moves the prior after a row of a text, from the log-likelihood [n] of the row."""
+        if self.routing.prior == "uniform" or self.num_cached_rows == self.routing.cached:
+            return
+        posterior = (self.prior.log() + row_total).softmax(0)
+        if self.routing.prior == "updating":
+            self.prior = torch.lerp(self.prior, posterior, self.routing.decay)
+            return
+        self.num_cached_rows += 1
+        self.posterior_sum = self.posterior_sum + posterior
+        if self.num_cached_rows == self.routing.cached:
+            self.prior = self.posterior_sum / self.num_cached_rows
 
 
-def keep_largest(weights: Tensor, count: int) -> Tensor:
-    """Log weights [n, K] of which the `count` largest, of equals the first, sum to 1 at each position."""
-    best = weights.sort(dim=0, descending=True, stable=True).indices[:count]
-    kept = torch.full_like(weights, -torch.inf).scatter(0, best, weights.gather(0, best))
-    return kept.log_softmax(0)
+def keep_largest(log_weights: Tensor, count: int) -> Tensor:
+    """Log weights [n, K] of which the `count` largest, of equals the first, sum to 1 at each position.
+
+    >>> keep_largest(torch.tensor([[0.5], [0.3], [0.2]]).log(), 2).exp()
+    tensor([[0.6250],
+            [0.3750],
+            [0.0000]])
+    """
+    largest = log_weights.sort(dim=0, descending=True, stable=True).indices[:count]
+    selected = torch.full_like(log_weights, -torch.inf)
+    selected.scatter_(0, largest, log_weights.gather(0, largest))
+    return selected.log_softmax(0)

@@ -321,11 +321,11 @@ class GatedScorer(DomainScorer):
         self.mixtures, self.objective = [*mixtures_of(model).values()], objective
 
     @property
-    def parts(self) -> list[int]:
+    def all_sources(self) -> list[int]:
         return [BASE, *range(len(self.mixtures[0].groups))]
 
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
-        nll, parts = self.objective.nll(model, batch), self.parts
+        nll, parts = self.objective.nll(model, batch), self.all_sources
         if "idle" in batch:
             return nll
         if len(parts) == 1:

@@ -48,12 +48,12 @@ class ByPrompt(DomainScorer):
         self.name, self.prompts, self.objective = name, prompts, objective
 
     @property
-    def parts(self) -> list[int]:
+    def all_sources(self) -> list[int]:
         return list(range(len(self.prompts))) or [BASE]
 
     def part_of(self, domain: int) -> int:
         """The domain whose prompt text of a domain is read with: the latest for one that has none."""
-        return domain if domain in self.parts else self.parts[-1]
+        return domain if domain in self.all_sources else self.all_sources[-1]
 
     @contextmanager
     def reading(self, model: PreTrainedModel, domains: Tensor) -> Iterator[None]:

@@ -133,7 +133,7 @@ class HAT(GatedMethod):
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         std = self.options.std or (OPEN_STD if self.begins_open else NORMAL_STD)
-        self.gates.redraw(self.drawing(), std=std, opened=self.begins_open)
+        self.gates.redraw(self.make_generator(), std=std, opened=self.begins_open)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return self.gated_losses(batch, name="hat", weight=self.options.strength)
@@ -213,7 +213,7 @@ class CPTPlugin(GatedMethod):
 
     @torch.no_grad()
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        self.gates.redraw(self.drawing())
+        self.gates.redraw(self.make_generator())
         base = self.domain_params.weights(BASE)
         for norm in self.norms:
             self.model.get_parameter(norm).copy_(base[norm])

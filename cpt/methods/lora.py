@@ -49,7 +49,7 @@ class LoRA(ContinualMethod):
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         new = isinstance(self.options, LoRAOptions) and self.options.start == "base"
         if self.domain_params is not None and new and self.domain.index > 0:
-            lora.reset_newest(self.model, self.drawing().initial_seed())
+            lora.reset_newest(self.model, self.make_generator().initial_seed())
 
     def model_for(self, domain: int) -> PreTrainedModel:
         return lora.without_tuners(super().model_for(domain))
@@ -77,7 +77,9 @@ class IncLoRA(LoRA):
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain.index > 0:
-            lora.begin_adapter(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
+            lora.begin_adapter(
+                self.model, stored=self.options.stored, seed=self.make_generator().initial_seed()
+            )
 
 
 class MoELoRA(ContinualMethod):
@@ -232,14 +234,14 @@ class Attending(DomainScorer):
         self.router, self.objective, self.attention = router, objective, attention
 
     @property
-    def parts(self) -> list[int]:
+    def all_sources(self) -> list[int]:
         return list(range(len(self.attention.named()))) or [BASE]
 
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
         nll = self.objective.nll(model, batch)
         weights = self.router.whole.exp()[batch["rows"]].T
-        learning = len(weights) > len(self.parts)  # a domain's own adapter exists before it is kept
-        self.record_weights(domain, [*range(len(weights))] if learning else self.parts, weights)
+        learning = len(weights) > len(self.all_sources)  # a domain's own adapter exists before it is kept
+        self.record_weights(domain, [*range(len(weights))] if learning else self.all_sources, weights)
         return nll
 
 
@@ -292,7 +294,7 @@ class SAPT(ContinualMethod):
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain.index > 0:
-            begin_routed(self.model, self.drawing())
+            begin_routed(self.model, self.make_generator())
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)

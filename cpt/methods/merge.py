@@ -225,7 +225,7 @@ class Merge(ContinualMethod):
                 found = estimate_fisher(
                     self.model, importance_batches, objective=self.objective, estimator=self.options.estimator
                 )
-        seed = self.drawing().initial_seed()
+        seed = self.make_generator().initial_seed()
         self.merging.end(self.model, named_weights(self.model), fisher=found, seed=seed)
 
 
@@ -251,10 +251,10 @@ class MergeLoRA(LoRA):
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.merging.begin(self.model)
         if self.domain.index > 0:
-            lora.reset_newest(self.model, self.drawing().initial_seed())
+            lora.reset_newest(self.model, self.make_generator().initial_seed())
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        seed = self.drawing().initial_seed()
+        seed = self.make_generator().initial_seed()
         lora.merge_newest(self.model)
         lora.reset_newest(self.model, seed)  # with product 0
         found = self.measure(importance_batches) if self.options.rule == "fisher" else {}

@@ -61,7 +61,7 @@ class Adapter(ContinualMethod):
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain_params is not None and self.options.start == "base":
-            generator = self.drawing()
+            generator = self.make_generator()
             for part in self.model.modules():
                 if isinstance(part, Bottleneck):
                     part.reset(generator)

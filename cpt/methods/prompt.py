@@ -89,7 +89,7 @@ class Prompt(PromptMethod):
     @torch.no_grad()
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.options.per_domain and self.options.start == "vocabulary":
-            self.prompt.copy_(draw_prompt(self.model, len(self.prompt), self.drawing()))
+            self.prompt.copy_(draw_prompt(self.model, len(self.prompt), self.make_generator()))
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.domain_params.capture(self.model, self.domain.index if self.options.per_domain else ONLY)
@@ -171,7 +171,7 @@ class ProgPrompt(PromptMethod):
 
     @torch.no_grad()
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        drawing, earlier = self.drawing(), self.earlier()
+        drawing, earlier = self.make_generator(), self.earlier()
         if self.options.start == "vocabulary":
             self.prompt.copy_(draw_prompt(self.model, len(self.prompt), drawing))
         elif earlier:

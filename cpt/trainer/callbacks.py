@@ -193,7 +193,7 @@ class Monitor(Callback):
         names, data, router = list(self.texts), trainer.datamodule, module.router
         loader = data.shared_out(self.texts, self.rows, purpose="score")
         if router is not None:
-            router.begin()
+            router.start_evaluation()
         evaluated = set_mode(module, training=False)
         with self.compute.excluded(), evaluated, trainer.precision_plugin.val_step_context():
             for prepared in loader:
@@ -206,7 +206,7 @@ class Monitor(Callback):
                     nll, count = module.nll(batch, data.domain_indices.get(name, -1))
                 losses[name].update(nll, count, batch["documents"])
         if router is not None:
-            router.begin()
+            router.start_evaluation()
         found = {name: torch.stack([each.view(-1) for each in m.compute()]) for name, m in losses.items()}
         return {name: each.cpu() for name, each in found.items()}
 

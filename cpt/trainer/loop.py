@@ -405,7 +405,7 @@ class ContinualTrainer:
                 evaluating.validate(self.module, datamodule=self.data, verbose=False)
                 self.data.asked = None
                 names = {place: name for name, place in places.items()} | {BASE: "base"}
-                for text, (nll, count) in self.module.row().items():
+                for text, (nll, count) in self.module.document_losses().items():
                     used = self.module.routing_weights(places.get(text, BASE))
                     heaviest = nlargest(HEAVIEST, used, used.__getitem__)
                     modules[text] = {names[place]: round(used[place], 4) for place in heaviest}

@@ -237,7 +237,7 @@ def test_probes_and_evaluation_leave_no_trace(case, config):
     for _ in range(2):
         trainer = loop.make_trainer(run.machine.lightning_arguments(run.plan.trainer), label="")
         trainer.validate(module, datamodule=run.data, verbose=False)
-        rows.append([each.clone() for pair in module.row().values() for each in pair])
+        rows.append([each.clone() for pair in module.document_losses().values() for each in pair])
     assert all(torch.equal(*each) for each in zip(*rows, strict=True))
     assert making.same(before, module.state_dict()) and traces() == first
     assert all(parameter.grad is None for parameter in module.parameters())

@@ -24,14 +24,14 @@ ROWS = torch.tensor([0, 0, 0, 1, 1, 1, 1, 3, 3, 4, 4, 4])
 def router(domains: int = 2, **options) -> Router:
     parts = SimpleNamespace(domains=list(range(domains)))
     mixing = Router(parts, Routing(**(DEFAULTS | options)), Causal())
-    count = len(mixing.parts)
+    count = len(mixing.all_sources)
     mixing.prior = torch.full((count,), 1 / count, dtype=torch.double)
-    mixing.cache = torch.zeros_like(mixing.prior)
+    mixing.posterior_sum = torch.zeros_like(mixing.prior)
     return mixing
 
 
 def weigh(mixing: Router, likelihood=LIKELIHOOD, rows=ROWS, **how) -> torch.Tensor:
-    return mixing.weights(likelihood, rows, **({"top_k": None} | how)).exp()
+    return mixing.log_weights(likelihood, rows, **({"top_k": None} | how)).exp()
 
 
 def slow(likelihood, rows, *, prior="uniform", decay=0.3, cached=100) -> torch.Tensor:
@@ -88,7 +88,7 @@ BY_TEXT, NEAR = ({"learned": how, "unlearned": how} for how in ("posterior", "ne
 ])  # fmt: skip
 def test_which_parts_are_mixed(options, domains, own, other):
     mixing = router(domains, **options)
-    assert mixing.mixed(1) == own and mixing.mixed(BASE) == mixing.mixed(7) == other
+    assert mixing.sources(1) == own and mixing.sources(BASE) == mixing.sources(7) == other
     assert mixing.needs_domain == (options.get("learned", "domain") == "domain")
 
 
@@ -103,7 +103,7 @@ def test_the_mixture_is_that_of_bayes_by_hand(build):
                 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(domain))
             )
         module.domain_params.capture(module.model, domain)
-    module.router.begin()
+    module.router.start_evaluation()
     found, _ = module.nll(batch, BASE)
     nll = [
         token_nll(module.model, batch, weights=module.domain_params.weights(part)) for part in (-1, 0, 1, 2)

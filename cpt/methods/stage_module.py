@@ -1,0 +1,429 @@
+"""Lightning's side of a method: the optimizer, a training step with its masks, the start and the end of a
+stage, and evaluation. It calls the hooks of `ContinualMethod` (cpt.methods.base), in the order of
+CONTRIBUTING.md."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lightning import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from cpt.adapters.domain_store import BASE, DomainScorer, Scope
+from cpt.core.distributed import average_gradients, clip_gradients, total_norm
+from cpt.core.messages import abbreviate
+from cpt.core.randomness import key
+from cpt.data.collate import Batch
+from cpt.data.datamodule import DomainSequence
+from cpt.data.options import Domain
+from cpt.data.replay import ReplayConfig
+from cpt.evaluation.perplexity import DocumentNLL
+from cpt.gradient_masks.base import (
+    Constraint,
+    GradientMask,
+    StepSnapshot,
+    mark_observed,
+    mark_recorded,
+    scale_,
+)
+from cpt.models.forward import set_mode
+from cpt.models.objectives import Objective
+from cpt.models.options import Freeze
+from cpt.models.weights import Snapshot
+from cpt.optim.nan_guard import NanGuard
+from cpt.optim.schedulers import Progress, Schedule
+from cpt.optim.state import CarriedState, lay_out_moments, unfuse_mixed
+
+MAX_OBSERVED = 32  # evaluated texts that masks observe, evenly spread over the order
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodContext:
+    """What a run gives every method in addition to its own options."""
+
+    model: PreTrainedModel
+    objective: Objective
+    length: int  # tokens per sample
+    masks: Sequence[GradientMask]  # of the config; a method's own come after them
+    replay: ReplayConfig
+    freeze: Freeze
+    optimizer: Callable[..., Optimizer]  # of parameter groups
+    schedule: Callable[[Progress], float]
+    seed: int
+
+
+class StageModule(LightningModule):
+    """Trains and evaluates a model stage by stage. Methods do not override what is implemented here."""
+
+    period = 1  # steps after which the computation of a step repeats
+    settled = 0  # the first step that computes what the later ones do
+
+    def __init__(self, context: MethodContext, *, scope: Scope | None) -> None:
+        super().__init__()
+        self.scope = scope
+        self.model = context.model
+        self.objective = context.objective
+        self.length = context.length
+        self.masks = cast(list[GradientMask], nn.ModuleList(context.masks))
+        self.replay = context.replay
+        self.freezing = context.freeze
+        self.auxiliary_models = nn.ModuleDict()  # by name
+        self.make_optimizer = context.optimizer
+        self.schedule = context.schedule
+        self.seed = context.seed
+
+        # For the next domain: what the optimizer has learned, and the weights before a decay branch.
+        self.optimizer_state: CarriedState | None = None
+        self.weights_before_decay: Snapshot | None = None
+
+        # Of the current step.
+        self.guard = NanGuard()
+        self.step_is_made = True
+        self.snapshots: list[StepSnapshot] = []
+
+        self.expanded_stages: list[Domain] = []  # the stages that the model has grown for
+        self.router: DomainScorer | None = None
+
+        # Of the current evaluation.
+        self.evaluation: dict[str, DocumentNLL] = {}
+        self.columns: list[str] = []  # evaluated texts, by their number in batches
+        self.observes = False  # whether masks observe what is evaluated
+        self.observed: set[str] = set()  # of the evaluated texts
+        self.watch()
+
+    # The hooks, with their documentation in ContinualMethod.
+
+    @property
+    @abstractmethod
+    def frozen(self) -> list[nn.Parameter]: ...
+
+    @abstractmethod
+    def expand(self, stage: Domain) -> None: ...
+
+    @abstractmethod
+    def activate(self, domain: int) -> None: ...
+
+    @abstractmethod
+    def rates(self) -> dict[nn.Parameter, float]: ...
+
+    @abstractmethod
+    def before_domain(self, importance_batches: Iterable[Batch]) -> None: ...
+
+    @abstractmethod
+    def losses(self, batch: Batch) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def on_gradients_ready(self) -> None: ...
+
+    @abstractmethod
+    def transform_gradients(self, optimizer: Optimizer) -> None: ...
+
+    @abstractmethod
+    def after_update(self) -> None: ...
+
+    @abstractmethod
+    def after_domain(self, importance_batches: Iterable[Batch]) -> None: ...
+
+    @abstractmethod
+    def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]: ...
+
+    # The model and its stages.
+
+    @property
+    def data(self) -> DomainSequence:
+        return cast(DomainSequence, cast(Any, self.trainer).datamodule)
+
+    @property
+    def domain(self) -> Domain:
+        """The current stage, or the last one."""
+        return self.data.domain
+
+    @property
+    def progress(self) -> float:
+        """The completed share of the domain's steps: 0 at the first, 1 at the last."""
+        return self.trainer.global_step / max(1, self.trainer.max_steps - 1)
+
+    def make_generator(self) -> torch.Generator:
+        """A CPU generator for draws before a domain, alike in all processes."""
+        return torch.Generator().manual_seed(key(self.seed, self.domain.name, "alike") % 2**63)
+
+    def train(self, mode: bool = True) -> "StageModule":
+        super().train(mode)
+        for model in self.auxiliary_models.values():
+            is_trained = any(parameter.requires_grad for parameter in model.parameters())
+            model.train(mode and is_trained)
+        return self
+
+    def watch(self) -> None:
+        """Has the masks watch the model in its present shape."""
+        maps = self.scope.maps if self.scope else None
+        for mask in self.masks:
+            mask.watch(self.model, maps)
+
+    def setup_stage(self, stage: Domain) -> None:
+        """Grows the model and activates its modules."""
+        self.expand_to(stage)
+        self.activate(stage.index)
+
+    def expand_to(self, stage: Domain) -> None:
+        """Grows the model for a stage, once. Raises ValueError where new parameters would not be trained."""
+        if stage in self.expanded_stages:
+            return
+        shapes_before = parameter_shapes(self.model)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(self.seed, "shape", stage.name) % 2**63)
+            self.expand(stage)
+        self.expanded_stages.append(stage)
+
+        shapes = parameter_shapes(self.model)
+        if shapes == shapes_before:
+            return
+        frozen = {id(parameter) for parameter in self.frozen}
+        untrained = []
+        for name in shapes.keys() - shapes_before:
+            parameter = self.model.get_parameter(name)
+            if id(parameter) in frozen and parameter.requires_grad:
+                untrained.append(name)
+        if untrained:
+            raise ValueError(
+                f"shape of {stage.name} has added {abbreviate(sorted(untrained))}, which would not be "
+                "trained. Allowed: names in the scope, outside of freeze, or requires_grad=False"
+            )
+        self.watch()
+
+    # The optimizer.
+
+    def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]  # as Lightning takes it
+        rates = self.rates()
+        groups: list[dict[str, Any]] = []
+        for rate in dict.fromkeys([1, *rates.values()]):
+            parameters = [p for p in self.parameters() if p.requires_grad and rates.get(p, 1) == rate]
+            matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+            vectors = [parameter for parameter in parameters if parameter.ndim < 2]  # do not decay
+            groups.append({"params": matrices, "rate": rate})
+            groups.append({"params": vectors, "rate": rate, "weight_decay": 0.0})
+
+        optimizer = self.make_optimizer(groups)
+        unfuse_mixed(optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] *= group.pop("rate")
+        if self.optimizer_state is not None:
+            self.optimizer_state.load_into(optimizer, self.named_parameters())
+        scheduler = LambdaLR(optimizer, lambda step: self.schedule(self.data.progress(step)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def check_optimized(self, optimizer: Optimizer) -> None:
+        """Raises ValueError for a parameter that requires a gradient and is in no group of the optimizer."""
+        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = []
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad and id(parameter) not in optimized:
+                missing.append(name)
+        if missing:
+            raise ValueError(
+                f"{abbreviate(sorted(missing))} requires a gradient in {self.domain.name} but is in no group "
+                "of the optimizer. Allowed: what is grown in expand(stage) and switched in activate(domain)"
+            )
+
+    # A stage.
+
+    def on_train_start(self) -> None:
+        self.snapshots.clear()  # of a step that was rolled back
+        for mask in self.masks:
+            mask.activate(self.domain.index)
+        if self.trainer.global_step == 0:
+            self.start_domain()
+        optimizer = self.trainer.optimizers[0]
+        self.check_optimized(optimizer)
+        lay_out_moments(optimizer)
+
+    def start_domain(self) -> None:
+        """Prepares a domain's first step. A resumed stage has all of this from its checkpoint."""
+        if self.weights_before_decay is not None:
+            self.weights_before_decay.restore(self.model)
+        if self.optimizer_state is not None:
+            self.optimizer_state.clear()  # the optimizer has the state by now
+
+        self.seed_torch("before")
+        self.before_domain(self.data.importance_batches())
+        for mask in self.masks:
+            mask.before_domain(self.model, self.objective, self.data.importance_batches())
+        self.zero_grad()
+
+    def seed_torch(self, moment: int | str) -> None:
+        """Seeds torch by seed, domain, moment and process."""
+        seed = key(self.seed, self.domain.name, moment, self.global_rank) % 2**63
+        if self.device.type == "cpu":  # torch.manual_seed takes as long as a small layer
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
+
+    @property
+    def branch_step(self) -> int:
+        """The step whose weights the next domain starts from: the last, or the one before a decay branch."""
+        steps = self.data.steps(self.domain)
+        if self.weights_before_decay is None:
+            return steps
+        recovery_steps = self.data.recovery_steps(self.domain)
+        schedule = cast(Schedule, self.schedule)
+        return recovery_steps + schedule.branch_step(steps - recovery_steps)
+
+    def capture_for_next_domain(self) -> None:
+        """Stores the optimizer state, and the weights before a decay branch, for the next domain."""
+        if self.weights_before_decay is not None:
+            self.weights_before_decay.capture(self.model)
+        if self.optimizer_state is not None:
+            self.optimizer_state.capture(self.trainer.optimizers[0], self.named_parameters())
+
+    def on_fit_end(self) -> None:
+        # Not in on_train_end: a run killed after its last step comes back to fit_end, but not to train_end.
+        # By then Lightning has taken the module off its device.
+        previous_device = self.device
+        self.to(self.trainer.strategy.root_device)
+        with set_mode(self, training=False):
+            self.zero_grad()
+            self.seed_torch("after")
+            self.after_domain(self.data.importance_batches())
+            self.zero_grad()
+        if self.branch_step == self.trainer.max_steps:
+            self.capture_for_next_domain()
+        self.to(previous_device)
+
+    # A step.
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.seed_torch(batch_idx)
+        if batch_idx == self.branch_step * self.trainer.accumulate_grad_batches:
+            self.capture_for_next_domain()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with mark_recorded(self.masks, alone=self.trainer.accumulate_grad_batches == 1):
+            terms = self.losses(batch)
+        self.guard.add_losses(terms)
+        if self.trainer.global_step == 0 or self.is_logged():  # the bar has a loss from the first step on
+            for term, value in terms.items():
+                name = f"train/{term}/{self.domain.name}"
+                self.log(name, value.detach(), prog_bar=term == "lm", sync_dist=True)
+            self.log(f"train/lr/{self.domain.name}", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return cast(Tensor, sum(terms.values()))
+
+    def is_logged(self) -> bool:
+        """Whether loggers write this step: Lightning's do at the end of every n-th."""
+        return bool((self.trainer.global_step + 1) % cast(Any, self.trainer).log_every_n_steps == 0)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        average_gradients(self)
+        self.on_gradients_ready()
+        self.apply_factors(optimizer)
+        self.transform_gradients(optimizer)
+        self.apply_constraints(optimizer)
+
+    def apply_factors(self, optimizer: Optimizer) -> None:
+        """Scales gradients by the factors of masks; parameters whose step is to be scaled are copied."""
+        for mask in self.masks:
+            for parameter, factor in mask.factors():
+                if parameter.grad is None:
+                    continue
+                if mask.apply_to == "gradient":
+                    scale_(parameter.grad, factor)
+                else:
+                    self.snapshots.append(StepSnapshot(mask, [parameter], factor=factor, optimizer=optimizer))
+
+    def apply_constraints(self, optimizer: Optimizer) -> None:
+        """Constrains gradients; parameters whose step is to be constrained are copied."""
+        for mask in self.masks:
+            if not isinstance(mask, Constraint):
+                continue
+            covered = [parameter for parameter in mask.covered() if parameter.grad is not None]
+            if not covered:
+                continue
+            if mask.apply_to == "gradient":
+                with torch.no_grad():
+                    mask.constrain([(p, cast(Tensor, p.grad)) for p in covered], optimizer)
+            else:
+                self.snapshots.append(StepSnapshot(mask, covered))
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Any = None,
+    ) -> None:
+        # torch's clip_grad_norm_ in two halves: the guard checks the norm in between.
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = total_norm([parameter.grad for parameter in parameters])
+        if self.is_logged():
+            self.log(f"train/grad_norm/{self.domain.name}", norm)
+
+        self.step_is_made = self.guard.allows(self.trainer, norm)
+        if not self.step_is_made:
+            for parameter in parameters:
+                parameter.grad = None  # every optimizer of torch then skips it, moments and decay too
+        elif gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:
+            clip_gradients(parameters, gradient_clip_val, norm)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self.step_is_made:
+            for snapshot in sorted(self.snapshots, key=lambda snapshot: not snapshot.mask.comes_first):
+                snapshot.apply(cast(Optimizer, optimizer))
+            self.after_update()
+        self.snapshots.clear()
+
+    # Evaluation.
+
+    def on_validation_start(self) -> None:
+        if self.router is not None:
+            self.router.start_evaluation()
+        texts = self.data.held_out
+        self.columns = list(texts)
+        scored = self.data.scored_texts
+
+        self.observed = set()
+        if self.observes:
+            positions = np.linspace(0, len(scored) - 1, min(len(scored), MAX_OBSERVED)).round().astype(int)
+            self.observed = {scored[position] for position in positions}
+
+        self.evaluation = {name: DocumentNLL(texts[name].documents).to(self.device) for name in scored}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        column = int(batch["column"])
+        name = self.columns[column]
+        is_observed = name in self.observed and "idle" not in batch
+        with mark_observed(self.masks, column if is_observed else None):
+            nll, count = self.nll(batch, self.data.domain_indices.get(name, BASE))
+        self.evaluation[name].update(nll, count, batch["documents"])
+
+    def document_losses(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The last evaluation: nats and scored tokens by text, each [documents]."""
+        losses = {}
+        for name, metric in self.evaluation.items():
+            nll, count = metric.compute()
+            # torchmetrics makes a scalar of a tensor with one entry.
+            losses[name] = (nll.view(-1), count.view(-1))
+        return losses
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # DistributedDataParallel would send the first process's buffers to all at every step: copies of the
+        # model, which are equal anyway, and memories that are each process's own.
+        return [name for name, _ in self.named_buffers()]
+
+
+def parameter_shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
