@@ -199,7 +199,7 @@ def test_importances_are_normalised_within_a_layer_and_kind(monkeypatch):
     sizes = [group.count for group in soft.groups]
     assert len(sizes) >= 4  # heads and neurons of two layers
     scores = [10.0**place * torch.rand(size) for place, size in enumerate(sizes)]
-    monkeypatch.setattr(module, "importance", lambda *arguments, **options: torch.cat(scores))
+    monkeypatch.setattr(module, "measure_importance", lambda *arguments, **options: torch.cat(scores))
     expected = torch.cat([normalize(own, soft.normalize) for own in scores])
     measured = soft.measure(model, [], domain_losses)
     torch.testing.assert_close(measured, expected)

@@ -140,7 +140,7 @@ def test_what_a_method_measures_and_a_memory_keeps_must_be_numbers(small, start,
     kept = [value for name, value in state(tmp_path / "derpp").items() if "outputs" in name]
     assert kept and all(value.isfinite().all() for value in kept)
     nothing = lambda model, *args, **how: {n: torch.full_like(p, NAN) for n, p in model.named_parameters()}  # noqa: E731
-    monkeypatch.setattr(ewc, "fisher", nothing)
+    monkeypatch.setattr(ewc, "estimate_fisher", nothing)
     with pytest.raises(ValueError, match=r"fisher.* is not finite after law"):
         start(small(ORDER, "method=ewc"), tmp_path)
     assert not list(tmp_path.glob("stages/*"))
