@@ -3,7 +3,7 @@
 A batch keeps a row for each sample. Where samples share rows, its `layout` says which of its places,
 flattened row after row, is at each place of the fewer, fuller rows that the model is run on."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol, TypedDict, cast
 
 import numpy as np
@@ -61,8 +61,14 @@ class Rows:
         return np.arange(self.ids.shape[1]) < self.lengths[:, None]
 
     def some(self, chosen: np.ndarray) -> "Rows":
-        values = (getattr(self, field.name) for field in fields(self))
-        return Rows(*(None if value is None else value[chosen] for value in values))  # type: ignore[arg-type]
+        """Some of the rows."""
+        return Rows(
+            self.ids[chosen],
+            self.lengths[chosen],
+            self.keys[chosen],
+            answers=None if self.answers is None else self.answers[chosen],
+            segments=None if self.segments is None else self.segments[chosen],
+        )
 
 
 class Collator(Protocol):
@@ -93,13 +99,19 @@ def label_batch(
     """The batch of rows [B, T] whose outputs predict `labels` ([B, T], or [B, L] of `decoder_input_ids`)
     where these are not UNSCORED; `present` [B, T] is false at padding."""
     positions = (labels.flatten() != UNSCORED).nonzero().flatten()
-    targets, rows = labels.flatten()[positions], positions // labels.shape[1]
-    batch: Batch = {"input_ids": input_ids, "positions": positions, "targets": targets, "rows": rows}
+    batch: Batch = {
+        "input_ids": input_ids,
+        "positions": positions,
+        "targets": labels.flatten()[positions],
+        "rows": positions // labels.shape[1],
+    }
     if decoder_input_ids is not None:
         batch["decoder_input_ids"] = decoder_input_ids
     if segments is not None:
         batch["segments"] = segments
-    return batch if present.all() else {**batch, "attention_mask": present.long()}
+    if not present.all():
+        batch["attention_mask"] = present.long()
+    return batch
 
 
 def output_ids(batch: Batch) -> Tensor:
@@ -120,17 +132,59 @@ def labels_of(batch: Batch) -> Tensor:
 
 def single(batch: Batch, row: int) -> Batch:
     """One row of a batch as a batch, without a weight."""
-    own, length = batch["rows"] == row, output_ids(batch).shape[1]
-    one = {"positions": batch["positions"][own] - row * length, "targets": batch["targets"][own]}
-    one |= {"rows": torch.zeros_like(batch["rows"][own])}
-    return cast(Batch, one | {name: value[row : row + 1] for name, value in inputs_of(batch).items()})
+    is_of_row = batch["rows"] == row
+    length = output_ids(batch).shape[1]
+    row_batch: Batch = {
+        "positions": batch["positions"][is_of_row] - row * length,
+        "targets": batch["targets"][is_of_row],
+        "rows": torch.zeros_like(batch["rows"][is_of_row]),
+    }
+    inputs = {name: value[row : row + 1] for name, value in inputs_of(batch).items()}
+    row_batch.update(cast(Batch, inputs))
+    return row_batch
 
 
 def idle_batch(batch: Batch) -> Batch:
     """A batch without scored places, for a process that only takes part in a collective forward pass."""
-    names, tensors = ("positions", "targets", "rows", "documents"), cast(dict[str, Tensor], batch)
-    nothing = {name: tensors[name][:0] for name in names if name in tensors}
-    return cast(Batch, {**tensors, **nothing, "idle": torch.tensor(1)})
+    tensors = dict(cast(dict[str, Tensor], batch))
+    for name in ("positions", "targets", "rows", "documents"):
+        if name in tensors:
+            tensors[name] = tensors[name][:0]
+    tensors["idle"] = torch.tensor(1)
+    return cast(Batch, tensors)
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Where samples are in rows that they share."""
+
+    rows: np.ndarray  # [B]: the row of each sample
+    begins: np.ndarray  # [B]: its first place in the row
+    num_rows: int
+    width: int  # places of a row, of which the fullest row has none free
+
+    @classmethod
+    def fill(cls, lengths: np.ndarray, max_width: int) -> "SharedRows":
+        """Rows filled by first fit decreasing (Johnson, Demers, Ullman, Garey, Graham, SIAM Journal on
+        Computing 3(4), 1974) with samples of `lengths` [B], none longer than `max_width`."""
+        rows = np.zeros_like(lengths)
+        begins = np.zeros_like(lengths)
+        room = np.full(len(lengths), max_width)
+        for sample in np.argsort(-lengths, kind="stable"):
+            row = int(np.argmax(room >= lengths[sample]))
+            rows[sample] = row
+            begins[sample] = max_width - room[row]
+            room[row] -= lengths[sample]
+        return cls(rows, begins, num_rows=int(rows.max()) + 1, width=int((begins + lengths).max()))
+
+    def layout(self, present: np.ndarray) -> np.ndarray:
+        """The `layout` [R, W] of a batch whose tokens are `present` [B, T] where there is no padding."""
+        padding = np.argmin(present)  # the first such place, which fills what is free
+        layout = np.full((self.num_rows, self.width), padding)
+        columns = np.arange(present.shape[1])
+        positions = (self.rows * self.width + self.begins)[:, None] + columns
+        layout.ravel()[positions[present]] = np.flatnonzero(present)
+        return layout
 
 
 @dataclass(frozen=True)
@@ -143,23 +197,36 @@ class Sharing:
 
     def lay_out(self, batch: Batch) -> Batch:
         """The batch with its `layout` where shared rows cost less; their rest is filled with padding. Rows of
-        several widths are tried, filled by first fit decreasing (Johnson, Demers, Ullman, Garey, Graham, SIAM
-        Journal on Computing 3(4), 1974)."""
-        if (mask := batch.get("attention_mask")) is None:
+        several widths are tried."""
+        mask = batch.get("attention_mask")
+        if mask is None:
             return batch
-        lengths, columns = mask.sum(1).cpu().numpy(), np.arange(mask.shape[1])
-        present, longest, layout = columns < lengths[:, None], int(lengths.max()), None
-        least = mask.numel() * (self.even + mask.shape[1])
-        widths = (int(times * longest) for times in WIDTHS)
-        for width in sorted({min(width, max(longest, self.limit or width)) for width in widths}):
-            rows, begins, room = np.zeros_like(lengths), np.zeros_like(lengths), np.full(len(lengths), width)
-            for sample in np.argsort(-lengths, kind="stable"):
-                row = int(np.argmax(room >= lengths[sample]))
-                rows[sample], begins[sample] = row, width - room[row]
-                room[row] -= lengths[sample]
-            count, used = int(rows.max()) + 1, int((begins + lengths).max())
-            if (cost := count * used * (self.even + used)) < least:
-                layout, least = np.full((count, used), np.argmin(present)), cost
-                places = (rows * used + begins)[:, None] + columns
-                layout.ravel()[places[present]] = np.flatnonzero(present)
-        return batch if layout is None else {**batch, "layout": torch.from_numpy(layout).to(mask.device)}
+
+        lengths = mask.sum(1).cpu().numpy()
+        cheapest = None
+        lowest_cost = mask.numel() * (self.even + mask.shape[1])  # of a row for each sample
+        for width in self.widths(int(lengths.max())):
+            shared_rows = SharedRows.fill(lengths, width)
+            num_places = shared_rows.num_rows * shared_rows.width
+            cost = num_places * (self.even + shared_rows.width)
+            if cost < lowest_cost:
+                cheapest = shared_rows
+                lowest_cost = cost
+        if cheapest is None:
+            return batch
+
+        present = np.arange(mask.shape[1]) < lengths[:, None]
+        layout = torch.from_numpy(cheapest.layout(present))
+        laid_out = batch.copy()
+        laid_out["layout"] = layout.to(mask.device)
+        return laid_out
+
+    def widths(self, longest: int) -> list[int]:
+        """Widths of rows to try for samples of which the longest has `longest` tokens, ascending."""
+        widths = set()
+        for factor in WIDTHS:
+            width = int(factor * longest)
+            if self.limit:
+                width = min(width, max(longest, self.limit))
+            widths.add(width)
+        return sorted(widths)

@@ -1,11 +1,12 @@
 """The sequence of domains as a LightningDataModule that every method shares."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,25 +19,27 @@ from cpt.data.collate import Batch, Collator, Sizes
 from cpt.data.loader_processes import WatchedLoader, prepare_loader_processes, start_loader_process
 from cpt.data.options import Budget, Domain
 from cpt.data.packing import Packed
-from cpt.data.replay import ReplayConfig, ReplayPool, ReplaySource, exact
+from cpt.data.replay import ReplayConfig, ReplayPool, ReplaySource, to_fraction
 from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.data.sources.base import GENERAL
 from cpt.optim.schedulers import Progress
 
 
 @dataclass(frozen=True)
-class ProbeLoader:
+class ImportanceLoader:
     """Batches on a device, as often as they are iterated; between two of them a run may be preempted."""
 
     loader: DataLoader
     device: torch.device
-    name: str
+    domain: str
+    num_common: int  # batches that every process has
 
     def __iter__(self) -> Iterator[Batch]:
         for number, batch in enumerate(self.loader):
-            yield cast(Batch, {name: value.to(self.device) for name, value in batch.items()})
-            if number < cast(ShardSampler, self.loader.sampler).common:
-                leave_together(f"in the probe of {self.name}")
+            moved = {name: value.to(self.device) for name, value in batch.items()}
+            yield cast(Batch, moved)
+            if number < self.num_common:
+                leave_together(f"in the probe of {self.domain}")
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -70,8 +73,11 @@ class DomainSequence(LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        most = max((len(self.past(domain)) for domain in self.domains), default=0)
-        self.replay.check(domains=most, general=GENERAL in self.train, batch_size=self.budget.batch_size)
+        self.replay.check(
+            domains=max((len(self.earlier_texts(domain)) for domain in self.domains), default=0),
+            general=GENERAL in self.train,
+            batch_size=self.budget.batch_size,
+        )
         self.domain_indices: dict[str, int] = {}  # of the domains' texts in the order
         for domain in self.domains:
             for index, text in enumerate(domain.texts, start=domain.index):
@@ -87,77 +93,110 @@ class DomainSequence(LightningDataModule):
         self.domain = domain
 
     def steps(self, domain: Domain) -> int:
-        return self.recovery_steps(domain) + sum(self.steps_by_part(domain))
+        """Optimizer steps of a stage, those of recovery included."""
+        return self.recovery_steps(domain) + sum(self.steps_by_text(domain))
 
     def recovery_steps(self, domain: Domain) -> int:
-        """The first of them, on the texts of the stages before."""
-        own = sum(self.steps_by_part(domain)) if domain.recovery and self.past(domain) else 0
-        return math.ceil(exact(domain.recovery) * own)
+        """The first steps of a stage, on the texts of the stages before."""
+        if not domain.recovery or not self.earlier_texts(domain):
+            return 0
+        return math.ceil(to_fraction(domain.recovery) * sum(self.steps_by_text(domain)))
 
-    def steps_by_part(self, domain: Domain) -> list[int]:
-        texts = [self.train[part] for part in domain.texts]
+    def steps_by_text(self, domain: Domain) -> list[int]:
+        texts = [self.train[name] for name in domain.texts]
         return [self.budget.steps_for(text, length=text.tokens_per_row) for text in texts]
 
     @cached_property
     def cumulative_steps(self) -> list[int]:
         """Steps before each stage, and of all; counted once, not in each step."""
-        return list(accumulate(map(self.steps, self.domains), initial=0))
+        return list(itertools.accumulate(map(self.steps, self.domains), initial=0))
 
     def progress(self, step: int) -> Progress:
         """Where the run is at a step of the current stage; recovery has a schedule of its own."""
-        made, place = self.cumulative_steps, self.domains.index(self.domain)
-        before, ahead = made[place], self.recovery_steps(self.domain)
-        within = (step, ahead) if step < ahead else (step - ahead, made[place + 1] - before - ahead)
-        return Progress(*within, place, len(self.domains), before + step, made[-1], made[1])
+        stage = self.domains.index(self.domain)
+        steps_before = self.cumulative_steps[stage]
+        stage_steps = self.cumulative_steps[stage + 1] - steps_before
+        recovery_steps = self.recovery_steps(self.domain)
 
-    def past(self, domain: Domain) -> list[str]:
+        if step < recovery_steps:
+            schedule_step, schedule_steps = step, recovery_steps
+        else:
+            schedule_step, schedule_steps = step - recovery_steps, stage_steps - recovery_steps
+        return Progress(
+            schedule_step,
+            schedule_steps,
+            domain=stage,
+            domains=len(self.domains),
+            total_step=steps_before + step,
+            total_steps=self.cumulative_steps[-1],
+            first=self.cumulative_steps[1],
+        )
+
+    def earlier_texts(self, domain: Domain) -> list[str]:
         """The texts of the stages before a domain's, each once."""
-        before = self.domains[: self.domains.index(domain)]
-        return list(dict.fromkeys(part for each in before for part in each.texts))
+        names: dict[str, None] = {}
+        for earlier_domain in self.domains[: self.domains.index(domain)]:
+            names.update(dict.fromkeys(earlier_domain.texts))
+        return list(names)
 
-    def replayed(self, domain: Domain) -> dict[str, int]:
+    def max_replayed(self, domain: Domain) -> dict[str, int]:
         """The texts that a stage replays, with how many samples it draws of each at most."""
-        samples, found = self.steps(domain) * self.budget.batch_size, dict[str, int]()
-        past = self.past(domain) if self.replay.past_ratio else []
-        for share, names in ((self.replay.past_ratio, past), (self.replay.general_ratio, [GENERAL])):
-            drawn = math.floor(samples * exact(share))
-            found |= dict.fromkeys(names, -(-drawn // max(1, len(names))))
-        return {name: count for name, count in found.items() if count}
+        num_samples = self.steps(domain) * self.budget.batch_size
+        num_past = math.floor(num_samples * to_fraction(self.replay.past_ratio))
+        num_general = math.floor(num_samples * to_fraction(self.replay.general_ratio))
+
+        replayed = {}
+        earlier_texts = self.earlier_texts(domain)
+        for name in earlier_texts:
+            replayed[name] = math.ceil(Fraction(num_past, len(earlier_texts)))
+        replayed[GENERAL] = num_general
+        return {name: count for name, count in replayed.items() if count > 0}
 
     def train_dataloader(self) -> DataLoader:
         """The current stage from the trainer's step on; resuming costs the same anywhere."""
-        stage, recovery, ahead = self.domain, None, self.recovery_steps(self.domain)
+        stage = self.domain
         texts = self.train if self.replay_source is None else self.replay_source.texts
-        past = {name: texts[name] for name in self.past(stage) if name in texts}
+        past = {name: texts[name] for name in self.earlier_texts(stage) if name in texts}
         general = {GENERAL: texts[GENERAL]} if GENERAL in texts else {}
         pools = self.replay.pools(past, general, stage=stage.name, seed=self.seed)
         if self.replay_source is not None:
             pools += self.replay_source.extra_pools(stage)
-        if ahead:
-            how = dict[str, Any](memory=self.replay.buffer_size, place=(stage.name, "recovery"))
-            recovery = ReplayPool(past, share=exact(1), adds=False, seed=self.seed, **how)
+
+        recovery = None
+        recovery_steps = self.recovery_steps(stage)
+        if recovery_steps:
+            recovery = ReplayPool(
+                past,
+                share=Fraction(1),
+                is_appended=False,
+                buffer_size=self.replay.buffer_size,
+                seed=self.seed,
+                stream_name=(stage.name, "recovery"),
+            )
+
         stream = TrainStream(
-            {part: self.train[part] for part in stage.texts},
+            {name: self.train[name] for name in stage.texts},
             objective=self.objective,
             seed=self.seed,
             batch_size=self.budget.batch_size,
-            steps=self.steps_by_part(stage),
+            steps=self.steps_by_text(stage),
             accumulate=self.accumulate,
             rank=self.trainer.global_rank,
             world=self.trainer.world_size,
-            earlier=pools,
+            pools=pools,
             recovery=recovery,
-            ahead=ahead,
-            places=self.domain_indices,
+            recovery_steps=recovery_steps,
+            domain_indices=self.domain_indices,
         )
-        return self.loader(stream, ResumeSampler(self.trainer.global_step * self.accumulate, len(stream)))
+        sampler = ResumeSampler(self.trainer.global_step * self.accumulate, len(stream))
+        return self.make_loader(stream, sampler)
 
     def val_dataloader(self) -> DataLoader:
         """The held-out texts that are asked for, with the same masks for every model; the process's share."""
         rows = {name: self.scored_rows(name) for name in self.scored_texts}
         if self.by_length:
-            rows = {name: self.held_out[name].by_length(each) for name, each in rows.items()}
-        return self.shared_out(self.held_out, rows, purpose="score")
+            rows = {name: self.held_out[name].by_length(text_rows) for name, text_rows in rows.items()}
+        return self.make_sharded_loader(self.held_out, rows, purpose="score")
 
     @property
     def scored_texts(self) -> list[str]:
@@ -170,35 +209,50 @@ class DomainSequence(LightningDataModule):
         return self.held_out[name].draw_rows(self.eval_tokens, stream=key("scored rows", name))
 
     @property
-    def cut(self) -> list[str]:
+    def sampled_texts(self) -> list[str]:
         """The held-out texts of which `eval_tokens` leaves rows out."""
         return [name for name, text in self.held_out.items() if len(self.scored_rows(name)) < len(text)]
 
     def scored_sizes(self, name: str) -> Sizes:
         return self.held_out[name].sizes(self.scored_rows(name))
 
-    def importance_batches(self) -> ProbeLoader:
+    def importance_batches(self) -> ImportanceLoader:
         """A fixed sample of the current stage's training text with fixed masks; the process's share of it."""
-        texts, rows = {part: self.train[part] for part in self.domain.texts}, {}
+        texts = {name: self.train[name] for name in self.domain.texts}
+        max_rows = math.ceil(self.importance_samples / len(texts))
+        rows = {}
         for name, text in texts.items():
-            places = np.arange(min(math.ceil(self.importance_samples / len(texts)), len(text)))
-            rows[name] = shuffle(places, len(text), stream=key("probe", name))
-        loader = self.shared_out(texts, rows, purpose="probe")
-        return ProbeLoader(loader, self.trainer.strategy.root_device, self.domain.name)
+            positions = np.arange(min(max_rows, len(text)))
+            rows[name] = shuffle(positions, len(text), stream=key("probe", name))
 
-    def shared_out(
+        loader = self.make_sharded_loader(texts, rows, purpose="probe")
+        sampler = cast(ShardSampler, loader.sampler)
+        device = self.trainer.strategy.root_device
+        return ImportanceLoader(loader, device, self.domain.name, sampler.common)
+
+    def make_sharded_loader(
         self, texts: Mapping[str, Packed], rows: Mapping[str, np.ndarray], *, purpose: str
     ) -> DataLoader:
-        """Rows of texts in batches of one text each; the process's share of them."""
+        """Rows of texts in batches of one text each; the process's share of them. `purpose` is "score" or
+        "probe", which have masks of their own."""
         world = self.trainer.world_size
-        how = dict[str, Any](batch_size=self.eval_batch_size, purpose=purpose, places=self.domain_indices)
-        objective = self.objective.scoring if purpose == "score" else self.objective
-        together = world if getattr(self.trainer.strategy, "lockstep", False) else 1
-        least = world if purpose == "score" else 0  # Lightning refuses a process without a batch
-        batches = EvalSubset(texts, rows, objective=objective, together=together, least=least, **how)
-        return self.loader(batches, ShardSampler(len(batches), rank=self.trainer.global_rank, world=world))
+        is_scoring = purpose == "score"
+        # Declared by cpt's strategy of sharded models: all its processes make the same forward passes.
+        is_lockstep = getattr(self.trainer.strategy, "lockstep", False)
+        batches = EvalSubset(
+            texts,
+            rows,
+            objective=self.objective.scoring if is_scoring else self.objective,
+            batch_size=self.eval_batch_size,
+            purpose=purpose,
+            domain_indices=self.domain_indices,
+            lockstep_processes=world if is_lockstep else 1,
+            min_batches=world if is_scoring else 0,  # Lightning refuses a process without a batch
+        )
+        sampler = ShardSampler(len(batches), rank=self.trainer.global_rank, world=world)
+        return self.make_loader(batches, sampler)
 
-    def loader(self, batches: Dataset, sampler: Sampler[int]) -> DataLoader:
+    def make_loader(self, batches: Dataset, sampler: Sampler[int]) -> DataLoader:
         if self.workers:
             prepare_loader_processes()
         return WatchedLoader(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sized
 from dataclasses import dataclass
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import Count, Options, config, option
 
 
@@ -36,16 +37,18 @@ class Budget:
     batch_size: int
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        whole_steps = self.steps is None or float(self.steps).is_integer()
-        if len(given) != 2 or min(given.values()) <= 0 or not whole_steps:
-            shown = " ".join(f"trainer.{name}={value}" for name, value in given.items())
-            allowed = "exactly one of trainer.steps (whole), trainer.epochs, trainer.tokens, all above 0"
-            raise ValueError(f"{shown} is invalid. Allowed: {allowed}")
+        options = {name: value for name, value in vars(self).items() if value is not None}
+        has_whole_steps = self.steps is None or float(self.steps).is_integer()
+        if len(options) != 2 or min(options.values()) <= 0 or not has_whole_steps:
+            assignments = " ".join(f"trainer.{name}={value}" for name, value in options.items())
+            raise ValueError(
+                f"{assignments} is invalid. Allowed: "
+                "exactly one of trainer.steps (whole), trainer.epochs, trainer.tokens, all above 0"
+            )
 
     @property
-    def given(self) -> tuple[str, float]:
-        """The name of what is given, and its value."""
+    def option(self) -> tuple[str, float]:
+        """The name and the value of the option that sets how long: steps, epochs or tokens."""
         return next((name, value) for name, value in vars(self).items() if value is not None)
 
     def steps_for(self, text: Sized, *, length: float) -> int:
@@ -54,14 +57,19 @@ class Budget:
             return int(self.steps)
         samples = self.epochs * len(text) if self.epochs is not None else (self.tokens or 0) / length
         if samples >= 2**53:
-            name, value = self.given
-            raise ValueError(f"trainer.{name}={value:g} is invalid: 2^53 samples or more. Allowed: fewer")
+            name, value = self.option
+            raise InvalidOptionError(
+                f"trainer.{name}", f"{value:g}", reason="2^53 samples or more", allowed="fewer"
+            )
         return max(1, math.ceil(samples / self.batch_size))
 
 
 def share_batch(batch_size: int, *, accumulate: int, world: int) -> int:
     """Samples of a process's micro-batch; raises ValueError if the global batch does not divide evenly."""
     if accumulate < 1 or batch_size % (accumulate * world):
-        told = f"trainer.batch_size={batch_size} is invalid. Allowed: a multiple of "
-        raise ValueError(f"{told}trainer.accumulate_grad_batches={accumulate} times {world} processes")
+        raise InvalidOptionError(
+            "trainer.batch_size",
+            batch_size,
+            allowed=f"a multiple of trainer.accumulate_grad_batches={accumulate} times {world} processes",
+        )
     return batch_size // (accumulate * world)

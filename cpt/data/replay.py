@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import key, sample_keys, shuffle
 from cpt.core.schema import BelowOne, Options, Steps, config, option
 from cpt.data.options import Domain
@@ -35,35 +36,53 @@ class ReplayConfig(Options):
     mode: Literal["replace", "append"] = option("whether replayed samples replace new ones or are added")
 
     buffer_size: ClassVar[int | None] = None  # samples that are kept of all past domains together
-    generates: ClassVar[bool] = False  # whether what is replayed depends on the model before the stage
+    is_generated: ClassVar[bool] = False  # whether what is replayed depends on the model before the stage
 
     def __post_init__(self) -> None:
-        if exact(self.past_ratio) + exact(self.general_ratio) >= 1:
-            given = f"past_ratio={self.past_ratio} with general_ratio={self.general_ratio}"
-            raise ValueError(f"{given} is invalid. Allowed: shares whose sum is below 1")
+        if to_fraction(self.past_ratio) + to_fraction(self.general_ratio) >= 1:
+            raise ValueError(
+                f"past_ratio={self.past_ratio} with general_ratio={self.general_ratio} is invalid. "
+                "Allowed: shares whose sum is below 1"
+            )
         if self.buffer_size is not None and not self.past_ratio:
-            given = f"buffer_size={self.buffer_size} is invalid: past_ratio={self.past_ratio} replays nothing"
-            raise ValueError(f"{given}. Allowed: past_ratio above 0, or null")
+            raise InvalidOptionError(
+                "buffer_size",
+                self.buffer_size,
+                reason=f"past_ratio={self.past_ratio} replays nothing",
+                allowed="past_ratio above 0, or null",
+            )
 
     @property
-    def adds(self) -> bool:
+    def is_appended(self) -> bool:
+        """Whether replayed samples are added to the new ones of a batch, and displace none."""
         return self.mode == "append"
 
     def check(self, *, domains: int, general: bool, batch_size: int) -> None:
         """Raises ValueError for a memory below one sample of each past domain, for missing general
         text, and for shares that leave no new sample in some batch."""
         if self.buffer_size is not None and self.buffer_size < domains:
-            given = f"replay.buffer_size={self.buffer_size} is invalid for {domains} past domains"
-            raise ValueError(f"{given}. Allowed: a sample or more for each, or null")
+            raise InvalidOptionError(
+                "replay.buffer_size",
+                self.buffer_size,
+                context=f"for {domains} past domains",
+                allowed="a sample or more for each, or null",
+            )
         if self.general_ratio and not general:
-            why = "there is no general text to train on"
-            raise ValueError(f"replay.general_ratio={self.general_ratio} is invalid: {why}. Allowed: 0")
+            raise InvalidOptionError(
+                "replay.general_ratio",
+                self.general_ratio,
+                reason="there is no general text to train on",
+                allowed="0",
+            )
+
         # Counts of two kinds may round up in the same step.
-        new = batch_size * (1 - exact(self.past_ratio) - exact(self.general_ratio))
-        if self.past_ratio and self.general_ratio and not self.adds and new < 1:
-            given = f"replay.past_ratio={self.past_ratio} with replay.general_ratio={self.general_ratio}"
-            why = f"{float(new):g} new samples remain in a batch of trainer.batch_size={batch_size}"
-            raise ValueError(f"{given} is invalid: {why}. Allowed: 1 or more, or mode=append")
+        num_new = batch_size * (1 - to_fraction(self.past_ratio) - to_fraction(self.general_ratio))
+        if self.past_ratio and self.general_ratio and not self.is_appended and num_new < 1:
+            raise ValueError(
+                f"replay.past_ratio={self.past_ratio} with replay.general_ratio={self.general_ratio} is "
+                f"invalid: {float(num_new):g} new samples remain in a batch of "
+                f"trainer.batch_size={batch_size}. Allowed: 1 or more, or mode=append"
+            )
 
     def conflicts(
         self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
@@ -84,14 +103,28 @@ class ReplayConfig(Options):
         self, past: Mapping[str, Packed], general: Mapping[str, Packed], *, stage: str, seed: int
     ) -> list[ReplayPool]:
         """What a stage draws from: the past domains' texts by name, and the general text."""
-        kinds: list[Any] = [("past", self.past_ratio, past, self.buffer_size)]
-        kinds.append(("general", self.general_ratio, general, None))
-        how: dict[str, Any] = {"adds": self.adds, "seed": seed}
-        return [
-            ReplayPool(texts, share=exact(share), memory=memory, place=(stage, kind), **how)
-            for kind, share, texts, memory in kinds
-            if texts and share
-        ]
+        pools = []
+        if past and self.past_ratio:
+            past_pool = ReplayPool(
+                past,
+                share=to_fraction(self.past_ratio),
+                is_appended=self.is_appended,
+                buffer_size=self.buffer_size,
+                seed=seed,
+                stream_name=(stage, "past"),
+            )
+            pools.append(past_pool)
+        if general and self.general_ratio:
+            general_pool = ReplayPool(
+                general,
+                share=to_fraction(self.general_ratio),
+                is_appended=self.is_appended,
+                buffer_size=None,
+                seed=seed,
+                stream_name=(stage, "general"),
+            )
+            pools.append(general_pool)
+        return pools
 
 
 @config
@@ -118,50 +151,82 @@ class ReplaySource(ABC):
         return ()
 
 
+class Samples(NamedTuple):
+    """Rows of several texts, in the order in which they are trained on."""
+
+    text_indices: np.ndarray  # [B] int64: the text of each sample among those of its stream or pool
+    rows: np.ndarray  # [B] int64: its row within that text
+    keys: np.ndarray  # [B] uint64: what is drawn for a sample, such as its mask, is a function of its key
+
+    def select(self, chosen: np.ndarray | slice) -> Samples:
+        return Samples(self.text_indices[chosen], self.rows[chosen], self.keys[chosen])
+
+    @classmethod
+    def join(cls, parts: Sequence[Samples]) -> Samples:
+        """The samples of several parts, one part after another."""
+        return cls(
+            np.concatenate([part.text_indices for part in parts]),
+            np.concatenate([part.rows for part in parts]),
+            np.concatenate([part.keys for part in parts]),
+        )
+
+
 @dataclass(frozen=True)
 class ReplayPool:
-    """Texts that a stage draws a `share` of its samples from; `place` names the stage and the kind. Each
-    turn draws a row of every text in a random order, epoch by epoch from a shuffle of what is kept of it: of
-    t texts in a memory of m samples the first m div t of a fixed shuffle."""
+    """Texts that a stage draws a `share` of its samples from.
+
+    Each turn draws a row of every text in a random order, epoch by epoch from a shuffle of what is stored of
+    it: of t texts in a buffer of m samples the first m div t of a fixed shuffle."""
 
     texts: Mapping[str, Packed]
     _: KW_ONLY
     share: Fraction
-    adds: bool
-    memory: int | None
+    is_appended: bool  # to the new samples of a batch; else it displaces some of them
+    buffer_size: int | None  # samples of all texts together; None: all rows
     seed: int
-    place: tuple[str, str]
+    stream_name: tuple[str, str]  # stage and kind of replay: what its random numbers are named by
 
-    def count(self, samples: int) -> int:
+    def count_draws(self, samples: int) -> int:
         """Draws in the steps of a number of samples; exact, since a float would drift."""
         return samples * self.share.numerator // self.share.denominator
 
     @cached_property
-    def sizes(self) -> np.ndarray:
+    def num_rows(self) -> np.ndarray:
         """Rows of each text, [t]."""
         return np.array([len(text) for text in self.texts.values()])
 
     @cached_property
-    def shuffles(self) -> np.ndarray:
-        """Keys of what is kept of each text, the same in all stages, and of the order it comes in, [2, t]."""
-        kept = [key(self.seed, "memory", name) for name in self.texts]
-        return np.array([kept, [key(self.seed, *self.place, "rows", name) for name in self.texts]], np.uint64)
+    def buffer_streams(self) -> np.ndarray:
+        """Keys of shuffles that decide which rows of each text are stored, [t]; the same for all stages."""
+        return np.array([key(self.seed, "memory", name) for name in self.texts], np.uint64)
 
-    def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Index of the text, row and key of the draws with these numbers, each [B]."""
-        turns, seats = np.divmod(draws, len(self.texts))
-        order = sample_keys(key(self.seed, *self.place, "turns"), turns)
-        parts = shuffle(seats, len(self.texts), stream=order)
-        (memory, rows), kept = self.shuffles[:, parts], self.sizes[parts]
-        if self.memory is not None:
-            kept = np.minimum(kept, int(self.memory) // len(self.texts))
-        epochs, places = np.divmod(turns, kept)
-        items = shuffle(places, kept, stream=sample_keys(rows, epochs))
-        rows = shuffle(items, self.sizes[parts], stream=memory)
-        return parts, rows, sample_keys(key(self.seed, *self.place, "masks"), draws)
+    @cached_property
+    def order_streams(self) -> np.ndarray:
+        """Keys of the orders in which the stored rows of each text are drawn, [t]."""
+        return np.array([key(self.seed, *self.stream_name, "rows", name) for name in self.texts], np.uint64)
+
+    def locate(self, draws: np.ndarray) -> Samples:
+        """The samples of the draws with these numbers [B]."""
+        num_texts = len(self.texts)
+        turns, positions_in_turn = np.divmod(draws, num_texts)
+        turn_streams = sample_keys(key(self.seed, *self.stream_name, "turns"), turns)
+        text_indices = shuffle(positions_in_turn, num_texts, stream=turn_streams)
+
+        num_rows = self.num_rows[text_indices]
+        num_stored = num_rows
+        if self.buffer_size is not None:
+            num_stored = np.minimum(num_rows, int(self.buffer_size) // num_texts)
+
+        # A text gives one row in a turn, so that its epochs are counted in turns.
+        epochs, positions = np.divmod(turns, num_stored)
+        epoch_streams = sample_keys(self.order_streams[text_indices], epochs)
+        stored_positions = shuffle(positions, num_stored, stream=epoch_streams)
+        rows = shuffle(stored_positions, num_rows, stream=self.buffer_streams[text_indices])
+        keys = sample_keys(key(self.seed, *self.stream_name, "masks"), draws)
+        return Samples(text_indices, rows, keys)
 
 
-def exact(share: float) -> Fraction:
+def to_fraction(share: float) -> Fraction:
     """The share as it is written: 0.1 is a tenth."""
     return Fraction(str(share))
 

@@ -11,11 +11,11 @@ from cpt.core.randomness import key, sample_keys, shuffle
 from cpt.data.collate import Batch, Collator, Rows, idle_batch
 from cpt.data.options import share_batch
 from cpt.data.packing import PADDING, Packed
-from cpt.data.replay import ReplayPool
+from cpt.data.replay import ReplayPool, Samples
 from cpt.data.sources.base import DOCUMENT_MASK, NONE
 
 LOCATED_AT_ONCE = 32  # steps
-Located = tuple[np.ndarray, np.ndarray, np.ndarray]  # index of the text, row and key of samples, each [B]
+NO_DOMAIN = -1  # the index of the domain of general text
 
 
 @dataclass(eq=False, repr=False)
@@ -24,105 +24,162 @@ class TrainStream(Dataset):
 
     Position p of a text's stream is row `p mod rows` of the shuffle of epoch `p div rows`; a stage of
     several texts shuffles the positions of all. A step takes the next `batch_size` positions, less those
-    that replay displaces, and shares its samples out among processes and micro-batches. `ahead` steps on
-    `recovery` come first. `places` are the indices of texts in the order of domains."""
+    that replay displaces, and shares its samples out among processes and micro-batches."""
 
-    own: Mapping[str, Packed]
+    stage_texts: Mapping[str, Packed]
     _: KW_ONLY
     objective: Collator
     seed: int
-    batch_size: int
+    batch_size: int  # samples of a step, of all processes and micro-batches
     steps: Sequence[int]  # of each text
-    accumulate: int
+    accumulate: int  # micro-batches of a step
     rank: int
     world: int
-    earlier: Sequence[ReplayPool] = ()
+    pools: Sequence[ReplayPool] = ()  # what is replayed
     recovery: ReplayPool | None = None
-    ahead: int = 0  # steps on `recovery` alone
-    places: Mapping[str, int] = field(default_factory=dict)
+    recovery_steps: int = 0  # come first, on `recovery` alone
+    domain_indices: Mapping[str, int] = field(default_factory=dict)  # of texts in the order of domains
 
     def __post_init__(self) -> None:
         share_batch(self.batch_size, accumulate=self.accumulate, world=self.world)
-        self.names, pools = list(self.own), [*self.earlier, *([self.recovery] if self.recovery else [])]
-        named = [*self.own.items(), *(each for pool in pools for each in pool.texts.items())]
-        self.texts = [text for _, text in named]
-        self.domains = np.array([self.places.get(name, -1) for name, _ in named])
-        self.total, self.ends = sum(self.steps), np.cumsum([self.new(count) for count in self.steps])
+        self.names = list(self.stage_texts)
+        names = [*self.names]
+        self.texts = [*self.stage_texts.values()]  # then those of each pool, recovery last
+        pools = [*self.pools]
+        if self.recovery is not None:
+            pools.append(self.recovery)
+        for pool in pools:
+            names += pool.texts.keys()
+            self.texts += pool.texts.values()
+        self.domains = np.array([self.domain_indices.get(name, NO_DOMAIN) for name in names])
+
+        # Positions of the stage's own stream: of each text, those from `starts` up to `ends`.
+        self.total = sum(self.steps)
+        self.ends = np.cumsum([self.count_new(steps) for steps in self.steps])
         self.starts = np.concatenate([[0], self.ends[:-1]])
-        self.located: tuple[int, Located] | None = None  # new samples of LOCATED_AT_ONCE steps from a step on
+        # New samples of LOCATED_AT_ONCE steps, and the first of these steps.
+        self.located: tuple[int, Samples] | None = None
 
     def __len__(self) -> int:
-        return (self.ahead + self.total) * self.accumulate
+        return (self.recovery_steps + self.total) * self.accumulate
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number` of this process. `weight` makes the mean over processes and micro-batches the mean
         over the scored tokens of the whole step."""
-        step, micro = divmod(number, self.accumulate)
-        if self.recovery and step < self.ahead:
-            draws = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-            parts, rows, keys = self.recovery.locate(draws)
-            parts = parts + len(self.texts) - len(self.recovery.texts)
+        step, micro_batch = divmod(number, self.accumulate)
+        if self.recovery is not None and step < self.recovery_steps:
+            samples = self.locate_recovery(self.recovery, step)
         else:
-            parts, rows, keys = self.samples(step - self.ahead)
-        pieces, piece = self.accumulate * self.world, micro * self.world + self.rank
-        mine = slice(*(len(rows) * each // pieces for each in (piece, piece + 1)))
-        batch, _ = self.objective.batch(stack_rows(self.texts, parts[mine], rows[mine], keys[mine]))
-        batch["domains"] = torch.from_numpy(self.domains[parts[mine]])
-        sizes = (self.texts[part].sizes(rows[parts == part]) for part in np.unique(parts))
-        scored = sum(int(self.objective.scored(each).sum()) for each in sizes)
-        batch["weight"] = torch.tensor(pieces / max(1, scored))
-        batch["mean_rows"] = torch.tensor(len(rows) / pieces)
+            samples = self.locate_step(step - self.recovery_steps)
+
+        # Every process finds all samples of the step, and reads the share of its micro-batch.
+        num_samples = len(samples.rows)
+        num_shares = self.accumulate * self.world
+        share = micro_batch * self.world + self.rank
+        begin = num_samples * share // num_shares
+        end = num_samples * (share + 1) // num_shares
+        local_samples = samples.select(slice(begin, end))
+
+        batch, _ = self.objective.batch(stack_rows(self.texts, local_samples))
+        batch["domains"] = torch.from_numpy(self.domains[local_samples.text_indices])
+        batch["weight"] = torch.tensor(num_shares / max(1, self.count_scored(samples)))
+        batch["mean_rows"] = torch.tensor(num_samples / num_shares)
         return self.objective.lay_out(batch)
 
-    def new(self, steps: int) -> int:
-        """Positions of the stream that the first `steps` steps take."""
+    def count_scored(self, samples: Samples) -> int:
+        """Scored tokens of samples."""
+        num_scored = 0
+        for index in np.unique(samples.text_indices):
+            rows = samples.rows[samples.text_indices == index]
+            num_scored += int(self.objective.scored(self.texts[index].sizes(rows)).sum())
+        return num_scored
+
+    def count_new(self, steps: int) -> int:
+        """Positions of the stage's own stream that the first `steps` steps take."""
         samples = steps * self.batch_size
-        return samples - sum(pool.count(samples) for pool in self.earlier if not pool.adds)
+        num_displaced = sum(pool.count_draws(samples) for pool in self.pools if not pool.is_appended)
+        return samples - num_displaced
 
-    def samples(self, step: int) -> Located:
-        """The samples of a step, replayed ones at random places; pools' texts come after its own."""
-        first = step - step % LOCATED_AT_ONCE
-        if self.located is None or self.located[0] != first:
-            last = min(first + LOCATED_AT_ONCE, self.total)
-            self.located = first, self.locate(np.arange(self.new(first), self.new(last)))
-        here = slice(*(self.new(each) - self.new(first) for each in (step, step + 1)))
-        parts, rows, keys = (each[here] for each in self.located[1])
-        found, index = [(parts, rows, keys)], len(self.names)
-        if not self.earlier:
-            return found[0]
-        for pool in self.earlier:
-            begin, end = (pool.count(each * self.batch_size) for each in (step, step + 1))
-            parts, rows, keys = pool.locate(np.arange(begin, end))
-            found.append((parts + index, rows, keys))
-            index += len(pool.texts)
-        new, total = len(found[0][0]), sum(len(parts) for parts, *_ in found)
+    def locate_recovery(self, recovery: ReplayPool, step: int) -> Samples:
+        """The samples of a step on earlier texts alone."""
+        samples = recovery.locate(np.arange(step * self.batch_size, (step + 1) * self.batch_size))
+        first_text = len(self.texts) - len(recovery.texts)
+        return samples._replace(text_indices=samples.text_indices + first_text)
+
+    def locate_step(self, step: int) -> Samples:
+        """The samples of a step after recovery, the replayed ones at random positions among the new ones."""
+        new_samples = self.locate_new(step)
+        if not self.pools:
+            return new_samples
+
+        parts = [new_samples]
+        first_text = len(self.names)
+        for pool in self.pools:
+            begin = pool.count_draws(step * self.batch_size)
+            end = pool.count_draws((step + 1) * self.batch_size)
+            samples = pool.locate(np.arange(begin, end))
+            parts.append(samples._replace(text_indices=samples.text_indices + first_text))
+            first_text += len(pool.texts)
+        all_samples = Samples.join(parts)
+
+        num_new = len(new_samples.rows)
+        num_samples = len(all_samples.rows)
         stream = sample_keys(key(self.seed, "places", *self.names), np.array([step]))
-        order = np.full(total, -1)
-        order[shuffle(np.arange(total - new), total, stream=stream)] = np.arange(new, total)
-        order[order < 0] = np.arange(new)
-        parts, rows, keys = (np.concatenate(each)[order] for each in zip(*found, strict=True))
-        return parts, rows, keys
+        order = np.full(num_samples, -1)
+        replayed_positions = shuffle(np.arange(num_samples - num_new), num_samples, stream=stream)
+        order[replayed_positions] = np.arange(num_new, num_samples)
+        order[order < 0] = np.arange(num_new)
+        return all_samples.select(order)
 
-    def locate(self, positions: np.ndarray) -> Located:
+    def locate_new(self, step: int) -> Samples:
+        """The new samples of a step, of the stage's own stream."""
+        first_step = step - step % LOCATED_AT_ONCE
+        first_position = self.count_new(first_step)
+        if self.located is None or self.located[0] != first_step:
+            end_step = min(first_step + LOCATED_AT_ONCE, self.total)
+            positions = np.arange(first_position, self.count_new(end_step))
+            self.located = (first_step, self.locate(positions))
+
+        begin = self.count_new(step) - first_position
+        end = self.count_new(step + 1) - first_position
+        return self.located[1].select(slice(begin, end))
+
+    def locate(self, positions: np.ndarray) -> Samples:
         """The samples at positions [B] of the stage's own stream."""
         if len(self.names) > 1:
             positions = shuffle(positions, int(self.ends[-1]), stream=key(self.seed, "mixture"))
-        parts = np.searchsorted(self.ends, positions, side="right")
-        rows, keys = np.empty_like(positions), np.empty(len(positions), np.uint64)
-        for part in np.unique(parts):
-            here, count = parts == part, len(self.texts[part])
-            epoch, place = np.divmod(positions[here] - self.starts[part], count)
-            stream = sample_keys(key(self.seed, self.names[part]), epoch)
-            rows[here] = shuffle(place, count, stream=stream)
-            keys[here] = sample_keys(stream, rows[here])
-        return parts, rows, keys
+        text_indices = np.searchsorted(self.ends, positions, side="right")
+
+        rows = np.empty_like(positions)
+        keys = np.empty(len(positions), np.uint64)
+        for index in np.unique(text_indices):
+            is_of_text = text_indices == index
+            num_rows = len(self.texts[index])
+            epochs, epoch_positions = np.divmod(positions[is_of_text] - self.starts[index], num_rows)
+            streams = sample_keys(key(self.seed, self.names[index]), epochs)
+            text_rows = shuffle(epoch_positions, num_rows, stream=streams)
+            rows[is_of_text] = text_rows
+            keys[is_of_text] = sample_keys(streams, text_rows)
+        return Samples(text_indices, rows, keys)
+
+
+@dataclass(frozen=True)
+class EvalBatch:
+    """The rows of a batch of one text. Of an idle one nothing is scored: its process only takes part in a
+    collective forward pass."""
+
+    text: str
+    rows: np.ndarray
+    is_idle: bool = False
 
 
 @dataclass(eq=False, repr=False)
 class EvalSubset(Dataset):
-    """Fixed rows of several texts in batches of one text each. Masks depend on the `purpose`, the text's
-    name and the row alone, so every model gets the same ones. Where `together` processes run forward passes
-    collectively, each text is filled up with idle batches to a multiple of them; all texts to the `least`."""
+    """Fixed rows of several texts in batches of one text each.
+
+    Masks depend on the `purpose`, the text's name and the row alone, so every model gets the same ones. Where
+    `lockstep_processes` run forward passes collectively, each text is filled up with idle batches to a
+    multiple of them; all texts to `min_batches`."""
 
     texts: Mapping[str, Packed]
     rows: Mapping[str, np.ndarray]
@@ -130,61 +187,100 @@ class EvalSubset(Dataset):
     objective: Collator
     batch_size: int
     purpose: str
-    places: Mapping[str, int] = field(default_factory=dict)
-    together: int = 1
-    least: int = 0
+    domain_indices: Mapping[str, int] = field(default_factory=dict)
+    lockstep_processes: int = 1
+    min_batches: int = 0
 
     def __post_init__(self) -> None:
         self.columns = {name: column for column, name in enumerate(self.texts)}
-        self.blocks: list[tuple[str, np.ndarray, bool]] = []
-        for name, rows in ((name, self.rows[name]) for name in self.texts if name in self.rows):
-            starts = range(0, len(rows), self.batch_size)
-            self.blocks += [(name, rows[at : at + self.batch_size], False) for at in starts]
-            self.blocks += [(name, rows[:1], True)] * (-len(starts) % self.together)
-        if self.blocks:
-            name, rows, _ = self.blocks[0]
-            self.blocks += [(name, rows[:1], True)] * (self.least - len(self.blocks))
+        self.batches: list[EvalBatch] = []
+        for name in self.texts:
+            if name not in self.rows:
+                continue
+            rows = self.rows[name]
+            begins = range(0, len(rows), self.batch_size)
+            for begin in begins:
+                self.batches.append(EvalBatch(name, rows[begin : begin + self.batch_size]))
+            for _ in range(-len(begins) % self.lockstep_processes):
+                self.batches.append(EvalBatch(name, rows[:1], is_idle=True))
+
+        if self.batches:
+            first = self.batches[0]
+            idle = EvalBatch(first.text, first.rows[:1], is_idle=True)
+            for _ in range(self.min_batches - len(self.batches)):
+                self.batches.append(idle)
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.batches)
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`; `column` is the text's index, `documents` [K] the document of each scored token."""
-        name, rows, idle = self.blocks[number]
-        text, keys = self.texts[name], sample_keys(key(self.purpose, name), rows)
-        gathered = stack_rows([text], np.zeros(len(rows), np.int64), rows, keys)
-        batch, places = self.objective.batch(gathered)
-        owners = text.document_of(rows)[:, : gathered.ids.shape[1]]
-        batch["documents"] = torch.from_numpy(owners.ravel()[places.numpy()])
-        batch["domains"] = torch.full((len(rows),), self.places.get(name, -1))
+        eval_batch = self.batches[number]
+        name = eval_batch.text
+        rows = eval_batch.rows
+        text = self.texts[name]
+        samples = Samples(
+            text_indices=np.zeros(len(rows), np.int64),
+            rows=rows,
+            keys=sample_keys(key(self.purpose, name), rows),
+        )
+        stacked = stack_rows([text], samples)
+        batch, scored_positions = self.objective.batch(stacked)
+
+        documents = text.document_of(rows)[:, : stacked.ids.shape[1]]
+        batch["documents"] = torch.from_numpy(documents.ravel()[scored_positions.numpy()])
+        batch["domains"] = torch.full((len(rows),), self.domain_indices.get(name, NO_DOMAIN))
         batch["weight"] = torch.tensor(1 / max(1, len(batch["positions"])))
         batch["column"] = torch.tensor(self.columns[name])
-        return idle_batch(batch) if idle else batch
+        return idle_batch(batch) if eval_batch.is_idle else batch
 
 
-def stack_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> Rows:
-    """Rows `rows` [B] of texts `parts` [B], as wide as the longest if an example is among them, or all texts
+@dataclass(frozen=True)
+class TextRows:
+    """The samples of one text in a batch."""
+
+    text: Packed
+    is_here: np.ndarray  # [B] bool: which samples of the batch they are
+    rows: np.ndarray  # their rows in the text
+
+    @classmethod
+    def group(cls, texts: Sequence[Packed], samples: Samples) -> list["TextRows"]:
+        """Samples by their text, in the order of the texts."""
+        groups = []
+        for index in np.unique(samples.text_indices):
+            is_here = samples.text_indices == index
+            groups.append(cls(texts[index], is_here, samples.rows[is_here]))
+        return groups
+
+
+def stack_rows(texts: Sequence[Packed], samples: Samples) -> Rows:
+    """The rows of samples of several texts, as wide as the longest if an example is among them, or all texts
     have one document a row; else as wide as the model's length."""
-    used = {part: parts == part for part in np.unique(parts)}
-    lengths = np.empty(len(rows), np.int64)
-    for part, here in used.items():
-        lengths[here] = texts[part].row_lengths[rows[here]]
-    marks = {part: texts[part].answers(rows[here]) for part, here in used.items()}
-    has_answers = any(each is not None for each in marks.values())
-    narrow = has_answers or all(texts[part].packing == NONE for part in used)
-    width = int(lengths.max()) if narrow else max(texts[part].length for part in used)
-    ids = np.full((len(rows), width), texts[0].pad, np.int64)
-    answers = np.zeros(ids.shape, bool) if has_answers else None
-    isolated = any(texts[part].packing == DOCUMENT_MASK for part in used)
-    segments = np.full(ids.shape, PADDING, np.int64) if isolated else None
-    for part, here in used.items():
-        table, own = texts[part].ids(rows[here])[:, :width], marks[part]
-        ids[here, : table.shape[1]] = table
-        if own is not None and answers is not None:
-            answers[here, : table.shape[1]] = own[:, :width]
+    groups = TextRows.group(texts, samples)
+    lengths = np.empty(len(samples.rows), np.int64)
+    for group in groups:
+        lengths[group.is_here] = group.text.row_lengths[group.rows]
+
+    answers_by_group = [group.text.answers(group.rows) for group in groups]
+    has_answers = any(answers is not None for answers in answers_by_group)
+    if has_answers or all(group.text.packing == NONE for group in groups):
+        width = int(lengths.max())
+    else:
+        width = max(group.text.length for group in groups)
+
+    ids = np.full((len(lengths), width), texts[0].pad, np.int64)
+    is_answer = np.zeros(ids.shape, bool) if has_answers else None
+    is_isolated = any(group.text.packing == DOCUMENT_MASK for group in groups)
+    segments = np.full(ids.shape, PADDING, np.int64) if is_isolated else None
+    for group, answers in zip(groups, answers_by_group, strict=True):
+        group_ids = group.text.ids(group.rows)[:, :width]
+        group_width = group_ids.shape[1]  # texts may be of different lengths
+        ids[group.is_here, :group_width] = group_ids
+        if is_answer is not None and answers is not None:
+            is_answer[group.is_here, :group_width] = answers[:, :width]
         if segments is not None:
-            segments[here, : table.shape[1]] = texts[part].document_of(rows[here])[:, :width]
-    return Rows(ids, lengths, keys, answers, segments)
+            segments[group.is_here, :group_width] = group.text.document_of(group.rows)[:, :width]
+    return Rows(ids, lengths, samples.keys, is_answer, segments)
 
 
 @dataclass(eq=False)
@@ -205,7 +301,8 @@ class ShardSampler(Sampler[int]):
     """Every `world`-th number below `total`, from `rank` on; each process has at least `common`."""
 
     def __init__(self, total: int, *, rank: int, world: int) -> None:
-        self.numbers, self.common = range(rank, total, world), total // world
+        self.numbers = range(rank, total, world)
+        self.common = total // world
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.numbers)

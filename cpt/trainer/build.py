@@ -106,9 +106,9 @@ def build_context(
 
 def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: DomainSequence) -> None:
     """Logs of how many texts a part is scored, and the options that are set and change nothing."""
-    if data.cut:
+    if data.sampled_texts:
         lengths = {name: text.row_lengths for name, text in data.held_out.items()}
-        cut = {name: lengths[name][data.scored_rows(name)] for name in data.cut}
+        cut = {name: lengths[name][data.scored_rows(name)] for name in data.sampled_texts}
         read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
         log.info(
             f"Scoring a part of {len(cut)} of {len(lengths)} texts, the same rows after every stage "
@@ -352,7 +352,7 @@ def empty_scores(plan: Plan, machine: Machine, corpora: Corpora, start: Base, da
             **({"mean_span": plan.model.span_length} if kind == "span" else {}),
             **({"packing": corpora.packing} if corpora.packing != CONCAT else {}),
             **start.text_format.conditions,
-            **({"cap": data.eval_tokens} if data.cut else {}),
+            **({"cap": data.eval_tokens} if data.sampled_texts else {}),
         },
         base=base,
         similarity=similarity.tell(plan.order) | {"embedding": "tfidf"} if similarity else {},

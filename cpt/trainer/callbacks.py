@@ -125,7 +125,10 @@ class Monitor(Callback):
     ) -> None:
         domain = data.domain
         self.options, self.observer, self.own, self.compute = options, observer, domain.texts, compute
-        names = [*options.choose(domain.texts, data.past(domain), stage=domain.name), *observer.texts]
+        names = [
+            *options.choose(domain.texts, data.earlier_texts(domain), stage=domain.name),
+            *observer.texts,
+        ]
         self.texts = {name: data.validation[name] for name in names}
         self.rows = {
             name: text.draw_rows(options.max_tokens, stream=key("monitor rows", name))
@@ -191,7 +194,7 @@ class Monitor(Callback):
         matrix, but that the modules of the domain in training, which are not stored yet, score it."""
         losses = {name: DocumentNLL(text.documents).to(module.device) for name, text in self.texts.items()}
         names, data, router = list(self.texts), trainer.datamodule, module.router
-        loader = data.shared_out(self.texts, self.rows, purpose="score")
+        loader = data.make_sharded_loader(self.texts, self.rows, purpose="score")
         if router is not None:
             router.start_evaluation()
         evaluated = set_mode(module, training=False)

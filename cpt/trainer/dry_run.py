@@ -166,7 +166,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     profiles = profile_run(plan, machine, corpora, start, module, data)
     measured = {"end tasks": plan.endtasks, "answers": plan.answers, "benchmark": plan.benchmark}
     left_out = [name for name, asked in measured.items() if asked is not None]
-    left_out += ["monitoring"] * plan.has_monitor + ["generated text"] * plan.mixture.generates
+    left_out += ["monitoring"] * plan.has_monitor + ["generated text"] * plan.mixture.is_generated
     left_out += [f"training of {start.lacks}"] * bool(start.lacks)
     grows = type(module).expand is not ContinualMethod.expand
     about |= {"lower_bound": grows and len(stages) > len(profiles), "not_included": left_out}
@@ -201,10 +201,12 @@ def count_work(
             with contextlib.suppress(Exception):  # the run reports a damaged one
                 left_steps -= int(load_tensors(path)["global_step"])
         if number:
-            past = data.past(stage)
+            past = data.earlier_texts(stage)
             own, before = ([data.train[text].tokens_per_row for text in each] for each in (stage.texts, past))
-            replayed = data.replay.adds * (data.replay.past_ratio * bool(past) + data.replay.general_ratio)
-            rows = sum(map(operator.mul, data.steps_by_part(stage), own)) * (1 + replayed)
+            replayed = data.replay.is_appended * (
+                data.replay.past_ratio * bool(past) + data.replay.general_ratio
+            )
+            rows = sum(map(operator.mul, data.steps_by_text(stage), own)) * (1 + replayed)
             recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
             tokens = data.budget.batch_size * (rows + recovered)
         row = {"stage": stage.name, "steps": steps, "left_steps": left_steps, "tokens": int(tokens)}
@@ -302,7 +304,7 @@ def match_operations(plan: Plan, machine: Machine, corpora: Corpora, start: Base
     where that leaves no step, and where several processes start at once."""
     if plan.trainer.match is None:
         return plan
-    name, given = plan.budget.given
+    name, given = plan.budget.option
     if stored.exists():
         try:
             steps = json.loads(stored.read_text())[name]

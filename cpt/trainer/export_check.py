@@ -69,7 +69,7 @@ def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
         objective=objective,
         batch_size=len(rows),
         purpose="score",
-        places=data.domain_indices,
+        domain_indices=data.domain_indices,
     )
     batch = subset[0]
     with set_mode(module, training=False), computable_anywhere(module.model):

@@ -16,6 +16,7 @@ from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus, packing, tokenize
 from cpt.data.corpora import Corpora
 from cpt.data.packing import OPEN_ROWS, PACKERS, balance
+from cpt.data.replay import Samples
 from cpt.data.sampler import stack_rows
 from cpt.data.separator import terminator
 from cpt.data.sources.base import TextOptions
@@ -192,7 +193,7 @@ def test_a_packed_text_says_what_its_rows_hold_and_what_will_be_scored(tmp_path,
         assert packed.sharing.tolist() == counted == sizes.documents.tolist() and max(counted) > 1
     else:
         assert sizes.documents is None
-    stacked = stack_rows([packed], np.zeros_like(numbers), numbers, sample_keys(7, numbers))
+    stacked = stack_rows([packed], Samples(np.zeros_like(numbers), numbers, sample_keys(7, numbers)))
     batch, places = Causal().batch(stacked)
     scored = np.bincount(batch["rows"].numpy(), minlength=len(packed))
     assert scored.tolist() == Causal().scored(sizes).tolist()
@@ -202,7 +203,7 @@ def test_a_packed_text_says_what_its_rows_hold_and_what_will_be_scored(tmp_path,
     few = np.argsort(packed.row_lengths)[:3]
     longest = np.argsort(-packed.row_lengths, kind="stable") if kind == "none" else numbers
     assert packed.by_length(numbers).tolist() == longest.tolist()
-    width = stack_rows([packed], np.zeros(3, int), few, sample_keys(7, few)).ids.shape[1]
+    width = stack_rows([packed], Samples(np.zeros(3, int), few, sample_keys(7, few))).ids.shape[1]
     assert width == (packed.row_lengths[few].max() if kind == "none" else LENGTH)
 
 

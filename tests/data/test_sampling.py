@@ -154,7 +154,7 @@ def test_each_scored_token_has_its_document(objective):
 def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(objective):
     rows = {name: np.arange(len(TEXTS[name])) for name in "abc"}
     how = {"objective": objective, "batch_size": 8}
-    alone, together = subset(TEXTS, rows, **how), subset(TEXTS, rows, **how, together=3)
+    alone, together = subset(TEXTS, rows, **how), subset(TEXTS, rows, **how, lockstep_processes=3)
     every = [together[number] for number in range(len(together))]
     for pass_ in zip(*(every[rank::3] for rank in range(3)), strict=True):
         assert len({int(batch["column"]) for batch in pass_}) == 1
@@ -162,7 +162,7 @@ def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(object
     assert len(idle) == len(every) - len(alone) == 3 and all(len(batch["positions"]) == 0 for batch in idle)
     kept = [samples(batch) for batch in every if "idle" not in batch]
     assert kept == [samples(alone[number]) for number in range(len(alone))]
-    more = subset(TEXTS, {"b": rows["b"]}, **how, least=4)  # a process without a batch ends a run
+    more = subset(TEXTS, {"b": rows["b"]}, **how, min_batches=4)  # a process without a batch ends a run
     assert ["idle" in more[number] for number in range(len(more))] == [False, True, True, True]
 
 
@@ -247,7 +247,7 @@ def test_a_budget_in_steps_is_exactly_one_of_steps_epochs_and_tokens():
         steps = budget(**given).steps_for(TEXTS["a"], length=8)
         assert (steps, type(steps)) == (expected, int)
     made = sequence(domains=JOINT, budget=budget(epochs=1.0))
-    assert made.steps_by_part(JOINT[0]) == [6, 2, 10]
+    assert made.steps_by_text(JOINT[0]) == [6, 2, 10]
     assert made.steps(JOINT[0]) == len(made.train_dataloader()) == 18
 
 
@@ -262,9 +262,9 @@ def replayed(mixture, *, names=("now",), past="abc", steps=(20,), stage="now", s
     """The batches of a stage whose text is "now", after the domains of `past`."""
     general = {"general": TEXTS["general"]} if mixture.general_ratio else {}
     pools = mixture.pools({name: TEXTS[name] for name in past}, general, stage=stage, seed=seed)
-    options = {"batch_size": BATCH, "objective": Causal(), "seed": seed, "earlier": pools, **options}
+    options = {"batch_size": BATCH, "objective": Causal(), "seed": seed, "pools": pools, **options}
     texts, places = {name: TEXTS[name] for name in names}, {name: at for at, name in enumerate("abc")}
-    return stream(texts, list(steps), places=places, **options)
+    return stream(texts, list(steps), domain_indices=places, **options)
 
 
 MIXTURES = [
@@ -285,12 +285,12 @@ def test_shares_are_exact_and_new_rows_come_as_without_replay(mixture):
     shares = [Decimal(str(share)) for share in (mixture.past_ratio, mixture.general_ratio) if share]
     for step in range(40):
         rows, drawn = whole(made[step]), []
-        for pool, share in zip(made.earlier, shares, strict=True):
+        for pool, share in zip(made.pools, shares, strict=True):
             draws = np.arange(*(int(share * BATCH * each) for each in (step, step + 1)))
             parts, places, _ = pool.locate(draws)
             drawn += [([*pool.texts][part], place) for part, place in zip(parts, places, strict=True)]
         own = [row for row in rows if row[0] == "now"]
-        assert len(own) == (BATCH if mixture.adds else BATCH - len(drawn)) and own == new[: len(own)]
+        assert len(own) == (BATCH if mixture.is_appended else BATCH - len(drawn)) and own == new[: len(own)]
         assert Counter(rows) == Counter(own + drawn)
         assert made[step]["domains"].tolist() == ["abc".find(name) for name, _ in rows]
         del new[: len(own)]
@@ -318,14 +318,14 @@ def test_a_turn_draws_from_every_text_and_an_epoch_is_what_is_kept_of_it_in_ever
 def test_the_masks_of_a_draw_are_those_of_its_number_and_replayed_rows_stand_everywhere():
     made = replayed(replay(past_ratio=0.5), past="a", steps=[12], objective=MASKED, seed=4, stage="later")
     for number in range(12):
-        parts, rows, keys = made.samples(number)
+        parts, rows, keys = made.locate_step(number)
         inside = whole(made[number])
         assert all(inside[at] == ("a", rows[at]) for at in np.flatnonzero(parts == 1))
         expected = sample_keys(key(4, "later", "past", "masks"), np.arange(4 * number, 4 * number + 4))
         assert sorted(keys[parts == 1].tolist()) == sorted(expected.tolist())
     places, made = Counter(), replayed(replay(past_ratio=0.25), steps=[400])
     for step in range(400):
-        places.update(np.flatnonzero(made.samples(step)[0] > 0).tolist())
+        places.update(np.flatnonzero(made.locate_step(step)[0] > 0).tolist())
     assert set(places) == set(range(BATCH)) and all(60 < count < 140 for count in places.values())
 
 

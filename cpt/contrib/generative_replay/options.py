@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cpt.core.schema import BelowOne, Count, Natural, Positive, PositiveShare, Steps, Text, config, option
-from cpt.data.replay import ReplayConfig, ReplaySource, exact
+from cpt.data.replay import ReplayConfig, ReplaySource, to_fraction
 
 
 @config
 class GeneratedReplay(ReplayConfig):
     """Text that the model writes before a stage, of each past domain, in place of that domain's own."""
 
-    generates: ClassVar[bool] = True
+    is_generated: ClassVar[bool] = True
 
     max_tokens: Steps | None = option("tokens generated per past domain and stage; null: as many as replayed")
     drop: BelowOne = option("share of generated tokens to discard: the texts of highest perplexity")
@@ -32,7 +32,7 @@ class GeneratedReplay(ReplayConfig):
     def conflicts(
         self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
     ) -> Iterator[str]:
-        new = batch_size * (1 - exact(self.past_ratio) - exact(self.forms))
+        new = batch_size * (1 - to_fraction(self.past_ratio) - to_fraction(self.forms))
         prompt = self.prompt or "{domain}"
         found = {
             f"replay.prefix={self.prefix} is invalid: it leaves nothing to generate of "
@@ -46,7 +46,7 @@ class GeneratedReplay(ReplayConfig):
             f"replay.past_ratio={self.past_ratio} with replay.forms={self.forms} is invalid: {float(new):g} "
             f"new "
             f"samples remain in a batch of trainer.batch_size={batch_size}. Allowed: 1 or more": (
-                examples and new < 1 and (not self.adds or new <= 0)
+                examples and new < 1 and (not self.is_appended or new <= 0)
             ),
             "replay=generated is invalid: no model learns to write chats. Allowed: replay=past": chats,
             "replay=generated is invalid: strategy=fsdp leaves each process a shard of the model. "

@@ -41,7 +41,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Domain
 from cpt.data.packing import ConcatPacker, Packed, mark_documents, padding_id
-from cpt.data.replay import ReplayPool, ReplaySource, exact
+from cpt.data.replay import ReplayPool, ReplaySource, to_fraction
 from cpt.data.separator import default_end
 from cpt.data.sources.base import GENERAL, Example
 from cpt.data.text_encoder import frame_of
@@ -108,7 +108,7 @@ class TextWriter(ReplaySource):
         self.begin, self.after_text = frame_of(self.tokenizer)
         end = self.end_of_text()
         self.sampling = Sampling(options.temperature, options.top_p, len(self.tokenizer), end)
-        texts = list(dict.fromkeys(text for stage in data for text in data.replayed(stage)))
+        texts = list(dict.fromkeys(text for stage in data for text in data.max_replayed(stage)))
         for text in texts:
             self.prompt(text)
         named = options.prefix or "{domain}" in (options.prompt or "") or module.domain_params is not None
@@ -132,7 +132,7 @@ class TextWriter(ReplaySource):
         return ends[0]
 
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
-        general, replayed = [GENERAL] * (self.options.general_ratio > 0), self.data.replayed(stage)
+        general, replayed = [GENERAL] * (self.options.general_ratio > 0), self.data.max_replayed(stage)
         for name in (*stage.texts, *general) if is_first_process() else ():
             path = sample_file(self.folder / "kept", name, "json")
             if not path.exists() and (kept := self.to_keep(name)) is not None:
@@ -145,7 +145,7 @@ class TextWriter(ReplaySource):
                 log.warning("Rebuilding %s, which is damaged (%s)", folder, damage)
             for name, count in replayed.items():
                 tokens = count * self.length if most is None else min(int(most), count * self.length)
-                wanted = math.ceil(tokens / (1 - exact(self.options.drop)))
+                wanted = math.ceil(tokens / (1 - to_fraction(self.options.drop)))
                 place = self.data.domain_indices.get(name, BASE)
                 stream = (self.seed, "generated", stage.name, name)
                 jobs.append(WritingJob(name, place, self.contexts(name), wanted, tokens, key(*stream)))
@@ -345,8 +345,17 @@ class ExampleWriter(TextWriter):
     def extra_pools(self, stage: Domain) -> list[ReplayPool]:
         """The stage's own examples, as they are written."""
         texts = {name: self.forms[name] for name in stage.texts if name in self.forms}
-        how = {"share": exact(self.options.forms), "adds": self.options.adds, "memory": None}
-        return [ReplayPool(texts, seed=self.seed, place=(stage.name, "forms"), **how)] if texts else []
+        if not texts:
+            return []
+        pool = ReplayPool(
+            texts,
+            share=to_fraction(self.options.forms),
+            is_appended=self.options.is_appended,
+            buffer_size=None,
+            seed=self.seed,
+            stream_name=(stage.name, "forms"),
+        )
+        return [pool]
 
     def to_keep(self, text: str) -> list[str]:
         """The choices that all examples of a task have; none where they differ, or answers are open."""
