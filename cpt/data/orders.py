@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import unknown_name
 from cpt.data.sources.base import parse_name
 
@@ -36,48 +36,104 @@ def resolve_order(
     """The domains to train on: a named order by its number, a word about the first one, one domain, or a
     list. Orders by similarity are the first one until `arrange_domains`. ValueError for an unknown order or
     domain."""
-    given = orders or [sorted(names)]
-    numbered = given.items() if isinstance(given, Mapping) else enumerate(given)
-    named = {int(number): list(each) for number, each in numbered}
-    chosen = named.get(order) if isinstance(order, int) else None
-    if isinstance(order, str):
-        first, (stem, is_swapped) = next(iter(named.values())), split_word(order)
-        if stem == "similar_tree" and len(groups := group_coarse(first)) in (1, len(first)):
-            told = f"order=similar_tree is invalid: {len(first)} domains within {len(groups)} coarse ones"
-            raise ValueError(f"{told}. Allowed: order=similar, or domains like cs.AI, cs.CL and math.AG")
-        words = {"": first, "reverse": first[::-1], "random": random.Random(seed).sample(first, len(first))}
-        if stem in BY_TEXTS:
-            chosen = first
-        elif order and stem in words:
-            chosen = swap_halves(words[stem]) if is_swapped else words[stem]
-        elif order in names:
-            chosen = [order]
+    named_orders = number_orders(orders or [sorted(names)])
+    domains: list[str] | None = None
+    if isinstance(order, int):
+        domains = named_orders.get(order)
+    elif isinstance(order, str):
+        first_order = next(iter(named_orders.values()))
+        domains = resolve_word(order, names=names, first_order=first_order, seed=seed)
     elif isinstance(order, Sequence):
-        if other := [name for name in order if not isinstance(name, str) and type(name) is not int]:
-            told = f"order={format_value(order)} is invalid: {format_value(other[0])} is no text"
-            allowed = "names, those that read as a number, true or null in quotes: \"order=['3.10',b]\""
-            raise ValueError(f"{told}. Allowed: {allowed}")
-        chosen = [str(name) for name in order]
-    if chosen is None:
-        listed = ", ".join(f"{number} ({' '.join(each)})" for number, each in named.items())
-        told = f"order={format_value(order)} is invalid: unknown order. Allowed: {listed}, {', '.join(WORDS)}"
-        raise ValueError(f"{told}, {SWAPPED}, such a word with _{SWAPPED}, or a list like [b,a,c]")
-    if unknown := [name for name in chosen if name not in names]:
-        raise ValueError(unknown_name(f"order={unknown[0]}", sorted(names)))
-    if len(set(chosen)) < len(chosen) or not chosen:
-        raise ValueError(
-            f"order={format_value(chosen)} is invalid. Allowed: one or more domains, each only once"
+        domains = read_list(order)
+    if domains is None:
+        listed = ", ".join(f"{number} ({' '.join(domains)})" for number, domains in named_orders.items())
+        raise InvalidOptionError(
+            "order",
+            order,
+            reason="unknown order",
+            allowed=(
+                f"{listed}, {', '.join(WORDS)}, {SWAPPED}, such a word with _{SWAPPED}, "
+                "or a list like [b,a,c]"
+            ),
         )
-    if reserved := ", ".join(sorted({"base", "joint", "general"} & set(chosen))):
-        told = f"order={format_value(chosen)} is invalid: scores.json uses {reserved} itself"
-        raise ValueError(f"{told}. Allowed: another name of the folder, or domains.ignore=[{reserved}]")
-    return chosen
+
+    check_domains(domains, names)
+    return domains
+
+
+def number_orders(
+    orders: Sequence[Sequence[str]] | Mapping[int, Sequence[str]],
+) -> dict[int, list[str]]:
+    """Orders by their numbers: their keys, else counted from 0."""
+    numbered = orders.items() if isinstance(orders, Mapping) else enumerate(orders)
+    return {int(number): list(domains) for number, domains in numbered}
+
+
+def resolve_word(order: str, *, names: Sequence[str], first_order: list[str], seed: int) -> list[str] | None:
+    """The domains of an order that is a word, or one domain; None for any other text."""
+    word, is_swapped = split_word(order)
+    if word == "similar_tree":
+        num_coarse = len(group_coarse(first_order))
+        if num_coarse in (1, len(first_order)):
+            raise InvalidOptionError(
+                "order",
+                "similar_tree",
+                reason=f"{len(first_order)} domains within {num_coarse} coarse ones",
+                allowed="order=similar, or domains like cs.AI, cs.CL and math.AG",
+            )
+
+    if word in BY_TEXTS:
+        return first_order
+    words = {
+        "": first_order,
+        "reverse": first_order[::-1],
+        "random": random.Random(seed).sample(first_order, len(first_order)),
+    }
+    if order and word in words:
+        return swap_halves(words[word]) if is_swapped else words[word]
+    return [order] if order in names else None
+
+
+def read_list(order: Sequence[Any]) -> list[str]:
+    """The domains of an order that is a list. Raises ValueError for what YAML has read as no text."""
+    for name in order:
+        if not isinstance(name, str) and type(name) is not int:
+            raise InvalidOptionError(
+                "order",
+                order,
+                reason=f"{format_value(name)} is no text",
+                allowed="names, those that read as a number, true or null in quotes: \"order=['3.10',b]\"",
+            )
+    return [str(name) for name in order]
+
+
+def check_domains(domains: Sequence[str], names: Sequence[str]) -> None:
+    """Raises ValueError for an order with an unknown domain, with one twice, or with a name that the scores
+    use for something else."""
+    unknown = [name for name in domains if name not in names]
+    if unknown:
+        raise ValueError(unknown_name(f"order={unknown[0]}", sorted(names)))
+    if len(set(domains)) < len(domains) or not domains:
+        raise InvalidOptionError("order", domains, allowed="one or more domains, each only once")
+
+    reserved = ", ".join(sorted({"base", "joint", "general"} & set(domains)))
+    if reserved:
+        raise InvalidOptionError(
+            "order",
+            domains,
+            reason=f"scores.json uses {reserved} itself",
+            allowed=f"another name of the folder, or domains.ignore=[{reserved}]",
+        )
 
 
 def split_word(word: str) -> tuple[str, bool]:
     """A word without the suffix that swaps its halves, and whether it has one."""
-    stem = "" if word == SWAPPED else word.removesuffix(f"_{SWAPPED}")
-    return (stem, stem != word) if word == SWAPPED or stem in WORDS else (word, False)
+    if word == SWAPPED:
+        return "", True
+    stem = word.removesuffix(f"_{SWAPPED}")
+    if stem in WORDS:
+        return stem, stem != word
+    return word, False
 
 
 def swap_halves(order: Sequence[str]) -> list[str]:
@@ -103,76 +159,107 @@ class Similarity:
     def of(cls, means: Mapping[str, np.ndarray], *, general: np.ndarray) -> "Similarity":
         """From the mean embedding of each domain, [D], and that of the general text."""
         names = sorted(means)
-        rows = np.array([*(means[name] for name in names), general], float)
-        rows = rows - rows[:-1].mean(0)
-        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-        units = rows / np.where(lengths > 0, lengths, 1)
-        return cls(names, round_cosines(units[:-1] @ units[:-1].T), round_cosines(units[:-1] @ units[-1]))
+        embeddings = np.array([*(means[name] for name in names), general], float)
+        centered = embeddings - embeddings[:-1].mean(0)
+        lengths = np.linalg.norm(centered, axis=1, keepdims=True)
+        units = centered / np.where(lengths > 0, lengths, 1)
+        domain_units = units[:-1]
+        return cls(
+            names, round_cosines(domain_units @ domain_units.T), round_cosines(domain_units @ units[-1])
+        )
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> "Similarity":
+        """From the values of `to_json`."""
         return cls(list(values["names"]), np.array(values["matrix"]), np.array(values["general"]))
 
-    def tell(self, order: Sequence[str]) -> dict[str, Any]:
+    def to_json(self, order: Sequence[str]) -> dict[str, Any]:
         """The same as JSON values, in an order of the names."""
-        places = [self.names.index(name) for name in order]
-        matrix = self.matrix[np.ix_(places, places)]
-        return {"names": list(order), "matrix": matrix.tolist(), "general": self.general[places].tolist()}
+        indices = [self.names.index(name) for name in order]
+        matrix = self.matrix[np.ix_(indices, indices)]
+        return {"names": list(order), "matrix": matrix.tolist(), "general": self.general[indices].tolist()}
 
 
 def round_cosines(values: np.ndarray) -> np.ndarray:
     return np.round(np.clip(values, -1, 1), DECIMALS) + 0.0  # no -0
 
 
-def arrange_domains(word: str, given: Similarity) -> list[str]:
+def arrange_domains(word: str, similarity: Similarity) -> list[str]:
     """The order that a word of BY_TEXTS gives, from the domain nearest to the general text on: always the
     nearest next (similar) or the farthest (dissimilar). similar_tree: coarse domains by the mean similarity
     of their members, and within each its members, from the one nearest to the last trained on."""
-
-    def chain(matrix: np.ndarray, start: np.ndarray) -> list[int]:
-        """The greatest of `start` first, then the remaining one that is greatest in the row of the last."""
-        found, left = [int(np.argmax(start))], np.ones(len(start), bool)
-        while len(found) < len(start):
-            left[found[-1]] = False
-            found.append(int(np.argmax(np.where(left, matrix[found[-1]], -np.inf))))
-        return found
-
-    (stem, is_swapped), matrix, order = split_word(word), given.matrix, list[int]()
+    stem, is_swapped = split_word(word)
     if stem == "similar_tree":
-        groups = [members for _, members in sorted(group_coarse(given.names).items())]
-        between = np.array([[matrix[np.ix_(a, b)].mean() for b in groups] for a in groups])
-        towards = np.array([given.general[members].mean() for members in groups])
-        for members in (groups[at] for at in chain(round_cosines(between), round_cosines(towards))):
-            start = matrix[order[-1]] if order else given.general
-            order += [members[at] for at in chain(matrix[np.ix_(members, members)], start[members])]
+        indices = chain_tree(similarity)
+    elif stem == "dissimilar":
+        indices = chain_greatest(-similarity.matrix, similarity.general)
     else:
-        order = chain(-matrix if stem == "dissimilar" else matrix, given.general)
-    names = [given.names[place] for place in order]
+        indices = chain_greatest(similarity.matrix, similarity.general)
+    names = [similarity.names[index] for index in indices]
     return swap_halves(names) if is_swapped else names
 
 
+def chain_greatest(matrix: np.ndarray, start: np.ndarray) -> list[int]:
+    """The index of the greatest of `start` [N] first, then always the remaining one that is greatest in the
+    last one's row of `matrix` [N, N]."""
+    indices = [int(np.argmax(start))]
+    is_remaining = np.ones(len(start), bool)
+    while len(indices) < len(start):
+        last = indices[-1]
+        is_remaining[last] = False
+        indices.append(int(np.argmax(np.where(is_remaining, matrix[last], -np.inf))))
+    return indices
+
+
+def chain_tree(similarity: Similarity) -> list[int]:
+    """The indices of the domains by order=similar_tree."""
+    matrix = similarity.matrix
+    groups = [members for _, members in sorted(group_coarse(similarity.names).items())]
+    between_groups = np.empty((len(groups), len(groups)))
+    for row, members in enumerate(groups):
+        for column, others in enumerate(groups):
+            between_groups[row, column] = matrix[np.ix_(members, others)].mean()
+    to_general = np.array([similarity.general[members].mean() for members in groups])
+
+    indices: list[int] = []
+    for group in chain_greatest(round_cosines(between_groups), round_cosines(to_general)):
+        members = groups[group]
+        start = matrix[indices[-1]] if indices else similarity.general
+        for position in chain_greatest(matrix[np.ix_(members, members)], start[members]):
+            indices.append(members[position])
+    return indices
+
+
 def group_coarse(names: Sequence[str]) -> dict[str, list[int]]:
-    """The places of names by their coarse domain."""
+    """The indices of names by their coarse domain."""
     groups: dict[str, list[int]] = {}
-    for place, name in enumerate(names):
-        groups.setdefault(parse_name(name)[0], []).append(place)
+    for index, name in enumerate(names):
+        groups.setdefault(parse_name(name)[0], []).append(index)
     return groups
 
 
 def embed_by_words(texts: Mapping[str, Iterable[list[str]]]) -> dict[str, np.ndarray]:
     """Mean TF-IDF vector of each text, [BUCKETS]: a document is the logarithms of its hashed words' counts,
     of length 1; words are weighted by inverse document frequency."""
-    sums, counts = {name: np.zeros(BUCKETS) for name in texts}, dict.fromkeys(texts, 0)
-    having = np.zeros(BUCKETS)
+    sums = {name: np.zeros(BUCKETS) for name in texts}
+    num_documents = dict.fromkeys(texts, 0)
+    document_frequency = np.zeros(BUCKETS)
     for name, batches in texts.items():
-        for document in (document for batch in batches for document in batch):
-            found = Counter[int]()
-            for word, count in Counter(LETTERS.findall(document.lower())).items():
-                found[xxhash.xxh32_intdigest(word.encode()) % BUCKETS] += count
-            places = np.fromiter(found, np.int64, len(found))
-            weights = np.array([1 + math.log(count) for count in found.values()])
-            sums[name][places] += weights / (np.linalg.norm(weights) or 1)
-            having[places] += 1
-            counts[name] += 1
-    rarity = np.log((1 + sum(counts.values())) / (1 + having)) + 1
-    return {name: rarity * total / max(1, counts[name]) for name, total in sums.items()}
+        for batch in batches:
+            for document in batch:
+                bucket_counts = count_buckets(document)
+                buckets = np.fromiter(bucket_counts, np.int64, len(bucket_counts))
+                weights = np.array([1 + math.log(count) for count in bucket_counts.values()])
+                sums[name][buckets] += weights / (np.linalg.norm(weights) or 1)
+                document_frequency[buckets] += 1
+                num_documents[name] += 1
+    inverse_frequency = np.log((1 + sum(num_documents.values())) / (1 + document_frequency)) + 1
+    return {name: inverse_frequency * total / max(1, num_documents[name]) for name, total in sums.items()}
+
+
+def count_buckets(document: str) -> Counter[int]:
+    """How many words of a document are in each bucket, in the order in which the buckets first occur."""
+    counts = Counter[int]()
+    for word, count in Counter(LETTERS.findall(document.lower())).items():
+        counts[xxhash.xxh32_intdigest(word.encode()) % BUCKETS] += count
+    return counts

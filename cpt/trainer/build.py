@@ -355,7 +355,7 @@ def empty_scores(plan: Plan, machine: Machine, corpora: Corpora, start: Base, da
             **({"cap": data.eval_tokens} if data.sampled_texts else {}),
         },
         base=base,
-        similarity=similarity.tell(plan.order) | {"embedding": "tfidf"} if similarity else {},
+        similarity=similarity.to_json(plan.order) | {"embedding": "tfidf"} if similarity else {},
         config_hash=plan.config_hash,
         numerics={"precision": str(machine.precision), "attention": machine.attn_implementation},
         versions={"python": platform.python_version()}

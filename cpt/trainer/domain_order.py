@@ -79,4 +79,6 @@ def write_similarity(folder: Path, source: Source, corpora: Corpora) -> None:
 
     means = orders.embed_by_words({name: sample(name) for name in corpora.by_name})
     similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
-    (folder / "similarity.json").write_text(json.dumps(similarity.tell(similarity.names)), encoding="utf-8")
+    (folder / "similarity.json").write_text(
+        json.dumps(similarity.to_json(similarity.names)), encoding="utf-8"
+    )
