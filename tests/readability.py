@@ -4,9 +4,9 @@
     python tests/readability.py cpt/trainer      every occurrence in a folder or file, as file:line
     python tests/readability.py --lower          lowers the bounds in tests/readability.json to today's counts
 
-`tests/test_readability.py` compares the counts with the bounds, which may only fall. The count is a mirror: what
-matters is whether a function can be explained after one reading (CONTRIBUTING.md, "Style"). An empty name is not
-improved by another one that is missing in the list.
+`tests/test_readability.py` compares the counts with the bounds, which may only fall. The count is a mirror:
+what matters is whether a function can be explained after one reading (CONTRIBUTING.md, "Style"). An empty
+name is not improved by another one that is missing in the list.
 """
 
 import argparse
