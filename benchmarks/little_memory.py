@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT)]
 from tests.campaigns import runs  # noqa: E402
 from tests.campaigns.frame import RESULTS, run_trials  # noqa: E402
 from tests.conftest import VOCABULARIES, sentences  # noqa: E402
-from tests.support.processes import ended, started, told_of, wait_for  # noqa: E402
+from tests.support.forked_scripts import read_proc, start_script, wait_for, wait_for_exit  # noqa: E402
 
 KINDS = ("data", "address space", "tokenising", "data", "sweep")
 LIMITS = {"data": (60, "RLIMIT_DATA", "VmData:"), "address space": (250, "RLIMIT_AS", "VmSize:")}
@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 def kill_largest(pids: list[int]) -> None:
     def resident(pid: int) -> int:
-        pages = told_of(f"{pid}/statm").split()
+        pages = read_proc(f"{pid}/statm").split()
         return int(pages[1]) if pages else 0
 
     if pids:
@@ -77,7 +77,7 @@ def of_a_run(place: Path, home: Path, number: int, draw: random.Random, kind: st
     script.write_text(LIMITED.format(root=str(ROOT), room=room, limit=limit, field=field))
     process = runs.begin(arguments, run, script=script)
     wait_for(lambda: not process.is_alive() or OWN_WORDS.search(runs.said(run)))
-    code, words = ended(process, seconds=OWN_S), runs.said(run)
+    code, words = wait_for_exit(process, seconds=OWN_S), runs.said(run)
     own = OWN_WORDS.search(words) is not None
     told = {
         "method": given[0],
@@ -105,13 +105,13 @@ def of_tokenization(place: Path, home: Path, number: int, draw: random.Random, k
     process = runs.begin(arguments, run, script=script)
 
     def workers() -> list[int]:
-        return [pid for pid in runs.family(process.pid)[1:] if "spawn_main" in told_of(f"{pid}/cmdline")]
+        return [pid for pid in runs.family(process.pid)[1:] if "spawn_main" in read_proc(f"{pid}/cmdline")]
 
     wait_for(lambda: workers() or not process.is_alive())
     process.join(draw.uniform(0, 1))
     members, found = runs.family(process.pid), workers()
     kill_largest(found)
-    code = ended(process, seconds=runs.HANGS_S)
+    code = wait_for_exit(process, seconds=runs.HANGS_S)
     words, gone = runs.said(run), runs.have_left(members)
     told = {"workers": len(found), "code": code, "gone": gone, "line": runs.one_line(words)}
     told |= runs.again(arguments, run, expected)
@@ -123,14 +123,14 @@ def of_a_sweep(place: Path, home: Path, number: int, draw: random.Random, kind: 
     """The largest job of a sweep is killed: the sweep says so, and fails."""
     methods = sorted({runs.shuffled(runs.METHODS, number + turn) for turn in (0, 5)})
     arguments, log = runs.sweep_of(place, home, methods), home / "log"
-    process = started(ROOT / "run.py", *arguments, cwd=home, log=log)
+    process = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
     wait_for(lambda: len(runs.family(process.pid)) > 1 or not process.is_alive())
     process.join(draw.uniform(0.5, 8))
     jobs = runs.family(process.pid)[1:]
     kill_largest(jobs)
-    code, gone = ended(process), runs.have_left(jobs)
+    code, gone = wait_for_exit(process), runs.have_left(jobs)
     words = log.read_text(errors="replace")
-    then = ended(started(ROOT / "run.py", *arguments, cwd=home, log=log))
+    then = wait_for_exit(start_script(ROOT / "run.py", *arguments, cwd=home, log=log))
     told = {"methods": methods, "jobs": len(jobs), "code": code, "gone": gone, "then": then}
     told["unlike"] = runs.unlike(place, home, methods)
     failed = (code == 1 and "memory" in words) or not jobs

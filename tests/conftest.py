@@ -21,7 +21,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests/test_gpu.py says how 
 
 import pytest
 
-from tests.support.campaign import is_resting
+from tests.support.campaign import is_campaign_row
 
 if TYPE_CHECKING:  # the process that hands out the tests reads this file too, and needs no torch
     from omegaconf import DictConfig
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests in which a model learns are slow, whatever they look at, and so are those of the campaign:
     `-m "not slow"` leaves both out. Rows that others stand for are the campaign's."""
     for item in items:
-        if is_resting(item.nodeid):
+        if is_campaign_row(item.nodeid):
             item.add_marker(pytest.mark.campaign)
         asked = item.callspec.params.values() if hasattr(item, "callspec") else ()
         learns = LEARNING & {*getattr(item, "fixturenames", ()), *map(str, asked)}
@@ -92,10 +92,10 @@ def sparing() -> None:
     import torch
 
     import cpt.core.naming  # noqa: F401  (registers the resolvers)
-    from tests.support.sparing import spare
+    from tests.support.fast_libraries import make_libraries_fast
 
     torch.set_num_threads(1)
-    spare()
+    make_libraries_fast()
 
 
 def sentences(words: str, *, count: int, seed: int, size: tuple[int, int] = (8, 30)) -> list[str]:

@@ -17,8 +17,8 @@ from cpt import load_run, load_runs
 from cpt.gate import main as check_release
 from cpt.report import main as compare
 from tests.conftest import ROOT, SMALL
-from tests.support.comparing import saved
-from tests.support.processes import ran
+from tests.support.example_runs import save_scores
+from tests.support.forked_scripts import run_script
 
 
 def documented(page: str, folder: str) -> dict[str, Any]:
@@ -33,7 +33,9 @@ def documented(page: str, folder: str) -> dict[str, Any]:
 def test_a_run_and_a_sweep_are_data_frames_by_the_documented_lines_too(tmp_path):
     for seed in (0, 1):
         for shift, method in enumerate(("ncl", "ewc")):
-            saved(tmp_path / f"{method}-{seed}", method=method, seed=seed, shift=0.1 * shift + 0.01 * seed)
+            save_scores(
+                tmp_path / f"{method}-{seed}", method=method, seed=seed, shift=0.1 * shift + 0.01 * seed
+            )
     run = load_run(tmp_path / "ewc-1")
     assert list(run.matrix.index) == run.scores.rows and list(run.matrix.columns) == run.scores.domains
     np.testing.assert_array_equal(run.matrix.to_numpy(), run.scores.matrix)
@@ -78,6 +80,6 @@ def test_a_domain_is_added_to_an_old_run(old, tmp_path):
     corpora = f"domains.root={VERSIONS[-1] / 'corpora'}"
     options = ["domains=texts", corpora, "domains.document=line", "order=[law,food,space]", "grow=require"]
     options += [*SMALL, f"hydra.run.dir={tmp_path / 'new'}", "name=old"]
-    ended = ran(ROOT / "run.py", *options, cwd=ROOT)
+    ended = run_script(ROOT / "run.py", *options, cwd=ROOT)
     assert ended.returncode == 0 and f"Continuing from a copy of {old}" in ended.stdout, ended.stderr
     assert load_run(tmp_path / "new").scores.rows == ["base", "law", "food", "space"]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.support.processes import ran
+from tests.support.forked_scripts import run_script
 
 FOLDER = ROOT / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.campaign]
@@ -23,7 +23,7 @@ def test_every_benchmark_can_be_imported(name, monkeypatch):
 def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
     few = ["--dry", "--steps", "1", "--repeats", "2", "--together", "3", "--methods", "ewc", "--threads", "1"]
     places = ["--parts", part, "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out.json")]
-    done = ran(FOLDER / "gpu.py", *few, *places, cwd=tmp_path)
+    done = run_script(FOLDER / "gpu.py", *few, *places, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())["parts"][part]
     assert not found.get("failed"), found

@@ -11,7 +11,7 @@ from cpt import __version__
 from cpt.cli import keep_text, to_hydra
 from cpt.core.output import UNREAD
 from tests.conftest import ROOT
-from tests.support.processes import ran
+from tests.support.forked_scripts import run_script
 from tests.support.wrong_options import is_refused
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def called(*arguments, cwd, program=(str(ROOT / "run.py"),), **options):
 def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(arguments, tmp_path):
     (tmp_path / "mine/method").mkdir(parents=True)
     (tmp_path / "mine/method/mine.yaml").write_text("name: mine\n_target_: [\n")
-    ended = ran(ROOT / "run.py", *arguments.split(), cwd=tmp_path)
+    ended = run_script(ROOT / "run.py", *arguments.split(), cwd=tmp_path)
     assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (1, "", 1), ended.stderr
     if arguments.startswith("--config-dir"):  # the message of PyYAML with the file and line
         assert "mine.yaml" in ended.stderr and "line 3" in ended.stderr
@@ -48,7 +48,7 @@ def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(argument
 
 
 def test_a_question_mark_lists_all_choices_of_a_group(tmp_path):
-    ended = ran(ROOT / "run.py", "method=?", cwd=tmp_path)
+    ended = run_script(ROOT / "run.py", "method=?", cwd=tmp_path)
     listed = ended.stderr.strip().partition("choices of method: ")[2].split(", ")
     assert listed == sorted(path.stem for path in (ROOT / "conf/method").glob("*.yaml"))
     assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1) and not any(tmp_path.iterdir())

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT, VOCABULARIES, sentences
-from tests.support.processes import ran
+from tests.support.forked_scripts import run_script
 
 EXAMPLES = ROOT / "docs" / "examples"
 
@@ -47,7 +47,7 @@ def test_the_perplexity_of_a_report_is_that_of_plain_transformers(small_gpt2, st
     start(small_gpt2(f"domains.root={tmp_path / 'texts'}", "order=[law]"), tmp_path / "run")
     scores = json.loads((tmp_path / "run" / "scores.json").read_text())
     given = [tmp_path / "run" / "model", "16", tmp_path / "texts" / "law" / "test.jsonl"]
-    made = ran(EXAMPLES / "perplexity.py", *map(str, given), cwd=tmp_path)
+    made = run_script(EXAMPLES / "perplexity.py", *map(str, given), cwd=tmp_path)
     perplexity, scored = re.match(r"([\d.]+) over (\d+) tokens of 30 documents", made.stdout).groups()
     at = scores["domains"].index("law")
     assert int(scored) == scores["scored"][at]

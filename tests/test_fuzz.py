@@ -34,9 +34,9 @@ from cpt.reporting.run_page import format_scores
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
-from tests.support.comparing import saved
 from tests.support.data_fixtures import SHARED
 from tests.support.endtask_fixtures import options, write_task
+from tests.support.example_runs import save_scores
 
 FORESEEN = (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError)
 SETTINGS = {"name": "x", "seed": 0, "order": ["law"]}
@@ -179,7 +179,7 @@ def check_run(
     with tempfile.TemporaryDirectory() as top, out as said, contextlib.redirect_stderr(said):
         run = Path(top) / "run"
         place = RunDir(run)
-        saved(run, finished=at < 0.5)
+        save_scores(run, finished=at < 0.5)
         Heartbeat(state="running", began=utc_now()).write(run)
         place.write_config(SETTINGS)
         told = {"version": 1, "order": ["law"], "texts": {}, "base": {}, "tokenizer": "0", "endtasks": {}}

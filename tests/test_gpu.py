@@ -9,10 +9,11 @@ import json
 import pytest
 import torch
 
-from tests.methods.test_contract import LEARNING, bits, chosen
+from tests.methods.test_contract import LEARNING, bits
 from tests.methods.test_offload import KEPT, OFFLOAD, options_of
-from tests.support.killing import KilledError, Killer
-from tests.support.making import DROPOUT, ORDER
+from tests.support.hook_methods import overrides_for
+from tests.support.kill_callback import KilledError, Killer
+from tests.support.method_fixtures import DROPOUT, ORDER
 
 HERE = torch.cuda.is_available()
 pytestmark = [
@@ -35,15 +36,15 @@ def scores(small, start, tmp_path):
 
 @pytest.mark.parametrize("method", LEARNING)
 def test_it_is_learned_as_on_a_processor_and_in_16_bits(method, scores):
-    ours, theirs = scores("gpu", *chosen(method), GPU), scores("cpu", *chosen(method), CPU)
+    ours, theirs = scores("gpu", *overrides_for(method), GPU), scores("cpu", *overrides_for(method), CPU)
     torch.testing.assert_close(torch.tensor(ours["nll"]), torch.tensor(theirs["nll"]), atol=CLOSE, rtol=0)
-    found = scores("bf16", *chosen(method), GPU, "trainer.precision=bf16-mixed", *DROPOUT)
+    found = scores("bf16", *overrides_for(method), GPU, "trainer.precision=bf16-mixed", *DROPOUT)
     assert all(0 < loss < 20 for row in found["nll"] for loss in row)
 
 
 @pytest.mark.parametrize("method", LEARNING)
 def test_killed_and_started_again_it_ends_with_the_same_bits(method, killing, small, start, scores, tmp_path):
-    given = [*chosen(method), GPU, SAME, *DROPOUT]
+    given = [*overrides_for(method), GPU, SAME, *DROPOUT]
     scores("whole", *given)
     for step in (1, 3):
         killing(Killer(step=step, domain="joint" if method == "joint" else "food"))

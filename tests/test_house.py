@@ -9,7 +9,7 @@ from pathlib import Path
 from cpt.gradient_masks.base import GradientMask
 from cpt.methods.base import ContinualMethod
 from tests.conftest import ROOT
-from tests.support.campaign import RESTING
+from tests.support.campaign import CAMPAIGN_ROWS
 
 CPT, MAP = ROOT / "cpt", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -24,7 +24,7 @@ def test_what_rests_until_the_campaign_and_every_wing_of_the_map_is_there():
         for path in (ROOT / "tests").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert set(RESTING) - there == set()
+    assert set(CAMPAIGN_ROWS) - there == set()
     wings = {f"{path.name}/" for path in CPT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert wings == set(re.findall(r"^  (\w+/) +\w", block("The map"), re.MULTILINE))
 

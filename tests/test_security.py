@@ -13,7 +13,7 @@ from cpt.core.tensors import load_tensors
 from cpt.models import loading
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT, SMALL
-from tests.support.processes import ran
+from tests.support.forked_scripts import run_script
 
 CANARY = "canary-7f3a9"
 
@@ -110,7 +110,7 @@ def test_a_run_writes_nothing_secret_of_its_environment(corpora, cache, tmp_path
     given = [each for each in SMALL if each != "logger=none"]
     given += ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law]"]
     given += ["domains.column=${oc.env:MLFLOW_TRACKING_URI}", f"hydra.run.dir={folder}"]
-    ended = ran(ROOT / "run.py", *given, cwd=tmp_path)
+    ended = run_script(ROOT / "run.py", *given, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     written = [path for path in folder.rglob("*") if path.is_file()]
     assert len(written) > 15 and any(path.suffix == ".wandb" for path in written)
@@ -118,5 +118,5 @@ def test_a_run_writes_nothing_secret_of_its_environment(corpora, cache, tmp_path
     assert CANARY not in ended.stdout + ended.stderr
     stored = (folder / "config.yaml").read_text()
     assert r"column: \${oc.env:MLFLOW_TRACKING_URI}#" in stored
-    again = ran(ROOT / "run.py", *given, cwd=tmp_path)  # another password is the same run
+    again = run_script(ROOT / "run.py", *given, cwd=tmp_path)  # another password is the same run
     assert "Nothing to train" in again.stdout + again.stderr

@@ -14,7 +14,7 @@ from cpt import status
 from cpt.core.heartbeat import STALE_S, Heartbeat, ProcessId, start_time, utc_now
 from cpt.reporting.load_runs import find_runs
 from tests.core.test_heartbeat import earlier, gone
-from tests.support.comparing import saved
+from tests.support.example_runs import save_scores
 
 AWAY = ProcessId(host="away", pid=7, start_time=1.0)
 
@@ -71,10 +71,10 @@ def test_scores_of_another_programs_form_are_read_as_a_report_reads_them(tmp_pat
         "unfinished": (False, None),
     }
     for name, (finished, indent) in forms.items():
-        scores = saved(tmp_path / name, finished=finished)
+        scores = save_scores(tmp_path / name, finished=finished)
         text = json.loads((tmp_path / name / "scores.json").read_text())
         (tmp_path / name / "scores.json").write_text(json.dumps(text, indent=indent))
-    saved(tmp_path / "foreign")
+    save_scores(tmp_path / "foreign")
     (tmp_path / "foreign" / "scores.json").write_text(
         '{"rows": ["base"], "run": {"order": [], "finished": true}}'
     )

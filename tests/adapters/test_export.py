@@ -12,7 +12,7 @@ import cpt.adapters.export
 from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.export import export_parts, load
 from tests.models.test_units import build
-from tests.support.making import same
+from tests.support.method_fixtures import equal_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def logits(model) -> torch.Tensor:
 
 
 def is_of(model, part) -> bool:
-    return same(part, {name: model.get_parameter(name) for name in part})
+    return equal_tensors(part, {name: model.get_parameter(name) for name in part})
 
 
 def test_the_folder_is_the_plain_model_and_each_domain_has_its_part(export, untouched, tmp_path):

@@ -6,7 +6,7 @@ from torch.func import functional_call
 
 from cpt.adapters.soft_prompt import attach_prompt
 from tests.models.test_units import FAMILIES, V, build, inputs_of
-from tests.support.running import batch_of, encoded
+from tests.support.forward_passes import encode_batch, make_batch
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def padded_batch() -> dict[str, torch.Tensor]:
     present = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
     labels = torch.where(present & (torch.rand(B, T, generator=generator) < 0.6), ids, -100)
     labels[:, 1] = ids[:, 1]
-    return batch_of(ids.where(present, 0), labels, present.long())
+    return make_batch(ids.where(present, 0), labels, present.long())
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -54,10 +54,10 @@ def test_it_is_the_model_of_the_widened_input(name):
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
 def test_a_padded_row_is_the_row_without_padding(name):
     (model, *_), batch = prompted(name), padded_batch()
-    found = encoded(model, batch)
+    found = encode_batch(model, batch)
     assert found.shape == (B, T, 32)
     for row, length in enumerate(LENGTHS):
-        alone = encoded(model, {"input_ids": batch["input_ids"][row : row + 1, :length]})
+        alone = encode_batch(model, {"input_ids": batch["input_ids"][row : row + 1, :length]})
         close(found[row, :length], alone[0])
 
 
@@ -84,4 +84,4 @@ def test_with_a_decoder_it_is_the_model_of_the_source_behind_the_prompt(name):
     found = model(**inputs).logits
     close(found, whole.logits)
     assert (found - functional_call(model, none, kwargs=inputs).logits).abs().max() > 0.01
-    close(encoded(model, batch), whole.encoder_last_hidden_state[:, N:])
+    close(encode_batch(model, batch), whole.encoder_last_hidden_state[:, N:])

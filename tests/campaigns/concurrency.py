@@ -15,7 +15,7 @@ from typing import Any
 from cpt.core.preemption import GO_ON
 from tests.campaigns import runs
 from tests.campaigns.frame import ROOT
-from tests.support.processes import ended, started
+from tests.support.forked_scripts import start_script, wait_for_exit
 
 KINDS = ("twice", "stale lock", "sweep twice", "sweep again")
 GIVEN, METHODS = ("trainer.steps=20",), ("ncl", "derpp")
@@ -23,7 +23,7 @@ REFUSED = re.compile(r"another process is using \S+( \(host \S+, process \d+\))?
 
 
 def start(home: Path, arguments: list[str], name: str) -> Any:
-    return started(ROOT / "run.py", *arguments, cwd=home, log=home / name)
+    return start_script(ROOT / "run.py", *arguments, cwd=home, log=home / name)
 
 
 def twice(home: Path, arguments: list[str], moment: float, *, killed: bool, seconds: float) -> list[int]:
@@ -33,7 +33,7 @@ def twice(home: Path, arguments: list[str], moment: float, *, killed: bool, seco
     if killed:
         first.kill()
         first.join()
-    return [ended(each, seconds=seconds) for each in (first, start(home, arguments, "log-2"))]
+    return [wait_for_exit(each, seconds=seconds) for each in (first, start(home, arguments, "log-2"))]
 
 
 def of_a_run(place: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def of_a_sweep(place: Path, number: int, draw: random.Random, kind: str) -> dict
     moment, killed = draw.uniform(0.5, latest), kind == "sweep again"
     codes = twice(home, arguments, moment, killed=killed, seconds=2 * runs.HANGS_S)
     # A job that another sweep is at is left to it; the same command again does what is missing.
-    then = ended(start(home, arguments, "log-2"), seconds=2 * runs.HANGS_S)
+    then = wait_for_exit(start(home, arguments, "log-2"), seconds=2 * runs.HANGS_S)
     told = {"kind": kind, "codes": codes, "then": then, "unlike": runs.unlike(place, home, METHODS)}
     told["fine"] = then == 0 and not told["unlike"]
     told["last"] = "" if told["fine"] else (home / "log-2").read_text()[-1500:]

@@ -25,7 +25,7 @@ from unittest import mock
 from cpt.verify import main
 from tests.campaigns import runs
 from tests.campaigns.frame import ROOT
-from tests.support.processes import ended, started
+from tests.support.forked_scripts import start_script, wait_for_exit
 
 GIVEN = ("trainer.steps=12", "save_all_stages=true", "logger=csv")
 LARGE = "1g"
@@ -61,16 +61,16 @@ def on_disk(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     temporary = {"TMPDIR": str(at)} if which == "tmp" else {}
     try:
         with disk(at, size), mock.patch.dict(os.environ, temporary):
-            process = started(ROOT / "run.py", *arguments, cwd=home, log=log)
+            process = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
             if kind == "read-only":
                 process.join(draw.uniform(0, expected["seconds"]))
                 runs.wait_for(lambda: remount(at, "ro") or not process.is_alive())
-            code = ended(process, seconds=runs.HANGS_S)
+            code = wait_for_exit(process, seconds=runs.HANGS_S)
             words = log.read_text()
             told |= {"code": code, "line": runs.one_line(words)}
             remount(at, f"rw,size={LARGE}")
-            again = started(ROOT / "run.py", *arguments, cwd=home, log=log)
-            told["then"] = ended(again, seconds=runs.HANGS_S)
+            again = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
+            told["then"] = wait_for_exit(again, seconds=runs.HANGS_S)
             told["same"] = told["then"] == 0 and runs.bits(run) == expected["bits"]
             named = code == 1 and told["line"] is not None and str(at) in told["line"]
             told["fine"] = told["same"] and (code == 0 or named)
@@ -88,7 +88,7 @@ def half_done(place: Path) -> Path:
         if not runs.wait_for(lambda: seen.exists() or not process.is_alive()):
             raise RuntimeError(runs.said(home / "run"))
         process.kill()
-        ended(process)
+        wait_for_exit(process)
     return home
 
 

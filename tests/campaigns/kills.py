@@ -14,7 +14,7 @@ from typing import Any
 from cpt.verify import damage_in_run
 from tests.campaigns import runs
 from tests.campaigns.frame import ROOT
-from tests.support.processes import ended, started
+from tests.support.forked_scripts import start_script, wait_for_exit
 
 
 def kill_at(process: Any, moment: float, draw: random.Random) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def kill_at(process: Any, moment: float, draw: random.Random) -> dict[str, Any]:
     took = round(time.monotonic() - began, 2)
     for each in members:
         runs.kill(each)
-    ended(process)
+    wait_for_exit(process)
     return {"rank": rank, "of": len(members), "left": left, "left_after_s": took}
 
 
@@ -61,7 +61,7 @@ def of_a_sweep(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     arguments, log = runs.sweep_of(place, home, methods), home / "log"
     longest = 4 + 2 * sum(runs.whole(place, [f"method={name}", *runs.GIVEN])["seconds"] for name in methods)
     for _ in range(draw.randint(1, 2)):
-        process = started(ROOT / "run.py", *arguments, cwd=home, log=log)
+        process = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
         process.join(draw.uniform(0.5, longest))
         if not process.is_alive():
             break
@@ -70,8 +70,8 @@ def of_a_sweep(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
         of_sweep = victim == process.pid  # which no job outlives; that of a job goes on with the others
         left = runs.have_left(members) if of_sweep else True
         kills.append({"killed": "sweep" if of_sweep else "job", "of": len(members), "left": left})
-        ended(process)
-    code = ended(started(ROOT / "run.py", *arguments, cwd=home, log=log))
+        wait_for_exit(process)
+    code = wait_for_exit(start_script(ROOT / "run.py", *arguments, cwd=home, log=log))
     told = {"sweep": methods, "kills": kills, "code": code, "unlike": runs.unlike(place, home, methods)}
     told["fine"] = not told["unlike"] and code == 0 and all(each["left"] for each in kills)
     told["last"] = "" if told["fine"] else log.read_text()[-1500:]

@@ -20,7 +20,7 @@ import torch
 
 from cpt.core.preemption import GO_ON, SIGNALS
 from tests.campaigns import runs
-from tests.support.processes import ended, heeds_signals, last_child, sent
+from tests.support.forked_scripts import find_last_child, has_sigterm_handler, send_signal, wait_for_exit
 
 SETUPS = ("alone", "two", "slurm", "alone", "two slurm")
 LOOPS = {  # what the log says first
@@ -62,19 +62,19 @@ def leave(
     """Sends a signal in a loop; how the run ended, and nothing where it was over before."""
     first, seen = processes[0], LOOPS[loop].search
     for each in processes:
-        runs.wait_for(lambda each=each: heeds_signals(each.pid) or not each.is_alive())
+        runs.wait_for(lambda each=each: has_sigterm_handler(each.pid) or not each.is_alive())
     runs.wait_for(lambda: seen(runs.said(run)) or not first.is_alive())
     time.sleep(moment := draw.uniform(0, latest))
     number, rank = draw.choice(SIGNALS), draw.randrange(2) if setup == "two" else 0
     if rank:
-        runs.wait_for(lambda: not first.is_alive() or heeds_signals(last_child(first.pid)))
+        runs.wait_for(lambda: not first.is_alive() or has_sigterm_handler(find_last_child(first.pid)))
     if not first.is_alive():
         return {}
     for process in processes:  # SLURM sends it to all tasks; else one process has it
         if process.is_alive():
-            sent(process, number, rank=rank)
+            send_signal(process, number, rank=rank)
     asked = time.monotonic()
-    codes = [ended(process, seconds=runs.HANGS_S) for process in processes]
+    codes = [wait_for_exit(process, seconds=runs.HANGS_S) for process in processes]
     told = {"signal": signal.Signals(number).name, "rank": rank, "moment": round(moment, 2), "codes": codes}
     return {} if set(codes) == {0} else told | {"left_after_s": round(time.monotonic() - asked, 2)}
 
@@ -105,7 +105,7 @@ def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
             log = runs.said(run)
             told = known | found | {"lost": lost(run, cache, log), "lines": len(SAID.findall(log))}
             again = begin(arguments, run, setup, port=port + 1000, restarts=1)
-            told["then"] = [ended(process, seconds=runs.HANGS_S) for process in again]
+            told["then"] = [wait_for_exit(process, seconds=runs.HANGS_S) for process in again]
             told["same"] = not any(told["then"]) and runs.bits(run) == expected["bits"]
             left = set(told["codes"]) == {GO_ON} and told["lines"] == 1 and told["lost"] in (0, None)
             told["fine"] = left and told["same"]

@@ -19,7 +19,7 @@ from cpt.trainer.checkpoint import load_stage
 from tests.campaigns.frame import ROOT
 from tests.conftest import SMALL, VOCABULARIES, sentences
 from tests.support.endtask_fixtures import QUICK, write_task
-from tests.support.processes import ended, is_there, started, told_of, wait_for
+from tests.support.forked_scripts import is_alive, read_proc, start_script, wait_for, wait_for_exit
 
 METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
 DDP = ("strategy=ddp", "trainer.accelerator=cpu")
@@ -58,7 +58,7 @@ def begin(
 ) -> BaseProcess:
     """Starts it; what it says is appended to a log beside the run's folder."""
     run.mkdir(parents=True, exist_ok=True)
-    return started(script or ROOT / "run.py", *arguments, cwd=run.parent, log=log_of(run), twin=twin)
+    return start_script(script or ROOT / "run.py", *arguments, cwd=run.parent, log=log_of(run), twin=twin)
 
 
 def log_of(run: Path) -> Path:
@@ -73,7 +73,7 @@ def said(run: Path, since: int = 0) -> str:
 
 
 def complete(arguments: Sequence[str], run: Path, *, twin: bool = False, script: Path | None = None) -> int:
-    return ended(begin(arguments, run, twin=twin, script=script), seconds=HANGS_S)
+    return wait_for_exit(begin(arguments, run, twin=twin, script=script), seconds=HANGS_S)
 
 
 def again(arguments: Sequence[str], run: Path, expected: dict[str, Any], *, twin: bool = False) -> dict:
@@ -126,7 +126,7 @@ def one_line(text: str) -> str | None:
 
 
 def family(pid: int) -> list[int]:
-    children = told_of(f"{pid}/task/{pid}/children").split()
+    children = read_proc(f"{pid}/task/{pid}/children").split()
     return [pid, *(each for child in children for each in family(int(child)))]
 
 
@@ -136,7 +136,7 @@ def kill(pid: int) -> None:
 
 
 def have_left(pids: Sequence[int]) -> bool:
-    return wait_for(lambda: not any(map(is_there, pids)), seconds=LEAVES_S)
+    return wait_for(lambda: not any(map(is_alive, pids)), seconds=LEAVES_S)
 
 
 def shuffled(names: Sequence[str], number: int) -> str:

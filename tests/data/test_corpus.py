@@ -10,7 +10,7 @@ from cpt.data import corpus
 from cpt.data.corpora import Corpora, find_shared
 from cpt.data.corpus import SPLITS, assign, read_documents
 from cpt.data.sources.base import TextOptions
-from tests.support.data_fixtures import HELD_OUT, OF_TEXT, prose
+from tests.support.data_fixtures import HELD_OUT, TEXT_SOURCE, make_prose
 
 
 class Given:
@@ -18,7 +18,7 @@ class Given:
 
     names, orders, score_on, class_limit = ["a", "b"], None, "test", None
     encoding, isolated, text_packing, text_options = None, False, "concat", TextOptions()
-    form, members = staticmethod(OF_TEXT["form"]), staticmethod(OF_TEXT["members"])
+    form, members = staticmethod(TEXT_SOURCE["form"]), staticmethod(TEXT_SOURCE["members"])
 
     def __init__(self, documents, *, held_out=HELD_OUT):
         self.documents, self.held_out, self.reads = documents, held_out, 0
@@ -115,7 +115,7 @@ def test_too_few_documents_are_refused_and_nothing_is_left(tmp_path):
 
 
 def test_a_source_is_read_once_and_again_where_it_or_the_split_changes(tmp_path):
-    source = Given(as_train(prose(20)))
+    source = Given(as_train(make_prose(20)))
     first = corpus.make_corpus(source, "a", cache=tmp_path)
     assert corpus.make_corpus(source, "a", cache=tmp_path) == first
     assert source.reads == 1
@@ -129,7 +129,7 @@ def test_a_source_is_read_once_and_again_where_it_or_the_split_changes(tmp_path)
 
 
 def test_held_out_documents_in_the_training_text_of_another_domain_are_told(tmp_path, caplog):
-    words = prose(60)
+    words = make_prose(60)
     splits = {"a": words[:30], "b": words[25:50], "general": words[50:]}  # the last five of a are b's first
     source = Given([])
     source.fingerprint = lambda name: name
@@ -143,7 +143,7 @@ def test_held_out_documents_in_the_training_text_of_another_domain_are_told(tmp_
 
 
 def test_the_digest_is_that_of_the_text_and_its_splits_and_a_killed_reader_changes_nothing(tmp_path):
-    texts = prose(20)
+    texts = make_prose(20)
     documents = [*as_train(texts[2:]), ("valid", texts[0]), ("test", texts[1])]
     others = [[("valid", documents[0][1])], [("train", documents[0][1] + " ")]]
     cases = [documents, documents[::-1], documents[1:], *(each + documents[1:] for each in others)]

@@ -12,7 +12,7 @@ from cpt.data.sources.base import Encoding, Example, Turn, read_example, write_e
 from cpt.data.text_encoder import TextEncoder
 from cpt.data.text_format import TextFormat
 from cpt.data.tokenized_tasks import Encoder
-from tests.support.data_fixtures import wordpieces, written
+from tests.support.data_fixtures import wordpiece_tokenizer, write_corpus
 from tests.support.task_fixtures import CHATML, MARKED, STYLES, chat, encoder, some_examples
 from tests.support.tokenizer_kinds import bert_legacy, lower_words, merged_end, unigram, word_level
 
@@ -21,7 +21,7 @@ KINDS = {
     "word-level": lambda folder: word_level(),
     "lower-case": lambda folder: lower_words(),
     "merged": lambda folder: merged_end(),
-    "wordpieces": lambda folder: wordpieces(),
+    "wordpieces": lambda folder: wordpiece_tokenizer(),
     "bytes": lambda folder: ByT5Tokenizer(),
     "legacy": bert_legacy,
 }
@@ -204,7 +204,7 @@ def test_a_cut_text_that_spells_special_tokens_keeps_what_is_around_it(truncate)
 
 
 def test_the_key_of_rows_of_examples_has_the_libraries_of_slow_tokenizers(tmp_path, monkeypatch):
-    corpus = written(tmp_path, [write_example(each) for each in some_examples(4)])
+    corpus = write_corpus(tmp_path, [write_example(each) for each in some_examples(4)])
     texts = Corpora({"law": corpus}, tmp_path, encoding=Encoding(truncate="released", scored_turns="all"))
     made_by = tokenized_tasks.make_once
 

@@ -10,7 +10,7 @@ from cpt.data import near_duplicates
 from cpt.data.corpora import Corpora
 from cpt.data.near_duplicates import MIN_SIMILARITY, SPAN, count_near_duplicates, normalized_bytes
 from cpt.data.sources.base import TextOptions
-from tests.support.data_fixtures import HELD_OUT, OF_TEXT, prose
+from tests.support.data_fixtures import HELD_OUT, TEXT_SOURCE, make_prose
 
 
 def spans(text):
@@ -37,7 +37,7 @@ def count(held_out, training, **options):
 
 def test_they_are_those_of_an_exact_comparison_and_one_changed_word_is_found(monkeypatch):
     draw = random.Random(1)
-    training = prose(300, words=(12, 40))
+    training = make_prose(300, words=(12, 40))
     for number, (low, high) in {1: (38, 40), 3: (10, 38), 20: (0, 0)}.items():
         held_out = [change_words(text, min(number, len(text.split())), draw) for text in training[:40]]
         exact = sum(max(similarity(each, one) for one in training) >= MIN_SIMILARITY for each in held_out)
@@ -45,7 +45,7 @@ def test_they_are_those_of_an_exact_comparison_and_one_changed_word_is_found(mon
         assert low <= found <= high and abs(found - exact) <= (
             10 if number == 3 else 2
         )  # of 3, at the threshold
-    assert count(prose(40, seed=5, words=(12, 40)), training).found == 0
+    assert count(make_prose(40, seed=5, words=(12, 40)), training).found == 0
     # Whole documents are compared: a sentence of a long text is no near-duplicate of it.
     assert count(training[:5], [" ".join(training)]).found == 0
     # Case and white space make no difference, nor do the sizes of batches, and other scripts have no words.
@@ -58,7 +58,7 @@ def test_they_are_those_of_an_exact_comparison_and_one_changed_word_is_found(mon
 
 
 def test_documents_that_are_all_alike_are_compared_in_bounded_memory(monkeypatch):
-    sentence = prose(1, words=(40, 40))[0]
+    sentence = make_prose(1, words=(40, 40))[0]
     alike = [f"{sentence} {number}" for number in range(250)]
     peaks = {}
     for limit in (1 << 60, 10_000):
@@ -77,7 +77,7 @@ def test_texts_that_are_shorter_than_a_span_are_not_compared(texts):
 
 
 def test_much_training_text_is_sampled_and_repetitive_text_ends_the_comparison(monkeypatch):
-    training = prose(400, words=(12, 20))
+    training = make_prose(400, words=(12, 20))
     monkeypatch.setattr(near_duplicates, "BATCH_DOCUMENTS", 10)
     sampled = count(training, training, train_bytes=near_duplicates.MAX_TRAIN_BYTES * 4)
     assert sampled.train_share == 0.25 and sampled.found == 100
@@ -87,12 +87,16 @@ def test_much_training_text_is_sampled_and_repetitive_text_ends_the_comparison(m
 
 
 def test_the_share_is_in_the_log_and_the_facts_of_a_text(tmp_path, caplog):
-    draw, training = random.Random(2), prose(60, words=(12, 40))
+    draw, training = random.Random(2), make_prose(60, words=(12, 40))
     near = [change_words(text, 1, draw) for text in training[:10]]
-    splits = {"train": training, "test": [*near, *prose(10, seed=9, words=(12, 40))], "valid": ["One only."]}
-    rows = {"a": splits, "general": {**splits, "test": prose(5, seed=8)}}
+    splits = {
+        "train": training,
+        "test": [*near, *make_prose(10, seed=9, words=(12, 40))],
+        "valid": ["One only."],
+    }
+    rows = {"a": splits, "general": {**splits, "test": make_prose(5, seed=8)}}
     source = SimpleNamespace(
-        **{**OF_TEXT, "held_out": HELD_OUT, "fingerprint": lambda name: name},
+        **{**TEXT_SOURCE, "held_out": HELD_OUT, "fingerprint": lambda name: name},
         encoding=None,
         isolated=False,
         text_options=TextOptions(),

@@ -25,9 +25,9 @@ from cpt.data.tokenize import TokenizeBatch
 from cpt.data.tokenizer_hash import tokenizer_digest
 from cpt.models.objectives import Causal
 from tests.support import data_fixtures as made
-from tests.support.data_fixtures import pack, prose, rows_by_hand, written
-from tests.support.killing import KilledError
-from tests.support.processes import be_killed_or_wait
+from tests.support.data_fixtures import make_prose, make_rows, pack, write_corpus
+from tests.support.forked_scripts import kill_self_or_sleep
+from tests.support.kill_callback import KilledError
 
 STYLES = {  # what stands before and after a document's own tokens, and what is appended for that
     "framed": ("<s>", "</s>", None),
@@ -37,7 +37,7 @@ STYLES = {  # what stands before and after a document's own tokens, and what is 
     "opened": ("<s>", "</s>", "</s>"),
     "separated": (None, "</s>", "</s>"),
 }
-TRICKY = ["a", "qqq", "\u200b", "\n\nlo  mu\t", " ".join(prose(400, seed=1))]
+TRICKY = ["a", "qqq", "\u200b", "\n\nlo  mu\t", " ".join(make_prose(400, seed=1))]
 TRICKY += [f"ba {token} de" for token in ("<s>", "</s>", "<pad>", "<mask>", "[SEP]", "[CLS]", "[MASK]")]
 
 
@@ -53,7 +53,7 @@ def ids_of(tokenizer, tokens):
 @pytest.mark.parametrize("style", STYLES)
 def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, style):
     monkeypatch.setattr(corpus, "BATCH", 5)
-    tokenizer, texts = tokenizers[style], [*prose(43), *TRICKY, "ba"]
+    tokenizer, texts = tokenizers[style], [*make_prose(43), *TRICKY, "ba"]
     (before, after, appended), documents = STYLES[style], []
     for text in texts:
         own = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -79,7 +79,10 @@ def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, st
 def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokenizers, monkeypatch):
     calls, real = [], TokenizeBatch.__call__
     monkeypatch.setattr(TokenizeBatch, "__call__", lambda *given: calls.append(1) or real(*given))
-    texts = Corpora({"a": written(tmp_path, prose(20)), "b": written(tmp_path, prose(9), name="b")}, tmp_path)
+    texts = Corpora(
+        {"a": write_corpus(tmp_path, make_prose(20)), "b": write_corpus(tmp_path, make_prose(9), name="b")},
+        tmp_path,
+    )
     formats = {style: make_text_format(made, TextOptions()) for style, made in tokenizers.items()}
     seen, how = [], {"format": formats["framed"], "length": 16}
     for name, split, changed in (
@@ -93,12 +96,12 @@ def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokeniz
     assert texts.packed("a", "train", **how).rows[:] == seen[0] and len(calls) == before
     digests = {style: tokenizer_digest(tokenizer) for style, tokenizer in tokenizers.items()}
     assert len(set(digests.values())) == len(digests)
-    changed = made.framed()
+    changed = made.framed_tokenizer()
     changed(["ba de", "lo"], truncation=True, max_length=3, padding=True)
     assert tokenizer_digest(changed) == digests["framed"]
     with pytest.raises(ValueError, match="no token to separate documents"):
-        terminator(made.restyled("$A", pad_token="<pad>"))
-    found = written(tmp_path, prose(80))  # a corpus that lacks documents is not packed
+        terminator(made.tokenizer_with_template("$A", pad_token="<pad>"))
+    found = write_corpus(tmp_path, make_prose(80))  # a corpus that lacks documents is not packed
     facts = {**found.facts, "documents": {**found.facts["documents"], "train": 81}}
     broken = Corpora({"broken": corpus.Corpus(found.folder, facts)}, tmp_path, workers=1)
     with pytest.raises(ValueError, match="is damaged: 80 documents in train, not 81"):
@@ -181,8 +184,10 @@ def test_rows_of_documents_that_fit_are_nearly_full_and_few_are_open():
 
 @pytest.mark.parametrize("kind", PACKERS)
 def test_a_packed_text_says_what_its_rows_hold_and_what_will_be_scored(tmp_path, kind):
-    how = {"format": make_text_format(made.framed(), TextOptions()), "length": LENGTH, "name": "a"}
-    packed = packing.pack(written(tmp_path, prose(200)), "train", cache=tmp_path, packing=kind, **how)
+    how = {"format": make_text_format(made.framed_tokenizer(), TextOptions()), "length": LENGTH, "name": "a"}
+    packed = packing.pack(
+        write_corpus(tmp_path, make_prose(200)), "train", cache=tmp_path, packing=kind, **how
+    )
     numbers = np.arange(len(packed))
     documents, sizes = packed.document_of(numbers), packed.sizes(numbers)
     assert packed.row_lengths.tolist() == (documents >= 0).sum(1).tolist()
@@ -209,7 +214,7 @@ def test_a_packed_text_says_what_its_rows_hold_and_what_will_be_scored(tmp_path,
 
 def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():
     sizes = {"a": (40, 8), "b": (7, 3), "c": (25, 1), "short": (9, 2)}  # rows, tokens of the last
-    texts = {name: rows_by_hand(count, last=last, seed=count) for name, (count, last) in sizes.items()}
+    texts = {name: make_rows(count, last=last, seed=count) for name, (count, last) in sizes.items()}
     short = texts.pop("short")
     equal, whole = balance(texts), texts["a"]
     tokens = {name: int(text.row_lengths.sum()) for name, text in equal.items()}
@@ -232,7 +237,7 @@ def small_shards(monkeypatch):
 def packed_by(folder, tokenizer, *, workers=1):
     text_format = make_text_format(tokenizer, TextOptions())
     how = {"format": text_format, "length": 16, "name": "a", "cache": folder, "workers": workers}
-    packing.pack(written(folder, prose(80)), "train", **how)
+    packing.pack(write_corpus(folder, make_prose(80)), "train", **how)
     (path,) = (folder / "packed").glob("*/rows.arrow")
     assert sorted(each.name for each in path.parent.iterdir()) == [
         "checksums.json",
@@ -246,9 +251,9 @@ def packed_by(folder, tokenizer, *, workers=1):
 def test_rows_do_not_depend_on_how_many_make_them(tmp_path, tokenizers, small_shards):
     whole = packed_by(tmp_path / "1", tokenizers["framed"])
     assert packed_by(tmp_path / "2", tokenizers["framed"], workers=2) == whole
-    found = written(tmp_path, prose(80))
+    found = write_corpus(tmp_path, make_prose(80))
     shards = [list(found.documents("train", number, 7)["text"]) for number in range(7)]
-    assert sum(shards, []) == prose(80) and all(shards)
+    assert sum(shards, []) == make_prose(80) and all(shards)
 
 
 @pytest.mark.parametrize("at", [0, 5])
@@ -277,5 +282,5 @@ def test_tokenizing_continues_where_it_was_killed(tmp_path, tokenizers, small_sh
 def test_where_one_process_is_killed_the_others_are_not_waited_for():
     began = time.monotonic()
     with pytest.raises(ValueError, match="a tokenization process was killed"):
-        list(tokenize.map_in_processes(be_killed_or_wait, [0.0, *[60.0] * 9], 2))
+        list(tokenize.map_in_processes(kill_self_or_sleep, [0.0, *[60.0] * 9], 2))
     assert time.monotonic() - began < 50 and not active_children()

@@ -16,7 +16,7 @@ from cpt.data.options import Budget, Domain
 from cpt.data.replay import NO_REPLAY, Replay
 from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.models.objectives import Causal, Masked
-from tests.support.data_fixtures import fake_trainer, rows_by_hand
+from tests.support.data_fixtures import fake_trainer, make_rows
 
 
 class Vocabulary(SimpleNamespace):
@@ -27,7 +27,7 @@ class Vocabulary(SimpleNamespace):
 MASKED = Masked(Vocabulary(mask_token_id=1, all_special_ids=[0, 1], name_or_path="tiny"), rate=0.3)
 OBJECTIVES = {"masked": MASKED, "causal": Causal()}
 SIZES = {"a": 23, "b": 7, "c": 40, "now": 31, "general": 9}
-TEXTS = {name: rows_by_hand(size, last=5, seed=size) for name, size in SIZES.items()}
+TEXTS = {name: make_rows(size, last=5, seed=size) for name, size in SIZES.items()}
 WHOSE = {
     tuple(ids): (name, row)
     for name, text in TEXTS.items()
@@ -90,7 +90,7 @@ def test_an_epoch_is_every_row_once_in_an_order_and_with_masks_of_the_epoch_the_
 
 
 def test_a_batch_with_nothing_to_score_has_weight_1_and_one_that_cannot_be_shared_out_is_refused():
-    text = {"a": rows_by_hand(4, length=1)}
+    text = {"a": make_rows(4, length=1)}
     rows = EvalSubset(text, {"a": np.arange(4)}, objective=Causal(), batch_size=4, purpose="x")
     for batch in (stream(text, [1], objective=Causal(), batch_size=4)[0], rows[0]):
         assert batch["positions"].tolist() == [] and float(batch["weight"]) == 1

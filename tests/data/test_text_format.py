@@ -22,7 +22,7 @@ from cpt.data.tokenize import TokenizeBatch
 from cpt.data.tokenizer_hash import rows_digest, tokenizer_digest
 from cpt.models.objectives import Causal
 from tests.support import data_fixtures as made
-from tests.support.data_fixtures import prose, written
+from tests.support.data_fixtures import make_prose, write_corpus
 from tests.support.tokenizer_kinds import bert_legacy, merged_end, unigram, word_level
 
 
@@ -95,7 +95,7 @@ def test_the_hash_of_a_slow_tokenizer_is_the_same_elsewhere_and_after_use(tmp_pa
 
 
 def test_the_key_of_rows_has_what_becomes_of_the_text():
-    tokenizer = made.opened()
+    tokenizer = made.bos_tokenizer()
     formats = [
         TextFormat(tokenizer, (2,)),
         TextFormat(tokenizer, ()),
@@ -104,7 +104,7 @@ def test_the_key_of_rows_has_what_becomes_of_the_text():
         TextFormat(tokenizer, (2,), special_tokens=PARSE),
     ]
     assert len({each.digest for each in formats}) == len(formats)
-    assert TextFormat(made.opened(), (2,)).digest == formats[0].digest
+    assert TextFormat(made.bos_tokenizer(), (2,)).digest == formats[0].digest
 
 
 @pytest.mark.parametrize("make", [unigram, word_level, merged_end])
@@ -134,7 +134,7 @@ def test_slow_tokenizers_do_not_inject_special_tokens_either(tmp_path):
 
 
 def test_added_words_are_used_and_special_ones_split_or_parsed():
-    for tokenizer in (ByT5Tokenizer(), made.opened()):
+    for tokenizer in (ByT5Tokenizer(), made.bos_tokenizer()):
         tokenizer.add_tokens(["benzol", AddedToken("toluol", normalized=False)])
         tokenizer.add_tokens([AddedToken("<drug>", special=True)], special_tokens=True)
         words = {tokenizer.convert_tokens_to_ids(word) for word in ("benzol", "toluol")}
@@ -147,7 +147,7 @@ def test_added_words_are_used_and_special_ones_split_or_parsed():
 
 
 def test_a_text_that_spells_its_own_frame_does_not_get_it_twice():
-    tokenizer = made.opened()
+    tokenizer = made.bos_tokenizer()
     text_format = TextFormat(tokenizer, (tokenizer.eos_token_id,), special_tokens=PARSE)
     table = TokenizeBatch(text_format)(pa.table({"text": ["ba de", "<s>ba de</s>", "ba</s>de"]}))
     plain, framed, inside = table["ids"].to_pylist()
@@ -186,20 +186,20 @@ def test_a_separator_by_name_is_one_token_of_the_vocabulary():
         ValueError, match=r"^domains.separator=<two tokens> is invalid: .* Allowed: auto, none"
     ):
         choose_separator(tokenizer, "<two tokens>")
-    closed = made.closed()
+    closed = made.eos_tokenizer()
     assert choose_separator(closed, "</s>").ids == choose_separator(closed).ids == ()
     conditions = make_text_format(tokenizer, TextOptions()).conditions
     assert conditions == {"separator": "<|endoftext|>"}
-    assert make_text_format(made.opened(), TextOptions()).conditions == {}
+    assert make_text_format(made.bos_tokenizer(), TextOptions()).conditions == {}
 
 
 @pytest.mark.parametrize("kind", PACKERS)
 def test_each_row_begins_with_bos_and_no_token_is_lost(tmp_path, kind):
-    tokenizer, texts, length = made.opened(), prose(60), 16
+    tokenizer, texts, length = made.bos_tokenizer(), make_prose(60), 16
     text_format = make_text_format(tokenizer, TextOptions(), is_causal=True)
     assert text_format.row_start == tokenizer.bos_token_id
     packed = packing.pack(
-        written(tmp_path, texts), "train", format=text_format, length=length, name="a", cache=tmp_path,
+        write_corpus(tmp_path, texts), "train", format=text_format, length=length, name="a", cache=tmp_path,
         packing=kind,
     )  # fmt: skip
     rows, owners = packed.rows["ids"], packed.rows["documents"]
@@ -231,14 +231,14 @@ def test_each_row_begins_with_bos_and_no_token_is_lost(tmp_path, kind):
 
 
 def test_who_gets_bos_in_rows():
-    opened, bare = made.opened(), made.bare()
+    opened, bare = made.bos_tokenizer(), made.bare_tokenizer()
     auto, yes, no = (TextOptions(bos_in_rows=value) for value in ("auto", True, False))
     assert make_text_format(opened, auto, is_causal=True, is_checkpoint=False).row_start is None
     assert make_text_format(opened, auto, is_causal=False).row_start is None
     assert make_text_format(opened, no, is_causal=True).row_start is None
     assert make_text_format(bare, auto, is_causal=True).row_start is None
     assert make_text_format(opened, yes, is_causal=True, is_checkpoint=False).row_start is not None
-    unframed = made.restyled("$A", bos_token="<s>", eos_token="</s>")  # as GPT-2
+    unframed = made.tokenizer_with_template("$A", bos_token="<s>", eos_token="</s>")  # as GPT-2
     assert make_text_format(unframed, auto, is_causal=True).row_start is None
     assert make_text_format(unframed, yes, is_causal=True).row_start == unframed.bos_token_id
     for tokenizer, is_causal in ((bare, True), (opened, False)):
@@ -250,49 +250,49 @@ def test_who_gets_bos_in_rows():
 
 def pack_texts(folder, texts, tokenizer, *, length=16, **options):
     text_format = make_text_format(tokenizer, TextOptions(**options))
-    corpus = written(folder, texts)
+    corpus = write_corpus(folder, texts)
     packed = packing.pack(corpus, "train", format=text_format, length=length, name="a", cache=folder)
     return packed, text_format
 
 
 def test_unknown_tokens_are_counted_whatever_the_model_of_the_tokenizer(tmp_path):
     cases = {
-        "wordpieces": (made.wordpieces(), ["ba q de q", "ba de"], 2 / 6),
+        "wordpieces": (made.wordpiece_tokenizer(), ["ba q de q", "ba de"], 2 / 6),
         "word-level": (word_level(), ["red blue", "green <end>"], 2 / 4),
         "unigram": (unigram(), ["ab x", "ab"], 1 / 8),
-        "bytes": (made.opened(), ["ba \u0e02", "<unk>"], 0),
+        "bytes": (made.bos_tokenizer(), ["ba \u0e02", "<unk>"], 0),
         "slow": (ByT5Tokenizer(), ["\u0e02 ba"], 0),
     }
     for name, (tokenizer, texts, share) in cases.items():
         packed, _ = pack_texts(tmp_path / name, texts, tokenizer)
         assert unknown_share(packed) == pytest.approx(share), name
-    assert unknown_id(made.opened()) is None and unknown_id(CanineTokenizer()) is None
+    assert unknown_id(made.bos_tokenizer()) is None and unknown_id(CanineTokenizer()) is None
 
 
 def test_the_log_has_unknown_and_special_tokens_and_rows_without_bos(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="cpt")
-    texts = [f"{text} <mask> q\u0e02" for text in prose(30)]
-    packed, text_format = pack_texts(tmp_path / "1", texts, made.wordpieces())
+    texts = [f"{text} <mask> q\u0e02" for text in make_prose(30)]
+    packed, text_format = pack_texts(tmp_path / "1", texts, made.wordpiece_tokenizer())
     report_texts({"law train": packed}, text_format, is_causal=False)
     (record,) = caplog.records[-1:]
     assert record.levelname == "WARNING" and f"{unknown_share(packed):.2%} of law train" in record.message
     with pytest.raises(ValueError, match="has no token that the tokenizer .* knows: 100% of its tokens"):
-        nothing, _ = pack_texts(tmp_path / "2", ["\u0e02\u0e03", "\u0e04"], made.wordpieces())
+        nothing, _ = pack_texts(tmp_path / "2", ["\u0e02\u0e03", "\u0e04"], made.wordpiece_tokenizer())
         check_training_text("law", nothing, text_format)
     check_training_text("law", packed, text_format)
 
-    opened, text_format = pack_texts(tmp_path / "3", texts, made.opened())
+    opened, text_format = pack_texts(tmp_path / "3", texts, made.bos_tokenizer())
     caplog.clear()
     report_texts({"law train": opened}, text_format, is_causal=True)
     spelled, starts = [record.message for record in caplog.records]
     assert "30 in law train; split into ordinary tokens" in spelled
     share = 100 * sum(row[0] == 0 for row in opened.rows["ids"]) / len(opened)
     assert starts.startswith(f"{share:.0f} % of rows begin with <s>")
-    parsed, text_format = pack_texts(tmp_path / "4", texts, made.opened(), special_tokens=PARSE)
+    parsed, text_format = pack_texts(tmp_path / "4", texts, made.bos_tokenizer(), special_tokens=PARSE)
     caplog.clear()
     report_texts({"law train": parsed}, text_format, is_causal=False)
     assert "30 in law train; parsed as their ids" in caplog.records[0].message
-    mask = made.opened().convert_tokens_to_ids("<mask>")
+    mask = made.bos_tokenizer().convert_tokens_to_ids("<mask>")
     assert sum(row.count(mask) for row in parsed.rows["ids"]) == 30
 
 

@@ -14,7 +14,7 @@ from cpt.evaluation.lm_eval import Harness
 from cpt.models.loading import train_tokenizer
 from tests.conftest import VOCABULARIES
 from tests.support import endtask_fixtures
-from tests.support.probing import ANSWER, make_rows, options, write_files, write_probe
+from tests.support.harness_tasks import GENERATION, make_options, make_rows, write_choice_task, write_task
 
 COUNT = 40
 pytestmark = pytest.mark.slow  # the harness takes eight seconds to be read in
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow  # the harness takes eight seconds to be read in
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = write_probe(tmp_path_factory.mktemp("tasks"), count=COUNT)
-    return write_files(place, "say_word", count=6, kind="generate_until", answer=ANSWER)
+    place = write_choice_task(tmp_path_factory.mktemp("tasks"), count=COUNT)
+    return write_task(place, "say_word", count=6, kind="generate_until", answer=GENERATION)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def model(words):
 
 
 def harness(folder, *tasks, **given):
-    return Harness(options(*tasks, include=str(folder), **given))
+    return Harness(make_options(*tasks, include=str(folder), **given))
 
 
 def rank_choices(model, words, text, choices):
@@ -100,5 +100,5 @@ def test_what_decides_a_number_is_in_its_digest(folder, tmp_path):
     assert harness(folder, "next_word", batch_size=1, when="each").digest("next_word") == plain
     others = [{"shots": 1}, {"max_documents": 3}, {"max_length": 9}]
     digests = {harness(folder, "next_word", **given).digest("next_word") for given in others}
-    changed = harness(write_probe(tmp_path, count=COUNT - 1), "next_word").digest("next_word")
+    changed = harness(write_choice_task(tmp_path, count=COUNT - 1), "next_word").digest("next_word")
     assert len(digests | {plain, changed}) == 5

@@ -8,7 +8,7 @@ from cpt.data.sources.base import Example
 from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.evaluation.task_answers import rank_choices, score_choices, write_answers
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
-from tests.support.data_fixtures import framed
+from tests.support.data_fixtures import framed_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ def written_by(model, tokenizer, *, batch_size=4, most=6):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_written_is_greedy_in_any_batch_whatever_the_checkpoint_says(kind):
-    tokenizer, differing = framed(), set()
+    tokenizer, differing = framed_tokenizer(), set()
     for seed in range(2):
         model = MODELS[kind][0](seed)
         expected = by_hand(model, tokenizer)
@@ -104,7 +104,7 @@ def test_what_is_written_is_greedy_in_any_batch_whatever_the_checkpoint_says(kin
 
 
 def test_an_answer_ends_with_the_positions_of_the_model():
-    tokenizer, model = framed(), causal()
+    tokenizer, model = framed_tokenizer(), causal()
     whole = written_by(model, tokenizer, most=40, batch_size=1)
     model.config.max_position_embeddings = 16
     model.transformer.wpe.weight.data = model.transformer.wpe.weight.data[:16]

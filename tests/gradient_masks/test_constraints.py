@@ -13,7 +13,7 @@ from cpt.gradient_masks.options import MomentumFilterOptions
 from cpt.models.fisher import measure_similarity
 from cpt.models.units import Projection, find_blocks
 from tests.runs.reading import scores_of
-from tests.support.making import ORDER, made
+from tests.support.method_fixtures import ORDER, build_method_fixture
 
 
 def projectors(weight, rank):
@@ -95,7 +95,7 @@ def test_similarity_is_the_mean_cosine_over_tokens_that_are_there(build):
     model, objective, (batch,) = work.module.model.eval(), work.module.objective, work.batches()
     batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
     batch["attention_mask"][:, -5:] = 0
-    hook = lambda module, args, made: seen.append(torch.cosine_similarity(args[0], made, dim=-1))  # noqa: E731
+    hook = lambda module, args, output: seen.append(torch.cosine_similarity(args[0], output, dim=-1))  # noqa: E731
     handles = [layer.register_forward_hook(hook) for _, layer in find_blocks(model)]
     objective.nll(model, batch)
     for handle in handles:
@@ -148,7 +148,9 @@ def test_the_released_form_decays_all_entries_and_filters_adams_part():
 @pytest.mark.parametrize("form", ["released", "whole"])
 def test_a_run_moves_so_many_weights_less(form, small):
     once = ["trainer.steps=1", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0", "optim.weight_decay=0"]
-    work = made(small("mask=mofo", "mask.mofo.share=0.1", f"mask.mofo.form={form}", ORDER, *once))
+    work = build_method_fixture(
+        small("mask=mofo", "mask.mofo.share=0.1", f"mask.mofo.form={form}", ORDER, *once)
+    )
     before = work.weights()
     work.learn(0)
     for name, value in work.weights().items():

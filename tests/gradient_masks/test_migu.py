@@ -25,7 +25,7 @@ from cpt.models.memory import checkpoint_activations
 from cpt.models.units import find_projections
 from tests.conftest import GOLDEN, needs_golden
 from tests.models import test_units
-from tests.support.making import assert_close, same
+from tests.support.method_fixtures import assert_close, equal_tensors
 
 IDS = torch.arange(9)[None]
 STILL = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
@@ -226,7 +226,7 @@ def test_the_first_domain_can_be_left_out(build):
     for number in (0, 1):
         for work in (plain, masked):
             work.learn(number)
-        assert same(plain.weights(), masked.weights()) == (number == 0)
+        assert equal_tensors(plain.weights(), masked.weights()) == (number == 0)
 
 
 def test_other_importances():
@@ -291,7 +291,7 @@ def test_masks_and_gradients_are_those_of_the_hooks(family, given):
         gradients(family, each, **given) for each in ("hooks", "backward")
     )
     near = 0.02 if "dtype" in given else 1e-6
-    assert same(masks, found) and masks
+    assert equal_tensors(masks, found) and masks
     assert_close(expected, scaled, rtol=near, atol=near)
     for name, factor in found.items():
         assert raw[name].any() and not raw[name][(factor == 0).expand_as(raw[name])].any(), name

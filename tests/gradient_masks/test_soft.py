@@ -23,9 +23,9 @@ from cpt.models.forward import set_dropout
 from cpt.models.objectives import Causal
 from cpt.models.units import find_units, gate_units
 from tests.conftest import GOLDEN, needs_golden
-from tests.support import running
-from tests.support.making import clones
-from tests.support.running import token_nll
+from tests.support import forward_passes
+from tests.support.forward_passes import token_nll
+from tests.support.method_fixtures import clone_tensors
 
 KINDS = {"head": "heads", "intermediate": "neurons", "output": "outputs"}
 domain_losses = partial(module.domain_losses, objective=Causal())
@@ -53,7 +53,7 @@ def batch_of(samples: int, *, length: int = 12, seed: int = 0) -> dict[str, torc
         labels[row, where] = torch.randint(5, 60, (3,), generator=draw)
     present[-1, -4:] = 0
     ids[-1, -4:] = 1
-    return running.batch_of(ids, labels, present)
+    return forward_passes.make_batch(ids, labels, present)
 
 
 def assert_near(found, expected, *, rtol=1e-4, atol=1e-6) -> None:
@@ -74,7 +74,7 @@ def test_importances_and_gated_passes_are_those_of_the_authors_code(kind):
 
     def golden_batch(name: str) -> dict[str, torch.Tensor]:
         fields = (ids[f"{name}_{field}"] for field in ("inputs_ori_ids", "labels", "attention_mask"))
-        return running.batch_of(*(torch.from_numpy(field).long() for field in fields))
+        return forward_passes.make_batch(*(torch.from_numpy(field).long() for field in fields))
 
     def shares_of_the_batch_mean(model, batch):
         """What each sample adds to the batch's mean loss, as the released code sums it."""
@@ -111,7 +111,7 @@ def test_one_backward_pass_gives_every_samples_gradient(kinds):
     ours = gate_gradients(model, groups, batch, domain_losses, passes=1)
     for row in range(4):
         ones = {each.name: torch.ones(each.count, dtype=torch.float64, requires_grad=True) for each in groups}
-        alone = running.some_rows(batch, [row])
+        alone = forward_passes.select_rows(batch, [row])
         with gate_units(groups, ones):
             logits = model(input_ids=alone["input_ids"], attention_mask=alone["attention_mask"]).logits
         loss = torch.nn.functional.cross_entropy(logits[0], labels_of(alone)[0], ignore_index=-100)
@@ -120,7 +120,7 @@ def test_one_backward_pass_gives_every_samples_gradient(kinds):
     assert ours.abs().max() > 1e-4
     labels = labels_of(batch)
     labels[1] = -100  # a sample without scored positions counts as zero
-    unscored = running.batch_of(batch["input_ids"], labels)
+    unscored = forward_passes.make_batch(batch["input_ids"], labels)
     assert sample_means(torch.arange(1.0, 10.0), unscored).tolist() == [2.0, 0.0, 5.0, 8.0]
 
 
@@ -229,7 +229,7 @@ def test_factors_follow_the_importances(columns):
     assert expected.keys() == found.keys() & {*layer.parameters()}
     for parameter, factor in expected.items():
         torch.testing.assert_close(found[parameter], factor)
-    state = clones(soft.state_dict())
+    state = clone_tensors(soft.state_dict())
     soft.set(torch.zeros(len(soft.importance)))
     assert all((factor == 1).all() for _, factor in soft.factors())
     soft.load_state_dict(state)

@@ -26,7 +26,7 @@ from cpt.loggers.wandb_environment import (
 from cpt.loggers.wandb_run import check_settings
 from cpt.trainer.callbacks import make_loggers
 from cpt.trainer.run_dir import RunDir
-from tests.support.comparing import made
+from tests.support.example_runs import make_scores
 
 LABELS = WandbLabels(name="ncl order=0 seed=0", group="first", job_type="ncl")
 PLACE = WandbPlace(mode="offline")
@@ -93,7 +93,7 @@ def no_variables(monkeypatch):
 @pytest.mark.parametrize("error", FAILURES)
 @pytest.mark.parametrize("method", ["log_hyperparams", "log_metrics", "experiment", "save", "finalize"])
 def test_a_logger_that_fails_is_one_warning_and_the_others_go_on(tmp_path, caplog, method, error):
-    failing, other, scores = Recorder([method], error), Recorder(), made()
+    failing, other, scores = Recorder([method], error), Recorder(), make_scores()
     custom = {"mine": failing, "other": other}
     with track(logged_run(tmp_path), csv_file=True, wandb=None, custom=custom) as loggers:
         for logger in loggers:  # as a trainer does before each stage
@@ -175,8 +175,8 @@ def test_wandb_that_cannot_be_opened_is_a_warning(tmp_path, monkeypatch, caplog,
 
     monkeypatch.setattr("wandb.init", fail)
     with track(logged_run(tmp_path), csv_file=False, wandb=PLACE, custom={}) as loggers:
-        log_stage(loggers, made())
-        log_scores(loggers, made(), folder=tmp_path)
+        log_stage(loggers, make_scores())
+        log_scores(loggers, make_scores(), folder=tmp_path)
     assert caplog.text.count("logger.wandb failed (OSError: [Errno 30] Read-only file system)") == 1
 
 
@@ -244,7 +244,7 @@ def test_plain_names_stay_and_custom_loggers_get_one_value_for_each_text(tmp_pat
         assert MetricNames(["law"]).logged(name) == name
     caplog.set_level("INFO")
     texts, logger = ["C", "C++", "C#"], Recorder()
-    scores = made(order=texts)
+    scores = make_scores(order=texts)
     with track(logged_run(tmp_path, texts), csv_file=True, wandb=None, custom={"mlflow": logger}) as loggers:
         log_stage(loggers, scores)
     (row,) = logger.metrics

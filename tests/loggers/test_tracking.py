@@ -20,7 +20,7 @@ from cpt.loggers.wandb_run import Curves
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.train import train
 from tests.conftest import ROOT, SMALL, with_values
-from tests.support.comparing import endtasks, made
+from tests.support.example_runs import make_endtasks, make_scores
 from tests.support.wandb_files import config, history, of_kind, summary, table
 
 pytestmark = pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_
     import wandb
 
     folder = tmp_path / "das_seed-3"
-    whole = made(method="das", endtasks=endtasks([[0.5] * 3] * 4, when="each"))
+    whole = make_scores(method="das", endtasks=make_endtasks([[0.5] * 3] * 4, when="each"))
     labels = WandbLabels(name="das order=0 seed=3", group="g", job_type="das")
     run = LoggedRun(folder=folder, labels=labels, config={"seed": 3}, texts=whole.domains)
     place = WandbPlace(mode="offline", project="p")
@@ -165,7 +165,7 @@ def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_
 
 def test_each_parameter_of_the_sweep_is_a_valid_override(composed, monkeypatch):
     sweep = yaml.safe_load((ROOT / "docs" / "examples" / "sweep.yaml").read_text())
-    assert (ROOT / sweep["program"]).is_file() and sweep["metric"]["name"] in summarize_scores(made())
+    assert (ROOT / sweep["program"]).is_file() and sweep["metric"]["name"] in summarize_scores(make_scores())
     fixed = [part for part in sweep["command"] if not part.startswith("${")]
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     for name, parameter in sweep["parameters"].items():

@@ -10,7 +10,7 @@ from cpt.adapters import lora
 from cpt.methods.merge import Ended, Merged, drop_entries, slerp
 from cpt.methods.options import MergeOptions, Rule
 from tests.methods.test_lifelong_moe import First
-from tests.support.making import Watch, assert_close, clones, same
+from tests.support.method_fixtures import StepRecorder, assert_close, clone_tensors, equal_tensors
 
 
 def test_the_average_is_that_of_the_optimizer_steps(build):
@@ -18,10 +18,10 @@ def test_the_average_is_that_of_the_optimizer_steps(build):
     for number in (0, 1):
         for parameter in work.module.model.parameters():
             parameter.data.add_(0.1)  # it starts at the model that it finds
-        watch = Watch(lambda m: (work.weights(), clones(m.average.named())))
+        watch = StepRecorder(lambda m: (work.weights(), clone_tensors(m.average.named())))
         expected = {name: value.double() for name, value in work.weights().items()}
         work.learn(number, watch)
-        assert len(watch.seen) == 12 and not same(work.weights(), watch.seen[-1][1][0])
+        assert len(watch.seen) == 12 and not equal_tensors(work.weights(), watch.seen[-1][1][0])
         for _, (weights, average) in watch.seen[1::2]:
             expected = {n: 0.6 * each + 0.4 * weights[n].double() for n, each in expected.items()}
             assert_close(average, expected, rtol=1e-4, atol=1e-6)
@@ -42,7 +42,7 @@ def test_a_domain_ends_between_before_and_after(method, options, kept, build):
             each.learn(number)
         expected = {n: torch.lerp(v.double(), before[n].double(), kept) for n, v in plain.weights().items()}
         assert_close(work.weights(), expected, rtol=1e-5, atol=1e-7)
-        assert not same(plain.weights(), before)
+        assert not equal_tensors(plain.weights(), before)
 
 
 def test_it_is_gone_after_every_so_many_steps(build, monkeypatch):
@@ -50,7 +50,7 @@ def test_it_is_gone_after_every_so_many_steps(build, monkeypatch):
     ways, kind, interpolate = [], type(work.module), type(work.module).interpolate
 
     def watched(module):
-        fast, anchor = work.weights(), clones(module.anchor.named())
+        fast, anchor = work.weights(), clone_tensors(module.anchor.named())
         ways.append(int(module.gone))
         interpolate(module)
         assert_close(work.weights(), {n: torch.lerp(anchor[n], v, 0.5) for n, v in fast.items()})
@@ -87,9 +87,9 @@ def test_a_domain_begins_where_the_last_one_ended_with_start_previous(build):
     for number in (0, 1):
         merge.learn(number, begin)
     plain.learn(0)
-    assert same(starts[0], base)
+    assert equal_tensors(starts[0], base)
     assert_close(starts[1], plain.weights())
-    assert not same(starts[1], base)
+    assert not equal_tensors(starts[1], base)
 
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4)}
@@ -149,8 +149,8 @@ def ties(tasks, density, trimmed):
     for name, shape in SHAPES.items():
         values = []
         for entries in zip(*(each[name] for each in cut), strict=True):
-            same = [v for v in entries if v * sum(entries) > 0]
-            values.append(sum(same) / len(same) if same else 0.0)
+            agreeing = [v for v in entries if v * sum(entries) > 0]
+            values.append(sum(agreeing) / len(agreeing) if agreeing else 0.0)
         found[name] = torch.tensor(values).view(shape)
     return found
 

@@ -13,7 +13,7 @@ from cpt.gradient_masks.base import GradientMask
 from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
 from cpt.trainer.build import log_settings
-from tests.support.making import Watch
+from tests.support.method_fixtures import StepRecorder
 
 
 class Half(GradientMask):
@@ -69,7 +69,7 @@ def test_gradients_are_masked_before_they_are_clipped(build, monkeypatch):
 
 
 def test_every_step_draws_by_a_seed_of_its_own(build):
-    work, watch = build("ncl"), Watch(lambda module: torch.initial_seed())
+    work, watch = build("ncl"), StepRecorder(lambda module: torch.initial_seed())
     for number in (0, 1):
         work.learn(number, watch)
     assert len({seed for _, seed in watch.seen}) == len(watch.seen) == 12

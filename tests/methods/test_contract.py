@@ -15,14 +15,14 @@ from cpt.models.loading import is_tied
 from cpt.trainer import loop
 from cpt.trainer.checkpoint import load_stage
 from tests.conftest import ROOT
-from tests.support import making
+from tests.support import method_fixtures
 from tests.support.campaign import run_few
-from tests.support.killing import KilledError, Killer
-from tests.support.making import DROPOUT, ORDER, weights
-from tests.support.seams import SEAMS, chosen
+from tests.support.hook_methods import HOOK_METHODS, overrides_for
+from tests.support.kill_callback import KilledError, Killer
+from tests.support.method_fixtures import DROPOUT, ORDER, load_model_weights
 from tests.support.task_fixtures import write_tasks
 
-METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml")) + sorted(SEAMS)
+METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml")) + sorted(HOOK_METHODS)
 LEARNING = [name for name in METHODS if name != "none"]
 # One method of each kind of state; of promises that cost whole runs, the others are kept in the campaign.
 KINDS = {"das", "demix", "derpp", "hat", "lifelong_moe", "ncl", "olora", "sapt"}
@@ -64,7 +64,9 @@ def config(small, small_gpt2, small_t5, tasks):
     def build(case: str, *overrides: str):
         told, _, family = case.partition(" on ")
         method, *options = told.split()
-        mask = ["mask=migu"] if method != "migu" and method not in SEAMS and "mask=" not in told else []
+        mask = (
+            ["mask=migu"] if method != "migu" and method not in HOOK_METHODS and "mask=" not in told else []
+        )
         few = ["trainer.steps=2", "trainer.importance_samples=4", *["replay=general"] * (method != "replay")]
         own = [OPTIONS[method]] if method in OPTIONS else []
         rows = ["domains.packing=document_mask", "model.max_seq_length=48", *own]
@@ -79,7 +81,7 @@ def config(small, small_gpt2, small_t5, tasks):
             "causal rows": (small_gpt2, rows),
             "tasks": (small_gpt2, on_tasks),
         }[family]
-        return build(*chosen(method), ORDER, *given, *options, *overrides)
+        return build(*overrides_for(method), ORDER, *given, *options, *overrides)
 
     return build
 
@@ -135,7 +137,7 @@ def test_every_text_is_scored_by_known_parts(method, uninterrupted):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", run_few([*LEARNING, *ON_T5], KINDS | FEW_ON_T5))
 def test_the_exported_model_is_that_of_the_last_domain(case, uninterrupted, config, monkeypatch):
-    run, folder = making.made(config(case)), uninterrupted(case)
+    run, folder = method_fixtures.build_method_fixture(config(case)), uninterrupted(case)
     module, data = run.module, run.data
     for domain in data:
         module.expand_to(domain)
@@ -226,28 +228,33 @@ def test_killed_between_domains_it_ends_with_the_same_bits(
 
 @pytest.mark.parametrize("case", run_few([*METHODS, "prompt on tied"], KINDS | {"kd", "prompt on tied"}))
 def test_probes_and_evaluation_leave_no_trace(case, config):
-    run, rows = making.made(config(case)), []
+    run, rows = method_fixtures.build_method_fixture(config(case)), []
     module = run.module
 
     def traces():
         hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules())
         return [each.training for each in module.modules()], hooks
 
-    before, first = making.clones(module.state_dict()), traces()
+    before, first = method_fixtures.clone_tensors(module.state_dict()), traces()
     for _ in range(2):
         trainer = loop.make_trainer(run.machine.lightning_arguments(run.plan.trainer), label="")
         trainer.validate(module, datamodule=run.data, verbose=False)
         rows.append([each.clone() for pair in module.document_losses().values() for each in pair])
     assert all(torch.equal(*each) for each in zip(*rows, strict=True))
-    assert making.same(before, module.state_dict()) and traces() == first
+    assert method_fixtures.equal_tensors(before, module.state_dict()) and traces() == first
     assert all(parameter.grad is None for parameter in module.parameters())
     for domain in run.data:
         seen = []
         for _ in range(2):
             module.activate(domain.index)
             named = dict(module.named_parameters())
-            seen.append((making.clones(named), {name for name, each in named.items() if each.requires_grad}))
-        assert making.same(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1]
+            seen.append(
+                (
+                    method_fixtures.clone_tensors(named),
+                    {name for name, each in named.items() if each.requires_grad},
+                )
+            )
+        assert method_fixtures.equal_tensors(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1]
 
 
 DAS = "contrast=0 general=null domains=false"
@@ -284,7 +291,7 @@ def end(uninterrupted):
 
     def run(method: str, options: str = ""):
         words = [f"method.{each}" for each in options.split()] + ["optim.lr=0.05"] * ("lora" in method)
-        return weights(uninterrupted(" ".join([method, *words])))
+        return load_model_weights(uninterrupted(" ".join([method, *words])))
 
     return run
 

@@ -12,8 +12,8 @@ from cpt.methods.das import contrastive
 from cpt.models.forward import mean_over_tokens, set_dropout
 from cpt.models.units import gate_units
 from tests.conftest import GOLDEN, needs_golden
-from tests.support.making import same
-from tests.support.running import some_rows
+from tests.support.forward_passes import select_rows
+from tests.support.method_fixtures import equal_tensors
 
 ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1", "trainer.steps=3"]
 
@@ -69,7 +69,7 @@ def test_dga_protects_heads_and_begins_each_domain_at_the_base(build, monkeypatc
     for number in (0, 1):
         work.learn(number)
         levels.append(module.soft.importance.clone())
-    assert len(begun) == 2 and all(same(each, start) for each in begun)
+    assert len(begun) == 2 and all(equal_tensors(each, start) for each in begun)
     assert not torch.equal(*levels) and not (levels[1] >= levels[0]).all()
 
 
@@ -155,7 +155,7 @@ def test_in_some_steps_only_it_weighs_as_much_more(das):
 @pytest.mark.parametrize(("share", "contrasted"), [(0.5, 3), (0.2, 1), (0.21, 2), (1, 5)])
 def test_a_share_of_the_samples_is_rounded_up(share, contrasted, das, monkeypatch):
     module, batch = das(contrast_samples=share)
-    five = some_rows(batch, range(5))
+    five = select_rows(batch, range(5))
     counts = []
 
     def record_shapes(anchors, positives, negatives, *, temperature):

@@ -7,7 +7,7 @@ from torch import Tensor
 import cpt.adapters.export
 from cpt.core.randomness import key
 from cpt.models.units import find_sublayers
-from tests.support.making import Watch
+from tests.support.method_fixtures import StepRecorder
 
 THREE = "order=[law,food,space]"
 
@@ -52,7 +52,7 @@ def test_a_new_optimizer_its_schedule_and_a_branch_begin_behind_recovery(elle):
     for carried in ([], ["optim.state_across_domains=moments"]):
         work = elle(*given, *carried)
         assert [work.data.steps(domain) for domain in work.data.domains] == [4, 6]
-        watch = Watch(lambda m: (counts(o := m.trainer.optimizers[0]), o.param_groups[0]["lr"]))
+        watch = StepRecorder(lambda m: (counts(o := m.trainer.optimizers[0]), o.param_groups[0]["lr"]))
         work.learn(0)
         work.learn(1, watch)
         seen.append([each for _, each in watch.seen])

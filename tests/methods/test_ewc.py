@@ -24,8 +24,15 @@ from cpt.models.fisher import split_batch
 from cpt.models.objectives import Causal
 from cpt.models.options import NOT_FROZEN
 from tests.conftest import GOLDEN, needs_golden
-from tests.support.making import DROPOUT, Watch, assert_close, clones, same, state_beside_the_model
-from tests.support.running import batch_of, outputs_at, some_rows
+from tests.support.forward_passes import make_batch, outputs_at, select_rows
+from tests.support.method_fixtures import (
+    DROPOUT,
+    StepRecorder,
+    assert_close,
+    clone_tensors,
+    count_state_bytes_outside_model,
+    equal_tensors,
+)
 
 
 def moved(model, scale: float = 0.05) -> None:
@@ -35,7 +42,7 @@ def moved(model, scale: float = 0.05) -> None:
 
 
 def fisher(model, batches, estimator="per_sample") -> dict[str, torch.Tensor]:
-    return clones(subject.fisher(model, batches, objective=Causal(), estimator=estimator))
+    return clone_tensors(subject.fisher(model, batches, objective=Causal(), estimator=estimator))
 
 
 @pytest.fixture
@@ -47,7 +54,7 @@ def learnt(build):
 
 
 def fisher_of(work) -> dict[str, torch.Tensor]:
-    return clones(work.module.fisher.named())
+    return clone_tensors(work.module.fisher.named())
 
 
 @pytest.mark.parametrize(("estimator", "family"), [("per_sample", "masked"), ("batch", "causal")])
@@ -65,7 +72,7 @@ def test_the_fisher_is_the_slow_loop(estimator, family, build):
     for batch in batches:
         size = 1 if estimator == "per_sample" else len(batch["input_ids"])
         for at in range(0, len(batch["input_ids"]), size):
-            part = some_rows(batch, list(range(at, at + size)))
+            part = select_rows(batch, list(range(at, at + size)))
             model.zero_grad()
             logits = model(**inputs_of(part)).logits.flatten(0, 1)
             functional.cross_entropy(logits, labels_of(part).flatten(), ignore_index=-100).backward()
@@ -80,12 +87,12 @@ def test_the_fisher_is_the_slow_loop(estimator, family, build):
 def test_a_domain_ends_with_its_fisher_and_its_anchor(build):
     work = build("ewc", *DROPOUT)
     base, module, model = work.weights(), work.module, work.module.model
-    assert same(module.anchor.named(), base)
+    assert equal_tensors(module.anchor.named(), base)
     work.learn(0)
-    assert same(module.anchor.named(), work.weights()) and not same(work.weights(), base)
+    assert equal_tensors(module.anchor.named(), work.weights()) and not equal_tensors(work.weights(), base)
     still = fisher(model.eval(), work.importance_batches())
-    assert same(fisher_of(work), still) and module.domains == 1
-    assert not same(fisher(model.train(), work.importance_batches()), still)
+    assert equal_tensors(fisher_of(work), still) and module.domains == 1
+    assert not equal_tensors(fisher(model.train(), work.importance_batches()), still)
     moved(model.eval())  # the penalty does not leak into the Fisher
     new, module.options = fisher(model, work.importance_batches()), replace(module.options, strength=1e9)
     assert module.penalty() > 1e3
@@ -97,18 +104,20 @@ def test_a_domain_ends_with_its_fisher_and_its_anchor(build):
 def test_the_fisher_is_that_of_the_loss_in_32_bits_over_samples_with_targets(learnt):
     model, probe = learnt.module.model, learnt.importance_batches()
     expected, labels = fisher(model, probe), labels_of(probe[0])
-    assert same(fisher(model, [batch | {"weight": batch["weight"] * 65536} for batch in probe]), expected)
+    assert equal_tensors(
+        fisher(model, [batch | {"weight": batch["weight"] * 65536} for batch in probe]), expected
+    )
     labels[3] = -100
-    fewer = batch_of(probe[0]["input_ids"], labels, probe[0].get("attention_mask"))
-    rest = some_rows(probe[0], [row for row in range(len(labels)) if row != 3])
+    fewer = make_batch(probe[0]["input_ids"], labels, probe[0].get("attention_mask"))
+    rest = select_rows(probe[0], [row for row in range(len(labels)) if row != 3])
     assert_close(fisher(model, [fewer]), fisher(model, [rest]), rtol=1e-4, atol=1e-12)
     learnt.module.domains.zero_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         learnt.module.after_domain(probe)
-    assert same(fisher_of(learnt), expected)
+    assert equal_tensors(fisher_of(learnt), expected)
     expected = fisher(model.bfloat16().float(), probe)
     found = fisher(model.bfloat16(), probe)
-    assert same(found, expected) and {value.dtype for value in found.values()} == {torch.float32}
+    assert equal_tensors(found, expected) and {value.dtype for value in found.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(("merge", "third"), [("mean", 5.0), ("decay", 12.12)])
@@ -151,7 +160,7 @@ def golden_batches(domain: int) -> list[dict[str, torch.Tensor]]:
     arrays, found = np.load(GOLDEN / "batches.npz"), []
     for number in range(3):
         fields = [f"d{domain}_b{number}_{name}" for name in ("input_ids", "labels", "attention_mask")]
-        batch = batch_of(*(torch.from_numpy(arrays[field]).long() for field in fields))
+        batch = make_batch(*(torch.from_numpy(arrays[field]).long() for field in fields))
         found.append(batch | {"weight": torch.tensor(1 / len(batch["positions"]))})
     return found
 
@@ -175,14 +184,14 @@ def test_fishers_penalty_and_losses_are_those_of_the_released_code():
     options = EWCOptions(strength=strength, estimator="batch", merge="mean", gamma=0.5)
     module = EWC(options, MethodContext(model=models[0], **shared)).eval()
     module.after_domain(golden_batches(0))
-    assert max(apart(clones(module.fisher.named()), "fisher0")) < 1e-4
+    assert max(apart(clone_tensors(module.fisher.named()), "fisher0")) < 1e-4
     module.model.load_state_dict(models[1].state_dict())
     arrays, terms = np.load(GOLDEN / "ewc.npz"), module.losses(golden_batches(1)[0])
     found = {"penalty": terms["ewc"], "loss_mlm": terms["lm"], "loss_total": sum(terms.values())}
     expected = {name: arrays[name].item() for name in found}
     assert {name: value.item() for name, value in found.items()} == pytest.approx(expected, rel=1e-4)
     module.after_domain(golden_batches(1))
-    merged = clones(module.fisher.named())
+    merged = clone_tensors(module.fisher.named())
     assert max(apart(merged, "fisher01")) < 1e-4 and min(apart(merged, "fisher01_released")) > 0.01
 
 
@@ -194,8 +203,10 @@ def test_l2_pulls_to_the_previous_model_or_the_base(towards, build):
     between = work.weights()
     work.learn(1)
     anchors, now = between if towards == "previous" else base, dict(module.model.named_parameters())
-    assert same(module.anchor.named(), anchors) and not same(between, base)
-    assert state_beside_the_model(module) == sum(p.nbytes for p in now.values()) * (towards == "previous")
+    assert equal_tensors(module.anchor.named(), anchors) and not equal_tensors(between, base)
+    assert count_state_bytes_outside_model(module) == sum(p.nbytes for p in now.values()) * (
+        towards == "previous"
+    )
     penalty = module.losses(work.batches()[0])["l2"]
     by_hand = sum(((p.detach().double() - anchors[n]) ** 2).sum() for n, p in now.items())
     assert penalty.item() == pytest.approx(0.15 * by_hand.item(), rel=1e-5) != 0
@@ -222,7 +233,7 @@ def sensitivity(work, output="logits"):
 def test_importance_is_the_mean_absolute_gradient_by_sample(output, build):
     work = build("mas", f"method.output={output}", "trainer.importance_samples=6", "method.strength=3")
     work.learn(0)
-    first, module = clones(work.module.importance.named()), work.module
+    first, module = clone_tensors(work.module.importance.named()), work.module
     assert_close(first, sensitivity(work, output), rtol=1e-3, atol=1e-5)
     probe = [batch | {"targets": (batch["targets"] + 7) % 50} for batch in work.importance_batches()]
     assert_close(module.eval().measure(probe), first, rtol=1e-4, atol=1e-6)
@@ -240,7 +251,10 @@ def test_importance_is_the_path_integral_over_the_squared_way(build, monkeypatch
     sums, (gradients, update) = {}, (SI.transform_gradients, SI.after_update)
 
     def before(module, optimizer):
-        module.began, module.own = clones({n: p.detach() for n, p in module.model.named_parameters()}), {}
+        module.began, module.own = (
+            clone_tensors({n: p.detach() for n, p in module.model.named_parameters()}),
+            {},
+        )
         for name, parameter in module.model.named_parameters():
             pulled = module.importance.named()[name] * (parameter.detach() - module.anchor.named()[name])
             module.own[name] = parameter.grad - 2 * module.options.strength * pulled
@@ -264,7 +278,7 @@ def test_importance_is_the_path_integral_over_the_squared_way(build, monkeypatch
         expected = {name: (known[name] + sums[name] / each).clamp_min(0) for name, each in squares.items()}
         assert any((each < 0).any() for each in sums.values())
         assert_close(work.module.importance.named(), expected, rtol=1e-3, atol=1e-5)
-        known = clones(work.module.importance.named())
+        known = clone_tensors(work.module.importance.named())
     assert all((each == 0).all() for each in work.module.brought.named().values())
 
 
@@ -328,10 +342,10 @@ def test_the_divergence_is_that_of_the_student_from_the_teacher(distilled, tempe
 def test_the_teacher_is_the_model_before_the_domain_in_eval_mode(build):
     work = build("kd", *DROPOUT)
     for number in (0, 1):
-        before, watch = work.weights(), Watch(lambda m: clones(m.teacher.named()))
+        before, watch = work.weights(), StepRecorder(lambda m: clone_tensors(m.teacher.named()))
         work.learn(number, watch)
-        assert len(watch.seen) == 6 and all(same(teacher, before) for _, teacher in watch.seen)
-        assert not same(work.weights(), before)
+        assert len(watch.seen) == 6 and all(equal_tensors(teacher, before) for _, teacher in watch.seen)
+        assert not equal_tensors(work.weights(), before)
     [batch], module = work.batches(), work.module.eval()
     module.teacher.capture(module.model)
     still, _ = outputs_at(module.model, batch)

@@ -11,8 +11,8 @@ from cpt.adapters.gates import anneal, hard, regulariser, soft
 from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.models.units import Part, Units, share_members
 from tests.conftest import GOLDEN, needs_golden
-from tests.support.making import Watch
-from tests.support.running import logits_at
+from tests.support.forward_passes import logits_at
+from tests.support.method_fixtures import StepRecorder
 
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
 PAPER = ["method.initial=normal", "method.std=1", "method.strength=0.75", "method.gate_rate=1"]
@@ -79,7 +79,7 @@ def test_gates_are_clamped_after_each_step_and_s_and_the_regulariser_follow(hat)
     module.taken.taken.fill_(1)
     assert term(2) == 0
     module.taken.taken.zero_()
-    watch = Watch(lambda m: ([*{part.s for part in m.gates.parts}], m.gates.e().detach().abs().max()))
+    watch = StepRecorder(lambda m: ([*{part.s for part in m.gates.parts}], m.gates.e().detach().abs().max()))
     work.learn(0, watch)
     assert all(e <= 0.3 for _, (_, e) in watch.seen)
     assert [values for _, (values, _) in watch.seen] == [pytest.approx([each]) for each in s]

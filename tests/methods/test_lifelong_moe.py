@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import Callback
 
 from cpt.adapters.experts import mixtures_of
 from cpt.models.forward import kl_divergence
-from tests.support.making import Made, same
-from tests.support.running import logits_at
+from tests.support.forward_passes import logits_at
+from tests.support.method_fixtures import MethodFixture, equal_tensors
 
 STRONG = ["optim.lr=0.01", "optim.weight_decay=0.5"]
 ALL = "method.every=1"
@@ -30,7 +30,7 @@ class First(Callback):
             self.look(module, batch)
 
 
-def of_group(work: Made, group: int) -> dict[str, torch.Tensor]:
+def of_group(work: MethodFixture, group: int) -> dict[str, torch.Tensor]:
     if group >= 0:
         return {name: value for name, value in work.weights().items() if f".groups.{group}." in name}
     experts = [each for m in mixtures_of(work.module.model).values() for each in m.own]
@@ -45,7 +45,7 @@ def test_earlier_experts_and_their_rows_keep_their_bits(family, dense, moe):
     work.learn(0)
     kept, before = of_group(work, 0), work.weights()
     work.learn(1)
-    assert base and same(of_group(work, -1), base) and same(of_group(work, 0), kept)
+    assert base and equal_tensors(of_group(work, -1), base) and equal_tensors(of_group(work, 0), kept)
     after, new = work.weights(), of_group(work, 1)
     moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
     others = {name for name in before if ".groups." not in name and name not in base}

@@ -20,8 +20,14 @@ from cpt.methods.lora import (
     pair_overlap,
     product_norm,
 )
-from tests.support.making import ORDER, made, same, state_beside_the_model, state_bytes
-from tests.support.pairs import base_of, logits, pair_of
+from tests.support.lora_weights import clone_adapter_weights, clone_base_weights, scored_logits
+from tests.support.method_fixtures import (
+    ORDER,
+    build_method_fixture,
+    count_state_bytes,
+    count_state_bytes_outside_model,
+    equal_tensors,
+)
 
 STRONG, DECAY, THREE = "optim.lr=0.05", "optim.weight_decay=0.5", "order=[law,food,space]"
 
@@ -32,7 +38,9 @@ def starts_of(work) -> list:
 
     def noted(batches):
         before(batches)
-        found.append((pair_of(module), base_of(module), logits(module.model, probe)))
+        found.append(
+            (clone_adapter_weights(module), clone_base_weights(module), scored_logits(module.model, probe))
+        )
         module.train()
 
     module.before_domain = noted
@@ -42,18 +50,20 @@ def starts_of(work) -> list:
 @pytest.mark.parametrize("options", ["", "per_domain=true", "per_domain=true start=previous"])
 def test_where_a_domain_begins(options, build):
     work = build("lora", STRONG, DECAY, *(f"method.{each}" for each in options.split()))
-    base, first, starts = base_of(work.module), pair_of(work.module), starts_of(work)
+    base, first, starts = clone_base_weights(work.module), clone_adapter_weights(work.module), starts_of(work)
     work.learn(0)
-    end = pair_of(work.module)
+    end = clone_adapter_weights(work.module)
     work.learn(1)
     second = starts[1][0]
-    assert same(starts[0][0], first) and same(base_of(work.module), base)
-    assert not any(torch.equal(value, end[name]) for name, value in pair_of(work.module).items())
+    assert equal_tensors(starts[0][0], first) and equal_tensors(clone_base_weights(work.module), base)
+    assert not any(
+        torch.equal(value, end[name]) for name, value in clone_adapter_weights(work.module).items()
+    )
     if options == "per_domain=true":
         assert all(bool(value.any()) == ("lora_A" in name) for name, value in second.items())
         assert not any(torch.equal(value, first[name]) for name, value in second.items() if "lora_A" in name)
     else:
-        assert same(second, end)
+        assert equal_tensors(second, end)
 
 
 @pytest.mark.parametrize("stored", ["merged", "pairs"])
@@ -63,10 +73,12 @@ def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
     starts, ends, sizes, module = starts_of(work), [], [], work.module
     for number in range(3):
         work.learn(number)
-        pair = pair_of(module)
-        assert same(base_of(module), starts[number][1])  # within a domain, every bit of it
-        ends.append((pair, logits(module.model, work.batches()[0])))
-        sizes.append(state_bytes(module))
+        pair = clone_adapter_weights(module)
+        assert equal_tensors(
+            clone_base_weights(module), starts[number][1]
+        )  # within a domain, every bit of it
+        ends.append((pair, scored_logits(module.model, work.batches()[0])))
+        sizes.append(count_state_bytes(module))
         if number:
             (first, _, out), (old, before) = starts[number], ends[number - 1]
             torch.testing.assert_close(out, before, rtol=1e-4, atol=1e-4)
@@ -76,7 +88,7 @@ def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
     other = build("inclora", *given).module
     other.load_state_dict(module.state_dict())
     other.activate(2)
-    assert torch.equal(logits(other.model, work.batches()[0]), ends[-1][1])
+    assert torch.equal(scored_logits(other.model, work.batches()[0]), ends[-1][1])
     assert {name for name, p in other.model.named_parameters() if p.requires_grad} == set(pair)
 
 
@@ -129,13 +141,13 @@ def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(build):
     work = build("olora", "order=[law,food,space]", STRONG, *given)
     [batch], module, kept = work.batches(), work.module, []
     names = [name for name, _ in module.model.named_parameters() if ".lora_A.default" in name]
-    assert module.losses(batch)["orthogonality"] == 0 == state_beside_the_model(module)
+    assert module.losses(batch)["orthogonality"] == 0 == count_state_bytes_outside_model(module)
     for number in range(3):
         work.learn(number)
         kept.append([module.model.get_parameter(name).detach().clone() for name in names])
         own = module.kept.weights(number).values()
         assert all(torch.equal(*each) for each in zip(own, kept[-1], strict=True))
-    assert state_beside_the_model(module) == sum(each.nbytes for domain in kept for each in domain)
+    assert count_state_bytes_outside_model(module) == sum(each.nbytes for domain in kept for each in domain)
     module.activate(2)
     terms = module.losses(batch)
     assert terms["orthogonality"].item() == pytest.approx(2 * slow(kept[-1], kept, power=2), rel=1e-3)
@@ -172,7 +184,7 @@ def test_the_term_is_of_the_newest_pair_alone(penalty, norm, build):
     work = build("nlora", STRONG, *given)
     work.learn(0)
     work.learn(1)
-    layers, own = lora.lora_layers(work.module.model), pair_of(work.module)
+    layers, own = lora.lora_layers(work.module.model), clone_adapter_weights(work.module)
     assert all(lora.has_earlier(layer) for layer in layers.values())
     newest = [tuple(own[f"{name}.lora_{half}.default.weight"] for half in "AB") for name in layers]
     term = work.module.losses(work.batches()[0])["sparsity"]
@@ -209,7 +221,7 @@ DECAYED = ["optim.lr=0.01", "optim.weight_decay=0.5"]
 
 @pytest.fixture
 def sapt(small):
-    return lambda *overrides: made(small("method=sapt", ORDER, "trainer.steps=3", *overrides))
+    return lambda *overrides: build_method_fixture(small("method=sapt", ORDER, "trainer.steps=3", *overrides))
 
 
 def test_the_divergence_is_the_kl_of_padded_means():
@@ -225,11 +237,13 @@ def test_the_divergence_is_the_kl_of_padded_means():
 def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt, small):
     given = [*DECAYED, "method.target_modules=[Wqkv,Wo,Wi]"]  # SAPT has no pair in the head
     work = sapt("method.strength=0", *given, *form)
-    plain = made(small("method=lora", ORDER, "trainer.steps=3", *given))
+    plain = build_method_fixture(small("method=lora", ORDER, "trainer.steps=3", *given))
     for each in (work, plain):
         each.learn(0)
-    assert same({n: value for n, value in work.weights().items() if "pair_router" not in n}, plain.weights())
-    first, before = pair_of(work.module), work.weights()
+    assert equal_tensors(
+        {n: value for n, value in work.weights().items() if "pair_router" not in n}, plain.weights()
+    )
+    first, before = clone_adapter_weights(work.module), work.weights()
     key = router_of(work.module.model).key.detach().clone()
     work.learn(1)
     router, after = router_of(work.module.model), work.weights()

@@ -6,9 +6,9 @@ import torch
 from cpt.models import memory
 from tests.methods.test_contract import LEARNING, bits, told
 from tests.support.campaign import run_few
-from tests.support.killing import KilledError, Killer
-from tests.support.making import DROPOUT, ORDER
-from tests.support.seams import chosen
+from tests.support.hook_methods import overrides_for
+from tests.support.kill_callback import KilledError, Killer
+from tests.support.method_fixtures import DROPOUT, ORDER
 
 OFFLOAD, AGAIN = "trainer.offload_method_state=true", "trainer.gradient_checkpointing=true"
 # Methods with options that keep something of weights.
@@ -44,7 +44,7 @@ def test_what_rests_elsewhere_has_the_same_bits(kind, small, start, killing, tmp
 @pytest.mark.parametrize("method", run_few(LEARNING, ["das"]))
 def test_activations_that_are_computed_again_give_the_same_bits(method, small, start, tmp_path):
     for name, options in {"kept": [], "again": [AGAIN]}.items():
-        start(small(*chosen(method), ORDER, *DROPOUT, *options), tmp_path / name)
+        start(small(*overrides_for(method), ORDER, *DROPOUT, *options), tmp_path / name)
     assert bits(tmp_path / "kept") == bits(tmp_path / "again")
     kept, again = (told(tmp_path / name) for name in ("kept", "again"))
     assert again["flops"][-1] > kept["flops"][-1]  # they are indeed
@@ -57,7 +57,7 @@ def test_compiled_blocks_compute_what_blocks_do(method, small, start, tmp_path, 
     ways = {"plain": "trainer.quick_dropout=false", "compiled": "trainer.compile=true"}
     for name, option in ways.items():
         torch._dynamo.reset()
-        start(small(*chosen(method), ORDER, *DROPOUT, "trainer.steps=3", option), tmp_path / name)
+        start(small(*overrides_for(method), ORDER, *DROPOUT, "trainer.steps=3", option), tmp_path / name)
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
     plain, compiled = (torch.tensor(told(tmp_path / name)["nll"]) for name in ("plain", "compiled"))
     torch.testing.assert_close(plain, compiled, rtol=1e-5, atol=1e-5)

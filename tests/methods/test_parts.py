@@ -11,8 +11,8 @@ from cpt.adapters.gates import anneal
 from cpt.data.options import Domain
 from cpt.methods.hat import norms_of
 from tests.methods.test_lifelong_moe import First
-from tests.support.making import clones, same, state_beside_the_model
-from tests.support.running import token_nll
+from tests.support.forward_passes import token_nll
+from tests.support.method_fixtures import clone_tensors, count_state_bytes_outside_model, equal_tensors
 
 DECAY = ["optim.weight_decay=0.5", "optim.lr=0.01"]
 HARSH = ["optim.weight_decay=0.3", "optim.lr=0.01", "trainer.steps=3"]
@@ -44,7 +44,7 @@ def learned(build):
             chosen, family = KINDS[kind]
             work = build(*chosen.split(), *HARSH, on=family)
             module, batches = work.module, [work.batches(text=text)[0] for text in ("law", "food")]
-            weights, sizes, rows = work.weights(), [state_beside_the_model(module)], []
+            weights, sizes, rows = work.weights(), [count_state_bytes_outside_model(module)], []
 
             @torch.no_grad()
             def losses(domain: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def learned(build):
             for number in (0, 1):
                 work.learn(number)
                 rows.append([losses(domain) for domain in range(number + 1)])
-                sizes.append(state_beside_the_model(module))
+                sizes.append(count_state_bytes_outside_model(module))
             FOUND[kind] = SimpleNamespace(**locals())
         return FOUND[kind]
 
@@ -86,11 +86,11 @@ def test_what_was_learned_stays_bit_for_bit_beside_the_base(kind, learned, build
 def test_each_text_is_scored_by_its_own_part_and_a_backbone_is_a_copy_of_it(kind, learned, build):
     found = learned(kind)
     work, (batch, _) = found.work, found.batches
-    state = clones(work.module.state_dict())
+    state = clone_tensors(work.module.state_dict())
     copy = work.module.model_for(0)
     for parameter in copy.parameters():
         parameter.data.zero_()
-    assert same(state, work.module.state_dict())
+    assert equal_tensors(state, work.module.state_dict())
     other = build(*found.chosen.split(), on=found.family).module.eval()
     other.load_state_dict(state)
     assert other.needs_domain
@@ -128,7 +128,7 @@ def slot(work) -> dict[str, torch.Tensor]:
 
 
 def part(work, domain: int) -> dict[str, torch.Tensor]:
-    return clones(work.module.domain_params.weights(domain))
+    return clone_tensors(work.module.domain_params.weights(domain))
 
 
 def enter(module, index: int, name: str = "", *, visit: bool = False) -> None:
@@ -153,8 +153,10 @@ def test_how_a_domains_adapter_begins(start, build):
         torch.manual_seed(seed)
         enter(work.module, 1, domain)
         begun.append(slot(work))
-    assert same(begun[0], begun[1]) and same(begun[0], begun[2]) == same(begun[0], previous)
-    assert same(begun[0], previous) == (start == "previous")
+    assert equal_tensors(begun[0], begun[1]) and equal_tensors(begun[0], begun[2]) == equal_tensors(
+        begun[0], previous
+    )
+    assert equal_tensors(begun[0], previous) == (start == "previous")
 
 
 THREE = "order=[law,food,space]"
@@ -181,21 +183,21 @@ def test_an_expert_begins_as_the_nearest(options, family, source, build):
             nll = [torch.cat([token_nll(each.eval(), batch) for batch in probe]).double() for each in models]
         assert found == pytest.approx([each.mean().exp().item() for each in nll], rel=1e-5)
         assert found[source + 1] == min(found) and len(set(found)) == 3
-    assert same(begun, parts[source]) and int(work.module.sources[2]) == source
-    assert all(same(part(work, domain), weights) for domain, weights in parts.items())
+    assert equal_tensors(begun, parts[source]) and int(work.module.sources[2]) == source
+    assert all(equal_tensors(part(work, domain), weights) for domain, weights in parts.items())
     assert {n for n, value in work.weights().items() if not torch.equal(value, before[n])} == names
 
 
 def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(build):
     work = build("cpt_plugin")
     names = norms_of(work.module.model)
-    norms = lambda weights: clones({name: weights[name] for name in names})  # noqa: E731
+    norms = lambda weights: clone_tensors({name: weights[name] for name in names})  # noqa: E731
     base = norms(work.weights())
     enter(work.module, 0, visit=True)
     law = norms(work.weights())
     enter(work.module, 1)
-    assert names and not same(law, base) and same(norms(work.weights()), base)
-    assert same(norms(work.module.domain_params.weights(0)), law)
+    assert names and not equal_tensors(law, base) and equal_tensors(norms(work.weights()), base)
+    assert equal_tensors(norms(work.module.domain_params.weights(0)), law)
 
 
 def test_the_regulariser_is_a_term_only_where_it_is_asked_for(build):

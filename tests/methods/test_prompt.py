@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.methods.test_lifelong_moe import First
-from tests.support.making import same
-from tests.support.running import token_nll
+from tests.support.forward_passes import token_nll
+from tests.support.method_fixtures import equal_tensors
 
 FEW = ["method.num_virtual_tokens=4", "trainer.steps=3", "optim.lr=0.03"]
 
@@ -53,11 +53,11 @@ def test_new_prompts_stand_in_front_and_learned_domains_keep_every_bit(prog, pro
     for each in (work, plain):
         each.learn(0)
     known = module.nll(batch, 0)[0]
-    assert same(work.weights(), plain.weights())
+    assert equal_tensors(work.weights(), plain.weights())
     work.learn(1)
     one, two = links(work)
     assert not torch.equal(one, two) and torch.equal(two, module.prompt)
-    assert torch.equal(module.nll(batch, 0)[0], known) and same(rest(work), before)
+    assert torch.equal(module.nll(batch, 0)[0], known) and equal_tensors(rest(work), before)
     expected = token_nll(module.model, batch, weights={module.name: torch.cat([two, one])})
     assert torch.equal(module.nll(batch, 1)[0], expected)
     loss = module.losses(batch)["lm"]

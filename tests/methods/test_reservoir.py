@@ -17,8 +17,8 @@ from cpt.methods import reservoir as module
 from cpt.methods.reservoir import AGEM, Reference, Reservoir, inner_product, solve
 from cpt.models.objectives import Span
 from tests.support.campaign import run_few
-from tests.support.making import same
-from tests.support.running import batch_of, token_nll
+from tests.support.forward_passes import make_batch, token_nll
+from tests.support.method_fixtures import equal_tensors
 
 SLOT = SimpleNamespace(sides=lambda length: (length, None), most=lambda length: 2, isolated=False)
 
@@ -34,7 +34,7 @@ def batch(numbers, *, scored=2, length=5):
     labels = torch.full_like(ids, UNSCORED)
     labels[:, 1 : 1 + scored] = numbers[:, None]
     mask = (torch.arange(5) < length).long().expand_as(ids) if length < 5 else None
-    return batch_of(ids, labels, mask), (numbers / 10).repeat_interleave(scored)[:, None].repeat(1, 3)
+    return make_batch(ids, labels, mask), (numbers / 10).repeat_interleave(scored)[:, None].repeat(1, 3)
 
 
 def fed(kept: Reservoir, numbers: range, *, size: int) -> Reservoir:
@@ -75,7 +75,7 @@ def test_samples_and_outputs_come_back_as_they_went_in():
     kept = fed(reservoir(8), range(30), size=3)
     slots = kept.draw(6, purpose="match")
     expected, outputs = batch([held(kept)[slot] for slot in slots])
-    assert same(kept.batch(slots), expected) and torch.equal(kept.outputs_of(slots), outputs)
+    assert equal_tensors(kept.batch(slots), expected) and torch.equal(kept.outputs_of(slots), outputs)
     kept = reservoir(3)
     for number, (scored, length) in enumerate(((2, 5), (1, 3), (0, 1))):
         kept.add(*batch([number + 1], scored=scored, length=length))
@@ -115,7 +115,7 @@ def test_outputs_survive_a_file_as_the_floats_they_were(precision, tmp_path):
         getattr(torch.nn.Sequential(other), cast)()
     expected = batch(held(kept))[1].view(6, 2, 3).to(getattr(torch, precision))
     assert other.outputs.dtype == expected.dtype and torch.equal(other.outputs, expected)
-    assert same(kept.state_dict(), other.state_dict())
+    assert equal_tensors(kept.state_dict(), other.state_dict())
     kept = reservoir(1, precision="float16")  # cut to its range
     kept.add(batch([1])[0], torch.tensor([[1e6, -1e6, 0.1], [0, 1, 2]]))
     assert kept.outputs[0].tolist() == [[65504, -65504, pytest.approx(0.1, rel=1e-3)], [0, 1, 2]]

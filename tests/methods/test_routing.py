@@ -11,7 +11,7 @@ from torch import nn
 from cpt.adapters.domain_store import BASE, Router, keep_largest
 from cpt.adapters.options import Routing
 from cpt.models.objectives import Causal
-from tests.support.running import token_nll
+from tests.support.forward_passes import token_nll
 
 DEFAULTS = {"learned": "domain", "unlearned": "base", "prior": "uniform", "decay": 0.3, "cached": 100}
 DEFAULTS |= {"top_k": None, "base": True}

@@ -13,7 +13,7 @@ from cpt.models import growth, loading, vocabulary
 from cpt.models.loading import build_model, is_tied, load_model, make_skeleton, train_tokenizer
 from tests.conftest import sentences
 from tests.models.test_units import FAMILIES, build, inputs_of, logits, loss
-from tests.support.running import logits_at
+from tests.support.forward_passes import logits_at
 
 pytestmark = pytest.mark.slow
 

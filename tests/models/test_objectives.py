@@ -16,7 +16,7 @@ from cpt.data.sampler import stack_rows
 from cpt.data.sources.base import CONCAT, EXAMPLES, write_example
 from cpt.data.tokenized_tasks import encode_corpus
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Seq2SeqAnswers, Span, draw_composition
-from tests.support.data_fixtures import HELD_OUT, opened, rows_by_hand
+from tests.support.data_fixtures import HELD_OUT, bos_tokenizer, make_rows
 from tests.support.task_fixtures import encoder, some_examples
 
 SPECIAL, MASK = [0, 1, 2, 98], 2
@@ -99,7 +99,7 @@ def answered(tmp_path_factory):
     source = SimpleNamespace(held_out=HELD_OUT, class_limit=None, form=lambda name: EXAMPLES, skipped={})
     source.fingerprint, source.members = lambda name: 0, lambda name: [name]
     source.read = lambda name: (("train", write_example(each)) for each in some_examples(60))
-    corpus, tokenizer = make_corpus(source, "a", cache=tmp_path_factory.mktemp("corpus")), opened()
+    corpus, tokenizer = make_corpus(source, "a", cache=tmp_path_factory.mktemp("corpus")), bos_tokenizer()
 
     def made(**how):
         where = {"name": "a", "cache": tmp_path_factory.mktemp("rows"), "rows_digest": "0"}
@@ -135,14 +135,14 @@ def test_the_loss_is_that_of_a_loop_over_answer_tokens_and_what_is_scored_is_kno
         wanted += [-logits[at - 1, ids[at]] for at in np.flatnonzero(rows.answers[row])]
     torch.testing.assert_close(ANSWERS.nll(model, batch), torch.stack(wanted))
     assert (rows.ids.ravel()[places] == batch["targets"].numpy()).all() and rows.answers.ravel()[places].all()
-    for made in (answered(), rows_by_hand(6, length=30, seed=1)):
+    for made in (answered(), make_rows(6, length=30, seed=1)):
         counts = torch.bincount(ANSWERS.batch(rows_of(made, count=6))[0]["rows"], minlength=6)
         assert ANSWERS.scored(made.sizes(np.arange(6))).tolist() == counts.tolist()
     assert (ANSWERS.scorable(answered().sizes()) == answered().answer_tokens).all()
 
 
 def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
-    text = rows_by_hand(4, length=30, last=7, seed=1)
+    text = make_rows(4, length=30, last=7, seed=1)
     mixed = rows_of(text, answered(), count=4)
     batch, places = ANSWERS.batch(mixed)
     assert mixed.ids.shape[1] > 30 and (mixed.ids[::2, 30:] == text.pad).all()

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from cpt.models.vocabulary import find_new_tokens, fit_rows, warn_of_stale_rows
-from tests.support.data_fixtures import bare
+from tests.support.data_fixtures import bare_tokenizer
 
 WORDS = [" sonata", " fugue", " rondo", " toccata", " partita"]
 TAGS = ["<tool>", "</tool>"]  # words of a checkpoint that look like control tokens, and are not special
@@ -24,7 +24,7 @@ TAGS = ["<tool>", "</tool>"]  # words of a checkpoint that look like control tok
 
 def tokenizer_with(*words):
     """A tokenizer of 330 tokens, two of which it was trained with later, then with these."""
-    tokenizer = bare()
+    tokenizer = bare_tokenizer()
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>"]})
     assert len(tokenizer) == 333
@@ -41,7 +41,7 @@ def model_of(rows, *, is_tied=True, dim=32):
 
 
 def sub_tokens(word):
-    return bare()(word, add_special_tokens=False)["input_ids"]
+    return bare_tokenizer()(word, add_special_tokens=False)["input_ids"]
 
 
 def check_rows(before, after, words, *, first=333):

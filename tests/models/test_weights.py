@@ -10,7 +10,7 @@ from cpt.models.options import Freeze
 from cpt.models.weights import find_frozen, measure_movement
 from cpt.trainer.checkpoint import load_stage
 from tests.models.test_units import FAMILIES, build
-from tests.support.making import ORDER
+from tests.support.method_fixtures import ORDER
 
 
 def frozen(model, **given):

@@ -10,9 +10,9 @@ from cpt.optim.nan_guard import MAX_FAILURES, all_finite
 from cpt.trainer.checkpoint import load_stage
 from tests.conftest import ROOT, SMALL
 from tests.methods.test_contract import told
-from tests.support.killing import KilledError, Killer
-from tests.support.making import ORDER, same
-from tests.support.processes import ended, started
+from tests.support.forked_scripts import start_script, wait_for_exit
+from tests.support.kill_callback import KilledError, Killer
+from tests.support.method_fixtures import ORDER, equal_tensors
 
 STEP = 3
 NAN = float("nan")
@@ -55,7 +55,7 @@ def test_a_transient_one_stops_the_run_and_costs_nothing(small, start, spoiled, 
         assert told(run)["rows"] == ["base"]
         monkeypatch.undo()
     start(small(ORDER), run)
-    assert same(state(run), state(whole)) and told(run)["nll"] == told(whole)["nll"]
+    assert equal_tensors(state(run), state(whole)) and told(run)["nll"] == told(whole)["nll"]
     assert told(run)["skipped"] == [0, 0, 0]
 
 
@@ -85,7 +85,7 @@ def test_rolling_back_leaves_out_all_steps_since_the_checkpoint(step, small, sta
     assert met == [step, step] and told(tmp_path / "rolled back")["skipped"] == [0, 2, 0]
     spoiled(NAN, steps=(step - 1, step))
     start(small(ORDER, "on_nonfinite=skip"), tmp_path / "skipped")
-    assert same(state(tmp_path / "rolled back"), state(tmp_path / "skipped"))
+    assert equal_tensors(state(tmp_path / "rolled back"), state(tmp_path / "skipped"))
 
 
 def test_only_steps_in_a_row_and_rollbacks_are_too_many(small, start, spoiled, tmp_path):
@@ -127,7 +127,7 @@ def test_ruined_weights_replace_no_checkpoint(small, start, tmp_path, monkeypatc
     assert not list(tmp_path.glob("run/stages/*"))
     for folder in ("run", "whole"):
         start(small(ORDER), tmp_path / folder)
-    assert same(state(tmp_path / "run"), state(tmp_path / "whole"))
+    assert equal_tensors(state(tmp_path / "run"), state(tmp_path / "whole"))
 
 
 def test_what_a_method_measures_and_a_memory_keeps_must_be_numbers(small, start, tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_all_processes_hear_of_one(corpora, cache, tmp_path):
     script.write_text(SCRIPT.format(root=str(ROOT)))
     places = [f"domains.root={corpora}", f"cache_dir={cache}", f"hydra.run.dir={folder}"]
     given = ["domains=texts", *places, ORDER, *SMALL, "strategy=ddp", "trainer.accelerator=cpu"]
-    process = started(script, *given, "on_nonfinite=rollback", cwd=tmp_path, log=log, twin=True)
-    code, said = ended(process, seconds=60), log.read_text()
+    process = start_script(script, *given, "on_nonfinite=rollback", cwd=tmp_path, log=log, twin=True)
+    code, said = wait_for_exit(process, seconds=60), log.read_text()
     assert code == 0 and told(folder)["skipped"] == [0, 2, 2], said  # of the two since the checkpoint
     assert all_finite(state(folder).values()) and "weights are not finite after step 4 of food" in said

@@ -9,10 +9,10 @@ from torch import nn
 from cpt.optim import schedulers
 from cpt.optim.schedulers import WSD, Cosine, Infinite, Progress, ReciprocalRoot, Rewarm, Schedule
 from cpt.optim.state import CarriedState, lay_out_moments, lie_as
-from tests.support.making import ORDER, Watch, made, same
+from tests.support.method_fixtures import ORDER, StepRecorder, build_method_fixture, equal_tensors
 
 STEPS = (10, 10, 20)
-ACROSS = "lr_scheduler._target_=tests.support.seams.Across"
+ACROSS = "lr_scheduler._target_=tests.support.hook_methods.Across"
 BRANCHED = ["lr_scheduler=wsd", "lr_scheduler.warmup_ratio=0", "lr_scheduler.decay=0.5"]
 
 
@@ -69,26 +69,32 @@ def counts(module: object) -> set[float]:
 
 @pytest.mark.parametrize("given", [ACROSS, "optim.state_across_domains=all"])
 def test_all_that_is_carried_makes_one_domain_of_two(given, small):
-    watch = Watch(lambda module: module.trainer.optimizers[0].param_groups[0]["lr"])
-    work = made(small(ORDER, given, "optim.lr=1", "lr_scheduler.warmup_ratio=0"))
+    watch = StepRecorder(lambda module: module.trainer.optimizers[0].param_groups[0]["lr"])
+    work = build_method_fixture(small(ORDER, given, "optim.lr=1", "lr_scheduler.warmup_ratio=0"))
     for number in (0, 1):
         work.learn(number, watch)
     assert [each for _, each in watch.seen] == pytest.approx([1 - step / 12 for step in range(1, 13)])
     with pytest.raises(ValueError, match=r"^optim\.state_across_domains=all is invalid: lr_scheduler="):
-        made(small(ORDER, *BRANCHED, "optim.state_across_domains=all"))
+        build_method_fixture(small(ORDER, *BRANCHED, "optim.state_across_domains=all"))
 
 
 def test_the_next_domain_goes_on_with_the_weights_before_the_branch(small):
     parts = "trainer.accumulate_grad_batches=2"
-    work = made(small(ORDER, *BRANCHED, "optim.state_across_domains=moments", parts))
-    seen, later, start = Watch(lambda module: (work.weights(), counts(module))), Watch(counts), []
+    work = build_method_fixture(small(ORDER, *BRANCHED, "optim.state_across_domains=moments", parts))
+    seen, later, start = (
+        StepRecorder(lambda module: (work.weights(), counts(module))),
+        StepRecorder(counts),
+        [],
+    )
     work.learn(0, seen)
     # after the fourth step: steps 0 to 3 are at the peak, 6 * 0.5 = 3 of them before x = 0
     weights, steps = [noted for step, noted in seen.seen if step == 4][-1]
-    assert same(work.module.weights_before_decay.named(), weights) and not same(work.weights(), weights)
+    assert equal_tensors(work.module.weights_before_decay.named(), weights) and not equal_tensors(
+        work.weights(), weights
+    )
     work.module.before_domain = lambda importance_batches: start.append(work.weights())
     work.learn(1, later)
-    assert same(start[0], weights) and steps == {4.0} and later.seen[1][1] == {5.0}
+    assert equal_tensors(start[0], weights) and steps == {4.0} and later.seen[1][1] == {5.0}
 
 
 @pytest.mark.parametrize("carry", ["moments", "none"])
@@ -102,8 +108,8 @@ def test_the_moments_carried_are_those_of_the_domain_before(carry, small):
             gradients.setdefault(name, parameter.grad.clone())
 
     given = [f"optim.state_across_domains={carry}", "trainer.gradient_clip_val=null"]
-    work, gradients = made(small(ORDER, *given)), {}
-    watch = Watch(lambda module: (moments(module), counts(module)))
+    work, gradients = build_method_fixture(small(ORDER, *given)), {}
+    watch = StepRecorder(lambda module: (moments(module), counts(module)))
     work.learn(0)
     before = moments(work.module)
     work.module.transform_gradients = noted

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from cpt import card as program
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.run_dir import RunDir
-from tests.support.comparing import endtasks, saved
+from tests.support.example_runs import make_endtasks, save_scores
 
 
 def cells(page, first):
@@ -56,7 +56,7 @@ def test_a_card_shows_no_paths_accounts_or_secrets(tmp_path):
     overrides += ["+domains.catalogue.x={path: /home/alice}"]
     base = {"origin": "hub", "revision": "0" * 40, "name": "own/er"}
     folder, how = tmp_path / "run", {"config": config, "base": base, "variant": "x=/srv/alice"}
-    scores = saved(folder, endtasks=endtasks([[0.5, 0.5, None]] * 4), **how)
+    scores = save_scores(folder, endtasks=make_endtasks([[0.5, 0.5, None]] * 4), **how)
     for name in (".hydra", "model"):
         (folder / name).mkdir()
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))

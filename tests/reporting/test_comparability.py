@@ -10,14 +10,14 @@ from cpt.reporting import compare
 from cpt.reporting.comparability import REPRESENTED, is_compared, read_base_hash
 from cpt.reporting.load_runs import build_sections, differing_settings, measure_runs
 from cpt.reporting.tex import write_tables
-from tests.support.comparing import NLL, run, section, stored
+from tests.support.example_runs import NLL, make_run, make_section, save_run
 
 OTHER_BASE = np.array(NLL) - np.array([[0.5], [0], [0], [0]])
 
 
 def with_base(folder, weights, **given):
     """A run whose folder names the hash of its base's weights."""
-    measured = stored(folder, **given)
+    measured = save_run(folder, **given)
     base = {"model.safetensors": [1, 2, weights], "config.json": [1, 2, str(folder)]}
     (folder / "identity.json").write_text(json.dumps({"base": base}))
     return measured
@@ -38,15 +38,15 @@ def conditions(found):
 def test_runs_of_bases_with_other_losses_are_in_sections_that_say_so(tmp_path):
     settings = {"model": {"name": "own", "pretraining": {"steps": 9}}}
     others = {"model": {"name": "own", "pretraining": {"steps": 99}}}
-    first = [stored(tmp_path / f"a{seed}", seed=seed, config=settings) for seed in (0, 1)]
-    other = stored(tmp_path / "b", method="das", nll=OTHER_BASE, config=others)
+    first = [save_run(tmp_path / f"a{seed}", seed=seed, config=settings) for seed in (0, 1)]
+    other = save_run(tmp_path / "b", method="das", nll=OTHER_BASE, config=others)
     found = sections(*first, other)
     assert names(found) == [["ncl"], ["das"]] and found[1].baselines == {}
     assert "base" in found[0].title and found[0].title != found[1].title
     text = conditions(found[0])
     assert "The bases differ" in text and "(das)" in text and "model.pretraining.steps" in text
     assert "(ncl)" in conditions(found[1])
-    assert "The bases differ" not in conditions(section(first))
+    assert "The bases differ" not in conditions(make_section(first))
 
 
 def test_hashes_tell_bases_apart_unless_they_are_the_same_weights_in_other_files(tmp_path):
@@ -72,7 +72,9 @@ def test_a_manifest_that_is_damaged_or_foreign_says_nothing(tmp_path, text):
 
 def test_a_base_that_was_not_measured_is_compared_by_its_hash_or_not_at_all(tmp_path):
     rows = [[None] * 4, *NLL[1:]]
-    assert len(sections(run(nll=NLL), run(method="das", nll=[[5.0, None, None, None], *NLL[1:]]))) == 1
+    assert (
+        len(sections(make_run(nll=NLL), make_run(method="das", nll=[[5.0, None, None, None], *NLL[1:]]))) == 1
+    )
     unmeasured = [with_base(tmp_path / name, name, method=name, nll=rows) for name in ("ncl", "das")]
     assert len(sections(*unmeasured)) == 2
 
@@ -103,13 +105,14 @@ def test_every_setting_that_decides_the_result_makes_groups_and_is_named(tmp_pat
         place[last] = value
         return tree
 
-    runs = [stored(tmp_path / str(i), seed=i, config=config(value, i)) for i, value in enumerate(values)]
-    found = section(runs)
+    runs = [save_run(tmp_path / str(i), seed=i, config=config(value, i)) for i, value in enumerate(values)]
+    found = make_section(runs)
     assert [group.name for group in found.groups] == sorted(f"ncl, {key}={value}" for value in values)
     methods = [
-        stored(tmp_path / f"m{i}", method=f"m{i}", config=config(value, 0)) for i, value in enumerate(values)
+        save_run(tmp_path / f"m{i}", method=f"m{i}", config=config(value, 0))
+        for i, value in enumerate(values)
     ]
-    text = conditions(section(methods))
+    text = conditions(make_section(methods))
     assert f"{key}: " in text and all(f"{value} (m{i})" in text for i, value in enumerate(values))
 
 
@@ -123,18 +126,18 @@ def test_what_is_represented_otherwise_or_only_says_how_a_run_is_carried_out_mak
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = value
-    runs = [stored(tmp_path / str(i), seed=i, config=config) for i, config in enumerate(tree)]
-    assert [group.name for group in section(runs).groups] == ["ncl"]
+    runs = [save_run(tmp_path / str(i), seed=i, config=config) for i, config in enumerate(tree)]
+    assert [group.name for group in make_section(runs).groups] == ["ncl"]
 
 
 def test_auto_counts_as_what_it_became(tmp_path):
     config = {"trainer": {"precision": "auto", "attn_implementation": "auto"}}
     numerics = [{"precision": name, "attention": "sdpa"} for name in ("32-true", "bf16-mixed", "32-true")]
     runs = [
-        stored(tmp_path / str(i), seed=i, config=config, numerics=each) for i, each in enumerate(numerics)
+        save_run(tmp_path / str(i), seed=i, config=config, numerics=each) for i, each in enumerate(numerics)
     ]
     assert differing_settings(runs) == ["trainer.precision"]
-    sizes = {group.name: len(group.runs) for group in section(runs).groups}
+    sizes = {group.name: len(group.runs) for group in make_section(runs).groups}
     assert sizes == {"ncl, trainer.precision=32-true": 2, "ncl, trainer.precision=bf16-mixed": 1}
 
 
@@ -147,32 +150,32 @@ def test_long_lists_of_settings_are_shortened(tmp_path):
     runs = []
     for number in range(12):
         config = {"trainer": {f"option_{place}": number for place in range(20)}}
-        runs.append(stored(tmp_path / str(number), method=f"m{number}", config=config))
-    (line,) = (line for line in compare.list_conditions(section(runs)).lines if "beyond" in line)
+        runs.append(save_run(tmp_path / str(number), method=f"m{number}", config=config))
+    (line,) = (line for line in compare.list_conditions(make_section(runs)).lines if "beyond" in line)
     assert "; and 12 more." in line and "… 9 more" in line and len(line) < 1000
 
 
 def test_a_difference_over_fewer_pairs_than_its_row_is_followed_by_their_number():
-    runs = [run(method=method, seed=seed) for method in ("ncl", "das") for seed in range(4)]
+    runs = [make_run(method=method, seed=seed) for method in ("ncl", "das") for seed in range(4)]
     diverged = np.array(NLL)
     diverged[1, 0] = np.nan  # what CPT and FG need, and LC does not
-    runs[-1] = run(method="das", seed=3, nll=diverged)
-    block = compare.tabulate_differences(section(runs))
+    runs[-1] = make_run(method="das", seed=3, nll=diverged)
+    block = compare.tabulate_differences(make_section(runs))
     (row,) = (dict(zip(block.head, cells, strict=True)) for cells in block.cells)
     counted = {name: cell.endswith(" (3)") for name, cell in row.items() if name.startswith("Δ")}
     assert row["pairs"] == "4" and True in counted.values() and False in counted.values()
     assert any(line.startswith("(k) after a difference") for line in block.lines)
-    whole = compare.tabulate_differences(section(runs[:-1] + [run(method="das", seed=3)]))
+    whole = compare.tabulate_differences(make_section(runs[:-1] + [make_run(method="das", seed=3)]))
     assert not any(line.startswith("(k) after a difference") for line in whole.lines)
 
 
 def test_tex_marks_means_over_fewer_runs_and_names_of_files_differ_in_more_than_case(tmp_path):
     diverged = np.array(NLL)
     diverged[1, 0] = np.nan
-    runs = [run(method=method, seed=seed) for method in ("ncl", "das") for seed in range(3)]
-    runs[-1] = run(method="das", seed=2, nll=diverged)
-    runs += [run(method="ncl", variant=variant, seed=0) for variant in ("a=X", "a=x")]
-    paths = write_tables([section(runs)], tmp_path)
+    runs = [make_run(method=method, seed=seed) for method in ("ncl", "das") for seed in range(3)]
+    runs[-1] = make_run(method="das", seed=2, nll=diverged)
+    runs += [make_run(method="ncl", variant=variant, seed=0) for variant in ("a=X", "a=x")]
+    paths = write_tables([make_section(runs)], tmp_path)
     (line,) = (line for line in (tmp_path / "main.tex").read_text().splitlines() if line.startswith("das"))
     counted = ["(2)" in cell for cell in line.split("&")]
     assert counted.count(True) == 2 and not counted[1]  # CPT and FG, not LC

@@ -11,39 +11,41 @@ from cpt.evaluation.statistics import Difference
 from cpt.reporting import compare
 from cpt.reporting.load_runs import build_sections, measure_runs
 from tests.evaluation.test_task_metrics import predicted
-from tests.support.answering import kept, ranked
-from tests.support.comparing import DOMAINS, endtasks, made, run, section, stored
+from tests.support.example_runs import DOMAINS, make_endtasks, make_run, make_scores, make_section, save_run
+from tests.support.task_answers import choose_answers, save_answers
 
 FG = "FG/nats"
 ROWS = ["base", *DOMAINS]
 
 
 def seeds(method, shifts, **given):
-    return [run(f"{method}-{i}", method=method, seed=i, shift=x, **given) for i, x in enumerate(shifts)]
+    return [make_run(f"{method}-{i}", method=method, seed=i, shift=x, **given) for i, x in enumerate(shifts)]
 
 
 def test_the_best_is_so_over_the_pairs_that_all_have():
     """ncl forgets less in each pair, but has another order in which all forget much."""
     other, shifts = DOMAINS[::-1], np.linspace(0, 0.01, 8)
     runs = seeds("ncl", shifts) + seeds("ewc", shifts + 0.05)
-    runs += [run(f"o{i}", method="ncl", seed=i, shift=2.0, order=other) for i in range(8)]
-    (line, *_) = (each for each in compare.build_findings(section(runs)).lines if "Forgets" in each)
+    runs += [make_run(f"o{i}", method="ncl", seed=i, shift=2.0, order=other) for i in range(8)]
+    (line, *_) = (each for each in compare.build_findings(make_section(runs)).lines if "Forgets" in each)
     assert line.startswith("Forgets least: `ncl`") and "Distinguished from 1 of 1 others" in line
     measure = next(each for each in compare.MEASURES if each.key == FG)
     part = seeds("kd", [-0.5, -0.5, -0.5])
     part[2].scores.metrics.pop("FG")  # it has diverged
-    best, _ = compare.find_best(section(seeds("ncl", [0, 0, 0]) + part), section(runs).groups, measure)
-    assert best.name == "ncl" and compare.build_findings(section([run()])).lines == []
+    best, _ = compare.find_best(
+        make_section(seeds("ncl", [0, 0, 0]) + part), make_section(runs).groups, measure
+    )
+    assert best.name == "ncl" and compare.build_findings(make_section([make_run()])).lines == []
 
 
 def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
-    done = endtasks([[0.5] * 3] * 4)
+    done = make_endtasks([[0.5] * 3] * 4)
     runs = []
     for place, epochs in enumerate((5, 5, 20)):
         config = {"seed": place, "endtask": {"epochs": epochs, "root": f"/data/{place}"}}
-        runs.append(stored(tmp_path / str(place), config=config, seed=place, endtasks=done))
+        runs.append(save_run(tmp_path / str(place), config=config, seed=place, endtasks=done))
     runs[1].scores.metrics["FWT_zs"]["terms"] = [1, 3]
-    found = section(runs)
+    found = make_section(runs)
     assert ["endtask/MF1" in each.values for each in found.runs] == [True, True, False]
     assert ["FWT_zs/nats" in each.values for each in found.runs] == [True, False, True]
     told = compare.list_conditions(found).lines
@@ -53,12 +55,12 @@ def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
 
 def test_differences_are_paired_by_order_and_seed_and_corrected_by_holm():
     runs = seeds("ncl", [0.0, 0.3, 0.6]) + seeds("das", [-0.1, 0.1, 0.3, 9.0])
-    found = compare.contrast_groups(section(runs), FG)
+    found = compare.contrast_groups(make_section(runs), FG)
     assert set(found) == {"das"} and (found["das"].n, found["das"].p) == (3, pytest.approx(0.25))
-    forgotten = [made(shift=x).metrics["FG"]["nats"] for x in (-0.1, 0.1, 0.3, 0, 0.3, 0.6)]
+    forgotten = [make_scores(shift=x).metrics["FG"]["nats"] for x in (-0.1, 0.1, 0.3, 0, 0.3, 0.6)]
     assert found["das"].mean == pytest.approx(np.mean(forgotten[:3]) - np.mean(forgotten[3:]))
-    copies = [run(shift=0.0), run("copy", shift=0.2), run(method="das", shift=0.5)]
-    assert compare.contrast_groups(section(copies), FG)["das"].mean == pytest.approx(0.4)
+    copies = [make_run(shift=0.0), make_run("copy", shift=0.2), make_run(method="das", shift=0.5)]
+    assert compare.contrast_groups(make_section(copies), FG)["das"].mean == pytest.approx(0.4)
     p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9}
     differences = {name: Difference(mean=0, low=0, high=0, p=each, n=9) for name, each in p.items()}
     found = compare.correct_holm(differences)
@@ -72,8 +74,8 @@ NCL, DAS = (DRAW.random((2, 60)) < share for share in (0.4, 0.6))
 
 
 def answered(folder, last, **given):
-    told = kept(folder, {task: [each] * len(ROWS) for task, each in last.items()}, rows=ROWS)
-    return run(folder, answers=told, **given)
+    told = save_answers(folder, {task: [each] * len(ROWS) for task, each in last.items()}, rows=ROWS)
+    return make_run(folder, answers=told, **given)
 
 
 def records(compared):
@@ -84,12 +86,12 @@ def test_answers_to_a_task_and_to_all_by_hand_without_those_that_are_damaged_or_
     runs = []
     for method, right in (("ncl", NCL), ("das", DAS)):
         own = {"law": right[0], "food": right[1][:20], "space": right[0], "sea": right[0]}
-        own = {task: ranked(each) for task, each in own.items()}
+        own = {task: choose_answers(each) for task, each in own.items()}
         runs.append(answered(tmp_path / method, own, method=method))
     answers_in(tmp_path / "das", ROWS, 3, "sea").unlink()
     damaged = answers_in(tmp_path / "ncl", ROWS, 3, "space")
     damaged.write_text("damaged")
-    examples, (failed,) = compare.contrast_examples(section(runs))
+    examples, (failed,) = compare.contrast_examples(make_section(runs))
     assert failed.startswith(f"{damaged}: damaged predictions") and len(examples) == 3
     law, food, overall = ({each["task"]: each for each in examples}[task] for task in ("law", "food", ""))
     only, other = (DAS[0] & ~NCL[0]).sum(), (NCL[0] & ~DAS[0]).sum()
@@ -105,25 +107,27 @@ def test_answers_to_a_task_and_to_all_by_hand_without_those_that_are_damaged_or_
 
 def test_seeds_are_averaged_by_example(tmp_path):
     runs = [
-        answered(tmp_path / f"{method}-{seed}", {"law": ranked(right[seed])}, method=method, seed=seed)
+        answered(
+            tmp_path / f"{method}-{seed}", {"law": choose_answers(right[seed])}, method=method, seed=seed
+        )
         for method, right in (("ncl", NCL), ("das", DAS))
         for seed in (0, 1)
     ]
-    found = records(section(runs))[""]
+    found = records(make_section(runs))[""]
     assert found["n"] == 60, "two seeds are no more examples"
     assert found["mean"] == pytest.approx((DAS * 1.0 - NCL).mean())
     assert found["only_group"] == (DAS & ~NCL).sum()
-    alone = records(section([runs[0], *runs[2:]]))[""]
+    alone = records(make_section([runs[0], *runs[2:]]))[""]
     assert alone["only_group"] == (DAS[0] & ~NCL[0]).sum(), "only the seed that both have"
 
 
 def test_end_tasks_are_compared_by_their_predictions(tmp_path):
-    given, runs = endtasks([[0.5] * 3] * 4), []
+    given, runs = make_endtasks([[0.5] * 3] * 4), []
     for method, right in (("ncl", [1, 0, 0, 0]), ("das", [1, 1, 1, 0]), ("ewc", None)):
-        runs.append(stored(tmp_path / method, method=method, endtasks=given))
+        runs.append(save_run(tmp_path / method, method=method, endtasks=given))
         for task, seed in ((task, seed) for task in DOMAINS for seed in (7, 8) if right):
             predicted(tmp_path / method, 3, task, seed, right, rows=ROWS)
-    found = records(section(runs))
+    found = records(make_section(runs))
     assert {each["group"] for each in found.values()} == {"das"}
     assert (found[""]["mean"], found[""]["n"]) == (pytest.approx(0.5), 12)
 
@@ -132,8 +136,8 @@ NASTY = ["law\n", "=1+1", "+cmd|' /C calc'!A0", "\r\n=1", "a,b;\"c\"'d'"]
 
 
 def test_csv_has_every_number_of_each_run_and_names_are_no_formulas(tmp_path):
-    runs = [*seeds("ncl", [0.0, 0.2]), run(method="one", shift=-3.0)]
-    runs += [run(method=name, order=[name, "food", "space"]) for name in NASTY]
+    runs = [*seeds("ncl", [0.0, 0.2]), make_run(method="one", shift=-3.0)]
+    runs += [make_run(method=name, order=[name, "food", "space"]) for name in NASTY]
     runs[1].scores.optimized_metric = 123.5
     compare.export_csv(build_sections(measure_runs(runs)), tmp_path / "v1.5.csv")
     with (tmp_path / "v1.5.csv").open(newline="") as file:
@@ -142,6 +146,6 @@ def test_csv_has_every_number_of_each_run_and_names_are_no_formulas(tmp_path):
     assert not [cell for cell in sum(lines, head) if cell and cell[0] in "=+@\t\r\n"]
     (told,) = (line for line in (dict(zip(head, line, strict=True)) for line in lines) if line["seed"] == "1")
     assert told["folder"].endswith("/ncl-1") and (told["order"], told["group"]) == ("law food space", "ncl")
-    assert float(told["LC/perplexity"]) == made(shift=0.2).metrics["LC"]["perplexity"]
+    assert float(told["LC/perplexity"]) == make_scores(shift=0.2).metrics["LC"]["perplexity"]
     assert float(told["compared/intransigence/nats"]) == pytest.approx((0.2 + 3.0) / 3)
     assert told["optimized_metric"] == "123.5"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cpt.reporting import drawing, figures
-from tests.support.comparing import DOMAINS, made, run, section, stored
+from tests.support.example_runs import DOMAINS, make_run, make_scores, make_section, save_run
 
 pytestmark = pytest.mark.slow
 NLL = [[4.0] * 4, [3.0, 4.0, 4.0, 4.0], [3.1, 3.0, 4.0, 4.0], [3.1, 3.1, 3.0, 4.0]]
@@ -35,11 +35,11 @@ def test_a_plane_shows_runs_means_levels_and_the_front():
 
 
 def test_curves_are_means_over_the_domains_so_far_and_over_runs():
-    ncl, other, short, lost = (made(nll=NLL) for _ in range(4))
+    ncl, other, short, lost = (make_scores(nll=NLL) for _ in range(4))
     other.nll[1][0] = 3.4
     short.rows, short.nll = short.rows[:2], short.nll[:2]
     lost.nll[2] = lost.nll[3] = [None] * 4
-    joint = made(rows=["base", "joint"], nll=[[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], method="joint")
+    joint = make_scores(rows=["base", "joint"], nll=[[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], method="joint")
     groups = {"ncl": [ncl, other], "short": [ncl, short], "lost": [lost], "joint": [joint], "gone": []}
     figure, _ = figures.draw_stages(groups)
     last = (2 * np.exp(3.1) + np.exp(3.0)) / 3
@@ -57,13 +57,13 @@ def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_h
     runs = []
     for seed, (number, order) in itertools.product((0, 1), enumerate((DOMAINS, DOMAINS[::-1]))):
         config, about = {"order": number, "seed": seed}, {"order": order, "seed": seed}
-        runs.append(stored(tmp_path / f"{number}-{seed}", config=config, **about))
+        runs.append(save_run(tmp_path / f"{number}-{seed}", config=config, **about))
         losses = [(step, text, 5 - step / 10 + seed) for text in order for step in (0, 5, 9)]
         curve = "".join(f"{step},train/lm/{text},{loss}\n" for step, text, loss in losses)
         kills = f"5,train/lm/{order[0]},99.0\n", "9,train/lm/la"  # a line that is repeated, one cut off
         (runs[-1].folder / "metrics.csv").write_text(curve.join(kills))
-    joint = run(tmp_path / "none", method="joint")
-    figure, _ = figures.draw_curves(section([*runs, joint]))
+    joint = make_run(tmp_path / "none", method="joint")
+    figure, _ = figures.draw_curves(make_section([*runs, joint]))
     assert [axes.get_title() for axes in figure.axes] == ["order 0", "order 1"]
     shown = {name: line for name, line in lines(figure).items() if name[0] != "_"}
     assert set(shown) == {"ncl (4)"}
@@ -72,4 +72,4 @@ def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_h
     np.testing.assert_allclose(points, [[100, 600, 1000], [5.5, 5.0, 4.6]])
     (band, *_) = figure.axes[0].collections
     assert np.ptp(band.get_paths()[0].vertices[:, 1]) == pytest.approx(1.9)
-    assert figures.draw_curves(section([joint])) is None
+    assert figures.draw_curves(make_section([joint])) is None

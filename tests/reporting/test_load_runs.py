@@ -5,16 +5,16 @@ import pytest
 
 from cpt.reporting import load_runs
 from cpt.reporting.load_runs import build_sections, filter_runs, measure_runs
-from tests.support.comparing import CONDITIONS, DOMAINS, NLL, run, saved, section, stored
+from tests.support.example_runs import CONDITIONS, DOMAINS, NLL, make_run, make_section, save_run, save_scores
 
 
 def names(runs):
-    return [group.name for group in section(runs).groups]
+    return [group.name for group in make_section(runs).groups]
 
 
 def test_runs_are_found_at_any_depth_once_and_what_is_missing_or_was_only_begun_is_named(tmp_path):
     for name in ("a/deep/1", "b"):
-        saved(tmp_path / name, config={"seed": 0})
+        save_scores(tmp_path / name, config={"seed": 0})
     for name in ("begun", "b/wandb/run", "b/rebuilt/x", ".hydra"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("seed: 0\n")
@@ -26,7 +26,7 @@ def test_runs_are_found_at_any_depth_once_and_what_is_missing_or_was_only_begun_
 
 def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
     values = ("", "a=1; b=[x,y]")
-    runs = [run(method=m, seed=s, variant=v) for m in ("ncl", "das") for s in (0, 1) for v in values]
+    runs = [make_run(method=m, seed=s, variant=v) for m in ("ncl", "das") for s in (0, 1) for v in values]
     for count, words in ((4, "method=das,ncl seed=1"), (2, "method=das variant=b=[x,y]"), (8, "")):
         assert len(filter_runs(runs, words.split())) == count
     with pytest.raises(ValueError, match="method=ewc is invalid. Allowed: das, ncl"):
@@ -36,16 +36,20 @@ def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
 def test_what_is_not_finite_or_was_not_counted_is_not_measured():
     diverged = np.array(NLL)
     diverged[3, 0] = np.nan
-    (only,) = measure_runs([run(nll=diverged, costs=False)])
+    (only,) = measure_runs([make_run(nll=diverged, costs=False)])
     assert not {"LC/nats", "FG/nats", "cost/tokens", "cost/flops", "cost/memory"} & set(only.values)
     assert "CPT/nats" in only.values
 
 
 def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions():
     alone = np.array(NLL)
-    ones = [run(method="one", nll=alone - less, seed=seed) for seed, less in ((0, 0.1), (1, 0.4))]
-    mine = [run(nll=alone + seed / 20, seed=seed) for seed in (0, 1, 2)]
-    others = [run(model="other"), run(order=DOMAINS[::-1]), run(conditions=CONDITIONS | {"length": 128})]
+    ones = [make_run(method="one", nll=alone - less, seed=seed) for seed, less in ((0, 0.1), (1, 0.4))]
+    mine = [make_run(nll=alone + seed / 20, seed=seed) for seed in (0, 1, 2)]
+    others = [
+        make_run(model="other"),
+        make_run(order=DOMAINS[::-1]),
+        make_run(conditions=CONDITIONS | {"length": 128}),
+    ]
     found = [each.values.get("intransigence/nats") for each in measure_runs([*others, *ones, *mine])]
     assert found[:5] == [None] * 5
     assert found[5:] == pytest.approx([0.1, 0.45, 0.2])  # seed 2 has no `one` of its own
@@ -61,37 +65,47 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_perplexity_depends_on_makes_a_section(name):
-    alike = [run(seed=seed, method=method) for seed in (0, 1) for method in ("ncl", "das")]
-    first, second = build_sections(measure_runs([*alike, run(method="das", **OTHERS[name])]))
+    alike = [make_run(seed=seed, method=method) for seed in (0, 1) for method in ("ncl", "das")]
+    first, second = build_sections(measure_runs([*alike, make_run(method="das", **OTHERS[name])]))
     assert [len(first.runs), len(second.runs)] == [4, 1]
     assert second.baselines == {} and first.title != second.title
 
 
 def test_labels_models_values_and_configs_make_groups(tmp_path):
-    runs = [run(), run(mask="migu"), run(replay="past"), run(variant="optim.lr=1"), run(model="large")]
+    runs = [
+        make_run(),
+        make_run(mask="migu"),
+        make_run(replay="past"),
+        make_run(variant="optim.lr=1"),
+        make_run(model="large"),
+    ]
     expected = ["ncl", "ncl + migu", "ncl + replay past", "ncl (optim.lr=1)"]
     assert set(names(runs)) == {*(f"{name}, tiny" for name in expected), "ncl, large"}
-    assert names([run(variant="a=1; b=2"), run(variant="b=2; a=1", seed=1)]) == ["ncl"]
+    assert names([make_run(variant="a=1; b=2"), make_run(variant="b=2; a=1", seed=1)]) == ["ncl"]
     runs = []
     for seed, steps in ((0, 5), (0, 9), (1, 5), (1, 9)):
         config = {"seed": seed, "trainer": {"steps": steps, "workers": seed}}
-        runs.append(stored(tmp_path / f"{seed}-{steps}", config=config, seed=seed))
+        runs.append(save_run(tmp_path / f"{seed}-{steps}", config=config, seed=seed))
     assert sorted(names(runs)) == ["ncl, trainer.steps=5", "ncl, trainer.steps=9"]
     assert load_runs.differing_settings(runs) == ["trainer.steps"]
     configs = [{"seed": s, "order": s, "mask": {"seed": s}, "domains": {"root": f"/{s}"}} for s in (0, 1, 2)]
-    runs = [stored(tmp_path / str(each["seed"]), config=each, seed=each["seed"]) for each in configs]
+    runs = [save_run(tmp_path / str(each["seed"]), config=each, seed=each["seed"]) for each in configs]
     assert names(runs) == ["ncl"]  # what follows the seed does not
 
 
 def test_the_baseline_shares_model_and_orders_and_most_values():
     values = ("lr=1", "lr=2")
-    runs = [run(method=m, variant=v, shift=i / 9) for m in ("ncl", "das") for i, v in enumerate(values)]
-    found = {name: group.name for name, group in section([*runs, run(method="ewc")]).baselines.items()}
+    runs = [make_run(method=m, variant=v, shift=i / 9) for m in ("ncl", "das") for i, v in enumerate(values)]
+    found = {
+        name: group.name for name, group in make_section([*runs, make_run(method="ewc")]).baselines.items()
+    }
     assert found == {"das (lr=1)": "ncl (lr=1)", "das (lr=2)": "ncl (lr=2)"}
-    chosen = section(runs, baseline="ncl (lr=1)").baselines
+    chosen = make_section(runs, baseline="ncl (lr=1)").baselines
     assert {group.name for group in chosen.values()} == {"ncl (lr=1)"} and len(chosen) == 3
-    runs = [run(), run(method="das", model="large"), run(method="ewc", order=DOMAINS[::-1])]
-    assert section(runs).baselines == {}
+    runs = [make_run(), make_run(method="das", model="large"), make_run(method="ewc", order=DOMAINS[::-1])]
+    assert make_section(runs).baselines == {}
     order = f"order {','.join(DOMAINS[::-1])}"
-    runs = [run(order=each, method=method) for each in (DOMAINS, DOMAINS[::-1]) for method in ("ncl", "das")]
-    assert section(runs, by_order=True).baselines[f"das, {order}"].name == f"ncl, {order}"
+    runs = [
+        make_run(order=each, method=method) for each in (DOMAINS, DOMAINS[::-1]) for method in ("ncl", "das")
+    ]
+    assert make_section(runs, by_order=True).baselines[f"das, {order}"].name == f"ncl, {order}"

@@ -7,7 +7,7 @@ import pytest
 
 from cpt.evaluation.scores import Scores
 from cpt.reporting.overlap import jaccard, measure_overlap, min_and_max, read_diagnostics, read_distributions
-from tests.support.killing import KilledError, Killer
+from tests.support.kill_callback import KilledError, Killer
 
 ROWS = ["base", "law", "food", "space"]
 OWN = [[1, 0, 0.5, 0.5], [0, 1, 0.5, 0.5], [0.25, 0.75, 1, 0]]

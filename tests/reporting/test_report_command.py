@@ -16,7 +16,15 @@ from cpt.reporting.compare import MEASURES
 from cpt.reporting.drawing import Picture
 from cpt.reporting.published import PUBLISHED, read_published
 from cpt.reporting.tex import write_tables
-from tests.support.comparing import DOMAINS, endtasks, made, rows_of, run, saved, section
+from tests.support.example_runs import (
+    DOMAINS,
+    make_endtasks,
+    make_run,
+    make_scores,
+    make_section,
+    parse_table,
+    save_scores,
+)
 
 NASTY = ["after", "law\n\\input{/etc/passwd}\n", "a & b % c", "$x_1 ~ ^ #{}", "1 < 2 | ± – →"]
 FIGURES = {"forgetting_learning", "quality_compute", "perplexity_forgetting", "stages", "matrices"}
@@ -34,22 +42,25 @@ def swept(tmp_path):
         for seed in (0, 1):
             for method, gain in (("ncl", 0.0), ("das", 0.2 + 0.001 * seed)):
                 own, last = [[0.8, None, None], [None, 0.8, None]], [0.5 + gain + 0.01 * seed, 0.6, 0.7]
-                given = endtasks([[None] * 3, *own, last], when="each", tasks=order)
+                given = make_endtasks([[None] * 3, *own, last], when="each", tasks=order)
                 config = {"order": number, "seed": seed, "method": {"strength": 5.0 if gain else None}}
                 about = {"method": method, "order": order, "seed": seed, "shift": -gain, "config": config}
-                saved(tmp_path / "swept" / f"{method}-{number}-{seed}", endtasks=given, **about)
+                save_scores(tmp_path / "swept" / f"{method}-{number}-{seed}", endtasks=given, **about)
     return tmp_path / "swept"
 
 
 def test_runs_are_compared_all_and_those_that_are_asked_for(swept, tmp_path, capsys, no_figures):
     assert main([str(swept)]) == 0
-    rows = rows_of(capsys.readouterr().out, "masked: food, law, space")
-    assert rows["ncl"][:2] == ["4 (2 seeds x 2 orders)", f"{made().metrics['LC']['perplexity']:.2f} ± 0.00"]
+    rows = parse_table(capsys.readouterr().out, "masked: food, law, space")
+    assert rows["ncl"][:2] == [
+        "4 (2 seeds x 2 orders)",
+        f"{make_scores().metrics['LC']['perplexity']:.2f} ± 0.00",
+    ]
     out = tmp_path / "new" / "place"
     options = ["--where", "method=das,ncl", "order=0", "--baseline", "das", "--out", str(out)]
     assert main([str(swept), *options, "--name", "mine"]) == 0
     assert {path.suffix for path in out.glob("mine.*")} == {".html", ".md", ".csv"}
-    rows = rows_of(capsys.readouterr().out, "Differences from das")
+    rows = parse_table(capsys.readouterr().out, "Differences from das")
     assert rows["ncl"][:2] == ["das", "2"]
 
 
@@ -78,10 +89,10 @@ def test_the_numbers_of_tables_are_those_of_the_frames_and_marks_those_of_the_te
 
 @pytest.mark.parametrize("name", NASTY)
 def test_names_in_tables_are_nothing_but_names(name, tmp_path):
-    given = endtasks([[None] * 3] * 3 + [[0.5] * 3], tasks=[name, *DOMAINS[1:]])
+    given = make_endtasks([[None] * 3] * 3 + [[0.5] * 3], tasks=[name, *DOMAINS[1:]])
     about = {"order": [name, "food", "space"], "endtasks": given}
-    runs = [run(method=method, seed=seed, **about) for method in ("ncl", name) for seed in (0, 1)]
-    for path in write_tables([section(runs)], tmp_path):
+    runs = [make_run(method=method, seed=seed, **about) for method in ("ncl", name) for seed in (0, 1)]
+    for path in write_tables([make_section(runs)], tmp_path):
         rows = re.sub(r"(?s).*\\toprule|\\bottomrule.*", "", path.read_text()).replace("\\midrule", "")
         assert len({re.sub(r"\\&", "", row).count("&") for row in rows.split("\\\\\n") if row.strip()}) == 1
         assert not re.search(r"\\input|(?<!\\)[#%_]|[±–→]", rows)
@@ -90,7 +101,7 @@ def test_names_in_tables_are_nothing_but_names(name, tmp_path):
 @pytest.mark.slow
 def test_the_page_has_its_figures(tmp_path, monkeypatch):
     for method in ("ncl", "das"):
-        saved(tmp_path / method, method=method, shift=0.1 * (method == "das"))
+        save_scores(tmp_path / method, method=method, shift=0.1 * (method == "das"))
     assert main([str(tmp_path), "--by", "order"]) == 0
     assert (tmp_path / "comparison.html").read_text().count('src="data:image/png;base64,') == 5
     for kind in ("pdf", "svg", "png"):
@@ -116,9 +127,11 @@ def test_a_difference_is_ours_minus_what_was_published(tmp_path, capsys, no_figu
     for method, seed in itertools.product(variants, range(3)):
         about = {"method": method, "seed": seed, "variant": variants[method]}
         about |= {"config": {"order": 0, "seed": seed, "method": {"form": "x"}}}
-        saved(tmp_path / f"{method}-{seed}", endtasks=endtasks([[0.75 + seed / 100] * 3] * 4), **about)
+        save_scores(
+            tmp_path / f"{method}-{seed}", endtasks=make_endtasks([[0.75 + seed / 100] * 3] * 4), **about
+        )
     assert main([str(tmp_path), "--published", "das6"]) == 0
-    rows = rows_of(capsys.readouterr().out, "Published numbers")
+    rows = parse_table(capsys.readouterr().out, "Published numbers")
     # 75, 76 and 77: mean 76, t(0.975, 2) / sqrt(3) = 2.4841 either way
     assert rows["ncl (trainer.devices=4)"][-3:] == ["76.00 ± 1.00", "80.77", "-4.77 [-7.25, -2.29]"]
     assert not [name for name in rows if name.startswith(("das", "one"))]  # an ablation is not that method
@@ -127,7 +140,7 @@ def test_a_difference_is_ours_minus_what_was_published(tmp_path, capsys, no_figu
     (tmp_path / "own.json").write_text(json.dumps({"rows": [other, other | {"settings": {"seed": 9}}]}))
     assert main([str(tmp_path), "--published", str(tmp_path / "own.json")]) == 0
     output = capsys.readouterr().out
-    assert rows_of(output, "Published numbers")["one"][:2] == ["mine", "S, page 4"]
+    assert parse_table(output, "Published numbers")["one"][:2] == ["mine", "S, page 4"]
     assert "1 of 2 published rows have no group here." in output
 
 

@@ -17,9 +17,9 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting import figures, run_page
 from cpt.reporting.frames import SUMMARIZED, escape_name, summarize_scores, tabulate, tidy_scores
 from tests.evaluation.test_task_metrics import given
-from tests.support.answering import kept, opened, ranked
-from tests.support.comparing import DOMAINS, NLL, endtasks, made, saved
-from tests.support.probing import benchmarks
+from tests.support.example_runs import DOMAINS, NLL, make_endtasks, make_scores, save_scores
+from tests.support.harness_tasks import make_benchmarks
+from tests.support.task_answers import choose_answers, save_answers, write_answers
 
 pytestmark = pytest.mark.slow
 KEPT = Path(__file__).parent / "snapshots"
@@ -29,8 +29,10 @@ RIGHT = ([0, 0, 1, 1, 0, 1], [1, 1, 1, 0, 1, 1], [1, 0, 0, 1, 1, 1], [1, 0, 1, 1
 
 def check_snapshot(name, text):
     """All but its legends."""
-    kept = [line for line in text.splitlines() if not name.endswith(".md") or re.match(r"[#|!]|.*`", line)]
-    text = "\n".join(kept) + "\n"
+    stable_lines = [
+        line for line in text.splitlines() if not name.endswith(".md") or re.match(r"[#|!]|.*`", line)
+    ]
+    text = "\n".join(stable_lines) + "\n"
     if os.environ.get("SNAPSHOTS") == "write":
         (KEPT / name).write_text(text)
     assert text == (KEPT / name).read_text()
@@ -46,8 +48,11 @@ def measured(scores):
 
 
 def test_a_report_of_a_run_that_has_everything(tmp_path):
-    tasks = {"law": [ranked(each) for each in RIGHT], "food": [ranked(each[::-1]) for each in RIGHT]}
-    tasks["space"] = [opened(["a b"] * 3, ["a b", f"a {row}", "c"]) for row in "wbxb"]
+    tasks = {
+        "law": [choose_answers(each) for each in RIGHT],
+        "food": [choose_answers(each[::-1]) for each in RIGHT],
+    }
+    tasks["space"] = [write_answers(["a b"] * 3, ["a b", f"a {row}", "c"]) for row in "wbxb"]
     parts = [{}, {"law": {"law": 1.0}, "general": {"base": 1.0}}, {}, {name: {name: 1.0} for name in DOMAINS}]
     parts[3]["general"] = {"space": 0.6251, "base": 0.2249, "law": 0.149, "food": 0.001}
     nll = {"law": [5.0, 4.0], "food": [3.0, 3.25], "general": [4.0, 4.1]}
@@ -58,7 +63,7 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     like = {"names": DOMAINS, "matrix": matrix, "general": [0.5, 0.1, -0.25], "embedding": "tfidf"}
     phases = {"learn": {"law": 41.5, "space": 30.0}, "score": {"base": 1.5, "law": 2.5}}
     phases |= {"endtasks": {"law": 9.25}, "start": {"read the texts": 100.0}}
-    named = benchmarks({"a": [0.25, None, 0.5, 0.75], "b": [None, None, None, 0.5]})
+    named = make_benchmarks({"a": [0.25, None, 0.5, 0.75], "b": [None, None, None, 0.5]})
     named["tasks"]["b"] |= {"chance": None, "higher": False, "truncated": 12, "shots": None}
     about = {"method": "ewc", "mask": "migu", "seed": 41, "variant": "strength=5", "needs_domain": True}
     about |= {"loading": 'load("model")', "grown": [2], "skipped_steps": [0, 2, 0, 0]}
@@ -73,8 +78,8 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     }
     about |= {"monitor": {"law": stage | {"budget": budget | {"acts": ["back to step 4"]}}, "space": stage}}
     folder = tmp_path / "run"
-    told = kept(folder, tasks, rows=ROWS) | {"intervals": {"AP": [0.1, 0.9]}}
-    saved(tmp_path / "scores", answers=told, flops=[0, 2 * 10**12, 3 * 10**12, 4 * 10**12], **about)
+    told = save_answers(folder, tasks, rows=ROWS) | {"intervals": {"AP": [0.1, 0.9]}}
+    save_scores(tmp_path / "scores", answers=told, flops=[0, 2 * 10**12, 3 * 10**12, 4 * 10**12], **about)
     scores = measured(Scores.load(tmp_path / "scores" / "scores.json"))
     scores.modules = parts
     lines = [f"{at},train/{name}/{text},{value}" for text in ("law", "food") for at in (1, 3)
@@ -103,7 +108,7 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
             method, _, strength = name.partition("-")
             own = {"method": method, "seed": seed, "shift": shift + 0.01 * (seed * (place + 2) % 5)}
             own |= {"needs_domain": method == "demix", "flops": [0, *[10**9 + 10**8 * place] * 3]}
-            own |= {"endtasks": endtasks([[None] * 3] * 3 + [[0.5 + place / 10, 0.6, 0.7 - seed / 10]])}
+            own |= {"endtasks": make_endtasks([[None] * 3] * 3 + [[0.5 + place / 10, 0.6, 0.7 - seed / 10]])}
             config = {"seed": seed, "method": {"name": method}, "trainer": {"steps": 5 + (name == "das")}}
             if strength:
                 own |= {"variant": f"strength={strength}"}
@@ -113,15 +118,17 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
                 own |= {"flops": [0, 10**9]}
             folder = tmp_path / f"{name}-{seed}"
             if place < 2:
-                answered = [ranked(RIGHT[0])] * 3 + [ranked(np.roll(RIGHT[place + 1], seed))]
+                answered = [choose_answers(RIGHT[0])] * 3 + [choose_answers(np.roll(RIGHT[place + 1], seed))]
                 values = [0.5, None, None, 0.5 + place / 20 + seed / 50]
-                own |= {"benchmarks": benchmarks({"a": values})}
-                own |= {"answers": kept(tmp_path / "kept" / folder.name, {"law": answered}, rows=ROWS)}
-            saved(folder, config=config, **own)
+                own |= {"benchmarks": make_benchmarks({"a": values})}
+                own |= {
+                    "answers": save_answers(tmp_path / "kept" / folder.name, {"law": answered}, rows=ROWS)
+                }
+            save_scores(folder, config=config, **own)
             if place < 2:
                 (tmp_path / "kept" / folder.name / "answers").rename(folder / "answers")
-    saved(tmp_path / "other", conditions={"score_on": "valid", "length": 128}, seed=1)
-    saved(tmp_path / "half", nll=NLL[:3], finished=False)
+    save_scores(tmp_path / "other", conditions={"score_on": "valid", "length": 128}, seed=1)
+    save_scores(tmp_path / "half", nll=NLL[:3], finished=False)
     for name, file, text in (("bad", "scores.json", '{"dom'), ("started", "config.yaml", "seed: 1\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)
@@ -142,7 +149,7 @@ LACKING = {
 
 @pytest.mark.parametrize("about", LACKING.values(), ids=LACKING)
 def test_a_report_of_a_run_that_lacks_something(tmp_path, about):
-    scores = made(**about)
+    scores = make_scores(**about)
     scores.save(tmp_path / "scores.json")
     (tmp_path / "config.yaml").write_text("seed: 0  # a < b\n")
     run_page.write_report(tmp_path)
@@ -155,8 +162,10 @@ def test_a_report_of_a_run_that_lacks_something(tmp_path, about):
 
 
 def of_two(*tasks):
-    examined = endtasks([[None] * 2, [0.7, None], [0.5, 0.8]], tasks=tasks, when="each")
-    return made(nll=[[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]], order=tasks, endtasks=examined)
+    examined = make_endtasks([[None] * 2, [0.7, None], [0.5, 0.8]], tasks=tasks, when="each")
+    return make_scores(
+        nll=[[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]], order=tasks, endtasks=examined
+    )
 
 
 def test_every_value_is_a_finite_number_however_little_was_measured():

@@ -13,7 +13,7 @@ from torch import Tensor
 from cpt.evaluation.scores import Scores
 from cpt.trainer.checkpoint import load_stage
 from tests.conftest import ROOT
-from tests.support.killing import KilledError, Killer
+from tests.support.kill_callback import KilledError, Killer
 
 SCHEMA = Draft202012Validator(json.loads((ROOT / "cpt/evaluation/scores.schema.json").read_text()))
 

@@ -15,7 +15,7 @@ from cpt.trainer import loop
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import assert_same_bits, killed, times, told_by
 from tests.support.campaign import run_few
-from tests.support.killing import KilledError
+from tests.support.kill_callback import KilledError
 
 ORDER = "order=[law,food]"
 FLIPS = 5

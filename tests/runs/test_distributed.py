@@ -15,8 +15,8 @@ from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.runs.reading import answers_of, assert_same_bits, command, state_of, told_by
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
-from tests.support.processes import ended, started
-from tests.support.seams import chosen
+from tests.support.forked_scripts import start_script, wait_for_exit
+from tests.support.hook_methods import overrides_for
 from tests.support.task_fixtures import write_tasks
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def launch(folder: Path, out: Path, *given: str, death: int = -1, starts=False) 
     script.write_text(SCRIPT.format(root=str(ROOT), out=str(out), death=death))
     twin = not starts and any(each in given for each in (DDP[0], "strategy=fsdp"))
     place = f"hydra.run.dir={folder / 'run'}"
-    return ended(started(script, *given, place, cwd=folder, log=log, twin=twin), seconds=180)
+    return wait_for_exit(start_script(script, *given, place, cwd=folder, log=log, twin=twin), seconds=180)
 
 
 def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, **how: Any) -> int:
@@ -202,7 +202,8 @@ PARTS = {
     "lifelong_moe": ["method=lifelong_moe", "method.num_experts=2", "method.balance=1"],
 }
 SEAMS = {
-    name: [*chosen(name), "optim.state_across_domains=moments"] for name in ("agem", "companions", "elle")
+    name: [*overrides_for(name), "optim.state_across_domains=moments"]
+    for name in ("agem", "companions", "elle")
 }
 
 

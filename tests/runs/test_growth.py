@@ -8,8 +8,8 @@ import pytest
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import assert_same_bits, die, killed, same_state, scores_of, state_of
 from tests.support.campaign import run_few
-from tests.support.killing import KilledError
-from tests.support.seams import chosen
+from tests.support.hook_methods import overrides_for
+from tests.support.kill_callback import KilledError
 
 pytestmark = pytest.mark.adopts
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
@@ -26,7 +26,7 @@ def assert_same(one, other) -> None:
 
 @pytest.mark.parametrize("method", run_few(["demix", "ncl", "derpp", "branched", "ewc", "hat"], ["demix"]))
 def test_two_and_then_one_more_are_three_at_once(method, start, small, tmp_path):
-    options = [*chosen(method), "save_all_stages=true"]
+    options = [*overrides_for(method), "save_all_stages=true"]
     start(small(TWO, *options), tmp_path / "grown")
     start(small(THREE, *options), tmp_path / "grown")
     start(small(THREE, *options, "grow=never"), tmp_path / "whole")

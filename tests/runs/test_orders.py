@@ -11,7 +11,7 @@ from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.plan import make_plan
 from tests.conftest import VOCABULARIES, sentences
 from tests.runs.reading import killed, scores_of
-from tests.support.making import made
+from tests.support.method_fixtures import build_method_fixture
 
 KINDS = {"law": "law", "eats": "food", "sky": "space"}
 
@@ -83,7 +83,10 @@ def tokens(data) -> dict[str, int]:
 
 def test_balanced_domains_are_learned_for_as_many_steps_but_for_a_row(of_pairs):
     budget = ["trainer.steps=null", "trainer.epochs=1", "replay=general"]
-    whole, cut = made(of_pairs(*budget)).data, made(of_pairs(*budget, "domains.balanced=true")).data
+    whole, cut = (
+        build_method_fixture(of_pairs(*budget)).data,
+        build_method_fixture(of_pairs(*budget, "domains.balanced=true")).data,
+    )
     sizes = [count for name, count in tokens(cut).items() if name != "general"]
     length = next(iter(cut.train.values())).length
     assert min(tokens(whole).values()) <= min(sizes) and max(sizes) - min(sizes) < length

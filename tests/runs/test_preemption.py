@@ -17,7 +17,7 @@ from cpt.core.preemption import GO_ON
 from tests.conftest import ROOT, SMALL
 from tests.runs.reading import command, killed, told_by
 from tests.support.campaign import run_few
-from tests.support.processes import ended, sent, started, wait_for
+from tests.support.forked_scripts import send_signal, start_script, wait_for, wait_for_exit
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ SAID = re.compile(r"cpt: stopped by (SIG\w+)(?: (.*))?; run the same command aga
 
 
 def begun(words, folder, *, seen, twin=False):
-    process = started(ROOT / "run.py", *words, cwd=folder, log=folder / "log", twin=twin)
+    process = start_script(ROOT / "run.py", *words, cwd=folder, log=folder / "log", twin=twin)
     wait_for(lambda: seen() or not process.is_alive())
     assert process.is_alive(), (folder / "log").read_text()
     return process
@@ -35,15 +35,15 @@ def begun(words, folder, *, seen, twin=False):
 def stopped(words, folder, *, seen, number, rank=0, twin=False):
     """Starts a run, sends it a signal as soon as `seen()`; gives its exit code and what it said."""
     process = begun(words, folder, seen=seen, twin=twin)
-    sent(process, number, rank=rank)
-    code = ended(process, seconds=60)
+    send_signal(process, number, rank=rank)
+    code = wait_for_exit(process, seconds=60)
     lines = [match for match in map(SAID.search, (folder / "log").read_text().splitlines()) if match]
     return code, lines
 
 
 def finished(words, folder, *, twin=False):
-    process = started(ROOT / "run.py", *words, cwd=folder, log=folder / "log", twin=twin)
-    assert ended(process, seconds=120) == 0, (folder / "log").read_text()[-2000:]
+    process = start_script(ROOT / "run.py", *words, cwd=folder, log=folder / "log", twin=twin)
+    assert wait_for_exit(process, seconds=120) == 0, (folder / "log").read_text()[-2000:]
     scores = told_by(run_folder(folder))
     return [scores["nll"], scores["metrics"]], load_file(run_folder(folder) / "model" / "model.safetensors")
 

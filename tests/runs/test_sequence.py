@@ -15,8 +15,8 @@ from cpt.trainer import loop
 from cpt.trainer.loop import ContinualTrainer
 from tests.runs.reading import killed, same_state, scores_of, state_of, times, told_by
 from tests.support.campaign import run_few
-from tests.support.killing import KilledError
-from tests.support.making import made
+from tests.support.kill_callback import KilledError
+from tests.support.method_fixtures import build_method_fixture
 
 ORDER = "order=[law,food]"
 
@@ -150,7 +150,10 @@ def test_a_policy_that_is_widened_fills_what_is_missing_also_after_a_kill(
 
 
 def test_so_many_tokens_of_each_text_are_the_same_rows_for_every_stage(whole, start, small, tmp_path):
-    rows = {n: made(small(THREE, f"eval.max_tokens={n}")).data.scored_rows("law") for n in (64, 128, 10**6)}
+    rows = {
+        n: build_method_fixture(small(THREE, f"eval.max_tokens={n}")).data.scored_rows("law")
+        for n in (64, 128, 10**6)
+    }
     assert set(rows[64]) < set(rows[128]) < set(rows[10**6]) and list(rows[128]) == sorted(rows[128])
     start(small(THREE, "eval.max_tokens=64"), tmp_path / "few")
     few = scores_of(tmp_path / "few")

@@ -35,15 +35,15 @@ package a_users_own_method_source_and_experiment_are_swept_away_from_the_checkou
 """
 
 
-RESTING = {
+CAMPAIGN_ROWS = {
     (f"test_{file}.py", f"test_{test}"): rows or ".*"
     for file, test, rows in (f"{line}  ".split(" ")[:3] for line in TABLE.split("\n")[1:-1])
 }
 
 
-def is_resting(node: str) -> bool:
+def is_campaign_row(node: str) -> bool:
     """Whether a test, by its pytest name, is one of the rows that rest."""
     name, _, row = node.partition("[")
     file, _, test = name.rpartition("/")[2].partition("::")
-    rows = RESTING.get((file, test))
+    rows = CAMPAIGN_ROWS.get((file, test))
     return rows is not None and re.fullmatch(rows, row.removesuffix("]")) is not None

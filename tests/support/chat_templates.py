@@ -5,7 +5,7 @@ from functools import cache
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.data_fixtures import prose
+from tests.support.data_fixtures import make_prose
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -299,7 +299,7 @@ def trained(kind: str) -> str:
         vocab_size=900, special_tokens=SPECIAL, initial_alphabet=letters, show_progress=False
     )
     texts = [text for text in WORDS for _ in range(20)]
-    made.train_from_iterator([*texts, *prose(40)], trainer)
+    made.train_from_iterator([*texts, *make_prose(40)], trainer)
     return made.to_str()
 
 

@@ -17,7 +17,7 @@ from cpt.data.text_format import make_text_format
 from cpt.models.loading import train_tokenizer
 
 HELD_OUT = {"valid": 0.1, "test": 0.2, "seed": 0}
-OF_TEXT = {  # of a source that stands for a real one
+TEXT_SOURCE = {  # of a source that stands for a real one
     "form": lambda name: "text",
     "class_limit": None,
     "skipped": {},
@@ -28,7 +28,7 @@ SHARED = {"orders": None, "held_out": HELD_OUT, "score_on": "test"}
 SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "va", "we", "xi", "yo", "zu"]
 
 
-def prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -> list[str]:
+def make_prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -> list[str]:
     draw = random.Random(seed)
     made = []
     for number in range(count):
@@ -37,35 +37,35 @@ def prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -> lis
     return made
 
 
-def framed() -> PreTrainedTokenizerFast:
-    return train_tokenizer(iter(prose(50)), vocabulary=330, objective="masked")
+def framed_tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(iter(make_prose(50)), vocabulary=330, objective="masked")
 
 
-def restyled(template: str, **tokens: str) -> PreTrainedTokenizerFast:
-    backend = framed().backend_tokenizer
+def tokenizer_with_template(template: str, **tokens: str) -> PreTrainedTokenizerFast:
+    backend = framed_tokenizer().backend_tokenizer
     ids = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
     backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
     return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
 
 
-def bare() -> PreTrainedTokenizerFast:
+def bare_tokenizer() -> PreTrainedTokenizerFast:
     """As GPT-2: nothing around a document, no padding token; a separator that must not come too."""
-    return restyled("$A", eos_token="</s>", sep_token="<s>")
+    return tokenizer_with_template("$A", eos_token="</s>", sep_token="<s>")
 
 
-def opened() -> PreTrainedTokenizerFast:
-    return restyled("<s> $A", bos_token="<s>", eos_token="</s>")
+def bos_tokenizer() -> PreTrainedTokenizerFast:
+    return tokenizer_with_template("<s> $A", bos_token="<s>", eos_token="</s>")
 
 
-def closed() -> PreTrainedTokenizerFast:
-    return restyled("$A </s>", eos_token="</s>", pad_token="<pad>")
+def eos_tokenizer() -> PreTrainedTokenizerFast:
+    return tokenizer_with_template("$A </s>", eos_token="</s>", pad_token="<pad>")
 
 
-def separated() -> PreTrainedTokenizerFast:
-    return restyled("$A", sep_token="</s>")
+def sep_tokenizer() -> PreTrainedTokenizerFast:
+    return tokenizer_with_template("$A", sep_token="</s>")
 
 
-def wordpieces() -> PreTrainedTokenizerFast:
+def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
     """As BERT: lower-cased word pieces between [CLS] and [SEP]; "q" and a lone "a" are unknown."""
     letters = sorted(set("".join(SYLLABLES)) - {"a"}) + list("0123456789.,[]<>/")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -81,19 +81,21 @@ def wordpieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
-def wordpieces_without_frame() -> PreTrainedTokenizerFast:
+def unframed_wordpiece_tokenizer() -> PreTrainedTokenizerFast:
     """The same with nothing around a document: all that ends one is [SEP]."""
-    made = wordpieces()
+    made = wordpiece_tokenizer()
     made.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     return made
 
 
-def written(
+def write_corpus(
     folder: Path, texts: list[str], *, split: str = "train", name: str = "a", others: str = "some {} text"
 ) -> corpus.Corpus:
     """A corpus of these documents in one split, and of one other document in each other split."""
     rest = [(other, others.format(other)) for other in corpus.SPLITS if other != split]
-    source = SimpleNamespace(**OF_TEXT, held_out=HELD_OUT, fingerprint=lambda name: [texts, split, others])
+    source = SimpleNamespace(
+        **TEXT_SOURCE, held_out=HELD_OUT, fingerprint=lambda name: [texts, split, others]
+    )
     source.read = lambda name: iter([*((split, text) for text in texts), *rest])
     return corpus.make_corpus(source, name, cache=folder)
 
@@ -101,11 +103,11 @@ def written(
 def pack(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Packed:
     text_format = make_text_format(tokenizer, TextOptions())
     return packing.pack(
-        written(folder, texts), "train", format=text_format, length=length, name="a", cache=folder
+        write_corpus(folder, texts), "train", format=text_format, length=length, name="a", cache=folder
     )
 
 
-def rows_by_hand(
+def make_rows(
     count: int, *, length: int = 8, last: int | None = None, special: tuple[int, ...] = (0, 1), seed: int = 0
 ) -> Packed:
     """Rows of random ids from 0 to 49, the last one `last` tokens long; each document has five tokens."""

@@ -11,7 +11,13 @@ from transformers import PreTrainedTokenizerFast
 from cpt.data.sources.base import Encoding, Example, Turn
 from cpt.data.tokenized_tasks import Encoder
 from tests.conftest import VOCABULARIES, sentences
-from tests.support.data_fixtures import bare, closed, framed, opened, prose
+from tests.support.data_fixtures import (
+    bare_tokenizer,
+    bos_tokenizer,
+    eos_tokenizer,
+    framed_tokenizer,
+    make_prose,
+)
 
 LABELS = ("mu na", "pe ri so", "tu")
 CHATML = (
@@ -37,11 +43,11 @@ def metaspace() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     made.decoder = decoders.Metaspace(prepend_scheme="first")
-    letters = sorted(set("".join(prose(50))) | set("Answer:Options\n,"))
+    letters = sorted(set("".join(make_prose(50))) | set("Answer:Options\n,"))
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=letters, show_progress=False
     )
-    made.train_from_iterator(iter(prose(50)), trainer)
+    made.train_from_iterator(iter(make_prose(50)), trainer)
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
@@ -49,19 +55,19 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 
 def prefixed() -> PreTrainedTokenizerFast:
-    made = bare()
+    made = bare_tokenizer()
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     return made
 
 
-KINDS = (bare, opened, closed, framed, metaspace, prefixed)
+KINDS = (bare_tokenizer, bos_tokenizer, eos_tokenizer, framed_tokenizer, metaspace, prefixed)
 STYLES = {kind.__name__: kind for kind in KINDS}
 
 
 def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)) -> list[Example]:
     draw = random.Random(seed)
     made = []
-    for number, text in enumerate(prose(count, seed=seed, words=words)):
+    for number, text in enumerate(make_prose(count, seed=seed, words=words)):
         before = f"Options: {', '.join(LABELS)}\n"
         place = (len(before), len(before) + len(text))
         source = f"{before}{text}\nAnswer:"
@@ -70,7 +76,7 @@ def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)
 
 
 def chat(*, seed: int = 0, exchanges: int = 3, words: tuple[int, int] = (3, 6)) -> Example:
-    texts = prose(2 * exchanges + 1, seed=seed, words=words)
+    texts = make_prose(2 * exchanges + 1, seed=seed, words=words)
     turns = [Turn("system", texts.pop())]
     for at in range(exchanges):
         turns += [Turn("user", texts[2 * at]), Turn("assistant", texts[2 * at + 1])]

@@ -37,7 +37,7 @@ from cpt.sweeps.jobs import (
 from cpt.sweeps.launcher import ClusterLauncher, ProcessLauncher, forward_signals, run_all
 from cpt.trainer.preflight import check_process_start
 from tests.conftest import ROOT, SMALL
-from tests.support.processes import is_there, wait_for
+from tests.support.forked_scripts import is_alive, wait_for
 
 
 class Sweep:
@@ -385,9 +385,9 @@ def test_jobs_end_with_their_sweep(number, tmp_path, monkeypatch):
     if number == signal.SIGKILL:
         for helper in helpers:
             os.kill(helper, signal.SIGKILL)
-        assert wait_for(lambda: not any(map(is_there, pids)))
+        assert wait_for(lambda: not any(map(is_alive, pids)))
     else:
-        assert process.returncode == GO_ON and not any(map(is_there, pids + helpers))
+        assert process.returncode == GO_ON and not any(map(is_alive, pids + helpers))
         assert [path.read_text() for path in tmp_path.glob("*/got")] == [str(int(number))] * 2
 
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 from cpt.models.loading import load_tokenizer
 from cpt.trainer import base_files
 from cpt.trainer.base_files import copy_generation_config, describe_difference, save_tokenizer
-from tests.support.data_fixtures import restyled
+from tests.support.data_fixtures import tokenizer_with_template
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -92,15 +92,15 @@ def test_a_tokenizer_without_a_fast_version_and_one_without_a_base_are_saved(tmp
     slow = load_tokenizer(tmp_path / "byt5")
     save_tokenizer(slow, base=str(tmp_path / "byt5"), folder=target)
     assert contents(target) == contents(tmp_path / "byt5")
-    save_tokenizer(restyled("$A </s>", eos_token="</s>"), base="", folder=target)
+    save_tokenizer(tokenizer_with_template("$A </s>", eos_token="</s>"), base="", folder=target)
     assert "is_local" not in (target / "tokenizer_config.json").read_text()
     assert load_tokenizer(target)("a")["input_ids"][-1] == load_tokenizer(target).eos_token_id
 
 
 def test_a_tokenizer_that_cannot_be_loaded_as_it_was_is_an_error(target, monkeypatch):
-    tokenizer = restyled("$A", eos_token="</s>")
+    tokenizer = tokenizer_with_template("$A", eos_token="</s>")
     save_tokenizer(tokenizer, base="", folder=target)
-    other = restyled("</s> $A", eos_token="</s>")
+    other = tokenizer_with_template("</s> $A", eos_token="</s>")
     assert describe_difference(other, target).startswith("other ids for ")
     monkeypatch.setattr(base_files, "load_tokenizer", lambda folder: other)
     with pytest.raises(ValueError, match="^the tokenizer in .* is not that of training: other ids for "):

@@ -14,7 +14,7 @@ from cpt.models.objectives import Causal
 from cpt.trainer import loop
 from cpt.trainer.build import check_training_texts, log_experts
 from cpt.trainer.plan import make_plan
-from tests.support.data_fixtures import bare, written
+from tests.support.data_fixtures import bare_tokenizer, write_corpus
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 MIXTRAL = SIZES | {"vocab_size": 300, "num_key_value_heads": 2, "num_local_experts": 4}
@@ -45,7 +45,7 @@ def test_experts_that_adapters_do_not_reach_are_logged(caplog):
 def pack_texts(folder, texts, tokenizer, *, packed_as, separator):
     text_format = make_text_format(tokenizer, TextOptions(separator=separator))
     return packing.pack(
-        written(folder, texts),
+        write_corpus(folder, texts),
         "train",
         format=text_format,
         length=16,
@@ -57,7 +57,7 @@ def pack_texts(folder, texts, tokenizer, *, packed_as, separator):
 
 @pytest.mark.parametrize(("packed_as", "is_refused"), [(NONE, True), (DOCUMENT_MASK, True), (CONCAT, False)])
 def test_training_text_without_a_scored_token_is_refused(packed_as, is_refused, tmp_path):
-    tokenizer = bare()
+    tokenizer = bare_tokenizer()
     start = SimpleNamespace(objective=Causal(), tokenizer=tokenizer)
     start.objective.isolated = packed_as == DOCUMENT_MASK
     one_token = pack_texts(tmp_path / "1", ["a", "b", "e"], tokenizer, packed_as=packed_as, separator="none")

@@ -13,7 +13,7 @@ from cpt.evaluation.monitor import MonitorOptions, MonitorRecord
 from cpt.gradient_masks.base import GradientMask
 from cpt.trainer.callbacks import CustomCallbacks, protected_shares
 from tests.runs.reading import assert_same_bits, killed, same_state, state_of, told_by
-from tests.support.making import DROPOUT, weights
+from tests.support.method_fixtures import DROPOUT, load_model_weights
 
 TWO = "order=[law,food]"
 HERE = "tests.trainer.test_callbacks"
@@ -188,7 +188,7 @@ def test_patience_with_the_best_weights(small, start, tmp_path):
     assert watched["ended"] and watched["kept"] == watched["steps"][int(np.argmin(watched["nll"]["law"]))]
     assert watched["steps"][-1] == watched["kept"] + 3
     start(small(*how, f"trainer.steps={watched['kept']}"), tmp_path / "short")
-    assert same_state(weights(tmp_path / "best"), weights(tmp_path / "short"))
+    assert same_state(load_model_weights(tmp_path / "best"), load_model_weights(tmp_path / "short"))
 
 
 def test_a_stage_that_ended_early_is_the_same_after_any_kill(small, start, killing, tmp_path):

@@ -25,7 +25,7 @@ from cpt.trainer import preflight
 from cpt.trainer.evaluators import FinetuneEvaluator, TaskEvaluator
 from tests.runs.reading import assert_same_bits, told_by
 from tests.support.endtask_fixtures import QUICK, write_task
-from tests.support.probing import FakeHarness, weigh
+from tests.support.harness_tasks import FakeHarness, sum_weights
 from tests.support.task_fixtures import write_tasks
 
 TASKS, METRICS = ("food", "law"), {"AP", "LA", "BWT", "F", "FWT"}
@@ -140,7 +140,7 @@ def test_a_probe_is_measured_after_the_stages_asked_for_and_changes_nothing(prob
     assert plain["benchmarks"] == {} and [*times_of(tmp_path / "each")] == OF_BASE + OF_LAW + OF_FOOD
     first, _, last = asked["benchmarks"]["tasks"]["say"]["values"]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "each" / "model")
-    assert first != last == pytest.approx(weigh(exported), rel=1e-9)
+    assert first != last == pytest.approx(sum_weights(exported), rel=1e-9)
 
 
 @pytest.mark.parametrize("error", [KeyError, Preempted])

@@ -12,7 +12,7 @@ from cpt.models.loading import load_model
 from cpt.trainer import loop
 from cpt.trainer.export_check import check_export, draw_sample
 from tests.runs.reading import told_by
-from tests.support.making import made
+from tests.support.method_fixtures import build_method_fixture
 
 ORDER = "order=[law]"
 
@@ -20,7 +20,7 @@ ORDER = "order=[law]"
 @pytest.fixture
 def exported(small_gpt2, tmp_path):
     """The check of a folder with the export of a module, and the module with its sample."""
-    run = made(small_gpt2(ORDER, "trainer.steps=2"))
+    run = build_method_fixture(small_gpt2(ORDER, "trainer.steps=2"))
     run.learn(0)
     sample, folder = draw_sample(run.module, run.data), tmp_path / "a 'quoted' model"
     expression = run.module.export(folder, ["law"])

@@ -22,7 +22,7 @@ from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.runs.reading import told_by
-from tests.support.data_fixtures import restyled
+from tests.support.data_fixtures import tokenizer_with_template
 from tests.support.wrong_options import AT_ONCE, ON_A_CAUSAL, ON_A_DECODER, ON_THE_MODEL, is_refused
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -189,7 +189,7 @@ def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, u
     cfg = small(f"model.name_or_path={checkpoint}", "model.resize=true")
     lacks = {"a mask": {"eos_token": "</s>"}, "a token to separate": {"mask_token": "<mask>"}}
     for what, tokens in lacks.items():
-        restyled("$A", **tokens).save_pretrained(checkpoint)
+        tokenizer_with_template("$A", **tokens).save_pretrained(checkpoint)
         assert f"the tokenizer {checkpoint} has no{what[1:]}" in unread(cfg)
 
 

@@ -13,7 +13,7 @@ from cpt.trainer.auto import choose_devices, choose_num_workers, choose_precisio
 from cpt.trainer.plan import make_plan
 from cpt.trainer.step_checkpoint import StepCheckpoint
 from tests.runs.reading import told_by
-from tests.support.making import made
+from tests.support.method_fixtures import build_method_fixture
 
 ONE = "order=[law]"
 
@@ -66,7 +66,7 @@ def test_a_cpu_has_bf16_in_place_of_fp16_and_says_so(precision, small, caplog):
 def test_updates_that_bf16_weights_lose_are_named_before_training(small, caplog):
     lines = {}
     for rate in ("1e-7", "1e-3"):
-        run = made(small(f"optim.lr={rate}", "trainer.precision=bf16-true", "order=[law]"))
+        run = build_method_fixture(small(f"optim.lr={rate}", "trainer.precision=bf16-true", "order=[law]"))
         with caplog.at_level("WARNING", logger="cpt"):
             build.warn_of_lost_updates(run.plan, run.module, precision="bf16-true")
         lines[rate] = caplog.messages[-1]
@@ -88,7 +88,7 @@ def test_updates_that_bf16_weights_lose_are_named_before_training(small, caplog)
     ],
 )
 def test_rows_of_new_tokens_that_a_method_does_not_train_are_named(options, is_trained, small_gpt2, caplog):
-    run = made(small_gpt2("order=[law]", *options.split()))
+    run = build_method_fixture(small_gpt2("order=[law]", *options.split()))
     plan = replace(run.plan, model=replace(run.plan.model, resize=True))
     with caplog.at_level("WARNING", logger="cpt"):
         build.warn_of_untrained_rows(plan, run.module)

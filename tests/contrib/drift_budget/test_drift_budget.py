@@ -7,8 +7,8 @@ import pytest
 
 from cpt.contrib.drift_budget.controller import BudgetRecord, find_drift
 from cpt.contrib.drift_budget.options import DriftBudget
-from tests.support.killing import KilledError, Killer
-from tests.support.making import DROPOUT, same, weights
+from tests.support.kill_callback import KilledError, Killer
+from tests.support.method_fixtures import DROPOUT, equal_tensors, load_model_weights
 
 
 def seen(*looks):
@@ -96,7 +96,7 @@ def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run
     start(small(*every), tmp_path / "free")
     start(small(*every, "budget.general=9"), tmp_path / "held")
     assert scores_of(tmp_path / "held")["monitor"]["law"]["steps"] == [0, 2, 4, 6, 8]
-    assert same(weights(tmp_path / "free"), weights(tmp_path / "held"))
+    assert equal_tensors(load_model_weights(tmp_path / "free"), load_model_weights(tmp_path / "held"))
     with pytest.raises(ValueError, match="budget.general"):
         start(small(*every, "budget.general=8"), tmp_path / "held")
 
@@ -115,5 +115,5 @@ def test_killed_it_ends_with_the_same_bits(small, start, killing, tmp_path):
     start(small(*given), tmp_path / "killed")
     killed = scores_of(tmp_path / "killed")
     assert all(whole[name] == killed[name] for name in ("nll", "monitor", "seen", "rates", "metrics"))
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+    assert equal_tensors(load_model_weights(tmp_path / "whole"), load_model_weights(tmp_path / "killed"))
     assert any(whole["monitor"][stage]["budget"]["acts"] for stage in ("law", "food"))

@@ -20,8 +20,8 @@ from cpt.data.tokenized_tasks import TokenizedTask
 from cpt.evaluation.scores import Scores
 from tests.conftest import SMALL_GPT2
 from tests.runs.test_distributed import DDP, launch
-from tests.support.killing import KilledError, Killer
-from tests.support.making import same, weights
+from tests.support.kill_callback import KilledError, Killer
+from tests.support.method_fixtures import equal_tensors, load_model_weights
 from tests.support.task_fixtures import write_tasks
 
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
@@ -35,7 +35,7 @@ def matrix(folder: Path) -> list:
 
 def assert_same(one: Path, other: Path) -> None:
     assert matrix(one) == matrix(other) and written(one) == written(other)
-    assert same(weights(one), weights(other))
+    assert equal_tensors(load_model_weights(one), load_model_weights(other))
 
 
 def written(folder: Path) -> dict[str, list]:

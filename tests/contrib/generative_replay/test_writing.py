@@ -26,7 +26,7 @@ from cpt.contrib.generative_replay.writer import (
 from cpt.core.files import read_checked_json, write_checked_json
 from cpt.core.randomness import draws, key, sample_keys
 from cpt.data.packing import Packed
-from tests.support.data_fixtures import bare
+from tests.support.data_fixtures import bare_tokenizer
 from tests.support.task_fixtures import LABELS
 
 LENGTH = 8
@@ -82,7 +82,7 @@ def test_valid_examples_are_kept_up_to_the_budget():
 
 def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
     """Ended texts one after another with their ends, a broken-off one in a row of its own."""
-    samples, tokenizer, tokens = made(5), bare(), 301
+    samples, tokenizer, tokens = made(5), bare_tokenizer(), 301
     end = tokenizer.eos_token_id
     write_samples(tmp_path, "a/b", samples)
     text_format = SimpleNamespace(row_start=None)

@@ -6,7 +6,7 @@ from filelock import FileLock
 from cpt.contrib.wandb_tools import rebuild
 from cpt.loggers.wandb_environment import read_identifier, store_identifier
 from tests.support import wandb_files
-from tests.support.comparing import DOMAINS, endtasks, made
+from tests.support.example_runs import DOMAINS, make_endtasks, make_scores
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,9 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(tmp_pa
     root, runs = tmp_path / "synced", {}
     for name in ("done", "broken", "wide", "cut", "busy"):
         (root / name).mkdir(parents=True)
-        runs[root / name] = made(method="das", finished=name == "done", endtasks=endtasks([[0.5] * 3] * 4))
+        runs[root / name] = make_scores(
+            method="das", finished=name == "done", endtasks=make_endtasks([[0.5] * 3] * 4)
+        )
         runs[root / name].save(root / name / "scores.json")
         (root / name / "config.yaml").write_text("seed: [0\n" if name == "broken" else CONFIG)
         (root / name / "metrics.csv").write_text(CURVES + "0" * (200_000 if name == "wide" else 0))

@@ -13,15 +13,17 @@ from cpt.optim.schedulers import Progress, Schedule
 
 CARRIED = "optim.state_across_domains=moments"
 # What chooses each of them, beside its name.
-SEAMS: dict[str, list[str]] = {
-    "companions": ["method=ncl", "method._target_=tests.support.seams.Companions", "mask=migu"],
+HOOK_METHODS: dict[str, list[str]] = {
+    "companions": ["method=ncl", "method._target_=tests.support.hook_methods.Companions", "mask=migu"],
     "branched": ["method=ncl", CARRIED, "lr_scheduler=wsd", "lr_scheduler.decay=0.5"],
-    "across": ["method=ncl", CARRIED, "lr_scheduler._target_=tests.support.seams.Across"],
+    "across": ["method=ncl", CARRIED, "lr_scheduler._target_=tests.support.hook_methods.Across"],
 }
 
 
-def chosen(method: str) -> list[str]:
-    return [*SEAMS[method], f"method.name={method}"] if method in SEAMS else [f"method={method}"]
+def overrides_for(method: str) -> list[str]:
+    return (
+        [*HOOK_METHODS[method], f"method.name={method}"] if method in HOOK_METHODS else [f"method={method}"]
+    )
 
 
 @config

@@ -16,7 +16,7 @@ from cpt.evaluation.task_metrics import (
 CHOICES = ("yes", "no")
 
 
-def ranked(right: Sequence[bool]) -> TaskAnswers:
+def choose_answers(right: Sequence[bool]) -> TaskAnswers:
     references = [CHOICES[number % 2] for number in range(len(right))]
     chosen = [
         name if each else CHOICES[1 - CHOICES.index(name)]
@@ -25,11 +25,13 @@ def ranked(right: Sequence[bool]) -> TaskAnswers:
     return TaskAnswers(references, [CHOICES] * len(right), None, chosen, chosen)
 
 
-def opened(written: Sequence[str], references: Sequence[str]) -> TaskAnswers:
+def write_answers(written: Sequence[str], references: Sequence[str]) -> TaskAnswers:
     return TaskAnswers(references, [()] * len(references), written, None, None)
 
 
-def kept(folder: Path, given: Mapping[str, Sequence[TaskAnswers]], *, rows: Sequence[str]) -> dict[str, Any]:
+def save_answers(
+    folder: Path, given: Mapping[str, Sequence[TaskAnswers]], *, rows: Sequence[str]
+) -> dict[str, Any]:
     """Writes the files of a run's answers, by task and row, and gives the `answers` of its scores.json."""
     for task, each in given.items():
         for row, told in enumerate(each):

@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.support.warm"])
+FORKS.set_forkserver_preload(["tests.support.preloaded"])
 
 
-def started(
+def start_script(
     script: Path, *arguments: str, cwd: Path, log: Path, errors: Path | None = None, twin: bool = False
 ) -> BaseProcess:
     """`python script arguments` in `cwd`, its output appended to `log`, errors perhaps to another file.
 
     With `twin`, the second process that Lightning would start is a fork as well."""
     options = {"cwd": cwd, "logs": (log, errors or log), "variables": dict(os.environ), "twin": twin}
-    process = FORKS.Process(target=born, args=(str(script), list(arguments)), kwargs=options)
+    process = FORKS.Process(target=run_in_fork, args=(str(script), list(arguments)), kwargs=options)
     process.start()
     return process
 
@@ -46,7 +46,7 @@ def wait_for(seen: Callable[[], Any], *, seconds: float = 120) -> bool:
     return False
 
 
-def ended(process: BaseProcess, *, seconds: float = 240) -> int:
+def wait_for_exit(process: BaseProcess, *, seconds: float = 240) -> int:
     process.join(seconds)
     if process.exitcode is None:
         process.kill()
@@ -54,22 +54,22 @@ def ended(process: BaseProcess, *, seconds: float = 240) -> int:
     return process.exitcode
 
 
-def ran(script: Path, *arguments: str, cwd: Path) -> CompletedProcess[str]:
+def run_script(script: Path, *arguments: str, cwd: Path) -> CompletedProcess[str]:
     with TemporaryDirectory() as folder:
         said, errors = Path(folder) / "said", Path(folder) / "errors"
-        code = ended(started(script, *arguments, cwd=cwd, log=said, errors=errors))
+        code = wait_for_exit(start_script(script, *arguments, cwd=cwd, log=said, errors=errors))
         told = [path.read_text(encoding="utf-8") for path in (said, errors)]
     return CompletedProcess([str(script), *arguments], code, *told)
 
 
-def sent(process: BaseProcess, number: int, *, rank: int = 0) -> None:
+def send_signal(process: BaseProcess, number: int, *, rank: int = 0) -> None:
     pid = process.pid
     for _ in range(rank):
-        pid = last_child(pid)
+        pid = find_last_child(pid)
     os.kill(pid, number)
 
 
-def told_of(place: str) -> str:
+def read_proc(place: str) -> str:
     """What /proc says; nothing of a process that there is no longer."""
     try:
         return Path(f"/proc/{place}").read_text()
@@ -77,36 +77,36 @@ def told_of(place: str) -> str:
         return ""
 
 
-def be_killed_or_wait(seconds):
+def kill_self_or_sleep(seconds):
     """As the kernel kills a process where memory does not suffice."""
     time.sleep(seconds)
     if not seconds:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def heeds_signals(pid: int | None) -> bool:
+def has_sigterm_handler(pid: int | None) -> bool:
     """Whether a process has a handler for SIGTERM: from its program's first lines on, not while Python starts
     or, forked beforehand, it waits for its command line."""
-    caught = re.search(r"^SigCgt:\s*(\w+)", told_of(f"{pid}/status"), re.MULTILINE)
+    caught = re.search(r"^SigCgt:\s*(\w+)", read_proc(f"{pid}/status"), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def last_child(pid: int) -> int | None:
-    children = told_of(f"{pid}/task/{pid}/children").split()
+def find_last_child(pid: int) -> int | None:
+    children = read_proc(f"{pid}/task/{pid}/children").split()
     return int(children[-1]) if children else None
 
 
-def is_there(pid: int) -> bool:
-    return told_of(f"{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
+def is_alive(pid: int) -> bool:
+    return read_proc(f"{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"], ["X"])
 
 
-def born(
+def run_in_fork(
     script: str, arguments: list[str], *, cwd: Path, logs: tuple[Path, Path], variables: dict, twin: bool
 ) -> None:
     for stream, log in enumerate(logs, 1):
         with log.open("ab") as file:
             os.dup2(file.fileno(), stream)
-    environment(variables, cwd)
+    set_environment(variables, cwd)
     second = Twin() if twin else None
     if second and second.pid == 0:
         arguments = second.told()
@@ -121,7 +121,7 @@ def born(
             second.wait()
 
 
-def environment(variables: dict[str, str], cwd: Path | str) -> None:
+def set_environment(variables: dict[str, str], cwd: Path | str) -> None:
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)
@@ -153,7 +153,7 @@ class Twin:
         if not text:
             os._exit(0)
         arguments, variables, cwd = json.loads(text)
-        environment(variables, cwd or ".")
+        set_environment(variables, cwd or ".")
         return arguments
 
     def poll(self) -> int | None:

@@ -26,7 +26,7 @@ DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", 
 
 
 @dataclass
-class Made:
+class MethodFixture:
     module: ContinualMethod
     data: DomainSequence
     plan: Plan
@@ -55,17 +55,17 @@ class Made:
     def importance_batches(self) -> list[Batch]:
         return list(self.data.importance_batches())
 
-    def weights(self) -> dict[str, Tensor]:
+    def load_model_weights(self) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in self.module.model.named_parameters()}
 
 
-def made(cfg: DictConfig) -> Made:
+def build_method_fixture(cfg: DictConfig) -> MethodFixture:
     plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = make_base(plan.model, texts, accelerator="cpu")
     machine = one_process(plan)
     module = build.build_method(plan, machine, start)
-    return Made(module, build.build_data(plan, machine, texts, start, module), plan, machine)
+    return MethodFixture(module, build.build_data(plan, machine, texts, start, module), plan, machine)
 
 
 def one_process(plan: Plan) -> Machine:
@@ -83,11 +83,11 @@ def one_process(plan: Plan) -> Machine:
     )
 
 
-def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: each.clone() for name, each in tensors.items()}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def equal_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
@@ -99,25 +99,25 @@ def assert_close(
         torch.testing.assert_close(value.double(), other[name].double(), rtol=rtol, atol=atol, msg=name)
 
 
-def learned(start: Callable[..., Any], cfg: DictConfig, folder: Path) -> dict[str, Tensor]:
+def train_and_load(start: Callable[..., Any], cfg: DictConfig, folder: Path) -> dict[str, Tensor]:
     start(cfg, folder)
-    return weights(folder)
+    return load_model_weights(folder)
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
+def load_model_weights(folder: Path) -> dict[str, Tensor]:
     state = load_stage(sorted((folder / "stages").glob("*.pt"))[-1])
     return {name: value for name, value in state.items() if name.startswith("model.")}
 
 
-def state_beside_the_model(module: ContinualMethod) -> int:
+def count_state_bytes_outside_model(module: ContinualMethod) -> int:
     return sum(v.nbytes for name, v in module.state_dict().items() if not name.startswith("model."))
 
 
-def state_bytes(module: ContinualMethod) -> int:
+def count_state_bytes(module: ContinualMethod) -> int:
     return sum(value.nbytes for value in module.state_dict().values())
 
 
-class Watch(Callback):
+class StepRecorder(Callback):
     def __init__(self, note: Callable[[Any], Any]) -> None:
         self.note, self.seen = note, []
 

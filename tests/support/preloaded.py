@@ -22,12 +22,12 @@ import cpt.data.sources.texts  # noqa: E402, F401
 import cpt.train  # noqa: E402, F401
 import cpt.trainer.loop  # noqa: E402, F401
 from cpt.core.config import CONF  # noqa: E402
-from tests.support.sparing import loaded, parse_once  # noqa: E402
+from tests.support.fast_libraries import cache_yaml, pickle_yaml  # noqa: E402
 
 PIL.Image.preinit()
 OverridesParser.create().parse_overrides(["a=b", "c.d=[e,1]", "+f={g: 1e-3}", "h='i j'", "k@l.m=n", "o=null"])
-parse_once()
+cache_yaml()
 for path in (CONF / "config.yaml", *CONF.glob("*/*.yaml")):
-    loaded(path.read_text(encoding="utf-8"))
+    pickle_yaml(path.read_text(encoding="utf-8"))
 gc.freeze()  # a fork that looks for cycles leaves these objects, and their pages, alone
 gc.enable()

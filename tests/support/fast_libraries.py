@@ -19,23 +19,23 @@ from yaml import YAMLError
 LOAD = OmegaConf.load
 
 
-def spare() -> None:
+def make_libraries_fast() -> None:
     from lightning.pytorch.trainer.connectors import callback_connector as connector
 
-    parse_once()
-    compose_quickly()
+    cache_yaml()
+    cache_composition()
     Environment.compile = cache(Environment.compile)
     os.fsync = lambda descriptor: None
     connector._load_external_callbacks = cache(connector._load_external_callbacks)
 
 
-def parse_once() -> None:
+def cache_yaml() -> None:
     """Has OmegaConf, and with it Hydra, parse a text once: a composed config is read from 25 files, for each
     of which PyYAML takes 3 ms, and the tests compose thousands of times."""
-    OmegaConf.load = staticmethod(load_again)
+    OmegaConf.load = staticmethod(load_cached)
 
 
-def compose_quickly() -> None:
+def cache_composition() -> None:
     """Has OmegaConf parse an interpolation once, and Hydra make no map of choices where defaults have none: a
     third of the time that a config takes."""
     make_map = defaults_list._create_interpolation_map
@@ -48,23 +48,23 @@ def compose_quickly() -> None:
     omegaconf.base.parse = cache(omegaconf.base.parse)
 
 
-def load_again(file: str | Path | IO[Any]) -> Any:
+def load_cached(file: str | Path | IO[Any]) -> Any:
     """As OmegaConf.load, errors too: they name the file."""
     if not isinstance(file, (str, Path)):
         text = file.read()
         try:
-            return pickle.loads(loaded(text))
+            return pickle.loads(pickle_yaml(text))
         except (YAMLError, OSError):
             file.seek(0)
             return LOAD(file)
     try:
-        return pickle.loads(loaded(Path(file).read_text(encoding="utf-8")))
+        return pickle.loads(pickle_yaml(Path(file).read_text(encoding="utf-8")))
     except (YAMLError, OSError, UnicodeDecodeError):
         return LOAD(file)
 
 
 @lru_cache(maxsize=1024)
-def loaded(text: str) -> bytes:
+def pickle_yaml(text: str) -> bytes:
     """By libyaml where it is there, in a tenth of the time; `load_again` has the errors of PyYAML."""
     with mock.patch.object(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         return pickle.dumps(LOAD(io.StringIO(text)))

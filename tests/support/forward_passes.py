@@ -29,16 +29,16 @@ def token_nll(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Ten
         return RUN.nll(model, batch)
 
 
-def encoded(model: PreTrainedModel, batch: Batch) -> Tensor:
+def encode_batch(model: PreTrainedModel, batch: Batch) -> Tensor:
     return RUN.encode(model, batch)
 
 
-def batch_of(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Batch:
+def make_batch(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Batch:
     """The batch of rows [B, T] with labels [B, T], -100 for nothing; with the mask if there is one."""
     mask = {} if attention_mask is None else {"attention_mask": attention_mask}
     return {**label_batch(input_ids, labels, torch.ones_like(input_ids).bool()), **mask}
 
 
-def some_rows(batch: Batch, rows: list[int]) -> Batch:
+def select_rows(batch: Batch, rows: list[int]) -> Batch:
     mask = batch["attention_mask"][rows] if "attention_mask" in batch else None
-    return batch_of(batch["input_ids"][rows], labels_of(batch)[rows], mask)
+    return make_batch(batch["input_ids"][rows], labels_of(batch)[rows], mask)

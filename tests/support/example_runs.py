@@ -15,7 +15,9 @@ NLL = [[5.0, 5.2, 5.4, 4.9], [4.6, 5.1, 5.3, 5.0], [4.7, 4.2, 5.2, 5.1], [4.9, 4
 CONDITIONS = {"score_on": "test", "tokenizer": "0123abcd", "length": 64, "mask_rate": 0.3}
 
 
-def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, content="d", endtasks=None, costs=True, **given):
+def make_scores(
+    *, nll=NLL, order=DOMAINS, rows=None, shift=0.0, content="d", endtasks=None, costs=True, **given
+):
     """Finished scores over domains in the order of learning; `shift` is added to the last row."""
     nll = np.array(nll, float)
     nll[-1] += shift
@@ -52,7 +54,7 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, content="d", endtasks=
     return scores
 
 
-def endtasks(scores, *, tasks=DOMAINS, when="last"):
+def make_endtasks(scores, *, tasks=DOMAINS, when="last"):
     cube = [[[value] * 2 for value in row] for row in scores]
     about = {"when": when, "tasks": list(tasks), "seeds": [7, 8], "hash": "e", "seconds": 1.0}
     for name, value in {"metric": "macro_f1", "classes": 2, "examples": 8}.items():
@@ -60,29 +62,29 @@ def endtasks(scores, *, tasks=DOMAINS, when="last"):
     return about | {"scores": dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), cube)}
 
 
-def run(folder="x", **given):
-    return MeasuredRun(folder=Path(folder), scores=made(**given))
+def make_run(folder="x", **given):
+    return MeasuredRun(folder=Path(folder), scores=make_scores(**given))
 
 
-def saved(folder, *, config=None, **given):
+def save_scores(folder, *, config=None, **given):
     folder.mkdir(parents=True)
-    scores = made(**given)
+    scores = make_scores(**given)
     scores.save(folder / "scores.json")
     if config is not None:
         (folder / "config.yaml").write_text(json.dumps(config))
     return scores
 
 
-def stored(folder, *, config=None, **given):
-    return MeasuredRun(folder=folder, scores=saved(folder, config=config, **given))
+def save_run(folder, *, config=None, **given):
+    return MeasuredRun(folder=folder, scores=save_scores(folder, config=config, **given))
 
 
-def section(runs, *, by_order=False, baseline="ncl"):
+def make_section(runs, *, by_order=False, baseline="ncl"):
     (found,) = build_sections(measure_runs(runs), by_order=by_order, baseline=baseline)
     return found
 
 
-def rows_of(output, first):
+def parse_table(output, first):
     """The lines of a printed table by their first cell, from the table whose heading starts with `first`."""
     lines = output[output.index(first) :].split("\n\n")[0].splitlines()
     return {cells[0]: cells[1:] for cells in (re.split(r"\s{2,}", line) for line in lines[2:])}

@@ -28,7 +28,7 @@ metric_list:
   - {metric: acc, aggregation: mean, higher_is_better: true}
   - {metric: acc_norm, aggregation: mean, higher_is_better: true}
 """
-ANSWER = """\
+GENERATION = """\
 doc_to_target: "{{choices[label]}}"
 generation_kwargs: {until: ["."], max_gen_toks: 3, do_sample: false}
 metric_list:
@@ -36,17 +36,17 @@ metric_list:
 """
 
 
-def options(*tasks: str, **given: Any) -> LMEvalOptions:
+def make_options(*tasks: str, **given: Any) -> LMEvalOptions:
     plain = {"include": None, "when": "last", "metrics": {}, "shots": None, "max_documents": None}
     return LMEvalOptions(**{**plain, "batch_size": 8, "max_length": None, "tasks": tasks or ["a"], **given})
 
 
-def write_probe(folder: Path, *, count: int) -> Path:
+def write_choice_task(folder: Path, *, count: int) -> Path:
     """A multiple choice of four words, as YAML and jsonl; gives the folder."""
-    return write_files(folder, "next_word", count=count, kind="multiple_choice", answer=CHOICES)
+    return write_task(folder, "next_word", count=count, kind="multiple_choice", answer=CHOICES)
 
 
-def write_files(folder: Path, name: str, *, count: int, kind: str, answer: str) -> Path:
+def write_task(folder: Path, name: str, *, count: int, kind: str, answer: str) -> Path:
     for seed, (end, number) in enumerate({"": count, "_shots": 8}.items()):
         rows = make_rows(count=number, seed=seed)
         (folder / f"{name}{end}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -67,7 +67,7 @@ def make_rows(*, count: int, seed: int) -> list[dict]:
 FACTS = {"shots": 0, "limit": None, "examples": 9, "version": "1.0", "chance": 0.25, "truncated": 0}
 
 
-def benchmarks(values: dict[str, list]) -> dict:
+def make_benchmarks(values: dict[str, list]) -> dict:
     facts, tasks = FACTS | {"metric": "acc", "higher": True}, {}
     for name, each in values.items():
         errors = [None if value is None else 0.01 for value in each]
@@ -89,10 +89,10 @@ class FakeHarness:
     def measure(self, name: str, model: Any, tokenizer: Any, *, step: Any) -> dict:
         step()
         step()
-        cells = {"acc": {"value": weigh(model), "error": 0.1, "higher": True}}
+        cells = {"acc": {"value": sum_weights(model), "error": 0.1, "higher": True}}
         about = {"digest": self.digest(name), "harness": self.version, "seconds": 1.0}
         return FACTS | about | {"metrics": cells}
 
 
-def weigh(model: Any) -> float:
+def sum_weights(model: Any) -> float:
     return sum(p.double().sum().item() for p in model.parameters())
