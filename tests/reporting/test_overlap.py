@@ -14,7 +14,7 @@ OWN = [[1, 0, 0.5, 0.5], [0, 1, 0.5, 0.5], [0.25, 0.75, 1, 0]]
 
 
 def overlap(folder, rows=ROWS, seen=()):
-    scores = SimpleNamespace(rows=rows, seen=[*seen], domains=[*rows[1:], "general"])
+    scores = SimpleNamespace(rows=rows, tokens_read=[*seen], domains=[*rows[1:], "general"])
     return measure_overlap(read_diagnostics(folder, scores), scores)
 
 
