@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 
-def run_few(names: Iterable[Any], few: Collection[Any]) -> list:
+def run_few(names: Iterable[Any], always_run: Collection[Any]) -> list:
     """The values of a parameter, of which those beside a few are marked for the campaign."""
-    return [pytest.param(name, marks=[] if name in few else pytest.mark.campaign) for name in names]
+    return [pytest.param(name, marks=[] if name in always_run else pytest.mark.campaign) for name in names]
 
 
 # What rests until `pytest -m campaign`, a line each: file and test without test_, and a regular expression

@@ -256,36 +256,36 @@ LLAMA3_PATTERN = (
 
 
 def gpt2() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return made
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
 def llama3() -> Tokenizer:
-    made = gpt2()
+    backend = gpt2()
     split = pre_tokenizers.Split(pattern=Regex(LLAMA3_PATTERN), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    return made
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    return backend
 
 
 def metaspace() -> Tokenizer:
     """As Llama 2 today: a blank before the first text."""
-    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Metaspace(prepend_scheme="first")
-    return made
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    return backend
 
 
 def legacy() -> Tokenizer:
     """As Llama 2 at first: a blank before each text between special tokens."""
-    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
     )
-    return made
+    return backend
 
 
 BACKENDS = {each.__name__: each for each in (gpt2, llama3, metaspace, legacy)}
@@ -293,27 +293,27 @@ BACKENDS = {each.__name__: each for each in (gpt2, llama3, metaspace, legacy)}
 
 @cache
 def trained(kind: str) -> str:
-    made = BACKENDS[kind]()
+    backend = BACKENDS[kind]()
     letters = pre_tokenizers.ByteLevel.alphabet() if kind in ("gpt2", "llama3") else []
     trainer = trainers.BpeTrainer(
         vocab_size=900, special_tokens=SPECIAL, initial_alphabet=letters, show_progress=False
     )
     texts = [text for text in WORDS for _ in range(20)]
-    made.train_from_iterator([*texts, *make_prose(40)], trainer)
-    return made.to_str()
+    backend.train_from_iterator([*texts, *make_prose(40)], trainer)
+    return backend.to_str()
 
 
 def chat_tokenizer(kind: str, template: str, *, eos: str = "</s>") -> PreTrainedTokenizerFast:
     """A tokenizer of a style with a chat template, and marks like <think> as added tokens."""
-    made = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(trained(kind)),
         bos_token="<s>",
         eos_token=eos,
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
     )
-    made.add_tokens([AddedToken(token, normalized=False) for token in PLAIN])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in PLAIN])
     ends = [AddedToken(token, rstrip=True, special=True) for token in PHI3_MARKS]
-    made.add_special_tokens({"additional_special_tokens": ends})
-    made.chat_template = template
-    return made
+    tokenizer.add_special_tokens({"additional_special_tokens": ends})
+    tokenizer.chat_template = template
+    return tokenizer

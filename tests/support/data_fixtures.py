@@ -29,12 +29,12 @@ SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "va", "
 
 
 def make_prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -> list[str]:
-    draw = random.Random(seed)
-    made = []
+    generator = random.Random(seed)
+    texts = []
     for number in range(count):
-        text = ["".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(draw.randint(*words))]
-        made.append(" ".join([*text, f"{number}."]))
-    return made
+        text = ["".join(generator.choices(SYLLABLES, k=generator.randint(1, 4))) for _ in range(generator.randint(*words))]
+        texts.append(" ".join([*text, f"{number}."]))
+    return texts
 
 
 def framed_tokenizer() -> PreTrainedTokenizerFast:
@@ -89,14 +89,14 @@ def unframed_wordpiece_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_corpus(
-    folder: Path, texts: list[str], *, split: str = "train", name: str = "a", others: str = "some {} text"
+    folder: Path, texts: list[str], *, split: str = "train", name: str = "a", other_text: str = "some {} text"
 ) -> corpus.Corpus:
     """A corpus of these documents in one split, and of one other document in each other split."""
-    rest = [(other, others.format(other)) for other in corpus.SPLITS if other != split]
+    other_documents = [(other_split, other_text.format(other_split)) for other_split in corpus.SPLITS if other_split != split]
     source = SimpleNamespace(
-        **TEXT_SOURCE, held_out=HELD_OUT, fingerprint=lambda name: [texts, split, others]
+        **TEXT_SOURCE, held_out=HELD_OUT, fingerprint=lambda name: [texts, split, other_text]
     )
-    source.read = lambda name: iter([*((split, text) for text in texts), *rest])
+    source.read = lambda name: iter([*((split, text) for text in texts), *other_documents])
     return corpus.make_corpus(source, name, cache=folder)
 
 
@@ -114,9 +114,9 @@ def make_rows(
     sizes = [length] * (count - 1) + [last or length]
     draw = np.random.default_rng(seed)
     ids = [draw.integers(0, 50, size).tolist() for size in sizes]
-    owners = [[(number * length + place) // 5 for place in range(size)] for number, size in enumerate(sizes)]
-    text = [sum(each not in special for each in row) for row in ids]
-    rows = Dataset.from_dict({"ids": ids, "documents": owners, "text_tokens": text}, features=COLUMNS)
+    documents = [[(number * length + position) // 5 for position in range(size)] for number, size in enumerate(sizes)]
+    text_tokens = [sum(each not in special for each in row) for row in ids]
+    rows = Dataset.from_dict({"ids": ids, "documents": documents, "text_tokens": text_tokens}, features=COLUMNS)
     return Packed(rows, length, 49, documents=sum(sizes) // 5 + 1, bytes=4 * sum(sizes))
 
 

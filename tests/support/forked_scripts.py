@@ -37,10 +37,10 @@ def start_script(
     return process
 
 
-def wait_for(seen: Callable[[], Any], *, seconds: float = 120) -> bool:
+def wait_for(condition: Callable[[], Any], *, seconds: float = 120) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if seen():
+        if condition():
             return True
         time.sleep(0.005)
     return False
@@ -69,10 +69,10 @@ def send_signal(process: BaseProcess, number: int, *, rank: int = 0) -> None:
     os.kill(pid, number)
 
 
-def read_proc(place: str) -> str:
+def read_proc(path: str) -> str:
     """What /proc says; nothing of a process that there is no longer."""
     try:
-        return Path(f"/proc/{place}").read_text()
+        return Path(f"/proc/{path}").read_text()
     except OSError:
         return ""
 

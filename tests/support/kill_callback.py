@@ -12,6 +12,6 @@ class Killer(Callback):
         self.step, self.domain = step, domain
 
     def on_train_batch_end(self, trainer, *args):
-        here = trainer.datamodule.domain.name
-        if trainer.global_step == self.step and self.domain in (None, here):
+        domain = trainer.datamodule.domain.name
+        if trainer.global_step == self.step and self.domain in (None, domain):
             raise KilledError

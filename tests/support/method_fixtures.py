@@ -87,16 +87,16 @@ def clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: each.clone() for name, each in tensors.items()}
 
 
-def equal_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+def equal_tensors(tensors: dict[str, Tensor], other_tensors: dict[str, Tensor]) -> bool:
+    return tensors.keys() == other_tensors.keys() and all(torch.equal(value, other_tensors[name]) for name, value in tensors.items())
 
 
 def assert_close(
-    one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-7
+    tensors: dict[str, Tensor], other_tensors: dict[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-7
 ) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(value.double(), other[name].double(), rtol=rtol, atol=atol, msg=name)
+    assert tensors.keys() == other_tensors.keys()
+    for name, value in tensors.items():
+        torch.testing.assert_close(value.double(), other_tensors[name].double(), rtol=rtol, atol=atol, msg=name)
 
 
 def train_and_load(start: Callable[..., Any], cfg: DictConfig, folder: Path) -> dict[str, Tensor]:

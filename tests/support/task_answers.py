@@ -30,17 +30,17 @@ def write_answers(written: Sequence[str], references: Sequence[str]) -> TaskAnsw
 
 
 def save_answers(
-    folder: Path, given: Mapping[str, Sequence[TaskAnswers]], *, rows: Sequence[str]
+    folder: Path, answers_by_task: Mapping[str, Sequence[TaskAnswers]], *, rows: Sequence[str]
 ) -> dict[str, Any]:
     """Writes the files of a run's answers, by task and row, and gives the `answers` of its scores.json."""
-    for task, each in given.items():
+    for task, each in answers_by_task.items():
         for row, told in enumerate(each):
             ids = [f"{task}-{number}" for number in range(len(told.references))]
             columns = [ids, told.references, told.written, told.ranked, told.ranked_mean]
             about = {"digest": "d", "seconds": 1.0, "choices": [list(choices) for choices in told.choices]}
             path = answers_file(folder / "answers" / f"{row:03d}-{rows[row]}", task)
             save_predictions(path, dict(zip(ANSWER_COLUMNS, columns, strict=True)), about=about)
-    tasks = {task: collect_task([*map(summarise_answers, each)]) for task, each in given.items()}
+    tasks = {task: collect_task([*map(summarise_answers, each)]) for task, each in answers_by_task.items()}
     made = {"when": "each", "seconds": 2.5, "tasks": tasks, "intervals": {}, "hash": "d"}
     found = compute_metrics(matrix_of(made), rows=rows, tasks=list(tasks))
     return made | {"metrics": {name: float(value) for name, value in found.items()}}

@@ -40,24 +40,24 @@ FORGETFUL = (  # as templates that drop the thoughts of earlier answers
 
 def metaspace() -> PreTrainedTokenizerFast:
     """As Llama's SentencePiece: a blank before every text, shown as a mark on words."""
-    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
     letters = sorted(set("".join(make_prose(50))) | set("Answer:Options\n,"))
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=letters, show_progress=False
     )
-    made.train_from_iterator(iter(make_prose(50)), trainer)
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.train_from_iterator(iter(make_prose(50)), trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
 
 
 def prefixed() -> PreTrainedTokenizerFast:
-    made = bare_tokenizer()
-    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    return made
+    backend = bare_tokenizer()
+    backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return backend
 
 
 KINDS = (bare_tokenizer, bos_tokenizer, eos_tokenizer, framed_tokenizer, metaspace, prefixed)
@@ -66,13 +66,13 @@ STYLES = {kind.__name__: kind for kind in KINDS}
 
 def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)) -> list[Example]:
     draw = random.Random(seed)
-    made = []
+    backend = []
     for number, text in enumerate(make_prose(count, seed=seed, words=words)):
         before = f"Options: {', '.join(LABELS)}\n"
         place = (len(before), len(before) + len(text))
         source = f"{before}{text}\nAnswer:"
-        made.append(Example(f"e-{number}", source, draw.choice(LABELS), "TC", LABELS, place))
-    return made
+        backend.append(Example(f"e-{number}", source, draw.choice(LABELS), "TC", LABELS, place))
+    return backend
 
 
 def chat(*, seed: int = 0, exchanges: int = 3, words: tuple[int, int] = (3, 6)) -> Example:
@@ -101,8 +101,8 @@ def write_tasks(
     for seed, name in enumerate(names):
         (root / name).mkdir()
         for split, count in (("train", train), ("test", test)):
-            made = sentences(VOCABULARIES[name], count=count, seed=10 * seed + (split == "test"), size=size)
-            rows = [{"text": text, "label": "long" if len(text) > 110 else "short"} for text in made]
+            backend = sentences(VOCABULARIES[name], count=count, seed=10 * seed + (split == "test"), size=size)
+            rows = [{"text": text, "label": "long" if len(text) > 110 else "short"} for text in backend]
             (root / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (root / "general").mkdir()
     general = sentences(VOCABULARIES["general"], count=120, seed=0)

@@ -10,12 +10,12 @@ FORM = re.compile(
 )
 
 
-def is_refused(given: str, message: str) -> bool:
+def is_refused(overrides: str, message: str) -> bool:
     """Whether a message has the form of all, names an option that is given, and no internals."""
-    keys = [key for each in given.split() for key in each.lstrip("+~").partition("=")[0].split(".")[-2:]]
-    found = FORM.fullmatch(message)
-    whole = found is not None and any(found.groups())
-    return whole and any(key in message for key in keys) and "_recursive_" not in message
+    keys = [key for each in overrides.split() for key in each.lstrip("+~").partition("=")[0].split(".")[-2:]]
+    match = FORM.fullmatch(message)
+    has_form = match is not None and any(match.groups())
+    return has_form and any(key in message for key in keys) and "_recursive_" not in message
 
 
 def cells(table: str) -> list[str]:
