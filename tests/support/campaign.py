@@ -8,12 +8,16 @@ import pytest
 
 
 def run_few(names: Iterable[Any], always_run: Collection[Any]) -> list:
-    """The values of a parameter, of which those beside a few are marked for the campaign."""
-    return [pytest.param(name, marks=[] if name in always_run else pytest.mark.campaign) for name in names]
+    """The values of a parameter; those that are not in `always_run` are marked for the campaign."""
+    values = []
+    for name in names:
+        marks = [] if name in always_run else [pytest.mark.campaign]
+        values.append(pytest.param(name, marks=marks))
+    return values
 
 
-# What rests until `pytest -m campaign`, a line each: file and test without test_, and a regular expression
-# for whole names of rows; all of the test where there is none.
+# Tests that only `pytest -m campaign` runs, one a line: file and test without test_, and a regular expression
+# for the names of rows. Without an expression all rows of the test are meant.
 TABLE = r"""
 loader_processes a_loader_process_that_ends_is_told_in_a_line os._exit\(3\)-spawn|os.kill.*
 loader_processes a_batch_that_cannot_be_sent_ends_the_run_instead_of_being_waited_for spawn
@@ -35,14 +39,20 @@ package a_users_own_method_source_and_experiment_are_swept_away_from_the_checkou
 """
 
 
-CAMPAIGN_ROWS = {
-    (f"test_{file}.py", f"test_{test}"): rows or ".*"
-    for file, test, rows in (f"{line}  ".split(" ")[:3] for line in TABLE.split("\n")[1:-1])
-}
+def read_table(table: str) -> dict[tuple[str, str], str]:
+    """By file and test, the expression for the names of its rows."""
+    patterns = {}
+    for line in table.strip().splitlines():
+        file, test, *pattern = line.split(" ")
+        patterns[f"test_{file}.py", f"test_{test}"] = pattern[0] if pattern else ".*"
+    return patterns
+
+
+CAMPAIGN_ROWS = read_table(TABLE)
 
 
 def is_campaign_row(node: str) -> bool:
-    """Whether a test, by its pytest name, is one of the rows that rest."""
+    """Whether a test, by its pytest name, is left to the campaign."""
     name, _, row = node.partition("[")
     file, _, test = name.rpartition("/")[2].partition("::")
     rows = CAMPAIGN_ROWS.get((file, test))

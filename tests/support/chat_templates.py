@@ -236,16 +236,25 @@ TEMPLATES = {
     "unended": UNENDED,
     "marked_spaced": MARKED_SPACED,
 }
-SPECIAL = [
-    *("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"),
-    *("<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
-    *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
-]
+SPECIAL = """
+<unk> <s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn>
+<end_of_turn> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
+"""
 PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 PHI3_MARKS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>")  # which take the blanks after them
 WORDS = [
-    *("one", "no", "yes", "the answer", "user: hello\nassistant: yes", "b c d", "was ten now five"),
-    *("Paris is a city.\n", "assistant: one", '{"city": "Paris"}', "é è ü", "12 345 6789"),
+    "one",
+    "no",
+    "yes",
+    "the answer",
+    "user: hello\nassistant: yes",
+    "b c d",
+    "was ten now five",
+    "Paris is a city.\n",
+    "assistant: one",
+    '{"city": "Paris"}',
+    "é è ü",
+    "12 345 6789",
 ]
 
 
@@ -288,7 +297,7 @@ def legacy() -> Tokenizer:
     return backend
 
 
-BACKENDS = {each.__name__: each for each in (gpt2, llama3, metaspace, legacy)}
+BACKENDS = {make.__name__: make for make in (gpt2, llama3, metaspace, legacy)}
 
 
 @cache
@@ -296,9 +305,9 @@ def trained(kind: str) -> str:
     backend = BACKENDS[kind]()
     letters = pre_tokenizers.ByteLevel.alphabet() if kind in ("gpt2", "llama3") else []
     trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=SPECIAL, initial_alphabet=letters, show_progress=False
+        vocab_size=900, special_tokens=SPECIAL.split(), initial_alphabet=letters, show_progress=False
     )
-    texts = [text for text in WORDS for _ in range(20)]
+    texts = [text for text in WORDS for _ in range(20)]  # often enough to become tokens
     backend.train_from_iterator([*texts, *make_prose(40)], trainer)
     return backend.to_str()
 

@@ -32,7 +32,8 @@ def make_prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -
     generator = random.Random(seed)
     texts = []
     for number in range(count):
-        text = ["".join(generator.choices(SYLLABLES, k=generator.randint(1, 4))) for _ in range(generator.randint(*words))]
+        num_words = generator.randint(*words)
+        text = ["".join(generator.choices(SYLLABLES, k=generator.randint(1, 4))) for _ in range(num_words)]
         texts.append(" ".join([*text, f"{number}."]))
     return texts
 
@@ -71,32 +72,35 @@ def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     pieces = [f"##{letter}" for letter in [*letters, "a"]]
     words = list(dict.fromkeys([*special, *letters, *pieces, *SYLLABLES]))
-    made = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer()
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.post_processor = processors.TemplateProcessing(
+    vocabulary = {word: number for number, word in enumerate(words)}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[(token, words.index(token)) for token in ("[CLS]", "[SEP]")]
     )
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
 def unframed_wordpiece_tokenizer() -> PreTrainedTokenizerFast:
     """The same with nothing around a document: all that ends one is [SEP]."""
-    made = wordpiece_tokenizer()
-    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
-    return made
+    tokenizer = wordpiece_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    return tokenizer
 
 
 def write_corpus(
     folder: Path, texts: list[str], *, split: str = "train", name: str = "a", other_text: str = "some {} text"
 ) -> corpus.Corpus:
     """A corpus of these documents in one split, and of one other document in each other split."""
-    other_documents = [(other_split, other_text.format(other_split)) for other_split in corpus.SPLITS if other_split != split]
+    other_splits = [name for name in corpus.SPLITS if name != split]
+    documents = [(split, text) for text in texts]
+    documents += [(other_split, other_text.format(other_split)) for other_split in other_splits]
     source = SimpleNamespace(
         **TEXT_SOURCE, held_out=HELD_OUT, fingerprint=lambda name: [texts, split, other_text]
     )
-    source.read = lambda name: iter([*((split, text) for text in texts), *other_documents])
+    source.read = lambda name: iter(documents)
     return corpus.make_corpus(source, name, cache=folder)
 
 
@@ -112,11 +116,16 @@ def make_rows(
 ) -> Packed:
     """Rows of random ids from 0 to 49, the last one `last` tokens long; each document has five tokens."""
     sizes = [length] * (count - 1) + [last or length]
-    draw = np.random.default_rng(seed)
-    ids = [draw.integers(0, 50, size).tolist() for size in sizes]
-    documents = [[(number * length + position) // 5 for position in range(size)] for number, size in enumerate(sizes)]
-    text_tokens = [sum(each not in special for each in row) for row in ids]
-    rows = Dataset.from_dict({"ids": ids, "documents": documents, "text_tokens": text_tokens}, features=COLUMNS)
+    generator = np.random.default_rng(seed)
+    ids = [generator.integers(0, 50, size).tolist() for size in sizes]
+    documents = []
+    for number, size in enumerate(sizes):
+        start = number * length
+        documents.append([(start + position) // 5 for position in range(size)])
+    text_tokens = [len([token for token in row if token not in special]) for row in ids]
+    rows = Dataset.from_dict(
+        {"ids": ids, "documents": documents, "text_tokens": text_tokens}, features=COLUMNS
+    )
     return Packed(rows, length, 49, documents=sum(sizes) // 5 + 1, bytes=4 * sum(sizes))
 
 

@@ -22,25 +22,26 @@ def options(name: str, *, root: Path | None = None, **overrides: Any) -> dict[st
     """The options of a YAML in conf/endtask, with others' values."""
     config = OmegaConf.create({"domains": {"root": str(root)}})
     folder = ROOT / "conf" / "endtask"
-    own = OmegaConf.load(folder / f"{name}.yaml")
-    defaults = OmegaConf.load(folder / "protocol" / "default.yaml") if own.pop("defaults", None) else {}
-    config["endtask"] = OmegaConf.merge(defaults, own)
+    values = OmegaConf.load(folder / f"{name}.yaml")
+    defaults = OmegaConf.load(folder / "protocol" / "default.yaml") if values.pop("defaults", None) else {}
+    config["endtask"] = OmegaConf.merge(defaults, values)
     return OmegaConf.to_container(OmegaConf.merge(config, {"endtask": overrides}), resolve=True)["endtask"]
 
 
 def rows(domain: str, *, count: int, seed: int) -> list[dict[str, Any]]:
-    draw, made = random.Random(seed), []
+    generator = random.Random(seed)
+    examples = []
     for number, text in enumerate(sentences(VOCABULARIES[domain], count=count, seed=seed)):
-        label = draw.choice(sorted(WORDS))
-        text = f"{draw.choice(WORDS[label].split())} {' '.join(text.split()[:6])}"
-        made.append({"id": f"{domain}-{seed}-{number}", "text": text, "label": label})
-    return made
+        label = generator.choice(sorted(WORDS))
+        text = f"{generator.choice(WORDS[label].split())} {' '.join(text.split()[:6])}"
+        examples.append({"id": f"{domain}-{seed}-{number}", "text": text, "label": label})
+    return examples
 
 
-def write(path: Path, made: Sequence[Mapping[str, Any]]) -> None:
+def write(path: Path, examples: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in made)
+        file.writelines(json.dumps(example) + "\n" for example in examples)
 
 
 def write_task(root: Path, domain: str, *, train: int = 40, test: int = 20, dev: int = 12) -> None:
@@ -70,6 +71,6 @@ def model(kind: str, words: Any, *, dropout: float = 0.0) -> Any:
     torch.manual_seed(1)
     names = DROPOUTS.get(kind, ("hidden_dropout_prob", "attention_probs_dropout_prob"))
     layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
-    given = {**sizes, layers: 2, **dict.fromkeys(names, dropout)}
-    config = AutoConfig.for_model(kind, vocab_size=len(words), pad_token_id=words.pad_token_id, **given)
+    options = {**sizes, layers: 2, **dict.fromkeys(names, dropout)}
+    config = AutoConfig.for_model(kind, vocab_size=len(words), pad_token_id=words.pad_token_id, **options)
     return auto.from_config(config).train()

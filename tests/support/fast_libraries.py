@@ -1,5 +1,6 @@
-"""What the process of the tests need not do again and again: parse the same YAML or template, look for the
-plugins of Lightning, wait until what it has written is on the disk. Runs in processes of their own wait."""
+"""Replaces internals of libraries that repeat work in every test: README.md beside this file lists them.
+
+Runs in processes of their own are not affected."""
 
 import io
 import os
@@ -41,8 +42,9 @@ def cache_composition() -> None:
     make_map = defaults_list._create_interpolation_map
 
     def map_if_needed(overrides: Any, defaults: list, self_added: bool) -> Any:
-        needed = any(each.is_interpolation() for each in defaults)
-        return make_map(overrides, defaults, self_added) if needed else None
+        if not any(default.is_interpolation() for default in defaults):
+            return None
+        return make_map(overrides, defaults, self_added)
 
     defaults_list._create_interpolation_map = map_if_needed
     omegaconf.base.parse = cache(omegaconf.base.parse)

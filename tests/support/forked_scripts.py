@@ -56,10 +56,13 @@ def wait_for_exit(process: BaseProcess, *, seconds: float = 240) -> int:
 
 def run_script(script: Path, *arguments: str, cwd: Path) -> CompletedProcess[str]:
     with TemporaryDirectory() as folder:
-        said, errors = Path(folder) / "said", Path(folder) / "errors"
-        code = wait_for_exit(start_script(script, *arguments, cwd=cwd, log=said, errors=errors))
-        told = [path.read_text(encoding="utf-8") for path in (said, errors)]
-    return CompletedProcess([str(script), *arguments], code, *told)
+        output_file = Path(folder) / "output"
+        error_file = Path(folder) / "errors"
+        process = start_script(script, *arguments, cwd=cwd, log=output_file, errors=error_file)
+        code = wait_for_exit(process)
+        output = output_file.read_text(encoding="utf-8")
+        errors = error_file.read_text(encoding="utf-8")
+    return CompletedProcess([str(script), *arguments], code, output, errors)
 
 
 def send_signal(process: BaseProcess, number: int, *, rank: int = 0) -> None:

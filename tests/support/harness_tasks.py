@@ -1,4 +1,4 @@
-"""A task of the lm-evaluation-harness of our own, offline: which word goes on with a sentence of a domain."""
+"""A small task of the lm-evaluation-harness, without network: which word continues a sentence of a domain."""
 
 import json
 import random
@@ -36,42 +36,59 @@ metric_list:
 """
 
 
-def make_options(*tasks: str, **given: Any) -> LMEvalOptions:
-    plain = {"include": None, "when": "last", "metrics": {}, "shots": None, "max_documents": None}
-    return LMEvalOptions(**{**plain, "batch_size": 8, "max_length": None, "tasks": tasks or ["a"], **given})
+def make_options(*tasks: str, **overrides: Any) -> LMEvalOptions:
+    defaults = {
+        "include": None,
+        "when": "last",
+        "metrics": {},
+        "shots": None,
+        "max_documents": None,
+        "batch_size": 8,
+        "max_length": None,
+        "tasks": tasks or ["a"],
+    }
+    return LMEvalOptions(**(defaults | overrides))
 
 
 def write_choice_task(folder: Path, *, count: int) -> Path:
-    """A multiple choice of four words, as YAML and jsonl; gives the folder."""
+    """A multiple choice of four words, as YAML and jsonl; returns the folder."""
     return write_task(folder, "next_word", count=count, kind="multiple_choice", answer=CHOICES)
 
 
 def write_task(folder: Path, name: str, *, count: int, kind: str, answer: str) -> Path:
-    for seed, (end, number) in enumerate({"": count, "_shots": 8}.items()):
-        rows = make_rows(count=number, seed=seed)
-        (folder / f"{name}{end}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / f"{name}.jsonl", make_rows(count=count, seed=0))
+    write_rows(folder / f"{name}_shots.jsonl", make_rows(count=8, seed=1))
     (folder / f"{name}.yaml").write_text(TASK.format(name=name, folder=folder, kind=kind, answer=answer))
     return folder
 
 
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def make_rows(*, count: int, seed: int) -> list[dict]:
-    draw, others, rows = random.Random(seed), VOCABULARIES["space"].split(), []
+    generator = random.Random(seed)
+    law_words = VOCABULARIES["law"].split()
+    space_words = VOCABULARIES["space"].split()
+    rows = []
     for text in sentences(VOCABULARIES["law"], count=count, seed=seed + 50):
-        choices = [draw.choice(VOCABULARIES["law"].split()), *draw.sample(others, 3)]
-        right = choices[0]
-        draw.shuffle(choices)
-        rows.append({"text": " ".join(text.split()[:5]), "choices": choices, "label": choices.index(right)})
+        right_choice = generator.choice(law_words)
+        choices = [right_choice, *generator.sample(space_words, 3)]
+        generator.shuffle(choices)
+        beginning = " ".join(text.split()[:5])
+        rows.append({"text": beginning, "choices": choices, "label": choices.index(right_choice)})
     return rows
 
 
 FACTS = {"shots": 0, "limit": None, "examples": 9, "version": "1.0", "chance": 0.25, "truncated": 0}
 
 
-def make_benchmarks(values: dict[str, list]) -> dict:
-    facts, tasks = FACTS | {"metric": "acc", "higher": True}, {}
-    for name, each in values.items():
-        errors = [None if value is None else 0.01 for value in each]
-        tasks[name] = facts | {"values": each, "errors": errors}
+def make_benchmarks(values_by_task: dict[str, list]) -> dict:
+    """The `benchmarks` of scores, with the values of each task by row."""
+    tasks = {}
+    for name, values in values_by_task.items():
+        errors = [None if value is None else 0.01 for value in values]
+        tasks[name] = FACTS | {"metric": "acc", "higher": True, "values": values, "errors": errors}
     return {"harness": "0.4.13", "when": "each", "hash": "p", "seconds": 2.0, "tasks": tasks}
 
 
@@ -81,7 +98,8 @@ class FakeHarness:
     version = "0.4.13"
 
     def __init__(self, options: LMEvalOptions) -> None:
-        self.options, self.columns = options, dict.fromkeys(options.tasks)
+        self.options = options
+        self.columns = dict.fromkeys(options.tasks)
 
     def digest(self, name: str) -> str:
         return f"{name} {self.options.max_documents}"
@@ -90,8 +108,8 @@ class FakeHarness:
         step()
         step()
         cells = {"acc": {"value": sum_weights(model), "error": 0.1, "higher": True}}
-        about = {"digest": self.digest(name), "harness": self.version, "seconds": 1.0}
-        return FACTS | about | {"metrics": cells}
+        metadata = {"digest": self.digest(name), "harness": self.version, "seconds": 1.0}
+        return FACTS | metadata | {"metrics": cells}
 
 
 def sum_weights(model: Any) -> float:

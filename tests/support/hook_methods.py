@@ -1,4 +1,4 @@
-"""Methods that need a seam of `cpt.methods.base` that none of ours uses; the contract drives them too."""
+"""Methods that use hooks of `cpt.methods.base` which no method of cpt uses; the contract test trains them too."""
 
 from copy import deepcopy
 
@@ -12,7 +12,7 @@ from cpt.models.forward import kl_divergence, token_nll
 from cpt.optim.schedulers import Progress, Schedule
 
 CARRIED = "optim.state_across_domains=moments"
-# What chooses each of them, beside its name.
+# By method, the overrides that select it.
 HOOK_METHODS: dict[str, list[str]] = {
     "companions": ["method=ncl", "method._target_=tests.support.hook_methods.Companions", "mask=migu"],
     "branched": ["method=ncl", CARRIED, "lr_scheduler=wsd", "lr_scheduler.decay=0.5"],
@@ -45,16 +45,20 @@ class Companions(ContinualMethod):
         return {"peer": deepcopy(self.model), "teacher": deepcopy(self.model).requires_grad_(False)}
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        own, peer, teacher = (
-            self.objective.outputs(each, batch)[0] for each in (self.model, *self.auxiliary_models.values())
+        logits = self.objective.outputs(self.model, batch)[0]
+        peer_logits = self.objective.outputs(self.auxiliary_models["peer"], batch)[0]
+        teacher_logits = self.objective.outputs(self.auxiliary_models["teacher"], batch)[0]
+
+        divergence = (
+            kl_divergence(peer_logits.detach(), logits)
+            + kl_divergence(teacher_logits, logits)
+            + kl_divergence(teacher_logits, peer_logits)
         )
-        apart = kl_divergence(peer.detach(), own) + kl_divergence(teacher, own) + kl_divergence(teacher, peer)
-        nll = token_nll(own, batch) + token_nll(peer, batch)
-        return {"lm": nll.sum() * batch["weight"], "apart": apart.sum() * batch["weight"]}
+        nll = token_nll(logits, batch) + token_nll(peer_logits, batch)
+        return {"lm": nll.sum() * batch["weight"], "divergence": divergence.sum() * batch["weight"]}
 
     @torch.no_grad()
     def after_update(self) -> None:
-        for slow, fast in zip(
-            self.auxiliary_models["teacher"].parameters(), self.model.parameters(), strict=True
-        ):
-            slow.lerp_(fast, 0.1)
+        teacher = self.auxiliary_models["teacher"]
+        for averaged, parameter in zip(teacher.parameters(), self.model.parameters(), strict=True):
+            averaged.lerp_(parameter, 0.1)

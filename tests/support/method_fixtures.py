@@ -37,25 +37,31 @@ class MethodFixture:
         self.data.enter(domain)
         self.module.setup_stage(domain)
         self.module.train()
-        fitting = loop.make_trainer(
+        trainer = loop.make_trainer(
             self.machine.lightning_arguments(self.plan.trainer),
             label="",
             steps=self.data.steps(domain),
             callbacks=[Callback(), *callbacks],
         )
-        fitting.fit(self.module, datamodule=self.data)
+        trainer.fit(self.module, datamodule=self.data)
 
     def batches(self, count: int = 1, *, text: str = "law", accumulate: int = 1) -> list[Batch]:
-        options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
         stream = TrainStream(
-            {text: self.data.train[text]}, objective=self.data.objective, accumulate=accumulate, **options
+            {text: self.data.train[text]},
+            objective=self.data.objective,
+            accumulate=accumulate,
+            seed=0,
+            batch_size=8,
+            steps=[4],
+            rank=0,
+            world=1,
         )
         return [stream[number] for number in range(count)]
 
     def importance_batches(self) -> list[Batch]:
         return list(self.data.importance_batches())
 
-    def load_model_weights(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in self.module.model.named_parameters()}
 
 
@@ -84,11 +90,13 @@ def one_process(plan: Plan) -> Machine:
 
 
 def clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: each.clone() for name, each in tensors.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def equal_tensors(tensors: dict[str, Tensor], other_tensors: dict[str, Tensor]) -> bool:
-    return tensors.keys() == other_tensors.keys() and all(torch.equal(value, other_tensors[name]) for name, value in tensors.items())
+    if tensors.keys() != other_tensors.keys():
+        return False
+    return all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
 
 
 def assert_close(
@@ -96,7 +104,9 @@ def assert_close(
 ) -> None:
     assert tensors.keys() == other_tensors.keys()
     for name, value in tensors.items():
-        torch.testing.assert_close(value.double(), other_tensors[name].double(), rtol=rtol, atol=atol, msg=name)
+        torch.testing.assert_close(
+            value.double(), other_tensors[name].double(), rtol=rtol, atol=atol, msg=name
+        )
 
 
 def train_and_load(start: Callable[..., Any], cfg: DictConfig, folder: Path) -> dict[str, Tensor]:

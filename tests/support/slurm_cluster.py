@@ -82,7 +82,8 @@ class SlurmCluster:
 
     def describe(self) -> str:
         """slurm.conf. A requeued job may start after 5 seconds (cred_expire); by default after 120."""
-        folder, host = self.folder, socket.gethostname().partition(".")[0]
+        folder = self.folder
+        host = socket.gethostname().partition(".")[0]
         lines = [
             "ClusterName=cpttests",
             f"SlurmctldHost={host}(127.0.0.1)",
@@ -112,18 +113,18 @@ class SlurmCluster:
             "AccountingStorageType=accounting_storage/none",
         ]
         for number, node in enumerate(NODES, 1):
-            place = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={PORT + number}"
-            lines.append(f"NodeName={node} {place} CPUs=8 RealMemory=8000")
+            address = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={PORT + number}"
+            lines.append(f"NodeName={node} {address} CPUs=8 RealMemory=8000")
         common = "Nodes=ALL DefaultTime=60 State=UP"
         lines.append(f"PartitionName=batch Default=YES PriorityTier=1 GraceTime={GRACE_S} {common}")
         lines.append(f"PartitionName=urgent PriorityTier=10 PreemptMode=OFF {common}")
         return "\n".join(lines) + "\n"
 
     def run(self, *command: str) -> str:
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
-        if done.returncode != 0:
-            raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()}")
-        return done.stdout.strip()
+        result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        if result.returncode != 0:
+            raise RuntimeError(f"{command[0]} ended with {result.returncode}: {result.stderr.strip()}")
+        return result.stdout.strip()
 
     def ask(self, *command: str) -> str:
         """As `run`, and empty if it fails."""
@@ -146,13 +147,13 @@ class SlurmCluster:
 
     def fail_node(self, node: str) -> None:
         """Kills a node's daemon and all that it started, as a machine that loses power."""
-        daemon = psutil.Process(self.pid(f"slurmd.{node}"))
-        steps = [each for each in psutil.process_iter() if self.is_step_of(each, node)]
-        for process in [
-            daemon,
-            *steps,
-            *(child for step in steps for child in step.children(recursive=True)),
-        ]:
+        processes = [psutil.Process(self.pid(f"slurmd.{node}"))]
+        steps = [process for process in psutil.process_iter() if self.is_step_of(process, node)]
+        processes += steps
+        for step in steps:
+            processes += step.children(recursive=True)
+
+        for process in processes:
             try:
                 process.kill()
             except psutil.NoSuchProcess:

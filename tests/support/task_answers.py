@@ -1,4 +1,4 @@
-"""Answers to tasks as a run has them in its scores, and as it keeps them in files."""
+"""Answers to tasks as a run has them in its scores, and as it stores them in files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,31 +16,42 @@ from cpt.evaluation.task_metrics import (
 CHOICES = ("yes", "no")
 
 
-def choose_answers(right: Sequence[bool]) -> TaskAnswers:
-    references = [CHOICES[number % 2] for number in range(len(right))]
-    chosen = [
-        name if each else CHOICES[1 - CHOICES.index(name)]
-        for name, each in zip(references, right, strict=True)
-    ]
-    return TaskAnswers(references, [CHOICES] * len(right), None, chosen, chosen)
+def choose_answers(is_right: Sequence[bool]) -> TaskAnswers:
+    """Answers to questions with two choices, ranked by the model; right where `is_right` says so."""
+    references = [CHOICES[number % 2] for number in range(len(is_right))]
+    chosen = []
+    for reference, right in zip(references, is_right, strict=True):
+        wrong_choice = CHOICES[1 - CHOICES.index(reference)]
+        chosen.append(reference if right else wrong_choice)
+    return TaskAnswers(references, [CHOICES] * len(is_right), None, chosen, chosen)
 
 
 def write_answers(written: Sequence[str], references: Sequence[str]) -> TaskAnswers:
+    """Answers in free text."""
     return TaskAnswers(references, [()] * len(references), written, None, None)
 
 
 def save_answers(
     folder: Path, answers_by_task: Mapping[str, Sequence[TaskAnswers]], *, rows: Sequence[str]
 ) -> dict[str, Any]:
-    """Writes the files of a run's answers, by task and row, and gives the `answers` of its scores.json."""
-    for task, each in answers_by_task.items():
-        for row, told in enumerate(each):
-            ids = [f"{task}-{number}" for number in range(len(told.references))]
-            columns = [ids, told.references, told.written, told.ranked, told.ranked_mean]
-            about = {"digest": "d", "seconds": 1.0, "choices": [list(choices) for choices in told.choices]}
-            path = answers_file(folder / "answers" / f"{row:03d}-{rows[row]}", task)
-            save_predictions(path, dict(zip(ANSWER_COLUMNS, columns, strict=True)), about=about)
-    tasks = {task: collect_task([*map(summarise_answers, each)]) for task, each in answers_by_task.items()}
-    made = {"when": "each", "seconds": 2.5, "tasks": tasks, "intervals": {}, "hash": "d"}
-    found = compute_metrics(matrix_of(made), rows=rows, tasks=list(tasks))
-    return made | {"metrics": {name: float(value) for name, value in found.items()}}
+    """Writes the files of a run's answers, by task and row; returns the `answers` of its scores.json."""
+    for task, answers_by_row in answers_by_task.items():
+        for number, answers in enumerate(answers_by_row):
+            ids = [f"{task}-{index}" for index in range(len(answers.references))]
+            columns = [ids, answers.references, answers.written, answers.ranked, answers.ranked_mean]
+            metadata = {
+                "digest": "d",
+                "seconds": 1.0,
+                "choices": [list(choices) for choices in answers.choices],
+            }
+            path = answers_file(folder / "answers" / f"{number:03d}-{rows[number]}", task)
+            save_predictions(path, dict(zip(ANSWER_COLUMNS, columns, strict=True)), about=metadata)
+
+    tasks = {}
+    for task, answers_by_row in answers_by_task.items():
+        summaries = [summarise_answers(answers) for answers in answers_by_row]
+        tasks[task] = collect_task(summaries)
+
+    scores = {"when": "each", "seconds": 2.5, "tasks": tasks, "intervals": {}, "hash": "d"}
+    metrics = compute_metrics(matrix_of(scores), rows=rows, tasks=list(tasks))
+    return scores | {"metrics": {name: float(value) for name, value in metrics.items()}}

@@ -55,9 +55,9 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 
 def prefixed() -> PreTrainedTokenizerFast:
-    backend = bare_tokenizer()
-    backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    return backend
+    tokenizer = bare_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return tokenizer
 
 
 KINDS = (bare_tokenizer, bos_tokenizer, eos_tokenizer, framed_tokenizer, metaspace, prefixed)
@@ -65,21 +65,23 @@ STYLES = {kind.__name__: kind for kind in KINDS}
 
 
 def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)) -> list[Example]:
-    draw = random.Random(seed)
-    backend = []
+    """Questions on a text with one of LABELS as the answer; the text alone may be truncated."""
+    generator = random.Random(seed)
+    examples = []
     for number, text in enumerate(make_prose(count, seed=seed, words=words)):
-        before = f"Options: {', '.join(LABELS)}\n"
-        place = (len(before), len(before) + len(text))
-        source = f"{before}{text}\nAnswer:"
-        backend.append(Example(f"e-{number}", source, draw.choice(LABELS), "TC", LABELS, place))
-    return backend
+        instruction = f"Options: {', '.join(LABELS)}\n"
+        text_span = (len(instruction), len(instruction) + len(text))
+        source = f"{instruction}{text}\nAnswer:"
+        label = generator.choice(LABELS)
+        examples.append(Example(f"e-{number}", source, label, "TC", LABELS, text_span))
+    return examples
 
 
 def chat(*, seed: int = 0, exchanges: int = 3, words: tuple[int, int] = (3, 6)) -> Example:
     texts = make_prose(2 * exchanges + 1, seed=seed, words=words)
     turns = [Turn("system", texts.pop())]
-    for at in range(exchanges):
-        turns += [Turn("user", texts[2 * at]), Turn("assistant", texts[2 * at + 1])]
+    for number in range(exchanges):
+        turns += [Turn("user", texts[2 * number]), Turn("assistant", texts[2 * number + 1])]
     return Example(f"chat-{seed}", "", turns[-1].content, "chat", turns=tuple(turns))
 
 
@@ -91,8 +93,7 @@ def encoder(
     seq2seq: bool = False,
     scored_turns: str = "all",
 ) -> Encoder:
-    how = Encoding(truncate=truncate, scored_turns=scored_turns)
-    return Encoder(tokenizer, length, how, seq2seq)
+    return Encoder(tokenizer, length, Encoding(truncate=truncate, scored_turns=scored_turns), seq2seq)
 
 
 def write_tasks(
@@ -100,10 +101,11 @@ def write_tasks(
 ) -> Path:
     for seed, name in enumerate(names):
         (root / name).mkdir()
-        for split, count in (("train", train), ("test", test)):
-            backend = sentences(VOCABULARIES[name], count=count, seed=10 * seed + (split == "test"), size=size)
-            rows = [{"text": text, "label": "long" if len(text) > 110 else "short"} for text in backend]
+        for number, (split, count) in enumerate((("train", train), ("test", test))):
+            texts = sentences(VOCABULARIES[name], count=count, seed=10 * seed + number, size=size)
+            rows = [{"text": text, "label": "long" if len(text) > 110 else "short"} for text in texts]
             (root / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
     (root / "general").mkdir()
     general = sentences(VOCABULARIES["general"], count=120, seed=0)
     (root / "general" / "all.txt").write_text("\n".join(general))

@@ -12,7 +12,10 @@ FORM = re.compile(
 
 def is_refused(overrides: str, message: str) -> bool:
     """Whether a message has the form of all, names an option that is given, and no internals."""
-    keys = [key for each in overrides.split() for key in each.lstrip("+~").partition("=")[0].split(".")[-2:]]
+    keys: list[str] = []
+    for override in overrides.split():
+        path = override.lstrip("+~").partition("=")[0]
+        keys += path.split(".")[-2:]
     match = FORM.fullmatch(message)
     has_form = match is not None and any(match.groups())
     return has_form and any(key in message for key in keys) and "_recursive_" not in message
