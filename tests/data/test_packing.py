@@ -43,7 +43,7 @@ TRICKY += [f"ba {token} de" for token in ("<s>", "</s>", "<pad>", "<mask>", "[SE
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    return {style: getattr(made, style)() for style in STYLES}
+    return {style: made.TOKENIZERS[style]() for style in STYLES}
 
 
 def ids_of(tokenizer, tokens):

@@ -90,6 +90,17 @@ def unframed_wordpiece_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+TOKENIZERS = {
+    "framed": framed_tokenizer,
+    "wordpieces": wordpiece_tokenizer,
+    "wordpieces_without_frame": unframed_wordpiece_tokenizer,
+    "bare": bare_tokenizer,
+    "opened": bos_tokenizer,
+    "closed": eos_tokenizer,
+    "separated": sep_tokenizer,
+}
+
+
 def write_corpus(
     folder: Path, texts: list[str], *, split: str = "train", name: str = "a", other_text: str = "some {} text"
 ) -> corpus.Corpus:

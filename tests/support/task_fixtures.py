@@ -60,8 +60,14 @@ def prefixed() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-KINDS = (bare_tokenizer, bos_tokenizer, eos_tokenizer, framed_tokenizer, metaspace, prefixed)
-STYLES = {kind.__name__: kind for kind in KINDS}
+STYLES = {
+    "bare": bare_tokenizer,
+    "opened": bos_tokenizer,
+    "closed": eos_tokenizer,
+    "framed": framed_tokenizer,
+    "metaspace": metaspace,
+    "prefixed": prefixed,
+}
 
 
 def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)) -> list[Example]:
