@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from cpt.core.cache import check_all
 from cpt.core.cache_use import end_uses
 from cpt.core.errors import reason
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import heartbeat
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_job_within_a_sweep, is_one_of_several
@@ -21,12 +21,14 @@ from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
 from cpt.loggers.wandb_environment import check_environment
 from cpt.trainer.domain_order import load_cached_order, order_domains
-from cpt.trainer.manifest import Manifest, check_manifest, find_started, resolve_stored, resume_from_sibling
+from cpt.trainer.extension import check_extension, extend_run, find_extended
+from cpt.trainer.manifest import Manifest, check_manifest
 from cpt.trainer.options import count_devices
 from cpt.trainer.plan import Plan, make_plan
-from cpt.trainer.run_dir import RunDir, checkpoint_files
+from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+MAX_SHOWN = 5  # damaged files that the log names
 
 
 def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
@@ -36,36 +38,13 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
     config, and for one that is not the directory's."""
     run = RunDir(run_dir)
     with run.removed_if_rejected(), closing_uses():
-        plan = make_plan(cfg)  # the typed config: no text is read, torch is not imported
-        if not plan.run.plan and not is_job_within_a_sweep():
-            check_launch(count_devices(plan.trainer.devices), plan.trainer.num_nodes)
-        plan.source.check_domains(plan.order)
-        if plan.logger.wandb:
-            check_environment()
-        if (name := str(run_dir)).encode(errors="replace").decode() != name:
-            raise ValueError(f"the run folder {name} is invalid: not UTF-8. Allowed: another hydra.run.dir")
-        try:
-            Path(plan.run.cache_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            told = f"cache_dir={plan.run.cache_dir} is invalid: {error.strerror}"
-            raise ValueError(f"{told}. Allowed: a folder that can be written") from error
+        plan = make_plan(cfg, run=run)  # the typed config: no text is read, torch is not imported
+        check_start(plan, run)
         if plan.run.plan:
             print_estimate(plan, run)
             return None
-        check_all.set(is_full := plan.run.verify_inputs == "full")
-        with open_run_dir(plan, run) as plan:
-            plan = order_domains(plan)  # by their texts, if so configured
-            check_manifest(plan, run)
-            scores = run.load_scores() if is_complete(run.load_scores(), plan) else None
-            if scores is not None and (lost := run.find_damaged_outputs(full=is_full)):
-                log.info("Rebuilding %s without training: %s", run.path, "; ".join(lost[:5]))
-                scores = None
-            if scores is None:
-                with defer_signals():  # libraries cannot be interrupted while they are imported
-                    from cpt.trainer.loop import train_run
-                scores = train_run(plan, run)
-            else:
-                log.info("Nothing to train: %s is finished", run.path)
+        scores = train_unless_finished(plan, run)
+
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
     log.info("Results:\n%s\n%s", format_scores(scores), run.path / "report.html")
@@ -81,56 +60,133 @@ def closing_uses() -> Iterator[None]:
         end_uses()
 
 
+def check_start(plan: Plan, run: RunDir) -> None:
+    """Raises ValueError for a plan that cannot be run here: processes, domains, environment and folders."""
+    if not plan.run.plan and not is_job_within_a_sweep():
+        check_launch(count_devices(plan.trainer.devices), plan.trainer.num_nodes)
+    plan.source.check_domains(plan.order)
+    if plan.logger.wandb:
+        check_environment()
+    if not is_utf8(run.path):
+        raise ValueError(f"the run folder {run.path} is invalid: not UTF-8. Allowed: another hydra.run.dir")
+    try:
+        Path(plan.run.cache_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidOptionError(
+            "cache_dir",
+            plan.run.cache_dir,
+            reason=str(error.strerror),
+            allowed="a folder that can be written",
+        ) from error
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether a path can be written into files."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def train_unless_finished(plan: Plan, run: RunDir) -> Scores:
+    """Trains what the directory lacks of a run, and returns its scores."""
+    verifies_all = plan.run.verify_inputs == "full"
+    check_all.set(verifies_all)  # cached texts and models are verified in the same way
+
+    with open_run_dir(plan, run):
+        plan = order_domains(plan)  # by their texts, if so configured
+        check_manifest(plan, run)
+
+        scores = load_complete_scores(plan, run)
+        if scores is not None and not has_damaged_outputs(run, full=verifies_all):
+            log.info("Nothing to train: %s is finished", run.path)
+        else:
+            with defer_signals():  # libraries cannot be interrupted while they are imported
+                from cpt.trainer.loop import train_run
+            scores = train_run(plan, run)
+    return scores
+
+
 @contextmanager
-def open_run_dir(plan: Plan, run: RunDir) -> Iterator[Plan]:
-    """The plan as its directory, or the sibling it continues, was started. The first process holds the lock,
-    writes the config, removes incomplete files, and reports that the run is alive."""
+def open_run_dir(plan: Plan, run: RunDir) -> Iterator[None]:
+    """Opens the directory of a run, which a run that it extends is copied into. The first process holds the
+    lock, writes the config, removes incomplete files, and reports that the run is alive."""
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
-        yield resolve_stored(plan, find_started(plan, run))
+        yield
         return
-    resume_from_sibling(run, plan)
+
     with run.locked():
-        plan = resolve_stored(plan, run)
+        extended = find_extended(plan, run)
+        if extended is not None:
+            extend_run(plan, run, extended)
         run.check_config(plan.settings)
         if not run.config.exists():
             run.write_config(plan.settings)
         run.clean()
         with heartbeat(run.path):
-            yield plan
+            yield
+
+
+def load_complete_scores(plan: Plan, run: RunDir) -> Scores | None:
+    """The scores of a run that has nothing left to train or to measure; None of another run."""
+    scores = run.load_scores()
+    if scores is None or not is_complete(scores, plan):
+        return None
+    return scores
+
+
+def has_damaged_outputs(run: RunDir, *, full: bool) -> bool:
+    """Whether files of the model or the report have to be made again. If `full`, every file is read."""
+    damaged_outputs = run.find_damaged_outputs(full=full)
+    if damaged_outputs:
+        log.info("Rebuilding %s without training: %s", run.path, "; ".join(damaged_outputs[:MAX_SHOWN]))
+    return bool(damaged_outputs)
+
+
+def is_complete(scores: Scores, plan: Plan) -> bool:
+    """Whether scores are of a finished run with all that a plan measures."""
+    if not scores.run["finished"]:
+        return False
+    if scores.policy != plan.evaluation.policy or scores.run["order"] != plan.order:
+        return False
+
+    # End tasks, answers, benchmarks: measured with the same options and data.
+    for evaluation, expected_hash in plan.evaluation_hashes.items():
+        if getattr(scores, evaluation).get("hash") != expected_hash:
+            return False
+    return True
 
 
 def print_estimate(plan: Plan, run: RunDir) -> None:
     """Prints what a run would do and cost, as a table or as JSON alone, and leaves the directory as it is."""
     if is_one_of_several():
-        why = "it is made by one process, for all of trainer.devices and trainer.num_nodes"
-        told = f"plan={format_value(plan.run.plan)} is invalid: {why}"
-        raise ValueError(f"{told}. Allowed: without torchrun or srun")
-    plan = order_domains(plan)
-    plan = resolve_stored(plan, find_started(plan, run))
-    as_json, is_new = plan.run.plan == "json", not run.config.exists()
-    logging.disable(logging.INFO if as_json else logging.NOTSET)
+        raise InvalidOptionError(
+            "plan",
+            plan.run.plan,
+            reason="it is made by one process, for all of trainer.devices and trainer.num_nodes",
+            allowed="without torchrun or srun",
+        )
+    is_json = plan.run.plan == "json"
+    is_new = not run.config.exists()
+    logging.disable(logging.INFO if is_json else logging.NOTSET)
     try:
+        extended = find_extended(plan, run)
+        if extended is not None:
+            check_extension(plan, extended)
         run.check_config(plan.settings)
+        plan = order_domains(plan)
         check_manifest(plan, run, update=False)
         with defer_signals():
             from cpt.trainer.dry_run import estimate, format_table
-        cost = estimate(plan, run)
+        cost = estimate(plan, run, extended)
     finally:
         logging.disable(logging.NOTSET)
-    print(json.dumps(cost, indent=1) if as_json else format_table(cost), flush=True)
+
+    print(json.dumps(cost, indent=1) if is_json else format_table(cost), flush=True)
     if is_new:
         run.remove_if_empty()
-
-
-def is_complete(scores: Scores | None, plan: Plan) -> bool:
-    """Whether scores are of a finished run with all that a plan measures."""
-    if scores is None or not scores.run["finished"]:
-        return False
-    is_same = scores.policy == plan.evaluation.policy and scores.run["order"] == plan.order
-    return is_same and all(
-        getattr(scores, kind).get("hash") == own for kind, own in plan.evaluation_hashes.items()
-    )
 
 
 def is_done(cfg: DictConfig, run_dir: Path) -> bool:
@@ -139,18 +195,23 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
     if not run.config.exists():
         return False
     try:
-        plan = load_cached_order(make_plan(cfg))
+        plan = load_cached_order(make_plan(cfg, run=run))
     except HydraException as error:
         raise ValueError(reason(error)) from error
-    if plan is None or run.find_config_changes((plan := resolve_stored(plan, run)).settings):
+    if plan is None:  # the order depends on texts that have not been read yet
         return False
-    if not is_complete(run.load_scores(), plan) or run.find_damaged_outputs(full=False):
+
+    if run.find_config_changes(plan.settings):
         return False
-    then, given = Manifest.load(run), plan.model.name_or_path
-    if then is None or then.order != plan.order:
+    if load_complete_scores(plan, run) is None or run.find_damaged_outputs(full=False):
         return False
-    texts, base = then.touched(plan.source, checkpoint_files(given))
-    return not texts and (given is None or not base)
+    manifest = Manifest.load(run)
+    if manifest is None or manifest.order != plan.order:
+        return False
+    touched_texts, touched_files = manifest.find_touched(plan)
+    if plan.model.name_or_path is None:  # the base was made by the run
+        return not touched_texts
+    return not touched_texts and not touched_files
 
 
 if __name__ == "__main__":

@@ -116,14 +116,6 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folders of tests lie side by side: no run goes on with what another has learned, unless its test is
-    marked `adopts`."""
-    if request.node.get_closest_marker("adopts") is None:
-        monkeypatch.setattr("cpt.train.resume_from_sibling", lambda place, plan: None)
-
-
-@pytest.fixture(autouse=True)
 def told() -> Iterator[None]:
     """What a run holds back of its lines (a process that is not the first) is told again in the next test."""
     logger = logging.getLogger("cpt")

@@ -78,8 +78,10 @@ def test_an_old_run_is_read_compared_and_checked(old, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_domain_is_added_to_an_old_run(old, tmp_path):
     corpora = f"domains.root={VERSIONS[-1] / 'corpora'}"
-    options = ["domains=texts", corpora, "domains.document=line", "order=[law,food,space]", "grow=require"]
+    options = ["domains=texts", corpora, "domains.document=line", "order=[law,food,space]", f"extend={old}"]
     options += [*SMALL, f"hydra.run.dir={tmp_path / 'new'}", "name=old"]
     ended = run_script(ROOT / "run.py", *options, cwd=ROOT)
-    assert ended.returncode == 0 and f"Continuing from a copy of {old}" in ended.stdout, ended.stderr
+    assert ended.returncode == 0 and f"Adding space after law, food, from a copy of {old}" in ended.stdout, (
+        ended.stderr
+    )
     assert load_run(tmp_path / "new").scores.rows == ["base", "law", "food", "space"]

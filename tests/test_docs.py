@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from cpt.cli import to_hydra
-from cpt.trainer.plan import read_sections
+from cpt.trainer.read_config import read_sections
 from tests.conftest import ROOT, with_values
 
 README, DOCS, CONF = ROOT / "README.md", ROOT / "docs", ROOT / "conf"

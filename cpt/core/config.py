@@ -15,10 +15,11 @@ PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 # How a run is carried out, not what it computes: free to change between two starts of the same run.
 EXECUTION = (
-    *("name", "tags", "variant", "plan", "logger", "cache_dir", "verify_inputs", "grow", "data", "modules"),
+    *("name", "tags", "variant", "plan", "logger", "cache_dir", "verify_inputs", "extend", "data", "modules"),
     *("benchmark", "endtask", "answers", "optimized_metric", "domains.ignore", "save_all_stages", "strategy"),
     *("on_nonfinite", "mask.migu.magnitudes", "method.mask.magnitudes", "trainer.accelerator"),
     *("eval.rows", "eval.columns"),  # a finished run may be given more of the matrix
+    "grow",  # of runs of 0.1.0
     *("trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.num_workers"),
     *("trainer.reshard_after_forward", "trainer.eval_batch_size", "trainer.checkpoint_every"),
     *("trainer.log_every_n_steps", "trainer.gradient_checkpointing", "trainer.offload_method_state"),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CACHE_FORMAT = 2  # raise it when the same texts give another similarity
 CHARACTERS_READ = 20_000  # of a document, at most
+BATCH_SIZE = 16  # documents that are read at once
 
 
 def order_domains(plan: Plan) -> Plan:
@@ -31,18 +32,18 @@ def order_domains(plan: Plan) -> Plan:
     their similarity. Raises ValueError for a plan that cannot be run, before any text is read."""
     if not plan.is_ordered_by_texts:
         return plan
-    if (known := load_cached_order(plan)) is None:
-        from cpt.trainer import build, check_model  # load torch
-
-        check_model.check_model(plan)  # before hours of reading
-        make_once(
-            similarity_folder(plan),
-            make=lambda folder: write_similarity(folder, plan.source, build.read_corpora(plan)),
-        )
-        known = load_cached_order(plan)
-        assert known is not None
-    log.info("Ordering domains (order=%s): from %s to %s", plan.run.order, known.order[0], known.order[-1])
-    return known
+    ordered_plan = load_cached_order(plan)
+    if ordered_plan is None:
+        make_similarity(plan)
+        ordered_plan = load_cached_order(plan)
+        assert ordered_plan is not None
+    log.info(
+        "Ordering domains (order=%s): from %s to %s",
+        plan.run.order,
+        ordered_plan.order[0],
+        ordered_plan.order[-1],
+    )
+    return ordered_plan
 
 
 def load_cached_order(plan: Plan) -> Plan | None:
@@ -52,33 +53,45 @@ def load_cached_order(plan: Plan) -> Plan | None:
     folder = similarity_folder(plan)
     if artifact_damage(folder):  # make_once makes it again
         return None
-    stored = json.loads((folder / "similarity.json").read_text(encoding="utf-8"))
-    similarity = orders.Similarity.load(stored)
+    values = json.loads((folder / "similarity.json").read_text(encoding="utf-8"))
+    similarity = orders.Similarity.load(values)
     return replace(plan, order=orders.arrange_domains(plan.run.order, similarity), similarity=similarity)
+
+
+def make_similarity(plan: Plan) -> None:
+    """Reads and embeds the texts of a plan into the cache."""
+    from cpt.trainer import build, check_model  # load torch
+
+    check_model.check_model(plan)  # before hours of reading
+    make_once(
+        similarity_folder(plan),
+        make=lambda folder: write_similarity(folder, plan.source, build.read_corpora(plan)),
+    )
 
 
 def similarity_folder(plan: Plan) -> Path:
     """The cache entry: a hash of the names, sizes and times of the texts."""
-    texts = {name: stamp_of(plan.source, name) for name in (*sorted(plan.order), GENERAL)}
-    made_of = [CACHE_FORMAT, texts, plan.source.embedding_samples]
-    return Path(plan.run.cache_dir) / "similarity" / digest(made_of)
+    stamps = {name: stamp_of(plan.source, name) for name in (*sorted(plan.order), GENERAL)}
+    contents = [CACHE_FORMAT, stamps, plan.source.embedding_samples]
+    return Path(plan.run.cache_dir) / "similarity" / digest(contents)
 
 
 def write_similarity(folder: Path, source: Source, corpora: Corpora) -> None:
-    """Embeds a deterministic sample of the training documents of each text, of examples the questions, and
-    writes the similarity."""
-    most = source.embedding_samples
+    """Embeds a deterministic sample of the training documents of each text, and writes the similarity."""
     log.info("Embedding samples of %d texts", len(corpora.by_name))
-
-    def sample(name: str) -> Iterator[list[str]]:
-        documents, has_examples = corpora.by_name[name].documents("train"), source.form(name) == EXAMPLES
-        drawn = shuffle(np.arange(min(most, len(documents))), len(documents), stream=key("embedding", name))
-        for few in documents.select(np.sort(drawn)).iter(batch_size=16):
-            read = [read_example(text).question if has_examples else text for text in few["text"]]
-            yield [text[:CHARACTERS_READ] for text in read]
-
-    means = orders.embed_by_words({name: sample(name) for name in corpora.by_name})
+    samples = {name: sample_documents(name, source, corpora) for name in corpora.by_name}
+    means = orders.embed_by_words(samples)
     similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
-    (folder / "similarity.json").write_text(
-        json.dumps(similarity.to_json(similarity.names)), encoding="utf-8"
-    )
+    (folder / "similarity.json").write_text(json.dumps(similarity.to_json(similarity.names)), encoding="utf-8")
+
+
+def sample_documents(name: str, source: Source, corpora: Corpora) -> Iterator[list[str]]:
+    """Yields the first characters of sampled training documents in batches; of examples their questions."""
+    documents = corpora.by_name[name].documents("train")
+    num_samples = min(source.embedding_samples, len(documents))
+    indices = shuffle(np.arange(num_samples), len(documents), stream=key("embedding", name))
+    for batch in documents.select(np.sort(indices)).iter(batch_size=BATCH_SIZE):
+        texts = batch["text"]
+        if source.form(name) == EXAMPLES:
+            texts = [read_example(text).question for text in texts]
+        yield [text[:CHARACTERS_READ] for text in texts]

@@ -47,7 +47,6 @@ from cpt.trainer.chat_date import date_chats
 from cpt.trainer.checkpoint import map_stored, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.manifest import find_source, find_started
 from cpt.trainer.plan import Plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
@@ -135,8 +134,9 @@ def bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
     return found
 
 
-def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
-    """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
+def estimate(plan: Plan, place: RunDir, extended: RunDir | None) -> dict[str, Any]:
+    """What a run will do and cost, as plan=json prints it; `extended` is the run that a new one goes on from.
+    Raises ValueError for one that cannot be run."""
     ready = prepare(plan, place)
     machine, plan = ready.machine, date_chats(plan)
     corpora = read_corpora(plan)
@@ -145,13 +145,11 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     module = build_method(plan, machine, start)
     data = build_data(plan, machine, corpora, start, module)
     log_settings(plan, machine, module, data)
-    folder = find_started(plan, place)
+    folder = place if extended is None else extended
     scores = folder.load_scores()
     state = "new" if scores is None else scores.state
-    if scores is not None and folder is not place:
-        state = f"continues {folder.path} ({state})"
-    elif scores is None and not place.config.exists() and (why := find_source(place, plan)[1]):
-        state = f"new ({why})"
+    if extended is not None:
+        state = f"continues {extended.path} ({state})"
     texts, stages = count_work(plan.evaluation, data, folder, scores)
     run = {"folder": str(place.path), **plan.names, "seed": plan.run.seed}
     about: dict[str, Any] = {"run": run, "state": state}

@@ -96,9 +96,10 @@ class RunOptions(Options):
         "expression for names, or a list; null: all that are not frozen",
         default=None,
     )
-    grow: Literal["auto", "require", "never"] = option(
-        "whether a new run continues from the longest finished sibling whose order is a prefix of "
-        "its own: if one exists, required, never"
+    extend: Folder | None = option(
+        "folder of a finished run, to which this new run adds the further domains of its order; null: "
+        "all domains are learned",
+        default=None,
     )
     on_nonfinite: Literal["stop", "skip", "rollback"] = option(
         "on a non-finite loss or gradient: stop, skip the step, or roll back to the last checkpoint"

@@ -1,115 +1,32 @@
 """A Hydra config as a Plan: typed sections, and every check that needs neither torch nor text."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
+from omegaconf import DictConfig, OmegaConf
 
-from cpt.adapters.options import ModulesOptions
-from cpt.core.config import CONF, digest, identity, plain_config
-from cpt.core.errors import readable, unknown_name
-from cpt.core.exceptions import format_value
-from cpt.core.resolved import resolve_once, resolve_sweep_folder
-from cpt.core.schema import NonNegative, Text, check_value, fits
-from cpt.core.secrets import hide_environment, redact, redact_file
-from cpt.core.sections import Choice, is_used, read_section
+from cpt.core.config import digest, identity, plain_config
+from cpt.core.errors import unknown_name
+from cpt.core.exceptions import InvalidOptionError
+from cpt.core.schema import Text, check_value
+from cpt.core.secrets import hide_environment, redact
 from cpt.data import orders
-from cpt.data.options import Budget, DataOptions, share_batch
-from cpt.data.replay import NO_REPLAY, ReplayConfig
-from cpt.data.sources.base import Source
-from cpt.evaluation.finetune_tasks import FinetunePlan, check_task_values, plan_endtasks
-from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
-from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
+from cpt.data.options import Budget, share_batch
+from cpt.data.replay import ReplayConfig
+from cpt.evaluation.finetune_tasks import FinetunePlan, plan_endtasks
+from cpt.evaluation.options import AUTO
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
-from cpt.models.options import Freeze, ModelOptions
-from cpt.optim.options import carried, read_optimizer
-from cpt.optim.schedulers import Schedule
-from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
+from cpt.optim.options import carried
+from cpt.trainer.read_config import Sections, read_sections
 from cpt.trainer.run_dir import RunDir
 
-OWN_CODE = ("cpt.methods.", "cpt.gradient_masks.")  # classes that are known to work with sharded weights
-ELSEWHERE = ("strategy", "experiment", "hydra")  # config groups that set values of other sections
-# Arguments of lightning.Trainer that cpt sets; others would change how much is trained or evaluated.
-SET_BY_CPT = {
-    *("max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "limit_train_batches"),
-    *("overfit_batches", "fast_dev_run", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
-    *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps", "callbacks", "logger"),
-    *("default_root_dir", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
-    *("use_distributed_sampler", "reload_dataloaders_every_n_epochs", "plugins", "barebones"),
-}
-
-
-class Checked(Callback):
-    """Hydra callback that rejects an invalid config before a folder is made for it."""
-
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with readable():
-            check_working_folder(config)
-            resolve_once(config)
-            read_sections(config)
-        if config.get("plan"):  # Hydra writes neither its files nor a log
-            with read_write(config.hydra), open_dict(config.hydra):
-                config.hydra.output_subdir = None
-                config.hydra.job_logging.root.handlers = ["console"]
-                config.hydra.job_logging.handlers.pop("file", None)
-
-    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Hides secrets in the files that Hydra has just written."""
-        if config.hydra.output_subdir is not None:
-            folder = Path(config.hydra.runtime.output_dir) / config.hydra.output_subdir
-            for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
-                redact_file(folder / name)
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with readable():
-            check_working_folder(config)
-            resolve_sweep_folder(config)
-            with suppress(MissingMandatoryValue, InterpolationToMissingValueError):  # jobs may have it
-                read_sections(config)
-            if config.get("plan"):
-                told = f"plan={format_value(config.plan)} is invalid: it is for one run"
-                raise ValueError(f"{told}. Allowed: without --multirun")
-
-
-def check_working_folder(config: DictConfig) -> None:
-    """Raises ValueError for a run that would work in its own folder."""
-    if config.hydra.job.chdir:
-        reason = (
-            "relative paths (domains.root, cache_dir, hydra.run.dir) are those of the folder of the start"
-        )
-        raise ValueError(f"hydra.job.chdir=true is invalid: {reason}. Allowed: false")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sections:
-    """The typed sections of a config."""
-
-    run: RunOptions
-    model: ModelOptions
-    freeze: Freeze
-    evaluation: EvalOptions
-    monitor: MonitorOptions
-    observer: ObserverConfig  # of the monitoring evaluations: the section `budget`
-    data: DataOptions
-    modules: ModulesOptions
-    method: Choice
-    masks: tuple[Choice, ...]
-    replay: ReplayConfig
-    source: Source
-    optim: Choice
-    lr_scheduler: Schedule
-    trainer: TrainerOptions
-    logger: LoggerOptions
-    callbacks: Mapping[str, Any]
-    answers: TaskEvalOptions | None  # where the domains are tasks
-    benchmark: LMEvalOptions | None
+# Classes that are known to work with sharded weights. Others say so by an attribute `sharded`.
+PACKAGES_WITH_SHARDING = ("cpt.methods.", "cpt.gradient_masks.")
+NAMED_GROUPS = ("method", "replay", "model")  # config groups whose choice is shown by its name
+NEW_MODEL_OPTIONS = ("config", "pretraining", "vocab_size", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,164 +57,117 @@ class Plan(Sections):
         return self.monitor.every is not None or bool(self.observer.given)
 
     @property
+    def has_branches(self) -> bool:
+        """Whether the schedule decays each domain in a branch, which the next domain does not continue."""
+        return getattr(self.lr_scheduler, "branches", False)  # of a user's schedule: any callable
+
+    @property
     def mixture(self) -> ReplayConfig:
         """The replay of the run, or of a method that has its own."""
-        own = getattr(self.method.options, "mixture", None)
-        return own if isinstance(own, ReplayConfig) else self.replay
+        mixture = getattr(self.method.options, "mixture", None)
+        return mixture if isinstance(mixture, ReplayConfig) else self.replay
+
+    @property
+    def evaluation_groups(self) -> list[str]:
+        """The config groups of what is measured in addition to the losses."""
+        groups = []
+        if self.endtasks is not None:
+            groups.append("endtask")
+        if self.answers is not None:
+            groups.append("answers")
+        if self.benchmark is not None:
+            groups.append("benchmark")
+        return groups
 
     @property
     def evaluation_hashes(self) -> dict[str, str]:
-        """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
-        in scores.json."""
-        measured = {"endtask": self.endtasks, "answers": self.answers, "benchmark": self.benchmark}
-        kinds = {"endtask": "endtasks", "answers": "answers", "benchmark": "benchmarks"}
-        given = {group: [self.resolved[group], getattr(o, "stamp", "")] for group, o in measured.items() if o}
-        return {kinds[group]: digest(each) for group, each in given.items()}
+        """Hashes of these evaluations (options, sizes and times of data), by their keys in scores.json."""
+        hashes = {}
+        if self.endtasks is not None:
+            hashes["endtasks"] = digest([self.resolved["endtask"], self.endtasks.stamp])
+        if self.answers is not None:
+            hashes["answers"] = digest([self.resolved["answers"], ""])  # the data are the texts
+        if self.benchmark is not None:
+            hashes["benchmarks"] = digest([self.resolved["benchmark"], self.benchmark.stamp])
+        return hashes
 
 
-def read_sections(cfg: DictConfig) -> Sections:
-    """Raises ValueError for an unknown key and an invalid value, MissingMandatoryValue for `???`."""
-    written = str(OmegaConf.to_container(cfg, resolve=False))
-    top = cast(DictConfig, OmegaConf.load(CONF / "config.yaml"))
-    groups = [name for each in top.pop("defaults") if each != "_self_" for name in each]
-    known = tuple(str(key) for key in (*top, *groups) if key not in ELSEWHERE and " " not in key)
-    for key in map(str, cfg):
-        if key not in known and key not in ELSEWHERE and not is_used(key, written):
-            raise ValueError(unknown_name(key, known, whole=", ".join(known)))
-    if missing := [key for key in known if key not in cfg and not OmegaConf.is_missing(cfg, key)]:
-        raise ValueError(f"{missing[0]} is missing. Allowed: {missing[0]}=CHOICE, one of conf/{missing[0]}")
-    read = partial(read_section, cfg, written=written)
+def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
+    """The plan of a config, with the values that the config leaves to cpt as the first start of the `run`
+    stored them. Raises ValueError for an invalid config.
 
-    def choose(section: str, kind: type, *, otherwise: Any = None) -> Any:
-        """The object of the class that a section chooses, or a Choice; `otherwise` where it chooses none."""
-        chosen = read(section)
-        if chosen.values.get("_target_", "") is None and otherwise is not None:
-            return otherwise
-        made = chosen.choose(needed=otherwise is not None or kind is Source)
-        if isinstance(made, Choice) and kind is Source:
-            made = made.load()(**made.arguments)
-        if made is not None and not isinstance(made, kind):
-            name = made.target if isinstance(made, Choice) else name_of(type(made))
-            raise ValueError(f"{section}._target_={name} is invalid. Allowed: a class below {name_of(kind)}")
-        return made
+    The plan is final but for an order that texts decide: `cpt.trainer.domain_order`."""
+    sections = read_sections(cfg)
+    stored_config = read_first_config(run, sections.run.extend)
+    max_tokens = choose_max_tokens(sections, stored_config)
+    settings = with_max_tokens(plain_config(cfg), max_tokens)  # raises for what is missing
+    run_objective({"metrics": {}, "endtasks": {}, "rows": []}, sections.run.optimized_metric)
+    check_batch_size(sections)
 
-    check_value("method.lr_multiplier", read("method").values.get("lr_multiplier", 1), NonNegative)
-    if (endtask := read("endtask").values).get("_target_") is not None:
-        check_task_values(endtask)
-    method, model, logger = read("method").choose(needed=True), read("model"), read("logger")
-    pretraining, is_new = model.values.get("pretraining"), model.values.get("name_or_path", ...) is None
-    if not is_new and (pretraining or {}).get("head_steps") is None:  # of an experiment with a new model
-        model = replace(model, values={**model.values, "pretraining": None})
-    schedule = read("lr_scheduler").choose(needed=True)
-    schedule = schedule.load()(**schedule.arguments) if isinstance(schedule, Choice) else schedule
-    if not callable(schedule):
-        allowed = "a class like cpt.optim.schedulers.Linear"
-        raise ValueError(f"lr_scheduler._target_={name_of(type(schedule))} is invalid. Allowed: {allowed}")
-    run, freeze = read("", names=[each.name for each in fields(RunOptions)]), read("freeze").read(Freeze)
-    flags, loggers = logger.split(LoggerOptions)
-    flags["others"], trainer = check_targets(loggers, "logger"), read("trainer")
-    own, others = trainer.split(TrainerOptions)  # others go to lightning.Trainer, which rejects what it lacks
-    others = {name: value for name, value in others.items() if name not in trainer.used}
-    if wrong := [name for name in others if name in SET_BY_CPT]:
-        told = f"trainer.{wrong[0]}={format_value(others[wrong[0]])} is invalid: cpt sets it"
-        allowed = "trainer.steps, epochs or tokens; callbacks=…, logger=… and hydra.run.dir=…"
-        raise ValueError(f"{told}. Allowed: {allowed}")
-    sections: dict[str, Any] = {
-        "run": run.read(RunOptions),
-        "freeze": replace(freeze, trainable=run.values.get("trainable")),
-        "evaluation": read("eval").read(EvalOptions),
-        "monitor": read("monitor").read(MonitorOptions),
-        "observer": choose("budget", ObserverConfig, otherwise=ObserverConfig()),
-        "data": read("data").read(DataOptions),
-        "modules": read("modules").read(ModulesOptions),
-        "model": model.read(ModelOptions),
-        "method": replace(method, below="cpt.methods.base.ContinualMethod"),
-        "masks": tuple(read(f"mask.{name}").choose() for name in check_targets(read("mask").values, "mask")),
-        "replay": choose("replay", ReplayConfig, otherwise=NO_REPLAY),
-        "source": choose("domains", Source),
-        "optim": read_optimizer(read("optim")),
-        "lr_scheduler": schedule,
-        "answers": choose("answers", TaskEvalOptions),
-        "benchmark": choose("benchmark", LMEvalOptions),
-        "trainer": replace(trainer, values={**own, "others": others}).read(TrainerOptions),
-        "logger": replace(logger, values=flags).read(LoggerOptions),
-        "callbacks": check_targets(read("callbacks").values, "callbacks"),
-    }
-    return Sections(**sections)
+    names = choose_names(settings)
+    check_value("init_from", settings["init_from"], Text | None)
+    if settings["init_from"] is not None:
+        init_from = Path(settings["init_from"])
+        check_init_from(init_from, full=sections.run.verify_inputs == "full")
+        names["model"] = f"{sections.model.name} from {init_from.name}"
+        new_options: dict[str, Any] = dict.fromkeys(NEW_MODEL_OPTIONS)
+        model = replace(sections.model, name_or_path=str(init_from / "model"), **new_options)
+        sections = replace(sections, model=model)
+    if sections.source.encoding is None:
+        sections = replace(sections, answers=None)
 
-
-def name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__name__}"
-
-
-def check_targets(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
-    """The entries that are not null; raises ValueError for one without a `_target_`."""
-    given = {name: entry for name, entry in entries.items() if entry is not None}
-    for name, entry in given.items():
-        if not isinstance(entry, Mapping) or not fits(entry.get("_target_"), Text):
-            allowed = f"null, or +{group}.{name}._target_=module.Class, and what that class takes"
-            raise ValueError(
-                f"{group}.{name}={format_value(entry)} is invalid: it has no class. Allowed: {allowed}"
-            )
-    return given
-
-
-def make_plan(cfg: DictConfig) -> Plan:
-    """The plan of a config; raises ValueError for an invalid one."""
-    read = read_sections(cfg)
-    settings = with_cap(plain_config(cfg), read.evaluation.cap)  # raises for what is missing
-    run_objective({"metrics": {}, "endtasks": {}, "rows": []}, read.run.optimized_metric)
-    trainer, source, folder = read.trainer, read.source, settings["init_from"]
-    processes = trainer.devices if isinstance(trainer.devices, int) else 1
-    share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
-    groups = ("method", "replay", "model")
-    for group in (each for each in groups if "name" not in settings[each]):
-        raise ValueError(f"{group}.name is missing. Allowed: {group}.name=NAME")
-    names = {group: str(settings[group]["name"]) for group in groups}
-    check_value("init_from", folder, Text | None)
-    if folder is not None:
-        scores = Path(folder) / "scores.json"
-        if not scores.exists() or not Scores.load(scores).run["finished"]:
-            told = f"init_from={folder} is invalid: no finished run"
-            raise ValueError(f"{told}. Allowed: null, or the folder of one")
-        lost = RunDir(Path(folder)).find_damaged_outputs(full=read.run.verify_inputs == "full")
-        if damage := [each for each in lost if not each.startswith(("report.", "report-"))]:
-            told = f"init_from={folder} is invalid: {'; '.join(damage)}"
-            raise ValueError(f"{told}. Allowed: a whole run; its own command makes its model again")
-        # Without the options of a new model.
-        new_options: dict[str, Any] = dict.fromkeys(("config", "pretraining", "vocab_size", "layers"))
-        model = replace(read.model, name_or_path=str(Path(folder) / "model"), **new_options)
-        read = replace(read, model=model)
-        names["model"] = f"{model.name} from {Path(folder).name}"
-    seed, texts = read.run.seed, source.domains
-    order = orders.resolve_order(read.run.order, names=texts, orders=source.named_orders, seed=seed)
+    source, trainer = sections.source, sections.trainer
+    order = orders.resolve_order(
+        sections.run.order, names=source.domains, orders=source.named_orders, seed=sections.run.seed
+    )
+    has_rate = not OmegaConf.is_interpolation(cfg.optim, "lr")
     plan = Plan(
-        **vars(read) | {"answers": read.answers if source.encoding is not None else None},
-        settings=redact(with_cap(hide_environment(cfg), read.evaluation.cap)),
+        **vars(sections),
+        settings=redact(with_max_tokens(hide_environment(cfg), max_tokens)),
         resolved=redact(settings),
-        names=names | {"mask": "+".join(settings["mask"]) or "none"},
+        names=names,
         order=order,
         budget=Budget(trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size),
         carry=carried(settings["optim"].get("state_across_domains", "none")),
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_hash=digest(identity(redact(settings))),
-        ignored_rate=None
-        if OmegaConf.is_interpolation(cfg.optim, "lr")
-        else cfg.method.get("lr_multiplier", 1),
+        ignored_rate=cfg.method.get("lr_multiplier", 1) if has_rate else None,
     )
-    if plan.benchmark is not None:
-        plan.benchmark.check_installed()
-    asked = plan.answers.known_by if plan.answers is not None else {}
-    if absent := [task for task in asked if task not in source.domains]:
-        raise ValueError(unknown_name(f"answers.measures.{absent[0]}", source.domains))
-    if conflict := next(conflicts(plan), None):
-        raise ValueError(conflict)
-    return plan
+    check_evaluations(plan)
+    check_conflicts(plan)
+    return with_stored_date(plan, stored_config)
 
 
-def with_cap(settings: Mapping[str, Any], cap: int | None) -> dict[str, Any]:
+def read_first_config(run: RunDir | None, extend: str | None) -> Mapping[str, Any]:
+    """The leaves of the config that the first start of a run stored or, of a new one that extends a run, that
+    this one has; empty for other new runs. Raises ValueError for a damaged file."""
+    if run is None:
+        return {}
+    if extend is not None and not run.is_started():
+        run = RunDir(Path(extend))
+    return run.stored_config() if run.config.exists() else {}
+
+
+def choose_max_tokens(sections: Sections, stored_config: Mapping[str, Any]) -> int | None:
+    """How many tokens of each text are scored at most: `eval.max_tokens=auto` is what the run has stored, and
+    no bound where it has stored none."""
+    if sections.evaluation.max_tokens == AUTO and stored_config:
+        return stored_config.get("eval.max_tokens")
+    return sections.evaluation.cap
+
+
+def with_max_tokens(settings: Mapping[str, Any], max_tokens: int | None) -> dict[str, Any]:
     """A config with another bound of how many tokens of each text are scored."""
-    return {**settings, "eval": {**settings["eval"], "max_tokens": cap}}
+    return {**settings, "eval": {**settings["eval"], "max_tokens": max_tokens}}
+
+
+def with_stored_date(plan: Plan, stored_config: Mapping[str, Any]) -> Plan:
+    """The plan with the day that the chat template of a run prints, where the config leaves it to cpt."""
+    encoding = plan.source.encoding
+    if not plan.source.chats or encoding is None or encoding.date is not None:
+        return plan
+    date = stored_config.get("domains.date")
+    return plan if date is None else with_template_date(plan, date)
 
 
 def with_template_date(plan: Plan, date: str | None) -> Plan:
@@ -309,63 +179,167 @@ def with_template_date(plan: Plan, date: str | None) -> Plan:
     return replace(plan, source=source, settings=settings, config_hash=digest(identity(settings)))
 
 
-def conflicts(plan: Plan) -> Iterator[str]:
-    """Options of different sections that contradict each other, as messages."""
-    source, monitor, name = plan.source, plan.monitor, plan.names["method"]
-    branches, sharded = getattr(plan.lr_scheduler, "branches", False), plan.trainer.strategy == "fsdp"
-    if source.encoding is not None and plan.model.objective == "masked":
-        why = "a masked model writes no answers. Allowed: a causal model, or an encoder-decoder"
-        yield f"model.objective=masked is invalid for domains of examples: {why}"
-    if plan.carry == "all" and branches:
-        why = f"lr_scheduler={type(plan.lr_scheduler).__name__} ends each domain in a branch"
-        yield f"optim.state_across_domains=all is invalid: {why}. Allowed: none, moments"
-    if monitor.decides and branches:
-        why = "the next domain starts before it. Allowed: stop=null, patience=null, keep=last"
-        yield f"monitor.stop, patience, keep is invalid with a schedule whose decay is a branch: {why}"
-    if branches and plan.method.load().ends_domains:
-        schedule = type(plan.lr_scheduler).__name__
-        why = f"the next domain starts before the decay, and without what method={name} makes of its end"
-        yield f"lr_scheduler={schedule} is invalid: {why}. Allowed: a schedule without branches, like linear"
-    sizes = {"length": plan.model.max_seq_length, "batch_size": plan.budget.batch_size}
-    yield from plan.mixture.conflicts(
-        examples=source.encoding is not None, chats=source.chats, sharded=sharded, **sizes
+def check_batch_size(sections: Sections) -> None:
+    """Raises ValueError for a batch that does not divide among as many devices as are named."""
+    devices = sections.trainer.devices
+    world_size = max(1, devices) if isinstance(devices, int) else 1
+    share_batch(
+        sections.trainer.batch_size, accumulate=sections.trainer.accumulate_grad_batches, world=world_size
     )
+
+
+def choose_names(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The names of method, replay, model and mask. Raises ValueError for a choice without a name."""
+    for group in NAMED_GROUPS:
+        if "name" not in settings[group]:
+            raise ValueError(f"{group}.name is missing. Allowed: {group}.name=NAME")
+    names = {group: str(settings[group]["name"]) for group in NAMED_GROUPS}
+    return names | {"mask": "+".join(settings["mask"]) or "none"}
+
+
+def check_init_from(folder: Path, *, full: bool) -> None:
+    """Raises ValueError for a folder without a finished run, or with damaged files of its model; if `full`,
+    all are read."""
+    scores_file = folder / "scores.json"
+    if not scores_file.exists() or not Scores.load(scores_file).run["finished"]:
+        raise InvalidOptionError(
+            "init_from", folder, reason="no finished run", allowed="null, or the folder of one"
+        )
+    damage = []
+    for line in RunDir(folder).find_damaged_outputs(full=full):
+        if not line.startswith(("report.", "report-")):
+            damage.append(line)
+    if damage:
+        raise InvalidOptionError(
+            "init_from",
+            folder,
+            reason="; ".join(damage),
+            allowed="a whole run; its own command makes its model again",
+        )
+
+
+def why_not_extendable(plan: Plan) -> str:
+    """Why the first domains would have been trained differently without those that follow; "" if they would
+    not."""
+    schedule = plan.lr_scheduler
+    if plan.is_ordered_by_texts:
+        return f"order={plan.run.order} gives a further domain its place among those that are learned"
+    if plan.trainer.match is not None:
+        return "trainer.match=ncl shares out the operations of all domains"
+    if plan.source.balanced is True:
+        return "domains.balanced=true cuts all domains to the smallest of them"
+    if plan.method.load().requires_all_domains:
+        return f"method={plan.names['method']} needs all domains before the first is learned"
+    if plan.carry == "all":
+        return "optim.state_across_domains=all lets the rate decay over all domains"
+    if getattr(schedule, "needs_end", False):  # of a user's schedule: any callable
+        return f"lr_scheduler={type(schedule).__name__} has rates that depend on how many domains follow"
+    if plan.observer.given and plan.observer.counts_domains:
+        return "budget.* is shared out among the domains of the order"
+    return ""
+
+
+def check_evaluations(plan: Plan) -> None:
+    """Raises ValueError for a benchmark that is not installed, and for measures of an unknown task."""
+    if plan.benchmark is not None:
+        plan.benchmark.check_installed()
+    if plan.answers is not None:
+        for task in plan.answers.known_by:
+            if task not in plan.source.domains:
+                raise ValueError(unknown_name(f"answers.measures.{task}", plan.source.domains))
+
+
+def check_conflicts(plan: Plan) -> None:
+    """Raises ValueError for options of different sections that contradict each other."""
+    is_sharded = plan.trainer.strategy == "fsdp"
+    if plan.source.encoding is not None and plan.model.objective == "masked":
+        raise InvalidOptionError(
+            "model.objective",
+            "masked",
+            context="for domains of examples",
+            reason="a masked model writes no answers",
+            allowed="a causal model, or an encoder-decoder",
+        )
+    if plan.has_branches:
+        check_branches(plan)
+    for message in plan.mixture.conflicts(
+        examples=plan.source.encoding is not None,
+        chats=plan.source.chats,
+        length=plan.model.max_seq_length,
+        batch_size=plan.budget.batch_size,
+        sharded=is_sharded,
+    ):
+        raise ValueError(message)
     if plan.observer.given:
-        about: dict[str, Any] = {"monitor": monitor, "method": plan.method.load(), "name": name}
-        yield from plan.observer.conflicts(**about, branches=branches, sharded=sharded)
-    if not sharded:
-        return
+        check_observer(plan, is_sharded=is_sharded)
+    if is_sharded:
+        check_sharding(plan)
+
+
+def check_branches(plan: Plan) -> None:
+    """Raises ValueError for options that need the end of a domain's decay, which is a branch."""
+    schedule = type(plan.lr_scheduler).__name__
+    if plan.carry == "all":
+        raise InvalidOptionError(
+            "optim.state_across_domains",
+            "all",
+            reason=f"lr_scheduler={schedule} ends each domain in a branch",
+            allowed="none, moments",
+        )
+    if plan.monitor.decides:
+        raise ValueError(
+            "monitor.stop, patience, keep is invalid with a schedule whose decay is a branch: "
+            "the next domain starts before it. Allowed: stop=null, patience=null, keep=last"
+        )
+    if plan.method.load().ends_domains:
+        name = plan.names["method"]
+        raise InvalidOptionError(
+            "lr_scheduler",
+            schedule,
+            reason=(
+                f"the next domain starts before the decay, and without what method={name} makes of its end"
+            ),
+            allowed="a schedule without branches, like linear",
+        )
+
+
+def check_observer(plan: Plan, *, is_sharded: bool) -> None:
+    """Raises ValueError for a plan that does not go with its observer of the monitoring evaluations."""
+    for message in plan.observer.conflicts(
+        monitor=plan.monitor,
+        method=plan.method.load(),
+        name=plan.names["method"],
+        branches=plan.has_branches,
+        sharded=is_sharded,
+    ):
+        raise ValueError(message)
+
+
+def check_sharding(plan: Plan) -> None:
+    """Raises ValueError for what does not go with strategy=fsdp."""
     method = plan.method.load()
-    for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
-        if not getattr(chosen.load(), "sharded", chosen.target.startswith(OWN_CODE)):
-            why = f"{group} {chosen.target} does not support sharded weights (docs/distributed.md)"
-            yield f"strategy=fsdp is invalid: {why}. Allowed: single, ddp"
-    if monitor.keep == "best":
-        yield "monitor.keep=best is invalid with strategy=fsdp. Allowed: last"
-    measured = {"endtask": plan.endtasks, "answers": plan.answers, "benchmark": plan.benchmark}
-    for group in (name for name, value in measured.items() if value is not None):
-        why = f"{group} is invalid with strategy=fsdp: it needs the whole model"
-        yield f"{why}. Allowed: {group}=none, and {group} with strategy=single in the end"
+    choices = [("method", plan.method)]
+    choices.extend(("mask", mask) for mask in plan.masks)
+    for group, choice in choices:
+        # A user's class has the attribute where it supports sharded weights.
+        if not getattr(choice.load(), "sharded", choice.target.startswith(PACKAGES_WITH_SHARDING)):
+            raise InvalidOptionError(
+                "strategy",
+                "fsdp",
+                reason=f"{group} {choice.target} does not support sharded weights (docs/distributed.md)",
+                allowed="single, ddp",
+            )
+    if plan.monitor.keep == "best":
+        raise InvalidOptionError("monitor.keep", "best", context="with strategy=fsdp", allowed="last")
+    for group in plan.evaluation_groups:
+        raise ValueError(
+            f"{group} is invalid with strategy=fsdp: it needs the whole model. "
+            f"Allowed: {group}=none, and {group} with strategy=single in the end"
+        )
     if plan.trainer.precision == "bf16-true" and method.needs_32_bits:
-        told = f"trainer.precision=bf16-true is invalid with method={name} and strategy=fsdp"
-        yield f"{told}. Allowed: 32-true, bf16-mixed"
-
-
-def why_not_growable(plan: Plan) -> str:
-    """Why the first domains would have been trained differently without those that follow, if so."""
-    order, schedule, method = plan.run.order, plan.lr_scheduler, plan.method.load()
-    needs_end = getattr(schedule, "needs_end", False)
-    reasons: dict[str, Any] = {
-        f"order={order} gives a further domain "
-        "its place among those that are learned": plan.is_ordered_by_texts,
-        "trainer.match=ncl shares out the operations of all domains": plan.trainer.match is not None,
-        "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,
-        f"method={plan.names['method']} needs all domains "
-        "before the first is learned": method.requires_all_domains,
-        "optim.state_across_domains=all lets the rate decay over all domains": plan.carry == "all",
-        f"lr_scheduler={type(schedule).__name__} has rates that depend on how many domains follow": needs_end,
-        "budget.* is shared out among the domains of the order": (
-            plan.observer.given and plan.observer.counts_domains
-        ),
-    }
-    return next((why for why, holds in reasons.items() if holds), "")
+        raise InvalidOptionError(
+            "trainer.precision",
+            "bf16-true",
+            context=f"with method={plan.names['method']} and strategy=fsdp",
+            allowed="32-true, bf16-mixed",
+        )

@@ -96,7 +96,7 @@ def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     given += runs.endtasks_of(place) if loop == "end tasks" else []
     expected, known = runs.whole(place, given, twin=two), {"method": method, "setup": setup, "loop": loop}
     for turn in range(6):
-        run = home / str(turn) / "run"  # alone in its folder: a run continues finished siblings
+        run = home / str(turn) / "run"
         cache = home / f"cache-{turn}" if loop == "base" else place / "cache"
         arguments = runs.command(place, run, *given, *["trainer.devices=2"] * two, cache=cache)
         processes = begin(arguments, run, setup, port=port)

@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 
 from cpt.data.orders import resolve_order
 from cpt.prepare import LAYOUTS
-from cpt.trainer.plan import make_plan, read_sections
+from cpt.trainer.plan import make_plan
+from cpt.trainer.read_config import read_sections
 from tests.conftest import ROOT
 from tests.support.campaign import run_few
 

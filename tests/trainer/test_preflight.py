@@ -16,9 +16,11 @@ from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_model, train_tokenizer
-from cpt.trainer import plan
-from cpt.trainer.plan import Checked, make_plan, read_sections
+from cpt.trainer import hydra_callback
+from cpt.trainer.hydra_callback import ConfigCheck
+from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare
+from cpt.trainer.read_config import read_sections
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.runs.reading import told_by
@@ -261,11 +263,11 @@ def test_every_choice_of_the_config_is_right(group, choice, composed):
 
 def test_the_jobs_of_a_sweep_may_set_what_is_missing(composed, monkeypatch, capsys):
     # The composed config has no settings of Hydra's own, which these two read.
-    monkeypatch.setattr(plan, "check_working_folder", lambda config: None)
-    monkeypatch.setattr(plan, "resolve_sweep_folder", lambda config: None)
+    monkeypatch.setattr(hydra_callback, "check_working_folder", lambda config: None)
+    monkeypatch.setattr(hydra_callback, "resolve_sweep_folder", lambda config: None)
 
     def start(override):
-        Checked().on_multirun_start(composed(override))
+        ConfigCheck().on_multirun_start(composed(override))
 
     start("domains=texts")
     for wrong in ("trainer.steps=-1", "plan=true"):

@@ -132,14 +132,14 @@ def test_a_run_killed_while_it_writes_goes_on_with_the_same_bits(
         assert not list((tmp_path / name).glob("generated/*.partial"))
 
 
-@pytest.mark.adopts
-def test_a_run_that_grows_writes_for_the_new_stage_alone(start, small_gpt2, tmp_path, blocks):
-    start(small_gpt2(THREE, *FEW, "save_all_stages=true"), tmp_path / "apart" / "whole")
+def test_an_extended_run_writes_for_the_new_stage_alone(start, small_gpt2, tmp_path, blocks):
+    start(small_gpt2(THREE, *FEW, "save_all_stages=true"), tmp_path / "whole")
     total = blocks["written"]
     start(small_gpt2(TWO, *FEW, "save_all_stages=true"), tmp_path / "two")
-    start(small_gpt2(THREE, *FEW, "save_all_stages=true"), tmp_path / "three")
+    extend = f"extend={tmp_path / 'two'}"
+    start(small_gpt2(THREE, *FEW, "save_all_stages=true", extend), tmp_path / "three")
     assert blocks["written"] == 2 * total
-    assert_same(tmp_path / "apart" / "whole", tmp_path / "three")
+    assert_same(tmp_path / "whole", tmp_path / "three")
 
 
 def test_two_processes_write_what_one_writes(corpora, cache, tmp_path):
