@@ -56,11 +56,11 @@ from cpt.trainer.checkpoint import (
     save_stage,
 )
 from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_parameters
-from cpt.trainer.dry_run import match_operations
 from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.export_check import HeldOutSample, check_export, draw_sample
 from cpt.trainer.lightning import drop_optimizer, join_processes, make_trainer
 from cpt.trainer.manifest import write_manifest
+from cpt.trainer.match_operations import match_operations
 from cpt.trainer.plan import Plan
 from cpt.trainer.preemption import Preemption
 from cpt.trainer.run_dir import BY_CONTENT, RunDir

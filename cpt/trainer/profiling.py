@@ -1,0 +1,292 @@
+"""Profiles of the first stages of a run: seconds, bytes and operations of a few real steps and batches, in a
+module that is thrown away."""
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from cpt.adapters.domain_store import in_memory
+from cpt.core.memory import forget_peak, peak
+from cpt.data.corpora import Corpora
+from cpt.data.datamodule import DomainSequence
+from cpt.data.options import Budget, Domain
+from cpt.methods.base import ContinualMethod
+from cpt.models.memory import use_quick_dropout
+from cpt.optim.nan_guard import NanGuard
+from cpt.trainer.auto import Machine
+from cpt.trainer.base_model import Base
+from cpt.trainer.build import build_data
+from cpt.trainer.checkpoint import map_stored, save_stage
+from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
+from cpt.trainer.lightning import drop_optimizer, make_trainer
+from cpt.trainer.plan import Plan
+
+NUM_STAGES = 3  # that are profiled: in the third a method adds what it adds for each further domain
+NUM_WARMUP_STEPS = 2  # of a stage
+NUM_TIMED_STEPS = 3
+Number = TypeVar("Number", int, float)
+
+
+@dataclass
+class Profile:
+    """Seconds and bytes of a stage; stage 0, the base, is only evaluated."""
+
+    step_s: float = 0.0
+    around_s: float = 0.0  # the method's work before the first step and after the last
+    save_s: float = 0.0  # of the stage file
+    token_s: float = 0.0  # of a token that is evaluated
+    memory: dict[str, int] = field(default_factory=dict)  # bytes between two steps, by use
+    peak: int = 0  # of training and evaluation; on a CPU of the process
+    trained: int = 0  # parameters
+    stored: int = 0  # bytes in the stage file in addition to the model's own weights
+    file: int = 0
+    flops: dict[str, float] = field(default_factory=dict)  # before the first step, of a step, after the last
+
+
+class Profiler(Callback):
+    """Fills the profile of a stage. The run takes `importance_factor` times as many importance samples;
+    `costs` counted the operations of the stage, and is None where it is only evaluated."""
+
+    def __init__(self, profile: Profile, costs: CostMonitor, importance_factor: float) -> None:
+        self.profile = profile
+        self.costs = costs
+        self.importance_factor = importance_factor
+        self.lap_start = 0.0
+        self.step_ends: list[float] = []
+
+    def lap(self, trainer: Trainer) -> float:
+        """Seconds since the last call, with the device's work done."""
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        previous_start = self.lap_start
+        self.lap_start = time.perf_counter()
+        return self.lap_start - previous_start
+
+    def add_around(self, trainer: Trainer, phase: str) -> None:
+        """Adds the seconds of the method's work before or after the domain; of work with operations, which is
+        on importance samples, those that the run will take."""
+        seconds = self.lap(trainer)
+        if self.costs.flops[phase]:
+            seconds *= self.importance_factor
+        self.profile.around_s += seconds
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.lap(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 0:
+            self.add_around(trainer, "before")
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step > len(self.step_ends):  # not within an accumulated batch
+            self.lap(trainer)
+            self.step_ends.append(self.lap_start)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        timed_ends = self.step_ends[NUM_WARMUP_STEPS - 1 :]
+        self.profile.step_s = (timed_ends[-1] - timed_ends[0]) / (len(timed_ends) - 1)
+        self.profile.memory = count_bytes(pl_module, trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.lap(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.add_around(trainer, "after")
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.lap(trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.profile.token_s += self.lap(trainer)
+
+
+def count_bytes(module: Any, trainer: Trainer) -> dict[str, int]:
+    """Bytes of the tensors on the device of a stage by their use, each counted once, and of those that are
+    offloaded to the host."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    optimizer_state: list[torch.Tensor] = []
+    for optimizer in trainer.optimizers:
+        for entries in optimizer.state.values():
+            optimizer_state.extend(entry for entry in entries.values() if isinstance(entry, torch.Tensor))
+    uses = {
+        "weights": in_memory(module.model),
+        "method state": in_memory(module),
+        "gradients": gradients,
+        "optimizer state": optimizer_state,
+    }
+
+    counted_storages: set[int] = set()
+    num_bytes = dict.fromkeys([*uses, "offloaded"], 0)
+    for use, tensors in uses.items():
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if not storage.nbytes() or storage._cdata in counted_storages:
+                continue
+            counted_storages.add(storage._cdata)
+            is_on_device = storage.device.type == trainer.strategy.root_device.type
+            num_bytes[use if is_on_device else "offloaded"] += storage.nbytes()
+    return num_bytes
+
+
+def profile_run(
+    plan: Plan,
+    machine: Machine,
+    corpora: Corpora,
+    base: Base,
+    module: ContinualMethod,
+    data: DomainSequence,
+) -> list[Profile]:
+    """The profiles of the base and the first stages: what one of all processes does of a batch, with the same
+    few steps for every domain. The module cannot be used after it."""
+    num_samples = min(plan.trainer.importance_samples, plan.trainer.eval_batch_size)
+    importance_factor = compare_importance_samples(
+        plan, data, num_samples=num_samples, world_size=machine.world_size
+    )
+    num_steps = NUM_WARMUP_STEPS + max(NUM_TIMED_STEPS, 2 * module.period)
+    short_plan = shorten_plan(
+        plan,
+        num_steps=num_steps,
+        batch_size=plan.budget.batch_size // machine.world_size,
+        importance_samples=num_samples,
+    )
+    one_process = replace(machine, devices=1, strategy="auto", num_workers=0)
+    arguments = one_process.lightning_arguments(short_plan.trainer)
+
+    # A batch of a domain and one of the general text are evaluated.
+    short_data = build_data(short_plan, one_process, corpora, base, module)
+    short_data.eval_tokens = plan.trainer.eval_batch_size * plan.model.max_seq_length
+    texts = list(short_data.held_out)
+    short_data.asked = list(dict.fromkeys([texts[0], texts[-1]]))
+    short_data.by_length = not module.in_sequence
+    num_tokens = sum(int(short_data.scored_sizes(text).all.sum()) for text in short_data.asked)
+
+    profiles = []
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as folder:
+        for number, stage in enumerate([None, *short_data]):
+            profile = Profile()
+            profiler = Profiler(profile, CostMonitor(), importance_factor)
+            forget_peak(machine.device)
+            if stage is not None:
+                train_stage(short_plan, machine, arguments, module, short_data, stage, profiler)
+                store_stage(plan, module, Path(folder) / f"{number:03d}.pt", profile)
+            trainer = make_trainer(arguments, label="profiling evaluation", callbacks=[profiler])
+            trainer.validate(module, datamodule=short_data, verbose=False)
+            profile.token_s /= max(1, num_tokens)
+            profile.peak = peak(machine.device)
+            if not profile.memory:  # the base has no steps
+                profile.memory = count_bytes(module, trainer)
+            profiles.append(profile)
+    return profiles
+
+
+def compare_importance_samples(
+    plan: Plan, data: DomainSequence, *, num_samples: int, world_size: int
+) -> float:
+    """How many times more importance samples a process of the run takes than `num_samples`, 1 at least."""
+    sizes = [sum(len(data.train[text]) for text in stage.texts) for stage in data]
+    mean_size = sum(sizes) / len(sizes) if sizes else 0.0
+    return max(1, min(plan.trainer.importance_samples, mean_size) / num_samples / world_size)
+
+
+def shorten_plan(plan: Plan, *, num_steps: int, batch_size: int, importance_samples: int) -> Plan:
+    """The plan of a few steps of the first stages in one process."""
+    trainer = replace(
+        plan.trainer,
+        devices=1,
+        num_nodes=1,
+        strategy="auto",
+        reshard_after_forward=None,
+        num_workers=0,
+        importance_samples=importance_samples,
+    )
+    budget = Budget(steps=num_steps, epochs=None, tokens=None, batch_size=batch_size)
+    return replace(plan, order=plan.order[:NUM_STAGES], budget=budget, trainer=trainer)
+
+
+def train_stage(
+    plan: Plan,
+    machine: Machine,
+    arguments: Mapping[str, Any],
+    module: ContinualMethod,
+    data: DomainSequence,
+    stage: Domain,
+    profiler: Profiler,
+) -> None:
+    """Trains a stage for the few steps of a plan, and fills its profile; `arguments` are those of
+    `make_trainer`."""
+    data.enter(stage)
+    module.setup_stage(stage)
+    module.train()
+    policy = plan.run.on_nonfinite.replace("rollback", "stop")  # there is no checkpoint
+    trainer = make_trainer(
+        arguments,
+        label=f"profiling {stage.name}",
+        steps=plan.budget.steps,
+        callbacks=[profiler.costs, NanGuard(policy=policy), profiler],
+    )
+    with use_quick_dropout(machine.quick_dropout):
+        trainer.fit(module, datamodule=data)
+    drop_optimizer(trainer)
+
+    # Importances are the work before and after a domain.
+    flops = profiler.costs.flops
+    profiler.profile.flops = {
+        "before": flops["before"] * profiler.importance_factor,
+        "step": flops["step"],
+        "after": flops["after"] * profiler.importance_factor,
+    }
+
+
+def store_stage(plan: Plan, module: ContinualMethod, path: Path, profile: Profile) -> None:
+    """Writes the file of a stage, and fills its profile."""
+    start_time = time.perf_counter()
+    profile.stored = stored_beside(module, save_stage(module, path))
+    profile.save_s = time.perf_counter() - start_time
+    profile.file = path.stat().st_size
+    profile.trained = trained_parameters(module)
+    if plan.modules.storage == "disk":
+        map_stored(module, path)
+
+
+def extend_profiles(profiles: Sequence[Profile], num_stages: int) -> list[Profile]:
+    """The profiles of the base and all stages: each further one adds what the last profiled one has added."""
+    extended = list(profiles[: num_stages + 1])
+    trained = profiles[1:]
+    for num_beyond in range(1, num_stages - len(trained) + 1):
+        last = trained[-1]
+        previous = trained[-2] if len(trained) > 1 else last
+        memory = {}
+        for use, num_bytes in last.memory.items():
+            memory[use] = extrapolate(previous.memory[use], num_bytes, num_beyond)
+        flops = {}
+        for phase, num_flops in last.flops.items():
+            flops[phase] = extrapolate(previous.flops[phase], num_flops, num_beyond)
+        extended.append(
+            replace(
+                last,
+                file=extrapolate(previous.file, last.file, num_beyond),
+                stored=extrapolate(previous.stored, last.stored, num_beyond),
+                memory=memory,
+                flops=flops,
+            )
+        )
+    return extended
+
+
+def extrapolate(previous: Number, last: Number, num_beyond: int) -> Number:
+    """A size some stages beyond the last profiled one, which grows as from the previous stage to the last.
+
+    >>> extrapolate(100, 130, 2), extrapolate(130, 100, 2)
+    (190, 100)
+    """
+    return last + num_beyond * max(0, last - previous)
