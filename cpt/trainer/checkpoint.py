@@ -5,49 +5,48 @@ stages/NUMBER.pt                the method's state; either without what is shard
 NAME.COUNT.shards/              sharded tensors, by torch.distributed.checkpoint: every process writes and
                                 reads its own rows; .metadata says where what is
 
-The small file is replaced when its folder is complete, and the folder before is removed then: a kill leaves
-the old ones or the new ones. Any number of processes reads them; a stage's with any strategy.
+Any number of processes reads them; a stage's with any strategy. At the end of a run the file of the last
+stage leaves to links (`linked_weights.py`) what the exported model holds."""
 
-At the end of a run the exported model holds most tensors of the last stage, whose file then leaves them to
-
-NUMBER.COUNT.linked/            hard links to the model's safetensors, so that no weights are on disk twice"""
-
-import glob
-import itertools
-import logging
-import os
-import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed import checkpoint as files
+from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor
 
 from cpt.adapters.domain_store import find_domain_params, load_mapped
 from cpt.core.distributed import all_reduce_max, barrier, gather_objects, is_sharded, shard_as
 from cpt.core.errors import FAILED_ALLOCATION, reason
-from cpt.core.files import find_damage, hash_files, sync
+from cpt.core.files import hash_files, sync
 from cpt.core.processes import is_distributed, is_first_process, rank_and_world
 from cpt.core.tensors import NamedTensors, check_state, load_tensors, save_state
+from cpt.trainer.linked_weights import fill_linked
+from cpt.trainer.state_folders import (
+    SHARDS,
+    check_folders,
+    new_folder,
+    newest_number,
+    remove_folders,
+    without_warnings,
+)
 
-log = logging.getLogger(__name__)
-SHARDS = "shards"  # in the small file: the folder, its files' hashes, the places of its tensors
-LINKS = "linked"  # in a stage's file: the folder, its files' hashes, by tensor its file and key there
-Like = Callable[[list[Any], torch.Size], Tensor | None]  # what a tensor of a place and shape is sharded like
+MAX_CAUSE_LENGTH = 200  # characters of a message of torch
+KeyPath = list[Any]  # the keys and indices of a value in nested dicts and lists
+# What a tensor of a key path and shape is sharded like; None: it is whole.
+FindLayout = Callable[[KeyPath, torch.Size], Tensor | None]
+
+
+def find_no_layout(key_path: KeyPath, shape: torch.Size) -> Tensor | None:
+    """All tensors are whole."""
+    return None
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning's checkpoints next to their place; its own writer needs room in /tmp."""
+    """Writes Lightning's checkpoints next to their path; its own writer needs room in /tmp."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         save_state(checkpoint, Path(path))
@@ -68,16 +67,6 @@ def check_stage(path: Path, *, instead: str) -> None:
     check_folders(check_state(path, instead=instead), path, instead=instead, full=True)
 
 
-def check_folders(state: Mapping[str, Any], path: Path, *, instead: str, full: bool) -> None:
-    """Raises ValueError if a file of a small file's folders is missing or has another size or, if `full`,
-    another hash; `instead` says what to do."""
-    for kind, shared in ((SHARDS, ""), (LINKS, f", whose files {path.parent.with_name('model')} shares")):
-        if found := state.get(kind):
-            folder = path.with_name(found["folder"])
-            if damage := next(find_damage(folder, found["sums"], full=full), None):
-                raise ValueError(f"{folder}{shared}: {damage}; {instead}")
-
-
 def load_stage(path: Path) -> dict[str, Tensor]:
     """The whole state of a stage, on the CPU. Raises ValueError for files that are missing or truncated."""
     return fill_tensors(load_tensors(path), path)
@@ -87,18 +76,23 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
     """Loads the state of a stage into a module; `rests` maps the modules of earlier domains from the file, if
     they are whole. Of a sharded module every process has to call it, and reads its own rows. Raises
     ValueError for the state of another model or method."""
-    stored = fill_linked(load_tensors(path), path)
+    state = fill_linked(load_tensors(path), path)
+
+    def find_layout(key_path: KeyPath, shape: torch.Size) -> Tensor | None:
+        return layout_of(module, key_path[0], shape)
+
     try:
-        if rests and SHARDS not in stored:
-            load_mapped(module, stored)
+        if rests and SHARDS not in state:
+            load_mapped(module, state)
         else:
-            like = partial(layout_of, module)
-            module.load_state_dict(fill_tensors(stored, path, lambda place, shape: like(place[0], shape)))
+            module.load_state_dict(fill_tensors(state, path, find_layout))
     except RuntimeError as error:  # other names or shapes
         if FAILED_ALLOCATION.search(str(error)):
             raise
-        told = f"{path} is of another model or method ({reason(error)[:200]})"
-        raise ValueError(f"{told}; restore it from a backup") from error
+        cause = reason(error)[:MAX_CAUSE_LENGTH]
+        raise ValueError(
+            f"{path} is of another model or method ({cause}); restore it from a backup"
+        ) from error
     if rests:
         map_stored(module, path)
 
@@ -106,185 +100,134 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
 def map_stored(module: nn.Module, path: Path) -> None:
     """Memory-maps the stored parameters of other domains from the file of the module's state."""
     stores = find_domain_params(module)
-    if stores and path.is_file():
-        stored = fill_linked(load_tensors(path), path)
-        for prefix, each in stores.items():
-            whole = {name: f"{prefix}.{name}" for name in each._buffers}
-            each.map_to({name: stored[key] for name, key in whole.items() if key in stored})
+    if not stores or not path.is_file():
+        return
+    state = fill_linked(load_tensors(path), path)
+    for prefix, store in stores.items():
+        tensors = {}
+        for name in store._buffers:
+            key = f"{prefix}.{name}"
+            if key in state:
+                tensors[name] = state[key]
+        store.map_to(tensors)
 
 
 def layout_of(module: nn.Module, name: str, shape: torch.Size) -> Tensor | None:
     """The parameter that a tensor of a module's state is, or is kept of, if it has its shape."""
-    owner, _, last = name.rpartition(".")
+    owner_name, _, tensor_name = name.rpartition(".")
     try:
-        part = module.get_submodule(owner)
+        owner = module.get_submodule(owner_name)
     except AttributeError:  # a part that comes with the state
         return None
-    if isinstance(part, NamedTensors):
-        found = part.layout.get(part.parameter_of(last.replace("/", ".")))
+    if isinstance(owner, NamedTensors):
+        parameter = owner.layout.get(owner.parameter_of(tensor_name.replace("/", ".")))
     else:
-        found = getattr(part, last, None)
-    return found if found is not None and found.shape == shape else None
+        parameter = getattr(owner, tensor_name, None)
+    if parameter is None or parameter.shape != shape:
+        return None
+    return parameter
+
+
+class ShardedTensors:
+    """The sharded tensors of nested dicts and lists, and where they stand in them."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.key_paths: dict[str, list[KeyPath]] = {}  # of each tensor by its name, several if it is shared
+        self.names: dict[int, str] = {}  # by id: the first key path, joined
+
+    def take_from(self, value: Any, *key_path: Any) -> Any:
+        """The value with None in place of sharded tensors, which are stored here; others are detached."""
+        if isinstance(value, dict):
+            return {key: self.take_from(entry, *key_path, key) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [self.take_from(entry, *key_path, index) for index, entry in enumerate(value)]
+        if not is_sharded(value):
+            return value.detach() if isinstance(value, Tensor) else value
+
+        name = self.names.setdefault(id(value), "/".join(map(str, key_path)))
+        self.tensors[name] = value.detach()
+        self.key_paths.setdefault(name, []).append(list(key_path))
+        return None
 
 
 def save_sharded(state: Mapping[str, Any], path: Path) -> None:
     """Writes nested dicts and lists: sharded tensors to a new folder, each process its own rows, all else to
     the small file. Every process has to call it; then the disk holds them."""
-    shards, places = dict[str, Tensor](), dict[str, list[list[Any]]]()
-    first: dict[int, str] = {}  # of one object under several names
-
-    def take_out(value: Any, *place: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: take_out(each, *place, key) for key, each in value.items()}
-        if isinstance(value, list):
-            return [take_out(each, *place, at) for at, each in enumerate(value)]
-        if not is_sharded(value):
-            return value.detach() if isinstance(value, Tensor) else value
-        name = first.setdefault(id(value), "/".join(map(str, place)))
-        shards[name] = value.detach()
-        places.setdefault(name, []).append(list(place))
-        return None
-
-    tree, folder = take_out(dict(state)), None
-    if shards:
-        folder = path.with_name(f"{path.stem}.{all_reduce_max(1 + newest_number(path))}.{SHARDS}")
-        if is_first_process():
-            folder.mkdir(parents=True)
-        barrier()
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that is alone
-            files.save(shards, checkpoint_id=folder, no_dist=not is_distributed())
-        barrier()
-        own = [*folder.glob(f"__{rank_and_world()[0]}_*")]
-        if is_first_process():
-            own.append(folder / ".metadata")
-            for file in (*folder.iterdir(), folder):
-                sync(file)
-        tables = gather_objects(hash_files(folder, own))
-        sums = {name: each for table in tables for name, each in table.items()}
-        tree[SHARDS] = {"folder": folder.name, "sums": sums, "places": places}
+    sharded = ShardedTensors()
+    whole_state = sharded.take_from(dict(state))
+    folder = None
+    if sharded.tensors:
+        folder = new_folder(path, all_reduce_max(1 + newest_number(path)), SHARDS)
+        sums = write_shards(sharded.tensors, folder)
+        whole_state[SHARDS] = {"folder": folder.name, "sums": sums, "places": sharded.key_paths}
     if is_first_process():
-        save_state(tree, path)
+        save_state(whole_state, path)
         remove_folders(path, but=folder)
 
 
-def tensor_folders(path: Path) -> list[Path]:
-    """The folders next to a small file, of both kinds."""
-    return [
-        each for kind in (SHARDS, LINKS) for each in path.parent.glob(f"{glob.escape(path.stem)}.*.{kind}")
-    ]
+def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
+    """Writes sharded tensors to a new folder, each process its own rows; returns the hashes of its files.
+    Every process has to call it."""
+    if is_first_process():
+        folder.mkdir(parents=True)
+    barrier()
+    with without_warnings():
+        checkpoint.save(dict(tensors), checkpoint_id=folder, no_dist=not is_distributed())
+    barrier()
+
+    rank, _ = rank_and_world()
+    files = [*folder.glob(f"__{rank}_*")]
+    if is_first_process():
+        files.append(folder / ".metadata")
+        for file in (*folder.iterdir(), folder):
+            sync(file)
+    sums: dict[str, Any] = {}
+    for process_sums in gather_objects(hash_files(folder, files)):
+        sums.update(process_sums)
+    return sums
 
 
-def newest_number(path: Path) -> int:
-    """The number of the newest folder next to a small file, 0 without one."""
-    return max((int(each.name.split(".")[-2]) for each in tensor_folders(path)), default=0)
-
-
-def remove_folders(path: Path, *, but: Path | None) -> None:
-    for old in tensor_folders(path):
-        if old != but:
-            shutil.rmtree(old)
-
-
-def link_weights(path: Path, model: Path) -> None:
-    """Leaves out of a stage's file the tensors that an exported model holds bit for bit, and links the files
-    of the model next to it: the stage stays whole when the model is deleted. Sharded tensors that the model
-    lacks are written whole. Changes nothing on a file system without hard links. For one process, which holds
-    one tensor at a time in memory."""
-    exported, sizes = dict[Any, tuple[str, str]](), set[int]()
-    for file in sorted(model.rglob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for key in opened.keys():  # noqa: SIM118  (it is no mapping)
-                tensor = opened.get_tensor(key)
-                exported[hash_tensor(tensor)] = (file.relative_to(model).as_posix(), key)
-                sizes.add(tensor.nbytes)
-    state = fill_linked(load_tensors(path), path)
-    shards, places = state.pop(SHARDS, None), dict[str, tuple[str, str]]()
-    folder = path.with_name(f"{path.stem}.{1 + newest_number(path)}.{LINKS}")
-    folder.mkdir()
-    sharded = () if shards is None else read_shards(shards, path)
-    whole = (([name], each) for name, each in state.items() if isinstance(each, Tensor))
-    for names, tensor in itertools.chain(sharded, whole):
-        found = exported.get(hash_tensor(tensor)) if tensor.nbytes in sizes else None
-        if found is None and state[names[0]] is None:
-            found = (f"other-{len(places)}.safetensors", "tensor")
-            save_file({"tensor": tensor}, folder / found[0])
-        if found is not None:
-            places |= dict.fromkeys(names, found)
-    try:
-        for name in {name for name, _ in places.values() if not (folder / name).exists()}:
-            (folder / name).parent.mkdir(exist_ok=True)
-            os.link(model / name, folder / name)
-    except OSError as error:
-        log.info("Keeping the weights of %s and of %s: no hard links here (%s)", model, path, error.strerror)
-        shutil.rmtree(folder)
-        return
-    if not places:
-        folder.rmdir()
-        return
-    present = [each for each in folder.rglob("*") if each.is_file()]
-    for each in (*present, *{each.parent for each in present}, folder):
-        sync(each)
-    linked = {"folder": folder.name, "sums": hash_files(folder, present), "tensors": places}
-    save_state(state | dict.fromkeys(places) | {LINKS: linked}, path)
-    remove_folders(path, but=folder)
-
-
-def hash_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for tensors with the same type, shape and bits."""
-    array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return tensor.dtype, tensor.shape, xxhash.xxh3_128_digest(array)
-
-
-def read_shards(shards: Mapping[str, Any], path: Path) -> Iterator[tuple[list[str], Tensor]]:
-    """The sharded tensors of a stage, whole, with their names."""
-    folder = path.with_name(shards["folder"])
-    table: dict[str, Any] = files.FileSystemReader(folder).read_metadata().state_dict_metadata
-    for name, places in shards["places"].items():
-        tensor = torch.empty(table[name].size, dtype=table[name].properties.dtype)
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that is alone
-            files.load({name: tensor}, checkpoint_id=folder, no_dist=True)
-        yield ["/".join(map(str, place)) for place in places], tensor
-
-
-def fill_linked(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What a stage's file holds with the tensors of its linked files, mapped into memory. Raises ValueError
-    for files that are missing or truncated."""
-    if (linked := state.pop(LINKS, None)) is not None:
-        check_folders({LINKS: linked}, path, instead="restore it from a backup", full=False)
-        with ExitStack() as stack:
-            folder, used = path.with_name(linked["folder"]), set[tuple[str, str]]()
-            opened = {each: stack.enter_context(safe_open(folder / each, "pt")) for each in linked["sums"]}
-            for name, (file, key) in linked["tensors"].items():
-                tensor = opened[file].get_tensor(key)
-                state[name] = tensor.clone() if (file, key) in used else tensor  # its own, to be changed
-                used.add((file, key))
-    return state
-
-
-def fill_tensors(state: dict[str, Any], path: Path, like: Like = lambda place, shape: None) -> dict[str, Any]:
-    """What a small file holds with the sharded tensors, each sharded like another or whole; if some are
-    sharded, every process has to call it. Raises ValueError for files that are missing or truncated."""
+def fill_tensors(
+    state: dict[str, Any], path: Path, find_layout: FindLayout = find_no_layout
+) -> dict[str, Any]:
+    """What the small file at `path` holds with the sharded tensors, each sharded like another or whole; if
+    some are sharded, every process has to call it. Raises ValueError for files that are missing or
+    truncated."""
     state = fill_linked(state, path)
     if SHARDS not in state:
         return state
     check_folders(state, path, instead=f"delete {path} to train its domain again", full=False)
     shards = state.pop(SHARDS)
-    tensors, folder = dict[str, Tensor](), path.with_name(shards["folder"])
-    table: dict[str, Any] = files.FileSystemReader(folder).read_metadata().state_dict_metadata
-    for name, places in shards["places"].items():
-        size, kind = table[name].size, table[name].properties.dtype
-        model = like(places[0], size)
-        if isinstance(model, DTensor):
-            tensors[name] = shard_as(torch.empty_like(model.to_local(), dtype=kind), model)
+    folder = path.with_name(shards["folder"])
+    metadata: dict[str, Any] = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors: dict[str, Tensor] = {}
+    for name, key_paths in shards["places"].items():
+        size, dtype = metadata[name].size, metadata[name].properties.dtype
+        layout = find_layout(key_paths[0], size)
+        if isinstance(layout, DTensor):
+            tensors[name] = shard_as(torch.empty_like(layout.to_local(), dtype=dtype), layout)
         else:
-            tensors[name] = torch.empty(size, dtype=kind)
-    alone = not is_distributed() or not any(map(is_sharded, tensors.values()))
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a process that is alone
-        files.load(tensors, checkpoint_id=folder, no_dist=alone)
-    for name, places in shards["places"].items():
-        for *inner, last in places:
-            node: Any = state
-            for key in inner:
-                node = node[key]
-            node[last] = tensors[name]
+            tensors[name] = torch.empty(size, dtype=dtype)
+
+    is_alone = not is_distributed() or not any(map(is_sharded, tensors.values()))
+    with without_warnings():
+        checkpoint.load(tensors, checkpoint_id=folder, no_dist=is_alone)
+    for name, key_paths in shards["places"].items():
+        for key_path in key_paths:
+            set_value(state, key_path, tensors[name])
     return state
+
+
+def set_value(tree: Any, key_path: KeyPath, value: Any) -> None:
+    """Sets the value of a key path in nested dicts and lists.
+
+    >>> tree = {"a": [1, {"b": None}]}
+    >>> set_value(tree, ["a", 1, "b"], 2)
+    >>> tree
+    {'a': [1, {'b': 2}]}
+    """
+    *parents, last = key_path
+    for key in parents:
+        tree = tree[key]
+    tree[last] = value

@@ -50,7 +50,6 @@ from cpt.trainer.callbacks import CustomCallbacks, Monitor, ProtectedMovement
 from cpt.trainer.chat_date import date_chats
 from cpt.trainer.checkpoint import (
     check_stage,
-    link_weights,
     map_stored,
     restore_stage,
     save_stage,
@@ -59,6 +58,7 @@ from cpt.trainer.costs import CostMonitor, stored_beside, time_phase, trained_pa
 from cpt.trainer.evaluators import Evaluator, make_evaluators
 from cpt.trainer.export_check import HeldOutSample, check_export, draw_sample
 from cpt.trainer.lightning import drop_optimizer, join_processes, make_trainer
+from cpt.trainer.linked_weights import link_weights
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.match_operations import match_operations
 from cpt.trainer.plan import Plan

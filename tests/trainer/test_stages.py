@@ -19,7 +19,6 @@ from cpt.trainer import checkpoint as stages
 from cpt.trainer import evaluators
 from cpt.trainer.checkpoint import (
     check_stage,
-    link_weights,
     load_stage,
     restore_stage,
     save_sharded,
@@ -27,6 +26,7 @@ from cpt.trainer.checkpoint import (
 )
 from cpt.trainer.evaluators import LMEvalEvaluator
 from cpt.trainer.fsdp_strategy import shard_state
+from cpt.trainer.linked_weights import link_weights
 from cpt.trainer.run_dir import RunDir
 from cpt.verify import damage_in_run
 from tests.runs.reading import same_state
@@ -159,7 +159,7 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, sh
     assert other.domain_params.mapped == ({"0:map/bias"} if rests else set())
 
 
-@pytest.mark.parametrize("function", ["files.save", "hash_files", "save_state"])
+@pytest.mark.parametrize("function", ["checkpoint.save", "hash_files", "save_state"])
 def test_a_stage_that_is_half_written_is_none_and_one_is_replaced_as_a_whole(
     function, mesh, tmp_path, monkeypatch
 ):
