@@ -43,51 +43,72 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
 
 def describe_options(arguments: Sequence[str]) -> str:
     """The options of the groups that the command line chooses, or of all where it chooses none."""
-    given = get_args_parser().parse_args([each for each in arguments if each != FLAG])
-    added = [f"hydra.searchpath=[file://{Path(given.config_dir).absolute()}]"] if given.config_dir else []
+    parsed = get_args_parser().parse_args([argument for argument in arguments if argument != FLAG])
+    overrides = list(parsed.overrides)
+    if parsed.config_dir:
+        overrides.append(f"hydra.searchpath=[file://{Path(parsed.config_dir).absolute()}]")
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(CONFIG, overrides=[*given.overrides, *added])
-    chosen = {each.lstrip("+~").partition("=")[0].partition("@")[0] for each in given.overrides} & set(cfg)
-    blocks = [
-        "\n".join(
-            f"{key}={value}\n    {meant}" + f"; allowed: {words}" * bool(words)
-            for key, value, meant, words in list_options(cfg, place)
-        )
-        for place in list_sections(cfg)
-        if not chosen or place.split(".")[0] in chosen
-    ]
+        cfg = compose(CONFIG, overrides=overrides)
+
+    chosen_groups = {group_of(override) for override in parsed.overrides} & set(cfg)
+    blocks = []
+    for section in list_sections(cfg):
+        if not chosen_groups or section.split(".")[0] in chosen_groups:
+            lines = [format_option(*option) for option in list_options(cfg, section)]
+            blocks.append("\n".join(lines))
     return "\n\n".join(filter(None, blocks))
 
 
-def list_sections(cfg: DictConfig, place: str = "") -> Iterator[str]:
+def group_of(override: str) -> str:
+    """The config group, or the key, that an override is of: `+model@x=hf` is of `model`."""
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def format_option(key: str, value: str, description: str, allowed_values: str) -> str:
+    text = f"{key}={value}\n    {description}"
+    if allowed_values:
+        text += f"; allowed: {allowed_values}"
+    return text
+
+
+def list_sections(cfg: DictConfig, section: str = "") -> Iterator[str]:
     """The sections of a config that have options, each followed by those within it."""
-    node = OmegaConf.select(cfg, place) if place else cfg
-    if isinstance(node, DictConfig):
-        if place in FIXED or "_target_" in node:
-            yield place
-        for name in node:
-            if not OmegaConf.is_missing(node, name):
-                yield from list_sections(cfg, join(place, str(name)))
+    node = OmegaConf.select(cfg, section) if section else cfg
+    if not isinstance(node, DictConfig):
+        return
+    if section in FIXED or "_target_" in node:
+        yield section
+    for name in node:
+        if not OmegaConf.is_missing(node, name):
+            yield from list_sections(cfg, join(section, str(name)))
 
 
-def options_at(cfg: DictConfig, place: str) -> Sequence[type[Options]]:
+def options_at(cfg: DictConfig, section: str) -> Sequence[type[Options]]:
     """The Options of a section; none where its class has none."""
-    target = OmegaConf.select(cfg, join(place, "_target_"))
-    kind = KNOWN.get(target) or (options_class(target, place=place) if target else None)
-    return FIXED.get(place) or ([] if kind is None else [kind])
+    if section in FIXED:
+        return FIXED[section]
+    target = OmegaConf.select(cfg, join(section, "_target_"))
+    kind = KNOWN.get(target)
+    if kind is None and target:
+        kind = options_class(target, place=section)
+    return [] if kind is None else [kind]
 
 
-def list_options(cfg: DictConfig, place: str) -> Iterator[tuple[str, str, str, str]]:
+def list_options(cfg: DictConfig, section: str) -> Iterator[tuple[str, str, str, str]]:
     """Of each option of a section its key, its value as one gives it, its help and what is allowed."""
-    section = OmegaConf.select(cfg, place) if place else cfg
-    for kind in options_at(cfg, place):
+    node = OmegaConf.select(cfg, section) if section else cfg
+    for kind in options_at(cfg, section):
         for field in fields(kind):
-            # `in section` is false for a value that is missing (`???`), `in section.keys()` is not
-            node = section._get_node(field.name) if field.name in section.keys() else None  # noqa: SIM118
-            is_section = isinstance(node, DictConfig) and not node._is_missing() and len(node) > 0
-            if node is None or is_section:
+            if field.name not in node.keys() or is_section(node, field.name):  # noqa: SIM118
+                # `in node` is false for a value that is missing (`???`), `in node.keys()` is not.
                 continue
-            is_required = OmegaConf.is_missing(section, field.name)
-            value = "???" if is_required else format_value(to_python(section[field.name]))
-            words = allowed(option_types(kind)[field.name])
-            yield join(place, field.name), value, field.metadata["help"], words
+            is_required = OmegaConf.is_missing(node, field.name)
+            value = "???" if is_required else format_value(to_python(node[field.name]))
+            allowed_values = allowed(option_types(kind)[field.name])
+            yield join(section, field.name), value, field.metadata["help"], allowed_values
+
+
+def is_section(node: DictConfig, name: str) -> bool:
+    """Whether a value of a config is a section of its own: a mapping with entries."""
+    value = node._get_node(name)
+    return isinstance(value, DictConfig) and not value._is_missing() and len(value) > 0

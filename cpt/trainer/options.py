@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Len, Predicate
 
-from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.naming import LONGEST_TAG
 from cpt.core.schema import (
     Allowed,
@@ -40,27 +40,31 @@ Strategy = Literal[
 def is_name(value: Any) -> bool:
     """Whether it is a folder below outputs/: its parts are neither empty nor lead out of it."""
     text = str(value)
-    plain = not isinstance(value, bool | None) and text.isprintable() and "\\" not in text
-    return plain and all(part.strip() not in ("", ".", "..") for part in text.split("/"))
+    if isinstance(value, bool | None) or not text.isprintable() or "\\" in text:
+        return False
+    return all(part.strip() not in ("", ".", "..") for part in text.split("/"))
 
 
 def is_order(value: Any) -> bool:
-    listed = isinstance(value, list | tuple) and not any(isinstance(entry, bool) for entry in value)
-    return listed or fits(value, Natural) or fits(value, Text)
+    """Whether it is a list of domains, the number of a named order, or a word."""
+    if isinstance(value, list | tuple):
+        return not any(isinstance(entry, bool) for entry in value)
+    return fits(value, Natural) or fits(value, Text)
 
 
 def is_devices(value: Any) -> bool:
     """Whether it is auto, -1, a number of devices, or a list of their numbers."""
     if isinstance(value, str):
         return value == "auto" or re.fullmatch(r"-1|\d+(,\d+)*", value) is not None
-    listed = isinstance(value, list | tuple) and len(value) > 0 and all(fits(at, Natural) for at in value)
-    return listed or value == -1 or fits(value, Count)
+    if isinstance(value, list | tuple):
+        return len(value) > 0 and all(fits(number, Natural) for number in value)
+    return value == -1 or fits(value, Count)
 
 
 def count_devices(value: Any) -> int | None:
     """The number of devices that an option names; None for all, whose number Lightning knows."""
-    if isinstance(value, str):
-        value = value.split(",") if "," in value else value
+    if isinstance(value, str) and "," in value:
+        return len(value.split(","))
     if isinstance(value, list | tuple):
         return len(value)
     return value if isinstance(value, int) and value > 0 else None
@@ -173,19 +177,31 @@ class TrainerOptions(Options):
                 allowed="null",
             )
         if self.strategy == "fsdp" and self.precision not in SHARDED_PRECISIONS:
-            known = ", ".join(dict.fromkeys(map(str, SHARDED_PRECISIONS)))
-            why = f"precision={format_value(self.precision)} is invalid with strategy=fsdp"
-            raise ValueError(f"{why}. Allowed: {known}")
+            raise InvalidOptionError(
+                "precision",
+                self.precision,
+                context="with strategy=fsdp",
+                allowed=", ".join(dict.fromkeys(map(str, SHARDED_PRECISIONS))),
+            )
 
     @property
     def lightning(self) -> dict[str, Any]:
         """The arguments of cpt.trainer.lightning.make_trainer."""
-        return {name: getattr(self, name) for name in FOR_LIGHTNING} | dict(self.others)
+        arguments = {name: getattr(self, name) for name in LIGHTNING_ARGUMENTS}
+        return arguments | dict(self.others)
 
 
-FOR_LIGHTNING = (
-    *("accumulate_grad_batches", "gradient_clip_val", "precision", "deterministic", "log_every_n_steps"),
-    *("accelerator", "devices", "num_nodes", "strategy", "reshard_after_forward"),
+LIGHTNING_ARGUMENTS = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "precision",
+    "deterministic",
+    "log_every_n_steps",
+    "accelerator",
+    "devices",
+    "num_nodes",
+    "strategy",
+    "reshard_after_forward",
 )
 
 

@@ -9,7 +9,9 @@ import shutil
 import pytest
 
 from cpt import verify
+from cpt.core.naming import name_run
 from cpt.train import is_done
+from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import assert_same_bits, die, killed, same_state, scores_of, state_of, times
 from tests.support.campaign import run_few
@@ -170,6 +172,13 @@ def test_a_run_from_another_base_is_not_extended(start, small, tmp_path):
     with pytest.raises(ValueError, match="^extend=.*made with another config.*init_from"):
         options = [f"init_from={tmp_path / 'base'}", f"extend={tmp_path / 'one'}"]
         start(small(TWO, FEW, *options), tmp_path / "two")
+
+
+def test_in_a_sweep_each_job_extends_the_run_of_its_seed(composed):
+    cfg = composed("extend=outputs/2026-10/ncl_seed-${seed}", "seed=3")
+    assert make_plan(cfg).run.extend == "outputs/2026-10/ncl_seed-3"
+    sweep = ["extend=outputs/2026-10/ncl_seed-${seed}", "seed=3"]
+    assert name_run(sweep, "ncl", 0, 3) == name_run(["seed=3"], "ncl", 0, 3)
 
 
 @pytest.mark.parametrize(
