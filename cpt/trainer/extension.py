@@ -22,7 +22,7 @@ LINKED = ("answers", "benchmarks", "diagnostics", "documents", "endtasks", "gene
 
 def find_extended(plan: Plan, run: RunDir) -> RunDir | None:
     """The folder of the run that a new run goes on from; None without `extend`, and once the run has started.
-    Raises ValueError for the folder of the run itself."""
+    Raises ValueError for the folder of the run itself, and for a run that was started without `extend`."""
     if plan.run.extend is None:
         return None
     source = RunDir(Path(plan.run.extend))
@@ -33,7 +33,25 @@ def find_extended(plan: Plan, run: RunDir) -> RunDir | None:
             reason="it is the folder of this run",
             allowed="another hydra.run.dir for the new run, or null to resume this one",
         )
-    return None if run.is_started() else source
+    if not run.is_started():
+        return source
+    if not was_extended(plan, run):
+        raise InvalidOptionError(
+            "extend",
+            source.path,
+            reason=f"{run.path} was started without it",
+            allowed="null to resume this run, or another hydra.run.dir",
+        )
+    return None
+
+
+def was_extended(plan: Plan, run: RunDir) -> bool:
+    """Whether a started run has learned the domains of another run, or is finished and needs none."""
+    scores = run.load_scores()
+    if scores is None:
+        return False
+    has_order_of_source = list(scores.run["order"]) != list(plan.order)  # until its first row is committed
+    return scores.run["finished"] or bool(scores.grown) or has_order_of_source
 
 
 def check_extension(plan: Plan, source: RunDir) -> Manifest:

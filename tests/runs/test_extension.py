@@ -155,6 +155,10 @@ def test_a_source_that_cannot_be_extended_is_refused_with_one_line(start, small,
         )
         assert refused(order=f"order={order}").startswith(line)
     assert refused(folder=two).startswith("it is the folder of this run. Allowed: another hydra.run.dir")
+    half = tmp_path / "half"
+    assert refused(order=TWO, folder=half).startswith(
+        f"{half} was started without it. Allowed: null to resume"
+    )
     assert refused("method=joint").startswith("nothing can follow: method=joint needs all domains before")
     (tmp_path / "two" / "stages" / "002.pt").unlink()
     assert refused().startswith("the file of its last stage was removed. Allowed: a run that has it")
