@@ -203,7 +203,8 @@ def fill_tensors(
     metadata: dict[str, Any] = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {}
     for name, key_paths in shards["places"].items():
-        size, dtype = metadata[name].size, metadata[name].properties.dtype
+        size = metadata[name].size
+        dtype = metadata[name].properties.dtype
         layout = find_layout(key_paths[0], size)
         if isinstance(layout, DTensor):
             tensors[name] = shard_as(torch.empty_like(layout.to_local(), dtype=dtype), layout)

@@ -96,7 +96,9 @@ def count_texts(data: DomainSequence) -> dict[str, dict[str, Any]]:
 
     texts = {}
     for name in dict.fromkeys(names):
-        train, held_out, scored_rows = data.train.get(name), data.held_out[name], data.scored_sizes(name)
+        train = data.train.get(name)
+        held_out = data.held_out[name]
+        scored_rows = data.scored_sizes(name)
         texts[name] = {
             "text": name,
             "train_documents": None if train is None else train.documents,

@@ -81,7 +81,8 @@ class Manifest:
         """Yields how texts differ now: of those that were touched or, with `verify_inputs=full`, of all,
         which one process reads."""
         reads_all = plan.run.verify_inputs == "full" and is_first_process()
-        for name in list(self.texts) if reads_all else touched_texts:
+        names = list(self.texts) if reads_all else touched_texts
+        for name in names:
             from cpt.data.corpus import make_corpus, read_documents  # seconds of imports, rarely needed
 
             log.info("Comparing the text of %s with that of the run's start", name)
@@ -103,7 +104,8 @@ class Manifest:
         if checkpoint is None:
             return
         paths = checkpoint_files(checkpoint)
-        for name in list(self.base) if plan.run.verify_inputs == "full" else touched_files:
+        names = list(self.base) if plan.run.verify_inputs == "full" else touched_files
+        for name in names:
             if name not in paths:
                 yield f"model.name_or_path={checkpoint} has no {name} any more"
                 continue
