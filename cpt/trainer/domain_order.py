@@ -82,7 +82,9 @@ def write_similarity(folder: Path, source: Source, corpora: Corpora) -> None:
     samples = {name: sample_documents(name, source, corpora) for name in corpora.by_name}
     means = orders.embed_by_words(samples)
     similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
-    (folder / "similarity.json").write_text(json.dumps(similarity.to_json(similarity.names)), encoding="utf-8")
+    (folder / "similarity.json").write_text(
+        json.dumps(similarity.to_json(similarity.names)), encoding="utf-8"
+    )
 
 
 def sample_documents(name: str, source: Source, corpora: Corpora) -> Iterator[list[str]]:
