@@ -15,8 +15,7 @@ from cpt.core.distributed import full_tensor
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.evaluation.options import StageOptions
 from cpt.optim.nan_guard import all_finite
-from cpt.trainer import checkpoint as stages
-from cpt.trainer import evaluators
+from cpt.trainer import evaluators, linked_weights
 from cpt.trainer.checkpoint import (
     check_stage,
     load_stage,
@@ -28,6 +27,7 @@ from cpt.trainer.evaluators import LMEvalEvaluator
 from cpt.trainer.fsdp_strategy import shard_state
 from cpt.trainer.linked_weights import link_weights
 from cpt.trainer.run_dir import RunDir
+from cpt.trainer.state_folders import LINKS, SHARDS
 from cpt.verify import damage_in_run
 from tests.runs.reading import same_state
 
@@ -118,7 +118,7 @@ def test_shards_are_written_once_and_read_as_what_was_shared_out(mesh, tmp_path,
         save_stage(module, path)
     assert sorted(each.name for each in path.parent.iterdir()) == ["001.1.shards", "001.pt"]
     whole = load_tensors(path)
-    places, bare = whole.pop(stages.SHARDS)["places"], {"model.map.bias", "model.head.bias", "count"}
+    places, bare = whole.pop(SHARDS)["places"], {"model.map.bias", "model.head.bias", "count"}
     bare |= {"anchor.map/bias", "anchor.head/bias", "domain_params.0:map/bias"}
     assert {name for name, value in whole.items() if value is not None} == bare
     assert same_state(load_stage(path), expected)
@@ -195,7 +195,7 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
     link_weights(path, model)
     (folder,) = (each for each in path.parent.iterdir() if each != path)  # no shards
     kept = load_tensors(path)
-    linked = kept.pop(stages.LINKS)
+    linked = kept.pop(LINKS)
     named = {"model.table.weight": "table.weight", "model.head.weight": "table.weight"}  # they are tied
     named |= {"model.map.bias": "map.bias", "domain_params.0:map/bias": "map.bias"}
     found = {name: key for name, (file, key) in linked["tensors"].items() if file == "model.safetensors"}
@@ -240,7 +240,7 @@ def test_a_kill_while_weights_are_linked_leaves_the_stage_whole(function, tmp_pa
     save_stage(Method(1), path)
     export(Method(1), run.model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stages, function, killed)
+        patch.setattr(linked_weights, function, killed)
         link_weights(path, run.model)
     assert same_state(load_stage(path), expected)
     link_weights(path, run.model)
@@ -259,14 +259,14 @@ def test_without_hard_links_the_stage_stays_as_it_is(tmp_path, monkeypatch, capl
         raise OSError(1, "Operation not permitted")
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(stages.os, "link", refuse)
+    monkeypatch.setattr(linked_weights.os, "link", refuse)
     link_weights(path, model)
     assert path.read_bytes() == before and {*tmp_path.iterdir()} == {path, model}
     assert f"Keeping the weights of {model} and of {path}: no hard links here" in caplog.text
 
 
 def test_damage_is_told(mesh, tmp_path):
-    stage = RunDir(tmp_path).stage(1)
+    stage = RunDir(tmp_path).stage_path(1)
     save_stage(Method(1).share_out(mesh), stage)
     assert not [line for line in damage_in_run(tmp_path) if "shards" in line]
     [file] = tmp_path.glob("stages/*.shards/*.distcp")
