@@ -138,7 +138,7 @@ def load_complete_scores(plan: Plan, run: RunDir) -> Scores | None:
 
 
 def has_damaged_outputs(run: RunDir, *, full: bool) -> bool:
-    """Whether files of the model or the report have to be made again. If `full`, every file is read."""
+    """Whether files of the model or the report are missing or damaged. If `full`, every file is read."""
     damaged_outputs = run.find_damaged_outputs(full=full)
     if damaged_outputs:
         log.info("Rebuilding %s without training: %s", run.path, "; ".join(damaged_outputs[:MAX_SHOWN]))

@@ -129,7 +129,7 @@ def layout_of(module: nn.Module, name: str, shape: torch.Size) -> Tensor | None:
 
 
 class ShardedTensors:
-    """The sharded tensors of nested dicts and lists, and where they stand in them."""
+    """The sharded tensors of nested dicts and lists, and their key paths."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}

@@ -33,7 +33,7 @@ HIDDEN_COLUMNS = ("read_tokens", "left_read_tokens", "stored")
 
 
 def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]:
-    """What a run will do and cost, as plan=json prints it; `extended` is the run that a new one goes on from.
+    """What a run will do and cost, as plan=json prints it; `extended` is the run that a new one continues.
     Raises ValueError for one that cannot be run."""
     machine = prepare(plan, run).machine
     plan = date_chats(plan)

@@ -1,4 +1,4 @@
-"""`extend=FOLDER`: a new run that goes on from a finished run with further domains.
+"""`extend=FOLDER`: a new run that continues a finished run with further domains.
 
 What the finished run has learned is copied into the folder of the new run; its own folder stays as it is."""
 
@@ -21,7 +21,7 @@ LINKED = ("answers", "benchmarks", "diagnostics", "documents", "endtasks", "gene
 
 
 def find_extended(plan: Plan, run: RunDir) -> RunDir | None:
-    """The folder of the run that a new run goes on from; None without `extend`, and once the run has started.
+    """The folder of the run that a new run continues; None without `extend`, and once the run has started.
     Raises ValueError for the folder of the run itself, and for a run that was started without `extend`."""
     if plan.run.extend is None:
         return None
@@ -55,7 +55,7 @@ def was_extended(plan: Plan, run: RunDir) -> bool:
 
 
 def check_extension(plan: Plan, source: RunDir) -> Manifest:
-    """The contents of the run that a plan goes on from, with the present sizes and times. Raises ValueError
+    """The contents of the run that a plan continues, with the present sizes and times. Raises ValueError
     for a folder without a finished run, one with other options or contents, and an order that does not begin
     with the domains that it has learned."""
     manifest = Manifest.load(source)

@@ -99,7 +99,7 @@ class Manifest:
 
     def compare_base(self, plan: Plan, touched_files: Sequence[str]) -> Iterator[str]:
         """Yields how files of a checkpoint differ now: of those that were touched or, with
-        `verify_inputs=full`, of all. A base that the run has made is compared when it is made again."""
+        `verify_inputs=full`, of all. A base that the run has made is compared by `write_manifest`."""
         checkpoint = plan.model.name_or_path
         if checkpoint is None:
             return
