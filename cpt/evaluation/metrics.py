@@ -16,101 +16,190 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import ge
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.score_schema import UNITS
 
 Array = np.ndarray
 Arrays = Sequence[np.ndarray]
 Losses = Mapping[str, np.ndarray]  # by text [2, documents]: nats and scored tokens of each document
+ByMetricAndUnit = dict[str, dict[str, Array]]
+Intervals = dict[str, dict[str, list[float]]]  # by metric and unit: [low, high]
 CHANGE_REPLICATES = 2000
-LEAST_ITEMS, FEW_ITEMS = 3, 30  # documents that an interval needs, and of which a bootstrap is wide enough
-FEW_IN_EACH = 20  # documents in each of many columns, of which it is
-BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
+MIN_ITEMS = 3  # documents that an interval needs
+MIN_BOOTSTRAP_ITEMS = 30  # documents of which the percentiles of a bootstrap are wide enough
+MIN_ITEMS_PER_COLUMN = 20  # the same in each of many columns
+MAX_ARRAY_SIZE = 1 << 21  # numbers that the bootstrap holds in one array
 
 
-class Metric(NamedTuple):
-    """A mean of terms, which `compute` gives as [..., K] of the matrix [..., row, column] and the number of
-    its domains; and the least that has to be there for them to exist."""
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A mean of terms, and the least that a matrix has to have for them to exist.
+
+    `compute_terms` gives them as [..., K] from the matrix [..., row, column], whose columns are in the order
+    of learning, and from the number of its domains."""
 
     meaning: str
     formula: str
-    compute: Callable[[Array, int], Array]
-    stages: int = 0
-    domains: int = 1
-    rows: int = 1
-    general: bool = False
-    level: bool = False  # a loss, not a difference of losses
-    nested: bool = False  # a mean over stages of means over domains
+    compute_terms: Callable[[Array, int], Array]
+    min_stages: int = 0
+    min_domains: int = 1
+    min_rows: int = 1
+    needs_general: bool = False
+    is_level: bool = False  # a loss, not a difference of losses
+    is_nested: bool = False  # a mean over stages of means over domains
+
+    def is_defined(self, layout: Layout) -> bool:
+        """Whether a matrix has the stages, domains, rows and texts that the terms are of."""
+        return (
+            len(layout.learned) >= self.min_stages
+            and layout.num_domains >= self.min_domains
+            and len(layout.rows) >= self.min_rows
+            and (layout.has_general or not self.needs_general)
+        )
 
 
-def just_learned(nll: Array, domains: int = 0) -> Array:
+def select_base(nll: Array, num_domains: int) -> Array:
+    return nll[..., 0, :num_domains]
+
+
+def select_final(nll: Array, num_domains: int) -> Array:
+    return nll[..., -1, :num_domains]
+
+
+def select_just_learned(nll: Array, num_domains: int) -> Array:
+    """The diagonal: each domain that was learned, after its own stage."""
     return np.diagonal(nll[..., 1:, :], axis1=-2, axis2=-1)
 
 
-def gain(nll: Array, domains: int = 0) -> Array:
-    trained = just_learned(nll)
-    return nll[..., 0, : trained.shape[-1]] - trained
-
-
-def earlier(nll: Array) -> Array:
+def select_earlier_domains(nll: Array) -> Array:
     """The columns of the domains that were learned before the last."""
     return nll[..., : nll.shape[-2] - 2]
 
 
-def forgetting(nll: Array, domains: int = 0) -> Array:
-    return earlier(nll)[..., -1, :] - just_learned(nll)[..., :-1]
+def learned_terms(nll: Array, num_domains: int) -> Array:
+    just_learned = select_just_learned(nll, num_domains)
+    return nll[..., 0, : just_learned.shape[-1]] - just_learned
 
 
-def forward_zero_shot(nll: Array, domains: int) -> Array:
+def forgetting_terms(nll: Array, num_domains: int) -> Array:
+    just_learned = select_just_learned(nll, num_domains)
+    return select_earlier_domains(nll)[..., -1, :] - just_learned[..., :-1]
+
+
+def forgetting_since_best_terms(nll: Array, num_domains: int) -> Array:
+    """The best row may precede its domain, but is neither the base (Chaudhry: 1..k-1) nor the last."""
+    earlier = select_earlier_domains(nll)
+    return earlier[..., -1, :] - np.fmin.reduce(earlier[..., 1:-1, :], axis=-2)
+
+
+def backward_zero_shot_terms(nll: Array, num_domains: int) -> Array:
+    earlier = select_earlier_domains(nll)
+    return earlier[..., 0, :] - earlier[..., -1, :]
+
+
+def backward_gem_terms(nll: Array, num_domains: int) -> Array:
+    return -forgetting_terms(nll, num_domains)
+
+
+def forward_zero_shot_terms(nll: Array, num_domains: int) -> Array:
     """The terms are [..., i, j], nan where j is not ahead of i."""
-    stages = min(nll.shape[-2], domains)
-    ahead = np.arange(domains) >= np.arange(1, stages)[:, None]  # [i, j]: domain j comes after stage i
-    gained = nll[..., :1, :domains] - nll[..., 1:stages, :domains]
-    gained[..., ~ahead] = np.nan
-    return gained
+    num_stages = min(nll.shape[-2], num_domains)
+    # [i, j]: domain j comes after stage i
+    is_ahead = np.arange(num_domains) >= np.arange(1, num_stages)[:, None]
+
+    terms = nll[..., :1, :num_domains] - nll[..., 1:num_stages, :num_domains]
+    terms[..., ~is_ahead] = np.nan
+    return terms
 
 
-def forward_gem(nll: Array, domains: int) -> Array:
-    ahead = np.arange(1, min(nll.shape[-2], domains))  # GEM takes random weights where we take the base model
+def forward_gem_terms(nll: Array, num_domains: int) -> Array:
+    """GEM takes random weights where we take the base model."""
+    ahead = np.arange(1, min(nll.shape[-2], num_domains))
     return nll[..., 0, ahead] - nll[..., ahead, ahead]
 
 
-# FG_max, i: every learned row but the last, also those before j was learned; not the base (Chaudhry: 1..k-1).
-# fmt: off
+def general_drift_terms(nll: Array, num_domains: int) -> Array:
+    return nll[..., -1, num_domains:] - nll[..., 0, num_domains:]
+
+
 METRICS: Mapping[str, Metric] = {
-    "ZS": Metric("Loss of the base model", "mean_j L[0][j]",
-                 lambda nll, n: nll[..., 0, :n], level=True),
-    "CPT": Metric("Loss on each domain just after its stage", "mean_{j<=n} L[j][j]",
-                  just_learned, stages=1, level=True),
-    "LC": Metric("Loss of the last model on all domains", "mean_j L[n][j]",
-                 lambda nll, n: nll[..., -1, :n], level=True),
-    "learned": Metric("Fall of the loss on each domain, base to its own stage, > 0 is good",
-                      "mean_{j<=n} (L[0][j] - L[j][j])", gain, stages=1),
-    "FG": Metric("Rise of the loss on earlier domains since their stages, > 0 is bad",
-                 "mean_{j<n} (L[n][j] - L[j][j])", forgetting, stages=2),
-    "FG_max": Metric("Rise of the loss since the best model, > 0 is bad",
-                     "mean_{j<n} (L[n][j] - min_{1<=i<=n-1} L[i][j])",
-                     lambda nll, n: earlier(nll)[..., -1, :]
-                     - np.fmin.reduce(earlier(nll)[..., 1:-1, :], axis=-2), stages=2),
-    "BWT_zs": Metric("Backward transfer, against zero-shot, > 0 is good", "mean_{j<n} (L[0][j] - L[n][j])",
-                     lambda nll, n: earlier(nll)[..., 0, :] - earlier(nll)[..., -1, :], stages=2),
-    "BWT_gem": Metric("Backward transfer, by GEM, > 0 is good",
-                      "mean_{j<n} (L[j][j] - L[n][j]) = -FG", lambda nll, n: -forgetting(nll), stages=2),
-    "FWT_zs": Metric("Forward transfer, against zero-shot, > 0 is good",
-                     "mean_{1<=i<=min(n,N-1)} mean_{j>i} (L[0][j] - L[i][j])",
-                     forward_zero_shot, stages=1, domains=2, nested=True),
-    "FWT_gem": Metric("Forward transfer, by GEM, > 0 is good",
-                      "mean_{2<=j<=min(n+1,N)} (L[0][j] - L[j-1][j])", forward_gem, stages=1, domains=2),
-    "general_drift": Metric("Rise of the loss on general text since the base, > 0 is bad",
-                            "L[n][g] - L[0][g]",
-                            lambda nll, n: nll[..., -1, n:] - nll[..., 0, n:], rows=2, general=True),
+    "ZS": Metric(
+        meaning="Loss of the base model",
+        formula="mean_j L[0][j]",
+        compute_terms=select_base,
+        is_level=True,
+    ),
+    "CPT": Metric(
+        meaning="Loss on each domain just after its stage",
+        formula="mean_{j<=n} L[j][j]",
+        compute_terms=select_just_learned,
+        min_stages=1,
+        is_level=True,
+    ),
+    "LC": Metric(
+        meaning="Loss of the last model on all domains",
+        formula="mean_j L[n][j]",
+        compute_terms=select_final,
+        is_level=True,
+    ),
+    "learned": Metric(
+        meaning="Fall of the loss on each domain, base to its own stage, > 0 is good",
+        formula="mean_{j<=n} (L[0][j] - L[j][j])",
+        compute_terms=learned_terms,
+        min_stages=1,
+    ),
+    "FG": Metric(
+        meaning="Rise of the loss on earlier domains since their stages, > 0 is bad",
+        formula="mean_{j<n} (L[n][j] - L[j][j])",
+        compute_terms=forgetting_terms,
+        min_stages=2,
+    ),
+    "FG_max": Metric(
+        meaning="Rise of the loss since the best model, > 0 is bad",
+        formula="mean_{j<n} (L[n][j] - min_{1<=i<=n-1} L[i][j])",
+        compute_terms=forgetting_since_best_terms,
+        min_stages=2,
+    ),
+    "BWT_zs": Metric(
+        meaning="Backward transfer, against zero-shot, > 0 is good",
+        formula="mean_{j<n} (L[0][j] - L[n][j])",
+        compute_terms=backward_zero_shot_terms,
+        min_stages=2,
+    ),
+    "BWT_gem": Metric(
+        meaning="Backward transfer, by GEM, > 0 is good",
+        formula="mean_{j<n} (L[j][j] - L[n][j]) = -FG",
+        compute_terms=backward_gem_terms,
+        min_stages=2,
+    ),
+    "FWT_zs": Metric(
+        meaning="Forward transfer, against zero-shot, > 0 is good",
+        formula="mean_{1<=i<=min(n,N-1)} mean_{j>i} (L[0][j] - L[i][j])",
+        compute_terms=forward_zero_shot_terms,
+        min_stages=1,
+        min_domains=2,
+        is_nested=True,
+    ),
+    "FWT_gem": Metric(
+        meaning="Forward transfer, by GEM, > 0 is good",
+        formula="mean_{2<=j<=min(n+1,N)} (L[0][j] - L[j-1][j])",
+        compute_terms=forward_gem_terms,
+        min_stages=1,
+        min_domains=2,
+    ),
+    "general_drift": Metric(
+        meaning="Rise of the loss on general text since the base, > 0 is bad",
+        formula="L[n][g] - L[0][g]",
+        compute_terms=general_drift_terms,
+        min_rows=2,
+        needs_general=True,
+    ),
 }
-# fmt: on
 TITLES = {"ZS": "base (ZS)", "CPT": "just learned (CPT)", "LC": "final (LC)", "FG": "forgetting (FG)"}
 
 
@@ -131,38 +220,56 @@ class Layout:
     @property
     def learned(self) -> list[str]:
         """The domains in the order of learning so far; none if a row stands for a mixture of domains."""
-        return self.rows[1:] if set(self.rows[1:]) <= set(self.domains) - {GENERAL} else []
+        stages = self.rows[1:]
+        is_one_domain_each = set(stages) <= set(self.domains) - {GENERAL}
+        return stages if is_one_domain_each else []
+
+    @property
+    def num_domains(self) -> int:
+        return len(set(self.domains) - {GENERAL})
+
+    @property
+    def has_general(self) -> bool:
+        return GENERAL in self.domains
 
 
-def terms(nll: Array, *, layout: Layout) -> dict[str, Array]:
+def compute_terms(nll: Array, *, layout: Layout) -> dict[str, Array]:
     """The terms of every metric that has any; nll is [..., row, column] as in the layout."""
-    by_stage = dict.fromkeys([*layout.learned, *layout.domains])  # the general text stays last
-    in_order = list(by_stage) == layout.domains  # as in a run; then nothing is copied
-    aligned = nll if in_order else nll[..., [layout.domains.index(name) for name in by_stage]]
-    domains = len(set(layout.domains) - {GENERAL})
-    have = (len(layout.learned), domains, len(layout.rows), GENERAL in layout.domains)
-    there = {name: metric for name, metric in METRICS.items() if all(map(ge, have, metric[3:7]))}
-    return {name: metric.compute(aligned, domains) for name, metric in there.items()}
+    # In the order of learning; the general text stays last.
+    in_order = list(dict.fromkeys([*layout.learned, *layout.domains]))
+    aligned = nll
+    if in_order != layout.domains:  # in a run they are equal, and nothing is copied
+        aligned = nll[..., [layout.domains.index(name) for name in in_order]]
+
+    terms = {}
+    for name, metric in METRICS.items():
+        if metric.is_defined(layout):
+            terms[name] = metric.compute_terms(aligned, layout.num_domains)
+    return terms
 
 
 @np.errstate(invalid="ignore")
-def average(values: Array, there: Array, *, nested: bool = False) -> Array:
-    """The mean of the terms that are there, [..., K] or nested [..., i, j]; nan where none is."""
-    if not nested and there.all():
-        return values.mean(-1)
-    counts = there.sum(-1)
-    means = np.where(there, values, 0).sum(-1) / counts
-    return average(means, counts > 0) if nested else means
+def average_terms(terms: Array, is_measured: Array, *, is_nested: bool = False) -> Array:
+    """The mean of the terms that were measured, [..., K] or nested [..., i, j]; nan where none was."""
+    if not is_nested and is_measured.all():
+        return terms.mean(-1)
+    counts = is_measured.sum(-1)
+    means = np.where(is_measured, terms, 0).sum(-1) / counts
+    return average_terms(means, counts > 0) if is_nested else means
 
 
-def metrics(nll: Array, *, layout: Layout, higher: bool = False) -> dict[str, Array]:
-    """Every metric whose terms exist; nll is [..., row, column] as in the layout, each value [...]. With
-    `higher` it is of scores, not of losses: a level is then their mean, and a gain is still a gain."""
-    found = {
-        name: average(each, ~np.isnan(each), nested=METRICS[name].nested)
-        for name, each in terms(-nll if higher else nll, layout=layout).items()
-    }
-    return {name: -value if higher and METRICS[name].level else value for name, value in found.items()}
+def compute_means(matrix: Array, *, layout: Layout, higher_is_better: bool = False) -> dict[str, Array]:
+    """Every metric whose terms exist, each value [...]; the matrix is [..., row, column] as in the layout.
+    With `higher_is_better` it is of scores, not of losses: a level is then their mean, and a gain is still a
+    gain."""
+    losses = -matrix if higher_is_better else matrix
+
+    means = {}
+    for name, terms in compute_terms(losses, layout=layout).items():
+        metric = METRICS[name]
+        mean = average_terms(terms, ~np.isnan(terms), is_nested=metric.is_nested)
+        means[name] = -mean if higher_is_better and metric.is_level else mean
+    return means
 
 
 @np.errstate(over="ignore")
@@ -172,15 +279,25 @@ def in_units(nats: Array, *, layout: Layout) -> dict[str, Array]:
     return dict(zip(UNITS, (nats, np.exp(nats), nats * per_byte), strict=True))
 
 
+def compute_terms_in_units(nats: Array, *, layout: Layout) -> dict[str, dict[str, Array]]:
+    """{unit: {metric: terms}}."""
+    matrices = in_units(nats, layout=layout)
+    return {unit: compute_terms(matrix, layout=layout) for unit, matrix in matrices.items()}
+
+
 @np.errstate(invalid="ignore", over="ignore")  # a perplexity that overflows gives inf - inf
-def compute_values(nats: Array, *, layout: Layout) -> dict[str, dict[str, Array]]:
+def compute_values(nats: Array, *, layout: Layout) -> ByMetricAndUnit:
     """{metric: {unit: [...]}}: a metric in a unit is the metric of the matrix in that unit."""
-    units = {unit: terms(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
-    there = {name: ~np.isnan(each) for name, each in units["nats"].items()}  # not in another: it may overflow
-    return {
-        name: {unit: average(units[unit][name], seen, nested=METRICS[name].nested) for unit in UNITS}
-        for name, seen in there.items()
-    }
+    terms = compute_terms_in_units(nats, layout=layout)
+
+    values: ByMetricAndUnit = {}
+    for name, terms_in_nats in terms["nats"].items():
+        is_measured = ~np.isnan(terms_in_nats)  # not of another unit: that may overflow
+        is_nested = METRICS[name].is_nested
+        values[name] = {
+            unit: average_terms(terms[unit][name], is_measured, is_nested=is_nested) for unit in UNITS
+        }
+    return values
 
 
 @np.errstate(invalid="ignore", over="ignore")
@@ -188,21 +305,37 @@ def summarise_matrix(nats: Array, *, layout: Layout) -> dict[str, dict[str, Any]
     """{metric: its means by unit, `median` by unit, and `terms` [measured, all] where some are missing} of
     one matrix [row, column]. A median is over the terms that were measured, of nested ones over all of
     them: a mean is dominated by outliers, a median is not."""
-    units = {unit: terms(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
-    measured = terms(np.where(np.isnan(nats), np.nan, 0.0), layout=layout)  # also inf - inf
-    whole, found = terms(np.zeros_like(nats), layout=layout), {}
+    terms = compute_terms_in_units(nats, layout=layout)
+    # Zeros for what was measured, so that no term of infinite losses is inf - inf.
+    terms_if_measured = compute_terms(np.where(np.isnan(nats), np.nan, 0.0), layout=layout)
+    all_terms = compute_terms(np.zeros_like(nats), layout=layout)
+
+    summaries: dict[str, dict[str, Any]] = {}
     for name, means in compute_values(nats, layout=layout).items():
-        there = ~np.isnan(units["nats"][name])
-        counts = [int((~np.isnan(each[name])).sum()) for each in (measured, whole)]
-        medians = {u: float(np.median(units[u][name][there])) if there.any() else math.nan for u in UNITS}
-        missing = {"terms": counts} if counts[0] < counts[1] else {}
-        found[name] = {unit: float(mean) for unit, mean in means.items()} | missing | {"median": medians}
-    return found
+        summary: dict[str, Any] = {unit: float(mean) for unit, mean in means.items()}
+
+        num_measured = count_numbers(terms_if_measured[name])
+        num_terms = count_numbers(all_terms[name])
+        if num_measured < num_terms:
+            summary["terms"] = [num_measured, num_terms]
+
+        is_measured = ~np.isnan(terms["nats"][name])
+        summary["median"] = {unit: find_median(terms[unit][name][is_measured]) for unit in UNITS}
+        summaries[name] = summary
+    return summaries
 
 
-def intervals(
+def count_numbers(values: Array) -> int:
+    return int((~np.isnan(values)).sum())
+
+
+def find_median(values: Array) -> float:
+    return float(np.median(values)) if values.size else math.nan
+
+
+def find_intervals(
     nll_sums: Arrays, *, counts: Arrays, layout: Layout, replicates: int = 1000, seed: int = 0
-) -> dict[str, dict[str, list[float]]]:
+) -> Intervals:
     """95 % percentile bootstrap over documents (Efron 1979), redrawn alike for every row: {metric: {unit:
     [low, high]}}. Per column, nll_sums is [row, document] (nats; nan where not measured), counts [document]
     (scored tokens). Raises ValueError for other shapes, and for a column without a token."""
@@ -210,80 +343,148 @@ def intervals(
     for name, sums, count in zip(layout.domains, nll_sums, counts, strict=True):
         if np.shape(sums) != (len(layout.rows), len(count)):
             raise ValueError(f"{name}: nll_sums is {np.shape(sums)}, needed {(len(layout.rows), len(count))}")
-        scored = np.asarray(count) > 0
-        if not scored.any():
+        is_scored = np.asarray(count) > 0
+        if not is_scored.any():
             raise ValueError(f"{name}: none of {len(count)} documents has a scored token, one is needed")
-        samples.append([np.asarray(array, float)[..., scored] for array in (sums, count)])
-    columns = {name: place for place, name in enumerate(layout.domains)}
+        samples.append((np.asarray(sums, float)[..., is_scored], np.asarray(count, float)[is_scored]))
+
+    return bootstrap(
+        samples,
+        partial(compute_values, layout=layout),
+        replicates=replicates,
+        seed=seed,
+        adjusted=True,
+        averaged_columns=find_averaged_columns(layout),
+    )
+
+
+def find_averaged_columns(layout: Layout) -> dict[str, list[int]]:
+    """By metric, the columns that its mean is over."""
+    columns = {name: column for column, name in enumerate(layout.domains)}
     general = [columns.pop(GENERAL)] if GENERAL in columns else []
-    own, earlier = [*columns.values()], [columns[name] for name in layout.learned[:-1]]
-    uses = {
-        name: general if metric.general else earlier if metric.stages == 2 else own
-        for name, metric in METRICS.items()
-    }
-    how: dict[str, Any] = {"replicates": replicates, "seed": seed, "adjusted": True, "uses": uses}
-    return bootstrap(samples, partial(compute_values, layout=layout), **how)
+    domains = list(columns.values())
+    earlier_domains = [columns[name] for name in layout.learned[:-1]]
+
+    averaged_columns = {}
+    for name, metric in METRICS.items():
+        if metric.needs_general:
+            averaged_columns[name] = general
+        elif metric.min_stages == 2:  # the last domain has had no stage after its own
+            averaged_columns[name] = earlier_domains
+        else:
+            averaged_columns[name] = domains
+    return averaged_columns
 
 
 @np.errstate(invalid="ignore")
 def bootstrap(
     samples: Sequence[Sequence[Array]],
-    compute: Callable[[Array], dict[str, dict[str, Array]]],
+    compute: Callable[[Array], ByMetricAndUnit],
     *,
     replicates: int = 1000,
     seed: int = 0,
     adjusted: bool = False,
-    uses: Mapping[str, Sequence[int]] | None = None,
-) -> dict[str, dict[str, list[float]]]:
+    averaged_columns: Mapping[str, Sequence[int]] | None = None,
+) -> Intervals:
     """The 2.5 and 97.5 percentiles of what is computed of a matrix [..., row, column] of means, over draws of
     what the means are of: per column sums [row, item] and counts [item]. An item is drawn for all rows.
 
-    The percentiles of few items are too narrow. `adjusted`: with less freedom than FEW_ITEMS of one column
-    have, or with fewer than FEW_IN_EACH items in a column (their harmonic mean), Student's t interval by the
-    standard deviation of the draws, times sqrt(n / (n - 1)); with less freedom than LEAST_ITEMS have, none.
-    Of K columns of n_c items the freedom is K^2 / sum_c 1 / (n_c - 1): Satterthwaite (1946) for equal
-    variances. `uses`: by the name of a value, the columns that it is a mean over; default: all."""
+    The percentiles of few items are too narrow. `adjusted`: with less freedom than MIN_BOOTSTRAP_ITEMS of one
+    column have, or with fewer than MIN_ITEMS_PER_COLUMN items in a column (their harmonic mean), Student's t
+    interval by the standard deviation of the draws, times sqrt(n / (n - 1)); with less freedom than MIN_ITEMS
+    have, none. Of K columns of n_c items the freedom is K^2 / sum_c 1 / (n_c - 1): Satterthwaite (1946) for
+    equal variances. `averaged_columns`: by the name of a value, the columns that it is a mean over; default:
+    all."""
+    drawn_values = compute_draws(samples, compute, replicates=replicates, seed=seed)
+    observed_matrix = np.stack([sums.sum(-1) / counts.sum() for sums, counts in samples], -1)
+    observed = compute(observed_matrix[None])
+
+    intervals: Intervals = {}
+    for name, draws_by_unit in drawn_values.items():
+        columns: Sequence[int] = range(len(samples))
+        if averaged_columns is not None:
+            columns = averaged_columns[name]
+        sizes = np.array([samples[column][1].size for column in columns], float)
+        freedom = len(sizes) ** 2 / (1 / np.maximum(sizes - 1, 0.5)).sum()
+        spread_share = 1 - (1 / sizes).mean()  # (n - 1) / n for the harmonic mean n of the sizes
+
+        has_enough_items = freedom >= MIN_BOOTSTRAP_ITEMS - 1 and spread_share >= 1 - 1 / MIN_ITEMS_PER_COLUMN
+        if not adjusted or has_enough_items:
+            intervals[name] = {
+                unit: np.percentile(draws, [2.5, 97.5]).tolist() for unit, draws in draws_by_unit.items()
+            }
+        else:
+            scale = find_t_scale(freedom, spread_share)
+            intervals[name] = {
+                unit: t_interval(observed[name][unit][0], draws, scale=scale)
+                for unit, draws in draws_by_unit.items()
+            }
+    return intervals
+
+
+def compute_draws(
+    samples: Sequence[Sequence[Array]],
+    compute: Callable[[Array], ByMetricAndUnit],
+    *,
+    replicates: int,
+    seed: int,
+) -> ByMetricAndUnit:
+    """What is computed of the drawn matrices of means, as `bootstrap` has them: each value [replicate]."""
+    generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
+    num_rows = len(samples[0][0])
+    max_items = max(counts.size for _, counts in samples)
+    chunk_size = max(1, MAX_ARRAY_SIZE // max(num_rows * len(samples), max_items))
+
+    chunks = []
+    for begin in range(0, replicates, chunk_size):
+        size = min(chunk_size, replicates - begin)
+        columns = [
+            draw_means(sums, counts, size=size, generator=generator)
+            for (sums, counts), generator in zip(samples, generators, strict=True)
+        ]
+        chunks.append(compute(np.stack(columns, -1)))
+
+    values: ByMetricAndUnit = {}
+    for name, by_unit in chunks[0].items():
+        values[name] = {unit: np.concatenate([chunk[name][unit] for chunk in chunks]) for unit in by_unit}
+    return values
+
+
+def draw_means(sums: Array, counts: Array, *, size: int, generator: np.random.Generator) -> Array:
+    """Means of redrawn items, [size, row], from sums [row, item] and counts [item]. A row with a nan gives
+    nan."""
+    drawn = generator.integers(counts.size, size=(size, counts.size))
+
+    # How often each item was drawn in each replicate, by one count over all replicates.
+    drawn += np.arange(size)[:, None] * counts.size
+    weights = np.bincount(drawn.ravel(), minlength=size * counts.size).reshape(size, -1).astype(float)
+    return (weights @ sums.T) / (weights @ counts)[:, None]
+
+
+def find_t_scale(freedom: float, spread_share: float) -> float:
+    """Half the width of Student's 95 % interval, in standard deviations of the draws; nan if undefined."""
     from scipy.special import stdtrit  # not for a plan
 
-    generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
-    rows = len(samples[0][0])
-    chunk = max(1, BUDGET // max(rows * len(samples), *(count.size for _, count in samples)))
-    parts = []
-    for first in range(0, replicates, chunk):
-        size = min(chunk, replicates - first)
-        means = []  # of each column, [size, row]
-        for (sums, count), generator in zip(samples, generators, strict=True):
-            drawn = generator.integers(count.size, size=(size, count.size))
-            drawn += np.arange(size)[:, None] * count.size
-            weight = np.bincount(drawn.ravel(), minlength=size * count.size).reshape(size, -1).astype(float)
-            means.append((weight @ sums.T) / (weight @ count)[:, None])  # a row of nan gives nan
-        parts.append(compute(np.stack(means, -1)))
-    whole = {m: {u: np.concatenate([part[m][u] for part in parts]) for u in parts[0][m]} for m in parts[0]}
-    observed = compute(np.stack([sums.sum(-1) / counts.sum() for sums, counts in samples], -1)[None])
-    found: dict[str, dict[str, list[float]]] = {}
-    for name, units in whole.items():
-        places = range(len(samples)) if uses is None else uses[name]
-        sizes = np.array([samples[place][1].size for place in places], float)
-        freedom, left = (len(sizes) ** 2 / (1 / np.maximum(sizes - 1, 0.5)).sum(), 1 - (1 / sizes).mean())
-        if not adjusted or (freedom >= FEW_ITEMS - 1 and left >= 1 - 1 / FEW_IN_EACH):
-            found[name] = {unit: np.percentile(x, [2.5, 97.5]).tolist() for unit, x in units.items()}
-            continue
-        known = freedom >= LEAST_ITEMS - 1 and left > 0  # 0: one item in each column
-        scale = float(stdtrit(freedom, 0.975)) / math.sqrt(left) if known else math.nan  # Student's t
-        found[name] = {
-            unit: [float(observed[name][unit][0] + sign * scale * x.std()) for sign in (-1, 1)]
-            for unit, x in units.items()
-        }
-    return found
+    has_interval = freedom >= MIN_ITEMS - 1 and spread_share > 0  # 0: one item in each column
+    if not has_interval:
+        return math.nan
+    return float(stdtrit(freedom, 0.975)) / math.sqrt(spread_share)
+
+
+def t_interval(center: Array, draws: Array, *, scale: float) -> list[float]:
+    half_width = scale * draws.std()
+    return [float(center - half_width), float(center + half_width)]
 
 
 def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) -> float | None:
     """METRIC.UNIT of a finished run; None without it. Raises ValueError for an unknown one."""
     metric, _, unit = objective.partition(".")
     if metric not in METRICS or unit not in UNITS:
-        told = f"optimized_metric={objective} is invalid"
-        allowed = f"METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}; of end tasks MF1, Acc"
-        raise ValueError(f"{told}. Allowed: {allowed}")
+        raise InvalidOptionError(
+            "optimized_metric",
+            objective,
+            allowed=f"METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}; of end tasks MF1, Acc",
+        )
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
 
@@ -304,16 +505,22 @@ class Change:
 
 
 def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Iterator[Change]:
-    """The change of each text, its documents drawn alike for both; nan bounds for fewer than LEAST_ITEMS
+    """The change of each text, its documents drawn alike for both; nan bounds for fewer than MIN_ITEMS
     documents."""
 
-    def compute(means: Array) -> dict[str, dict[str, Array]]:  # [draw, model, text]
+    def compute_difference(means: Array) -> ByMetricAndUnit:  # of [draw, model, text]
         return {"loss": {"nats": means[..., 1, 0] - means[..., 0, 0]}}
 
     for text in texts:
-        (old, counts), (new, _) = (np.asarray(row[text], float) for row in (before, after))
-        there = counts > 0
-        sums, counts = np.stack([old, new])[:, there], counts[there]
-        how: dict[str, Any] = {"replicates": CHANGE_REPLICATES, "adjusted": True}
-        bounds = bootstrap([[sums, counts]], compute, **how)["loss"]["nats"]
-        yield Change(text, *(sums.sum(1) / counts.sum()).tolist(), *bounds)
+        sums_before, counts = np.asarray(before[text], float)
+        sums_after, _ = np.asarray(after[text], float)
+        is_scored = counts > 0
+        sums = np.stack([sums_before, sums_after])[:, is_scored]
+        counts = counts[is_scored]
+
+        intervals = bootstrap(
+            [[sums, counts]], compute_difference, replicates=CHANGE_REPLICATES, adjusted=True
+        )
+        low, high = intervals["loss"]["nats"]
+        mean_before, mean_after = (sums.sum(1) / counts.sum()).tolist()
+        yield Change(text, mean_before, mean_after, low, high)

@@ -14,7 +14,7 @@ from cpt.core.config import digest
 from cpt.core.files import check_archive, replace
 from cpt.core.schema import check_types
 from cpt.evaluation import score_schema as schema
-from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
+from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, find_intervals, summarise_matrix
 from cpt.evaluation.options import FULL
 from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry, key_of
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
@@ -226,7 +226,7 @@ class Scores(Layout):
         """Sets the metrics from the matrix, and their intervals where the documents' losses are given."""
         self.metrics = summarise_matrix(self.cells, layout=self)
         if nll_sums is not None:
-            for name, interval in intervals(nll_sums, counts=counts, layout=self).items():
+            for name, interval in find_intervals(nll_sums, counts=counts, layout=self).items():
                 self.metrics[name]["interval"] = interval
 
     @classmethod

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpt.evaluation.metrics import Array, Layout, bootstrap, metrics, objective_value
+from cpt.evaluation.metrics import Array, Layout, bootstrap, compute_means, objective_value
 
 ENDTASK_METRICS = ("macro_f1", "micro_f1", "accuracy")
 ENDTASK_MEANINGS = {
@@ -315,7 +315,7 @@ def compute_metrics(
     `asked`, [row, task], says which cells were (None: all): AP needs those of the last row, the others all of
     them."""
     layout = Layout(rows=list(rows), domains=list(tasks), tokens=[], bytes=[])
-    found = metrics(matrix, layout=layout, higher=True)
+    found = compute_means(matrix, layout=layout, higher_is_better=True)
     told = {
         name: found[other] + 0.0 for name, (other, *_) in ANSWER_METRICS.items() if other in found
     }  # no -0

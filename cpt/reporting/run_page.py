@@ -148,7 +148,9 @@ def format_cells(table: DataFrame, show: Show, sds: np.ndarray | None = None) ->
 
 def format_metric(scores: Scores, name: str) -> list[str]:
     """The cells of METRIC_HEAD; dashes where no term was measured, the count of terms if some are missing."""
-    metric, about, bounds = scores.metrics[name], METRICS[name][:2], scores.metrics[name].get("interval", {})
+    metric = scores.metrics[name]
+    bounds = metric.get("interval", {})
+    about = [METRICS[name].meaning, METRICS[name].formula]
     measured, whole = metric.get("terms", (None, None))
     name = TITLES.get(name, name) + (f" ({measured:,} of {whole:,})" if whole else "")
     cells = []

@@ -62,7 +62,7 @@ def made(*, nll=NLL, rows=("base", "a", "b", "c"), domains=TEXTS):
 
 
 def measured(nll, **about):
-    return {name: float(value) for name, value in metrics.metrics(nll, layout=layout(**about)).items()}
+    return {name: float(value) for name, value in metrics.compute_means(nll, layout=layout(**about)).items()}
 
 
 def test_an_interval_over_few_documents_covers_the_mean():
@@ -153,7 +153,7 @@ def test_what_is_missing_enters_no_mean_and_is_counted():
     whole = np.random.default_rng(0).normal(4, 1, (5, 5))
     some = whole.copy()
     some[1, 1:4], some[2, 3], some[3, 0] = np.nan, np.nan, np.nan
-    found, full = (metrics.metrics(each, layout=about) for each in (some, whole))
+    found, full = (metrics.compute_means(each, layout=about) for each in (some, whole))
     for name in ("ZS", "CPT", "LC", "FG", "general_drift"):
         assert found[name] == pytest.approx(full[name])
     gained = np.mean([whole[0, 2] - whole[2, 2], whole[0, 3] - whole[3, 3]])
@@ -167,7 +167,7 @@ def test_what_is_missing_enters_no_mean_and_is_counted():
     bounds = bounds_of(sums, [np.full(5, 10)] * 5, layout=about)["FWT_zs"]["nats"]
     assert bounds == pytest.approx([gained] * 2)
     some[2, 2] = some[3, 3] = np.nan
-    assert np.isnan(metrics.metrics(some, layout=about)["FWT_gem"])
+    assert np.isnan(metrics.compute_means(some, layout=about)["FWT_gem"])
     some[4, 0] = 800.0  # an overflow is not taken for a missing cell
     values = metrics.compute_values(some, layout=about)["LC"]
     assert values["perplexity"] == np.inf and np.isfinite(values["nats"])
@@ -185,7 +185,7 @@ def documents(*, seed, size, rows=4, columns=4):
 
 
 def bounds_of(sums, counts, **how):
-    return metrics.intervals(sums, counts=counts, **{"layout": layout(), "replicates": 100} | how)
+    return metrics.find_intervals(sums, counts=counts, **{"layout": layout(), "replicates": 100} | how)
 
 
 def test_the_bootstrap_is_deterministic_paired_and_alike_in_any_chunks(monkeypatch):
@@ -196,7 +196,7 @@ def test_the_bootstrap_is_deterministic_paired_and_alike_in_any_chunks(monkeypat
     assert width["FG"] < width["LC"] / 4 and width["general_drift"] < width["ZS"] / 4
     whole = bounds_of(*given)
     for budget in (1, 7 * 100, 100 * 100 - 1):
-        monkeypatch.setattr(metrics, "BUDGET", budget)
+        monkeypatch.setattr(metrics, "MAX_ARRAY_SIZE", budget)
         parts = bounds_of(*given)
         for name, unit in itertools.product(METRICS, UNITS):
             assert parts[name][unit] == pytest.approx(whole[name][unit], rel=1e-9)
