@@ -119,7 +119,12 @@ def ask_ours(course: Course, model: PreTrainedModel) -> list[str]:
     tokenizer = course.place.start.tokenizer
     with set_mode(model, training=False):
         texts = write_answers(
-            model, tokenizer, course.questions, most=course.most, batch_size=course.batch, step=uncounted
+            model,
+            tokenizer,
+            course.questions,
+            max_new_tokens=course.most,
+            batch_size=course.batch,
+            step=uncounted,
         )
     return [texts[number] for number in range(len(course.questions))]
 

@@ -45,6 +45,7 @@ class EncodedExamples:
         lengths = torch.tensor([len(self.ids[row]) for row in rows])
         mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
         batch = {"input_ids": ids, "attention_mask": mask, "labels": self.labels[torch.as_tensor(rows)]}
+
         if self.types is not None:
             types = [self.types[row] for row in rows]
             batch["token_type_ids"] = nn.utils.rnn.pad_sequence(types, batch_first=True)
@@ -60,20 +61,32 @@ def encode_examples(
     types: bool,
 ) -> EncodedExamples:
     """Examples as a tokenizer's own template has them, cut at the longer text to `length` tokens in all."""
-    texts = [[text for text in (each.text, each.text_pair) if text is not None] for each in examples]
+    # A tokenizer takes either texts or pairs of texts.
+    singles = [index for index, example in enumerate(examples) if example.text_pair is None]
+    pairs = [index for index, example in enumerate(examples) if example.text_pair is not None]
     rows: list[dict[str, Any]] = [{}] * len(examples)
-    for width in (1, 2):
-        if places := [place for place, each in enumerate(texts) if len(each) == width]:
-            given = [[texts[place][part] for place in places] for part in range(width)]
-            how = {"truncation": "longest_first", "max_length": length, "padding": False}
-            found = tokenizer(*given, **how, split_special_tokens=True)  # spelled out they stay text
-            for number, place in enumerate(places):
-                rows[place] = {name: values[number] for name, values in found.items()}
-    typed = types and any(any(row.get("token_type_ids", ())) for row in rows)
+    for indices, has_pair in ((singles, False), (pairs, True)):
+        if not indices:
+            continue
+        encoded = tokenizer(
+            [examples[index].text for index in indices],
+            [str(examples[index].text_pair) for index in indices] if has_pair else None,
+            truncation="longest_first",
+            max_length=length,
+            padding=False,
+            split_special_tokens=True,  # spelled out they stay text
+        )
+        for row, index in enumerate(indices):
+            rows[index] = {name: values[row] for name, values in encoded.items()}
+
+    has_second_type = any(any(row.get("token_type_ids", ())) for row in rows)
+    token_types = None
+    if types and has_second_type:
+        token_types = [torch.tensor(row["token_type_ids"]) for row in rows]
     return EncodedExamples(
         ids=[torch.tensor(row["input_ids"]) for row in rows],
-        types=[torch.tensor(row["token_type_ids"]) for row in rows] if typed else None,
-        labels=torch.tensor([classes.index(each.label) for each in examples]),
+        types=token_types,
+        labels=torch.tensor([classes.index(example.label) for example in examples]),
     )
 
 
@@ -92,32 +105,42 @@ class FinetuneJob:
 
     @property
     def steps(self) -> int:
-        return -(-len(self.train) // self.settings.batch_size) * self.settings.epochs
+        return math.ceil(len(self.train) / self.settings.batch_size) * self.settings.epochs
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        mixed = self.settings.precision == "bf16-mixed"
-        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed)
+        is_mixed = self.settings.precision == "bf16-mixed"
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed)
 
     def batches(self, seed: int, epoch: int) -> list[np.ndarray]:
         """Rows of an epoch's batches: a shuffle that is a function of task, seed and epoch; of `grouped`
         batches together the rows of near length share one, which saves padding."""
-        size, stream = self.settings.batch_size, key("end task", self.name, seed, epoch)
+        batch_size = self.settings.batch_size
+        stream = key("end task", self.name, seed, epoch)
         rows = shuffle(np.arange(len(self.train)), len(self.train), stream=stream)
-        lengths, batches = np.array([len(ids) for ids in self.train.ids]), []
-        width = size * self.settings.grouped
-        for span in (rows[first : first + width] for first in range(0, len(rows), width)):
-            near = span[np.argsort(lengths[span], kind="stable")] if width > size else span
-            batches += [near[first : first + size] for first in range(0, len(near), size)]
-        if width == size:
-            return batches
-        return [batches[place] for place in shuffle(np.arange(len(batches)), len(batches), stream=stream)]
+        if self.settings.grouped == 1:
+            return split_rows(rows, batch_size)
+
+        lengths = np.array([len(ids) for ids in self.train.ids])
+        batches = []
+        for group in split_rows(rows, batch_size * self.settings.grouped):
+            by_length = group[np.argsort(lengths[group], kind="stable")]
+            batches.extend(split_rows(by_length, batch_size))
+        order = shuffle(np.arange(len(batches)), len(batches), stream=stream)
+        return [batches[index] for index in order]
+
+
+def split_rows(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    """Rows in parts of `size`, the last of which may be smaller."""
+    return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
 def longest(model: PreTrainedModel, length: int) -> int:
     """The tokens of an example that a model takes, `length` at most: a prompt has positions too."""
-    limit = find_max_positions(model)
-    taken = sum(getattr(part, "positions_taken", 0) for part in model.modules())
-    return length if limit is None else min(length, limit - taken)
+    max_positions = find_max_positions(model)
+    if max_positions is None:
+        return length
+    prompt_length = sum(getattr(part, "positions_taken", 0) for part in model.modules())
+    return min(length, max_positions - prompt_length)
 
 
 class Classifier(nn.Module):
@@ -127,20 +150,25 @@ class Classifier(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, classes: int, dropout: float, frozen: bool) -> None:
         super().__init__()
-        masked = MODEL_FOR_MASKED_LM_MAPPING
-        self.first = type(model.config) in masked and isinstance(model, masked[type(model.config)])
-        self.mean = model.config.is_encoder_decoder
+        self.reads_first_token = is_masked_model(model)
+        self.reads_mean = model.config.is_encoder_decoder
+        self.frozen = frozen
+
         self.body = deepcopy(find_input_stack(model)).float().requires_grad_(not frozen)
         for part in self.body.modules():
             if getattr(part, "stays_in_end_tasks", False):
                 part.requires_grad_(False)
-        self.frozen, self.options = frozen, cache_arguments(self.body)
+        self.body_arguments = cache_arguments(self.body)
+
+        # The width of what the body returns: not every configuration names it alike.
         token = torch.ones((1, 1), dtype=torch.long, device=next(self.body.parameters()).device)
         with torch.no_grad(), set_mode(self.body, training=False):
-            output = self.body(input_ids=token, attention_mask=token, **self.options)
+            output = self.body(input_ids=token, attention_mask=token, **self.body_arguments)
         width = output.last_hidden_state.shape[-1]
+
         self.dropout = nn.Dropout(dropout)
-        self.dense, self.out = nn.Linear(width, width), nn.Linear(width, classes)
+        self.dense = nn.Linear(width, width)
+        self.out = nn.Linear(width, classes)
         std = getattr(model.config, "initializer_range", None) or STD
         for linear in (self.dense, self.out):
             nn.init.normal_(linear.weight, std=std)
@@ -155,15 +183,24 @@ class Classifier(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """Logits [B, C] of a batch."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        present = batch["attention_mask"]
+        mask = batch["attention_mask"]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            hidden = self.body(**inputs, **self.options).last_hidden_state  # [B, T, D]
-        if self.mean:
-            pooled = mean_over_tokens(hidden, present)
-        else:
-            last = 0 if self.first else present.sum(1) - 1
-            pooled = hidden[torch.arange(len(hidden), device=hidden.device), last]
+            hidden = self.body(**inputs, **self.body_arguments).last_hidden_state  # [B, T, D]
+
+        rows = torch.arange(len(hidden), device=hidden.device)
+        if self.reads_mean:
+            pooled = mean_over_tokens(hidden, mask)
+        elif self.reads_first_token:
+            pooled = hidden[rows, 0]
+        else:  # the last token
+            pooled = hidden[rows, mask.sum(1) - 1]
         return self.out(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+
+def is_masked_model(model: PreTrainedModel) -> bool:
+    """Whether a model's class is the one for masked language modelling of its configuration."""
+    classes = MODEL_FOR_MASKED_LM_MAPPING
+    return type(model.config) in classes and isinstance(model, classes[type(model.config)])
 
 
 @contextmanager
@@ -173,13 +210,22 @@ def forked_generators(device: torch.device, *parts: str | int) -> Iterator[None]
     devices = [] if device.type == "cpu" else [device.index or 0]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         if parts:
-            number = key(*parts) % 2**63
-            torch.random.default_generator.manual_seed(number)
+            seed = key(*parts) % 2**63
+            torch.random.default_generator.manual_seed(seed)
             if device.type == "cuda":
-                torch.cuda.default_generators[devices[0]].manual_seed(number)
+                torch.cuda.default_generators[devices[0]].manual_seed(seed)
             elif devices:
-                getattr(torch, device.type).manual_seed(number)
+                getattr(torch, device.type).manual_seed(seed)
         yield
+
+
+@dataclass(frozen=True)
+class BestEpoch:
+    """The epoch after which a classifier was best on dev, its score there, and its state on the CPU."""
+
+    epoch: int
+    score: float
+    state: dict[str, Tensor]
 
 
 def fine_tune(
@@ -189,29 +235,36 @@ def fine_tune(
     whose model made them, from 1: a function of model, task and seed. `step` is called after every step."""
     settings = job.settings
     with forked_generators(device, "end task", job.name, seed):
-        head: dict[str, Any] = {"dropout": settings.dropout, "frozen": settings.frozen}
-        classifier = Classifier(model, classes=job.classes, **head).to(device)
+        classifier = Classifier(
+            model, classes=job.classes, dropout=settings.dropout, frozen=settings.frozen
+        ).to(device)
         optimizer, schedule = make_optimizer(classifier, job)
-        best: tuple[float, int, dict[str, Tensor]] | None = None
+
+        best: BestEpoch | None = None
         for epoch in range(1, settings.epochs + 1):
             for _ in train_epoch(classifier, job, optimizer, schedule, seed=seed, epoch=epoch):
                 step()
             if job.dev:
-                score = scores_of(predict(classifier, job, job.dev), job.dev.labels, job.classes)
-                if best is None or score[settings.metric] > best[0]:
+                scores = scores_of(predict(classifier, job, job.dev), job.dev.labels, job.classes)
+                score = scores[settings.metric]
+                if best is None or score > best.score:
                     state = {name: value.cpu().clone() for name, value in classifier.state_dict().items()}
-                    best = score[settings.metric], epoch, state
+                    best = BestEpoch(epoch, score, state)
+
         if best is not None:
-            classifier.load_state_dict(best[2])
-        return predict(classifier, job, job.test).numpy(), best[1] if best else settings.epochs
+            classifier.load_state_dict(best.state)
+        last_epoch = settings.epochs if best is None else best.epoch
+        return predict(classifier, job, job.test).numpy(), last_epoch
 
 
 def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[AdamW, LambdaLR]:
     """AdamW (Loshchilov and Hutter, 2019) on all that is trained, decay included, and its linear schedule."""
+    settings = job.settings
     trained = [parameter for parameter in classifier.parameters() if parameter.requires_grad]
-    settings, policy = job.settings, Linear(warmup_ratio=job.settings.warmup_ratio)
     optimizer = AdamW(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
-    return optimizer, LambdaLR(optimizer, lambda step: policy(Progress.alone(step, steps=job.steps)))
+
+    schedule = Linear(warmup_ratio=settings.warmup_ratio)
+    return optimizer, LambdaLR(optimizer, lambda step: schedule(Progress.alone(step, steps=job.steps)))
 
 
 def train_epoch(
@@ -219,27 +272,33 @@ def train_epoch(
 ) -> Iterator[None]:
     """An epoch, step by step; ValueError where loss or gradient are not finite: no step is made then."""
     device = classifier.out.weight.device
-    failed = torch.full((), math.inf, device=device)  # the first step that was not made
+    first_failed = torch.full((), math.inf, device=device)  # the first step that was not made
     classifier.train()
     batches = job.batches(seed, epoch)
+
     for number, rows in enumerate(batches, start=1):
         batch = job.train.batch(rows, pad=job.pad, device=device)
         with job.autocast(device):
             logits = classifier(batch)
         loss = functional.cross_entropy(logits.float(), batch["labels"])
         loss.backward()
-        norm = get_total_norm([each.grad for each in classifier.parameters() if each.grad is not None])
-        fine = (loss.detach() + norm).isfinite()
-        # with which a fused optimizer makes no step
-        optimizer.found_inf = (~fine).float()  # type: ignore[attr-defined]
-        failed = torch.where(fine, failed, failed.clamp_max(number))
+        gradients = [parameter.grad for parameter in classifier.parameters() if parameter.grad is not None]
+        is_finite = (loss.detach() + get_total_norm(gradients)).isfinite()
+
+        # Decided on the device, which nothing waits for: with `found_inf` a fused optimizer makes no step.
+        optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        first_failed = torch.where(is_finite, first_failed, first_failed.clamp_max(number))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        if (number % CHECK_EVERY == 0 or number == len(batches)) and torch.isfinite(failed):
-            told = f"loss or gradient of end task {job.name}, seed {seed}, are not finite"
-            remedy = f"endtask.lr, +endtask.tasks.{job.name}.lr or endtask.precision=32-true may help"
-            raise ValueError(f"{told} at step {int(failed)} of epoch {epoch}; a lower {remedy}")
+
+        is_check_due = number % CHECK_EVERY == 0 or number == len(batches)
+        if is_check_due and torch.isfinite(first_failed):
+            raise ValueError(
+                f"loss or gradient of end task {job.name}, seed {seed}, are not finite at step "
+                f"{int(first_failed)} of epoch {epoch}; a lower endtask.lr, +endtask.tasks.{job.name}.lr or "
+                "endtask.precision=32-true may help"
+            )
         yield
 
 
@@ -248,14 +307,16 @@ def predict(classifier: Classifier, job: FinetuneJob, examples: EncodedExamples)
     """The most probable class of each example, [N] int64 on the CPU."""
     device = classifier.out.weight.device
     classifier.eval()
-    found = torch.empty(len(examples), dtype=torch.long, device=device)
-    order = sorted(range(len(examples)), key=lambda row: -len(examples.ids[row]))  # near lengths together
-    for first in range(0, len(order), job.eval_batch_size):
-        rows = order[first : first + job.eval_batch_size]
+    predictions = torch.empty(len(examples), dtype=torch.long, device=device)
+
+    # Examples of similar length share a batch, which saves padding.
+    order = sorted(range(len(examples)), key=lambda row: -len(examples.ids[row]))
+    for begin in range(0, len(order), job.eval_batch_size):
+        rows = order[begin : begin + job.eval_batch_size]
         with job.autocast(device):
             logits = classifier(examples.batch(rows, pad=job.pad, device=device))
-        found[torch.tensor(rows, device=device)] = logits.float().argmax(-1)
-    return found.cpu()
+        predictions[torch.tensor(rows, device=device)] = logits.float().argmax(-1)
+    return predictions.cpu()
 
 
 def scores_of(predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """End tasks: their options, and where their examples come from. Nothing here needs torch."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,7 +14,7 @@ from annotated_types import Ge
 
 from cpt.core import randomness
 from cpt.core.config import digest
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import (
     Allowed,
     BelowOne,
@@ -42,6 +43,7 @@ from cpt.data.sources import readers
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.files calls them
 FINETUNE_FORMAT = 2  # counts changes of what a prediction file depends on
+HUB_TASK = "{path: ag_news, splits: {train: train, dev: validation, test: test}}, where dev may be null"
 
 
 @config
@@ -123,23 +125,31 @@ class FinetuneTask:
 
     def __post_init__(self) -> None:
         """Raises ValueError for splits that can not be learned and scored."""
-        told, used = f"end task {self.name}", {"train": self.train, "test": self.test}
-        used |= {"dev": self.dev} if self.settings.select == "dev" else {}
-        for split, examples in used.items():
-            if not examples:
-                raise ValueError(f"{told} has no example in {split}; needed is one or more")
-            if len(self.classes) < 2:
+        self.check_split("train", self.train)
+        self.check_split("test", self.test)
+        if self.settings.select == "dev":
+            self.check_split("dev", self.dev)
+
+    def check_split(self, split: str, examples: Sequence[LabelledExample]) -> None:
+        if not examples:
+            raise ValueError(f"end task {self.name} has no example in {split}; needed is one or more")
+        if len(self.classes) < 2:
+            raise ValueError(
+                f"end task {self.name} has one class in train, {self.classes[0]!r}; needed are two or more"
+            )
+        if split == "train":  # the classes are its labels
+            return
+        for example in examples:
+            if example.label not in self.classes:
                 raise ValueError(
-                    f"{told} has one class in train, {self.classes[0]!r}; needed are two or more"
+                    f"end task {self.name}: the label {example.label!r} of {example.id} in {split} is not in "
+                    f"train. Allowed: {', '.join(self.classes)}"
                 )
-            if unknown := [each for each in examples if each.label not in self.classes and split != "train"]:
-                wrong = f"the label {unknown[0].label!r} of {unknown[0].id} in {split} is not in train"
-                raise ValueError(f"{told}: {wrong}. Allowed: {', '.join(self.classes)}")
 
     @property
     def steps(self) -> int:
         """Optimizer steps of a fine-tuning."""
-        return -(-len(self.train) // self.settings.batch_size) * self.settings.epochs
+        return math.ceil(len(self.train) / self.settings.batch_size) * self.settings.epochs
 
     @cached_property
     def content(self) -> str:
@@ -149,7 +159,10 @@ class FinetuneTask:
 
     def digest(self, seed: int) -> str:
         """A hash of what the predictions of a seed depend on besides the model."""
-        settings = {name: each for name, each in asdict(self.settings).items() if not name.startswith("max_")}
+        settings = {}
+        for name, value in asdict(self.settings).items():
+            if not name.startswith("max_"):  # sizes of samples, which `content` is of
+                settings[name] = value
         return digest([FINETUNE_FORMAT, self.content, settings, seed])
 
 
@@ -158,19 +171,21 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
     """Where the examples come from: options of all tasks together. `tasks` has the values of single tasks,
     which replace those of all, or None for a task that is left out."""
 
-    OWN: ClassVar[tuple[str, ...]] = ("columns", "splits")  # what a task may have besides FinetuneOptions
+    TASK_OPTIONS: ClassVar[tuple[str, ...]] = ("columns", "splits")  # of a task besides FinetuneOptions
     splits: Any = option("where the splits come from")
 
     def __post_init__(self) -> None:
         check_task_values({"columns": self.columns}, place="")
-        for name, own in self.named.items():
-            check_names(own, (*SETTINGS, *self.OWN), place=f"tasks.{name}")
-            check_task_values(own, RULES | option_types(type(self)), place=f"tasks.{name}")
+        types = RULES | option_types(type(self))
+        for name, values in self.named.items():
+            check_names(values, (*SETTINGS, *self.TASK_OPTIONS), place=f"tasks.{name}")
+            check_task_values(values, types, place=f"tasks.{name}")
 
     @property
     def named(self) -> dict[str, dict[str, Any]]:
         """The tasks that are named, with their values."""
-        return {name: dict(own) for name, own in (self.tasks or {}).items() if own is not None}
+        tasks = self.tasks or {}
+        return {name: dict(values) for name, values in tasks.items() if values is not None}
 
     @property
     @abstractmethod
@@ -195,33 +210,47 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
 
     def values(self, name: str) -> dict[str, Any]:
         """The options as they are for a task; its columns one by one."""
-        own = self.named.get(name, {})
-        return {**vars(self), **own, "columns": {**self.columns, **own.get("columns", {})}}
+        task_values = self.named.get(name, {})
+        columns = {**self.columns, **task_values.get("columns", {})}
+        return {**vars(self), **task_values, "columns": columns}
 
     def settings(self, name: str) -> FinetuneOptions:
         values = self.values(name)
-        return FinetuneOptions(**{key: values[key] for key in SETTINGS})
+        settings = {key: values[key] for key in SETTINGS}
+        return FinetuneOptions(**settings)
 
     def task(self, name: str) -> FinetuneTask:
         """A task with its examples; a split is read where it is used, the evaluated one is `test`."""
         settings = self.settings(name)
-        used = {"train", self.score_on, settings.select}
-        splits = {each: self.read(name, each) if each in used else [] for each in FILE_SPLITS}
+        splits_used = {"train", self.score_on, settings.select}
+        splits: dict[str, list[LabelledExample]] = {}
+        for split in FILE_SPLITS:
+            splits[split] = self.read(name, split) if split in splits_used else []
         classes = self.labels_of(name, splits["train"])
+
         for split, examples in splits.items():
-            most = settings.max_train_samples if split == "train" else settings.max_eval_samples
-            if most is not None and most < len(examples):
+            max_samples = settings.max_train_samples if split == "train" else settings.max_eval_samples
+            if max_samples is not None and max_samples < len(examples):
                 stream = randomness.key("endtask", name, split)
-                chosen = randomness.shuffle(np.arange(most), len(examples), stream=stream)
-                splits[split] = [examples[place] for place in np.sort(chosen)]
+                sample = randomness.shuffle(np.arange(max_samples), len(examples), stream=stream)
+                splits[split] = [examples[index] for index in np.sort(sample)]
+
+        dev = splits["dev"]
+        test = splits["test"]
         if self.score_on == "dev":
-            splits["test"] = splits["dev"]
-            if not splits["dev"]:
-                told = f"endtask.score_on=dev is invalid: the end task {name} has no dev examples"
-                raise ValueError(f"{told}. Allowed: test")
+            test = dev
+            if not dev:
+                raise InvalidOptionError(
+                    "endtask.score_on",
+                    "dev",
+                    reason=f"the end task {name} has no dev examples",
+                    allowed="test",
+                )
             if settings.select != "dev":  # it is scored, and chooses no epoch
-                splits["dev"] = []
-        return FinetuneTask(name, **splits, classes=classes, settings=settings)
+                dev = []
+        return FinetuneTask(
+            name, train=splits["train"], dev=dev, test=test, classes=classes, settings=settings
+        )
 
 
 @config
@@ -230,48 +259,55 @@ class FileTasks(TaskSource):
     (train-00000-of-00002.parquet). `splits=das` takes the examples of all files and splits them by their
     field `das_split`, which says how DAS did it (Ke et al., ICLR 2023)."""
 
-    OWN: ClassVar[tuple[str, ...]] = ("path", "columns", "splits")
+    TASK_OPTIONS: ClassVar[tuple[str, ...]] = ("path", "columns", "splits")
     root: Folder | None = option("folder with the folder of the tasks")
     folder: Text = option("folder in root with a folder per task")
     splits: Literal["own", "das"] = option("own: as the files are split; das: as their field das_split")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.root is None or not self.place.is_dir():
-            allowed = f"the folder in which {self.folder}/ is"
-            raise ValueError(f"root={format_value(self.root)} is invalid. Allowed: {allowed}")
+        if self.root is None or not self.tasks_folder.is_dir():
+            raise InvalidOptionError("root", self.root, allowed=f"the folder in which {self.folder}/ is")
 
     @property
-    def place(self) -> Path:
+    def tasks_folder(self) -> Path:
         return Path(self.root or "") / self.folder
 
     @property
     def names(self) -> list[str]:
         """Those that are named, and the other folders."""
-        folders = {path.name for path in self.place.iterdir() if path.is_dir() and path.name[0] != "."}
-        return list(dict.fromkeys([*self.named, *sorted(folders - {*(self.tasks or ())})]))
+        folders = set()
+        for path in self.tasks_folder.iterdir():
+            if path.is_dir() and not path.name.startswith("."):
+                folders.add(path.name)
+        further = sorted(folders - set(self.tasks or ()))  # a task with the value null is left out
+        return [*self.named, *further]
 
     def exists(self, name: str) -> bool:
         return self.folder_of(name).is_dir()
 
     def folder_of(self, name: str) -> Path:
-        return self.place / self.values(name).get("path", name)
+        return self.tasks_folder / self.values(name).get("path", name)
 
     def files(self, name: str, split: str) -> list[Path]:
         """The files of a split, sorted. Raises ValueError where there are none."""
-        folder, files = self.folder_of(name), []
+        folder = self.folder_of(name)
+        files = []
         with text_files.naming_file(folder):
             for path in sorted(folder.iterdir()):
                 is_table = text_files.kind(path) in text_files.TABLE_SUFFIXES
                 if is_table and text_files.split_of(Path(path.name)) == FILE_SPLITS[split]:
                     files.append(path)
+
         named_test = [path for path in files if "test" in path.name.lower()]
         if split == "test" and named_test:
             files = named_test  # next to them, an `eval` file is something else
         if not files and split != "dev":
-            told = f"endtask.tasks.{name} is invalid: no {split} file in {folder}"
-            allowed = f"{' '.join(text_files.TABLE_SUFFIXES)}, also {' '.join(text_files.PACKED)}"
-            raise ValueError(f"{told}. Allowed: {allowed}")
+            suffixes = " ".join(text_files.TABLE_SUFFIXES)
+            raise ValueError(
+                f"endtask.tasks.{name} is invalid: no {split} file in {folder}. "
+                f"Allowed: {suffixes}, also {' '.join(text_files.PACKED)}"
+            )
         return files
 
     def fingerprint(self, name: str) -> Any:
@@ -279,27 +315,46 @@ class FileTasks(TaskSource):
 
     def examples(self, name: str, split: str) -> Iterator[tuple[LabelledExample, Mapping[str, Any]]]:
         """Each example of a split's files with all of its row."""
-        columns, place = self.values(name)["columns"], 0
+        columns = self.values(name)["columns"]
+        number = 0
         for path in self.files(name, split):
             with text_files.naming_file(path):
                 for where, row in readers.table_rows(path):
-                    yield parse_example(where, row, columns=columns, instead=f"{split}-{place}"), row
-                    place += 1
+                    example = parse_example(where, row, columns=columns, default_id=f"{split}-{number}")
+                    yield example, row
+                    number += 1
 
     def read(self, name: str, split: str) -> list[LabelledExample]:
         if self.values(name)["splits"] == "own":
             return [example for example, _ in self.examples(name, split)]
-        prefix = f"endtask.tasks.{name}"
+        return self.read_das_split(name, split)
+
+    def read_das_split(self, name: str, split: str) -> list[LabelledExample]:
+        """The examples of all files whose `das_split` is the split. Raises ValueError for dev, which DAS has
+        not, and for another value."""
+        task_key = f"endtask.tasks.{name}"
+        if split == "dev" and self.score_on == "dev":
+            raise InvalidOptionError(
+                "endtask.score_on", "dev", reason="splits=das has no dev", allowed=f"{task_key}.splits=own"
+            )
         if split == "dev":
-            given = "endtask.score_on=dev" if self.score_on == "dev" else f"{prefix}.select=dev"
-            allowed = f"{prefix}.splits=own" if self.score_on == "dev" else "select=last"
-            raise ValueError(f"{given} is invalid: splits=das has no dev. Allowed: {allowed}")
-        found = [pair for each in FILE_SPLITS for pair in self.examples(name, each)]
-        for example, row in found:
-            if (its := row.get("das_split")) not in ("train", "test"):
-                told = f"{prefix}.splits=das is invalid: {example.id} has das_split={its}"
-                raise ValueError(f"{told}. Allowed: train, test in every example, or {prefix}.splits=own")
-        return [example for example, row in found if row["das_split"] == split]
+            raise InvalidOptionError(
+                f"{task_key}.select", "dev", reason="splits=das has no dev", allowed="select=last"
+            )
+
+        examples = []
+        for file_split in FILE_SPLITS:
+            for example, row in self.examples(name, file_split):
+                examples.append((example, row.get("das_split")))
+        for example, das_split in examples:
+            if das_split not in ("train", "test"):
+                raise InvalidOptionError(
+                    f"{task_key}.splits",
+                    "das",
+                    reason=f"{example.id} has das_split={das_split}",
+                    allowed=f"train, test in every example, or {task_key}.splits=own",
+                )
+        return [example for example, das_split in examples if das_split == split]
 
     def labels_of(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
         """The labels of the train file, sorted: DAS moves all examples of a rare class to test."""
@@ -313,21 +368,21 @@ class HubTasks(TaskSource):
     """What `datasets.load_dataset` takes, also local folders: `tasks[name]` has `path`, and optionally `name`
     (the configuration), `splits` and `columns`. Class numbers become the names that the data set has."""
 
-    OWN: ClassVar[tuple[str, ...]] = ("path", "name", "columns", "splits")
+    TASK_OPTIONS: ClassVar[tuple[str, ...]] = ("path", "name", "columns", "splits")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        allowed = (
-            "{path: ag_news, splits: {train: train, dev: validation, test: test}}, where dev may be null"
-        )
         if not self.named:
-            raise ValueError(f"tasks={{}} is invalid: it names no task. Allowed: {{news: {allowed}}}")
+            raise ValueError(f"tasks={{}} is invalid: it names no task. Allowed: {{news: {HUB_TASK}}}")
         for name in self.named:
-            path, splits = self.values(name).get("path"), self.values(name)["splits"]
-            named = isinstance(splits, Mapping) and set(splits) <= set(FILE_SPLITS)
-            if path is None or not named or not all(map(splits.get, ("train", "test"))):
-                told = f"tasks.{name}={{path: {path}, splits: {splits}}} is invalid"
-                raise ValueError(f"{told}. Allowed: {allowed}")
+            values = self.values(name)
+            path = values.get("path")
+            splits = values["splits"]
+            has_splits = isinstance(splits, Mapping) and set(splits) <= set(FILE_SPLITS)
+            if path is None or not has_splits or not splits.get("train") or not splits.get("test"):
+                raise ValueError(
+                    f"tasks.{name}={{path: {path}, splits: {splits}}} is invalid. Allowed: {HUB_TASK}"
+                )
 
     @property
     def names(self) -> list[str]:
@@ -337,54 +392,75 @@ class HubTasks(TaskSource):
         return False  # a name says nothing: only a domain's is right
 
     def fingerprint(self, name: str) -> Any:
-        entry = self.values(name)
-        local = sorted(Path(entry["path"]).rglob("*"))
-        return [entry["path"], entry.get("name"), text_files.stamps(each for each in local if each.is_file())]
+        values = self.values(name)
+        local_files = [path for path in sorted(Path(values["path"]).rglob("*")) if path.is_file()]
+        return [values["path"], values.get("name"), text_files.stamps(local_files)]
 
     def read(self, name: str, split: str) -> list[LabelledExample]:
         import datasets  # seconds, which only this source has to wait for
 
-        entry, examples = self.values(name), []
-        columns, label, wanted = entry["columns"], entry["columns"]["label"], entry["splits"].get(split)
-        if wanted is None:
+        values = self.values(name)
+        columns = values["columns"]
+        hub_split = values["splits"].get(split)
+        if hub_split is None:
             return []
         try:
-            rows = datasets.load_dataset(entry["path"], entry.get("name"), split=wanted)
+            rows = datasets.load_dataset(values["path"], values.get("name"), split=hub_split)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, pa.ArrowException) as error:
             raise ValueError(
-                f"endtask.tasks.{name}, path={entry['path']}: {text_files.cause(error)}"
+                f"endtask.tasks.{name}, path={values['path']}: {text_files.cause(error)}"
             ) from error
-        feature = rows.features.get(label)
-        for place, row in enumerate(rows):
-            if isinstance(feature, datasets.ClassLabel):  # -1: the data set gives no label
-                known = row[label] is not None and row[label] >= 0
-                row = {**row, label: feature.names[row[label]] if known else None}
-            where = f"{entry['path']} ({wanted}), row {place}"
-            examples.append(parse_example(where, row, columns=columns, instead=f"{split}-{place}"))
+
+        label_column = columns["label"]
+        label_feature = rows.features.get(label_column)
+        examples = []
+        for number, row in enumerate(rows):
+            if isinstance(label_feature, datasets.ClassLabel):
+                row = {**row, label_column: name_class(row[label_column], label_feature.names)}
+            where = f"{values['path']} ({hub_split}), row {number}"
+            examples.append(parse_example(where, row, columns=columns, default_id=f"{split}-{number}"))
         return examples
 
 
-def repaired(value: Any) -> Any:
+def name_class(number: int | None, names: Sequence[str]) -> str | None:
+    """The name of a class; None for -1, with which a data set says that it gives no label."""
+    if number is None or number < 0:
+        return None
+    return names[number]
+
+
+def replace_invalid(value: Any) -> Any:
     """Text with what is not Unicode, like half of an emoji, replaced; other values as they are."""
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
-def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], instead: str) -> LabelledExample:
-    """An example from a row. Where the first of the two texts is empty, the other stands alone; `instead` is
-    its id where no column has one. Raises ValueError for a row that lacks a column, a text or a label."""
-    values = {
-        name: repaired(readers.cell(row, column, where, f"endtask.columns.{name}"))
-        for name, column in columns.items()
-        if column is not None
-    }
-    both = [(columns[name], values[name]) for name in ("text", "text_pair") if name in values]
-    if not (texts := [text for text in (readers.text_of(where, *each) for each in both) if text]):
+def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], default_id: str) -> LabelledExample:
+    """An example from a row. Where the first of the two texts is empty, the other stands alone; `default_id`
+    is its id where no column has one. Raises ValueError for a row that lacks a column, a text or a label."""
+    values = {}
+    for name, column in columns.items():
+        if column is not None:
+            cell = readers.cell(row, column, where, f"endtask.columns.{name}")
+            values[name] = replace_invalid(cell)
+
+    texts = []
+    for name in ("text", "text_pair"):
+        if name in values:
+            text = readers.text_of(where, columns[name], values[name])
+            if text:
+                texts.append(text)
+    if not texts:
         raise ValueError(f"{where} has no text; needed is one (endtask.columns.text, text_pair)")
+
     label = values.get("label")
     if not isinstance(label, str | int) or not str(label).strip():
         raise ValueError(f"{where}: the label is {label!r:.60}. Allowed: a word or a whole number")
-    pair = texts[1] if len(texts) > 1 else None
-    return LabelledExample(str(values.get("id", instead)), texts[0], pair, str(label))
+    return LabelledExample(
+        id=str(values.get("id", default_id)),
+        text=texts[0],
+        text_pair=texts[1] if len(texts) > 1 else None,
+        label=str(label),
+    )
 
 
 @dataclass(frozen=True)
@@ -404,18 +480,24 @@ def plan_endtasks(
     ValueError for options that are wrong, and where no task belongs to a learned domain."""
     if not options or options.get("_target_") is None:
         return None
-    given = dict(to_python(options))
-    target, choice = given.pop("_target_"), given.pop("name", None)
+    values = dict(to_python(options))
+    target = values.pop("_target_")
+    choice = values.pop("name", None)
     check_value("endtask._target_", target, Text)
     with prefix_errors("endtask"):
-        kind = Choice(target, {}, below=f"{TaskSource.__module__}.TaskSource").load()
-    source = read_options(kind, given, place="endtask")
-    for name in source.named:
-        if source_names is not None and name not in source_names and not source.exists(name):
-            known = ", ".join(sorted(source_names))
-            raise ValueError(f"endtask.tasks.{name} is invalid: unknown domain. Allowed: {known}")
+        source_class = Choice(target, {}, below=f"{TaskSource.__module__}.TaskSource").load()
+    source = read_options(source_class, values, place="endtask")
+
+    if source_names is not None:
+        for name in source.named:
+            if name not in source_names and not source.exists(name):
+                allowed = ", ".join(sorted(source_names))
+                raise ValueError(f"endtask.tasks.{name} is invalid: unknown domain. Allowed: {allowed}")
+
     learned = [name for name in order if name in source.names]
     if not learned:
-        told = f"endtask={choice} is invalid: no task is of a domain of order={format_value(list(order))}"
-        raise ValueError(f"{told}. Allowed: {', '.join(source.names) or 'none'}")
+        raise ValueError(
+            f"endtask={choice} is invalid: no task is of a domain of order={format_value(list(order))}. "
+            f"Allowed: {', '.join(source.names) or 'none'}"
+        )
     return FinetunePlan(source, learned, digest([source.fingerprint(name) for name in learned]))

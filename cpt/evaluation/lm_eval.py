@@ -9,11 +9,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from numbers import Real
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,19 +29,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.config import digest
 from cpt.core.errors import reason, unknown_name
+from cpt.core.exceptions import InvalidOptionError
 from cpt.evaluation.options import LMEvalOptions
 from cpt.models.forward import set_mode
 
 log = logging.getLogger(__name__)
 RESULTS_FORMAT = 1  # counts changes of what a file of results depends on
 # What the harness's own program seeds python, NumPy, torch and the choice of shots with.
-RANDOM_SEED, OTHER_SEED = 0, 1234
-DRAWS = 100  # of the bootstrap, where an error has no formula
+PYTHON_SEED = 0
+OTHER_SEED = 1234
+BOOTSTRAP_DRAWS = 100  # where an error has no formula
 MIXED = {"16": "float16", "16-mixed": "float16", "bf16": "bfloat16", "bf16-mixed": "bfloat16"}
 REQUESTS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True)
+class Column:
     """What one number stands for: a task of the harness, or a group that has a mean of its own."""
 
     tasks: Mapping[str, Task]
@@ -55,59 +59,37 @@ class Harness:
     version = VERSION
 
     def __init__(self, options: LMEvalOptions, *, precision: Any = "32-true") -> None:
-        self.options, self.mixed = options, MIXED.get(str(precision))
-        self.columns: dict[str, Column] = {}
+        self.options = options
+        self.mixed_precision = MIXED.get(str(precision))
         with silence():
-            # The harness's own 14,000 names take long to read: only where one is asked for.
-            manager = TaskManager(include_path=options.include, include_defaults=False)
-            if not set(options.tasks) <= set(manager.all_tasks):
-                manager = TaskManager(include_path=options.include)
-            for name in options.tasks:
-                if name not in manager.all_tasks:
-                    raise ValueError(unknown_name(f"benchmark.tasks={name}", manager.all_tasks))
-                try:
-                    loaded = manager.load([name])
-                except Exception as error:  # what the harness, a task's code or the reader of its data raises
-                    where = "bring its data into the cache of Hugging Face while there is a network"
-                    told = f"benchmark.tasks={name} is invalid: {reason(error)}"
-                    raise ValueError(f"{told}; {where}") from error
-                groups = loaded.get("groups", {})
-                if name in groups and groups[name].has_aggregation:
-                    self.columns[name] = Column(loaded["tasks"], groups)
-                else:  # a name stands for itself, or for the tasks of a tag, and of a group without a mean
-                    for leaf, task in loaded["tasks"].items():
-                        self.columns[leaf] = Column({leaf: task}, {})
-        tasks = {name: task for column in self.columns.values() for name, task in column.tasks.items()}
+            self.columns = load_columns(options)
+
+        tasks: dict[str, Task] = {}
+        for column in self.columns.values():
+            tasks.update(column.tasks)
         for name, task in tasks.items():
-            if getattr(task, "UNSAFE_CODE", False):
-                told = f"benchmark.tasks={name} is invalid: it runs code that the model writes"
-                raise ValueError(f"{told}. Allowed: other tasks")
-            if getattr(task, "MULTIMODAL", False):
-                told = f"benchmark.tasks={name} is invalid: it has pictures or sounds"
-                raise ValueError(f"{told}. Allowed: tasks of text")
-            own, shots = task.get_config("num_fewshot"), options.shots
-            if shots is not None and own == 0 != shots:  # as the harness's own program: 0 stays 0
-                log.info("No effect of benchmark.shots=%d on %s: it is asked without examples", shots, name)
-            elif shots is not None or own is None:
-                task.set_config("num_fewshot", shots or 0)
+            check_task(name, task)
+            set_num_shots(name, task, options.shots)
         for name, metric in options.metrics.items():
-            if name not in self.columns:
-                raise ValueError(unknown_name(f"benchmark.metrics.{name}", self.columns))
-            known = {each for task in self.columns[name].tasks.values() for each in task.aggregation()}
-            if known and metric.partition(",")[0] not in known:
-                allowed = ", ".join(sorted(known))
-                raise ValueError(f"benchmark.metrics.{name}={metric} is invalid. Allowed: {allowed}")
-        self.contents = {}
-        for name, task in tasks.items():  # its own options, its examples, those that may be shown before them
-            shown = task.fewshot_docs() if task.get_config("num_fewshot") else []
-            documents = [list(task.eval_docs), list(shown or [])]
-            own = json.loads(json.dumps(task.dump_config(), default=str))
-            self.contents[name] = digest([own, documents])
+            self.check_metric(name, metric)
+        self.contents = {name: hash_contents(task) for name, task in tasks.items()}
+
+    def check_metric(self, name: str, metric: str) -> None:
+        """Raises ValueError for a metric that a task does not have, or of a task that is not measured."""
+        if name not in self.columns:
+            raise ValueError(unknown_name(f"benchmark.metrics.{name}", self.columns))
+        task_metrics: set[str] = set()
+        for task in self.columns[name].tasks.values():
+            task_metrics.update(task.aggregation())
+        if task_metrics and metric.partition(",")[0] not in task_metrics:
+            raise InvalidOptionError(
+                f"benchmark.metrics.{name}", metric, allowed=", ".join(sorted(task_metrics))
+            )
 
     def digest(self, name: str) -> str:
         """What a task's results depend on besides the model: the harness, the task, its data, the options."""
         contents = [self.contents[task] for task in self.columns[name].tasks]
-        options = [self.options.max_documents, self.options.max_length, self.mixed]
+        options = [self.options.max_documents, self.options.max_length, self.mixed_precision]
         return digest([RESULTS_FORMAT, self.version, name, contents, options])
 
     def measure(
@@ -120,85 +102,189 @@ class Harness:
     ) -> dict[str, Any]:
         """All metrics of a task on a model, where the model is: {metric: {value, error, higher}}, with what
         they were measured on. `step` is called after each request."""
-        column, options = self.columns[name], self.options
-        tasks = {"tasks": dict(column.tasks), "groups": dict(column.groups), "group_map": {}}
-        causal = not model.config.is_encoder_decoder
-        last = tokenizer("a")["input_ids"][-1:]
-        ends = causal and bool(last) and last[0] in tokenizer.all_special_ids
-        with isolate_rng(), set_mode(model, training=False), silence() as warned:
-            random.seed(RANDOM_SEED)  # as the harness's own program does
+        column = self.columns[name]
+        results, warnings_shown = self.evaluate(column, model, tokenizer, step=step)
+
+        num_truncated = sum("runcat" in message for message in warnings_shown)
+        if num_truncated:
+            log.info(
+                "Truncating %s: %d requests or more are longer than the model reads", name, num_truncated
+            )
+        tasks = column.tasks.values()
+        return {
+            "digest": self.digest(name),
+            "harness": self.version,
+            "version": str(results["versions"].get(name)),
+            "shots": find_common({task.get_config("num_fewshot") for task in tasks}),
+            "limit": self.options.max_documents,
+            "examples": sum(results["n-samples"][task]["effective"] for task in column.tasks),
+            "chance": find_common({self.find_chance(task) for task in tasks}),
+            "metrics": read_metrics(results["results"][name], results["higher_is_better"].get(name, {})),
+            "truncated": num_truncated,
+        }
+
+    def evaluate(
+        self,
+        column: Column,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        step: Callable[[], object],
+    ) -> tuple[dict[str, Any], list[str]]:
+        """What the harness returns of a column's tasks, and its warnings. Random generators are as before."""
+        is_causal = not model.config.is_encoder_decoder
+        last_token = tokenizer("a")["input_ids"][-1:]
+        ends_texts = is_causal and bool(last_token) and last_token[0] in tokenizer.all_special_ids
+        with isolate_rng(), set_mode(model, training=False), silence() as warnings_shown:
+            random.seed(PYTHON_SEED)  # as the harness's own program does
             np.random.seed(OTHER_SEED)
             torch.manual_seed(OTHER_SEED)
             for task in column.tasks.values():
                 task.set_fewshot_seed(seed=OTHER_SEED)
+
             lm = HFLM(
                 pretrained=model,
                 tokenizer=deepcopy(tokenizer),  # it may be given a token for padding
-                backend="causal" if causal else "seq2seq",
+                backend="causal" if is_causal else "seq2seq",
                 # None: the tokenizer's own tokens around a text, but not where they would end it
-                add_bos_token=False if ends else None,
-                batch_size=options.batch_size,
-                max_length=options.max_length,
-                mixed_precision_dtype=self.mixed,
+                add_bos_token=False if ends_texts else None,
+                batch_size=self.options.batch_size,
+                max_length=self.options.max_length,
+                mixed_precision_dtype=self.mixed_precision,
             )
             for kind in REQUESTS:
                 setattr(lm, kind, partial(getattr(lm, kind), disable_tqdm=True))
             # replaces the harness's cache, which is called for each answered request
             lm.cache_hook = SimpleNamespace(add_partial=lambda *answered: step())
-            found = evaluate(
-                lm=lm, task_dict=tasks, limit=options.max_documents, bootstrap_iters=DRAWS, log_samples=False
+
+            results = evaluate(
+                lm=lm,
+                task_dict={"tasks": dict(column.tasks), "groups": dict(column.groups), "group_map": {}},
+                limit=self.options.max_documents,
+                bootstrap_iters=BOOTSTRAP_DRAWS,
+                log_samples=False,
             )
-        truncated = sum("runcat" in message for message in warned)
-        if truncated:
-            log.info("Truncating %s: %d requests or more are longer than the model reads", name, truncated)
-        # {"acc,none": …, "acc_stderr,none": …}; the filter `none` is left out of a metric's name
-        values, higher = found["results"][name], found["higher_is_better"].get(name, {})
-        metrics = {}
-        for key, value in values.items():
-            metric, comma, kind = key.partition(",")
-            if comma and not metric.endswith("_stderr") and isinstance(value, Real):
-                error = values.get(f"{metric}_stderr,{kind}")
-                error = float(error) if isinstance(error, Real) and isfinite(error) else None
-                told = {"value": float(value), "error": error, "higher": higher.get(metric) is not False}
-                metrics[metric if kind == "none" else key] = told
-        shots = {task.get_config("num_fewshot") for task in column.tasks.values()}
-        chances: set[float | None] = set()  # a guess gets the mean of 1 / choices over the examples
-        for task in column.tasks.values():
-            if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1):
-                chances.add(None)
-                continue
-            documents = list(task.eval_docs)[: get_sample_size(task, options.max_documents)]
-            chances.add(float(np.mean([1 / len(task.doc_to_choice(document)) for document in documents])))
-        return {
-            "digest": self.digest(name),
-            "harness": self.version,
-            "version": str(found["versions"].get(name)),
-            "shots": shots.pop() if len(shots) == 1 else None,  # None where tasks of a group differ
-            "limit": options.max_documents,
-            "examples": sum(found["n-samples"][task]["effective"] for task in column.tasks),
-            "chance": chances.pop() if len(chances) == 1 else None,
-            "metrics": metrics,
-            "truncated": truncated,
+        return results, warnings_shown
+
+    def find_chance(self, task: Task) -> float | None:
+        """What a guess gets: the mean of 1 / choices over the examples; None where an answer is free."""
+        if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1):
+            return None
+        num_documents = get_sample_size(task, self.options.max_documents)
+        documents = list(task.eval_docs)[:num_documents]
+        return float(np.mean([1 / len(task.doc_to_choice(document)) for document in documents]))
+
+
+def load_columns(options: LMEvalOptions) -> dict[str, Column]:
+    """The tasks and groups of the options, by name. Raises ValueError for an unknown or unreadable one."""
+    # The harness's own 14,000 names take long to read: only where one is asked for.
+    manager = TaskManager(include_path=options.include, include_defaults=False)
+    if not set(options.tasks) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=options.include)
+
+    columns: dict[str, Column] = {}
+    for name in options.tasks:
+        if name not in manager.all_tasks:
+            raise ValueError(unknown_name(f"benchmark.tasks={name}", manager.all_tasks))
+        try:
+            loaded = manager.load([name])
+        except Exception as error:  # what the harness, a task's code or the reader of its data raises
+            raise ValueError(
+                f"benchmark.tasks={name} is invalid: {reason(error)}; "
+                "bring its data into the cache of Hugging Face while there is a network"
+            ) from error
+
+        groups = loaded.get("groups", {})
+        if name in groups and groups[name].has_aggregation:
+            columns[name] = Column(loaded["tasks"], groups)
+        else:  # a name stands for itself, or for the tasks of a tag, and of a group without a mean
+            for task_name, task in loaded["tasks"].items():
+                columns[task_name] = Column({task_name: task}, {})
+    return columns
+
+
+def check_task(name: str, task: Task) -> None:
+    """Raises ValueError for a task that runs a model's code, or is not of text alone."""
+    if getattr(task, "UNSAFE_CODE", False):
+        raise InvalidOptionError(
+            "benchmark.tasks", name, reason="it runs code that the model writes", allowed="other tasks"
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise InvalidOptionError(
+            "benchmark.tasks", name, reason="it has pictures or sounds", allowed="tasks of text"
+        )
+
+
+def set_num_shots(name: str, task: Task, shots: int | None) -> None:
+    """Sets how many examples a task shows before a question; `shots` is None for the task's own number."""
+    task_shots = task.get_config("num_fewshot")
+    if shots is None:
+        if task_shots is None:
+            task.set_config("num_fewshot", 0)
+    elif task_shots == 0 and shots != 0:  # as the harness's own program: 0 stays 0
+        log.info("No effect of benchmark.shots=%d on %s: it is asked without examples", shots, name)
+    else:
+        task.set_config("num_fewshot", shots)
+
+
+def hash_contents(task: Task) -> str:
+    """A hash of a task's own options, its examples, and those that may be shown before them."""
+    examples = task.fewshot_docs() if task.get_config("num_fewshot") else []
+    documents = [list(task.eval_docs), list(examples or [])]
+    options = json.loads(json.dumps(task.dump_config(), default=str))
+    return digest([options, documents])
+
+
+def read_metrics(values: Mapping[str, Any], higher_is_better: Mapping[str, Any]) -> dict[str, Any]:
+    """{metric: {value, error, higher}} from the harness's {"acc,none": …, "acc_stderr,none": …}; the filter
+    `none` is left out of a metric's name."""
+    metrics = {}
+    for key, value in values.items():
+        metric, comma, filter_name = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, Real):
+            continue
+        error = values.get(f"{metric}_stderr,{filter_name}")
+        has_error = isinstance(error, Real) and isfinite(error)
+        metrics[metric if filter_name == "none" else key] = {
+            "value": float(value),
+            "error": float(error) if has_error else None,  # type: ignore[arg-type]
+            "higher": higher_is_better.get(metric) is not False,
         }
+    return metrics
+
+
+def find_common(values: set[Any]) -> Any:
+    """The value that all tasks of a column have; None where they differ."""
+    return next(iter(values)) if len(values) == 1 else None
 
 
 @contextmanager
 def silence() -> Iterator[list[str]]:
     """While it lasts the harness shows nothing and starts no processes of its own; gives its warnings."""
-    logger, before, told = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC"), []
+    messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    level, handlers, propagates = logger.level, logger.handlers, logger.propagate
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    handlers = logger.handlers
+    propagates = logger.propagate
     logger.setLevel(logging.WARNING)
-    logger.handlers, logger.propagate = [handler], False
-    os.environ["DISABLE_MULTIPROC"] = "1"  # of its bootstrap
-    heard = io.StringIO()
+    logger.handlers = [handler]
+    logger.propagate = False
+
+    bootstrap_processes = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    output = io.StringIO()
     try:
-        with warnings.catch_warnings(), redirect_stdout(heard), redirect_stderr(heard):
+        with warnings.catch_warnings(), redirect_stdout(output), redirect_stderr(output):
             warnings.simplefilter("ignore")
-            yield told
+            yield messages
     finally:
         logger.setLevel(level)
-        logger.handlers, logger.propagate = handlers, propagates
-        del os.environ["DISABLE_MULTIPROC"]
-        os.environ.update({} if before is None else {"DISABLE_MULTIPROC": before})
+        logger.handlers = handlers
+        logger.propagate = propagates
+        if bootstrap_processes is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = bootstrap_processes

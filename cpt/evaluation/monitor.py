@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import key, shuffle
 from cpt.core.schema import Natural, NonNegative, Options, Steps, config, option
 from cpt.data.sources.base import GENERAL
@@ -37,24 +38,34 @@ class MonitorOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        asked = {"stop": self.stop, "patience": self.patience, "keep": self.keep}
-        given = [f"{name}={value}" for name, value in asked.items() if value not in (None, "last")]
-        if given and self.every is None:
-            raise ValueError(f"{given[0]} is invalid: every=null monitors nothing. Allowed: every=STEPS")
+        if self.every is None:
+            for name in ("stop", "patience", "keep"):
+                value = getattr(self, name)
+                if value not in (None, "last"):
+                    raise InvalidOptionError(
+                        name, value, reason="every=null monitors nothing", allowed="every=STEPS"
+                    )
         if self.stop is not None and not self.past and not self.general:
-            allowed = "past=1 or more, or general=true"
-            why = "past=0, general=false leave no other text"
-            raise ValueError(f"stop={self.stop} is invalid: {why}. Allowed: {allowed}")
+            raise InvalidOptionError(
+                "stop",
+                self.stop,
+                reason="past=0, general=false leave no other text",
+                allowed="past=1 or more, or general=true",
+            )
 
     @property
     def decides(self) -> bool:
         """Whether what is seen has a say in what is learned."""
         return self.stop is not None or self.patience is not None or self.keep == "best"
 
-    def choose(self, own: Sequence[str], past: Sequence[str], *, stage: str) -> list[str]:
+    def choose(self, stage_texts: Sequence[str], past_texts: Sequence[str], *, stage: str) -> list[str]:
         """The texts that are evaluated in a stage: its own, some of past domains, the general one."""
-        order = shuffle(np.arange(min(self.past, len(past))), len(past), stream=key("monitor", stage))
-        return [*own, *(past[at] for at in sorted(order)), *[GENERAL] * self.general]
+        num_past = min(self.past, len(past_texts))
+        sample = shuffle(np.arange(num_past), len(past_texts), stream=key("monitor", stage))
+        texts = [*stage_texts, *(past_texts[index] for index in sorted(sample))]
+        if self.general:
+            texts.append(GENERAL)
+        return texts
 
 
 @config
@@ -129,29 +140,33 @@ class MonitorRecord:
     ended: str = ""  # why the stage ended before its last step
     kept: int | None = None  # with keep=best: the step whose weights it ended with
 
-    def add(self, step: int, began: Losses, now: Losses) -> None:
-        """Adds an evaluation; `began` are the losses at the first one."""
+    def add(self, step: int, initial_losses: Losses, losses: Losses) -> None:
+        """Adds an evaluation; `initial_losses` are those of the first one."""
         self.steps.append(step)
-        for change in compare_losses(list(now), began, now):
+        for change in compare_losses(list(losses), initial_losses, losses):
             self.nll.setdefault(change.text, []).append(change.after)
             self.rise.setdefault(change.text, []).append([change.low, change.high])
 
-    def since_best(self, own: Sequence[str]) -> int:
+    def since_best(self, stage_texts: Sequence[str]) -> int:
         """How many evaluations ago the mean loss of the stage's own texts was lowest."""
-        losses = np.mean([self.nll[text] for text in own], axis=0)
+        losses = np.mean([self.nll[text] for text in stage_texts], axis=0)
         if np.isnan(losses).all():  # of the few tokens that are drawn, none is scored
             return 0
-        return len(losses) - 1 - int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
+        best = int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
+        return len(losses) - 1 - best
 
-    def why_stop(self, options: MonitorOptions, *, own: Sequence[str]) -> str:
+    def why_stop(self, options: MonitorOptions, *, stage_texts: Sequence[str]) -> str:
         """Why the stage is to end now, in words; empty if it is not."""
         if options.stop is not None:
             for text, bounds in self.rise.items():
                 low, high = bounds[-1]
-                if text not in own and low > options.stop:
+                if text not in stage_texts and low > options.stop:
                     return f"{text} has risen by {low:.3f} to {high:.3f} nats (monitor.stop={options.stop:g})"
-        since = self.since_best(own)
-        if options.patience is not None and since >= options.patience:
-            why = f"monitor.patience={options.patience}"
-            return f"{since} evaluations without a lower loss on its own text ({why})"
+
+        num_evaluations = self.since_best(stage_texts)
+        if options.patience is not None and num_evaluations >= options.patience:
+            return (
+                f"{num_evaluations} evaluations without a lower loss on its own text "
+                f"(monitor.patience={options.patience})"
+            )
         return ""

@@ -12,6 +12,7 @@ from annotated_types import Ge, Predicate
 
 from cpt.core.config import digest
 from cpt.core.errors import unknown_name
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import key, shuffle
 from cpt.core.schema import (
     Allowed,
@@ -30,12 +31,23 @@ from cpt.core.schema import (
 from cpt.data.sources.base import GENERAL
 
 FULL = {"rows": "each", "columns": "all"}  # the policy of which no cell is missing
-AUTO, CAP = "auto", 200_000  # tokens of each text that are scored where eval.max_tokens is not set
-EVERY, SOME = re.compile(r"every:([1-9]\d*)"), re.compile(r"(near|sample):([1-9]\d*)")
+AUTO = "auto"
+CAP = 200_000  # tokens of each text that are scored where eval.max_tokens is not set
+EVERY = re.compile(r"every:([1-9]\d*)")
+SOME = re.compile(r"(near|sample):([1-9]\d*)")
 # Measures that a task may be reported by, and whether each is of what the model writes.
-KNOWN_BY = {"accuracy_ranked": False, "accuracy_ranked_mean": False}
-KNOWN_BY |= dict.fromkeys(("exact_match", "first_character", "rouge_l", "edit_similarity", "sari"), True)
-OLDEST, TOO_NEW = (0, 4, 13), (0, 5)  # versions of lm_eval with the tasks and results that we read
+KNOWN_BY = {
+    "accuracy_ranked": False,
+    "accuracy_ranked_mean": False,
+    "exact_match": True,
+    "first_character": True,
+    "rouge_l": True,
+    "edit_similarity": True,
+    "sari": True,
+}
+# Versions of lm_eval with the tasks and results that we read: from the first to below the second.
+MIN_LM_EVAL = (0, 4, 13)
+MAX_LM_EVAL = (0, 5)
 EXTRA = "pip install -e '.[lm-eval]'"
 
 
@@ -47,8 +59,10 @@ When = Annotated[
 
 def is_due(when: str, number: int, *, stages: int) -> bool:
     """Whether last, each or every:K includes this number of the stages; 0, the base, and the last always."""
+    if number in (0, stages) or when == "each":
+        return True
     every = EVERY.fullmatch(when)
-    return number in (0, stages) or when == "each" or bool(every and number % int(every[1]) == 0)
+    return every is not None and number % int(every[1]) == 0
 
 
 @config
@@ -83,20 +97,30 @@ class EvalOptions(Options):
         self, number: int, *, stages: Sequence[Sequence[str]], texts: Sequence[str]
     ) -> list[str]:
         """The texts that the model after `number` stages is scored on; `stages`: the domains of each."""
-        kind, _, most = self.columns.partition(":")
-        more = is_due(self.rows, number, stages=len(stages))
-        if number in (0, len(stages)) or (more and kind == "all"):
+        kind, _, limit = self.columns.partition(":")
+        has_further_texts = is_due(self.rows, number, stages=len(stages))
+        if number in (0, len(stages)) or (has_further_texts and kind == "all"):
             return list(texts)
-        others = [place for place in range(len(stages)) if place != number - 1]
-        if kind == "seen":
-            others = list(range(number))
-        elif kind == "near":
-            others = sorted(others, key=lambda place: (abs(place - number + 1), place))[: int(most)]
-        elif kind == "sample":
-            drawn = shuffle(np.arange(len(others)), len(others), stream=key("columns", number))
-            others = [others[place] for place in drawn[: int(most)]]
-        chosen = {*stages[number - 1], GENERAL, *(text for at in others if more for text in stages[at])}
+
+        chosen = {*stages[number - 1], GENERAL}
+        if has_further_texts:
+            for stage in choose_stages(number, len(stages), kind=kind, limit=limit):
+                chosen.update(stages[stage])
         return [text for text in texts if text in chosen]
+
+
+def choose_stages(number: int, num_stages: int, *, kind: str, limit: str) -> list[int]:
+    """The indices of stages whose texts are scored after `number` stages: those before, or at most `limit`
+    others, the nearest in the order or a sample."""
+    if kind == "seen":
+        return list(range(number))
+    last = number - 1
+    others = [stage for stage in range(num_stages) if stage != last]
+    if kind == "near":
+        others.sort(key=lambda stage: (abs(stage - last), stage))
+        return others[: int(limit)]
+    sample = shuffle(np.arange(len(others)), len(others), stream=key("columns", number))
+    return [others[index] for index in sample[: int(limit)]]
 
 
 @config
@@ -119,13 +143,16 @@ class TaskEvalOptions(StageOptions):
     )
 
     def __post_init__(self) -> None:
-        ranked = ", ".join(name for name, written in KNOWN_BY.items() if not written)
         for task, measure in self.known_by.items():
             if measure not in KNOWN_BY:
                 raise ValueError(unknown_name(f"measures.{task}={measure}", KNOWN_BY))
             if KNOWN_BY[measure] and not self.written:
-                told = f"measures.{task}={measure} is invalid: written=false generates no answers"
-                raise ValueError(f"{told}. Allowed: {ranked}")
+                raise InvalidOptionError(
+                    f"measures.{task}",
+                    measure,
+                    reason="written=false generates no answers",
+                    allowed=", ".join(name for name, is_written in KNOWN_BY.items() if not is_written),
+                )
 
     @property
     def known_by(self) -> Mapping[str, str]:
@@ -158,22 +185,38 @@ class LMEvalOptions(StageOptions):
     @property
     def stamp(self) -> str:
         """A hash of names, sizes and times of the files in `include`."""
-        files = sorted(Path(self.include).rglob("*")) if self.include else []
-        kept = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
-        stats = [(str(path.relative_to(self.include or "")), path.stat()) for path in kept]
-        return digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+        files = []
+        if self.include:
+            for path in sorted(Path(self.include).rglob("*")):
+                if path.is_file() and "__pycache__" not in path.parts:
+                    stat = path.stat()
+                    files.append([str(path.relative_to(self.include)), stat.st_size, stat.st_mtime_ns])
+        return digest(files)
 
     def check_installed(self) -> None:
         """Raises ValueError for a missing folder, and where lm_eval is not installed in a known version."""
         if self.include is not None and not Path(self.include).is_dir():
-            told = f"benchmark.include={self.include} is invalid: it is missing"
-            raise ValueError(f"{told}. Allowed: null or a folder")
+            raise InvalidOptionError(
+                "benchmark.include", self.include, reason="it is missing", allowed="null or a folder"
+            )
         try:
             version = metadata.version("lm_eval")
         except metadata.PackageNotFoundError:
-            told = "benchmark=lm_eval is invalid: the lm-evaluation-harness is not installed"
-            raise ValueError(f"{told}. Allowed: {EXTRA}") from None
-        if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:3])) < TOO_NEW:
-            allowed = " to below ".join(".".join(map(str, each)) for each in (OLDEST, TOO_NEW))
-            told = f"benchmark=lm_eval is invalid: {version} is installed"
-            raise ValueError(f"{told}. Allowed: {allowed} ({EXTRA})")
+            raise InvalidOptionError(
+                "benchmark",
+                "lm_eval",
+                reason="the lm-evaluation-harness is not installed",
+                allowed=EXTRA,
+            ) from None
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+        if not MIN_LM_EVAL <= numbers < MAX_LM_EVAL:
+            raise InvalidOptionError(
+                "benchmark",
+                "lm_eval",
+                reason=f"{version} is installed",
+                allowed=f"{join_version(MIN_LM_EVAL)} to below {join_version(MAX_LM_EVAL)} ({EXTRA})",
+            )
+
+
+def join_version(numbers: tuple[int, ...]) -> str:
+    return ".".join(str(number) for number in numbers)

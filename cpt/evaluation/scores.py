@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -19,7 +19,7 @@ from cpt.evaluation.options import FULL
 from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry, key_of
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
-# what takes time in a run; "start": what precedes the stages
+# What takes time in a run; "start" is what precedes the stages.
 ACTIVITIES = ("start", "generate", "learn", "score", "endtasks", "answers", "benchmarks")
 FORMER_KEYS = ("spikes",)  # that snapshots wrote; they are not read
 RUN_KEYS = tuple(schema.RunKeys.__annotations__)
@@ -121,27 +121,48 @@ class Scores(Layout):
     def __post_init__(self) -> None:
         """Raises ValueError for fields of another type, shape or name: a file may be damaged."""
         types = get_type_hints(type(self), include_extras=True)
-        values = {key_of(column): getattr(self, column.name) for column in fields(self)}
-        check_types(values, {key_of(column): types[column.name] for column in fields(self)})
+        values_by_key = {key_of(column): getattr(self, column.name) for column in fields(self)}
+        types_by_key = {key_of(column): types[column.name] for column in fields(self)}
+        check_types(values_by_key, types_by_key)
 
-        rows, columns = len(self.rows), len(self.domains)
-        if len({*self.rows}) < rows or len({*self.domains}) < columns or self.rows[:1] not in ([], ["base"]):
+        self.check_layout()
+        if self.endtasks:
+            self.check_endtasks()
+        self.activity_seconds = {activity: self.activity_seconds.get(activity, {}) for activity in ACTIVITIES}
+
+    def check_layout(self) -> None:
+        """Raises ValueError where rows and columns are not those of the matrix, or a name is unknown."""
+        num_rows = len(self.rows)
+        num_columns = len(self.domains)
+        repeats_name = len(set(self.rows)) < num_rows or len(set(self.domains)) < num_columns
+        if repeats_name or self.rows[:1] not in ([], ["base"]):
             raise ValueError(f"rows {self.rows} or columns {self.domains} occur twice, or base is not first")
-        if {len(self.tokens), len(self.bytes), len(self.scored), *map(len, self.nll)} - {columns}:
+
+        row_lengths = {len(losses) for losses in self.nll}
+        if {len(self.tokens), len(self.bytes), len(self.scored), *row_lengths} - {num_columns}:
             raise ValueError(f"tokens, bytes, scored or a row of nll are not of the columns {self.domains}")
-        lengths = {len(getattr(self, name)) for name in ("modules", *COST_COLUMNS)}
-        if len(self.nll) != rows or not lengths <= {0, rows}:
+
+        # A file of a version without one of the columns has none of its rows.
+        column_lengths = {len(getattr(self, name)) for name in ("modules", *COST_COLUMNS)}
+        if len(self.nll) != num_rows or not column_lengths <= {0, num_rows}:
             costs = "trained, stored, seen, flops, memory, skipped"
             raise ValueError(f"nll, modules or costs ({costs}) are not of the rows {self.rows}")
-        if unknown := (set(self.activity_seconds) - {*ACTIVITIES}) | (set(self.metrics) - {*METRICS}):
-            raise ValueError(f"phases or metrics are unknown: {', '.join(sorted(unknown))}")
-        if given := self.endtasks:
-            kinds = (*ENDTASK_METRICS, *given["metric"].values())
-            if any(given[key].keys() != {*given["tasks"]} for key in ("metric", "classes", "examples")):
-                raise ValueError(f"endtasks are not of the tasks {given['tasks']}")
-            if any(len(cube(given, kind)) > rows for kind in kinds):
-                raise ValueError(f"endtasks have more than {rows} rows")
-        self.activity_seconds = {activity: self.activity_seconds.get(activity, {}) for activity in ACTIVITIES}
+
+        unknown_activities = set(self.activity_seconds) - set(ACTIVITIES)
+        unknown_metrics = set(self.metrics) - set(METRICS)
+        unknown = sorted(unknown_activities | unknown_metrics)
+        if unknown:
+            raise ValueError(f"phases or metrics are unknown: {', '.join(unknown)}")
+
+    def check_endtasks(self) -> None:
+        """Raises ValueError where the results of end tasks are not of their tasks, or of more rows."""
+        tasks = self.endtasks["tasks"]
+        for key in ("metric", "classes", "examples"):
+            if self.endtasks[key].keys() != set(tasks):
+                raise ValueError(f"endtasks are not of the tasks {tasks}")
+        for metric in (*ENDTASK_METRICS, *self.endtasks["metric"].values()):
+            if len(cube(self.endtasks, metric)) > len(self.rows):
+                raise ValueError(f"endtasks have more than {len(self.rows)} rows")
 
     @property
     def matrix(self) -> Array:
@@ -153,26 +174,31 @@ class Scores(Layout):
         """The same with infinity for what was measured and was not finite: no mean may leave it out."""
         cells = self.matrix
         for row in np.flatnonzero(np.isnan(cells).any(1)):
-            cells[row] = [np.nan if x is None else np.inf if np.isnan(x) else x for x in self.nll[row]]
+            cells[row] = [to_cell(loss) for loss in self.nll[row]]
         return cells
 
     @property
     def diagonal(self) -> dict[str, float]:
         """Loss (nats) on each learned domain in the row of its name."""
-        matrix, rows, columns = self.matrix, self.rows, {d: at for at, d in enumerate(self.domains)}
-        places = {name: at for at, name in enumerate(rows)}
-        return {d: float(matrix[places[d], columns[d]]) for d in self.learned}
+        matrix = self.matrix
+        rows = {name: row for row, name in enumerate(self.rows)}
+        columns = {name: column for column, name in enumerate(self.domains)}
+        return {domain: float(matrix[rows[domain], columns[domain]]) for domain in self.learned}
 
     @property
     def state(self) -> str:
         """How far the run is, for people."""
-        done = f"{len(self.rows)} rows, last: {self.rows[-1]}" if self.rows else "no rows"
-        return f"{'finished' if self.run['finished'] else 'unfinished'}, {done}"
+        state = "finished" if self.run["finished"] else "unfinished"
+        if not self.rows:
+            return f"{state}, no rows"
+        return f"{state}, {len(self.rows)} rows, last: {self.rows[-1]}"
 
     @property
     def growth(self) -> float | None:
         """Bytes that the method stores more with each domain, a mean; None before there are two."""
-        return (self.stored[-1] - self.stored[1]) / (len(self.stored) - 2) if len(self.stored) > 2 else None
+        if len(self.stored) <= 2:
+            return None
+        return (self.stored[-1] - self.stored[1]) / (len(self.stored) - 2)
 
     def append(
         self,
@@ -186,7 +212,7 @@ class Scores(Layout):
         if row in self.rows or len(nll) != len(self.domains):
             raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
         self.rows.append(row)
-        self.nll.append([None if x is None else float(x) for x in nll])
+        self.nll.append([to_loss(loss) for loss in nll])
         self.modules.append({text: dict(weights) for text, weights in modules.items() if weights})
 
         for name, cost in asdict(costs).items():
@@ -198,29 +224,35 @@ class Scores(Layout):
 
     def take_over(self, earlier: Scores) -> Scores:
         """These scores with what a run of fewer domains has measured; cells of further texts are missing."""
-        measured = ("rows", "modules", "activity_seconds", "endtasks", "answers", "benchmarks", "monitor")
-        for name in (*measured, *COST_COLUMNS):
+        results = ("rows", "modules", "activity_seconds", "endtasks", "answers", "benchmarks", "monitor")
+        for name in (*results, *COST_COLUMNS):
             setattr(self, name, getattr(earlier, name))
-        cells = [dict(zip(earlier.domains, row, strict=True)) for row in earlier.nll]
-        self.nll = [[row.get(text) for text in self.domains] for row in cells]
+
+        self.nll = []
+        for losses in earlier.nll:
+            loss_by_text = dict(zip(earlier.domains, losses, strict=True))
+            self.nll.append([loss_by_text.get(text) for text in self.domains])
         self.grown = [*earlier.grown, len(self.rows) - 1]
         return self
 
     def fill(
-        self, row: int, nll: Mapping[str, float | None], modules: Mapping[str, Mapping[str, float]]
+        self, number: int, nll: Mapping[str, float | None], modules: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Adds cells that were missing in a row, by text, without updating the metrics."""
-        for text, value in nll.items():
-            self.nll[row][self.domains.index(text)] = None if value is None else float(value)
-        self.modules[row] |= {text: dict(weights) for text, weights in modules.items() if weights}
+        """Adds cells that were missing in the row of a stage, by text, without updating the metrics."""
+        for text, loss in nll.items():
+            self.nll[number][self.domains.index(text)] = to_loss(loss)
+        for text, weights in modules.items():
+            if weights:
+                self.modules[number][text] = dict(weights)
 
     def set_results(self, kind: str, results: dict[str, Any]) -> None:
         """Replaces what an evaluator has measured so far: `endtasks`, `answers` or `benchmarks`."""
         setattr(self, kind, results)
 
-    def measured(self, row: int) -> list[str]:
-        """The texts that were scored in a row."""
-        return [text for text, value in zip(self.domains, self.nll[row], strict=True) if value is not None]
+    def measured(self, number: int) -> list[str]:
+        """The texts that were scored after a stage."""
+        losses = zip(self.domains, self.nll[number], strict=True)
+        return [text for text, loss in losses if loss is not None]
 
     def measure(self, *, nll_sums: Arrays | None = None, counts: Arrays = ()) -> None:
         """Sets the metrics from the matrix, and their intervals where the documents' losses are given."""
@@ -232,29 +264,61 @@ class Scores(Layout):
     @classmethod
     def load(cls, path: Path) -> Scores:
         """The scores in a file; a ValueError of one line if it is damaged, foreign or of a later version."""
-        advice = "restore it from a copy, or delete it to run again"
+        data: Any = None
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(data, dict):
-                raise ValueError("it is no JSON object")
-            for key in FORMER_KEYS:
-                data.pop(key, None)
-            if isinstance(version := data.get("version"), int) and version > VERSION:
-                advice = "update cpt"
-                raise ValueError(f"version {version}, this cpt reads version {VERSION}")
-            names = {key_of(column): column.name for column in fields(cls)}
-            needed = {key_of(f) for f in fields(cls) if f.default is f.default_factory is MISSING}
-            if differing := ({"version", *needed} - set(data)) | (set(data) - set(names)):
-                raise ValueError(f"missing or unknown: {', '.join(sorted(differing))}")
-            return cls(**{names[key]: value for key, value in data.items()})
+            return cls.from_data(data)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path}: damaged or foreign ({error}); {advice}") from None
+            remedy = "restore it from a copy, or delete it to run again"
+            if has_later_version(data):
+                remedy = "update cpt"
+            raise ValueError(f"{path}: damaged or foreign ({error}); {remedy}") from None
+
+    @classmethod
+    def from_data(cls, data: Any) -> Scores:
+        """The scores from the content of a file. Raises ValueError for missing and unknown keys."""
+        if not isinstance(data, dict):
+            raise ValueError("it is no JSON object")
+        if has_later_version(data):
+            raise ValueError(f"version {data['version']}, this cpt reads version {VERSION}")
+
+        columns = {key_of(column): column for column in fields(cls)}
+        required_keys = {key for key, column in columns.items() if is_required(column)}
+        missing = {"version", *required_keys} - set(data)
+        unknown = set(data) - set(columns) - set(FORMER_KEYS)
+        if missing or unknown:
+            raise ValueError(f"missing or unknown: {', '.join(sorted(missing | unknown))}")
+
+        values = {columns[key].name: value for key, value in data.items() if key in columns}
+        return cls(**values)
 
     def save(self, path: Path) -> None:
         """Replaces the file atomically: a reader sees the old or the new scores, after a crash too."""
         self.seconds = sum(sum(stages.values()) for stages in self.activity_seconds.values())
         lines = [f'"{key_of(column)}": {encode(getattr(self, column.name))}' for column in fields(self)]
         replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def to_cell(loss: float | None) -> float:
+    """A loss of the file for a mean: nan was not measured, infinity was measured and was not finite."""
+    if loss is None:
+        return np.nan
+    return np.inf if np.isnan(loss) else loss
+
+
+def to_loss(loss: float | None) -> float | None:
+    """A loss as a Python number, which JSON needs; None: not measured."""
+    return None if loss is None else float(loss)
+
+
+def has_later_version(data: Any) -> bool:
+    """Whether the content of a file says that a later cpt wrote it."""
+    version = data.get("version") if isinstance(data, dict) else None
+    return isinstance(version, int) and version > VERSION
+
+
+def is_required(column: Field[Any]) -> bool:
+    return column.default is MISSING and column.default_factory is MISSING
 
 
 def encode(value: Any) -> str:
@@ -272,44 +336,55 @@ def documents_file(folder: Path, row: int) -> Path:
 
 def load_documents(folder: Path, rows: Iterable[int]) -> list[dict[str, Array]]:
     """The losses of some rows, by text [2, documents]: nats, scored tokens. ValueError for damage."""
-    loaded = []
-    for path in (documents_file(folder, row) for row in rows):
+    losses = []
+    for row in rows:
+        path = documents_file(folder, row)
         check_archive(path, instead="restore it from a backup")
-        with np.load(path) as file:
-            loaded.append(dict(file))
-    return loaded
+        with np.load(path) as archive:
+            losses.append(dict(archive))
+    return losses
 
 
 def gather_documents(rows: Sequence[Losses], scores: Scores) -> tuple[list[Array], list[Array]]:
     """By column, nats of each row and document, nan in a row without it, and scored tokens by document."""
-    sums, counts = [], []
-    for column, name in enumerate(scores.domains):
-        counts.append(next(row[name][1] for row in rows if name in row))
-        blank = np.full(len(counts[-1]), np.nan)
-        there = [losses[column] is not None for losses in scores.nll]
-        sums.append(np.stack([row[name][0] if own else blank for row, own in zip(rows, there, strict=True)]))
+    sums = []
+    counts = []
+    for column, text in enumerate(scores.domains):
+        document_counts = next(losses[text][1] for losses in rows if text in losses)
+        not_measured = np.full(len(document_counts), np.nan)
+
+        document_sums = []
+        for losses, row_means in zip(rows, scores.nll, strict=True):
+            is_measured = row_means[column] is not None
+            document_sums.append(losses[text][0] if is_measured else not_measured)
+        sums.append(np.stack(document_sums))
+        counts.append(document_counts)
     return sums, counts
 
 
 def conditions(scores: Scores) -> dict[str, str]:
     """What a perplexity depends on except the model, in words; runs in which all of it is equal are
     comparable. `texts` is a hash of all of them, `scored` and `cap` are tokens."""
-    given, objective = scores.conditions, scores.run["objective"]
-    rate = str(given.get("mask_rate", "unknown")) if objective != "causal" else "none"
+    recorded = scores.conditions
+    objective = scores.run["objective"]
+    mask_rate = "none" if objective == "causal" else str(recorded.get("mask_rate", "unknown"))
     if objective == "span":
-        rate += f" in spans of {given.get('mean_span')}"
+        mask_rate += f" in spans of {recorded.get('mean_span')}"
+
     names = sorted(scores.domains)
-    hashes = [[name, str(scores.texts.get(name, {}).get("hash", "unknown"))] for name in names]
+    text_hashes = [[name, str(scores.texts.get(name, {}).get("hash", "unknown"))] for name in names]
     return {
         "objective": objective,
         "domains": ", ".join(names),
-        "texts": digest(hashes)[:8],
-        **{name: str(given.get(name, "unknown")) for name in ("score_on", "tokenizer", "length")},
-        "mask_rate": rate,
-        "packing": str(given.get("packing", "concat")),
-        "text_format": describe_text_format(given),
+        "texts": digest(text_hashes)[:8],
+        "score_on": str(recorded.get("score_on", "unknown")),
+        "tokenizer": str(recorded.get("tokenizer", "unknown")),
+        "length": str(recorded.get("length", "unknown")),
+        "mask_rate": mask_rate,
+        "packing": str(recorded.get("packing", "concat")),
+        "text_format": describe_text_format(recorded),
         "scored": f"{sum(scores.scored)} tokens",
-        "cap": str(given.get("cap", "none")),
+        "cap": str(recorded.get("cap", "none")),
     }
 
 
@@ -325,15 +400,21 @@ def describe_text_format(conditions: Mapping[str, Any]) -> str:
     return ", ".join(descriptions) or "default"
 
 
-def describe_conditions(given: Mapping[str, str]) -> str:
+def describe_conditions(conditions: Mapping[str, str]) -> str:
     """`masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text 4567cdef`: all but the domains, the
     packing where documents do not stand one after another, an unusual encoding of raw text, and the cap of
     scored tokens."""
-    rate = f", mask_rate {given['mask_rate']}" * (given["mask_rate"] != "none")
-    packing = f", packing {given['packing']}" * (given["packing"] != "concat")
-    text_format = "" if given["text_format"] == "default" else f", {given['text_format']}"
-    cap = f", at most {given['cap']} tokens of each text scored" * (given["cap"] != "none")
-    return (
-        f"{given['objective']}{rate}, length {given['length']}, tokenizer {given['tokenizer']}, "
-        f"{given['score_on']} text {given['texts']}{packing}{text_format}{cap}"
-    )
+    parts = [conditions["objective"]]
+    if conditions["mask_rate"] != "none":
+        parts.append(f"mask_rate {conditions['mask_rate']}")
+    parts.append(f"length {conditions['length']}")
+    parts.append(f"tokenizer {conditions['tokenizer']}")
+    parts.append(f"{conditions['score_on']} text {conditions['texts']}")
+
+    if conditions["packing"] != "concat":
+        parts.append(f"packing {conditions['packing']}")
+    if conditions["text_format"] != "default":
+        parts.append(conditions["text_format"])
+    if conditions["cap"] != "none":
+        parts.append(f"at most {conditions['cap']} tokens of each text scored")
+    return ", ".join(parts)

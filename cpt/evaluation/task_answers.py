@@ -18,7 +18,7 @@ from cpt.evaluation.finetune import longest
 from cpt.models.forward import is_written_whole, set_temporarily
 from cpt.models.objectives import Objective
 
-Sums = Mapping[tuple[int, int], float]  # nats of a choice and its end, by the numbers of question and choice
+ChoiceSums = Mapping[tuple[int, int], float]  # nats of a choice and its end, by number of question and choice
 
 
 @torch.no_grad()
@@ -30,39 +30,60 @@ def score_choices(
     batch_size: int,
     step: Callable[[int], object],
     share: tuple[int, int] = (0, 1),
-) -> Sums:
+) -> ChoiceSums:
     """-sum_t log p(choice_t, end | question) of each choice; `step` is called with the number done."""
-    pairs = [(number, place) for number, each in enumerate(questions) for place in range(len(each.choices))]
-    pairs.sort(key=lambda pair: len(questions[pair[0]].ids) + len(questions[pair[0]].choices[pair[1]]))
+    pairs: list[tuple[int, int]] = []
+    for question, prompt in enumerate(questions):
+        pairs.extend((question, choice) for choice in range(len(prompt.choices)))
+
+    def length(pair: tuple[int, int]) -> int:
+        question, choice = pair
+        return len(questions[question].ids) + len(questions[question].choices[choice])
+
+    pairs.sort(key=length)
+    batches = [pairs[begin : begin + batch_size] for begin in range(0, len(pairs), batch_size)]
+    rank, num_processes = share
+
     sums: dict[tuple[int, int], float] = {}
-    batches = [pairs[at : at + batch_size] for at in range(0, len(pairs), batch_size)]
-    for chosen in batches[share[0] :: share[1]]:
-        rows = [(questions[number].ids, questions[number].choices[place]) for number, place in chosen]
-        lengths = np.array([len(prompt) + len(answer) for prompt, answer in rows])
-        ids = np.zeros((len(rows), lengths.max()), np.int64)
-        answers = np.zeros(ids.shape, bool)
-        for row, (prompt, answer) in enumerate(rows):
-            ids[row, : lengths[row]] = prompt + answer
-            answers[row, len(prompt) : lengths[row]] = True
-        batch, _ = objective.batch(Rows(ids, lengths, np.zeros(len(rows), np.uint64), answers))
-        moved = {name: cast(Tensor, value).to(model.device) for name, value in batch.items()}
-        nll = objective.nll(model, cast(Batch, moved))
-        found = torch.zeros(len(rows), dtype=torch.double, device=nll.device)
-        found.index_add_(0, batch["rows"].to(nll.device), nll.double())
-        sums |= dict(zip(chosen, found.tolist(), strict=True))
-        step(len(chosen))
+    for batch_pairs in batches[rank::num_processes]:
+        rows = join_choices(questions, batch_pairs)
+        batch, _ = objective.batch(rows)
+        on_device = {name: cast(Tensor, tensor).to(model.device) for name, tensor in batch.items()}
+        nll = objective.nll(model, cast(Batch, on_device))
+
+        row_sums = torch.zeros(len(batch_pairs), dtype=torch.double, device=nll.device)
+        row_sums.index_add_(0, batch["rows"].to(nll.device), nll.double())
+        sums.update(zip(batch_pairs, row_sums.tolist(), strict=True))
+        step(len(batch_pairs))
     return sums
 
 
-def rank_choices(questions: Sequence[TaskPrompt], sums: Sums) -> tuple[list[str], list[str]]:
+def join_choices(questions: Sequence[TaskPrompt], pairs: Sequence[tuple[int, int]]) -> Rows:
+    """A row for each question with one of its choices, of which the choice is the answer."""
+    prompts = [questions[question].ids for question, _ in pairs]
+    answers = [questions[question].choices[choice] for question, choice in pairs]
+    lengths = np.array([len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)])
+
+    ids = np.zeros((len(pairs), lengths.max()), np.int64)
+    is_answer = np.zeros(ids.shape, bool)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        ids[row, : lengths[row]] = prompt + answer
+        is_answer[row, len(prompt) : lengths[row]] = True
+    return Rows(ids, lengths, np.zeros(len(pairs), np.uint64), is_answer)
+
+
+def rank_choices(questions: Sequence[TaskPrompt], sums: ChoiceSums) -> tuple[list[str], list[str]]:
     """For each question the choice of the largest sum_t log p(choice_t, end | question), and that of the
     largest mean over t; of equal ones the first."""
-    best, best_mean = [], []
-    for number, each in enumerate(questions):
-        nll = np.array([sums[number, place] for place in range(len(each.choices))])
-        best.append(each.example.choices[nll.argmin()])
-        best_mean.append(each.example.choices[(nll / [*map(len, each.choices)]).argmin()])
-    return best, best_mean
+    best_by_sum = []
+    best_by_mean = []
+    for question, prompt in enumerate(questions):
+        nll = np.array([sums[question, choice] for choice in range(len(prompt.choices))])
+        lengths = [len(choice) for choice in prompt.choices]
+        texts = prompt.example.choices
+        best_by_sum.append(texts[nll.argmin()])
+        best_by_mean.append(texts[(nll / lengths).argmin()])
+    return best_by_sum, best_by_mean
 
 
 @torch.no_grad()
@@ -71,43 +92,77 @@ def write_answers(
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[TaskPrompt],
     *,
-    most: int,
+    max_new_tokens: int,
     batch_size: int,
     step: Callable[[int], object],
     share: tuple[int, int] = (0, 1),
 ) -> dict[int, str]:
-    """What the model writes to each question of a share, by its number, by greedy decoding: at most `most`
-    tokens, to the one that ends an answer, without special tokens. Prompts are padded on the left for a
-    causal model, on the right for an encoder; of a causal model with a part that takes rows of its own
-    (`written_whole`) those of one length go together, and nothing is cached."""
+    """What the model writes to each question of a share, by its number, by greedy decoding: at most
+    `max_new_tokens` tokens, to the one that ends an answer, without special tokens. Prompts are padded on the
+    left for a causal model, on the right for an encoder; of a causal model with a part that takes rows of its
+    own (`written_whole`) those of one length go together, and nothing is cached."""
 
-    def length(number: int) -> int:
-        return len(questions[number].ids)
+    def length(question: int) -> int:
+        return len(questions[question].ids)
 
-    numbers = sorted(range(len(questions)), key=length)
-    batches = [numbers[at : at + batch_size] for at in range(0, len(numbers), batch_size)]
-    seq2seq, whole = model.config.is_encoder_decoder, is_written_whole(model)
-    if whole:
-        batches = [list(alike) for batch in batches for _, alike in groupby(batch, key=length)]
-    end, padding = questions[0].reference[-1], tokenizer.pad_token_id
-    padding = end if padding is None else padding
-    start = getattr(model.config, "decoder_start_token_id", None)
-    special = {"eos_token_id": end, "pad_token_id": padding, "decoder_start_token_id": start}
-    how = {"do_sample": False, "num_beams": 1, "use_cache": not whole, **special}
+    by_length = sorted(range(len(questions)), key=length)
+    batches = [by_length[begin : begin + batch_size] for begin in range(0, len(by_length), batch_size)]
+    needs_equal_lengths = is_written_whole(model)
+    if needs_equal_lengths:
+        batches = split_by_length(batches, length)
+
+    is_seq2seq = model.config.is_encoder_decoder
+    end = questions[0].reference[-1]
+    padding = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    rank, num_processes = share
+
     written: dict[int, str] = {}
-    for chosen in batches[share[0] :: share[1]]:
-        prompts = [questions[number].ids for number in chosen]
-        width = max(map(len, prompts))
-        ids, mask = torch.full((len(prompts), width), padding), torch.zeros((len(prompts), width)).long()
-        for row, prompt in enumerate(prompts):
-            place = slice(0, len(prompt)) if seq2seq else slice(width - len(prompt), width)
-            ids[row, place], mask[row, place] = torch.tensor(prompt), 1
-        room = most if seq2seq else max(1, longest(model, width + most) - width)  # of the model's positions
-        config = GenerationConfig(max_new_tokens=room, **how)
-        with set_temporarily((model, "generation_config", config)):  # and not the checkpoint's own
-            found = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
-        found = found[:, 0 if seq2seq else width :]
-        texts = tokenizer.batch_decode(found, skip_special_tokens=True)
-        written |= {number: text.strip() for number, text in zip(chosen, texts, strict=True)}
-        step(len(chosen))
+    for batch in batches[rank::num_processes]:
+        ids, mask = pad_prompts(
+            [questions[question].ids for question in batch], padding=padding, on_the_left=not is_seq2seq
+        )
+        width = ids.shape[1]
+        # A causal model's answer takes positions after the prompt's.
+        num_tokens = max_new_tokens if is_seq2seq else max(1, longest(model, width + max_new_tokens) - width)
+        generation = GenerationConfig(
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            num_beams=1,
+            use_cache=not needs_equal_lengths,
+            eos_token_id=end,
+            pad_token_id=padding,
+            decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
+        )
+        with set_temporarily((model, "generation_config", generation)):  # and not the checkpoint's own
+            output = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
+
+        if not is_seq2seq:  # it repeats the prompt
+            output = output[:, width:]
+        texts = tokenizer.batch_decode(output, skip_special_tokens=True)
+        for question, text in zip(batch, texts, strict=True):
+            written[question] = text.strip()
+        step(len(batch))
     return written
+
+
+def split_by_length(batches: Sequence[Sequence[int]], length: Callable[[int], int]) -> list[list[int]]:
+    """Batches in which all questions have one length, from batches that are sorted by it."""
+    parts = []
+    for batch in batches:
+        for _, questions in groupby(batch, key=length):
+            parts.append(list(questions))
+    return parts
+
+
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], *, padding: int, on_the_left: bool
+) -> tuple[Tensor, Tensor]:
+    """Prompts as token ids and attention mask [prompts, tokens]."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), width), padding)
+    mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        begin = width - len(prompt) if on_the_left else 0
+        ids[row, begin : begin + len(prompt)] = torch.tensor(prompt)
+        mask[row, begin : begin + len(prompt)] = 1
+    return ids, mask

@@ -14,8 +14,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import eq
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ ENDTASK_MEANINGS = {
         "mean_{u<n} (A[u][u] - A[n][u])",
     ),
 }
-# What the papers call a metric of scores: its name for a matrix of losses, its meaning, its formula.
+# By its name in the papers, a metric of scores: its name for a matrix of losses, its meaning, its formula.
 ANSWER_METRICS = {
     "AP": ("LC", "Average performance of the last model", "mean_j a[n][j]"),
     "LA": ("CPT", "Learning accuracy, each task just after it was learned", "mean_{j<=n} a[j][j]"),
@@ -43,7 +42,7 @@ ANSWER_METRICS = {
     ),
     "FWT": ("FWT_gem", "Forward transfer just before learning", "mean_{2<=j} (a[j-1][j] - a[0][j])"),
 }
-# Words, and each character of scripts without blanks between words; torchmetrics knows a to z and 0 to 9 only
+# Words, and each character of scripts without blanks between words; torchmetrics has a to z and 0 to 9 only.
 WORDS = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u4e00-\u9fff]+")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -57,59 +56,73 @@ def cube(endtasks: Mapping[str, Any], metric: str) -> Array:
 
 def headline(endtasks: Mapping[str, Any]) -> Array:
     """Each task in its own metric, as micro-F1 for ChemProt: [row, task, seed]; nan where not measured."""
-    own = enumerate(endtasks["metric"][task] for task in endtasks["tasks"])
-    return np.stack([cube(endtasks, kind)[:, place] for place, kind in own], axis=1)
+    columns = []
+    for column, task in enumerate(endtasks["tasks"]):
+        metric = endtasks["metric"][task]
+        columns.append(cube(endtasks, metric)[:, column])
+    return np.stack(columns, axis=1)
 
 
 def over_seeds(scores: Array) -> Array:
     """[row, task, seed] to A as [row, task]: the mean over the seeds there are; nan without any."""
-    there = np.isfinite(scores)
-    count = there.sum(-1)
-    return np.where(count > 0, np.where(there, scores, 0).sum(-1) / np.maximum(count, 1), np.nan)
+    is_measured = np.isfinite(scores)
+    counts = is_measured.sum(-1)
+    means = np.where(is_measured, scores, 0).sum(-1) / np.maximum(counts, 1)
+    return np.where(counts > 0, means, np.nan)
 
 
 def sd_over_seeds(scores: Array) -> Array:
     """[row, task, seed] to [row, task]: standard deviation over seeds (n - 1); nan below two of them."""
-    count = np.isfinite(scores).sum(-1)
+    counts = np.isfinite(scores).sum(-1)
     squares = np.nansum((scores - over_seeds(scores)[..., None]) ** 2, -1)
-    return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
+    return np.where(counts > 1, np.sqrt(squares / np.maximum(counts - 1, 1)), np.nan)
 
 
 def last_measured(scores: Array) -> list[int | None]:
     """Per task of [row, task, ...], the last row with a score; None without one."""
-    there = np.isfinite(scores).any(tuple(range(2, scores.ndim)))
-    return [int(np.flatnonzero(column)[-1]) if column.any() else None for column in there.T]
+    is_measured = np.isfinite(scores).any(tuple(range(2, scores.ndim)))
+    last_rows: list[int | None] = []
+    for column in is_measured.T:
+        last_rows.append(int(np.flatnonzero(column)[-1]) if column.any() else None)
+    return last_rows
 
 
 def pick_final(scores: Array) -> Array:
     """The last score of each task, [row, task, ...] to [task, ...]; nan for none. It is that of the last
     model, or for a method that learns each domain from the base that of the domain's model."""
-    nothing, last = np.full(scores.shape[2:], np.nan), enumerate(last_measured(scores))
-    return np.array([nothing if row is None else scores[row, task] for task, row in last])
+    not_measured = np.full(scores.shape[2:], np.nan)
+    last_rows = enumerate(last_measured(scores))
+    return np.array([not_measured if row is None else scores[row, task] for task, row in last_rows])
 
 
 def forward(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> Array:
     """The diagonal A[u][u]: [row, task, ...] to [task, ...]; nan where a domain has no row (joint)."""
-    nothing, there = np.full(scores.shape[2:], np.nan), rows[: len(scores)]
-    own = [scores[there.index(name), task] if name in there else nothing for task, name in enumerate(tasks)]
-    return np.array(own)
+    measured_rows = rows[: len(scores)]
+    diagonal = []
+    for column, task in enumerate(tasks):
+        if task in measured_rows:
+            diagonal.append(scores[measured_rows.index(task), column])
+        else:
+            diagonal.append(np.full(scores.shape[2:], np.nan))
+    return np.array(diagonal)
 
 
 def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> float:
     """`1/(T-1) sum_{u<T-1} (A[u][u] - A[T-1][u])` of A as [row, task], > 0 is forgetting; nan if a term is
     missing. The task of the last stage never enters; where it has none, all learned tasks do."""
-    learned = [place for place, task in enumerate(tasks) if task in rows[: len(scores)][:-1]]
-    if not learned:
+    earlier_rows = rows[: len(scores)][:-1]
+    earlier_tasks = [column for column, task in enumerate(tasks) if task in earlier_rows]
+    if not earlier_tasks:
         return float("nan")
-    return float((forward(scores, rows, tasks) - scores[-1])[learned].mean())
+    return float((forward(scores, rows, tasks) - scores[-1])[earlier_tasks].mean())
 
 
-def run_objective(scores: Mapping[str, Any], wanted: str) -> float | None:
+def run_objective(scores: Mapping[str, Any], metric: str) -> float | None:
     """What a sweeper optimizes of the fields of scores.json: MF1 and the like of end tasks, or METRIC.UNIT;
     None where the run has no such metric. Raises ValueError for an unknown one."""
-    if wanted in ENDTASK_MEANINGS:
-        return summarise_endtasks(scores["endtasks"], scores["rows"]).get(wanted)
-    return objective_value(scores["metrics"], wanted)
+    if metric in ENDTASK_MEANINGS:
+        return summarise_endtasks(scores["endtasks"], scores["rows"]).get(metric)
+    return objective_value(scores["metrics"], metric)
 
 
 def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict[str, float]:
@@ -117,12 +130,17 @@ def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict
     `when: diagonal`, which measures no last model."""
     if not endtasks:
         return {}
-    scores, tasks = over_seeds(headline(endtasks)), endtasks["tasks"]
-    found = {"forward": forward(scores, rows, tasks).mean(), "forget_rate": forget_rate(scores, rows, tasks)}
+    scores = over_seeds(headline(endtasks))
+    tasks = endtasks["tasks"]
+
+    summary = {}
     if endtasks["when"] != "diagonal":
         accuracy = over_seeds(cube(endtasks, "accuracy"))
-        found = {"MF1": pick_final(scores).mean(), "Acc": pick_final(accuracy).mean()} | found
-    return {name: float(value) for name, value in found.items() if np.isfinite(value)}
+        summary["MF1"] = pick_final(scores).mean()
+        summary["Acc"] = pick_final(accuracy).mean()
+    summary["forward"] = forward(scores, rows, tasks).mean()
+    summary["forget_rate"] = forget_rate(scores, rows, tasks)
+    return {name: float(value) for name, value in summary.items() if np.isfinite(value)}
 
 
 @dataclass(frozen=True)
@@ -142,40 +160,65 @@ def normalize_text(text: str) -> str:
     return " ".join(text.lower().translate(NO_PUNCTUATION).split())
 
 
-def is_match(one: str, other: str, choices: Sequence[str] = ()) -> bool:
-    normalize = choose_normalizer(choices or [other])
-    return normalize(one) == normalize(other)
+def is_equal(answer: str, reference: str) -> bool:
+    return answer == reference
 
 
-def is_no_choice(written: str, choices: Sequence[str]) -> bool:
+def is_match(answer: str, reference: str, choices: Sequence[str] = ()) -> bool:
+    normalize = choose_normalizer(choices or [reference])
+    return normalize(answer) == normalize(reference)
+
+
+def is_no_choice(answer: str, choices: Sequence[str]) -> bool:
     normalize = choose_normalizer(choices)
-    return normalize(written) not in {*map(normalize, choices)}
+    return normalize(answer) not in {normalize(choice) for choice in choices}
+
+
+def match_valid(answer: str, reference: str, choices: Sequence[str]) -> float:
+    """Whether an answer that is one of the choices is the right one; nan for another answer."""
+    return np.nan if is_no_choice(answer, choices) else is_match(answer, reference, choices)
+
+
+def has_same_first_character(answer: str, reference: str) -> bool:
+    """The rule of TRACE (Wang et al. 2023) for answers that give a letter and then reasons."""
+    return answer.lstrip()[:1] == reference.lstrip()[:1]
 
 
 def choose_normalizer(texts: Sequence[str]) -> Callable[[str], str]:
     """How answers are compared: by their words, but as they are where that makes two of the texts equal, or
     one empty, as signs and decimal points do."""
-    words = [normalize_text(each) for each in texts]
-    is_number = any(re.fullmatch(r"[+-]?[\d.,]+", each.strip()) for each in texts)
-    return normalize_text if all(words) and len({*words}) == len(words) and not is_number else str.strip
+    normalized = [normalize_text(text) for text in texts]
+    words_tell_apart = all(normalized) and len(set(normalized)) == len(normalized)
+    has_number = any(re.fullmatch(r"[+-]?[\d.,]+", text.strip()) for text in texts)
+    return normalize_text if words_tell_apart and not has_number else str.strip
 
 
-def rouge_l(written: str, reference: str) -> float:
+def rouge_l(answer: str, reference: str) -> float:
     """F of the longest common subsequence of words (Lin 2004, section 3), by torchmetrics."""
     from torchmetrics.functional.text.rouge import rouge_score  # which imports torch
 
-    how: dict[str, Any] = {"normalizer": str.lower, "tokenizer": WORDS.findall, "rouge_keys": "rougeL"}
-    return float(rouge_score([written], [reference], **how)["rougeL_fmeasure"])
+    scores = rouge_score(
+        [answer],
+        [reference],
+        normalizer=str.lower,  # type: ignore[arg-type]
+        tokenizer=WORDS.findall,  # type: ignore[arg-type]
+        rouge_keys="rougeL",
+    )
+    return float(scores["rougeL_fmeasure"])
 
 
-def edit_similarity(written: str, reference: str) -> float:
+def edit_similarity(answer: str, reference: str) -> float:
     """1 - edits / characters of the longer text (Levenshtein 1966), by torchmetrics."""
     from torchmetrics.functional.text import edit_distance
 
-    return 1 - float(edit_distance(written, reference)) / max(len(written), len(reference), 1)
+    return 1 - float(edit_distance(answer, reference)) / max(len(answer), len(reference), 1)
 
 
-def sari(source: str, written: str, references: Sequence[str]) -> float:
+def sari_of_one_reference(source: str, answer: str, reference: str) -> float:
+    return sari(source, answer, [reference])
+
+
+def sari(source: str, answer: str, references: Sequence[str]) -> float:
     """SARI (Xu et al., TACL 2016, section 4) of a text that was written to simplify a source, in 0..1: the
     mean of F_add, F_keep and P_del, each a mean over n-grams of 1 to 4 words.
 
@@ -183,69 +226,88 @@ def sari(source: str, written: str, references: Sequence[str]) -> float:
     each n-gram of O that is not in I once, keep min(#I, #O), deletion max(#I - #O, 0). 0 / 0 is 1, so that a
     reference itself has 1. F is taken of each n before the mean, as in the authors' Python code; the paper
     takes it after. Words are in lower case, signs are words."""
-    words, scores = [WORD.findall(text.lower()) for text in (source, written, *references)], []
-    for order in range(1, 5):
-        ngrams = (zip(*(each[start:] for start in range(order)), strict=False) for each in words)
-        one, other, *others = map(Counter, ngrams)
-        scores.append(score_ngrams(one, other, others))
+    scores = []
+    for length in range(1, 5):
+        source_ngrams = count_ngrams(source, length)
+        answer_ngrams = count_ngrams(answer, length)
+        reference_ngrams = [count_ngrams(reference, length) for reference in references]
+        scores.append(score_ngrams(source_ngrams, answer_ngrams, reference_ngrams))
     return float(np.mean(scores))
 
 
-def score_ngrams(source: Counter, written: Counter, references: Sequence[Counter]) -> tuple[float, ...]:
+def count_ngrams(text: str, length: int) -> Counter:
+    """The n-grams of a text's words in lower case, tuples of `length` words, with their counts."""
+    words = WORD.findall(text.lower())
+    shifted = [words[start:] for start in range(length)]
+    return Counter(zip(*shifted, strict=False))
+
+
+def score_ngrams(source: Counter, answer: Counter, references: Sequence[Counter]) -> tuple[float, ...]:
     """F_add, F_keep and P_del of n-grams of one length. Counts are times the number of references."""
+    reference = sum(references, Counter())
+    source = multiply_counts(source, len(references))
+    answer = multiply_counts(answer, len(references))
 
-    def ratio(part: int, whole: int) -> float:
-        return part / whole if whole else 1.0
-
-    def f_score(right: int, done: int, wanted: int) -> float:
-        precision, recall = ratio(right, done), ratio(right, wanted)
-        return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-
-    told, times = sum(references, Counter()), len(references)
-    source, written = (Counter({g: n * times for g, n in each.items()}) for each in (source, written))
-    added, wanted = set(written) - set(source), set(told) - set(source)
-    kept, keepable, deleted = source & written, source & told, source - written
+    added = set(answer) - set(source)
+    to_add = set(reference) - set(source)
+    kept = source & answer
+    to_keep = source & reference
+    deleted = source - answer
+    to_delete = source - reference
     return (
-        f_score(len(added & wanted), len(added), len(wanted)),
-        f_score((kept & told).total(), kept.total(), keepable.total()),
-        ratio((deleted & (source - told)).total(), deleted.total()),
+        f_score(len(added & to_add), len(added), len(to_add)),
+        f_score((kept & reference).total(), kept.total(), to_keep.total()),
+        ratio((deleted & to_delete).total(), deleted.total()),
     )
 
 
-class AnswerMeasure(NamedTuple):
+def multiply_counts(ngrams: Counter, factor: int) -> Counter:
+    return Counter({ngram: count * factor for ngram, count in ngrams.items()})
+
+
+def f_score(num_right: int, num_predicted: int, num_expected: int) -> float:
+    precision = ratio(num_right, num_predicted)
+    recall = ratio(num_right, num_expected)
+    if not precision + recall:
+        return 0.0
+    return 2 * precision * recall / (precision + recall)
+
+
+def ratio(part: int, whole: int) -> float:
+    """Of nothing, 1: what is not there to do is done."""
+    return part / whole if whole else 1.0
+
+
+@dataclass(frozen=True)
+class AnswerMeasure:
     """A number per example, and the fields of TaskAnswers that it is of."""
 
     rule: Callable[..., float]
     fields: tuple[str, ...]
-    closed: bool = False  # whether it is of tasks with choices only
+    is_closed: bool = False  # whether it is of tasks with choices only
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The fields that may be None; where choices are ranked there are some."""
-        return (*self.fields, "ranked") if self.closed else self.fields
+        return (*self.fields, "ranked") if self.is_closed else self.fields
 
-    def compute(self, answered: TaskAnswers) -> Array:
+    def compute(self, answers: TaskAnswers) -> Array:
         """[examples]."""
-        return np.array([*map(self.rule, *(getattr(answered, name) for name in self.fields))], float)
+        columns = [getattr(answers, name) for name in self.fields]
+        return np.array([self.rule(*values) for values in zip(*columns, strict=False)], float)
 
 
-WRITTEN = ("written", "references")
 MEASURES: Mapping[str, AnswerMeasure] = {
     # the choice of the largest likelihood, sum_t log p(choice_t, end | question), is the reference
-    "accuracy_ranked": AnswerMeasure(eq, ("ranked", "references")),
-    "exact_match": AnswerMeasure(is_match, (*WRITTEN, "choices")),
-    "invalid": AnswerMeasure(is_no_choice, ("written", "choices"), closed=True),
-    "accuracy_valid": AnswerMeasure(
-        lambda one, other, choices: np.nan if is_no_choice(one, choices) else is_match(one, other, choices),
-        (*WRITTEN, "choices"),
-        closed=True,
-    ),
-    "accuracy_ranked_mean": AnswerMeasure(eq, ("ranked_mean", "references")),
-    "rouge_l": AnswerMeasure(rouge_l, WRITTEN),
-    "edit_similarity": AnswerMeasure(edit_similarity, WRITTEN),
-    "sari": AnswerMeasure(lambda source, one, other: sari(source, one, [other]), ("sources", *WRITTEN)),
-    # the rule of TRACE (Wang et al. 2023) for answers that give a letter and then reasons
-    "first_character": AnswerMeasure(lambda one, other: one.lstrip()[:1] == other.lstrip()[:1], WRITTEN),
+    "accuracy_ranked": AnswerMeasure(is_equal, ("ranked", "references")),
+    "exact_match": AnswerMeasure(is_match, ("written", "references", "choices")),
+    "invalid": AnswerMeasure(is_no_choice, ("written", "choices"), is_closed=True),
+    "accuracy_valid": AnswerMeasure(match_valid, ("written", "references", "choices"), is_closed=True),
+    "accuracy_ranked_mean": AnswerMeasure(is_equal, ("ranked_mean", "references")),
+    "rouge_l": AnswerMeasure(rouge_l, ("written", "references")),
+    "edit_similarity": AnswerMeasure(edit_similarity, ("written", "references")),
+    "sari": AnswerMeasure(sari_of_one_reference, ("sources", "written", "references")),
+    "first_character": AnswerMeasure(has_same_first_character, ("written", "references")),
 }
 CLOSED = ("accuracy_ranked", "exact_match", "invalid", "accuracy_valid", "accuracy_ranked_mean")
 RANKED = ("accuracy_ranked", "accuracy_ranked_mean")
@@ -265,35 +327,56 @@ class AnswerSummary:
 
 
 def summarise_answers(
-    answered: TaskAnswers, *, seconds: float = 0.0, known_by: str | None = None
+    answers: TaskAnswers, *, seconds: float = 0.0, known_by: str | None = None
 ) -> AnswerSummary:
     """What answers come to in the measures of choices, or of free text; the first is the one that the task is
     known by, which may be asked for. A mean is over the examples that count, None where none does. Raises
     ValueError for a measure without answers."""
-    there = {name for name in vars(answered) if getattr(answered, name) is not None}
-    wanted = dict.fromkeys([*[known_by] * bool(known_by), *(CLOSED if "ranked" in there else OPEN)])
-    names = [name for name in wanted if there >= set(MEASURES[name].needs)]
-    if known_by and known_by not in names:
-        raise ValueError(f"{known_by} needs answers of another kind. Allowed: {', '.join(names)}")
-    values = {name: MEASURES[name].compute(answered) for name in names}
-    finite = {name: each[np.isfinite(each)] for name, each in values.items()}
-    chance = majority = None
-    if all(answered.choices) and answered.references:
-        chance = float(np.mean([1 / len(each) for each in answered.choices]))
-        majority = max(Counter(answered.references).values()) / len(answered.references)
-    means = {name: float(each.mean()) if len(each) else None for name, each in finite.items()}
+    values = compute_measures(answers, known_by=known_by)
+    means: dict[str, float | None] = {}
+    for name, by_example in values.items():
+        finite = by_example[np.isfinite(by_example)]
+        means[name] = float(finite.mean()) if len(finite) else None
+
+    num_examples = len(answers.references)
+    chance = None
+    majority = None
+    if all(answers.choices) and num_examples:
+        chance = float(np.mean([1 / len(choices) for choices in answers.choices]))
+        majority = max(Counter(answers.references).values()) / num_examples
+
     head = next(iter(values.values())).astype(np.float32)
-    return AnswerSummary(len(answered.references), chance, majority, means, head, seconds)
+    return AnswerSummary(num_examples, chance, majority, means, head, seconds)
+
+
+def compute_measures(answers: TaskAnswers, *, known_by: str | None) -> dict[str, Array]:
+    """Each measure whose answers there are, by example; `known_by`, if it is asked for, is the first.
+
+    Raises ValueError where that needs answers of another kind."""
+    names = [] if known_by is None else [known_by]
+    names.extend(OPEN if answers.ranked is None else CLOSED)
+
+    available = {name for name, column in vars(answers).items() if column is not None}
+    values: dict[str, Array] = {}
+    for name in dict.fromkeys(names):
+        if available >= set(MEASURES[name].needs):
+            values[name] = MEASURES[name].compute(answers)
+    if known_by is not None and known_by not in values:
+        raise ValueError(f"{known_by} needs answers of another kind. Allowed: {', '.join(values)}")
+    return values
 
 
 def collect_task(rows: Sequence[AnswerSummary | None]) -> dict[str, Any]:
     """A task of `answers`, from what each row's answers come to; None for a row in which it was not asked."""
-    there = next(row for row in rows if row is not None)
+    example = next(row for row in rows if row is not None)
+    measures = {}
+    for name in example.means:
+        measures[name] = [None if row is None else row.means[name] for row in rows]
     return {
-        "examples": there.examples,
-        "chance": there.chance,
-        "majority": there.majority,
-        "measures": {name: [row and row.means[name] for row in rows] for name in there.means},
+        "examples": example.examples,
+        "chance": example.chance,
+        "majority": example.majority,
+        "measures": measures,
     }
 
 
@@ -315,13 +398,20 @@ def compute_metrics(
     `asked`, [row, task], says which cells were (None: all): AP needs those of the last row, the others all of
     them."""
     layout = Layout(rows=list(rows), domains=list(tasks), tokens=[], bytes=[])
-    found = compute_means(matrix, layout=layout, higher_is_better=True)
-    told = {
-        name: found[other] + 0.0 for name, (other, *_) in ANSWER_METRICS.items() if other in found
-    }  # no -0
-    if asked is None or asked.all():
-        return told
-    return {name: value for name, value in told.items() if name == "AP" and asked[-1].all()}
+    means = compute_means(matrix, layout=layout, higher_is_better=True)
+
+    is_complete = True
+    has_last_row = True
+    if asked is not None and not asked.all():
+        is_complete = False
+        has_last_row = bool(asked[-1].all())
+
+    values = {}
+    for name, (loss_metric, _, _) in ANSWER_METRICS.items():
+        is_measured = is_complete or (name == "AP" and has_last_row)
+        if loss_metric in means and is_measured:
+            values[name] = means[loss_metric] + 0.0  # no -0
+    return values
 
 
 def compute_intervals(
@@ -329,12 +419,14 @@ def compute_intervals(
 ) -> dict[str, list[float]]:
     """95 % percentile bootstrap over the examples of each task, alike for every row: {metric: [low, high]}.
     `values` are each task's, [row][examples], None in a row in which it was not asked."""
-    asked = np.array([[row is not None for row in each] for each in values.values()]).T
+    asked_by_task = []
     samples = []
-    for each in values.values():
-        size = next(len(row) for row in each if row is not None)
-        stacked = np.stack([np.full(size, np.nan) if row is None else row for row in each])
+    for rows_of_task in values.values():
+        asked_by_task.append([row is not None for row in rows_of_task])
+        size = next(len(row) for row in rows_of_task if row is not None)
+        stacked = np.stack([np.full(size, np.nan) if row is None else row for row in rows_of_task])
         samples.append((stacked.astype(float), np.ones(size)))
+    asked = np.array(asked_by_task).T
 
     def compute(matrix: Array) -> dict[str, dict[str, Array]]:
         return {"score": compute_metrics(matrix, asked=asked, rows=rows, tasks=list(values))}
@@ -351,5 +443,5 @@ def describe_task(name: str, task: Mapping[str, Any]) -> str:
 
 def last_value(task: Mapping[str, Any]) -> tuple[int, float] | None:
     """The last row in which a task of the harness was measured, and its value there; None for none."""
-    there = [(row, value) for row, value in enumerate(task["values"]) if value is not None]
-    return there[-1] if there else None
+    measured = [(row, value) for row, value in enumerate(task["values"]) if value is not None]
+    return measured[-1] if measured else None

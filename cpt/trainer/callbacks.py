@@ -166,7 +166,7 @@ class Monitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(tokens, step=step - 1)  # as in training
                 logger.log_metrics(values | self.observer.series(stage), step=step)
-            why = self.observer.ended or self.record.why_stop(self.options, own=self.own)
+            why = self.observer.ended or self.record.why_stop(self.options, stage_texts=self.own)
         if why and step < trainer.max_steps:
             self.record.ended, trainer.should_stop = why, True
             if trainer.is_global_zero:

@@ -277,7 +277,9 @@ class TaskEvaluator(Evaluator):
             if closed:
                 sums.update(score_choices(model, cast(Objective, self.data.objective), questions, **how))
             if options.written:
-                texts |= write_answers(model, self.tokenizer, questions, most=options.max_new_tokens, **how)
+                texts |= write_answers(
+                    model, self.tokenizer, questions, max_new_tokens=options.max_new_tokens, **how
+                )
         leave_together(f"in the answers after {self.name(number)}")
         for ranked, written in gather_objects((sums, texts)):
             sums, texts = sums | ranked, texts | written

@@ -84,7 +84,7 @@ def by_hand(model, tokenizer):
 
 
 def written_by(model, tokenizer, *, batch_size=4, most=6):
-    how = {"batch_size": batch_size, "most": most, "step": lambda count: None}
+    how = {"batch_size": batch_size, "max_new_tokens": most, "step": lambda count: None}
     return write_answers(model, tokenizer, questions(), **how)
 
 

@@ -143,17 +143,19 @@ def seen(values):
 
 def test_a_stage_ends_when_a_text_has_risen_for_certain():
     watched = seen({"mine": [3.0, 2.0], "past": [2.0, 2.3], "general": [4.0, 4.05]})
-    assert watched.why_stop(options(every=1, stop=0.2), own=("mine",)).startswith("past has risen by 0.300")
-    assert not watched.why_stop(options(every=1, stop=0.31), own=("mine",))
+    assert watched.why_stop(options(every=1, stop=0.2), stage_texts=("mine",)).startswith(
+        "past has risen by 0.300"
+    )
+    assert not watched.why_stop(options(every=1, stop=0.31), stage_texts=("mine",))
     own = seen({"mine": [3.0, 4.0], "past": [2.0, 2.0]})  # which may rise
-    assert not own.why_stop(options(every=1, stop=0.2), own=("mine",))
+    assert not own.why_stop(options(every=1, stop=0.2), stage_texts=("mine",))
     doubted, counts = MonitorRecord(), [10.0, 10.0, 10.0]
     began = {text: np.array([[20.0, 20.0, 20.0], counts]) for text in ("mine", "past")}
     risen = np.array([[30.0, 20.0, 20.0], counts])  # of one document in three
     doubted.add(1, began, began | {"past": risen})
     low, high = doubted.rise["past"][-1]
     assert low < 0 and high > 1 and (low + high) / 2 == pytest.approx(1 / 3)
-    assert not doubted.why_stop(options(every=1, stop=0.1), own=["mine"])
+    assert not doubted.why_stop(options(every=1, stop=0.1), stage_texts=["mine"])
 
 
 def test_looking_changes_no_bit(small, start, tmp_path):
