@@ -35,19 +35,24 @@ class Key:
         inner = handler(self.kind or self.measured or source)
         if self.measured is None:
             return inner
-        return core_schema.no_info_wrap_validator_function(lambda x, check: x if x == {} else check(x), inner)
+        return core_schema.no_info_wrap_validator_function(accept_empty, inner)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
-        made = handler(schema)
+        json_schema = handler(schema)
         if self.measured is not None:
-            made = {"anyOf": [made, {"type": "object", "maxProperties": 0}]}
-        return made | self.told
+            json_schema = {"anyOf": [json_schema, {"type": "object", "maxProperties": 0}]}
+        return json_schema | self.annotations
 
     @property
-    def told(self) -> dict[str, str]:
+    def annotations(self) -> dict[str, str]:
         """What the JSON schema says of it."""
         texts = {"description": self.description, "unit": self.unit, "over": self.over}
         return {name: text for name, text in texts.items() if text}
+
+
+def accept_empty(value: Any, validate: Callable[[Any], Any]) -> Any:
+    """An empty object as it is: nothing was measured."""
+    return value if value == {} else validate(value)
 
 
 def entry(description: str, unit: str = "", *, over: str = "", default: Any = MISSING, name: str = "") -> Any:

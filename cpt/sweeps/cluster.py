@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from cpt.core.messages import count_noun
 from cpt.core.preemption import GO_ON
 from cpt.sweeps.cluster_task import ASKING_S, JobEnd, job_state
 from cpt.sweeps.jobs import CONTINUES, Job, is_finished_already
@@ -326,16 +327,12 @@ class Collector:
         numbers = [job.number for job in open_jobs]
         parts = [f"Stopping on {signal.Signals(number).name}"]
         if numbers:
-            parts.append(f"{count_jobs(len(numbers))} still in the queue: {format_jobs(numbers)}")
+            parts.append(f"{count_noun(len(numbers), 'job')} still in the queue: {format_jobs(numbers)}")
             parts.append(f"{self.queue.cancel_command(numbers)} ends them; the same command waits for them")
         if self.unsubmitted:
-            parts.append(f"{count_jobs(self.unsubmitted)} not submitted; {CONTINUES}")
+            parts.append(f"{count_noun(self.unsubmitted, 'job')} not submitted; {CONTINUES}")
         log.warning("%s", "; ".join(parts))
         raise SystemExit(GO_ON)
-
-
-def count_jobs(number: int) -> str:
-    return f"{number} job" if number == 1 else f"{number} jobs"
 
 
 def format_jobs(jobs: Sequence[str]) -> str:

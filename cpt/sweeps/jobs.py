@@ -27,7 +27,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import State, record_exit, utc_now
+from cpt.core.messages import count_noun
 from cpt.core.naming import RunIdentity, as_written, distinguish_runs, quote
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import JOB, PARENT, cores
@@ -65,8 +67,8 @@ class Job:
     lost: str = ""  # on a cluster: why the exit code is unknown, or why the job is not queued again
     ending: str = "lost"  # on a cluster, without an exit code: cancelled, refused, out of memory
     process: subprocess.Popen[bytes] = field(init=False)
-    started: float = field(init=False)
-    began: str = field(init=False)  # the same in UTC
+    start_time: float = field(init=False)  # time.monotonic()
+    start_date: str = field(init=False)  # the same in UTC
 
     def __post_init__(self) -> None:
         self.console = self.folder / "console.log"
@@ -88,11 +90,16 @@ class Job:
     def state(self) -> str:
         """One of STATES. scores.json decides whether a run is finished: a signal may come after its last
         write, and a process may exit with 0 without one. A lost job has no exit code."""
-        about = {} if self.before or self.code is None else read_scores(self.folder).get("run")
-        done = isinstance(about, dict) and about.get("finished") is True
-        if done and (self.code == 0 or is_finished_already(self.config, self.folder)):
+        if self.before:
+            return "finished before"
+        if self.code is None:
+            return "failed"
+
+        run = read_scores(self.folder).get("run")
+        has_finished_scores = isinstance(run, dict) and run.get("finished") is True
+        if has_finished_scores and (self.code == 0 or is_finished_already(self.config, self.folder)):
             return "finished"
-        return "finished before" if self.before else "preempted" if self.code == GO_ON else "failed"
+        return "preempted" if self.code == GO_ON else "failed"
 
     @property
     def shown_overrides(self) -> tuple[str, ...]:
@@ -104,7 +111,8 @@ class Job:
         return self.state.startswith("finished")
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str]) -> None:
-        self.started, self.began = time.monotonic(), utc_now()
+        self.start_time = time.monotonic()
+        self.start_date = utc_now()
         self.process, self.offset = start_process([*command, *self.arguments], self.console, env=env)
         log.info("Job %s: started, %s", self, self.console)
 
@@ -117,10 +125,10 @@ class Job:
         """Logs how the process ended, kills its remaining processes and notes a failure in progress.json."""
         self.kill(signal.SIGKILL)
         self.code = self.process.returncode
-        self.log_end(f"finished in {time.monotonic() - self.started:.0f} s")
+        self.log_end(f"finished in {time.monotonic() - self.start_time:.0f} s")
         if not self.whole:
             state: State = "preempted" if self.state == "preempted" else "failed"
-            record_exit(self.folder, state, self.failure().removeprefix(f"{state} "), began=self.began)
+            record_exit(self.folder, state, self.failure().removeprefix(f"{state} "), began=self.start_date)
 
     def log_end(self, finished: str) -> None:
         if self.whole:
@@ -134,38 +142,53 @@ class Job:
             return f"failed ({self.ending}): {self.lost}"
         if self.code == GO_ON and self.lost:
             return f"preempted: {self.lost}"
+
+        # W&B and the interpreter write on after a traceback; a killed process writes no error, but Lightning
+        # kills one for the error of another.
+        lines = self.read_output()
+        errors: list[str] = []
+        if self.code == -signal.SIGKILL:
+            errors = [line for line in lines if line.startswith("cpt: ")]
+        elif self.code > 0:
+            errors = [line for line in lines if ERROR.match(line)]
+
+        ending = f"exit {self.code}"
+        if self.code < 0:
+            ending = f"signal {-self.code}, {signal.strsignal(-self.code) or -self.code}"
+        if self.code == -signal.SIGKILL and not errors:  # the kernel sends it when memory is exhausted
+            ending += "; perhaps for want of memory"
+
+        last_words = (errors or lines or ["(no output)"])[-1].strip()
+        if self.code == 0:
+            last_words = (
+                f"scores.json in its folder is not that of a finished run; its last words: {last_words}"
+            )
+        return f"{self.state} ({ending}): {last_words}"
+
+    def read_output(self) -> list[str]:
+        """The last lines with text that this start has written."""
         text = ""
         with suppress(OSError), self.console.open("rb") as output:  # it may have been removed
             end = output.seek(0, os.SEEK_END)
             output.seek(max(self.offset, end - TAIL_BYTES))
             text = output.read().decode(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip() and not line.startswith(HINT)]
-        # W&B and the interpreter write on after a traceback; a killed process writes no error, but Lightning
-        # kills one for the error of another.
-        own = re.compile(r"cpt: ") if self.code == -signal.SIGKILL else ERROR
-        errors = [line for line in lines if own.match(line)] if self.code > 0 or own is not ERROR else []
-        ending = f"exit {self.code}"
-        if self.code < 0:  # the kernel sends SIGKILL when memory is exhausted
-            memory = "; perhaps for want of memory" * (self.code == -signal.SIGKILL and not errors)
-            ending = f"signal {-self.code}, {signal.strsignal(-self.code) or -self.code}{memory}"
-        said = (errors or lines or ["(no output)"])[-1].strip()
-        if self.code == 0:
-            said = f"scores.json in its folder is not that of a finished run; its last words: {said}"
-        return f"{self.state} ({ending}): {said}"
+        return [line for line in text.splitlines() if line.strip() and not line.startswith(HINT)]
 
     def result(self) -> JobReturn:
         """What the sweeper gets: the objective of this sweep (an earlier one may have had another), None
         without one, or the failure as an exception."""
-        done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
-        done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
+        result = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
         if self.whole:
-            scores, wanted = read_scores(self.folder), self.config.get("optimized_metric")
-            value = run_objective(scores, wanted) if "metrics" in scores else None
-            done.return_value = scores.get("optimized_metric") if value is None else value
+            scores = read_scores(self.folder)
+            metric = self.config.get("optimized_metric")
+            value = run_objective(scores, metric) if "metrics" in scores else None
+            result.status = JobStatus.COMPLETED
+            result.return_value = scores.get("optimized_metric") if value is None else value
         else:
-            kind = PreemptedJob if self.state == "preempted" else HydraException
-            done.return_value = kind(f"{self}: {self.failure()}")
-        return done
+            error_class = PreemptedJob if self.state == "preempted" else HydraException
+            result.status = JobStatus.FAILED
+            result.return_value = error_class(f"{self}: {self.failure()}")
+        return result
 
 
 def start_process(
@@ -192,10 +215,12 @@ def start_process(
 def take_out_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The arguments of a job without secrets, which any user of the machine could see in its list of
     processes; and the environment variables that have them."""
-    shown, variables = [], dict[str, str]()
+    shown = []
+    variables: dict[str, str] = {}
     for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if redact_override(argument) != argument and "${" not in text and not argument.startswith("-"):
+        key, equals, value = argument.partition("=")
+        is_secret = redact_override(argument) != argument
+        if is_secret and "${" not in value and not argument.startswith("-"):
             name = f"CPT_SECRET_{len(variables)}"
             (override,) = OverridesParser.create().parse_overrides([argument])
             variables[name] = str(override.value())
@@ -217,11 +242,11 @@ def is_finished_already(cfg: DictConfig, folder: Path) -> bool:
     if not (folder / "scores.json").exists():
         return False
     HydraConfig.instance().set_config(cfg)  # for ${variant:}
-    own = cfg.copy()
-    with open_dict(own):
-        own.pop("hydra")
+    run_config = cfg.copy()
+    with open_dict(run_config):
+        run_config.pop("hydra")
     try:
-        return is_done(own, folder)
+        return is_done(run_config, folder)
     except (ValueError, OSError, YAMLError, OmegaConfBaseException):
         return False  # its own process reports what is wrong
 
@@ -232,13 +257,16 @@ def compose_jobs(
     """The jobs with the config and run folder that each one's process will have, numbered from `first`; equal
     ones are one. Raises ValueError if two have one folder."""
     distinct = dict.fromkeys(map(tuple, job_overrides))
-    common = set.intersection(*map(set, distinct)) if len(distinct) > 1 else set()
+    common: set[str] = set()
+    if len(distinct) > 1:
+        common = set.intersection(*map(set, distinct))
+
     jobs = []
     for number, overrides in enumerate(distinct, first):
         cfg = context.config_loader.load_sweep_config(config, [*overrides, "hydra.mode=RUN"])
         resolved = resolve_job(cfg, number, sweep=config)
-        own = [redact_override(override) for override in overrides if override not in common]
-        label = " ".join(filter_overrides(own))
+        differing = [redact_override(override) for override in overrides if override not in common]
+        label = " ".join(filter_overrides(differing))
         jobs.append(Job(number, overrides, label, cfg, Path(cfg.hydra.run.dir), resolved=tuple(resolved)))
 
     separate_folders(jobs)
@@ -263,9 +291,12 @@ def separate_folders(jobs: Sequence[Job]) -> None:
             order, seed = job.config.order, job.config.seed
             identities.append(RunIdentity(overrides, str(hydra.runtime.choices.method), order, seed))
         if any(identity.name() != folder.name for identity in identities):
-            reason = f"'{sharing[0]}' and '{sharing[1]}' share it"
-            allowed = "a folder for each, as with ${choices:…} of conf/config.yaml or ${hydra.job.num}"
-            raise ValueError(f"hydra.run.dir={folder} is invalid: {reason}. Allowed: {allowed}")
+            raise InvalidOptionError(
+                "hydra.run.dir",
+                folder,
+                reason=f"'{sharing[0]}' and '{sharing[1]}' share it",
+                allowed="a folder for each, as with ${choices:…} of conf/config.yaml or ${hydra.job.num}",
+            )
         for job, name in zip(sharing, distinguish_runs(identities), strict=True):
             job.rename_folder(name)
 
@@ -274,37 +305,49 @@ def job_command(config: DictConfig) -> list[str]:
     """The command line of this sweep without the sweep: program, flags, overrides of Hydra's own keys."""
     spec = sys.modules["__main__"].__spec__
     program = ["-m", spec.name] if spec else [os.path.abspath(sys.argv[0])]
-    given = vars(get_args_parser().parse_args())
-    places = {name: given[name.replace("-", "_")] for name in ("config-path", "config-name", "config-dir")}
-    flags = [f"--{name}={place}" for name, place in places.items() if place is not None]
+
+    arguments = get_args_parser().parse_args()
+    values = {
+        "config-path": arguments.config_path,
+        "config-name": arguments.config_name,
+        "config-dir": arguments.config_dir,
+    }
+    flags = [f"--{name}={value}" for name, value in values.items() if value is not None]
+
     # Not resolved: ${seed} in an override is each job's own.
-    written: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
-    own = re.compile(r"hydra\.mode=|hydra/sweeper=|[+~]*hydra\.sweeper\.")
-    return [sys.executable, *program, *flags, *(line for line in written if not own.match(line))]
+    hydra_overrides: Any = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
+    of_sweep = re.compile(r"hydra\.mode=|hydra/sweeper=|[+~]*hydra\.sweeper\.")
+    job_overrides = [override for override in hydra_overrides if not of_sweep.match(override)]
+    return [sys.executable, *program, *flags, *job_overrides]
 
 
 def summarize_jobs(jobs: Sequence[Job]) -> list[str]:
     """Lines: how many jobs ended how, why each failed, and the command that compares the runs."""
     counts = Counter(job.state for job in jobs)
-    ended = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    lines = [f"{len(jobs)} job{'s' * (len(jobs) != 1)}: {ended}"]
-    for job in (each for each in jobs if not each.whole):
-        console = f" ({job.console})" if job.console.exists() else ""  # a job that never began has none
-        lines.append(f"{job}: {job.failure()}{console}")
-    if parents := dict.fromkeys(str(job.folder.parent) for job in jobs if job.whole):
-        lines.append(f"compare: python -m cpt.report {' '.join(parents)}")
+    endings = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    lines = [f"{count_noun(len(jobs), 'job')}: {endings}"]
+
+    for job in jobs:
+        if not job.whole:
+            console = f" ({job.console})" if job.console.exists() else ""  # a job that never began has none
+            lines.append(f"{job}: {job.failure()}{console}")
+
+    folders = list(dict.fromkeys(str(job.folder.parent) for job in jobs if job.whole))
+    if folders:
+        lines.append(f"compare: python -m cpt.report {' '.join(folders)}")
     return lines
 
 
 def visible_gpus() -> list[str]:
     """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them; importing torch would take seconds."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name for name in given.replace(" ", "").split(",") if name not in ("", "-1")]
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is not None:
+        return [name for name in variable.replace(" ", "").split(",") if name not in ("", "-1")]
     if shutil.which("nvidia-smi") is None:
         return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    return [str(index) for index in range(len(re.findall(r"^GPU ", listed, re.MULTILINE)))]
+    output = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    num_gpus = len(re.findall(r"^GPU ", output, re.MULTILINE))
+    return [str(index) for index in range(num_gpus)]
 
 
 def divide_machine(
@@ -317,22 +360,37 @@ def divide_machine(
     on it: with another the last bits differ."""
     on_cpu = all(OmegaConf.select(cfg, "trainer.accelerator") == "cpu" for cfg in configs)
     gpus = [] if on_cpu else visible_gpus()
-    asked = [OmegaConf.select(cfg, "trainer.devices") for cfg in configs]
-    # "auto" is a job's share of the devices; -1 and a list stand for all
-    shares = [len(gpus) // (len(configs) if n == "auto" else 1) for n in asked]
-    wanted = zip(asked, shares, strict=True)
-    each = max(n if isinstance(n, int) and n > 0 else max(1, own) for n, own in wanted)
-    fitting = max(1, (len(gpus) or cores()) // each)
-    number = min(jobs or fitting, len(configs))
-    processes = number * each
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    shared = {}
-    if threads is not None or not any(name in os.environ for name in names):
-        shared = dict.fromkeys(names, str(threads or max(1, cores() // processes)))
-    if processes > 1:  # threads that wait by spinning halve the speed of the other processes
-        shared["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-    number = number if waiting is None else min(number, waiting)
+
+    # A job is given as many devices, which are processes, as the largest needs.
+    devices_per_job = 1
+    for cfg in configs:
+        devices = OmegaConf.select(cfg, "trainer.devices")
+        if isinstance(devices, int) and devices > 0:
+            devices_per_job = max(devices_per_job, devices)
+        elif devices == "auto":  # a job's share of the machine
+            devices_per_job = max(devices_per_job, len(gpus) // len(configs))
+        else:  # -1 and a list stand for all
+            devices_per_job = max(devices_per_job, len(gpus))
+
+    max_at_once = max(1, (len(gpus) or cores()) // devices_per_job)
+    num_at_once = min(jobs or max_at_once, len(configs))
+    num_processes = num_at_once * devices_per_job
+
+    variables = {}
+    thread_variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    if threads is not None or not any(name in os.environ for name in thread_variables):
+        num_threads = threads or max(1, cores() // num_processes)
+        variables = dict.fromkeys(thread_variables, str(num_threads))
+    if num_processes > 1:  # threads that wait by spinning halve the speed of the other processes
+        variables["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+
+    if waiting is not None:
+        num_at_once = min(num_at_once, waiting)
     if not gpus:
-        return [shared] * number
-    firsts = [place % fitting * each for place in range(number)]
-    return [shared | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + each])} for first in firsts]
+        return [variables] * num_at_once
+    environments = []
+    for index in range(num_at_once):
+        first = index % max_at_once * devices_per_job
+        job_gpus = gpus[first : first + devices_per_job]
+        environments.append(variables | {"CUDA_VISIBLE_DEVICES": ",".join(job_gpus)})
+    return environments

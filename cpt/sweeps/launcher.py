@@ -33,6 +33,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's name)
 from cpt.core.errors import readable, unknown_name
+from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent, is_one_of_several
 from cpt.core.resolved import JOB_NUMBER, RUN_FOLDER
@@ -47,7 +49,6 @@ from cpt.sweeps.cluster import (
     SlurmQueue,
     Submission,
     SubmissionLog,
-    count_jobs,
     find_queued,
     format_jobs,
     last_line,
@@ -71,7 +72,7 @@ from cpt.sweeps.tune import TuneSweeper
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
-HANDED_ON = (f"{RUN_FOLDER}=", f"{JOB_NUMBER}=")  # overrides of Hydra's own keys that are each job's own
+JOB_OVERRIDES = (f"{RUN_FOLDER}=", f"{JOB_NUMBER}=")  # overrides of Hydra's keys that differ from job to job
 SAVED_BEFORE_LIMIT_S = 20.0  # that a job which was warned of its time limit has to be queued again
 ARRAY = 1000  # jobs of an array at most, as SLURM's default MaxArraySize allows
 RESOURCES = ("partition", "gpus_per_node", "mem_gb", "cpus_per_task", "tasks_per_node", "timeout_min")
@@ -91,39 +92,67 @@ class JobLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         with readable():
             self.check()
-            if (most := config.hydra.sweeper.get("max_batch_size")) is not None:
-                told = f"hydra.sweeper.max_batch_size={most} is invalid: a failed batch would stop the others"
-                raise ValueError(f"{told}. Allowed: hydra.launcher.jobs={most}, as many in parallel")
+            batch_size = config.hydra.sweeper.get("max_batch_size")
+            if batch_size is not None:
+                raise InvalidOptionError(
+                    "hydra.sweeper.max_batch_size",
+                    batch_size,
+                    reason="a failed batch would stop the others",
+                    allowed=f"hydra.launcher.jobs={batch_size}, as many in parallel",
+                )
             # An unknown choice of a swept group is reported before the sweep has a folder.
-            named = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-            for each in OverridesParser.create().parse_overrides([*named, *config.hydra.overrides.task]):
-                options = hydra_context.config_loader.get_group_options(each.key_or_group)
-                swept = each.value() if options else None
-                for value in swept.list if isinstance(swept, ChoiceSweep) else ():
-                    for one in value if isinstance(value, list) else [value]:  # mask=[migu,mofo],none
-                        if (name := str(getattr(one, "text", one))) not in options:
-                            raise ValueError(unknown_name(f"{each.key_or_group}={name}", options))
-        self.context, self.config = hydra_context, config
+            params = config.hydra.sweeper.get("params") or {}
+            lines = [f"{key}={value}" for key, value in params.items()]
+            check_choices([*lines, *config.hydra.overrides.task], hydra_context)
+        self.context = hydra_context
+        self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """The results in the order of `job_overrides`; equal ones are run once, finished ones not at all."""
         with readable():
             redact_file(Path(self.config.hydra.sweep.dir) / "multirun.yaml")
             jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
-            if waiting := [job for job in jobs if not job.before]:
+            waiting = [job for job in jobs if not job.before]
+            if waiting:
                 self.run(waiting, jobs, initial_job_idx)
-            # A sweep without a search ends with a summary, and with exit code 1 if a job failed, GO_ON if one
-            # was preempted; a search decides itself what a failed job means.
+
+            # A search decides itself what a failed job means.
             if self.config.hydra.sweeper._target_ == BASIC_SWEEPER:
                 log.info("%s", "\n".join(summarize_jobs(jobs)))
-                for state, code in (("failed", 1), ("preempted", GO_ON)):
-                    if names := [str(job) for job in jobs if job.state == state]:
-                        were, more = ("failed", "") if code == 1 else ("were preempted", f"; {CONTINUES}")
-                        told = f"{len(names)} of {len(jobs)} jobs {were}: {', '.join(names)}{more}"
-                        print(f"cpt: {told}", file=sys.stderr)
-                        raise SystemExit(code)
+                end_if_incomplete(jobs)
             results = {job.overrides: job.result() for job in jobs}
-            return [results[tuple(each)] for each in job_overrides]
+            return [results[tuple(overrides)] for overrides in job_overrides]
+
+
+def check_choices(lines: Sequence[str], hydra_context: HydraContext) -> None:
+    """Raises ValueError for a choice of a swept config group that does not exist."""
+    for override in OverridesParser.create().parse_overrides(list(lines)):
+        group = override.key_or_group
+        options = hydra_context.config_loader.get_group_options(group)
+        sweep = override.value() if options else None
+        if not isinstance(sweep, ChoiceSweep):
+            continue
+        for value in sweep.list:
+            choices = value if isinstance(value, list) else [value]  # mask=[migu,mofo],none
+            for choice in choices:
+                name = str(getattr(choice, "text", choice))
+                if name not in options:
+                    raise ValueError(unknown_name(f"{group}={name}", options))
+
+
+def end_if_incomplete(jobs: Sequence[Job]) -> None:
+    """Ends the program with exit code 1 if a job failed, else with GO_ON if one was preempted."""
+    failed = [str(job) for job in jobs if job.state == "failed"]
+    if failed:
+        print(f"cpt: {len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}", file=sys.stderr)
+        raise SystemExit(1)
+    preempted = [str(job) for job in jobs if job.state == "preempted"]
+    if preempted:
+        names = ", ".join(preempted)
+        print(
+            f"cpt: {len(preempted)} of {len(jobs)} jobs were preempted: {names}; {CONTINUES}", file=sys.stderr
+        )
+        raise SystemExit(GO_ON)
 
 
 class ProcessLauncher(JobLauncher):
@@ -131,21 +160,25 @@ class ProcessLauncher(JobLauncher):
     sweep is stopped, they have `grace` seconds to save a checkpoint."""
 
     def __init__(self, *, jobs: int | None, threads: int | None, grace: float = 60) -> None:
-        self.jobs, self.threads, self.grace = jobs, threads, grace
+        self.jobs = jobs
+        self.threads = threads
+        self.grace = grace
 
     def check(self) -> None:
-        for name, kind in (("jobs", Count | None), ("threads", Count | None), ("grace", NonNegative)):
-            check_value(f"hydra.launcher.{name}", getattr(self, name), kind)
+        check_value("hydra.launcher.jobs", self.jobs, Count | None)
+        check_value("hydra.launcher.threads", self.threads, Count | None)
+        check_value("hydra.launcher.grace", self.grace, NonNegative)
         if is_one_of_several():
-            problem = (
-                "--multirun is invalid with srun or torchrun: each of their processes would run all jobs"
+            raise ValueError(
+                "--multirun is invalid with srun or torchrun: each of their processes would run all jobs. "
+                "Allowed: python run.py -m …, or hydra/launcher=slurm"
             )
-            raise ValueError(f"{problem}. Allowed: python run.py -m …, or hydra/launcher=slurm")
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         configs = [job.config for job in jobs]
-        places = divide_machine(configs, jobs=self.jobs, threads=self.threads, waiting=len(waiting))
-        run_all(waiting, command=job_command(self.config), places=places, grace=self.grace)
+        environments = divide_machine(configs, jobs=self.jobs, threads=self.threads, waiting=len(waiting))
+        command = job_command(self.config)
+        run_all(waiting, command=command, environments=environments, grace=self.grace)
 
 
 class SubmititLauncher(JobLauncher):
@@ -170,8 +203,11 @@ class SubmititLauncher(JobLauncher):
         max_num_timeout: int | None = None,
         **parameters: Any,
     ) -> None:
-        self.cluster, self.submitit_folder, self.requeue = cluster, submitit_folder, requeue
-        self.signal_delay_s, self.max_num_timeout = signal_delay_s, max_num_timeout
+        self.cluster = cluster
+        self.submitit_folder = submitit_folder
+        self.requeue = requeue
+        self.signal_delay_s = signal_delay_s
+        self.max_num_timeout = max_num_timeout
         self.parameters = parameters
 
     def check(self) -> None:
@@ -182,19 +218,25 @@ class SubmititLauncher(JobLauncher):
         try:
             import submitit  # noqa: F401
         except ImportError as error:
-            advice = "pip install -e '.[slurm]' in the checkout of cpt"
-            raise ValueError(f"hydra/launcher is invalid: {error}. Allowed: after {advice}") from error
+            raise ValueError(
+                f"hydra/launcher is invalid: {error}. Allowed: after pip install -e '.[slurm]' in the "
+                "checkout of cpt"
+            ) from error
         if self.cluster == "slurm":
             if shutil.which("sbatch") is None or shutil.which("srun") is None:
-                problem = "hydra/launcher=slurm is invalid: this machine has no sbatch and srun"
-                raise ValueError(f"{problem}. Allowed: on a machine that has, or hydra/launcher=processes")
+                raise InvalidOptionError(
+                    "hydra/launcher",
+                    "slurm",
+                    reason="this machine has no sbatch and srun",
+                    allowed="on a machine that has, or hydra/launcher=processes",
+                )
             self.make_executor()
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
         submissions = SubmissionLog(Path(self.config.hydra.sweep.dir) / ".jobs" / "submitted.jsonl")
         queue: Queue = SlurmQueue() if self.cluster == "slurm" else LocalQueue()
-        same, other = find_queued(waiting, submissions.latest(), queue)
-        for job, submission in other.items():
+        queued, queued_with_other_options = find_queued(waiting, submissions.latest(), queue)
+        for job, submission in queued_with_other_options.items():
             job.code = GO_ON
             job.lost = f"job {submission.job} of an earlier start, with other options, uses its folder"
             job.log_end("finished")
@@ -202,12 +244,12 @@ class SubmititLauncher(JobLauncher):
         # A signal while jobs are submitted is acted on when their numbers are known.
         received: list[int] = []
         with signal_handlers(SIGNALS, lambda number, frame: received.append(number)):
-            cluster_jobs = [self.find(job, submission) for job, submission in same.items()]
-            new = [job for job in waiting if job not in same and job not in other]
-            while new and not received:
-                array, new = new[:ARRAY], new[ARRAY:]
-                cluster_jobs += self.submit(array, submissions, is_first=not cluster_jobs)
-            Collector(cluster_jobs, queue, received, unsubmitted=len(new)).wait()
+            cluster_jobs = [self.find(job, submission) for job, submission in queued.items()]
+            new_jobs = [job for job in waiting if job not in queued and job not in queued_with_other_options]
+            while new_jobs and not received:
+                cluster_jobs += self.submit(new_jobs[:ARRAY], submissions, is_first=not cluster_jobs)
+                new_jobs = new_jobs[ARRAY:]
+            Collector(cluster_jobs, queue, received, unsubmitted=len(new_jobs)).wait()
 
     def find(self, job: Job, submission: Submission) -> ClusterJob:
         """The job of an earlier start."""
@@ -220,7 +262,8 @@ class SubmititLauncher(JobLauncher):
     def submit(self, jobs: Sequence[Job], submissions: SubmissionLog, *, is_first: bool) -> list[ClusterJob]:
         """Submits jobs as one array. Raises ValueError if the scheduler refuses the first; later ones
         fail."""
-        folder, command = Path.cwd(), job_command(self.config)
+        folder = Path.cwd()
+        command = job_command(self.config)
         saving_s = max(1.0, self.signal_delay_s - SAVED_BEFORE_LIMIT_S)
         tasks = [ClusterTask((*command, *job.arguments), folder, job.console, saving_s) for job in jobs]
         try:
@@ -229,18 +272,21 @@ class SubmititLauncher(JobLauncher):
         except (RuntimeError, OSError) as error:  # of submitit: sbatch's own words
             reason = last_line(str(error))
             if is_first:
-                problem = f"hydra.launcher is invalid: {reason}"
-                raise ValueError(f"{problem}. Allowed: {self.describe_resources()}") from error
+                raise ValueError(
+                    f"hydra.launcher is invalid: {reason}. Allowed: {self.describe_resources()}"
+                ) from error
             for job in jobs:
-                job.ending, job.lost = "refused", reason
-            log.error("%s not submitted: %s", count_jobs(len(jobs)), reason)
+                job.ending = "refused"
+                job.lost = reason
+            log.error("%s not submitted: %s", count_noun(len(jobs), "job"), reason)
             return []
+
         submissions.append(
             Submission(str(job.folder), job.shown_overrides, self.cluster, handle.job_id, str(folder))
             for job, handle in zip(jobs, handles, strict=True)
         )
         numbers = [handle.job_id for handle in handles]
-        log.info("Submitted %s: %s", count_jobs(len(jobs)), format_jobs(numbers))
+        log.info("Submitted %s: %s", count_noun(len(jobs), "job"), format_jobs(numbers))
         return [ClusterJob(job, handle) for job, handle in zip(jobs, handles, strict=True)]
 
     def describe_resources(self) -> str:
@@ -257,27 +303,29 @@ class SubmititLauncher(JobLauncher):
         parameters: Any = OmegaConf.to_container(OmegaConf.create(self.parameters), resolve=True)
         if self.cluster == "slurm":
             parameters["signal_delay_s"] = self.signal_delay_s
-            others = parameters.pop("additional_parameters", None)
-            parameters["additional_parameters"] = self.sbatch_parameters(others)
+            sbatch_options = parameters.pop("additional_parameters", None) or {}
+            parameters["additional_parameters"] = self.requeue_option() | sbatch_options
+
         # Parameters that only one scheduler has are called by its name as well.
         shared = submitit.AutoExecutor._typed_parameters()
-        named = {
-            name if name in shared else f"{self.cluster}_{name}": value for name, value in parameters.items()
-        }
+        prefixed = {}
+        for name, value in parameters.items():
+            prefixed[name if name in shared else f"{self.cluster}_{name}"] = value
         limits: dict[str, int] = {}
         if self.max_num_timeout is not None:
             limits[f"{self.cluster}_max_num_timeout"] = self.max_num_timeout
         try:
             executor = submitit.AutoExecutor(self.submitit_folder, cluster=self.cluster, **limits)
-            executor.update_parameters(**named)
+            executor.update_parameters(**prefixed)
         except (NameError, TypeError, ValueError, AssertionError, RuntimeError) as error:
             raise ValueError(f"hydra.launcher is invalid: {str(error).splitlines()[0]}") from error
         return executor
 
-    def sbatch_parameters(self, others: dict[str, Any] | None) -> dict[str, Any]:
-        """Options of sbatch that submitit has no name for."""
-        option = {True: {"requeue": True}, False: {"no-requeue": True}, None: {}}[self.requeue]
-        return option | (others or {})
+    def requeue_option(self) -> dict[str, Any]:
+        """The option of sbatch that allows or forbids to queue a job again; submitit has no name for it."""
+        if self.requeue is None:
+            return {}
+        return {"requeue": True} if self.requeue else {"no-requeue": True}
 
 
 class ClusterLauncher(JobLauncher):
@@ -289,7 +337,9 @@ class ClusterLauncher(JobLauncher):
     through: its class. extra: the extra of cpt that installs it. options: of its constructor."""
 
     def __init__(self, *, through: str, extra: str, options: Mapping[str, Any]) -> None:
-        self.through, self.extra, self.options = through, extra, options
+        self.through = through
+        self.extra = extra
+        self.options = options
 
     def check(self) -> None:
         module, _, name = self.through.rpartition(".")
@@ -298,8 +348,10 @@ class ClusterLauncher(JobLauncher):
         try:
             self.inner = getattr(importlib.import_module(module), name)(**options)
         except ImportError as error:
-            advice = f"pip install -e '.[{self.extra}]' in the checkout of cpt"
-            raise ValueError(f"hydra/launcher is invalid: {error}. Allowed: after {advice}") from error
+            raise ValueError(
+                f"hydra/launcher is invalid: {error}. Allowed: after pip install -e '.[{self.extra}]' in the "
+                "checkout of cpt"
+            ) from error
         except TypeError as error:
             raise ValueError(f"hydra.launcher.options={options} is invalid: {error}") from error
 
@@ -318,14 +370,15 @@ class ClusterLauncher(JobLauncher):
             failed = JobReturn(status=JobStatus.FAILED)
             failed.return_value = error
             returned = [failed] * len(waiting)
-        for job, each in zip(waiting, returned, strict=True):
-            if each.status is JobStatus.COMPLETED:
-                job.code, job.offset = each._return_value
+
+        for job, result in zip(waiting, returned, strict=True):
+            if result.status is JobStatus.COMPLETED:
+                job.code, job.offset = result._return_value
             elif is_finished_already(job.config, job.folder):
                 job.before = True
             else:  # the last line with text: the message of a traceback
-                lines = [line.strip() for line in str(each._return_value).splitlines() if line.strip()]
-                job.lost = (lines or ["(no message)"])[-1]
+                lines = [line.strip() for line in str(result._return_value).splitlines() if line.strip()]
+                job.lost = lines[-1] if lines else "(no message)"
             job.log_end("finished")
 
 
@@ -337,7 +390,7 @@ def run_job(command: Sequence[str], start: Path, cfg: DictConfig) -> tuple[int, 
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     hydra_overrides: Any = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
     # The folder that the sweep has resolved, and the number of the job.
-    overrides += [override for override in hydra_overrides if override.startswith(HANDED_ON)]
+    overrides += [override for override in hydra_overrides if override.startswith(JOB_OVERRIDES)]
     console = Path(hydra.run.dir) / "console.log"
     process, offset = start_process([*command, *overrides], console, env=os.environ)
     with forward_signals(process):
@@ -345,41 +398,48 @@ def run_job(command: Sequence[str], start: Path, cfg: DictConfig) -> tuple[int, 
 
 
 def run_all(
-    jobs: Sequence[Job], *, command: Sequence[str], places: Sequence[dict[str, str]], grace: float
+    jobs: Sequence[Job], *, command: Sequence[str], environments: Sequence[dict[str, str]], grace: float
 ) -> None:
-    """Runs the jobs, as many at once as there are places (environments). A signal is handed to all of them
-    and ends the program; what is left after `grace` seconds to save, or at a second signal, is killed."""
-    waiting, running, free = deque(jobs), dict[Job, dict[str, str]](), list(places)
-    received, last = list[int](), -math.inf
-    log.info("Running %d jobs, %d in parallel", len(jobs), len(places))
+    """Runs the jobs, as many at once as there are environments. A signal is handed to all of them and ends
+    the program; what still runs after `grace` seconds to save, or at a second signal, is killed."""
+    waiting = deque(jobs)
+    running: dict[Job, dict[str, str]] = {}
+    free = list(environments)
+    received: list[int] = []
+    last_received = -math.inf
+    log.info("Running %d jobs, %d in parallel", len(jobs), len(environments))
 
     def receive(number: int, frame: FrameType | None) -> None:
         """Notes a signal: an exception could come between a process and the note that it exists."""
-        nonlocal last
-        if time.monotonic() - last > TOGETHER_S:  # a terminal that closes sends two
+        nonlocal last_received
+        if time.monotonic() - last_received > TOGETHER_S:  # a terminal that closes sends two
             received.append(number)
-            last = time.monotonic()
+            last_received = time.monotonic()
 
     bar = tqdm(total=len(jobs), unit="job", disable=None, dynamic_ncols=True)
     with signal_handlers(SIGNALS, receive), logging_redirect_tqdm(), bar:
         try:
             while (waiting or running) and not received:
-                for job in [job for job in running if job.process.poll() is not None]:
+                ended = [job for job in running if job.process.poll() is not None]
+                for job in ended:
                     free.append(running.pop(job))
                     job.end()
                     bar.update()
+
                 while waiting and free:
-                    job, place = waiting.popleft(), free.pop(0)
-                    job.start(command, env={**without_task(os.environ), **place})
-                    running[job] = place
+                    job = waiting.popleft()
+                    environment = free.pop(0)
+                    job.start(command, env={**without_task(os.environ), **environment})
+                    running[job] = environment
                 bar.refresh()
                 time.sleep(POLL_S)
         finally:
-            deadline, first = time.monotonic() + grace, max(1, len(received))
+            deadline = time.monotonic() + grace
+            num_received = max(1, len(received))
             for job in running:
                 job.kill(received[0] if received else signal.SIGTERM)
             while any(job.process.poll() is None for job in running) and time.monotonic() < deadline:
-                if len(received) > first:
+                if len(received) > num_received:
                     break
                 time.sleep(POLL_S)
             for job in running:

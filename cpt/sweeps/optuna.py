@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     import optuna
 
 log = logging.getLogger(__name__)
-JOURNAL, RESULTS = "study.journal", "optimization_results.yaml"
+JOURNAL = "study.journal"
+RESULTS = "optimization_results.yaml"
 FOLDERS = "folders of trial"  # with its number: the attribute of a study that names its runs
 DIGITS = 6  # of a number that is given to a run: it is part of the folder's name
 
@@ -61,13 +62,41 @@ class OptunaSweeper(Sweeper):
     launcher: Launcher = field(init=False)
 
     def __post_init__(self) -> None:
-        self.options, given = dict(self.options), {"seed": self.seeds, "order": self.orders}
-        chosen = OmegaConf.create({key: [*values] for key, values in given.items() if values is not None})
-        self.averaged = cast(dict[str, list[Any]], OmegaConf.to_container(chosen))
-        self.first: list[dict[str, Any]] = []  # the values of the first trials, before those of the sampler
+        self.options = dict(self.options)
+        self.first_trials: list[dict[str, Any]] = []  # their values, before those of the sampler
+
+        averaged = {}
+        if self.seeds is not None:
+            averaged["seed"] = list(self.seeds)
+        if self.orders is not None:
+            averaged["order"] = list(self.orders)
+        container = OmegaConf.to_container(OmegaConf.create(averaged))
+        self.averaged = cast(dict[str, list[Any]], container)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Reports a wrong option, or that Optuna is missing."""
+        with readable():
+            self.check_options()
+            try:
+                import optuna
+            except ImportError as error:
+                raise InvalidOptionError(
+                    "hydra/sweeper",
+                    "optuna",
+                    reason=str(error),
+                    allowed="after pip install -e '.[optuna]' in the checkout of cpt",
+                ) from error
+
+        self.optuna: Any = optuna
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.loader = hydra_context.config_loader
+        self.config = config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def check_options(self) -> None:
+        """Raises ValueError for a wrong option of hydra.sweeper."""
         kinds: dict[str, Any] = {
             "sampler": Literal["tpe", "random", "grid"],
             "direction": Literal["minimize", "maximize"],
@@ -75,58 +104,21 @@ class OptunaSweeper(Sweeper):
             "n_trials": Count | None if self.sampler == "grid" else Count,  # a grid ends by itself
             "seed": Natural,
         }
-        with readable():
-            for name, kind in kinds.items():
-                check_value(f"hydra.sweeper.{name}", getattr(self, name), kind)
-            for key, asked in self.averaged.items():
-                check_value(f"hydra.sweeper.{key}s", [str(each) for each in asked], OneOrMore[Text])
-            try:
-                import optuna
-            except ImportError as error:
-                advice = "pip install -e '.[optuna]' in the checkout of cpt"
-                told = f"hydra/sweeper=optuna is invalid: {error}"
-                raise ValueError(f"{told}. Allowed: after {advice}") from error
-        self.optuna: Any = optuna
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.loader, self.config = hydra_context.config_loader, config
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
+        for name, kind in kinds.items():
+            check_value(f"hydra.sweeper.{name}", getattr(self, name), kind)
+        for key, values in self.averaged.items():
+            check_value(f"hydra.sweeper.{key}s", [str(value) for value in values], OneOrMore[Text])
 
     def sweep(self, arguments: list[str]) -> Any:
         """Runs what the search still lacks, and gives its study; one process at a time may work on it."""
         with readable():
-            lines = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
-            parser = OverridesParser.create(config_loader=self.loader)
-            given = {each.get_key_element(): each for each in parser.parse_overrides(lines)}
-            space = {key: each for key, each in given.items() if each.is_sweep_override()}
-            fixed = [each.input_line or key for key, each in given.items() if key not in space]
-            if not space:
-                values = "values like method=ncl,das or 'optim.lr=tag(log,interval(1e-4,1e-2))'"
-                raise ValueError(f"hydra.sweeper.params is missing. Allowed: {values}")
-            for key in self.averaged:
-                if any(line.lstrip("+").partition("=")[0] == key for line in fixed):
-                    told = f"{key}=… is invalid with hydra.sweeper.{key}s={self.averaged[key]}"
-                    raise ValueError(f"{told}. Allowed: one of them")
-            for key in space:
-                told = f"{key}={space[key].get_value_string()} is invalid"
-                if key in ("seed", "order"):
-                    allowed = f"hydra.sweeper.{key}s=[0,1], the values that each trial is averaged over"
-                    raise ValueError(f"{told}: the luckiest would win. Allowed: {allowed}")
+            space, fixed = self.read_overrides(arguments)
+            self.check_averaged(space, fixed)
             cfg = self.loader.load_sweep_config(self.config, fixed)
-            endtask: Any = cfg.get("endtask") or {}
-            has_tasks, on_dev = endtask.get("name", "none") != "none", endtask.get("score_on") == "dev"
-            first = next((each for each in space if each.startswith("endtask")), "")
-            if first == "endtask" or (first and not (has_tasks and on_dev)):
-                told = f"{first}={space[first].get_value_string()} is invalid: trials run no end tasks"
-                raise ValueError(f"{told}. Allowed: other options, or tasks with endtask.score_on=dev")
-            if has_tasks and not on_dev:
-                told = "Skipping end tasks (endtask=%s) in trials: their scores are of test text"
-                log.info(told, endtask.name)
-                fixed = [line for line in fixed if not line.lstrip("+~").startswith("endtask")]
-                fixed.append("endtask=none")
+            fixed = choose_endtasks(cfg, space, fixed)
             if OmegaConf.select(cfg, "domains.score_on") == "test":
                 log.warning("Searching on test text; domains.score_on=valid keeps it for the final runs")
+
             folder = Path(cfg.hydra.sweep.dir)
             folder.mkdir(parents=True, exist_ok=True)
             try:
@@ -141,101 +133,205 @@ class OptunaSweeper(Sweeper):
                     f"more trials at once, hydra.sweeper.n_jobs={2 * self.n_jobs} in one search",
                 ) from error
 
+    def read_overrides(self, arguments: Sequence[str]) -> tuple[dict[str, Override], list[str]]:
+        """What is searched, by key, and the overrides that all trials have. Raises ValueError if nothing is
+        searched."""
+        lines = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
+        parser = OverridesParser.create(config_loader=self.loader)
+        # The last of several overrides of a key counts.
+        overrides = {override.get_key_element(): override for override in parser.parse_overrides(lines)}
+
+        space = {}
+        fixed = []
+        for key, override in overrides.items():
+            if override.is_sweep_override():
+                space[key] = override
+            else:
+                fixed.append(override.input_line or key)
+        if not space:
+            raise ValueError(
+                "hydra.sweeper.params is missing. Allowed: values like method=ncl,das or "
+                "'optim.lr=tag(log,interval(1e-4,1e-2))'"
+            )
+        return space, fixed
+
+    def check_averaged(self, space: Mapping[str, Override], fixed: Sequence[str]) -> None:
+        """Raises ValueError for a seed or an order that is fixed as well as averaged over, or searched."""
+        fixed_keys = {line.lstrip("+").partition("=")[0] for line in fixed}
+        for key, values in self.averaged.items():
+            if key in fixed_keys:
+                raise InvalidOptionError(
+                    key, "…", context=f"with hydra.sweeper.{key}s={values}", allowed="one of them"
+                )
+        for key, override in space.items():
+            if key in ("seed", "order"):
+                raise InvalidOptionError(
+                    key,
+                    override.get_value_string(),
+                    reason="the luckiest would win",
+                    allowed=f"hydra.sweeper.{key}s=[0,1], the values that each trial is averaged over",
+                )
+
     def search(
         self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], objective: Any
     ) -> optuna.Study:
         """Resumes the study of a folder, runs the missing trials in batches, and writes the best one."""
         study = self.open_study(folder, space, fixed, str(objective))
-        states, samplers = self.optuna.trial.TrialState, self.optuna.samplers
-        for params in self.first if not study.trials else ():
-            study.enqueue_trial(params)
-        total = self.n_trials or math.inf
-        if self.sampler == "grid":  # the points that the study lacks, in the order of a plain sweep
+        num_missing = self.enqueue_new_trials(study, space)
+        self.enqueue_failed_trials(study, space)
+
+        distributions = {key: self.distribution(key, override) for key, override in space.items()}
+        runs = self.list_runs()
+        while num_missing > 0:
+            batch = self.ask_trials(study, min(self.n_jobs, num_missing), distributions)
+            overrides = []
+            for trial in batch:
+                for run in runs:
+                    overrides.append([*fixed, *to_overrides(trial.params), *run])
+            returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number * len(runs))
+
+            for index, trial in enumerate(batch):
+                results = returned[index * len(runs) : (index + 1) * len(runs)]
+                if not any(is_preempted(result) for result in results):  # else it stays under way
+                    self.tell_trial(study, trial, results)
+            end_if_preempted(returned)
+            num_missing -= len(batch)
+
+        self.report_best(study, folder, objective)
+        return study
+
+    def enqueue_new_trials(self, study: optuna.Study, space: Mapping[str, Override]) -> int:
+        """Enqueues the first trials of a new study, and the points that one of a grid lacks, in the order of
+        a plain sweep. Gives how many trials the study lacks."""
+        states = self.optuna.trial.TrialState
+        if not study.trials:
+            for params in self.first_trials:
+                study.enqueue_trial(params)
+
+        num_trials = self.n_trials or math.inf
+        if self.sampler == "grid":
             points = list(itertools.product(*map(grid_values, space.values())))
-            total, known = min(total, len(points)), [values_of(trial) for trial in study.trials]
-            for params in (dict(zip(space, point, strict=True)) for point in points):
-                if params not in known:
+            num_trials = min(num_trials, len(points))
+            stored_values = [values_of(trial) for trial in study.trials]
+            for point in points:
+                params = dict(zip(space, point, strict=True))
+                if params not in stored_values:
                     study.enqueue_trial(params)
-        left = int(total) - len(study.get_trials(states=[states.COMPLETE]))
-        # What failed at an earlier start is enqueued again: its run resumes. A trial that was killed while it
-        # was asked for never had a run: with values of its own it is enqueued too.
+        return int(num_trials) - len(study.get_trials(states=[states.COMPLETE]))
+
+    def enqueue_failed_trials(self, study: optuna.Study, space: Mapping[str, Override]) -> None:
+        """Enqueues again what failed at an earlier start: its run resumes."""
+        states = self.optuna.trial.TrialState
+        # A trial that was killed while it was asked for never had a run; its own values are enqueued too.
         for trial in study.get_trials(states=[states.RUNNING]):
             if trial.params.keys() != space.keys():
                 study.tell(trial.number, state=states.FAIL)
-        others = [values_of(trial) for trial in study.trials if trial.state != states.FAIL]
+
+        other_values = [values_of(trial) for trial in study.trials if trial.state != states.FAIL]
         for trial in study.get_trials(states=[states.FAIL]):
-            if (values := values_of(trial)).keys() == space.keys() and values not in others:
+            values = values_of(trial)
+            if values.keys() == space.keys() and values not in other_values:
                 study.enqueue_trial(values)
-                others.append(values)
-        made = {key: self.distribution(key, each) for key, each in space.items()}
-        lists = ([f"{key}={format_value(value)}" for value in given] for key, given in self.averaged.items())
-        runs = [list(each) for each in itertools.product(*lists)]  # the overrides of each run of a trial
-        while left > 0:
-            size = min(self.n_jobs, left)
-            # Those of a search that was killed first: their run folders continue.
-            batch = study.get_trials(states=[states.RUNNING])[:size]
-            while len(batch) < size:
-                seed = (self.seed * 1_000_003 + len(study.trials)) % 2**32  # by the number of the trial
-                try:
-                    if self.sampler == "tpe":  # the constant liar keeps trials at once apart
-                        study.sampler = samplers.TPESampler(seed=seed, constant_liar=True, **self.options)
-                    else:
-                        study.sampler = samplers.RandomSampler(seed=seed)
-                except TypeError as error:
-                    raise ValueError(f"hydra.sweeper.options={self.options} is invalid: {error}") from error
-                asked = study.ask(dict(made))
-                batch.append(study.trials[asked.number])
-            overrides = [[*fixed, *to_overrides(trial.params), *run] for trial in batch for run in runs]
-            returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number * len(runs))
-            for place, trial in enumerate(batch):
-                of_trial = returned[place * len(runs) : (place + 1) * len(runs)]
-                if not any(map(is_preempted, of_trial)):  # else it stays under way
-                    self.tell_trial(study, trial, of_trial)
-            end_if_preempted(returned)
-            left -= len(batch)
-        if not (finished := len(study.get_trials(states=[states.COMPLETE]))):
+                other_values.append(values)
+
+    def list_runs(self) -> list[list[str]]:
+        """The overrides of each run of a trial: one for every combination of seeds and orders."""
+        overrides_by_key = []
+        for key, values in self.averaged.items():
+            overrides_by_key.append([f"{key}={format_value(value)}" for value in values])
+        return [list(overrides) for overrides in itertools.product(*overrides_by_key)]
+
+    def ask_trials(
+        self, study: optuna.Study, size: int, distributions: Mapping[str, Any]
+    ) -> list[optuna.trial.FrozenTrial]:
+        """The next trials: first those of a search that was killed, whose run folders continue."""
+        batch = study.get_trials(states=[self.optuna.trial.TrialState.RUNNING])[:size]
+        while len(batch) < size:
+            study.sampler = self.make_sampler(len(study.trials))
+            trial = study.ask(dict(distributions))
+            batch.append(study.trials[trial.number])
+        return batch
+
+    def make_sampler(self, number: int) -> Any:
+        """The sampler of a trial, which draws by the trial's number."""
+        samplers = self.optuna.samplers
+        seed = (self.seed * 1_000_003 + number) % 2**32
+        try:
+            if self.sampler == "tpe":  # the constant liar keeps trials at once apart
+                return samplers.TPESampler(seed=seed, constant_liar=True, **self.options)
+            return samplers.RandomSampler(seed=seed)
+        except TypeError as error:
+            raise ValueError(f"hydra.sweeper.options={self.options} is invalid: {error}") from error
+
+    def report_best(self, study: optuna.Study, folder: Path, objective: Any) -> None:
+        """Writes and logs the best trial. Raises ValueError if none has an objective."""
+        num_finished = len(study.get_trials(states=[self.optuna.trial.TrialState.COMPLETE]))
+        if not num_finished:
             raise ValueError("no trial of the search has an objective; the same command tries again")
-        best, given = study.best_trial, to_overrides(study.best_trial.params)
-        params = dict(line.split("=", 1) for line in given)
-        results = {"name": "optuna", "objective": objective, "finished": finished}
-        results["best"] = {"trial": best.number, "params": params, "value": best.value}
-        OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
-        told = f"Best of {finished} trials, {objective}: {best.value:.{DIGITS}g}, trial {best.number}:"
-        log.info("%s %s\n%s", told, " ".join(given), folder / RESULTS)
-        return study
+
+        best = study.best_trial
+        overrides = to_overrides(best.params)
+        params = dict(line.split("=", 1) for line in overrides)
+        results = {
+            "name": "optuna",
+            "objective": objective,
+            "finished": num_finished,
+            "best": {"trial": best.number, "params": params, "value": best.value},
+        }
+        path = folder / RESULTS
+        OmegaConf.save(OmegaConf.create(results), path)
+        log.info(
+            "Best of %d trials, %s: %s, trial %d: %s\n%s",
+            num_finished,
+            objective,
+            f"{best.value:.{DIGITS}g}",
+            best.number,
+            " ".join(overrides),
+            path,
+        )
 
     def open_study(
         self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], objective: str
     ) -> optuna.Study:
         """The study of a folder, new or as it was left. Raises ValueError if it was another search."""
-        now = {
-            "space": {key: str(each.get_value_string()) for key, each in sorted(space.items())},
-            # how a run is carried out (workers, logger) may change
-            "fixed": sorted(line for line in fixed if not executes(line.lstrip("+~").partition("=")[0])),
-            "objective": objective,
-            "direction": self.direction,
-            **self.averaged,
-        }
-        path, journal = str(folder / JOURNAL), self.optuna.storages.journal
-        known = Path(path).read_bytes() if Path(path).exists() else b""
-        if known and not known.endswith(b"\n"):  # of a full disk: the next record would be joined to it
-            log.warning("Leaving out the last record of %s, which is incomplete", path)
-            os.truncate(path, known.rfind(b"\n") + 1)
+        path = folder / JOURNAL
+        cut_incomplete_record(path)
         # Open, not link: FAT and some network file systems know no links; FileLock excludes a second search.
-        backend = journal.JournalFileBackend(path, lock_obj=journal.JournalFileOpenLock(path))
+        journal = self.optuna.storages.journal
+        backend = journal.JournalFileBackend(str(path), lock_obj=journal.JournalFileOpenLock(str(path)))
         study = self.optuna.create_study(
             storage=self.optuna.storages.JournalStorage(backend),
             study_name="search",
             direction=self.direction,
             load_if_exists=True,
         )
+
+        description = self.describe_search(space, fixed, objective)
         if "made_of" not in study.user_attrs:
-            study.set_user_attr("made_of", now)
-        then = study.user_attrs["made_of"]
-        if changed := [f"{key}: {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]:
-            told = f"{path} is another search ({'; '.join(changed)})"
-            raise ValueError(f"{told}; take them back or choose another name=…")
+            study.set_user_attr("made_of", description)
+        stored = study.user_attrs["made_of"]
+        changes = []
+        for key, value in description.items():
+            if stored.get(key) != value:
+                changes.append(f"{key}: {stored.get(key)} -> {value}")
+        if changes:
+            raise ValueError(
+                f"{path} is another search ({'; '.join(changes)}); take them back or choose another name=…"
+            )
         return study
+
+    def describe_search(
+        self, space: Mapping[str, Override], fixed: Sequence[str], objective: str
+    ) -> dict[str, Any]:
+        """What makes a search another one. How a run is carried out (workers, logger) may change."""
+        decisive = [line for line in fixed if not executes(line.lstrip("+~").partition("=")[0])]
+        return {
+            "space": {key: str(override.get_value_string()) for key, override in sorted(space.items())},
+            "fixed": sorted(decisive),
+            "objective": objective,
+            "direction": self.direction,
+            **self.averaged,
+        }
 
     def distribution(self, key: str, override: Override) -> optuna.distributions.BaseDistribution:
         """Optuna's distribution for a sweep in Hydra's grammar: choices are text, ranges and intervals
@@ -243,14 +339,20 @@ class OptunaSweeper(Sweeper):
         kinds = self.optuna.distributions
         if self.sampler == "grid" or override.is_choice_sweep():
             return kinds.CategoricalDistribution(grid_values(override))
+
         sweep: Any = override.value()
         logarithmic = "log" in sweep.tags
+        step: int | float | None
         if isinstance(sweep, RangeSweep):
-            points = sorted(float(f"{float(v):.12g}") for v in grid_values(override))  # 0.1 + 0.2 is 0.3
-            low, high, step = points[0], points[-1], abs(sweep.step)
+            # Rounded, so that 0.1 + 0.2 is 0.3.
+            points = sorted(float(f"{float(value):.12g}") for value in grid_values(override))
+            low = points[0]
+            high = points[-1]
+            step = abs(sweep.step)
         else:  # a step of 1 between whole numbers: int(interval(1,8))
-            low, high = sweep.start, sweep.end
-            step = 1 if isinstance(low, int) and isinstance(high, int) else None  # type: ignore[assignment]
+            low = sweep.start
+            high = sweep.end
+            step = 1 if isinstance(low, int) and isinstance(high, int) else None
         try:
             if isinstance(step, int):
                 return kinds.IntDistribution(int(low), int(high), log=logarithmic, step=step)
@@ -263,18 +365,51 @@ class OptunaSweeper(Sweeper):
     ) -> None:
         """Tells Optuna the objective of a trial, the mean over its runs; it fails where a run failed or has
         no finite objective."""
-        study.set_user_attr(f"{FOLDERS} {trial.number}", [str(each.working_dir) for each in returned])
+        study.set_user_attr(f"{FOLDERS} {trial.number}", [str(result.working_dir) for result in returned])
         label = f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
-        values = [each._return_value for each in returned]
-        for job, value in zip(returned, values, strict=True):
-            finite = isinstance(value, int | float) and math.isfinite(value)
-            if job.status is not JobStatus.COMPLETED or not finite:
+        values = []
+        for result in returned:
+            value = result._return_value
+            is_finite = isinstance(value, int | float) and math.isfinite(value)
+            if result.status is not JobStatus.COMPLETED or not is_finite:
                 study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
                 log.error("%s: failed, objective %s", label, value)
                 return
+            values.append(value)
+
         mean = fmean(values)
         study.tell(trial.number, mean)
         log.info("%s: %s", label, f"{mean:.{DIGITS}g}")
+
+
+def choose_endtasks(cfg: DictConfig, space: Mapping[str, Override], fixed: Sequence[str]) -> list[str]:
+    """The overrides of all trials, without end tasks whose scores are of test text. Raises ValueError if end
+    tasks are searched that the trials do not run."""
+    endtask: Any = cfg.get("endtask") or {}
+    has_tasks = endtask.get("name", "none") != "none"
+    is_on_dev = endtask.get("score_on") == "dev"
+
+    searched = next((key for key in space if key.startswith("endtask")), None)
+    if searched is not None and (searched == "endtask" or not (has_tasks and is_on_dev)):
+        raise InvalidOptionError(
+            searched,
+            space[searched].get_value_string(),
+            reason="trials run no end tasks",
+            allowed="other options, or tasks with endtask.score_on=dev",
+        )
+    if not has_tasks or is_on_dev:
+        return list(fixed)
+    log.info("Skipping end tasks (endtask=%s) in trials: their scores are of test text", endtask.name)
+    others = [line for line in fixed if not line.lstrip("+~").startswith("endtask")]
+    return [*others, "endtask=none"]
+
+
+def cut_incomplete_record(path: Path) -> None:
+    """Cuts a journal's last record if a full disk left it incomplete: the next one would be joined to it."""
+    content = path.read_bytes() if path.exists() else b""
+    if content and not content.endswith(b"\n"):
+        log.warning("Leaving out the last record of %s, which is incomplete", path)
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def grid_values(override: Override) -> list[str]:
@@ -286,8 +421,11 @@ def grid_values(override: Override) -> list[str]:
 
 def to_overrides(params: Mapping[str, Any]) -> list[str]:
     """A trial's values as overrides; numbers with DIGITS digits."""
-    rounded = {key: float(f"{v:.{DIGITS}g}") if isinstance(v, float) else v for key, v in params.items()}
-    return [f"{key}={value}" for key, value in rounded.items()]
+    overrides = []
+    for key, value in params.items():
+        rounded = float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+        overrides.append(f"{key}={rounded}")
+    return overrides
 
 
 def values_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
@@ -301,6 +439,7 @@ def is_preempted(job: JobReturn) -> bool:
 
 def end_if_preempted(returned: Sequence[JobReturn]) -> None:
     """Ends the program with GO_ON where a job continues when it is started again."""
-    if preempted := list(filter(is_preempted, returned)):
-        print(f"cpt: {preempted[0]._return_value}; {CONTINUES}", file=sys.stderr)
-        raise SystemExit(GO_ON)
+    for result in returned:
+        if is_preempted(result):
+            print(f"cpt: {result._return_value}; {CONTINUES}", file=sys.stderr)
+            raise SystemExit(GO_ON)

@@ -21,15 +21,15 @@ def signal_handlers(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[Mapping[int, Any]]:
     """Within, a function handles the signals that are not ignored (nohup). Gives the handlers before."""
-    before = {number: signal.getsignal(number) for number in numbers}
-    heeded = [number for number, each in before.items() if each != signal.SIG_IGN]
-    for number in heeded:
+    previous_handlers = {number: signal.getsignal(number) for number in numbers}
+    handled = [number for number, previous in previous_handlers.items() if previous != signal.SIG_IGN]
+    for number in handled:
         signal.signal(number, handler)
     try:
-        yield before
+        yield previous_handlers
     finally:
-        for number in heeded:
-            signal.signal(number, before[number])
+        for number in handled:
+            signal.signal(number, previous_handlers[number])
 
 
 @contextmanager
@@ -51,10 +51,11 @@ def forward_signals(process: Popen[bytes], *, saving_s: float = SAVING_S) -> Ite
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
         wait_for_end(process, saving_s)
-        if callable(before[number]):
-            before[number](number, frame)
+        previous = previous_handlers[number]
+        if callable(previous):
+            previous(number, frame)
 
-    with signal_handlers(SIGNALS, forward) as before:
+    with signal_handlers(SIGNALS, forward) as previous_handlers:
         yield received
 
 

@@ -12,20 +12,26 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf
 
 from cpt.core.config import SEARCH, flatten
 from cpt.core.errors import readable
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.naming import UNSAFE, quote
 from cpt.core.schema import Number, fits
 from cpt.evaluation.task_metrics import ENDTASK_MEANINGS
 from cpt.sweeps.jobs import read_scores
 from cpt.sweeps.optuna import FOLDERS, OptunaSweeper, end_if_preempted, grid_values, to_overrides
+
+if TYPE_CHECKING:
+    import optuna
+
+    from cpt.reporting.tuning import FinalRun, Trial
 
 log = logging.getLogger(__name__)
 SPACES = "[low, high], [log, low, high], or a sweep in Hydra's grammar like choice(a,b)"
@@ -38,7 +44,15 @@ class Candidate:
     label: str
     overrides: list[str]
     space: dict[str, Override]
-    first: dict[str, Any]  # empty where a default is outside the space
+    defaults: dict[str, Any]  # empty where a default is outside the space
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The ended trials of a candidate, and the best values as overrides."""
+
+    trials: list[Trial]
+    best: list[str]
 
 
 class TuneSweeper(OptunaSweeper):
@@ -55,122 +69,208 @@ class TuneSweeper(OptunaSweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         with readable():
-            metric, name = self.config.get("optimized_metric"), str(self.config.name)
+            metric = self.config.get("optimized_metric")
+            name = str(self.config.name)
             if not isinstance(metric, str):
-                raise ValueError(f"optimized_metric={format_value(metric)} is invalid. Allowed: one metric")
+                raise InvalidOptionError("optimized_metric", metric, allowed="one metric")
             if self.on_tasks:
                 self.direction = "minimize" if metric == "forget_rate" else "maximize"
-            from cpt.reporting.tuning import FinalRun, Trial, TunedMethod, write_tuning  # matplotlib: seconds
+            from cpt.reporting.tuning import TunedMethod, write_tuning  # matplotlib: seconds
 
             lines = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
             candidates, runs = self.read_candidates(lines)
             self.params = {}
-            found = {each.label: self.search_candidate(each, runs, name=name) for each in candidates}
-            jobs = [
-                (each, [*each.overrides, *found[each.label][1], f"name={quote(f'{name}/final')}", *run])
-                for each in candidates
-                for run in itertools.product(*runs)
-            ]
-            own = ["domains.score_on=test", *["endtask.score_on=test"] * self.on_tasks]
-            returned = self.launcher.launch([[*job, *own] for _, job in jobs], 0)
-            end_if_preempted(returned)
-            finals: dict[str, list[FinalRun]] = {each.label: [] for each in candidates}
-            failed = []
-            for (each, job), done in zip(jobs, returned, strict=True):
-                if isinstance(done._return_value, int | float):
-                    finals[each.label].append(FinalRun.read(Path(str(done.working_dir)), done._return_value))
-                else:
-                    failed.append(f"{each.label} {' '.join(job[-len(runs) :])}: {done._return_value}")
-            methods = [
-                TunedMethod(
-                    name=each.label,
-                    space={key: str(own.get_value_string()) for key, own in each.space.items()},
-                    default={key: format_value(value) for key, value in each.first.items()},
-                    trials=[Trial(*trial) for trial in found[each.label][0]],
-                    runs=finals[each.label],
-                    num_planned=math.prod(map(len, runs)),
+            results = {}
+            for candidate in candidates:
+                results[candidate.label] = self.search_candidate(candidate, runs, name=name)
+
+            finals, failures = self.run_finals(candidates, results, runs, name=name)
+            methods = []
+            for candidate in candidates:
+                methods.append(
+                    TunedMethod(
+                        name=candidate.label,
+                        space={key: str(sweep.get_value_string()) for key, sweep in candidate.space.items()},
+                        default={key: format_value(value) for key, value in candidate.defaults.items()},
+                        trials=results[candidate.label].trials,
+                        runs=finals[candidate.label],
+                        num_planned=math.prod(map(len, runs)),
+                    )
                 )
-                for each in candidates
-            ]
             folder = Path(self.config.hydra.sweep.dir)
-            told = write_tuning(methods, folder / "tuning", metric, str(self.direction), self.n_trials)
-            print(told, flush=True)
-            if failed:
-                wrong = f"{len(failed)} of {len(jobs)} final runs failed: {'; '.join(failed)}"
-                print(f"cpt: {wrong}", file=sys.stderr)
+            page = write_tuning(methods, folder / "tuning", metric, str(self.direction), self.n_trials)
+            print(page, flush=True)
+            if failures:
+                num_runs = len(candidates) * math.prod(map(len, runs))
+                print(
+                    f"cpt: {len(failures)} of {num_runs} final runs failed: {'; '.join(failures)}",
+                    file=sys.stderr,
+                )
                 raise SystemExit(1)
+
+    def run_finals(
+        self,
+        candidates: Sequence[Candidate],
+        results: Mapping[str, SearchResult],
+        runs: Sequence[Sequence[str]],
+        *,
+        name: str,
+    ) -> tuple[dict[str, list[FinalRun]], list[str]]:
+        """Runs each candidate with its best values on test text; gives the final runs by candidate, and what
+        failed, in words."""
+        from cpt.reporting.tuning import FinalRun
+
+        evaluation = ["domains.score_on=test"]
+        if self.on_tasks:
+            evaluation.append("endtask.score_on=test")
+        owners = []  # of each job, the candidate and what tells its run from the others
+        jobs = []
+        for candidate in candidates:
+            best = results[candidate.label].best
+            fixed = [*candidate.overrides, *best, f"name={quote(f'{name}/final')}"]
+            for run in itertools.product(*runs):
+                owners.append((candidate, " ".join(run or fixed)))
+                jobs.append([*fixed, *run, *evaluation])
+        returned: Sequence[JobReturn] = self.launcher.launch(jobs, 0)
+        end_if_preempted(returned)
+
+        finals: dict[str, list[FinalRun]] = {candidate.label: [] for candidate in candidates}
+        failures = []
+        for (candidate, run_overrides), result in zip(owners, returned, strict=True):
+            value = result._return_value
+            if isinstance(value, int | float):
+                finals[candidate.label].append(FinalRun.read(Path(str(result.working_dir)), value))
+            else:
+                failures.append(f"{candidate.label} {run_overrides}: {value}")
+        return finals, failures
 
     def read_candidates(self, lines: Sequence[str]) -> tuple[list[Candidate], list[list[str]]]:
         """The candidates, and the swept seeds and orders of the final runs."""
         parser = OverridesParser.create(config_loader=self.loader)
-        given = {each.get_key_element(): each for each in parser.parse_overrides(list(lines))}
-        if split := next((key for key in given if key.lstrip("+").endswith(".score_on")), None):
-            told = f"{given[split].input_line} is invalid: searches use valid or dev, final runs test"
-            raise ValueError(f"{told}. Allowed: without it")
-        groups, runs, searched, fixed = [], [], {}, []
-        for key, each in given.items():
-            values = grid_values(each) if each.is_sweep_override() and not each.is_interval_sweep() else None
-            swept = [f"{key}={value}" for value in values or ()]
-            if key in self.averaged and not each.is_sweep_override():  # one seed of the final runs
-                runs.append([str(each.input_line)])
-            elif not each.is_sweep_override():
-                fixed.append(str(each.input_line))
-            elif key in ("seed", "order"):
-                runs.append(swept)
+        overrides = {override.get_key_element(): override for override in parser.parse_overrides(list(lines))}
+        for key, override in overrides.items():
+            if key.lstrip("+").endswith(".score_on"):
+                raise ValueError(
+                    f"{override.input_line} is invalid: searches use valid or dev, final runs test. "
+                    "Allowed: without it"
+                )
+
+        groups: list[list[str]] = []  # the choices of each swept config group
+        runs: list[list[str]] = []
+        searched: dict[str, Override] = {}
+        fixed: list[str] = []
+        for key, override in overrides.items():
+            if not override.is_sweep_override():
+                line = str(override.input_line)
+                if key in self.averaged:  # one seed of the final runs
+                    runs.append([line])
+                else:
+                    fixed.append(line)
+                continue
+
+            lines_swept = []
+            if not override.is_interval_sweep():
+                lines_swept = [f"{key}={value}" for value in grid_values(override)]
+            if key in ("seed", "order"):
+                runs.append(lines_swept)
             elif self.loader.get_group_options(key.lstrip("+").partition("@")[0]):
-                groups.append(swept)
-            elif len(swept) == 1:
-                fixed.append(swept[0])
+                groups.append(lines_swept)
+            elif len(lines_swept) == 1:
+                fixed.append(lines_swept[0])
             else:
-                searched[without_search(key)] = each
-        keys = {line.lstrip("+").partition("=")[0] for line in fixed}
+                searched[without_search(key)] = override
+
         candidates = []
-        grid = self.sampler == "grid"
-        for choice in itertools.product(*groups):
-            cfg = self.loader.load_sweep_config(self.config, [*fixed, *choice, "hydra.mode=RUN"])
-            if self.on_tasks and cfg.endtask.name == "none":
-                told = f"optimized_metric={cfg.optimized_metric} is invalid with endtask=none"
-                raise ValueError(f"{told}. Allowed: downstream tasks with dev examples")
-            without = "diagonal" if cfg.optimized_metric in ("MF1", "Acc") else "last"
-            if self.on_tasks and cfg.endtask.when == without:
-                told = f"optimized_metric={cfg.optimized_metric} is invalid with endtask.when={without}"
-                raise ValueError(f"{told}, which does not measure it. Allowed: each")
-            space = {key: own for key, own in find_space(cfg).items() if key not in keys} | searched
-            others = [each for each in choice if not each.startswith("method=")]
-            label = " ".join([str(cfg.method.name), *others])
-            first = find_defaults(cfg, space, grid=grid)
-            candidates.append(Candidate(label, [*fixed, *choice], space, first))
+        for choices in itertools.product(*groups):
+            candidates.append(self.make_candidate(fixed, choices, searched))
         return candidates, runs
 
+    def make_candidate(
+        self, fixed: Sequence[str], choices: Sequence[str], searched: Mapping[str, Override]
+    ) -> Candidate:
+        """The candidate of a choice of each swept group. Raises ValueError where its options do not measure
+        the metric."""
+        cfg = self.loader.load_sweep_config(self.config, [*fixed, *choices, "hydra.mode=RUN"])
+        if self.on_tasks:
+            check_endtasks(cfg)
+
+        fixed_keys = {line.lstrip("+").partition("=")[0] for line in fixed}
+        space = {key: override for key, override in find_space(cfg).items() if key not in fixed_keys}
+        space.update(searched)
+        others = [choice for choice in choices if not choice.startswith("method=")]
+        return Candidate(
+            label=" ".join([str(cfg.method.name), *others]),
+            overrides=[*fixed, *choices],
+            space=space,
+            defaults=find_defaults(cfg, space, grid=self.sampler == "grid"),
+        )
+
     def search_candidate(
-        self, given: Candidate, runs: Sequence[Sequence[str]], *, name: str
-    ) -> tuple[list[tuple[Any, ...]], list[str]]:
-        """The ended trials of a candidate on validation text, as the fields of Trial; and the best values as
-        overrides."""
-        if not given.space:
-            log.info("Nothing to tune in %s: its final runs have the given values", given.label)
-            return [], []
-        log.info("Tuning %s: %s trials over %s", given.label, self.n_trials, ", ".join(given.space))
-        own = ["domains.score_on=valid", "benchmark=none"]
-        own.append("endtask.score_on=dev" if self.on_tasks else "endtask=none")
-        left_out = ("benchmark",) if self.on_tasks else ("benchmark", "endtask")
-        kept = [line for line in given.overrides if not line.lstrip("+~").startswith(left_out)]
-        first = [run[0] for run in runs if run[0].partition("=")[0] not in self.averaged]
-        folder = f"name={quote(f'{name}/search/' + UNSAFE.sub('.', given.label).strip('.'))}"
-        space = [f"{key}={each.get_value_string()}" for key, each in given.space.items()]
-        self.first = [given.first] if given.first else []  # then Optuna's
-        study = super().sweep([*kept, *first, folder, *own, *space])
-        done, counted = [], set[str]()
-        states, worst = self.optuna.trial.TrialState, math.inf if self.direction == "minimize" else -math.inf
-        for each in study.get_trials(states=[states.COMPLETE, states.FAIL]):
-            folders = study.user_attrs.get(f"{FOLDERS} {each.number}", [])
-            again = bool(folders) and counted >= {*folders}  # the runs of a failed trial, resumed
-            costs = [read_scores(Path(each)).get("flops", []) for each in folders]
-            flops = 0 if again else sum(itertools.chain(*costs)) if costs and all(costs) else None
-            counted |= {*folders}
-            score = worst if each.state == states.FAIL else each.values[0]  # a failed one has cost as much
-            done.append((each.number, to_overrides(each.params), score, flops))
-        return done, to_overrides(study.best_trial.params)
+        self, candidate: Candidate, runs: Sequence[Sequence[str]], *, name: str
+    ) -> SearchResult:
+        """Searches the values of a candidate on validation text."""
+        if not candidate.space:
+            log.info("Nothing to tune in %s: its final runs have the given values", candidate.label)
+            return SearchResult([], [])
+        log.info("Tuning %s: %s trials over %s", candidate.label, self.n_trials, ", ".join(candidate.space))
+
+        evaluation = ["domains.score_on=valid", "benchmark=none"]
+        evaluation.append("endtask.score_on=dev" if self.on_tasks else "endtask=none")
+        replaced = ("benchmark",) if self.on_tasks else ("benchmark", "endtask")
+        fixed = [line for line in candidate.overrides if not line.lstrip("+~").startswith(replaced)]
+        first_run = [lines[0] for lines in runs if lines[0].partition("=")[0] not in self.averaged]
+        folder = f"{name}/search/" + UNSAFE.sub(".", candidate.label).strip(".")
+        space = [f"{key}={override.get_value_string()}" for key, override in candidate.space.items()]
+
+        # The defaults are the first trial, the others are Optuna's.
+        self.first_trials = [candidate.defaults] if candidate.defaults else []
+        study = super().sweep([*fixed, *first_run, f"name={quote(folder)}", *evaluation, *space])
+        return SearchResult(self.list_ended_trials(study), to_overrides(study.best_trial.params))
+
+    def list_ended_trials(self, study: optuna.Study) -> list[Trial]:
+        """The trials of a search. A failed one has the worst score, since it has cost as much."""
+        from cpt.reporting.tuning import Trial
+
+        states = self.optuna.trial.TrialState
+        worst_score = math.inf if self.direction == "minimize" else -math.inf
+        counted_folders: set[str] = set()
+
+        trials = []
+        for trial in study.get_trials(states=[states.COMPLETE, states.FAIL]):
+            folders = study.user_attrs.get(f"{FOLDERS} {trial.number}", [])
+            is_resumed = bool(folders) and counted_folders >= set(folders)  # the runs of a failed trial
+            flops = 0 if is_resumed else sum_flops(folders)
+            counted_folders.update(folders)
+
+            score = worst_score if trial.state == states.FAIL else trial.values[0]
+            trials.append(Trial(trial.number, to_overrides(trial.params), score, flops))
+        return trials
+
+
+def sum_flops(folders: Sequence[str]) -> int | None:
+    """The operations of the runs of a trial; None if one of them does not say it."""
+    flops_by_run = [read_scores(Path(folder)).get("flops", []) for folder in folders]
+    if not flops_by_run or not all(flops_by_run):
+        return None
+    return sum(itertools.chain(*flops_by_run))
+
+
+def check_endtasks(cfg: DictConfig) -> None:
+    """Raises ValueError where a config does not measure its metric of end tasks."""
+    metric = cfg.optimized_metric
+    if cfg.endtask.name == "none":
+        raise InvalidOptionError(
+            "optimized_metric",
+            metric,
+            context="with endtask=none",
+            allowed="downstream tasks with dev examples",
+        )
+    not_measured = "diagonal" if metric in ("MF1", "Acc") else "last"
+    if cfg.endtask.when == not_measured:
+        raise ValueError(
+            f"optimized_metric={metric} is invalid with endtask.when={not_measured}, which does not measure "
+            "it. Allowed: each"
+        )
 
 
 def without_search(key: str) -> str:
@@ -181,43 +281,53 @@ def without_search(key: str) -> str:
 def find_space(cfg: DictConfig) -> dict[str, Override]:
     """What the choices of a config name under `search`, by key. Raises ValueError for another form."""
     tree: Any = OmegaConf.to_container(cfg, resolve=False)
-    found = {}
-    for key, given in flatten({name: each for name, each in tree.items() if name != "hydra"}):
-        if given is None or (searched := without_search(key)) == key:
+    sections = {name: section for name, section in tree.items() if name != "hydra"}
+    space = {}
+    for key, value in flatten(sections):
+        searched_key = without_search(key)
+        if value is None or searched_key == key:
             continue
-        match given:
-            case ["log", low, high] if fits(low, Number) and fits(high, Number):
-                sweep = f"tag(log,interval({low},{high}))"
-            case [low, high] if fits(low, Number) and fits(high, Number):
-                sweep = f"interval({low},{high})"
-            case str():
-                sweep = given
-            case _:
-                raise ValueError(f"{key}={format_value(given)} is invalid. Allowed: {SPACES}")
-        (override,) = OverridesParser.create().parse_overrides([f"{searched}={sweep}"])
+        sweep = parse_sweep(key, value)
+        (override,) = OverridesParser.create().parse_overrides([f"{searched_key}={sweep}"])
         if not override.is_sweep_override():
-            raise ValueError(f"{key}={format_value(given)} is invalid. Allowed: {SPACES}")
-        found[searched] = override
-    return found
+            raise InvalidOptionError(key, value, allowed=SPACES)
+        space[searched_key] = override
+    return space
+
+
+def parse_sweep(key: str, value: Any) -> str:
+    """A space in Hydra's grammar. Raises ValueError for another form."""
+    match value:
+        case ["log", low, high] if fits(low, Number) and fits(high, Number):
+            return f"tag(log,interval({low},{high}))"
+        case [low, high] if fits(low, Number) and fits(high, Number):
+            return f"interval({low},{high})"
+        case str():
+            return value
+        case _:
+            raise InvalidOptionError(key, value, allowed=SPACES)
 
 
 def find_defaults(cfg: DictConfig, space: Mapping[str, Override], *, grid: bool = False) -> dict[str, Any]:
     """The values of a config as the first trial, of a grid as text; empty where one is outside the space."""
-    first: dict[str, Any] = {}
-    for key, each in space.items():
+    defaults: dict[str, Any] = {}
+    for key, override in space.items():
         default: Any = OmegaConf.select(cfg, key.lstrip("+"))
-        sweep: Any = each.value()
-        if each.is_interval_sweep():
-            inside = fits(default, Number) and sweep.start <= default <= sweep.end
-            same = [default] * inside
-        else:
-            same = [
-                text for text in grid_values(each) if text == format_value(default) or is_same(text, default)
-            ]
-        if not same:
+        if override.is_interval_sweep():
+            sweep: Any = override.value()
+            if not fits(default, Number) or not sweep.start <= default <= sweep.end:
+                return {}
+            defaults[key] = default
+            continue
+
+        equal_texts = []
+        for text in grid_values(override):
+            if text == format_value(default) or is_same(text, default):
+                equal_texts.append(text)
+        if not equal_texts:
             return {}
-        first[key] = same[0] if grid or each.is_choice_sweep() else default
-    return first
+        defaults[key] = equal_texts[0] if grid or override.is_choice_sweep() else default
+    return defaults
 
 
 def is_same(text: str, value: Any) -> bool:

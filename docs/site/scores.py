@@ -38,7 +38,7 @@ def make_json_schema() -> dict[str, Any]:
     made = TypeAdapter(Scores).json_schema(schema_generator=CompactSchema)
     properties = {}
     for column in fields(Scores):
-        properties[key_of(column)] = made["properties"][column.name] | column.metadata["key"].told
+        properties[key_of(column)] = made["properties"][column.name] | column.metadata["key"].annotations
     made["properties"] = properties
     about = {"title": f"scores.json, version {VERSION}", "required": list(properties)}
     return {"$schema": GenerateJsonSchema.schema_dialect} | made | about

@@ -331,7 +331,7 @@ def made_job(number):
 def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jobs, command = [made_job(number) for number in range(5)], [sys.executable, "-S", "-c", PROGRAM]
-    run_all(jobs, command=command, places=[{}, {}], grace=1)
+    run_all(jobs, command=command, environments=[{}, {}], grace=1)
     assert [job.state for job in jobs] == ["failed"] * 2 + ["finished"] * 3
     raised, killed = "failed (exit 1): RuntimeError: boom", "failed (signal 9, Killed; perhaps for want of "
     assert jobs[0].failure() == raised and jobs[1].failure() == f"{killed}memory): begun 1"
@@ -342,7 +342,8 @@ def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places
     assert two[0] < one[1] and three[0] >= min(one[1], two[1])
     jobs[3].before, jobs[0].code = True, GO_ON
     assert summarize_jobs(jobs)[0] == "5 jobs: 2 finished, 1 finished before, 1 preempted, 1 failed"
-    run_all(jobs[1:2], command=command, places=[{"QUIET": "1"}], grace=1)  # appended to the same console
+    # appended to the same console
+    run_all(jobs[1:2], command=command, environments=[{"QUIET": "1"}], grace=1)
     assert jobs[1].failure() == f"{killed}memory): (no output)" and jobs[1].console.read_text() == "begun 1\n"
 
 
@@ -353,7 +354,7 @@ from omegaconf import OmegaConf
 from cpt.sweeps.jobs import Job
 from cpt.sweeps.launcher import run_all
 jobs = [Job(n, (f"x={n}",), "", OmegaConf.create(), Path(str(n))) for n in range(2)]
-run_all(jobs, command=[sys.executable, "-c", sys.argv[1]], places=[{}, {}], grace=5)
+run_all(jobs, command=[sys.executable, "-c", sys.argv[1]], environments=[{}, {}], grace=5)
 """
 WAITING = """
 import os, signal, subprocess, sys, time

@@ -350,14 +350,15 @@ def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(
     labels = [f"{method} mask={mask}" for method in ("ewc", "kd") for mask in ("none", "migu")]
     assert [each.label for each in found] == labels
     assert list(found[1].space) == ["method.strength", "mask.migu.threshold", "optim.lr"]
-    assert found[0].first == {"method.strength": 500.0, "optim.lr": 2e-3} and runs == [["seed=0", "seed=1"]]
+    assert found[0].defaults == {"method.strength": 500.0, "optim.lr": 2e-3}
+    assert runs == [["seed=0", "seed=1"]]
     assert found[0].overrides == ["order=1", "method=ewc", "mask=none"]
     (derpp,), _ = tune("method=choice(derpp)", "method.alpha=choice(0.3)", run=False)
     assert list(derpp.space) == ["method.beta"] and "method.alpha=0.3" in derpp.overrides
     (ewc,), _ = tune("method=ewc", "method.strength=7", run=False)
     assert ewc.space == {}
     (ewc,), _ = tune("method=ewc", "method.search.strength=choice(1,500.0,7)", run=False)
-    assert ewc.first == {"method.strength": "500.0"}
+    assert ewc.defaults == {"method.strength": "500.0"}
     (ewc,), _ = tune("method=ewc", "method.search.strength=[1,10]", run=False)
     assert ewc.space["method.strength"].get_value_string() == "interval(1,10)"
     wrong = {"method.search.strength=7": "Allowed: [low, high]", "domains.score_on=valid": "searches use"}
