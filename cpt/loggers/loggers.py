@@ -111,7 +111,7 @@ def track(
                 report_failures(logger)
 
 
-def make_wandb_logger(place: WandbPlace, run: LoggedRun) -> Logger:
+def make_wandb_logger(destination: WandbPlace, run: LoggedRun) -> Logger:
     """W&B's logger in the first process; one that ignores every call in others, and where W&B cannot be
     opened, with a warning."""
     if getattr(rank_zero_only, "rank", 0):
@@ -121,7 +121,7 @@ def make_wandb_logger(place: WandbPlace, run: LoggedRun) -> Logger:
 
         identifier = choose_identifier(run.folder)
         labels = run.labels.obey_environment()
-        opened = open_wandb(identifier, run.folder, place=place, labels=labels, config=run.config)
+        opened = open_wandb(identifier, run.folder, destination=destination, labels=labels, config=run.config)
         logger = WandbCurves(Curves(opened, progress=run.folder / "wandb" / "tokens"))
     except (Exception, SystemExit) as error:  # whatever W&B raises
         warn_of_failure("logger.wandb", error, "the run continues without it")

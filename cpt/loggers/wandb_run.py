@@ -62,9 +62,9 @@ class WandbCurves(WandbLogger, StageLogger):
         self.curves.run.finish(exit_code=int(is_failed))
 
 
-def check_settings(place: WandbPlace) -> None:
+def check_settings(destination: WandbPlace) -> None:
     """Raises ValueError for options and variables that W&B refuses."""
-    for option, value in (("project", place.project), ("entity", place.entity)):
+    for option, value in (("project", destination.project), ("entity", destination.entity)):
         try:
             setattr(wandb.Settings(), option, value)
         except (ValueError, wandb.Error) as error:
@@ -98,20 +98,24 @@ def is_logged_in() -> bool:
 
 
 def open_wandb(
-    identifier: str, folder: Path, *, place: WandbPlace, labels: WandbLabels, config: Mapping[str, Any]
+    identifier: str, folder: Path, *, destination: WandbPlace, labels: WandbLabels, config: Mapping[str, Any]
 ) -> wandb.Run:
     """The W&B run of a run folder. `mode=auto`: WANDB_MODE, else online for a logged-in user. Where W&B
     cannot be reached or refuses, the run is logged offline, with a warning."""
-    mode = place.mode
+    mode = destination.mode
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if is_logged_in() else "offline")
     try:
-        return init_wandb(identifier, folder, mode=mode, place=place, labels=labels, config=config)
+        return init_wandb(
+            identifier, folder, mode=mode, destination=destination, labels=labels, config=config
+        )
     except (ConnectionError, ValueError) as error:
         if mode != "online":
             raise
         log.warning("%s; logging offline, `wandb sync` sends the run later", str(error).partition(";")[0])
-        return init_wandb(identifier, folder, mode="offline", place=place, labels=labels, config=config)
+        return init_wandb(
+            identifier, folder, mode="offline", destination=destination, labels=labels, config=config
+        )
 
 
 def init_wandb(
@@ -119,7 +123,7 @@ def init_wandb(
     folder: Path,
     *,
     mode: str,
-    place: WandbPlace,
+    destination: WandbPlace,
     labels: WandbLabels,
     config: Mapping[str, Any],
     settings: wandb.Settings | None = None,
@@ -140,8 +144,8 @@ def init_wandb(
             id=identifier,
             dir=os.environ.get("WANDB_DIR") or str(folder),
             mode=mode,  # type: ignore[arg-type]  # older names
-            project=choose_project(place.project),
-            entity=choose_entity(place.entity),
+            project=choose_project(destination.project),
+            entity=choose_entity(destination.entity),
             name=labels.name,
             group=labels.group,
             job_type=labels.job_type,

@@ -126,7 +126,7 @@ def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(tmp_path, mo
 
     def open_run(identifier, mode="auto"):
         place = WandbPlace(mode=mode)
-        wandb_run.open_wandb(identifier, tmp_path, place=place, labels=labels, config={})
+        wandb_run.open_wandb(identifier, tmp_path, destination=place, labels=labels, config={})
 
     open_run("a")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")

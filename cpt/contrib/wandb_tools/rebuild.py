@@ -190,7 +190,7 @@ def rebuild(
         find_identifier(path),
         folder,
         mode=place.mode,
-        place=place,
+        destination=place,
         labels=labels,
         config=config,
         settings=wandb.Settings(**SETTINGS),
