@@ -89,7 +89,7 @@ class FinetuneProtocol(Options):
     ) = option("options per task, by domain; null removes the task")
 
 
-SETTINGS = tuple(each.name for each in fields(FinetuneOptions))
+SETTINGS = tuple(option_field.name for option_field in fields(FinetuneOptions))
 RULES = option_types(FinetuneOptions) | option_types(FinetuneProtocol) | {"path": Text}
 
 

@@ -119,8 +119,8 @@ def forward_zero_shot_terms(nll: Array, num_domains: int) -> Array:
 
 def forward_gem_terms(nll: Array, num_domains: int) -> Array:
     """GEM takes random weights where we take the base model."""
-    ahead = np.arange(1, min(nll.shape[-2], num_domains))
-    return nll[..., 0, ahead] - nll[..., ahead, ahead]
+    columns = np.arange(1, min(nll.shape[-2], num_domains))
+    return nll[..., 0, columns] - nll[..., columns, columns]  # row j is before the stage of domain j
 
 
 def general_drift_terms(nll: Array, num_domains: int) -> Array:

@@ -80,8 +80,12 @@ class ObserverConfig(Options):
     @property
     def given(self) -> dict[str, Any]:
         """The options that make it active, as `cpt.core.config.identity` knows them."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if not isinstance(value, str | None)}
+        values = {}
+        for option_field in fields(self):
+            value = getattr(self, option_field.name)
+            if not isinstance(value, str | None):
+                values[option_field.name] = value
+        return values
 
     def conflicts(
         self, *, monitor: MonitorOptions, method: Any, name: str, branches: bool, sharded: bool

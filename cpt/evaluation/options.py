@@ -61,8 +61,8 @@ def is_due(when: str, number: int, *, stages: int) -> bool:
     """Whether last, each or every:K includes this number of the stages; 0, the base, and the last always."""
     if number in (0, stages) or when == "each":
         return True
-    every = EVERY.fullmatch(when)
-    return every is not None and number % int(every[1]) == 0
+    interval = EVERY.fullmatch(when)
+    return interval is not None and number % int(interval[1]) == 0
 
 
 @config
