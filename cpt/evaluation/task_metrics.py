@@ -200,8 +200,8 @@ def rouge_l(answer: str, reference: str) -> float:
     scores = rouge_score(
         [answer],
         [reference],
-        normalizer=str.lower,  # type: ignore[arg-type]
-        tokenizer=WORDS.findall,  # type: ignore[arg-type]
+        normalizer=str.lower,
+        tokenizer=WORDS.findall,
         rouge_keys="rougeL",
     )
     return float(scores["rougeL_fmeasure"])
