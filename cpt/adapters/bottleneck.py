@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from cpt.adapters.domain_store import Scope
-from cpt.models.units import Projection, find_blocks, find_sublayers
+from cpt.core.exceptions import InvalidOptionError
+from cpt.models.units import Projection, SubLayer, find_blocks, find_sublayers
 
 INIT_STD = 0.02  # of a new first layer
 QUERY = re.compile(r"(w?q|query)(?![a-z])\w*", re.IGNORECASE)
@@ -27,7 +28,8 @@ class Bottleneck(nn.Module):
         self.down = nn.Linear(width, size, device=like.device, dtype=like.dtype)
         self.activation = ACT2FN[activation]
         self.up = nn.Linear(size, width, device=like.device, dtype=like.dtype)
-        self.normed: tuple[nn.Module, Tensor, Tensor] | None = None  # the last norm, while the block runs
+        # The last norm with its input and output, while the block runs.
+        self.last_norm: tuple[nn.Module, Tensor, Tensor] | None = None
         self.reset()
 
     @torch.no_grad()
@@ -45,17 +47,18 @@ class Bottleneck(nn.Module):
         """The projection's forward hook."""
         return output + self(output).to(output)
 
-    def note(self, norm: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def record_norm(self, norm: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         """The forward hook of the norms in a block."""
-        self.normed = (norm, args[0], output)
+        self.last_norm = (norm, args[0], output)
 
     def add_to_sum(self, block: nn.Module, args: Any, output: Any) -> Any:
         """The block's forward hook; its output is hidden states, or a tuple that begins with them."""
         hidden, *others = output if isinstance(output, tuple) else (output,)
-        last, self.normed = self.normed, None
-        if last is not None and last[2] is hidden:
-            norm, summed, _ = last
-            hidden = norm.forward(summed + self(hidden).to(summed))
+        last_norm = self.last_norm
+        self.last_norm = None
+        if last_norm is not None and last_norm[2] is hidden:
+            norm, residual_sum, _ = last_norm
+            hidden = norm.forward(residual_sum + self(hidden).to(residual_sum))
         else:
             hidden = hidden + self(hidden).to(hidden)
         return (hidden, *others) if isinstance(output, tuple) else hidden
@@ -66,28 +69,26 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
     (`pfeiffer`), its FFN (`ffn`) or attention and FFN (`houlsby`). Raises ValueError for none."""
     width = model.config.hidden_size
     if reduction > width:
-        raise ValueError(
-            f"method.reduction_factor={reduction} is invalid. Allowed: 1 to {width}, all features"
-        )
+        raise InvalidOptionError("method.reduction_factor", reduction, allowed=f"1 to {width}, all features")
     if placement == "pfeiffer":
-        places = find_blocks(model)
+        hosts = find_blocks(model)
     else:
         kinds = ("neurons",) if placement == "ffn" else ("heads", "neurons")
-        places = [(place.out.name, place.out.module) for place in find_sublayers(model, kinds)]
-    added: dict[str, Bottleneck] = {}
-    for name, module in places:
-        like = next(module.parameters())
-        part = Bottleneck(width, width // reduction, activation=activation, like=like)
+        hosts = [(sublayer.out.name, sublayer.out.module) for sublayer in find_sublayers(model, kinds)]
+    adapters: dict[str, Bottleneck] = {}
+    for name, host in hosts:
+        like = next(host.parameters())
+        adapter = Bottleneck(width, width // reduction, activation=activation, like=like)
         if placement == "pfeiffer":
-            for inner in module.modules():
-                if "Norm" in type(inner).__name__:
-                    inner.register_forward_hook(part.note)
-            module.register_forward_hook(part.add_to_sum)
+            for module in host.modules():
+                if "Norm" in type(module).__name__:
+                    module.register_forward_hook(adapter.record_norm)
+            host.register_forward_hook(adapter.add_to_sum)
         else:
-            module.register_forward_hook(part.add)
-        module.add_module("adapter", part)
-        added[f"{name}.adapter"] = part
-    return scope_of(added)
+            host.register_forward_hook(adapter.add)
+        host.add_module("adapter", adapter)
+        adapters[f"{name}.adapter"] = adapter
+    return scope_of(adapters)
 
 
 class Plugin(Bottleneck):
@@ -97,45 +98,55 @@ class Plugin(Bottleneck):
         super().__init__(width, size, activation="relu", like=like)
         self.output_relu = output_relu
         self.input: Tensor | None = None  # of the sub-layer, while it runs
-        drawn = INIT_STD * torch.randn(self.up.weight.shape)
+        weight = INIT_STD * torch.randn(self.up.weight.shape)
         if output_relu:
-            self.up.weight.data.copy_(drawn)
+            self.up.weight.data.copy_(weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         added = super().forward(hidden)
         return added.relu() if self.output_relu else added
 
-    def take(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def record_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """The pre-hook of a layer that reads the sub-layer's input."""
         self.input = args[0]
 
     def add(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """The output projection's forward hook."""
-        hidden, self.input = self.input, None
+        hidden = self.input
+        self.input = None
         return output + self(hidden).to(output)
 
 
 def attach_plugins(model: PreTrainedModel, *, attention: float, ffn: float, output_relu: bool) -> Scope:
     """Adds a plug-in parallel to each attention and each FFN, their inner size as a share of the hidden."""
-    added: dict[str, Bottleneck] = {}
+    plugins: dict[str, Bottleneck] = {}
     for kind, share in (("heads", attention), ("neurons", ffn)):
-        for place in find_sublayers(model, (kind,)):
-            like, width = place.out.weight, place.out.outputs
-            part = Plugin(width, max(1, round(share * width)), output_relu=output_relu, like=like)
-            place.out.module.add_module("plugin", part)
-            maps = [source for source, _ in place.sources]  # keys and values may come from an encoder
-            entrance = next((m for m in maps if QUERY.fullmatch(m.name.rpartition(".")[2])), maps[0])
-            entrance.module.register_forward_pre_hook(part.take)
-            place.out.module.register_forward_hook(part.add)
-            added[f"{place.out.name}.plugin"] = part
-    return scope_of(added)
+        for sublayer in find_sublayers(model, (kind,)):
+            width = sublayer.out.outputs
+            size = max(1, round(share * width))
+            plugin = Plugin(width, size, output_relu=output_relu, like=sublayer.out.weight)
+            sublayer.out.module.add_module("plugin", plugin)
+            find_entrance(sublayer).module.register_forward_pre_hook(plugin.record_input)
+            sublayer.out.module.register_forward_hook(plugin.add)
+            plugins[f"{sublayer.out.name}.plugin"] = plugin
+    return scope_of(plugins)
 
 
-def scope_of(parts: dict[str, Bottleneck]) -> Scope:
-    names = [f"{name}.{key}" for name, part in parts.items() for key, _ in part.named_parameters()]
-    maps = [
-        Projection(f"{name}.{key}", layer, 0, (torch.arange(layer.out_features),))
-        for name, part in parts.items()
-        for key, layer in (("down", part.down), ("up", part.up))
-    ]
+def find_entrance(sublayer: SubLayer) -> Projection:
+    """A layer that reads the sub-layer's input: keys and values may come from an encoder."""
+    sources = [source for source, _ in sublayer.sources]
+    for source in sources:
+        if QUERY.fullmatch(source.name.rpartition(".")[2]):
+            return source
+    return sources[0]
+
+
+def scope_of(adapters: dict[str, Bottleneck]) -> Scope:
+    """The parameters and linear layers of adapters by name."""
+    names = []
+    maps = []
+    for name, adapter in adapters.items():
+        names += [f"{name}.{key}" for key, _ in adapter.named_parameters()]
+        for key, layer in (("down", adapter.down), ("up", adapter.up)):
+            maps.append(Projection(f"{name}.{key}", layer, 0, (torch.arange(layer.out_features),)))
     return Scope(tuple(names), tuple(maps))

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.domain_store import BASE, DomainScorer, Scope
 from cpt.core.distributed import full_tensor
+from cpt.core.exceptions import InvalidOptionError
 from cpt.data.collate import Batch
 from cpt.models.block_attention import find_text_masks
 from cpt.models.forward import find_token_side
@@ -62,9 +63,13 @@ class Dispatch:
     x: Tensor
     rows: Tensor  # [N k, D], expert after expert
     counts: list[int]  # of each expert's rows
-    back: Tensor  # [N k]: where the rows of each token are, token after token
+    row_positions: Tensor  # [N k]: where the rows of each token are, token after token
     gates: Tensor  # [N, k]
-    text: Tensor | None  # [N k] bool: which rows are no padding; None: all
+    is_text: Tensor | None  # [N k] bool: which rows are no padding; None: all
+
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Rows [..., N k, F] by experts."""
+        return rows.split(self.counts, dim=-2)
 
 
 @dataclass(frozen=True)
@@ -74,30 +79,34 @@ class RoutingRecord:
     probabilities: Tensor  # [N, E], softmax of all z
     gates: Tensor  # [N, k], descending
     chosen: Tensor  # [N, k]
-    firsts: Tensor  # [E]: how many tokens each expert is the first choice of
+    num_experts: int
 
     @property
-    def taken(self) -> Tensor:
+    def first_choices(self) -> Tensor:
+        """How many tokens each expert is the first choice of, [E]."""
+        return torch.bincount(self.chosen[:, 0], minlength=self.num_experts)
+
+    @property
+    def gate_sums(self) -> Tensor:
         """The sum of the gates of each expert, [E] in 64 bits."""
         gates = self.gates.detach().double()
-        return gates.new_zeros(len(gates), len(self.firsts)).scatter(1, self.chosen, gates).sum(0)
+        return gates.new_zeros(len(gates), self.num_experts).scatter(1, self.chosen, gates).sum(0)
 
 
 class Expert(nn.Module):
     """Linear layers of zeros like those of an FFN, in their order."""
 
-    def __init__(self, maps: Sequence[Projection]) -> None:
+    def __init__(self, ffn_layers: Sequence[Projection]) -> None:
         super().__init__()
         self.maps = cast(list[nn.Module], nn.ModuleList())
-        self.seen = cast(list[TextRows], nn.ModuleList(TextRows() for _ in maps))
-        for like in maps:
+        self.text_rows = cast(list[TextRows], nn.ModuleList(TextRows() for _ in ffn_layers))
+        for like in ffn_layers:
             with torch.device("meta"):
                 if isinstance(like.module, Conv1D):
-                    new: nn.Module = Conv1D(like.outputs, like.inputs)
+                    layer: nn.Module = Conv1D(like.outputs, like.inputs)
                 else:
-                    new = nn.Linear(like.inputs, like.outputs, bias=like.bias is not None)
-            weight = like.weight
-            self.maps.append(new.to_empty(device=weight.device).to(weight.dtype))
+                    layer = nn.Linear(like.inputs, like.outputs, bias=like.bias is not None)
+            self.maps.append(layer.to_empty(device=like.weight.device).to(like.weight.dtype))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -105,39 +114,49 @@ class Expert(nn.Module):
 class ExpertGroup(nn.Module):
     """The experts of one domain, and their router rows, [e, D]."""
 
-    def __init__(self, maps: Sequence[Projection], count: int) -> None:
+    def __init__(self, ffn_layers: Sequence[Projection], count: int) -> None:
         super().__init__()
-        self.experts = cast(list[Expert], nn.ModuleList(Expert(maps) for _ in range(count)))
-        rows, like = 0.02 * torch.randn(count, maps[0].inputs), maps[0].weight
-        self.router = nn.Parameter(rows.to(like.device, like.dtype))
+        self.experts = cast(list[Expert], nn.ModuleList(Expert(ffn_layers) for _ in range(count)))
+        rows = 0.02 * torch.randn(count, ffn_layers[0].inputs)
+        weight = ffn_layers[0].weight
+        self.router = nn.Parameter(rows.to(weight.device, weight.dtype))
 
 
 class MoELayer(nn.Module):
     """The experts of an FFN besides its own layers, a group per domain; `side`: the tokens it sees."""
 
-    def __init__(self, place: SubLayer, *, top_k: int, texts: TextMask, side: str | None) -> None:
+    def __init__(self, ffn: SubLayer, *, top_k: int, text_mask: TextMask, side: str | None) -> None:
         super().__init__()
-        self.own = tuple(place.projections)  # the model's
-        self.top_k, self.texts, self.side = top_k, texts, side
+        self.ffn_layers = tuple(ffn.projections)  # expert 0, the model's
+        self.top_k = top_k
+        self.text_mask = text_mask
+        self.side = side
         self.groups = cast(list[ExpertGroup], nn.ModuleList())
         self.opening = 1.0  # o
-        self.among: range | None = None  # the active experts; None: all
+        self.active: range | None = None  # the active experts; None: all
+
+        # Of the current pass.
         self.dispatch: Dispatch | None = None
         self.features: Tensor | None = None  # the input of the FFN's last layer
-        self.passed: RoutingRecord | None = None
-        for number, each in enumerate(self.own[:-1]):
-            each.module.register_forward_pre_hook(self.read)
-            each.module.register_forward_hook(partial(self.append, number))
-        self.own[-1].module.register_forward_pre_hook(self.narrow)
-        self.own[-1].module.register_forward_hook(self.combine)
+        self.record: RoutingRecord | None = None
+
+        for number, layer in enumerate(self.ffn_layers[:-1]):
+            layer.module.register_forward_pre_hook(self.select_tokens)
+            layer.module.register_forward_hook(partial(self.append_experts, number))
+        last_layer = self.ffn_layers[-1].module
+        last_layer.register_forward_pre_hook(self.select_features)
+        last_layer.register_forward_hook(self.combine)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"dispatch": None, "features": None, "passed": None}  # of one pass
+        return self.__dict__ | {"dispatch": None, "features": None, "record": None}
 
     @property
     def experts(self) -> list[Expert]:
         """All but expert 0, in order."""
-        return [expert for group in self.groups for expert in group.experts]
+        experts = []
+        for group in self.groups:
+            experts += group.experts
+        return experts
 
     def members(self, group: int) -> range:
         """The numbers of a group's experts; BASE: that of the model's FFN."""
@@ -147,170 +166,238 @@ class MoELayer(nn.Module):
 
     def grow(self, count: int) -> None:
         """Adds `count` experts with weights of zero, and draws their router rows."""
-        self.groups.append(ExpertGroup(self.own, count).train(self.training))
+        self.groups.append(ExpertGroup(self.ffn_layers, count).train(self.training))
 
     @torch.no_grad()
-    def copy(self, group: int) -> None:
+    def copy_group(self, group: int) -> None:
         """Makes the newest experts copies of those of a group, in turn; BASE: of the model's FFN."""
-        source, experts = self.members(group), self.experts
+        sources = self.members(group)
+        experts = self.experts
         for number, expert in enumerate(self.groups[-1].experts):
-            copied = source[number % len(source)] - 1
-            maps = experts[copied].maps if copied >= 0 else [each.module for each in self.own]
-            for one, other in zip(expert.maps, maps, strict=True):
-                for name, parameter in one.named_parameters():
-                    parameter.copy_(full_tensor(getattr(other, name)))
+            copied = sources[number % len(sources)]
+            if copied == 0:
+                source_maps = [layer.module for layer in self.ffn_layers]
+            else:
+                source_maps = list(experts[copied - 1].maps)
+            for target, source in zip(expert.maps, source_maps, strict=True):
+                for name, parameter in target.named_parameters():
+                    parameter.copy_(full_tensor(getattr(source, name)))
 
     @property
-    def noted(self) -> RoutingRecord:
+    def last_record(self) -> RoutingRecord:
         """The record of the last pass with more than one expert."""
-        assert self.passed is not None
-        return self.passed
+        assert self.record is not None
+        return self.record
 
     def route(self, x: Tensor, active: range) -> Dispatch:
-        """Chooses the experts of each token of x [..., D], with z in 32 bits or more."""
-        flat, count = x.flatten(0, -2), 1 + len(self.experts)
+        """Chooses the experts of each token of x [..., D]."""
+        tokens = x.flatten(0, -2)
+        logits = self.router_logits(tokens)[:, active.start : active.stop]
+        highest, chosen = logits.topk(min(self.top_k, len(active)))
+        gates = highest.softmax(-1)
+        chosen = chosen + active.start
+        is_text = self.find_text(len(tokens))
+        self.record = make_record(
+            logits.softmax(-1), gates, chosen, is_text, num_experts=1 + len(self.experts)
+        )
+        return self.sort_by_expert(x, tokens, gates, chosen, is_text)
+
+    def router_logits(self, tokens: Tensor) -> Tensor:
+        """z of tokens [N, D], [N, E] in 32 bits or more."""
         router = torch.cat([group.router for group in self.groups])
         wide = torch.promote_types(router.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            logits = functional.pad(functional.linear(flat.to(wide), router.to(wide)), (1, 0))
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = functional.pad(functional.linear(tokens.to(wide), router.to(wide)), (1, 0))
         if self.opening != 1:
             offset = log(self.opening) if self.opening > 0 else -torch.inf
             start = self.members(len(self.groups) - 1).start
             logits = torch.cat([logits[:, :start], logits[:, start:] + offset], dim=1)
-        logits = logits[:, active.start : active.stop]
-        highest, chosen = logits.topk(min(self.top_k, len(active)))
-        gates, chosen = highest.softmax(-1), chosen + active.start
-        sorted_, order = chosen.flatten().sort(stable=True)
-        others = torch.arange(1, count, device=x.device)
-        starts = [0, *torch.searchsorted(sorted_, others).tolist(), len(order)]
-        present = self.texts.present.get(self.side) if self.side else None
-        text = present.flatten().bool() if present is not None and present.numel() == len(flat) else None
-        found = (logits.softmax(-1), gates, chosen)
-        if text is not None:
-            found = (found[0][text], gates[text], chosen[text])
-        self.passed = RoutingRecord(*found, torch.bincount(found[2][:, 0], minlength=count))
-        times = gates.shape[1]
-        rows = flat[:, None].expand(-1, times, -1).reshape(-1, flat.shape[1]).index_select(0, order)
-        rows, counts = rows.view(*[1] * (x.ndim - 2), *rows.shape), [b - a for a, b in pairwise(starts)]
-        back = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
-        text = None if text is None else text.repeat_interleave(times)[order]
-        return Dispatch(x, rows, counts, back, gates, text)
+        return logits
 
-    def read(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def find_text(self, num_tokens: int) -> Tensor | None:
+        """Which of N tokens are no padding, [N] bool; None: all, or not known."""
+        present = self.text_mask.present.get(self.side) if self.side else None
+        if present is None or present.numel() != num_tokens:
+            return None
+        return present.flatten().bool()
+
+    def sort_by_expert(
+        self, x: Tensor, tokens: Tensor, gates: Tensor, chosen: Tensor, is_text: Tensor | None
+    ) -> Dispatch:
+        """A row for each token and chosen expert, expert after expert."""
+        device = x.device
+        num_choices = gates.shape[1]
+        sorted_experts, order = chosen.flatten().sort(stable=True)
+        further_experts = torch.arange(1, 1 + len(self.experts), device=device)
+        starts = [0, *torch.searchsorted(sorted_experts, further_experts).tolist(), len(order)]
+
+        repeated = tokens[:, None].expand(-1, num_choices, -1).reshape(-1, tokens.shape[1])
+        rows = repeated.index_select(0, order)
+        leading_ones = [1] * (x.ndim - 2)  # layers see as many dimensions as before
+        row_is_text = None if is_text is None else is_text.repeat_interleave(num_choices)[order]
+        return Dispatch(
+            x=x,
+            rows=rows.view(*leading_ones, *rows.shape),
+            counts=[end - start for start, end in pairwise(starts)],
+            row_positions=torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=device)),
+            gates=gates,
+            is_text=row_is_text,
+        )
+
+    def select_tokens(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """The pre-hook of layers that read x: selects the tokens of expert 0."""
         count = 1 + len(self.experts)
-        active = range(count) if self.among is None else self.among
+        active = range(count) if self.active is None else self.active
         if count == 1 or active == range(1):
-            self.dispatch = self.passed = None
+            self.dispatch = None
+            self.record = None
             return None
         if self.dispatch is None or self.dispatch.x is not args[0]:
             self.dispatch = self.route(args[0], active)
-        return (self.dispatch.rows.split(self.dispatch.counts, dim=-2)[0],)
+        return (self.dispatch.split(self.dispatch.rows)[0],)
 
-    def append(self, number: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def append_experts(self, number: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Their forward hook: the output on expert 0's rows, then those of the others, [..., N k, F]."""
         if self.dispatch is None:
             return output
-        counts, text = self.dispatch.counts, self.dispatch.text
-        rows = self.dispatch.rows if self.features is None else self.features
-        shares, outputs = rows.split(counts, dim=-2)[1:], [output]
-        texts = [None] * len(shares) if text is None else text.split(counts)[1:]
-        for expert, own, present in zip(self.experts, shares, texts, strict=True):
-            made = expert.maps[number](own)
-            if expert.seen[number]._forward_hooks:
-                expert.seen[number](made if present is None else made[..., present, :])
-            outputs.append(made)
+        dispatch = self.dispatch
+        inputs = dispatch.split(dispatch.rows if self.features is None else self.features)[1:]
+        is_text: Sequence[Tensor | None] = [None] * len(inputs)
+        if dispatch.is_text is not None:
+            is_text = dispatch.is_text.split(dispatch.counts)[1:]
+
+        outputs = [output]
+        for expert, expert_rows, expert_is_text in zip(self.experts, inputs, is_text, strict=True):
+            expert_output = expert.maps[number](expert_rows)
+            text_rows = expert.text_rows[number]
+            if text_rows._forward_hooks:  # a mask observes them
+                is_all = expert_is_text is None
+                text_rows(expert_output if is_all else expert_output[..., expert_is_text, :])
+            outputs.append(expert_output)
         return torch.cat(outputs, dim=-2)
 
-    def narrow(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def select_features(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """The pre-hook of the FFN's last layer: selects the rows of expert 0."""
         if self.dispatch is None:
             return None
         self.features = args[0]
-        return (args[0].split(self.dispatch.counts, dim=-2)[0],)
+        return (self.dispatch.split(self.features)[0],)
 
     def combine(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Its forward hook: for each token the sum of its experts' outputs by its gates, [..., D]."""
-        if (dispatch := self.dispatch) is None:
+        dispatch = self.dispatch
+        if dispatch is None:
             return output
-        made = self.append(len(self.own) - 1, module, args, output).flatten(0, -2)
-        self.dispatch = self.features = None
-        by_token = made.index_select(0, dispatch.back).view(*dispatch.gates.shape, -1)
-        summed = (dispatch.gates[..., None].to(made) * by_token).sum(1)
+        by_expert = self.append_experts(len(self.ffn_layers) - 1, module, args, output).flatten(0, -2)
+        self.dispatch = None
+        self.features = None
+        by_token = by_expert.index_select(0, dispatch.row_positions).view(*dispatch.gates.shape, -1)
+        summed = (dispatch.gates[..., None].to(by_expert) * by_token).sum(1)
         return summed.view(*dispatch.x.shape[:-1], -1)
+
+
+def make_record(
+    probabilities: Tensor, gates: Tensor, chosen: Tensor, is_text: Tensor | None, *, num_experts: int
+) -> RoutingRecord:
+    """The record of the tokens that are text."""
+    if is_text is not None:
+        probabilities = probabilities[is_text]
+        gates = gates[is_text]
+        chosen = chosen[is_text]
+    return RoutingRecord(probabilities, gates, chosen, num_experts)
 
 
 def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list[str]:
     """The blocks whose FFN becomes a mixture: the last of `every` each, unless frozen."""
-    if every > len(places := find_sublayers(model, ("neurons",))):
-        raise ValueError(f"method.every={every} is invalid. Allowed: 1 to {len(places)}, the model's blocks")
+    ffns = find_sublayers(model, ("neurons",))
+    if every > len(ffns):
+        raise InvalidOptionError("method.every", every, allowed=f"1 to {len(ffns)}, the model's blocks")
     frozen = {id(parameter) for parameter in find_frozen(model, freeze)}
-    found = [p for p in places[every - 1 :: every] if id(p.out.weight) not in frozen]
-    if not found:
-        allowed = "a smaller method.every or fewer of freeze.layers, and no trainable=…"
-        told = f"method.every={every} is invalid: freeze leaves no FFN that becomes a mixture"
-        raise ValueError(f"{told}. Allowed: {allowed}")
-    return [place.name for place in found]
+    chosen = [ffn.name for ffn in ffns[every - 1 :: every] if id(ffn.out.weight) not in frozen]
+    if not chosen:
+        raise InvalidOptionError(
+            "method.every",
+            every,
+            reason="freeze leaves no FFN that becomes a mixture",
+            allowed="a smaller method.every or fewer of freeze.layers, and no trainable=…",
+        )
+    return chosen
 
 
-def mixtures_of(model: nn.Module) -> dict[str, MoELayer]:
+def find_mixtures(model: nn.Module) -> dict[str, MoELayer]:
     """The mixtures in a model, by name, in the order of its blocks."""
-    return {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
 
 
 def attach_mixtures(
     model: PreTrainedModel, *, blocks: Sequence[str], top_k: int, groups: Sequence[int] = ()
 ) -> Scope:
     """Makes the FFNs of the named blocks mixtures of one expert, or with groups of further ones."""
-    found = {place.name: place for place in find_sublayers(model, ("neurons",))}
-    texts = TextMask()
-    model.register_forward_pre_hook(texts.open, with_kwargs=True)
-    model.register_forward_hook(texts.close, always_call=True)
-    sides = [find_token_side(model, found[name].out.name) for name in blocks]
+    ffns = {ffn.name: ffn for ffn in find_sublayers(model, ("neurons",))}
+    text_mask = TextMask()
+    model.register_forward_pre_hook(text_mask.open, with_kwargs=True)
+    model.register_forward_hook(text_mask.close, always_call=True)
+    sides = [find_token_side(model, ffns[name].out.name) for name in blocks]
     for name, side in zip(blocks, sides, strict=True):
-        mixture = MoELayer(found[name], top_k=top_k, texts=texts, side=side)
+        mixture = MoELayer(ffns[name], top_k=top_k, text_mask=text_mask, side=side)
         model.get_submodule(name).add_module(MIXTURE, mixture)
         for count in groups:
             mixture.grow(count)
-    return with_newest(model, Scope((), ()))
+    return extend_to_newest(model, Scope((), ()))
 
 
-def scope_beside(model: PreTrainedModel, chosen: Sequence[str]) -> Scope:
-    """All of a model without mixtures except the FFNs of the chosen blocks, by name."""
-    places = [place for place in find_sublayers(model, ("neurons",)) if place.name in chosen]
-    own = {each.name for place in places for each in place.projections}
-    names = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in own]
-    return Scope(tuple(names), tuple(each for each in find_projections(model) if each.name not in own))
+def scope_outside_ffns(model: PreTrainedModel, blocks: Sequence[str]) -> Scope:
+    """All of a model without mixtures except the FFNs of the named blocks."""
+    excluded = set()
+    for ffn in find_sublayers(model, ("neurons",)):
+        if ffn.name in blocks:
+            excluded |= {projection.name for projection in ffn.projections}
+    names = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in excluded]
+    maps = [projection for projection in find_projections(model) if projection.name not in excluded]
+    return Scope(tuple(names), tuple(maps))
 
 
-def with_newest(model: nn.Module, scope: Scope) -> Scope:
+def extend_to_newest(model: nn.Module, scope: Scope) -> Scope:
     """A scope extended by the newest experts and their router rows; of mixtures without any, by expert 0."""
     maps: list[Projection] = []
-    for name, mixture in mixtures_of(model).items():
-        maps += mixture.own if not mixture.groups else ()
-        last = len(mixture.groups) - 1
-        for number, expert in enumerate(mixture.groups[last].experts if mixture.groups else ()):
-            for place, own in enumerate(mixture.own):
-                path = f"{name}.groups.{last}.experts.{number}.maps.{place}"
-                maps.append(replace(own, name=path, module=expert.maps[place], measured=expert.seen[place]))
-    inside = {id(parameter) for each in maps for parameter in each.module.parameters()}
-    inside |= {id(each.groups[-1].router) for each in mixtures_of(model).values() if each.groups}
-    names = [name for name, parameter in model.named_parameters() if id(parameter) in inside]
+    parameters: set[int] = set()
+    for name, mixture in find_mixtures(model).items():
+        if mixture.groups:
+            maps += newest_maps(name, mixture)
+            parameters.add(id(mixture.groups[-1].router))
+        else:
+            maps += mixture.ffn_layers
+    for projection in maps:
+        parameters |= {id(parameter) for parameter in projection.module.parameters()}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in parameters]
     return Scope((*scope.names, *names), (*scope.maps, *maps))
 
 
+def newest_maps(name: str, mixture: MoELayer) -> list[Projection]:
+    """The linear layers of the newest experts of a mixture of this name."""
+    last = len(mixture.groups) - 1
+    maps = []
+    for number, expert in enumerate(mixture.groups[last].experts):
+        for index, layer in enumerate(mixture.ffn_layers):
+            path = f"{name}.groups.{last}.experts.{number}.maps.{index}"
+            maps.append(
+                replace(layer, name=path, module=expert.maps[index], measured=expert.text_rows[index])
+            )
+    return maps
+
+
 @contextmanager
-def working(model: nn.Module, group: int, *, before: bool = False) -> Iterator[None]:
+def use_experts(model: nn.Module, group: int, *, before: bool = False) -> Iterator[None]:
     """Only the experts of a group are active inside the context, or those `before` it; BASE: the own FFN."""
-    mixtures = list(mixtures_of(model).values())
-    for each in mixtures:
-        members = each.members(group)
-        each.among = range(members.start) if before else members
+    mixtures = list(find_mixtures(model).values())
+    for mixture in mixtures:
+        members = mixture.members(group)
+        mixture.active = range(members.start) if before else members
     try:
         yield
     finally:
-        for each in mixtures:
-            each.among = None
+        for mixture in mixtures:
+            mixture.active = None
 
 
 class GatedScorer(DomainScorer):
@@ -318,21 +405,26 @@ class GatedScorer(DomainScorer):
 
     def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
         super().__init__()
-        self.mixtures, self.objective = [*mixtures_of(model).values()], objective
+        self.mixtures = list(find_mixtures(model).values())
+        self.objective = objective
 
     @property
     def all_sources(self) -> list[int]:
         return [BASE, *range(len(self.mixtures[0].groups))]
 
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
-        nll, parts = self.objective.nll(model, batch), self.all_sources
+        nll = self.objective.nll(model, batch)
         if "idle" in batch:
             return nll
-        if len(parts) == 1:
+        sources = self.all_sources
+        if len(sources) == 1:
             shares = torch.full((1, 1), float(len(nll)), dtype=torch.double, device=nll.device)
         else:  # gates summed over tokens and mixtures
-            sums = torch.stack([each.noted.taken for each in self.mixtures]).sum(0)
-            own = [self.mixtures[0].members(part) for part in parts]
-            shares = torch.stack([sums[each.start : each.stop].sum() for each in own])[:, None]
-        self.record_weights(domain, parts, shares)
+            expert_sums = torch.stack([mixture.last_record.gate_sums for mixture in self.mixtures]).sum(0)
+            source_sums = []
+            for source in sources:
+                members = self.mixtures[0].members(source)
+                source_sums.append(expert_sums[members.start : members.stop].sum())
+            shares = torch.stack(source_sums)[:, None]
+        self.record_weights(domain, sources, shares)
         return nll

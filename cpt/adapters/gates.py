@@ -53,9 +53,9 @@ def anneal(progress: float, *, s_max: float) -> float:
     return 1 / s_max + (s_max - 1 / s_max) * progress
 
 
-def regulariser(gates: Tensor, taken: Tensor) -> Tensor:
+def regulariser(gates: Tensor, claimed: Tensor) -> Tensor:
     """R, a scalar, from a domain's gates and the claimed units, both [units]; 0 if nothing is free."""
-    free = 1 - taken
+    free = 1 - claimed
     return (gates * free).sum() / free.sum().clamp_min(1)
 
 
@@ -73,7 +73,8 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         is_hard = self.s is None or not self.training
-        gates = (hard(self.e) if is_hard else soft(self.e, cast(float, self.s), s_max=self.s_max)).to(x.dtype)
+        gates = hard(self.e) if is_hard else soft(self.e, cast(float, self.s), s_max=self.s_max)
+        gates = gates.to(x.dtype)
         if x.shape[-1] == len(gates):
             return x * gates
         return (x.unflatten(-1, (len(gates), -1)) * gates.unsqueeze(-1)).flatten(-2)
@@ -117,8 +118,10 @@ class Gates:
     def redraw(self, generator: torch.Generator, *, std: float = 1.0, opened: bool = False) -> None:
         """Draws e from N(0, std^2), or if all are to be `opened` from U(0, 2 std), on the CPU."""
         for part in self.parts:
-            drawn = (torch.rand if opened else torch.randn)(len(part.e), generator=generator)
-            part.e.copy_((2 * std if opened else std) * drawn)
+            if opened:
+                part.e.copy_(2 * std * torch.rand(len(part.e), generator=generator))
+            else:
+                part.e.copy_(std * torch.randn(len(part.e), generator=generator))
 
     @torch.no_grad()
     def clamp(self, limit: float) -> None:
@@ -128,15 +131,17 @@ class Gates:
 
     def folded(self, gates: Tensor) -> dict[nn.Parameter, Tensor]:
         """The parameters that read or write gated activations, with gates [units] in their values."""
-        found: dict[nn.Parameter, Tensor] = {}
-        for group, own in zip(self.groups, gates.split(self.sizes), strict=True):
+        folded: dict[nn.Parameter, Tensor] = {}
+        for group, group_gates in zip(self.groups, gates.split(self.sizes), strict=True):
             for part in group.parts:
-                if part.module is group.gate:
-                    parameter = getattr(part.module, part.attribute)
-                    shape = [-1 if axis == part.axis else 1 for axis in range(parameter.ndim)]
-                    factor = own.to(parameter)[part.members[:, 0].to(own.device)].view(shape)
-                    found[parameter] = found.get(parameter, parameter.detach()) * factor
-        return found
+                if part.module is not group.gate:
+                    continue
+                parameter = getattr(part.module, part.attribute)
+                factor = group_gates.to(parameter)[part.members[:, 0].to(group_gates.device)]
+                shape = [1] * parameter.ndim
+                shape[part.axis] = -1
+                folded[parameter] = folded.get(parameter, parameter.detach()) * factor.view(shape)
+        return folded
 
     @torch.no_grad()
     def fold(self, gates: Tensor) -> None:
@@ -152,15 +157,18 @@ def attach_gates(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> 
     for group, part in zip(groups, parts, strict=True):
         part.to(cast(Tensor, group.gate.weight).device)
         group.gate.add_module(f"{group.kind}_gate", part)
-        hook = "register_forward_pre_hook" if group.side == "in" else "register_forward_hook"
-        getattr(group.gate, hook)(part.scale)
+        if group.side == "in":
+            group.gate.register_forward_pre_hook(part.scale)
+        else:
+            group.gate.register_forward_hook(part.scale)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return Gates(groups, parts, tuple(names[id(part.e)] for part in parts), s_max)
 
 
 def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
     """The units of an adapter up(f(down(x))): its neurons, gated before up, and its outputs, after it."""
-    neurons, outputs = (share_members(each.out_features, each.out_features, 1) for each in (down, up))
+    neurons = share_members(down.out_features, down.out_features, 1)
+    outputs = share_members(up.out_features, up.out_features, 1)
     inner = (*output_parts(Projection(name, down, 0, ()), neurons), Part(up, "weight", 1, neurons))
     outer = tuple(output_parts(Projection(name, up, 0, ()), outputs))
     return [
@@ -170,4 +178,7 @@ def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
 
 
 def owned_parameters(groups: Iterable[Units]) -> set[nn.Parameter]:
-    return {getattr(part.module, part.attribute) for group in groups for part in group.parts}
+    parameters = set()
+    for group in groups:
+        parameters |= {getattr(part.module, part.attribute) for part in group.parts}
+    return parameters

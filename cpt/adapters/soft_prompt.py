@@ -8,6 +8,7 @@ second token. With encoder and decoder P precedes the encoder's input, and the d
 peft's PromptTuning puts the prompt before <s> and has no form for masked language models."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,9 +34,13 @@ class PromptVectors(nn.Module):
         self, weight: Tensor, *, before: int, leading: bool, placeholder: int, limit: int | None, names: list
     ) -> None:
         super().__init__()
-        self.weight, self.before, self.leading = nn.Parameter(weight), before, leading
-        self.placeholder, self.limit, self.names = placeholder, limit, names
-        self.within = False  # whether the body's pass has started: embeddings may be computed outside it
+        self.weight = nn.Parameter(weight)
+        self.before = before
+        self.leading = leading
+        self.placeholder = placeholder
+        self.limit = limit
+        self.names = names
+        self.is_in_pass = False  # whether the body's pass has started: embeddings may be computed outside it
 
     @property
     def positions_taken(self) -> int:
@@ -48,116 +53,142 @@ class PromptVectors(nn.Module):
             self.weight = nn.Parameter(self.weight.new_empty(stored.shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def insert(self, given: Tensor, value: int) -> Tensor:
-        """[B, T] or [B, T, D] with n columns of a value at the prompt's places."""
-        between = given.new_full((len(given), self.positions_taken, *given.shape[2:]), value)
-        return torch.cat([given[:, : self.before], between, given[:, self.before :]], dim=1)
+    def insert(self, values: Tensor, filler: int) -> Tensor:
+        """[B, T] or [B, T, D] with n columns of a filler at the prompt's positions."""
+        columns = values.new_full((len(values), self.positions_taken, *values.shape[2:]), filler)
+        return torch.cat([values[:, : self.before], columns, values[:, self.before :]], dim=1)
 
     def widen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The body's pre-hook: adds n places to each row. ValueError for inputs that do not go with it."""
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        given = {name: value for name, value in given.items() if value is not None}
-        text, width = given.get("input_ids", given.get("inputs_embeds")), self.positions_taken
+        """The body's pre-hook: adds n positions to each row. ValueError for inputs that do not go with it."""
+        inputs = dict(zip(self.names, args, strict=False)) | kwargs
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        self.check_inputs(inputs)
+        fillers = {
+            "inputs_embeds": 0,
+            "attention_mask": 1,
+            "token_type_ids": 0,
+            "input_ids": self.placeholder,
+        }
+        for name, filler in fillers.items():
+            if name in inputs:
+                inputs[name] = self.insert(inputs[name], filler)
+        if "inputs_embeds" in inputs:
+            inputs["inputs_embeds"] = self.fill(inputs["inputs_embeds"])
+
+        position_ids = inputs.get("position_ids")
+        if position_ids is not None:  # they count on through the prompt
+            count = self.positions_taken
+            steps = torch.arange(1, count + 1, device=position_ids.device)
+            first = position_ids[:, :1]
+            inputs["position_ids"] = torch.cat([first, first + steps, position_ids[:, 1:] + count], 1)
+        self.is_in_pass = True
+        return (), inputs
+
+    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Raises ValueError for a body's inputs that a prompt does not go with."""
+        text = inputs.get("input_ids", inputs.get("inputs_embeds"))
         if text is None:
             raise ValueError("a model with a prompt needs input_ids or inputs_embeds")
-        for name in {*CACHES, "encoder_hidden_states"} & given.keys():
+        for name in {*CACHES, "encoder_hidden_states"} & inputs.keys():
             raise ValueError(f"a model with a prompt takes no {name}; to generate: use_cache=False")
-        length, mask = text.shape[1], given.get("attention_mask")
-        if self.limit is not None and length + width > self.limit:
-            raise ValueError(f"{length} tokens and a prompt of {width}. Allowed: {self.limit} together")
+        length = text.shape[1]
+        count = self.positions_taken
+        if self.limit is not None and length + count > self.limit:
+            raise ValueError(f"{length} tokens and a prompt of {count}. Allowed: {self.limit} together")
+        mask = inputs.get("attention_mask")
         if mask is not None and (mask.ndim != 2 or not mask[:, 0].all()):
             raise ValueError("a prompt takes an attention_mask [B, T] of rows that are padded at their end")
-        filled = {"inputs_embeds": 0, "attention_mask": 1, "token_type_ids": 0, "input_ids": self.placeholder}
-        for name, value in filled.items():
-            if name in given:
-                given[name] = self.insert(given[name], value)
-        if "inputs_embeds" in given:
-            given["inputs_embeds"] = self.fill(given["inputs_embeds"])
-        if (places := given.get("position_ids")) is not None:  # they count on through the prompt
-            steps = torch.arange(1, width + 1, device=places.device)
-            parts = [places[:, :1], places[:, :1] + steps, places[:, 1:] + width]
-            given["position_ids"] = torch.cat(parts, 1)
-        self.within = True
-        return (), given
 
     def fill(self, embeddings: Tensor) -> Tensor:
-        """Widened embeddings [B, T + n, D] with the prompt at its places."""
+        """Widened embeddings [B, T + n, D] with the prompt at its positions."""
         prompt = self.weight.to(embeddings).expand(len(embeddings), -1, -1)
         after = self.before + self.positions_taken
         return torch.cat([embeddings[:, : self.before], prompt, embeddings[:, after:]], dim=1)
 
     def embed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return self.fill(output) if self.within else output
+        return self.fill(output) if self.is_in_pass else output
 
     def cut(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward hook of the body: its output, and all layers', at the text's places."""
-        self.within, width = False, self.positions_taken
-
-        def narrow(hidden: Tensor) -> Tensor:
-            kept = hidden[:, 1 + width :]
-            return hidden[:, width:] if self.leading else torch.cat([hidden[:, :1], kept], 1)
-
-        if output is not None:  # None where the pass has failed
-            uncut = output.last_hidden_state
-            output.last_hidden_state = narrow(uncut)
-            if self.before == 0:  # an encoder's
-                UNCUT[output.last_hidden_state] = uncut
-            if output.get("hidden_states") is not None:
-                output.hidden_states = tuple(narrow(each) for each in output.hidden_states)
+        self.is_in_pass = False
+        if output is None:  # the pass has failed
+            return output
+        uncut = output.last_hidden_state
+        output.last_hidden_state = self.cut_states(uncut)
+        if self.before == 0:  # an encoder's
+            UNCUT[output.last_hidden_state] = uncut
+        if output.get("hidden_states") is not None:
+            output.hidden_states = tuple(self.cut_states(states) for states in output.hidden_states)
         return output
 
-    def restore(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def cut_states(self, states: Tensor) -> Tensor:
+        """Hidden states [B, T + n, D] at the text's positions, [B, T, D]."""
+        count = self.positions_taken
+        if self.leading:
+            return states[:, count:]
+        return torch.cat([states[:, :1], states[:, 1 + count :]], 1)
+
+    def restore_prompt(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         """The decoder's pre-hook: it attends to the prompt too. ValueError for another encoder's output."""
-        seen, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
-        if seen is None or seen not in UNCUT:
+        states = kwargs.get("encoder_hidden_states")
+        if states is None or states not in UNCUT:
             raise ValueError("a decoder takes a prompt from its encoder; to generate: num_beams=1")
-        given = {**kwargs, "encoder_hidden_states": UNCUT[seen]}
+        inputs = kwargs | {"encoder_hidden_states": UNCUT[states]}
+        mask = kwargs.get("encoder_attention_mask")
         if mask is not None:
-            given["encoder_attention_mask"] = self.insert(mask, 1)
-        return args, given
+            inputs["encoder_attention_mask"] = self.insert(mask, 1)
+        return args, inputs
 
 
 class PromptChain(DomainParams):
     """Prompts of domains; the parameters of domain k are [P_k; ...; P_1] (Progressive Prompts)."""
 
     def weights(self, domain: int) -> dict[str, Tensor]:
-        stored = super().weights
         if domain == BASE:
-            return stored(BASE)
-        links = [stored(each) for each in reversed(self.domains) if each <= domain]
-        return {name: torch.cat([each[name] for each in links]) for name in links[0]}
+            return super().weights(BASE)
+        prompts = [super(PromptChain, self).weights(earlier) for earlier in self.up_to(domain)]
+        return {name: torch.cat([prompt[name] for prompt in prompts]) for name in prompts[0]}
+
+    def up_to(self, domain: int) -> list[int]:
+        """The domains up to one that have a prompt, descending."""
+        return [earlier for earlier in reversed(self.domains) if earlier <= domain]
 
     def before(self, domain: int) -> list[int]:
         """The domains before one that have a prompt, ascending."""
-        return [each for each in self.domains if each < domain]
+        return [earlier for earlier in self.domains if earlier < domain]
 
 
 def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope:
     """Adds a prompt of `tokens` random ordinary tokens' vectors; `causal`: outputs predict the next token."""
-    both, inner = model.config.is_encoder_decoder, find_input_stack(model)
-    table = inner.get_input_embeddings() if both else model.get_input_embeddings()
+    has_encoder = model.config.is_encoder_decoder
+    inner = find_input_stack(model)
+    table = (inner if has_encoder else model).get_input_embeddings()
     special = special_ids(model)
-    part = PromptVectors(
+    prompt = PromptVectors(
         draw_prompt(model, tokens),
-        before=0 if both else 1,
-        leading=causal or both,
+        before=0 if has_encoder else 1,
+        leading=causal or has_encoder,
         placeholder=next(number for number in range(len(special) + 1) if number not in special),
         limit=find_max_positions(model),
-        names=[*inspect.signature(inner.forward).parameters],
+        names=list(inspect.signature(inner.forward).parameters),
     )
-    inner.add_module("prompt", part)
-    inner.register_forward_pre_hook(part.widen, with_kwargs=True)
-    table.register_forward_hook(part.embed)
-    inner.register_forward_hook(part.cut, always_call=True)
-    if both:
-        find_body(model).register_forward_pre_hook(part.restore, with_kwargs=True)
-    return Scope(tuple(name for name, weight in model.named_parameters() if weight is part.weight), ())
+    inner.add_module("prompt", prompt)
+    inner.register_forward_pre_hook(prompt.widen, with_kwargs=True)
+    table.register_forward_hook(prompt.embed)
+    inner.register_forward_hook(prompt.cut, always_call=True)
+    if has_encoder:
+        find_body(model).register_forward_pre_hook(prompt.restore_prompt, with_kwargs=True)
+    names = [name for name, parameter in model.named_parameters() if parameter is prompt.weight]
+    return Scope(tuple(names), ())
 
 
 @torch.no_grad()
 def draw_prompt(model: PreTrainedModel, tokens: int, generator: torch.Generator | None = None) -> Tensor:
     """The input embeddings of random ordinary tokens, [tokens, D]; one may come twice."""
-    table, special = model.get_input_embeddings(), special_ids(model)
+    table = model.get_input_embeddings()
+    special = special_ids(model)
     ordinary = torch.tensor([number for number in range(table.num_embeddings) if number not in special])
     chosen = ordinary[torch.randint(len(ordinary), (tokens,), generator=generator)]
     return call_within(model, table, chosen.to(model.device)).clone()
@@ -165,6 +196,8 @@ def draw_prompt(model: PreTrainedModel, tokens: int, generator: torch.Generator 
 
 def special_ids(model: PreTrainedModel) -> set[int]:
     """The token ids that a model's configuration names, the padding's among them."""
-    fields = model.config.to_dict().items()
-    named = [value for name, value in fields if name.endswith("_token_id") and value is not None]
-    return {number for value in named for number in (value if isinstance(value, list) else [value])}
+    ids: set[int] = set()
+    for name, value in model.config.to_dict().items():
+        if name.endswith("_token_id") and value is not None:
+            ids |= set(value) if isinstance(value, list) else {value}
+    return ids

@@ -35,7 +35,7 @@ from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
 
-TRIED = 16  # tokens on which the loss is compared
+NUM_COMPARED_TOKENS = 16  # on which the loss before and after growth is compared
 
 
 class ByPrompt(DomainScorer):
@@ -51,17 +51,18 @@ class ByPrompt(DomainScorer):
     def all_sources(self) -> list[int]:
         return list(range(len(self.prompts))) or [BASE]
 
-    def part_of(self, domain: int) -> int:
+    def source_of(self, domain: int) -> int:
         """The domain whose prompt text of a domain is read with: the latest for one that has none."""
         return domain if domain in self.all_sources else self.all_sources[-1]
 
     @contextmanager
     def reading(self, model: PreTrainedModel, domains: Tensor) -> Iterator[None]:
         """A context in which each of B rows is read with the prompt of its domain, [B]."""
-        count, weights = len(self.prompts), {}
+        count = len(self.prompts)
+        weights = {}
         if count:
-            parts = torch.where((domains >= 0) & (domains < count), domains, count - 1)
-            weights = {self.name: torch.stack([*self.prompts])[parts]}
+            sources = torch.where((domains >= 0) & (domains < count), domains, count - 1)
+            weights = {self.name: torch.stack(list(self.prompts))[sources]}
         with swap_weights(model, weights):
             yield
 
@@ -69,7 +70,7 @@ class ByPrompt(DomainScorer):
         ids = batch["input_ids"]
         with self.reading(model, torch.full((len(ids),), domain, device=ids.device)):
             nll = self.objective.nll(model, batch)
-        self.record_weights(domain, [self.part_of(domain)], torch.ones_like(nll)[None])
+        self.record_weights(domain, [self.source_of(domain)], torch.ones_like(nll)[None])
         return nll
 
 
@@ -95,69 +96,95 @@ class ELLE(ContinualMethod):
             self.attached = attach_prompt, attached
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
-        found = super().stages(order)
+        stages = super().stages(order)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             model = make_skeleton(self.model)  # refuses what cannot grow, before any text is read
-            for stage in found:
+            for stage in stages:
                 self.grow(model, stage)
-        return [replace(each, recovery=self.options.recovery) for each in found]
+        return [replace(stage, recovery=self.options.recovery) for stage in stages]
 
     def grow(self, model: PreTrainedModel, stage: Domain) -> None:
         """Grows a model for a stage; raises ValueError where it cannot."""
-        gained, noise, name = self.options.growth(stage.index), self.options.noise, "hidden"
-        try:
-            growth.grow_hidden(model, int(gained[name]), noise=noise)
-            if (times := gained[name := "neurons"]) != 1:
-                more = round((times - 1) * find_sublayers(model, ("neurons",))[0].count)
-                growth.grow_neurons(model, more, noise=noise)
-            growth.grow_heads(model, int(gained[name := "heads"]), noise=noise)
-            growth.grow_layers(model, int(gained[name := "layers"]))
-        except ValueError as error:
-            raise InvalidOptionError(
-                f"method.{name}",
-                getattr(self.options, name),
-                context=f"before {stage.name}",
-                reason=str(error),
-                allowed=f"{NOTHING[name]}, or a value that its configuration can say",
-            ) from error
+        growths = self.options.growth(stage.index)
+        for option in ("hidden", "neurons", "heads", "layers"):
+            try:
+                self.grow_by(model, option, growths[option])
+            except ValueError as error:
+                raise InvalidOptionError(
+                    f"method.{option}",
+                    getattr(self.options, option),
+                    context=f"before {stage.name}",
+                    reason=str(error),
+                    allowed=f"{NOTHING[option]}, or a value that its configuration can say",
+                ) from error
+
+    def grow_by(self, model: PreTrainedModel, option: str, value: float) -> None:
+        """Grows one of a model's sizes by the value of an option."""
+        noise = self.options.noise
+        if option == "hidden":
+            growth.grow_hidden(model, int(value), noise=noise)
+        elif option == "neurons" and value != 1:
+            added = round((value - 1) * find_sublayers(model, ("neurons",))[0].count)
+            growth.grow_neurons(model, added, noise=noise)
+        elif option == "heads":
+            growth.grow_heads(model, int(value), noise=noise)
+        elif option == "layers":
+            growth.grow_layers(model, int(value))
 
     def expand(self, stage: Domain) -> None:
         if self.prompting is not None:
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
         self.moved = None
-        if (gained := self.options.growth(stage.index)) == NOTHING:
+        growths = self.options.growth(stage.index)
+        if growths == NOTHING:
             return
         if self.weights_before_decay is not None:  # the domain starts there
             self.weights_before_decay.restore(self.model)
-        entries = self.model.get_input_embeddings().num_embeddings
-        ids = torch.randint(entries, (1, min(TRIED, self.length)), device="cpu").to(self.model.device)
-        both = ids if self.model.config.is_encoder_decoder else None
-        tried = label_batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), decoder_input_ids=both)
-
-        def loss_of_tokens() -> Tensor:
-            with torch.no_grad(), set_mode(self.model, training=False):
-                return self.objective.nll(self.model, tried)
-
-        before, size = loss_of_tokens(), self.model.num_parameters()
+        batch = self.draw_tokens()
+        nll_before = self.token_losses(batch)
+        size_before = self.model.num_parameters()
         self.grow(self.model, stage)
-        if (times := gained["hidden"]) > 1 and self.prompting is not None:
-            owner = self.model.get_submodule(self.prompting.name.rpartition(".")[0])
-            growth.replace_parameter(owner, "weight", owner.weight.repeat(1, times))
-            for place, prompt in enumerate(self.prompts):
-                self.prompts[place] = nn.Parameter(prompt.detach().repeat(1, times))
+        if growths["hidden"] > 1 and self.prompting is not None:
+            self.widen_prompts(self.prompting.name, growths["hidden"])
         for parameter in self.frozen:
             parameter.requires_grad_(False)
-        self.moved = (loss_of_tokens() - before).abs().max().view(1)
-        told = "Growing the model before %s from %d to %d parameters: a token's loss moves by up to %.1e nats"
-        log.info(told, stage.name, size, self.model.num_parameters(), self.moved)
+        self.moved = (self.token_losses(batch) - nll_before).abs().max().view(1)
+        log.info(
+            "Growing the model before %s from %d to %d parameters: a token's loss moves by up to %.1e nats",
+            stage.name,
+            size_before,
+            self.model.num_parameters(),
+            self.moved,
+        )
+
+    def draw_tokens(self) -> Batch:
+        """A row of random tokens, all of them scored."""
+        entries = self.model.get_input_embeddings().num_embeddings
+        ids = torch.randint(entries, (1, min(NUM_COMPARED_TOKENS, self.length)), device="cpu")
+        ids = ids.to(self.model.device)
+        decoder_ids = ids if self.model.config.is_encoder_decoder else None
+        is_token = torch.ones_like(ids, dtype=torch.bool)
+        return label_batch(ids, ids, is_token, decoder_input_ids=decoder_ids)
+
+    @torch.no_grad()
+    def token_losses(self, batch: Batch) -> Tensor:
+        with set_mode(self.model, training=False):
+            return self.objective.nll(self.model, batch)
+
+    def widen_prompts(self, name: str, factor: float) -> None:
+        """Repeats the entries of all prompts, and of the model's parameter of this name."""
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        growth.replace_parameter(owner, "weight", owner.weight.repeat(1, factor))
+        for index, prompt in enumerate(self.prompts):
+            self.prompts[index] = nn.Parameter(prompt.detach().repeat(1, factor))
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
         if self.prompting is not None:
             self.model.get_parameter(self.prompting.name).requires_grad_(False)
-        replayed = bool(self.replay.past_ratio or self.options.recovery)  # earlier prompts see text
-        for place, prompt in enumerate(self.prompts):
-            prompt.requires_grad_(place == domain or replayed)
+        has_past_text = bool(self.replay.past_ratio or self.options.recovery)  # earlier prompts see text
+        for index, prompt in enumerate(self.prompts):
+            prompt.requires_grad_(index == domain or has_past_text)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain.index == 0 and not self.replay.past_ratio:
@@ -170,20 +197,26 @@ class ELLE(ContinualMethod):
             return super().losses(batch)
 
     def on_gradients_ready(self) -> None:
-        ahead = self.data.recovery_steps(self.domain)
-        if ahead and self.trainer.global_step == ahead and self.optimizer_state is None:
+        recovery_steps = self.data.recovery_steps(self.domain)
+        is_recovered = recovery_steps > 0 and self.trainer.global_step == recovery_steps
+        if is_recovered and self.optimizer_state is None:
             self.trainer.optimizers[0].state.clear()  # before masks keep moments
 
     def model_for(self, domain: int) -> PreTrainedModel:
         if self.prompting is None:
             return super().model_for(domain)
-        part, name = self.prompting.part_of(domain), self.prompting.name
-        prompt = self.model.get_parameter(name) if part == BASE else self.prompts[part]
+        name = self.prompting.name
+        source = self.prompting.source_of(domain)
+        prompt = self.model.get_parameter(name) if source == BASE else self.prompts[source]
         return with_prompt(self.model, name, prompt)
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         assert self.prompting is not None
-        return {name: {self.prompting.name: self.prompts[place]} for place, name in enumerate(order)}
+        name = self.prompting.name
+        return {domain: {name: self.prompts[index]} for index, domain in enumerate(order)}
 
     def diagnostics(self) -> dict[str, Tensor]:
-        return super().diagnostics() | ({} if self.moved is None else {"elle/moved": self.moved})
+        diagnostics = super().diagnostics()
+        if self.moved is not None:
+            diagnostics["elle/moved"] = self.moved
+        return diagnostics

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.core.distributed import to_local
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import Options
 from cpt.core.tensors import NamedTensors, PreciseTensors
 from cpt.data.collate import Batch
@@ -38,7 +39,7 @@ from cpt.models.forward import select_positions
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot, quadratic_penalty
 
-MOST = 2.0  # of eta gamma: from there on a weight overshoots theta* by its distance
+MAX_PULL = 2.0  # of eta gamma: from there on a weight overshoots theta* by its distance
 
 
 class AnchorPenalty(ContinualMethod):
@@ -54,14 +55,14 @@ class AnchorPenalty(ContinualMethod):
         """The weights of the penalty; None: all are 1."""
         return None
 
-    def zeros(self) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(each) for name, each in self.model.named_parameters()}
+    def make_zeros(self) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(parameter) for name, parameter in self.model.named_parameters()}
 
     def weighted_distance(self, factor: float) -> Tensor:
         """factor/2 sum_i w_i (theta_i - theta*_i)^2, a scalar; w are the importances, or 1."""
         weights = None if self.importances is None else self.importances.named()
-        away = self.anchor.offloaded
-        return factor * quadratic_penalty(self.model, self.anchor.named(), weights, elsewhere=away)
+        anchors = self.anchor.named()
+        return factor * quadratic_penalty(self.model, anchors, weights, elsewhere=self.anchor.offloaded)
 
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
         if self.importances is None:
@@ -85,17 +86,28 @@ class Consolidation(AnchorPenalty):
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         with torch.autocast(self.device.type, enabled=False):
-            found = self.measure(importance_batches)
-        merge, gamma, kept = self.options.merge, self.options.gamma, cast(NamedTensors, self.importances)
-        known = kept.named()
-        for name, new in found.items():
-            old = kept.on_module_device(known[name]) if name in known else torch.zeros_like(new)
-            kept.update({name: merge_importances(old, new, domains=self.domains, merge=merge, gamma=gamma)})
+            measured = self.measure(importance_batches)
+        importances = cast(NamedTensors, self.importances)
+        stored = importances.named()
+        for name, new in measured.items():
+            old = importances.on_module_device(stored[name]) if name in stored else torch.zeros_like(new)
+            merged = merge_importances(
+                old, new, domains=self.domains, merge=self.options.merge, gamma=self.options.gamma
+            )
+            importances.update({name: merged})
         self.domains.add_(1)
         self.anchor.capture(self.model)
 
 
 def merge_importances(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: float) -> Tensor:
+    """The importances of `domains` domains with those of one more.
+
+    >>> first, second, one = torch.tensor(2.0), torch.tensor(4.0), torch.tensor(1)
+    >>> merge_importances(first, second, domains=one, merge="mean", gamma=0.5)
+    tensor(3.)
+    >>> merge_importances(first, second, domains=one, merge="decay", gamma=0.5)
+    tensor(5.)
+    """
     return (domains * old + new) / (domains + 1) if merge == "mean" else gamma * old + new
 
 
@@ -106,7 +118,7 @@ class EWC(Consolidation):
 
     def __init__(self, options: EWCOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.fisher = NamedTensors(self.zeros())
+        self.fisher = NamedTensors(self.make_zeros())
 
     @property
     def importances(self) -> NamedTensors:
@@ -160,7 +172,7 @@ class MAS(Consolidation):
 
     def __init__(self, options: MASOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.importance = NamedTensors(self.zeros())
+        self.importance = NamedTensors(self.make_zeros())
 
     @property
     def importances(self) -> NamedTensors:
@@ -173,14 +185,18 @@ class MAS(Consolidation):
     def measure(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
         def squared_norms(model: PreTrainedModel, batch: Batch) -> Tensor:  # ||f||^2, [K]
             logits, hidden = self.objective.outputs(model, batch)
-            output = (
-                logits if self.options.output == "logits" else select_positions(hidden, batch["positions"])
-            )
+            output = logits
+            if self.options.output == "hidden":
+                output = select_positions(hidden, batch["positions"])
             return output.float().square().sum(-1)
 
-        estimator = self.options.estimator
         return estimate_sensitivity(
-            self.model, importance_batches, squared_norms, estimator=estimator, power=1, label="MAS"
+            self.model,
+            importance_batches,
+            squared_norms,
+            estimator=self.options.estimator,
+            power=1,
+            label="MAS",
         )
 
 
@@ -199,8 +215,9 @@ class SI(AnchorPenalty):
 
     def __init__(self, options: SIOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.importance, self.brought = NamedTensors(self.zeros()), PreciseTensors(self.zeros())
-        self.before: dict[str, tuple[Tensor, Tensor]] = {}  # gradient and weight before the step, by name
+        self.importance = NamedTensors(self.make_zeros())
+        self.path_integral = PreciseTensors(self.make_zeros())  # omega
+        self.before_step: dict[str, tuple[Tensor, Tensor]] = {}  # gradient and weight, by name
 
     @property
     def importances(self) -> NamedTensors:
@@ -214,34 +231,39 @@ class SI(AnchorPenalty):
 
     @torch.no_grad()
     def on_gradients_ready(self) -> None:
-        anchors, importances = self.anchor.named(), self.importance.named()
+        anchors = self.anchor.named()
+        importances = self.importance.named()
         for name, parameter in named_weights(self.model).items():
-            if parameter.grad is not None:
-                own, on_module_device = to_local(parameter), self.anchor.on_module_device
-                apart = own - on_module_device(to_local(anchors[name]))
-                penalty = 2 * self.options.strength * on_module_device(to_local(importances[name])) * apart
-                self.before[name] = (to_local(parameter.grad) - penalty, own.clone())
+            if parameter.grad is None:
+                continue
+            weight = to_local(parameter)
+            anchor = self.anchor.on_module_device(to_local(anchors[name]))
+            importance = self.anchor.on_module_device(to_local(importances[name]))
+            penalty = 2 * self.options.strength * importance * (weight - anchor)
+            self.before_step[name] = (to_local(parameter.grad) - penalty, weight.clone())
 
     @torch.no_grad()
     def after_update(self) -> None:
-        brought = self.brought.named()
+        integrals = self.path_integral.named()
         for name, parameter in named_weights(self.model).items():
-            if name in self.before:
-                gradient, start = self.before[name]
-                kept = to_local(brought[name])
-                kept.sub_((gradient * (to_local(parameter) - start)).to(kept.device))
-        self.before.clear()
+            if name in self.before_step:
+                gradient, start = self.before_step[name]
+                integral = to_local(integrals[name])
+                integral.sub_((gradient * (to_local(parameter) - start)).to(integral.device))
+        self.before_step.clear()
 
     @torch.no_grad()
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        anchors, importances = self.anchor.named(), self.importance.named()
-        present = named_weights(self.model)
-        for name, brought in self.brought.named().items():
-            way = to_local(present[name]).to(brought.device) - to_local(anchors[name])
-            # Omega <- max(0, Omega + omega / (way^2 + xi))
-            brought, squared = to_local(brought), way.square() + self.options.damping
-            to_local(importances[name]).add_(brought / squared).clamp_min_(0)
-            brought.zero_()
+        anchors = self.anchor.named()
+        importances = self.importance.named()
+        weights = named_weights(self.model)
+        for name, tensor in self.path_integral.named().items():
+            distance = to_local(weights[name]).to(tensor.device) - to_local(anchors[name])
+            integral = to_local(tensor)
+            # Omega <- max(0, Omega + omega / (distance^2 + xi))
+            damped = distance.square() + self.options.damping
+            to_local(importances[name]).add_(integral / damped).clamp_min_(0)
+            integral.zero_()
         self.anchor.capture(self.model)
 
 
@@ -253,22 +275,27 @@ class Recall(Constraint):
     def __init__(self, anchor: Snapshot, options: RecAdamOptions) -> None:
         super().__init__(apply_to="update")
         self.options = options
-        self.anchors: dict[nn.Parameter, str] = {}
+        # Not the module itself: the anchor is part of the method's state already.
+        self.named_anchors = anchor.named
+        self.on_module_device = anchor.on_module_device
+        self.anchor_names: dict[nn.Parameter, str] = {}
         self.share = 1.0  # lambda of the current step
-        self.named, self.on_module_device = anchor.named, anchor.on_module_device
 
     def covered(self) -> Iterable[nn.Parameter]:
-        return self.anchors if self.options.annealed or self.options.strength else ()
+        return self.anchor_names if self.options.annealed or self.options.strength else ()
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        present, left = self.named(), (1 - self.share if self.options.annealed else 1)
-        for parameter, step in steps:
-            pulled = rates[parameter] * self.options.strength * left
-            old, own = to_local(parameter) - to_local(step), to_local(step)
-            own.mul_(self.share)
-            apart = old + own - self.on_module_device(to_local(present[self.anchors[parameter]]))
-            own.sub_(apart, alpha=pulled)
+        anchors = self.named_anchors()
+        pull_share = 1 - self.share if self.options.annealed else 1
+        for parameter, sharded_step in steps:
+            step = to_local(sharded_step)
+            pull = rates[parameter] * self.options.strength * pull_share
+            weight_before = to_local(parameter) - step
+            step.mul_(self.share)
+            anchor = self.on_module_device(to_local(anchors[self.anchor_names[parameter]]))
+            distance = weight_before + step - anchor
+            step.sub_(distance, alpha=pull)
 
 
 class RecAdam(ContinualMethod):
@@ -285,10 +312,14 @@ class RecAdam(ContinualMethod):
 
     def __init__(self, options: RecAdamOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)
-        if rate * options.strength >= MOST:
-            given = f"method.strength={options.strength:g} is invalid: at optim.lr={rate:g} it pulls"
-            raise ValueError(f"{given} weights past where they were. Allowed: below {MOST / rate:g}")
+        rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)  # of a partial
+        if rate * options.strength >= MAX_PULL:
+            raise InvalidOptionError(
+                "method.strength",
+                f"{options.strength:g}",
+                reason=f"at optim.lr={rate:g} it pulls weights past where they were",
+                allowed=f"below {MAX_PULL / rate:g}",
+            )
         self.anchor = Snapshot(self.model, persistent=options.towards == "previous")
         self.recall = Recall(self.anchor, options)
         self.masks.append(self.recall)
@@ -298,8 +329,9 @@ class RecAdam(ContinualMethod):
             self.anchor.capture(self.model)
 
     def transform_gradients(self, optimizer: Optimizer) -> None:
-        present = self.anchor.named()
-        self.recall.anchors = {p: name for name, p in named_weights(self.model).items() if name in present}
+        anchors = self.anchor.named()
+        weights = named_weights(self.model)
+        self.recall.anchor_names = {weight: name for name, weight in weights.items() if name in anchors}
         if self.options.annealed:  # lambda at a step of the domain, counted from 0
-            at = self.trainer.global_step / self.trainer.max_steps - self.options.middle
-            self.recall.share = 1 / (1 + math.exp(-self.options.slope * at))
+            distance = self.trainer.global_step / self.trainer.max_steps - self.options.middle
+            self.recall.share = 1 / (1 + math.exp(-self.options.slope * distance))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bottleneck import attach_bottlenecks
@@ -18,10 +19,10 @@ from cpt.adapters.experts import (
     MoELayer,
     attach_mixtures,
     choose_blocks,
-    mixtures_of,
-    scope_beside,
-    with_newest,
-    working,
+    extend_to_newest,
+    find_mixtures,
+    scope_outside_ffns,
+    use_experts,
 )
 from cpt.core.distributed import all_reduce_sum
 from cpt.core.tensors import NamedTensors
@@ -31,10 +32,8 @@ from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DEMIXOptions, LifelongMoEOptions
 from cpt.models.forward import TARGET_TOKENS, kl_divergence, set_mode, token_nll
 from cpt.models.fsdp import named_weights, reshard
-from cpt.models.units import find_sublayers
+from cpt.models.units import Projection, find_sublayers
 from cpt.models.weights import swap_weights
-
-RECORD = ("sources", "perplexities")
 
 
 class CopyingMethod(ContinualMethod):
@@ -54,43 +53,56 @@ class CopyingMethod(ContinualMethod):
         self.register_buffer("perplexities", torch.empty(0, dtype=torch.double))
 
     @abstractmethod
-    def holding(self, domain: int) -> AbstractContextManager:
+    def use_modules_of(self, domain: int) -> AbstractContextManager:
         """A context in which the model has the modules of one domain (-1: the base)."""
 
     def choose_source(
         self, importance_batches: Iterable[Batch], learned: Sequence[int], *, base: bool
     ) -> int:
         """The domain whose modules are copied, noted in `sources`; `base` says whether the base competes."""
-        candidates = [BASE]
-        if self.options.start != "base" and learned:
-            nearest = self.options.start == "nearest"
-            candidates = [*([BASE] * base), *learned] if nearest else [learned[-1]]
+        candidates = self.list_candidates(learned, base=base)
         if self.options.start == "nearest":
-            self.perplexities = self.measure(importance_batches, candidates)
-        ranked = zip(self.perplexities.tolist() or [0.0], candidates, strict=True)
-        source = min(ranked, key=lambda pair: pair[0])[1]
+            self.perplexities = self.measure_perplexities(importance_batches, candidates)
+            perplexities = self.perplexities.tolist()
+            source = candidates[perplexities.index(min(perplexities))]
+        else:
+            [source] = candidates
         earlier = self.sources[: self.domain.index]
         self.sources = torch.cat([earlier, earlier.new_tensor([source])])
         return source
 
+    def list_candidates(self, learned: Sequence[int], *, base: bool) -> list[int]:
+        """The domains whose modules may be copied."""
+        if self.options.start == "base" or not learned:
+            return [BASE]
+        if self.options.start != "nearest":
+            return [learned[-1]]
+        return [BASE, *learned] if base else list(learned)
+
     @torch.no_grad()
-    def measure(self, importance_batches: Iterable[Batch], candidates: Sequence[int]) -> Tensor:
-        """The perplexity with each candidate on the probes of all processes, [candidates] in 64 bits."""
+    def measure_perplexities(self, importance_batches: Iterable[Batch], candidates: Sequence[int]) -> Tensor:
+        """The perplexity with each candidate on the importance batches of all processes, [candidates] in 64
+        bits."""
         sums = torch.zeros(len(candidates) + 1, dtype=torch.double, device=self.device)
         with set_mode(self.model, training=False):
             for batch in importance_batches:
-                for place, domain in enumerate(candidates):
-                    with self.holding(domain):
-                        sums[place] += self.objective.nll(self.model, batch).sum()
+                for index, domain in enumerate(candidates):
+                    with self.use_modules_of(domain):
+                        sums[index] += self.objective.nll(self.model, batch).sum()
                 sums[-1] += len(batch["positions"])
         all_reduce_sum(sums)
         return (sums[:-1] / sums[-1].clamp_min(1)).exp()
 
-    def recorded(self, prefix: str) -> dict[str, Tensor]:
-        return {f"{prefix}/{n}": getattr(self, n) for n in RECORD if len(getattr(self, n))}
+    def copy_diagnostics(self, prefix: str) -> dict[str, Tensor]:
+        diagnostics = {}
+        if len(self.sources):
+            diagnostics[f"{prefix}/sources"] = self.sources
+        if len(self.perplexities):
+            diagnostics[f"{prefix}/perplexities"] = self.perplexities
+        return diagnostics
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        for name in RECORD:  # as long as what the state holds
+        for name in ("sources", "perplexities"):  # as long as what the state holds
             stored = state_dict.get(prefix + name, getattr(self, name))
             setattr(self, name, torch.empty_like(stored, device=self.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -111,26 +123,37 @@ class DEMIX(CopyingMethod):
     router: Router
 
     def __init__(self, options: DEMIXOptions, context: MethodContext) -> None:
-        if options.experts == "adapter":
+        has_adapters = options.experts == "adapter"
+        if has_adapters:
             scope = attach_bottlenecks(context.model, **options.bottleneck)
-        else:  # weights and biases of the linear layers of every block's FFN
-            maps = [each for ffn in find_sublayers(context.model, ("neurons",)) for each in ffn.projections]
-            names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
-            scope = Scope(tuple(names), tuple(maps))
+        else:
+            scope = scope_of_ffns(context.model)
         super().__init__(options, context, scope)
-        adapted = options.experts == "adapter"
-        self.attached = (attach_bottlenecks, options.bottleneck) if adapted else (None, {})
+        self.attached = (attach_bottlenecks, options.bottleneck) if has_adapters else (None, {})
         self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        learned, base = self.domain_params.domains, self.router.routing.base
-        self.domain_params.load_into(self.model, self.choose_source(importance_batches, learned, base=base))
+        source = self.choose_source(
+            importance_batches, self.domain_params.domains, base=self.router.routing.base
+        )
+        self.domain_params.load_into(self.model, source)
 
-    def holding(self, domain: int) -> AbstractContextManager:
+    def use_modules_of(self, domain: int) -> AbstractContextManager:
         return swap_weights(self.model, self.domain_params.weights(domain))
 
     def diagnostics(self) -> dict[str, Tensor]:
-        return super().diagnostics() | self.recorded("demix")
+        return super().diagnostics() | self.copy_diagnostics("demix")
+
+
+def scope_of_ffns(model: PreTrainedModel) -> Scope:
+    """The weights and biases of the linear layers of every block's FFN."""
+    maps: list[Projection] = []
+    for ffn in find_sublayers(model, ("neurons",)):
+        maps += ffn.projections
+    names = []
+    for layer in maps:
+        names += [f"{layer.name}.{name}" for name, _ in layer.module.named_parameters()]
+    return Scope(tuple(names), tuple(maps))
 
 
 class LifelongMoE(CopyingMethod):
@@ -157,30 +180,31 @@ class LifelongMoE(CopyingMethod):
         scope = None
         if options.num_experts:
             blocks = choose_blocks(context.model, context.freeze, every=options.every)
-            scope = scope_beside(context.model, blocks) if options.dense == "trained" else Scope((), ())
+            scope = scope_outside_ffns(context.model, blocks) if options.dense == "trained" else Scope((), ())
             attach_mixtures(context.model, blocks=blocks, top_k=options.top_k)
-        super().__init__(options, context, scope and with_newest(context.model, scope))
-        self.beside_mixtures = scope
+        super().__init__(options, context, scope and extend_to_newest(context.model, scope))
+        self.scope_outside_mixtures = scope
         if self.mixtures:
             self.router = GatedScorer(self.model, context.objective)
-        self.teacher = NamedTensors(self.dense() if options.strength else {})
+        self.teacher = NamedTensors(self.dense_weights() if options.strength else {})
         self.shares = NamedTensors()
-        self.firsts: Tensor | None = None  # of the current step so far, [M, E]
+        self.first_choices: Tensor | None = None  # of the current step so far, [M, E]
 
     @property
     def mixtures(self) -> list[MoELayer]:
-        return [*mixtures_of(self.model).values()]
+        return list(find_mixtures(self.model).values())
 
     def expand(self, stage: Domain) -> None:
         for mixture in self.mixtures:
             mixture.grow(self.options.num_experts)
-        if self.beside_mixtures is not None:
-            self.scope = with_newest(self.model, self.beside_mixtures)
+        if self.scope_outside_mixtures is not None:
+            self.scope = extend_to_newest(self.model, self.scope_outside_mixtures)
 
-    def dense(self) -> dict[str, nn.Parameter]:
+    def dense_weights(self) -> dict[str, nn.Parameter]:
         """The trained parameters outside of mixtures, by name."""
-        weights, frozen = named_weights(self.model), {id(parameter) for parameter in self.frozen}
-        names = weights if self.beside_mixtures is None else self.beside_mixtures.names
+        weights = named_weights(self.model)
+        frozen = {id(parameter) for parameter in self.frozen}
+        names = weights if self.scope_outside_mixtures is None else self.scope_outside_mixtures.names
         return {name: weights[name] for name in names if id(weights[name]) not in frozen}
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
@@ -188,74 +212,94 @@ class LifelongMoE(CopyingMethod):
             source = self.choose_source(importance_batches, range(self.domain.index), base=True)
             reshard(self.model)
             for mixture in self.mixtures:
-                mixture.copy(source)
+                mixture.copy_group(source)
         if self.options.strength:
-            self.teacher.update(self.dense())
+            self.teacher.update(self.dense_weights())
         self.shares.clear()
-        self.firsts = None
+        self.first_choices = None
 
-    def holding(self, domain: int) -> AbstractContextManager:
-        return working(self.model, domain)
+    def use_modules_of(self, domain: int) -> AbstractContextManager:
+        return use_experts(self.model, domain)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        self.open(self.progress)
+        self.open_newest(self.progress)
         if not self.options.strength:
-            return super().losses(batch) | self.balanced(batch)
+            return super().losses(batch) | self.balance_terms(batch)
         logits = self.objective.outputs(self.model, batch)[0]
-        terms = {"lm": token_nll(logits, batch).sum() * batch["weight"]} | self.balanced(batch)
-        last = len(self.mixtures[0].groups) - 1 if self.mixtures else BASE
-        weights = swap_weights(self.model, self.teacher.named())
-        experts = working(self.model, last, before=True)
-        with torch.no_grad(), set_mode(self.model, training=False), weights, experts:
-            taught = self.objective.outputs(self.model, batch)[0]
-        apart = kl_divergence(taught, logits).sum() * batch["weight"]
-        return terms | {"kd": self.options.strength * apart}
+        terms = {"lm": token_nll(logits, batch).sum() * batch["weight"]} | self.balance_terms(batch)
+        divergence = kl_divergence(self.teacher_logits(batch), logits).sum() * batch["weight"]
+        return terms | {"kd": self.options.strength * divergence}
 
-    def open(self, progress: float) -> None:
+    @torch.no_grad()
+    def teacher_logits(self, batch: Batch) -> Tensor:
+        """The logits of f_{t-1}: with the dense weights before the domain, and without its experts."""
+        newest = len(self.mixtures[0].groups) - 1 if self.mixtures else BASE
+        weights = swap_weights(self.model, self.teacher.named())
+        experts = use_experts(self.model, newest, before=True)
+        with set_mode(self.model, training=False), weights, experts:
+            return self.objective.outputs(self.model, batch)[0]
+
+    def open_newest(self, progress: float) -> None:
         """Opens the newest experts by the share of the domain's steps."""
         share = self.options.opening
         for mixture in self.mixtures:
             mixture.opening = min(1.0, progress / share) if share else 1.0
 
-    def balanced(self, batch: Batch) -> dict[str, Tensor]:
+    def balance_terms(self, batch: Batch) -> dict[str, Tensor]:
         """The balance term of the last forward pass; also accumulates its first choices."""
         mixtures = self.mixtures
         if not mixtures or not self.options.balance:
             return {}
-        firsts = torch.stack([each.noted.firsts for each in mixtures])
-        self.firsts = firsts if self.firsts is None else self.firsts + firsts
+        first_choices = torch.stack([mixture.last_record.first_choices for mixture in mixtures])
+        if self.first_choices is None:
+            self.first_choices = first_choices
+        else:
+            self.first_choices = self.first_choices + first_choices
+
         shares = self.shares.named().get("firsts")
-        known = torch.full_like(firsts, 1 / firsts.shape[1], dtype=torch.float) if shares is None else shares
-        read, written = self.objective.sides(self.length)  # tokens of a full row
+        if shares is None:  # the domain's first step
+            shares = torch.full_like(first_choices, 1 / first_choices.shape[1], dtype=torch.float)
+        tokens_read, tokens_written = self.objective.sides(self.length)  # of a full row
         terms = []
-        for each, own in zip(mixtures, self.shares.on_module_device(known), strict=True):
-            tokens = written if each.side == TARGET_TOKENS and written is not None else read
-            probabilities = each.noted.probabilities.sum(0)
+        for mixture, share in zip(mixtures, self.shares.on_module_device(shares), strict=True):
+            tokens = tokens_read
+            if mixture.side == TARGET_TOKENS and tokens_written is not None:
+                tokens = tokens_written
+            probabilities = mixture.last_record.probabilities.sum(0)
             # E sum_e s_e P_e
-            balance = len(own) * (own.to(probabilities) * probabilities).sum()
+            balance = len(share) * (share.to(probabilities) * probabilities).sum()
             terms.append(balance / (tokens * batch["mean_rows"]))
         return {"balance": self.options.balance * torch.stack(terms).mean()}
 
     def on_gradients_ready(self) -> None:
-        if self.firsts is not None:
-            firsts, self.firsts = self.firsts, None
-            all_reduce_sum(firsts)
-            self.shares.update({"firsts": (firsts / firsts.sum(1, keepdim=True)).float()})
+        if self.first_choices is not None:
+            first_choices = self.first_choices
+            self.first_choices = None
+            all_reduce_sum(first_choices)
+            shares = first_choices / first_choices.sum(1, keepdim=True)
+            self.shares.update({"firsts": shares.float()})
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        self.open(1.0)
+        self.open_newest(1.0)
         super().after_domain(importance_batches)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if not self.mixtures:
             return super().export(folder, order)
-        groups = [len(group.experts) for group in self.mixtures[0].groups]
-        blocks = [name.removesuffix(f".{MIXTURE}") for name in mixtures_of(self.model)]
-        how = {"blocks": blocks, "top_k": self.options.top_k, "groups": groups}
-        names = tuple(f"{name}." for name in mixtures_of(self.model))
-        part = {n: p for n, p in self.model.named_parameters() if n.startswith(names)}
-        return export.export_parts(folder, self.model, {order[-1]: part}, attach=attach_mixtures, options=how)
+        mixtures = find_mixtures(self.model)
+        options = {
+            "blocks": [name.removesuffix(f".{MIXTURE}") for name in mixtures],
+            "top_k": self.options.top_k,
+            "groups": [len(group.experts) for group in self.mixtures[0].groups],
+        }
+        prefixes = tuple(f"{name}." for name in mixtures)
+        experts = {}
+        for name, parameter in self.model.named_parameters():
+            if name.startswith(prefixes):
+                experts[name] = parameter
+        modules = {order[-1]: experts}
+        return export.export_parts(folder, self.model, modules, attach=attach_mixtures, options=options)
 
     def diagnostics(self) -> dict[str, Tensor]:
-        shares = {f"lifelong_moe/{name}": each for name, each in self.shares.named().items()}
-        return super().diagnostics() | self.recorded("lifelong_moe") | shares
+        shares = {f"lifelong_moe/{name}": tensor for name, tensor in self.shares.named().items()}
+        return super().diagnostics() | self.copy_diagnostics("lifelong_moe") | shares

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bottleneck import Bottleneck, Plugin, attach_bottlenecks, attach_plugins
-from cpt.adapters.domain_store import BASE, DomainParams
+from cpt.adapters.domain_store import BASE, DomainParams, Scope
 from cpt.adapters.gates import (
     Gate,
     Gates,
@@ -48,7 +48,8 @@ class GatedMethod(ContinualMethod):
     options: HATOptions | CPTPluginOptions
 
     @property
-    def taken(self) -> ClaimedUnits:
+    def claimed(self) -> ClaimedUnits:
+        """The units that the domains so far have opened."""
         return cast(ClaimedUnits, self.masks[-1])
 
     def gated_losses(self, batch: Batch, *, name: str, weight: float | None) -> dict[str, Tensor]:
@@ -57,7 +58,7 @@ class GatedMethod(ContinualMethod):
         self.gates.set(s)
         terms = super().losses(batch)
         if self.gates.parts and weight is not None:
-            terms[name] = weight * regulariser(self.gates.soft(s), self.taken.taken)
+            terms[name] = weight * regulariser(self.gates.soft(s), self.claimed.taken)
         return terms
 
     def after_update(self) -> None:
@@ -66,9 +67,9 @@ class GatedMethod(ContinualMethod):
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         super().after_domain(importance_batches)
         if self.domain_params is not None:
-            self.taken.update_max(self.opened(self.domain.index))
+            self.claimed.update_max(self.open_units(self.domain.index))
 
-    def opened(self, domain: int) -> Tensor:
+    def open_units(self, domain: int) -> Tensor:
         """The gates of a domain, 0 or 1, [units]."""
         assert self.domain_params is not None
         return self.gates.hard(self.domain_params.weights(domain))
@@ -76,8 +77,11 @@ class GatedMethod(ContinualMethod):
 
 def units_of_adapters(model: nn.Module, kind: type[Bottleneck]) -> list[Units]:
     """The neurons and outputs of all bottleneck adapters of a kind."""
-    found = [(name, part) for name, part in model.named_modules() if isinstance(part, kind)]
-    return [group for name, part in found for group in bottleneck_units(name, part.down, part.up)]
+    units = []
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            units += bottleneck_units(name, module.down, module.up)
+    return units
 
 
 class HAT(GatedMethod):
@@ -87,20 +91,26 @@ class HAT(GatedMethod):
     ends_domains = True
 
     def __init__(self, options: HATOptions, context: MethodContext) -> None:
-        model, scope, groups, attached = context.model, None, [], None
-        if options.form == "adapter":
+        model = context.model
+        has_adapters = options.form == "adapter"
+        scope: Scope | None = None
+        units: list[Units] = []
+        if has_adapters:
             scope = attach_bottlenecks(model, **options.bottleneck)
-            groups = units_of_adapters(model, Bottleneck)
-            attached = attach_bottlenecks, options.bottleneck
+            units = units_of_adapters(model, Bottleneck)
         elif options.units:
-            groups = find_units(model, options.units)
-        gates = attach_gates(model, groups, s_max=options.s_max)
-        scope = scope and replace(scope, names=scope.names + gates.names)
+            units = find_units(model, options.units)
+        gates = attach_gates(model, units, s_max=options.s_max)
+        if scope is not None:
+            scope = replace(scope, names=scope.names + gates.names)
         super().__init__(options, context, scope=scope)
-        self.gates, self.attached = gates, attached
+        self.gates = gates
+        if has_adapters:
+            self.attached = attach_bottlenecks, options.bottleneck
         self.masks.append(ClaimedUnits(gates.groups, apply_to=options.apply_to))
-        side = -options.limit if options.form == "adapter" else options.limit
-        base = {name: torch.full_like(model.get_parameter(name), side) for name in gates.names}
+
+        base_e = -options.limit if has_adapters else options.limit
+        base = {name: torch.full_like(model.get_parameter(name), base_e) for name in gates.names}
         if base:
             self.use_domain_params(DomainParams(model, gates.names, base=base), options.routing)
 
@@ -114,8 +124,8 @@ class HAT(GatedMethod):
             part.e.requires_grad_(True)  # also in frozen layers: which of their units a domain uses
 
     @property
-    def begins_open(self) -> bool:
-        """Whether a domain begins with all units open.
+    def starts_open(self) -> bool:
+        """Whether a domain starts with all units open.
 
         A pre-trained model needs its units. In adapters, whose second layer is zero at first, only the
         regularizer moves the gates until that layer has moved, and a gate that it has closed stays closed."""
@@ -123,17 +133,15 @@ class HAT(GatedMethod):
 
     def rates(self) -> dict[nn.Parameter, float]:
         rate = self.options.gate_rate
-        if rate is None:
-            rate = (
-                OPEN_LR / cast(partial, self.make_optimizer).keywords["lr"]
-                if self.begins_open
-                else NORMAL_RATE
-            )
-        return {part.e: rate for part in self.gates.parts}
+        if rate is None and self.starts_open:
+            rate = OPEN_LR / cast(partial, self.make_optimizer).keywords["lr"]
+        elif rate is None:
+            rate = NORMAL_RATE
+        return dict.fromkeys((gate.e for gate in self.gates.parts), rate)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        std = self.options.std or (OPEN_STD if self.begins_open else NORMAL_STD)
-        self.gates.redraw(self.make_generator(), std=std, opened=self.begins_open)
+        std = self.options.std or (OPEN_STD if self.starts_open else NORMAL_STD)
+        self.gates.redraw(self.make_generator(), std=std, opened=self.starts_open)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return self.gated_losses(batch, name="hat", weight=self.options.strength)
@@ -146,17 +154,21 @@ class HAT(GatedMethod):
         model.requires_grad_(True)
         self.domain_params.load_into(model, domain)
         gates.set(None)
-        gates.fold(self.opened(domain))
+        gates.fold(self.open_units(domain))
         for part in gates.parts:
             part.e.requires_grad_(False)
         return model
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        own, found = owned_parameters(self.gates.groups), {}
+        owned = owned_parameters(self.gates.groups)
+        modules: dict[str, dict[str, Tensor]] = {}
         for index, domain in enumerate(order):
-            folded, named = self.gates.folded(self.opened(index)), self.model.named_parameters()
-            found[domain] = {name: folded.get(p, p.detach()) for name, p in named if p in own}
-        return found
+            folded = self.gates.folded(self.open_units(index))
+            modules[domain] = {}
+            for name, parameter in self.model.named_parameters():
+                if parameter in owned:
+                    modules[domain][name] = folded.get(parameter, parameter.detach())
+        return modules
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.attached is not None:
@@ -166,21 +178,30 @@ class HAT(GatedMethod):
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Claimed units by group, and the overlap of domains' units by kind."""
-        found, learned = super().diagnostics(), self.domain_params.domains if self.domain_params else []
-        if learned:
-            masks = torch.stack([self.opened(domain) for domain in learned])
-            parts = list(zip(self.gates.groups, masks.split(self.gates.sizes, dim=1), strict=True))
-            for kind in dict.fromkeys(group.kind for group, _ in parts):
-                own = torch.cat([part for group, part in parts if group.kind == kind], dim=1)
-                found[f"overlap/{kind}"] = own @ own.T / own.sum(1, keepdim=True).clamp_min(1)
-        return found
+        diagnostics = super().diagnostics()
+        learned = self.domain_params.domains if self.domain_params else []
+        if not learned:
+            return diagnostics
+        is_open = torch.stack([self.open_units(domain) for domain in learned])  # [domains, units]
+        by_kind: dict[str, list[Tensor]] = {}
+        for group, group_is_open in zip(
+            self.gates.groups, is_open.split(self.gates.sizes, dim=1), strict=True
+        ):
+            by_kind.setdefault(group.kind, []).append(group_is_open)
+        for kind, parts in by_kind.items():
+            units = torch.cat(parts, dim=1)
+            diagnostics[f"overlap/{kind}"] = units @ units.T / units.sum(1, keepdim=True).clamp_min(1)
+        return diagnostics
 
 
 def norms_of(model: PreTrainedModel) -> tuple[str, ...]:
     """The names of the parameters of the norms within the blocks."""
-    inside = [part for name, block in find_blocks(model) for part in block.named_modules(prefix=name)]
-    norms = [(name, part) for name, part in inside if "Norm" in type(part).__name__]
-    return tuple(f"{name}.{key}" for name, part in norms for key, _ in part.named_parameters(recurse=False))
+    names = []
+    for block_name, block in find_blocks(model):
+        for name, module in block.named_modules(prefix=block_name):
+            if "Norm" in type(module).__name__:
+                names += [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+    return tuple(names)
 
 
 class CPTPlugin(GatedMethod):
@@ -201,15 +222,19 @@ class CPTPlugin(GatedMethod):
         model = context.model
         scope = attach_plugins(model, **options.plugin)
         gates = attach_gates(model, units_of_adapters(model, Plugin), s_max=options.s_max)
-        own = norms_of(model) if options.norms == "per_domain" else ()
-        trained = replace(scope, names=scope.names + gates.names + own)
+        norms = norms_of(model) if options.norms == "per_domain" else ()
+        trained = replace(scope, names=scope.names + gates.names + norms)
         super().__init__(options, context, scope=trained)
         self.attached = attach_plugins, options.plugin
-        self.plugins, self.norms, self.gates = scope.names, own, gates
+        self.plugins = scope.names
+        self.norms = norms
+        self.gates = gates
         self.masks.append(ClaimedUnits(gates.groups, apply_to="update"))
-        base = {name: model.get_parameter(name) for name in own}
-        base |= {name: torch.full_like(model.get_parameter(name), -1) for name in gates.names}
-        self.use_domain_params(DomainParams(model, gates.names + own, base=base), options.routing)
+
+        base: dict[str, Tensor] = {name: model.get_parameter(name) for name in norms}
+        for name in gates.names:
+            base[name] = torch.full_like(model.get_parameter(name), -1)
+        self.use_domain_params(DomainParams(model, gates.names + norms, base=base), options.routing)
 
     @torch.no_grad()
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
@@ -224,16 +249,18 @@ class CPTPlugin(GatedMethod):
     def model_for(self, domain: int) -> PreTrainedModel:
         """A copy with the domain's norms and gates, which stay hard in training."""
         model = super().model_for(domain)
-        for gate in (part for part in model.modules() if isinstance(part, Gate)):
-            gate.s = None
-            gate.e.requires_grad_(False)
+        for module in model.modules():
+            if isinstance(module, Gate):
+                module.s = None
+                module.e.requires_grad_(False)
         return model
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        found: dict[str, dict[str, Tensor]] = {}
+        modules: dict[str, dict[str, Tensor]] = {}
         plugins = {name: self.model.get_parameter(name) for name in self.plugins}
         for index, domain in enumerate(order):  # its norms, and the plug-ins with its gates folded in
-            own, folded = self.domain_params.weights(index), self.gates.folded(self.opened(index))
-            found[domain] = {name: folded.get(each, each).detach() for name, each in plugins.items()}
-            found[domain] |= {name: own[name] for name in self.norms}
-        return found
+            stored = self.domain_params.weights(index)
+            folded = self.gates.folded(self.open_units(index))
+            modules[domain] = {name: folded.get(p, p).detach() for name, p in plugins.items()}
+            modules[domain] |= {name: stored[name] for name in self.norms}
+        return modules

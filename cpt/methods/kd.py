@@ -6,7 +6,7 @@ z are the model's logits over the vocabulary, or its last hidden states over the
 the teacher, the model after the previous domain (at first the base), on the same corrupted batch."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,7 +19,12 @@ from cpt.models.weights import Snapshot
 
 
 def distillation(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)) over the last axis (nats), [K] from [K, F]."""
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)) over the last axis (nats), [K] from [K, F].
+
+    >>> teacher = torch.tensor([[0.0, 0.0]])
+    >>> distillation(torch.tensor([[1.0, 1.0]]), teacher, temperature=2.0)
+    tensor([0.])
+    """
     return temperature**2 * kl_divergence(teacher.float() / temperature, student.float() / temperature)
 
 
@@ -37,17 +42,25 @@ class KD(ContinualMethod):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         outputs = self.objective.outputs(self.model, batch)
-        faster = self.options.teacher != "run"  # no cache of casts: the teacher has the student's parameters
-        precision = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-        with self.teacher.teaching(self.model), precision if faster else nullcontext():
-            taught = self.objective.outputs(self.model, batch)
-        student, teacher = outputs[0], taught[0]
-        if self.options.distilled == "hidden":
-            student, teacher = (
-                select_positions(hidden, batch["positions"]) for _, hidden in (outputs, taught)
-            )
-        apart = distillation(student, teacher, temperature=self.options.temperature)
+        with self.teacher.teaching(self.model), self.teacher_precision():
+            teacher_outputs = self.objective.outputs(self.model, batch)
+        divergence = distillation(
+            self.distilled(outputs, batch),
+            self.distilled(teacher_outputs, batch),
+            temperature=self.options.temperature,
+        )
         return {
             "lm": token_nll(outputs[0], batch).sum() * batch["weight"],
-            "kd": self.options.strength * apart.sum() * batch["weight"],
+            "kd": self.options.strength * divergence.sum() * batch["weight"],
         }
+
+    def teacher_precision(self) -> AbstractContextManager:
+        if self.options.teacher == "run":
+            return nullcontext()
+        # No cache of casts: the teacher's parameters are the student's, with other values.
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
+    def distilled(self, outputs: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+        """The logits, or the hidden states at the scored positions, [K, F]."""
+        logits, hidden = outputs
+        return logits if self.options.distilled == "logits" else select_positions(hidden, batch["positions"])

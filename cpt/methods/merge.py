@@ -46,43 +46,54 @@ from cpt.models.fsdp import named_weights
 from cpt.models.weights import PreciseSnapshot, Snapshot
 
 log = logging.getLogger(__name__)
-ALIKE = 0.9995  # cosine from which slerp is a lerp
+PARALLEL_COSINE = 0.9995  # from which slerp is a lerp
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedDomain:
     """A finished domain: tensors in at least 32 bits by parameter name, local rows where sharded."""
 
-    like: Mapping[str, Tensor]
-    began: Mapping[str, Tensor]
-    ended: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]  # as the model has them, sharded or whole
+    started: Mapping[str, Tensor]  # s_k, the weights at the domain's start
+    ended: Mapping[str, Tensor]  # theta_k
     fisher: Mapping[str, Tensor]  # of rule=fisher
     seed: int  # of dropped entries, alike in all processes
 
 
-def find_threshold(values: Tensor, density: float) -> Tensor:
-    """The smallest of the floor(density n) largest of n magnitudes, of at least one."""
-    count = max(1, floor(Fraction(str(density)) * values.numel()))
-    return values.flatten().kthvalue(values.numel() - count + 1).values
+def find_threshold(magnitudes: Tensor, density: float) -> Tensor:
+    """The smallest of the floor(density n) largest of n magnitudes, of at least one.
+
+    >>> find_threshold(torch.tensor([3.0, 1.0, 4.0, 2.0]), 0.5)
+    tensor(3.)
+    """
+    count = max(1, floor(Fraction(str(density)) * magnitudes.numel()))
+    return magnitudes.flatten().kthvalue(magnitudes.numel() - count + 1).values
 
 
 def drop_entries(task: Tensor, like: Tensor, *, p: float, seed: int) -> Tensor:
-    """Entries dropped with probability p, the others divided by 1 - p; drawn for the whole tensor."""
-    draw = torch.rand(like.shape, generator=torch.Generator().manual_seed(seed))
-    kept = local_rows(draw, like).to(task.device) >= p
-    return task * kept / (1 - p)
+    """Entries dropped with probability p, the others divided by 1 - p. They are drawn for the whole tensor,
+    `like` which `task` has the local rows."""
+    uniforms = torch.rand(like.shape, generator=torch.Generator().manual_seed(seed))
+    is_retained = local_rows(uniforms, like).to(task.device) >= p
+    return task * is_retained / (1 - p)
 
 
-def slerp(one: Tensor, other: Tensor, share: float, *, like: Tensor) -> Tensor:
-    """Spherical interpolation by a share of the arc; linear where tensors are parallel or zero."""
-    a, b = with_rows([one, other], [like, like])
-    lengths = total_norm([a]) * total_norm([b])
-    cosine = dot([a], [b]) / lengths
-    if not lengths or cosine.abs() > ALIKE:
-        return torch.lerp(one, other, share)
+def slerp(start: Tensor, end: Tensor, share: float, *, like: Tensor) -> Tensor:
+    """Spherical interpolation by a share of the arc from start to end, local rows of tensors `like` this one;
+    linear where they are parallel or zero.
+
+    >>> quarter_turn = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    >>> slerp(*quarter_turn, 0.5, like=torch.zeros(2))
+    tensor([0.7071, 0.7071])
+    """
+    whole_start, whole_end = with_rows([start, end], [like, like])
+    lengths = total_norm([whole_start]) * total_norm([whole_end])
+    cosine = dot([whole_start], [whole_end]) / lengths
+    if not lengths or cosine.abs() > PARALLEL_COSINE:
+        return torch.lerp(start, end, share)
     arc = torch.arccos(cosine)
     # Divided before they are multiplied: exact at both ends.
-    return ((1 - share) * arc).sin() / arc.sin() * one + (share * arc).sin() / arc.sin() * other
+    return ((1 - share) * arc).sin() / arc.sin() * start + (share * arc).sin() / arc.sin() * end
 
 
 class Merged(nn.Module):
@@ -92,76 +103,92 @@ class Merged(nn.Module):
         super().__init__()
         self.options = options
         self.weights = PreciseTensors(weights)
-        zeros = {name: torch.zeros_like(each) for name, each in self.weights.named().items()}
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in self.weights.named().items()}
         self.domains = nn.Buffer(torch.zeros((), dtype=torch.int64))
         if options.signs:
-            counts = {name: each.to(torch.int16) for name, each in zeros.items()}
+            counts = {name: tensor.to(torch.int16) for name, tensor in zeros.items()}
             self.base = PreciseTensors(self.weights.named(), persistent=False)
-            self.above, self.below = PreciseTensors(zeros), PreciseTensors(zeros)
-            self.counts_above, self.counts_below = NamedTensors(counts), NamedTensors(counts)
+            self.positive_sums = PreciseTensors(zeros)
+            self.negative_sums = PreciseTensors(zeros)
+            self.positive_counts = NamedTensors(counts)
+            self.negative_counts = NamedTensors(counts)
         elif options.rule == "fisher":
             self.fishers = PreciseTensors(zeros)
 
-    def rows(self) -> dict[str, Tensor]:
+    def local_weights(self) -> dict[str, Tensor]:
         """The local rows of the merged weights by name."""
-        return {name: to_local(each) for name, each in self.weights.named().items()}
+        return {name: to_local(tensor) for name, tensor in self.weights.named().items()}
 
     @torch.no_grad()
-    def add(self, domain: Ended) -> None:
-        tasks = self.tasks(domain) if self.options.rule in ("ties", "dare", "dare_ties") else {}
-        for name, own in self.rows().items():
-            own.copy_(self.one_more(name, self.weights.on_module_device(own), domain, tasks.get(name)))
+    def add(self, domain: FinishedDomain) -> None:
+        tasks: dict[str, Tensor] = {}
+        if self.options.rule in ("ties", "dare", "dare_ties"):
+            tasks = self.task_vectors(domain)
+        for name, stored in self.local_weights().items():
+            merged = self.weights.on_module_device(stored)
+            stored.copy_(self.merge_domain(name, merged, domain, tasks.get(name)))
         self.domains.add_(1)
 
-    def one_more(self, name: str, merged: Tensor, domain: Ended, task: Tensor | None) -> Tensor:
+    def merge_domain(self, name: str, merged: Tensor, domain: FinishedDomain, task: Tensor | None) -> Tensor:
         """A merged tensor with one more domain; `task` is its trimmed or dropped tau."""
-        options, began, ended = self.options, domain.began[name], domain.ended[name]
+        options = self.options
+        started = domain.started[name]
+        ended = domain.ended[name]
         if task is not None:
-            return self.vote(name, task) if options.signs else merged + options.scale * task
+            return self.elect(name, task) if options.signs else merged + options.scale * task
         if options.rule == "average":
             return torch.lerp(merged, ended, 1 / (int(self.domains) + 1 + options.base))
         if options.rule == "task_arithmetic":  # in this form it is exact where m is s_k and lambda is 1
-            return torch.lerp(began, ended, options.scale) + (merged - began)
+            return torch.lerp(started, ended, options.scale) + (merged - started)
         if options.rule == "slerp":
-            first = self.domains == 0 and not options.base
-            return slerp(merged, ended, 1.0 if first else options.share, like=domain.like[name])
-        fisher, kept = domain.fisher[name] + options.epsilon, to_local(self.fishers.named()[name])
-        kept += fisher.to(kept.device)
-        return torch.lerp(merged, ended, fisher / self.fishers.on_module_device(kept))
+            is_first = self.domains == 0 and not options.base
+            share = 1.0 if is_first else options.share
+            return slerp(merged, ended, share, like=domain.parameters[name])
+        fisher = domain.fisher[name] + options.epsilon
+        fisher_sum = to_local(self.fishers.named()[name])
+        fisher_sum += fisher.to(fisher_sum.device)
+        return torch.lerp(merged, ended, fisher / self.fishers.on_module_device(fisher_sum))
 
-    def tasks(self, domain: Ended) -> dict[str, Tensor]:
+    def task_vectors(self, domain: FinishedDomain) -> dict[str, Tensor]:
         """tau by name, trimmed and dropped by the rule."""
-        options, like = self.options, domain.like
-        tasks = {name: ended - domain.began[name] for name, ended in domain.ended.items()}
+        options = self.options
+        tasks = {name: ended - domain.started[name] for name, ended in domain.ended.items()}
         if options.rule != "ties":
-            for name, each in tasks.items():
+            for name, task in tasks.items():
                 seed = key(domain.seed, "drop", name) % 2**63
-                tasks[name] = drop_entries(each, like[name], p=options.drop, seed=seed)
+                tasks[name] = drop_entries(task, domain.parameters[name], p=options.drop, seed=seed)
         if options.rule == "dare" or options.density == 1:
             return tasks
-        sizes = {name: full_tensor(*with_rows([each.abs()], [like[name]])) for name, each in tasks.items()}
-        least = {name: find_threshold(each, options.density) for name, each in sizes.items()}
-        if options.trimmed == "model":
-            whole = torch.cat([each.flatten() for each in sizes.values()])
-            least = dict.fromkeys(tasks, find_threshold(whole, options.density))
-        return {name: torch.where(each.abs() >= least[name], each, 0) for name, each in tasks.items()}
 
-    def vote(self, name: str, task: Tensor) -> Tensor:
+        magnitudes = {}
+        for name, task in tasks.items():
+            magnitudes[name] = full_tensor(*with_rows([task.abs()], [domain.parameters[name]]))
+        thresholds = {name: find_threshold(tensor, options.density) for name, tensor in magnitudes.items()}
+        if options.trimmed == "model":
+            joined = torch.cat([tensor.flatten() for tensor in magnitudes.values()])
+            thresholds = dict.fromkeys(tasks, find_threshold(joined, options.density))
+        return {name: torch.where(task.abs() >= thresholds[name], task, 0) for name, task in tasks.items()}
+
+    def elect(self, name: str, task: Tensor) -> Tensor:
         """The base plus lambda times the mean of the trimmed tau whose sign is that of their sum, from sums
         and counts of positive and negative entries; 0 where the sum is."""
-        kept = (self.above, self.below, self.counts_above, self.counts_below)
-        added = (task.clamp_min(0), task.clamp_max(0), task > 0, task < 0)
-        sums = []
-        for each, more in zip(kept, added, strict=True):
-            own = to_local(each.named()[name])
-            own += more.to(own.device)
-            sums.append(each.on_module_device(own))
-        above, below, count_above, count_below = sums
-        sign = (above + below).sign()
-        total = torch.where(sign > 0, above, below)
-        count = torch.where(sign > 0, count_above, count_below).clamp_min(1)
+        positive_sum = add_to(self.positive_sums, name, task.clamp_min(0))
+        negative_sum = add_to(self.negative_sums, name, task.clamp_max(0))
+        positive_count = add_to(self.positive_counts, name, task > 0)
+        negative_count = add_to(self.negative_counts, name, task < 0)
+
+        sign = (positive_sum + negative_sum).sign()
+        total = torch.where(sign > 0, positive_sum, negative_sum)
+        count = torch.where(sign > 0, positive_count, negative_count).clamp_min(1)
         elected = torch.where(sign == 0, 0, total / count)
         return self.base.on_module_device(to_local(self.base.named()[name])) + self.options.scale * elected
+
+
+def add_to(sums: NamedTensors, name: str, added: Tensor) -> Tensor:
+    """Adds to the local rows of a stored tensor; returns these rows on the module's device."""
+    stored = to_local(sums.named()[name])
+    stored += added.to(stored.device)
+    return sums.on_module_device(stored)
 
 
 class Merging(nn.Module):
@@ -173,29 +200,33 @@ class Merging(nn.Module):
         self.merged = Merged(options, weights)
         self.origin = Snapshot(model, persistent=options.start == "previous")
 
-    def begin(self, model: nn.Module) -> None:
+    def start_domain(self, model: nn.Module) -> None:
         if self.start != "merged":
             self.origin.restore(model)
 
     @torch.no_grad()
-    def end(
+    def end_domain(
         self, model: nn.Module, weights: Mapping[str, Tensor], *, fisher: Mapping[str, Tensor], seed: int
     ) -> None:
         """Merges a finished domain's weights, which then are the merged ones."""
-        rows = self.merged.rows() if self.start == "merged" else self.origin.named()
-        # In the model's precision, which may be coarser than that of the merged weights.
-        began = {
-            n: precise(self.origin.on_module_device(to_local(rows[n])).to(p.dtype))
-            for n, p in weights.items()
-        }
-        ended = {name: precise(to_local(own)) for name, own in weights.items()}
+        origins = self.merged.local_weights() if self.start == "merged" else self.origin.named()
+        started = {}
+        ended = {}
+        for name, weight in weights.items():
+            # In the model's precision, which may be coarser than that of the merged weights.
+            origin = self.origin.on_module_device(to_local(origins[name])).to(weight.dtype)
+            started[name] = precise(origin)
+            ended[name] = precise(to_local(weight))
         fishers = {name: precise(to_local(fisher[name])) for name in weights if name in fisher}
-        self.merged.add(Ended(like=weights, began=began, ended=ended, fisher=fishers, seed=seed))
+        self.merged.add(
+            FinishedDomain(parameters=weights, started=started, ended=ended, fisher=fishers, seed=seed)
+        )
+
         if self.start == "previous":
             self.origin.capture(model)
-        merged = self.merged.rows()
-        for name, own in weights.items():
-            to_local(own).copy_(merged[name])
+        merged = self.merged.local_weights()
+        for name, weight in weights.items():
+            to_local(weight).copy_(merged[name])
 
 
 class Merge(ContinualMethod):
@@ -209,24 +240,32 @@ class Merge(ContinualMethod):
         self.merging = Merging(options, self.model, named_weights(self.model))
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        options, rule = self.options, self.options.rule
-        whole = rule == "task_arithmetic" or (rule == "dare" and options.drop == 0)
-        unchanged = (whole and options.scale == 1) or (rule == "slerp" and options.share == 1)
-        if self.domain.index == 0 and unchanged and options.start != "base":
+        options = self.options
+        if self.domain.index == 0 and self.adds_whole_tasks() and options.start != "base":
             log.info(
-                "No effect of method.rule=%s with start=%s: the run equals method=ncl", rule, options.start
+                "No effect of method.rule=%s with start=%s: the run equals method=ncl",
+                options.rule,
+                options.start,
             )
-        self.merging.begin(self.model)
+        self.merging.start_domain(self.model)
+
+    def adds_whole_tasks(self) -> bool:
+        """Whether the merged weights move to the end of each domain."""
+        options = self.options
+        if options.rule == "slerp":
+            return options.share == 1
+        is_sum = options.rule == "task_arithmetic" or (options.rule == "dare" and options.drop == 0)
+        return is_sum and options.scale == 1
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        found = {}
+        fisher: dict[str, Tensor] = {}
         if self.options.rule == "fisher":
             with torch.autocast(self.device.type, enabled=False):
-                found = estimate_fisher(
+                fisher = estimate_fisher(
                     self.model, importance_batches, objective=self.objective, estimator=self.options.estimator
                 )
         seed = self.make_generator().initial_seed()
-        self.merging.end(self.model, named_weights(self.model), fisher=found, seed=seed)
+        self.merging.end_domain(self.model, named_weights(self.model), fisher=fisher, seed=seed)
 
 
 class MergeLoRA(LoRA):
@@ -240,16 +279,16 @@ class MergeLoRA(LoRA):
 
     def __init__(self, options: MergeLoRAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.merging = Merging(options, self.model, self.maps())
+        self.merging = Merging(options, self.model, self.adapted_weights())
 
-    def maps(self) -> dict[str, nn.Parameter]:
+    def adapted_weights(self) -> dict[str, nn.Parameter]:
         """The frozen weights that have adapters, by name."""
-        present = named_weights(self.model)
+        weights = named_weights(self.model)
         names = [f"{name}.base_layer.weight" for name in lora.lora_layers(self.model)]
-        return {name: present[name] for name in names}
+        return {name: weights[name] for name in names}
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        self.merging.begin(self.model)
+        self.merging.start_domain(self.model)
         if self.domain.index > 0:
             lora.reset_newest(self.model, self.make_generator().initial_seed())
 
@@ -257,21 +296,23 @@ class MergeLoRA(LoRA):
         seed = self.make_generator().initial_seed()
         lora.merge_newest(self.model)
         lora.reset_newest(self.model, seed)  # with product 0
-        found = self.measure(importance_batches) if self.options.rule == "fisher" else {}
-        self.merging.end(self.model, self.maps(), fisher=found, seed=seed)
+        fisher = self.measure_fisher(importance_batches) if self.options.rule == "fisher" else {}
+        self.merging.end_domain(self.model, self.adapted_weights(), fisher=fisher, seed=seed)
 
-    def measure(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
-        """The diagonal Fisher of the frozen weights."""
-        flipped = [*(each for each in self.model.parameters() if each.requires_grad), *self.maps().values()]
-        for each in flipped:
-            each.requires_grad_(not each.requires_grad)
+    def measure_fisher(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
+        """The diagonal Fisher of the frozen weights, which require gradients meanwhile in place of the
+        adapters."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        switched = [*trained, *self.adapted_weights().values()]
+        for parameter in switched:
+            parameter.requires_grad_(not parameter.requires_grad)
         with torch.autocast(self.device.type, enabled=False):
-            found = estimate_fisher(
+            fisher = estimate_fisher(
                 self.model, importance_batches, objective=self.objective, estimator=self.options.estimator
             )
-        for each in flipped:
-            each.requires_grad_(not each.requires_grad)
-        return found
+        for parameter in switched:
+            parameter.requires_grad_(not parameter.requires_grad)
+        return fisher
 
 
 class EMA(ContinualMethod):
@@ -333,7 +374,7 @@ class Reptile(ContinualMethod):
     def __init__(self, options: ReptileOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         self.anchor = Snapshot(self.model, persistent=True)
-        self.gone = nn.Buffer(torch.zeros((), dtype=torch.int64))  # steps since the anchor
+        self.steps_since_anchor = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     @property
     def interval(self) -> int:
@@ -342,22 +383,27 @@ class Reptile(ContinualMethod):
         return int(every) if every >= 1 else max(1, round(every * self.trainer.max_steps))
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        if self.interval > (steps := self.trainer.max_steps):
-            told = "Interpolating once: method.every=%d is more than the %d steps of %s"
-            log.info(told, self.interval, steps, self.domain.name)
+        steps = self.trainer.max_steps
+        if self.interval > steps:
+            log.info(
+                "Interpolating once: method.every=%d is more than the %d steps of %s",
+                self.interval,
+                steps,
+                self.domain.name,
+            )
         self.anchor.capture(self.model)
-        self.gone.zero_()
+        self.steps_since_anchor.zero_()
 
     def after_update(self) -> None:
-        self.gone.add_(1)
-        if self.gone == self.interval:
+        self.steps_since_anchor.add_(1)
+        if self.steps_since_anchor == self.interval:
             self.interpolate()
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        if self.gone:
+        if self.steps_since_anchor:
             self.interpolate()
 
     def interpolate(self) -> None:
         self.anchor.restore(self.model, share=1 - self.options.share)
         self.anchor.capture(self.model)
-        self.gone.zero_()
+        self.steps_since_anchor.zero_()

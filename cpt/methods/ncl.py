@@ -65,8 +65,10 @@ class ExperienceReplay(ContinualMethod):
 
     def __init__(self, options: ExperienceReplayOptions, context: MethodContext) -> None:
         if context.replay != NO_REPLAY:
-            told = "replay is invalid: method=replay has its own"
-            raise ValueError(f"{told}. Allowed: replay=none, and options of method.mixture")
+            raise ValueError(
+                "replay is invalid: method=replay has its own. "
+                "Allowed: replay=none, and options of method.mixture"
+            )
         super().__init__(options, replace(context, replay=options.mixture))
 
 

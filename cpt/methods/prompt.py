@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.options import Routing
 from cpt.adapters.soft_prompt import PromptChain, attach_prompt, draw_prompt
+from cpt.core.exceptions import InvalidOptionError
 from cpt.data.collate import Batch
 from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -31,8 +32,9 @@ PER_ROW = "whose vectors follow the first token of a row"
 
 def with_prompt(model: PreTrainedModel, name: str, prompt: Tensor) -> PreTrainedModel:
     """A trainable copy of a model with another prompt [n, D] as the parameter of this name."""
-    copy, (owner, _, own) = deepcopy(model).requires_grad_(True), name.rpartition(".")
-    setattr(copy.get_submodule(owner), own, nn.Parameter(prompt.detach().clone()))
+    copy = deepcopy(model).requires_grad_(True)
+    owner, _, attribute = name.rpartition(".")
+    setattr(copy.get_submodule(owner), attribute, nn.Parameter(prompt.detach().clone()))
     return copy
 
 
@@ -95,8 +97,10 @@ class Prompt(PromptMethod):
         self.domain_params.capture(self.model, self.domain.index if self.options.per_domain else ONLY)
 
     def weights(self, domain: int) -> dict[str, Tensor]:
-        place = domain if self.options.per_domain else ONLY
-        return self.domain_params.weights(place if place in self.domain_params.domains else BASE)
+        source = domain if self.options.per_domain else ONLY
+        if source not in self.domain_params.domains:
+            source = BASE
+        return self.domain_params.weights(source)
 
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         if self.options.per_domain:
@@ -112,8 +116,12 @@ class Prompt(PromptMethod):
 def check_rows(context: MethodContext, method: str) -> None:
     """Raises ValueError where samples share rows; `method` says why it needs a row for each."""
     if context.objective.sharing is not None or context.objective.isolated:
-        told = f"domains.packing=document_mask is invalid: incompatible with {method}"
-        raise ValueError(f"{told}. Allowed: domains.packing=none of examples, concat of text")
+        raise InvalidOptionError(
+            "domains.packing",
+            "document_mask",
+            reason=f"incompatible with {method}",
+            allowed="domains.packing=none of examples, concat of text",
+        )
 
 
 def check_tokens(
@@ -127,8 +135,13 @@ def check_tokens(
     """Raises ValueError where prompts of domains and sample exceed the model's positions."""
     limit = find_max_positions(model)
     if limit is not None and length + tokens * domains > limit:
-        room = f"0 to {(limit - length) // domains}, the positions beyond model.max_seq_length={length}"
-        raise ValueError(f"{option}={tokens} is invalid for {domains} domains. Allowed: {room}")
+        most = (limit - length) // domains
+        raise InvalidOptionError(
+            option,
+            tokens,
+            context=f"for {domains} domains",
+            allowed=f"0 to {most}, the positions beyond model.max_seq_length={length}",
+        )
 
 
 STD = 0.02  # of W_down
@@ -149,10 +162,11 @@ class ProgPrompt(PromptMethod):
     def __init__(self, options: ProgPromptOptions, context: MethodContext) -> None:
         super().__init__(options, context, PromptChain, method="progprompt", routing=options.routing)
         self.residual: nn.Sequential | None = None  # W_down, relu, W_up
-        if (rows := options.residual) is not None:
-            width, like = self.prompt.shape[1], self.prompt
-            linear = partial(nn.Linear, device=like.device, dtype=like.dtype)
-            down, up = linear(width, rows), linear(rows, width)
+        if options.residual is not None:
+            width = self.prompt.shape[1]
+            linear = partial(nn.Linear, device=self.prompt.device, dtype=self.prompt.dtype)
+            down = linear(width, options.residual)
+            up = linear(options.residual, width)
             self.residual = nn.Sequential(down, nn.ReLU(), up)
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
@@ -160,34 +174,40 @@ class ProgPrompt(PromptMethod):
         check_tokens(tokens, length=self.length, model=self.model, domains=len(order))
         return super().stages(order)
 
-    def learned(self) -> Tensor:
+    def residual_prompt(self) -> Tensor:
         """P_t as in the chain, [n, D]."""
         return self.prompt if self.residual is None else self.prompt + self.residual(self.prompt)
 
-    def earlier(self) -> list[Tensor]:
-        """[P_{t-1}; ...; P_1], [(t - 1) n, D], in a list; empty in the first domain."""
-        before = self.domain_params.before(self.domain.index)
-        return [self.domain_params.weights(before[-1])[self.name]] if before else []
+    def earlier_chain(self) -> Tensor | None:
+        """[P_{t-1}; ...; P_1], [(t - 1) n, D]; None in the first domain."""
+        earlier_domains = self.domain_params.before(self.domain.index)
+        if not earlier_domains:
+            return None
+        return self.domain_params.weights(earlier_domains[-1])[self.name]
 
     @torch.no_grad()
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        drawing, earlier = self.make_generator(), self.earlier()
+        generator = self.make_generator()
+        chain = self.earlier_chain()
         if self.options.start == "vocabulary":
-            self.prompt.copy_(draw_prompt(self.model, len(self.prompt), drawing))
-        elif earlier:
-            self.prompt.copy_(earlier[0][: len(self.prompt)])
+            self.prompt.copy_(draw_prompt(self.model, len(self.prompt), generator))
+        elif chain is not None:
+            self.prompt.copy_(chain[: len(self.prompt)])
         if self.residual is not None:
             for parameter in self.residual.parameters():
                 parameter.zero_()
             down = cast(nn.Linear, self.residual[0]).weight
-            down.copy_(STD * torch.randn(down.shape, generator=drawing))
+            down.copy_(STD * torch.randn(down.shape, generator=generator))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        chain = torch.cat([self.learned(), *earlier]) if (earlier := self.earlier()) else self.learned()
+        chain = self.residual_prompt()
+        earlier_chain = self.earlier_chain()
+        if earlier_chain is not None:
+            chain = torch.cat([chain, earlier_chain])
         with swap_weights(self.model, {self.name: chain}):  # [t n, D], of which P_t has a gradient
             return super().losses(batch)
 
     @torch.no_grad()
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        with swap_weights(self.model, {self.name: nn.Parameter(self.learned())}):
+        with swap_weights(self.model, {self.name: nn.Parameter(self.residual_prompt())}):
             super().after_domain(importance_batches)

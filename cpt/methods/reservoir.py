@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from cpt.core.distributed import all_reduce_sum, gather_shards
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import rank_and_world
 from cpt.core.randomness import draws, key, sample_keys, shuffle
 from cpt.data.collate import UNSCORED, Batch, label_batch, labels_of
@@ -22,10 +23,10 @@ from cpt.methods.options import AGEMOptions, DERPPOptions
 from cpt.models.forward import select_positions, token_nll
 from cpt.models.objectives import Objective
 
-SWEEPS = 1000  # over the entries of v, at most
-CLOSE = 1e-12  # relative change of v that ends the sweeps
+MAX_SWEEPS = 1000  # over the entries of v
+TOLERANCE = 1e-12  # relative change of v that ends the sweeps
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-BITS = {2: torch.int16, 4: torch.int32}
+INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes per entry
 
 
 class Reservoir(nn.Module):
@@ -50,8 +51,12 @@ class Reservoir(nn.Module):
     ) -> None:
         super().__init__()
         source, target = objective.sides(length)
-        self.seed, self.pad, self.by_domain = seed, pad or 0, by_domain
-        self.isolated, self.decodes = objective.isolated, target is not None
+        self.seed = seed
+        self.pad = pad or 0
+        self.by_domain = by_domain
+        self.isolated = objective.isolated
+        self.decodes = target is not None
+
         self.input_ids = nn.Buffer(torch.zeros(samples, source, dtype=torch.int32))
         if target is not None:
             self.decoder_input_ids = nn.Buffer(torch.zeros(samples, target, dtype=torch.int32))
@@ -67,20 +72,24 @@ class Reservoir(nn.Module):
 
     def slots(self) -> np.ndarray:
         """This process's slots; raises ValueError if there are fewer than processes."""
-        (rank, world), held = rank_and_world(), len(self.lengths)
-        if held < world:
-            allowed = f"one or more for each of {world} processes"
-            raise ValueError(f"method.buffer_size={held} is invalid. Allowed: {allowed}")
-        return np.arange(rank, held, world)
+        rank, world = rank_and_world()
+        size = len(self.lengths)
+        if size < world:
+            raise InvalidOptionError(
+                "method.buffer_size", size, allowed=f"one or more for each of {world} processes"
+            )
+        return np.arange(rank, size, world)
 
     @torch.no_grad()
     def count(self) -> int:
         """The samples offered to this process; rebalances a state of another number of processes."""
         rank, world = rank_and_world()
         if int((self.seen > 0).sum()) not in (0, world):
-            order, total = (self.lengths == 0).int().argsort(stable=True), int(self.seen.sum())
-            for buffer in (buffer for buffer in self.buffers() if buffer is not self.seen):
-                buffer.copy_(buffer[order.to(buffer.device)])
+            filled_first = (self.lengths == 0).int().argsort(stable=True)
+            total = int(self.seen.sum())
+            for buffer in self.buffers():
+                if buffer is not self.seen:
+                    buffer.copy_(buffer[filled_first.to(buffer.device)])
             self.seen.zero_()
             self.seen[:world] = (total + torch.arange(world).flip(0)) // world
         return int(self.seen[rank])
@@ -89,63 +98,85 @@ class Reservoir(nn.Module):
     def add(self, batch: Batch, outputs: Tensor, *, domain: int = -1) -> None:
         """Offers a batch's samples, of the domain with this place in the order, with the outputs [K, width]
         at its scored positions, clamped to the range of half precision."""
-        (rank, world), own, numbers = rank_and_world(), self.slots(), np.arange(len(batch["input_ids"]))
-        numbers += self.count()
+        world = rank_and_world()[1]
+        count = len(batch["input_ids"])
+        rows_by_slot = self.choose_slots(count)
+        self.seen[:world] += count
+        if not rows_by_slot:
+            return
+        labels = labels_of(batch)
+        row_outputs = outputs.split(torch.bincount(batch["rows"], minlength=count).tolist())
+        for slot, row in rows_by_slot.items():
+            if not row_outputs[row].isfinite().all():  # as of a skipped step
+                continue
+            self.store(slot, row, batch, labels=labels, outputs=row_outputs[row])
+            if self.by_domain:
+                self.domains[slot] = domain
+
+    def choose_slots(self, count: int) -> dict[int, int]:
+        """The rows of a batch of `count` samples that are stored, by slot."""
+        rank, world = rank_and_world()
+        own_slots = self.slots()
+        slots = len(own_slots)
+        numbers = np.arange(count) + self.count()
         keys = sample_keys(key(self.seed, "reservoir", rank, world), numbers)
+        uniforms = draws(keys, 1, stream=0)[:, 0]
+
         # Sample k, from 0, fills slot k; later ones stay with probability slots / (k + 1).
-        uniforms, slots = draws(keys, 1, stream=0)[:, 0], len(own)
-        places = np.where(numbers < slots, numbers, (uniforms * (numbers + 1)).astype(np.int64))
-        self.seen[:world] += len(numbers)
+        positions = np.where(numbers < slots, numbers, (uniforms * (numbers + 1)).astype(np.int64))
         # Of two samples of a batch that take the same slot, the later one stays.
-        rows = {own[place]: row for row, place in enumerate(places) if place < slots}
-        if rows:
-            parts = outputs.split(torch.bincount(batch["rows"], minlength=len(numbers)).tolist())
-            ids, labels = batch["input_ids"], labels_of(batch)
-            lengths = batch.get("attention_mask", torch.ones_like(ids)).sum(1)
-            limit = torch.finfo(self.outputs.dtype).max
-            for slot, row in rows.items():
-                if not parts[row].isfinite().all():  # as of a skipped step
-                    continue
-                stored = [(self.input_ids, ids, self.pad), (self.labels, labels, UNSCORED)]
-                if self.decodes:
-                    stored.append((self.decoder_input_ids, batch["decoder_input_ids"], self.pad))
-                if self.isolated:
-                    stored.append((self.segments, batch["segments"], PADDING))
-                for buffer, values, filler in stored:
-                    width = values.shape[1]
-                    buffer[slot, :width], buffer[slot, width:] = values[row], filler
-                self.lengths[slot] = lengths[row]
-                missing = self.outputs.shape[1] - len(parts[row])
-                clamped = parts[row].float().clamp(-limit, limit)
-                self.outputs[slot] = functional.pad(clamped, (0, 0, 0, missing))
-                if self.by_domain:
-                    self.domains[slot] = domain
+        return {own_slots[position]: row for row, position in enumerate(positions) if position < slots}
+
+    def store(self, slot: int, row: int, batch: Batch, *, labels: Tensor, outputs: Tensor) -> None:
+        """Writes a row of a batch with labels [B, T], and its outputs [scored, width], into a slot."""
+        ids = batch["input_ids"]
+        self.fill(self.input_ids, slot, ids[row], padding=self.pad)
+        self.fill(self.labels, slot, labels[row], padding=UNSCORED)
+        if self.decodes:
+            self.fill(self.decoder_input_ids, slot, batch["decoder_input_ids"][row], padding=self.pad)
+        if self.isolated:
+            self.fill(self.segments, slot, batch["segments"][row], padding=PADDING)
+        mask = batch.get("attention_mask")
+        self.lengths[slot] = ids.shape[1] if mask is None else mask[row].sum()
+
+        limit = torch.finfo(self.outputs.dtype).max
+        clamped = outputs.float().clamp(-limit, limit)
+        self.outputs[slot] = functional.pad(clamped, (0, 0, 0, self.outputs.shape[1] - len(outputs)))
+
+    @staticmethod
+    def fill(buffer: Tensor, slot: int, values: Tensor, *, padding: int) -> None:
+        """Writes values [n] into a slot of a buffer [slots, width >= n], and pads them."""
+        buffer[slot, : len(values)] = values
+        buffer[slot, len(values) :] = padding
 
     def draw(self, count: int, *, purpose: str, domain: int | None = None) -> Tensor:
         """Up to `count` distinct filled slots of this process, of a domain or all, by the purpose."""
         stream = key(self.seed, purpose, *rank_and_world(), self.count())
-        own = torch.from_numpy(self.slots())
-        own = own if domain is None else own[self.domains[own] == domain]
-        filled = own[self.lengths[own] > 0]
+        slots = torch.from_numpy(self.slots())
+        if domain is not None:
+            slots = slots[self.domains[slots] == domain]
+        filled = slots[self.lengths[slots] > 0]
         order = shuffle(np.arange(min(count, len(filled))), len(filled), stream=stream)
         return filled[torch.from_numpy(order)]
 
     def batch(self, slots: Tensor) -> Batch:
         """The samples in slots [B] as an objective's batch without a weight, on the outputs' device."""
-        ids, labels = self.input_ids[slots].long(), self.labels[slots].long()
-        present = torch.arange(ids.shape[1]) < self.lengths[slots][:, None]
-        taken = self.decoder_input_ids[slots].long() if self.decodes else None
+        ids = self.input_ids[slots].long()
+        labels = self.labels[slots].long()
+        is_token = torch.arange(ids.shape[1]) < self.lengths[slots][:, None]
+        decoder_ids = self.decoder_input_ids[slots].long() if self.decodes else None
         segments = self.segments[slots].long() if self.isolated else None
-        batch = label_batch(ids, labels, present, decoder_input_ids=taken, segments=segments)
+        batch = label_batch(ids, labels, is_token, decoder_input_ids=decoder_ids, segments=segments)
         device = self.outputs.device
         return cast(Batch, {name: cast(Tensor, value).to(device) for name, value in batch.items()})
 
     def outputs_of(self, slots: Tensor) -> Tensor:
         """The stored outputs [K, width] at the scored positions of the samples in slots [B]."""
-        scored = (self.labels[slots] != UNSCORED).sum(1, keepdim=True)
-        places = torch.arange(self.outputs.shape[1])
-        chosen = (slots[:, None] * len(places) + places)[places < scored]
-        return self.outputs.flatten(0, 1)[chosen.to(self.outputs.device)]
+        scored_counts = (self.labels[slots] != UNSCORED).sum(1, keepdim=True)
+        positions = torch.arange(self.outputs.shape[1])
+        flat_positions = slots[:, None] * len(positions) + positions
+        scored = flat_positions[positions < scored_counts]
+        return self.outputs.flatten(0, 1)[scored.to(self.outputs.device)]
 
     @torch.no_grad()
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -155,11 +186,12 @@ class Reservoir(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Reservoir":
         # Outputs are moved but never cast; the other buffers stay on the CPU, where reads wait for no GPU.
-        def moved(buffer: Tensor) -> Tensor:
-            bits = BITS[buffer.itemsize] if buffer is self.outputs else None
-            return buffer if bits is None else fn(buffer.view(bits)).view(buffer.dtype)
+        def move(buffer: Tensor) -> Tensor:
+            if buffer is not self.outputs:
+                return buffer
+            return fn(buffer.view(INTEGERS[buffer.itemsize])).view(buffer.dtype)
 
-        return super()._apply(moved, recurse)
+        return super()._apply(move, recurse)
 
 
 class DERPP(ContinualMethod):
@@ -180,19 +212,25 @@ class DERPP(ContinualMethod):
 
     def __init__(self, options: DERPPOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        how: dict[str, Any] = {"samples": options.buffer_size, "length": self.length, "seed": self.seed}
-        how |= {"width": self.width(options.matched), "pad": self.model.config.pad_token_id}
-        self.memory = Reservoir(self.objective, precision=options.precision, **how)
+        self.memory = Reservoir(
+            self.objective,
+            samples=options.buffer_size,
+            length=self.length,
+            seed=self.seed,
+            width=self.output_width(options.matched),
+            precision=options.precision,
+            pad=self.model.config.pad_token_id,
+        )
 
     @torch.no_grad()
-    def width(self, matched: str) -> int:
+    def output_width(self, matched: str) -> int:
         """Features of an output at a position, from a forward pass: not every configuration says."""
         ids = torch.zeros(1, 2, dtype=torch.long)
-        two: Batch = {"input_ids": ids, "positions": torch.zeros(1, dtype=torch.long)}
+        batch: Batch = {"input_ids": ids, "positions": torch.zeros(1, dtype=torch.long)}
         if self.model.config.is_encoder_decoder:
-            two["decoder_input_ids"] = ids
+            batch["decoder_input_ids"] = ids
         with torch.random.fork_rng(devices=[]):
-            logits, hidden = self.objective.outputs(self.model, two)
+            logits, hidden = self.objective.outputs(self.model, batch)
         return (logits if matched == "logits" else hidden).shape[-1]
 
     def describe_accumulation(self) -> str:
@@ -201,32 +239,47 @@ class DERPP(ContinualMethod):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = self.objective.outputs(self.model, batch)
         lm = token_nll(logits, batch).sum() * batch["weight"]
-        size, given = len(hidden) // 2, self.options.minibatch_size
-        if given is not None:
-            size = given // (self.trainer.world_size * self.trainer.accumulate_grad_batches)
-        match, replay = self.replayed(max(1, size))
-        held = logits if self.options.matched == "logits" else select_positions(hidden, batch["positions"])
-        self.memory.add(batch, held)
-        terms = {"derpp_match": self.options.alpha * match, "derpp_replay": self.options.beta * replay}
-        return {"lm": lm, **terms}
+        match, replay = self.replay_terms(max(1, self.draw_size(len(hidden))))
+        matched = logits
+        if self.options.matched == "hidden":
+            matched = select_positions(hidden, batch["positions"])
+        self.memory.add(batch, matched)
+        return {
+            "lm": lm,
+            "derpp_match": self.options.alpha * match,
+            "derpp_replay": self.options.beta * replay,
+        }
 
-    def replayed(self, count: int) -> tuple[Tensor, Tensor]:
+    def draw_size(self, rows: int) -> int:
+        """The samples of a draw for a micro-batch of `rows`."""
+        if self.options.minibatch_size is None:
+            return rows // 2
+        return self.options.minibatch_size // (self.trainer.world_size * self.trainer.accumulate_grad_batches)
+
+    def replay_terms(self, count: int) -> tuple[Tensor, Tensor]:
         """Squared error on one draw of `count` samples and loss on another, means; 0 from an empty memory."""
-        matching, replaying = (self.memory.draw(count, purpose=name) for name in ("match", "replay"))
-        if not len(matching):
-            none = torch.zeros((), device=self.device)
-            return none, none.clone()
-        stored = self.memory.outputs_of(matching).float()
-        both = self.objective.lay_out(self.memory.batch(torch.cat([matching, replaying])))
-        before, after = both["positions"].tensor_split([len(stored)])
-        replayed = both | {"positions": after, "targets": both["targets"][len(stored) :]}
+        matched = self.memory.draw(count, purpose="match")
+        replayed = self.memory.draw(count, purpose="replay")
+        if not len(matched):
+            zero = torch.zeros((), device=self.device)
+            return zero, zero.clone()
+        stored = self.memory.outputs_of(matched).float()
+
+        # Both draws in one pass: the positions of the matched samples come first.
+        both = self.objective.lay_out(self.memory.batch(torch.cat([matched, replayed])))
+        matched_positions, replayed_positions = both["positions"].tensor_split([len(stored)])
+        replay_batch = both | {
+            "positions": replayed_positions,
+            "targets": both["targets"][len(stored) :],
+        }
         if self.options.matched == "hidden":  # the head is computed for the replayed draw only
-            logits, hidden = self.objective.outputs(self.model, replayed)
-            present = select_positions(hidden, before)
+            logits, hidden = self.objective.outputs(self.model, replay_batch)
+            present = select_positions(hidden, matched_positions)
         else:
             logits, _ = self.objective.outputs(self.model, both)
             present, logits = logits.tensor_split([len(stored)])
-        nll = token_nll(logits, replayed)
+
+        nll = token_nll(logits, replay_batch)
         squared = functional.mse_loss(present.float(), stored, reduction="sum") / max(1, stored.numel())
         return squared, nll.sum() / max(1, len(nll))  # a drawn row may have no scored token
 
@@ -238,26 +291,29 @@ class Reference(Constraint):
         super().__init__(apply_to=apply_to)
         self.margin = margin
         self.gradients: list[Mapping[nn.Parameter, Tensor]] = []  # the references of the current step
-        self.steps = nn.Buffer(torch.zeros(2, dtype=torch.int64))  # with a reference, and projected
+        self.step_counts = nn.Buffer(torch.zeros(2, dtype=torch.int64))  # with a reference, and projected
 
     def covered(self) -> Iterable[nn.Parameter]:
         return self.gradients[0] if self.gradients else ()
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
-        moved, sign = [each for _, each in steps], 1 if self.apply_to == "gradient" else -1
-        references = [[found[parameter] for parameter, _ in steps] for found in self.gradients]
-        products = sign * torch.stack([inner_product(moved, each) for each in references])
-        against = bool((products < 0).any())
-        self.steps.add_(torch.tensor([1, against], device=self.steps.device))
-        if against:
-            gram = [torch.stack([inner_product(a, b) for b in references]) for a in references]
-            weights = solve(torch.stack(gram), products, least=self.margin).tolist()
+        sign = 1 if self.apply_to == "gradient" else -1
+        steps_made = [step for _, step in steps]
+        references = []
+        for gradient in self.gradients:
+            references.append([gradient[parameter] for parameter, _ in steps])
+
+        products = sign * torch.stack([inner_product(steps_made, reference) for reference in references])
+        raises_loss = bool((products < 0).any())
+        self.step_counts.add_(torch.tensor([1, raises_loss], device=self.step_counts.device))
+        if raises_loss:
+            weights = solve(gram_matrix(references), products, least=self.margin).tolist()
             for weight, reference in zip(weights, references, strict=True):
-                torch._foreach_add_(moved, reference, alpha=sign * weight)
+                torch._foreach_add_(steps_made, reference, alpha=sign * weight)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The share of steps that were projected."""
-        return {"projected": (self.steps[1] / self.steps[0].clamp_min(1)).view(1)}
+        return {"projected": (self.step_counts[1] / self.step_counts[0].clamp_min(1)).view(1)}
 
 
 class AGEM(ContinualMethod):
@@ -278,10 +334,15 @@ class AGEM(ContinualMethod):
 
     def __init__(self, options: AGEMOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.each = options.constraints == "each"
-        how: dict[str, Any] = {"samples": options.buffer_size, "length": self.length, "seed": self.seed}
-        how |= {"by_domain": self.each, "pad": self.model.config.pad_token_id}
-        self.memory = Reservoir(self.objective, **how)
+        self.per_domain = options.constraints == "each"
+        self.memory = Reservoir(
+            self.objective,
+            samples=options.buffer_size,
+            length=self.length,
+            seed=self.seed,
+            pad=self.model.config.pad_token_id,
+            by_domain=self.per_domain,
+        )
         self.reference = Reference(apply_to=options.apply_to, margin=options.margin)
         self.masks.append(self.reference)
 
@@ -290,43 +351,65 @@ class AGEM(ContinualMethod):
             self.memory.add(batch, torch.empty(len(batch["positions"]), 0), domain=self.domain.index)
 
     def transform_gradients(self, optimizer: Optimizer) -> None:
-        earlier = self.domain.index
-        sources = [*range(earlier)] if self.each else [None] * (earlier > 0)
-        self.reference.gradients = [found for source in sources if (found := self.refer(source))]
+        domain = self.domain.index
+        if self.per_domain:
+            sources: list[int | None] = list(range(domain))
+        else:
+            sources = [None] if domain > 0 else []  # all earlier domains together
+        gradients = [self.reference_gradient(source) for source in sources]
+        self.reference.gradients = [gradient for gradient in gradients if gradient]
 
-    def refer(self, source: int | None) -> dict[nn.Parameter, Tensor]:
+    def reference_gradient(self, source: int | None) -> dict[nn.Parameter, Tensor]:
         """The mean loss's gradient by parameter on a draw from a domain's samples, or (None) from all."""
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
         share = max(1, self.options.minibatch_size // self.trainer.world_size)
         slots = self.memory.draw(share, purpose=f"step {self.trainer.global_step}", domain=source)
-        found, count = [torch.zeros_like(each) for each in trained], torch.zeros((), device=self.device)
+
+        gradients = [torch.zeros_like(parameter) for parameter in trained]
+        count = torch.zeros((), device=self.device)
         if len(slots):
             batch = self.objective.lay_out(self.memory.batch(slots))
             with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
                 loss = self.objective.nll(self.model, batch).sum()
-            found = list(torch.autograd.grad(loss, trained, materialize_grads=True, allow_unused=True))
+            gradients = list(torch.autograd.grad(loss, trained, materialize_grads=True, allow_unused=True))
             count += len(batch["positions"])
-        all_reduce_sum(*found, count)
+        all_reduce_sum(*gradients, count)
         if not count:
             return {}
-        torch._foreach_div_(found, count)
-        return dict(zip(trained, found, strict=True))
+        torch._foreach_div_(gradients, count)
+        return dict(zip(trained, gradients, strict=True))
 
 
 def solve(gram: Tensor, products: Tensor, *, least: float) -> Tensor:
-    """argmin over v [t] >= least of 1/2 v^T gram v + products^T v, by coordinate descent in 64 bits."""
-    gram, products = gram.double().cpu(), products.double().cpu()
-    found = torch.full_like(products, least)
-    for _ in range(SWEEPS):
-        before = found.clone()
-        for k in gram.diagonal().nonzero().flatten().tolist():
-            found[k] = (found[k] - (gram[k] @ found + products[k]) / gram[k, k]).clamp_min(least)
-        if (found - before).abs().max() <= CLOSE * found.abs().max():
+    """argmin over v [t] >= least of 1/2 v^T gram v + products^T v, by coordinate descent in 64 bits.
+
+    >>> solve(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([-4.0, 1.0]), least=0.0).tolist()
+    [2.0, 0.0]
+    """
+    gram = gram.double().cpu()
+    products = products.double().cpu()
+    v = torch.full_like(products, least)
+    coordinates = gram.diagonal().nonzero().flatten().tolist()
+    for _ in range(MAX_SWEEPS):
+        previous = v.clone()
+        for k in coordinates:
+            v[k] = (v[k] - (gram[k] @ v + products[k]) / gram[k, k]).clamp_min(least)
+        if (v - previous).abs().max() <= TOLERANCE * v.abs().max():
             break
-    return found
+    return v
 
 
-def inner_product(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+def gram_matrix(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The inner products of lists of tensors with each other, [t, t]."""
+    rows = []
+    for left in vectors:
+        rows.append(torch.stack([inner_product(left, right) for right in vectors]))
+    return torch.stack(rows)
+
+
+def inner_product(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     """The inner product of two lists of tensors, a scalar in at least 32 bits."""
-    pairs = zip(ones, others, strict=True)
-    return torch.stack([torch.dot(a.flatten().float(), b.flatten().float()) for a, b in pairs]).sum()
+    products = []
+    for a, b in zip(left, right, strict=True):
+        products.append(torch.dot(a.flatten().float(), b.flatten().float()))
+    return torch.stack(products).sum()

@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from cpt.adapters.experts import attach_mixtures, mixtures_of
+from cpt.adapters.experts import attach_mixtures, find_mixtures
 from cpt.models.units import find_blocks
 from tests.models.test_units import build, inputs_of
 
@@ -24,7 +24,7 @@ def mixed(name: str, *, top_k: int = 2, groups=(2, 1)):
     plain = deepcopy(dict(find_blocks(model)))
     attach_mixtures(model, blocks=list(plain), top_k=top_k)
     torch.manual_seed(3)
-    for mixture in mixtures_of(model).values():
+    for mixture in find_mixtures(model).values():
         for count in groups:
             mixture.grow(count)
         for parameter in mixture.groups.parameters():
@@ -36,19 +36,23 @@ def mixed(name: str, *, top_k: int = 2, groups=(2, 1)):
 @torch.no_grad()
 def test_each_token_is_the_sum_of_its_experts_by_their_gates(name, top_k):
     (model, plain), noted = mixed(name, top_k=top_k), {}
-    for path, mixture in mixtures_of(model).items():
-        own, first, last = noted.setdefault(path, {}), mixture.own[0].module, mixture.own[-1].module
+    for path, mixture in find_mixtures(model).items():
+        own, first, last = (
+            noted.setdefault(path, {}),
+            mixture.ffn_layers[0].module,
+            mixture.ffn_layers[-1].module,
+        )
         first.register_forward_pre_hook(lambda m, args, own=own: own.update(x=args[0]), prepend=True)
         last.register_forward_hook(lambda m, args, output, own=own: own.update(y=output))
     model(**inputs_of(model))
-    for path, mixture in mixtures_of(model).items():
+    for path, mixture in find_mixtures(model).items():
         block = path.removesuffix(".mixture")
         x, y = (noted[path][key].flatten(0, -2) for key in "xy")
         rows = torch.cat([torch.zeros_like(x[:1]), *(group.router for group in mixture.groups)])
         z = x @ rows.T
         copies = [deepcopy(plain[block]) for _ in rows]
         for copy, expert in zip(copies[1:], mixture.experts, strict=True):
-            for own, made in zip(mixture.own, expert.maps, strict=True):
+            for own, made in zip(mixture.ffn_layers, expert.maps, strict=True):
                 copy.get_submodule(own.name.removeprefix(f"{block}.")).load_state_dict(made.state_dict())
         each = torch.stack([FFN[name](copy, x) for copy in copies], dim=1)
         kept = z.sort(dim=1, descending=True).indices[:, :top_k]
@@ -69,12 +73,12 @@ def test_one_expert_is_the_model_bit_for_bit(name):
 
 def test_new_experts_are_copies_of_those_of_a_group():
     model, _ = mixed("gpt2")
-    (mixture, *_) = mixtures_of(model).values()
+    (mixture, *_) = find_mixtures(model).values()
     mixture.grow(2)
     for source, experts in ((0, [1, 2]), (1, [3, 3]), (-1, [0, 0])):
-        mixture.copy(source)
+        mixture.copy_group(source)
         for new, old in zip(mixture.groups[-1].experts, experts, strict=True):
-            maps = mixture.experts[old - 1].maps if old else [each.module for each in mixture.own]
+            maps = mixture.experts[old - 1].maps if old else [each.module for each in mixture.ffn_layers]
             for one, other in zip(new.maps, maps, strict=True):
                 assert torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
     assert not torch.equal(mixture.groups[-1].router[0], mixture.groups[-1].router[1])
@@ -91,8 +95,10 @@ def test_what_is_noted_of_a_pass_is_of_text_alone():
     model(**inputs, attention_mask=mask)
     text = {"encoder": int(mask.sum()), "decoder": int((inputs["decoder_input_ids"] != 0).sum())}
     assert text["encoder"] != text["decoder"]
-    for name, mixture in mixtures_of(model).items():
-        passed, tokens = mixture.passed, text[name.partition(".")[0]]
+    for name, mixture in find_mixtures(model).items():
+        passed, tokens = mixture.record, text[name.partition(".")[0]]
         assert passed.probabilities.shape == (tokens, 4)
-        assert int(passed.firsts.sum()) == tokens and float(passed.taken.sum()) == pytest.approx(tokens)
+        assert int(passed.first_choices.sum()) == tokens and float(passed.gate_sums.sum()) == pytest.approx(
+            tokens
+        )
         assert torch.equal(passed.probabilities.argmax(1), passed.chosen[:, 0])

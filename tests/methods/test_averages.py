@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cpt.adapters import lora
-from cpt.methods.merge import Ended, Merged, drop_entries, slerp
+from cpt.methods.merge import FinishedDomain, Merged, drop_entries, slerp
 from cpt.methods.options import MergeOptions, Rule
 from tests.methods.test_lifelong_moe import First
 from tests.support.method_fixtures import StepRecorder, assert_close, clone_tensors, equal_tensors
@@ -51,13 +51,13 @@ def test_it_is_gone_after_every_so_many_steps(build, monkeypatch):
 
     def watched(module):
         fast, anchor = work.weights(), clone_tensors(module.anchor.named())
-        ways.append(int(module.gone))
+        ways.append(int(module.steps_since_anchor))
         interpolate(module)
         assert_close(work.weights(), {n: torch.lerp(anchor[n], v, 0.5) for n, v in fast.items()})
 
     monkeypatch.setattr(kind, "interpolate", watched)
     work.learn(0)
-    assert ways == [2, 2] and int(work.module.gone) == 0
+    assert ways == [2, 2] and int(work.module.steps_since_anchor) == 0
 
 
 def test_each_domain_starts_from_the_base_and_pairs_are_merged_by_their_products(build):
@@ -112,7 +112,7 @@ def merge(ends=ENDS, *, start=BASE, fishers=FISHERS, began=None, **chosen):
     """The merged weights of domains that each began at the base, or where it is told."""
     merged = Merged(MergeOptions(**{**OPTIONS, **chosen}), start)
     for place, (end, at) in enumerate(zip(ends, began or [start] * len(ends), strict=True)):
-        merged.add(Ended(like=start, began=at, ended=end, fisher=fishers[place], seed=place))
+        merged.add(FinishedDomain(parameters=start, started=at, ended=end, fisher=fishers[place], seed=place))
     return merged.weights.named()
 
 

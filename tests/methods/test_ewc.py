@@ -279,7 +279,7 @@ def test_importance_is_the_path_integral_over_the_squared_way(build, monkeypatch
         assert any((each < 0).any() for each in sums.values())
         assert_close(work.module.importance.named(), expected, rtol=1e-3, atol=1e-5)
         known = clone_tensors(work.module.importance.named())
-    assert all((each == 0).all() for each in work.module.brought.named().values())
+    assert all((each == 0).all() for each in work.module.path_integral.named().values())
 
 
 def recalled(share, *, gradient, **options):
@@ -288,7 +288,7 @@ def recalled(share, *, gradient, **options):
     weight, anchor = nn.Parameter(torch.tensor([3.0])), {"weight": torch.tensor([1.0])}
     anchors = SimpleNamespace(named=lambda: anchor, on_module_device=lambda stored: stored)
     recall = Recall(anchors, RecAdamOptions(**given))
-    recall.anchors, recall.share = {weight: "weight"}, share
+    recall.anchor_names, recall.share = {weight: "weight"}, share
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
     weight.grad = torch.tensor([gradient])
     held = StepSnapshot(recall, recall.covered())

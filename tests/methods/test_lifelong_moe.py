@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cpt.adapters.experts import mixtures_of
+from cpt.adapters.experts import find_mixtures
 from cpt.models.forward import kl_divergence
 from tests.support.forward_passes import logits_at
 from tests.support.method_fixtures import MethodFixture, equal_tensors
@@ -33,7 +33,7 @@ class First(Callback):
 def of_group(work: MethodFixture, group: int) -> dict[str, torch.Tensor]:
     if group >= 0:
         return {name: value for name, value in work.weights().items() if f".groups.{group}." in name}
-    experts = [each for m in mixtures_of(work.module.model).values() for each in m.own]
+    experts = [each for m in find_mixtures(work.module.model).values() for each in m.ffn_layers]
     own = {id(p) for each in experts for p in each.module.parameters()}
     return {n: p.detach().clone() for n, p in work.module.model.named_parameters() if id(p) in own}
 
@@ -85,7 +85,7 @@ def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe):
     work.learn(1)
     (batch,) = work.batches(text="food")
     found = work.module.losses(batch)["kd"]
-    work.module.open(1.0)
+    work.module.open_newest(1.0)
     now = logits_at(work.module.model, batch)
     with torch.no_grad():
         expected = 2 * kl_divergence(logits_at(before, batch), now).sum() * batch["weight"]
@@ -107,12 +107,12 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     found = balance(batch)
     shares = module.shares.named()["firsts"].clone()
     for mixture, own in zip(module.mixtures, shares, strict=True):
-        probabilities = mixture.passed.probabilities.detach()
+        probabilities = mixture.record.probabilities.detach()
         firsts = torch.bincount(probabilities.argmax(1), minlength=3)
         torch.testing.assert_close(own, firsts / firsts.sum())
         terms.append(3 * float((own * probabilities.mean(0)).sum()))
     assert found == pytest.approx(3 * sum(terms) / 2, rel=1e-5) != 3
-    module.firsts = None
+    module.first_choices = None
     assert balance(*work.batches(2, accumulate=2)) == pytest.approx(found, rel=1e-5)
     module.on_gradients_ready()
     assert torch.equal(module.shares.named()["firsts"], shares)
@@ -120,4 +120,6 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
 
 def test_every_second_block_that_is_not_frozen_has_a_mixture(moe):
     for options, blocks in (([], [1]), ([ALL], [0, 1]), ([ALL, "freeze.layers=1"], [1])):
-        assert list(mixtures_of(moe(*options).module.model)) == [f"model.layers.{n}.mixture" for n in blocks]
+        assert list(find_mixtures(moe(*options).module.model)) == [
+            f"model.layers.{n}.mixture" for n in blocks
+        ]

@@ -71,11 +71,11 @@ def test_what_is_learned_through_maps_is_kept_without_them(prog):
     for each in (work, plain):
         each.learn(0)
     (kept,), down = links(work), work.module.residual[0].weight.clone()
-    assert torch.equal(kept, work.module.learned()) and not torch.equal(kept, work.module.prompt)
+    assert torch.equal(kept, work.module.residual_prompt()) and not torch.equal(kept, work.module.prompt)
     assert not torch.equal(kept, links(plain)[0])
     work.learn(1)
     assert torch.equal(links(work)[0], kept) and not torch.equal(work.module.residual[0].weight, down)
-    [batch], chain = work.batches(), {work.module.name: torch.cat([work.module.learned(), kept])}
+    [batch], chain = work.batches(), {work.module.name: torch.cat([work.module.residual_prompt(), kept])}
     assert torch.equal(work.module.nll(batch, 1)[0], token_nll(work.module.model, batch, weights=chain))
 
 
