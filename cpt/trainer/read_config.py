@@ -94,8 +94,6 @@ def read_sections(cfg: DictConfig) -> Sections:
     top = read_section(cfg, "", text, names=[field.name for field in fields(RunOptions)])
     return Sections(
         lr_scheduler=read_schedule(read("lr_scheduler")),
-        logger=read_logger(read("logger")),
-        trainer=read_trainer(read("trainer")),
         run=top.read(RunOptions),
         freeze=replace(read("freeze").read(Freeze), trainable=top.values.get("trainable")),
         evaluation=read("eval").read(EvalOptions),
@@ -111,6 +109,8 @@ def read_sections(cfg: DictConfig) -> Sections:
         optim=read_optimizer(read("optim")),
         answers=choose(read("answers"), TaskEvalOptions),
         benchmark=choose(read("benchmark"), LMEvalOptions),
+        trainer=read_trainer(read("trainer")),
+        logger=read_logger(read("logger")),
         callbacks=check_targets(read("callbacks").values, "callbacks"),
     )
 
