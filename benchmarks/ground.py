@@ -102,7 +102,9 @@ class Ground:
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         chosen, schedule, steps = self.plan.optim, self.plan.lr_scheduler, self.steps
         optimizer = chosen.load()(groups, **chosen.arguments)
-        return optimizer, LambdaLR(optimizer, lambda step: schedule(Progress.alone(step, steps=steps)))
+        return optimizer, LambdaLR(
+            optimizer, lambda step: schedule(Progress.in_single_domain(step, steps=steps))
+        )
 
 
 def ground(cache: str, *overrides: str, shape: str = "roberta") -> Ground:

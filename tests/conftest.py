@@ -166,16 +166,16 @@ def composed_once(choices: tuple[str, ...]) -> bytes:
 
 @pytest.fixture
 def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    from cpt.trainer import loop  # not at the start of every test
+    from cpt.trainer import stage  # not at the start of every test
 
-    trainer = loop.make_trainer
+    trainer = stage.make_trainer
 
     def by(killer: Any) -> None:
         def deadly(options: Any, *, callbacks: Any = (), **others: Any) -> Any:
             extra = [killer] if callbacks and killer else []
             return trainer(options, callbacks=[*callbacks, *extra], **others)
 
-        monkeypatch.setattr(loop, "make_trainer", deadly)
+        monkeypatch.setattr(stage, "make_trainer", deadly)
 
     return by
 

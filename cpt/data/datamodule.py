@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -197,6 +198,17 @@ class DomainSequence(LightningDataModule):
         if self.by_length:
             rows = {name: self.held_out[name].by_length(text_rows) for name, text_rows in rows.items()}
         return self.make_sharded_loader(self.held_out, rows, purpose="score")
+
+    @contextmanager
+    def scoring(self, texts: Sequence[str], *, by_length: bool) -> Iterator[None]:
+        """Within, these held-out texts are evaluated; `by_length`: rows of similar length share a batch."""
+        self.asked = texts
+        self.by_length = by_length
+        try:
+            yield
+        finally:
+            self.asked = None
+            self.by_length = False
 
     @property
     def scored_texts(self) -> list[str]:

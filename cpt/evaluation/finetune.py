@@ -264,7 +264,9 @@ def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[AdamW, Lam
     optimizer = AdamW(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
 
     schedule = Linear(warmup_ratio=settings.warmup_ratio)
-    return optimizer, LambdaLR(optimizer, lambda step: schedule(Progress.alone(step, steps=job.steps)))
+    return optimizer, LambdaLR(
+        optimizer, lambda step: schedule(Progress.in_single_domain(step, steps=job.steps))
+    )
 
 
 def train_epoch(

@@ -20,7 +20,8 @@ from cpt.core.sections import GIVEN, Choice, Section
 
 Betas = Annotated[tuple[BelowOne, BelowOne], Allowed("two numbers, 0 or more and below 1")]
 CARRY = "optimizer state kept across domains: none, moments (and step counts), all (and the schedule)"
-Carry = Annotated[bool | Literal["none", "moments", "all"], Allowed("none, moments, all")]
+CarryName = Literal["none", "moments", "all"]
+Carry = Annotated[bool | CarryName, Allowed("none, moments, all")]
 RULES = {  # of arguments that optimizers of torch have in common
     "lr": NonNegative,
     "weight_decay": NonNegative,
@@ -56,32 +57,46 @@ class SGDOptions(Options):
     state_across_domains: Carry = option(CARRY, default="none")
 
 
-KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.optim.SGD": SGDOptions}
+OPTIONS_BY_TARGET: Mapping[str, type[Options]] = {
+    "torch.optim.AdamW": AdamWOptions,
+    "torch.optim.SGD": SGDOptions,
+}
 
 
-def read_optimizer(given: Section) -> Choice:
+def read_optimizer(section: Section) -> Choice:
     """The optimizer of a section. Raises ValueError for an invalid value."""
-    target: Any = given.values.get("_target_")
-    check_value(f"{given.place}._target_", target, Text)
-    if (kind := KNOWN.get(target)) is not None:
-        known = option_types(kind)
-        further = {name: each for name, each in given.values.items() if name not in (*GIVEN, *known)}
-        options = given.only(name for name in given.values if name in known).read(kind)
-        own = {name: each for name, each in vars(options).items() if name != "state_across_domains"}
-        return Choice(target, own | further)
-    with prefix_errors(given.place):
-        check_optimizer_arguments(given.values)
-        check_value("state_across_domains", given.values.get("state_across_domains", "none"), Carry)
-    return given.only(name for name in given.values if name != "state_across_domains").choose()
+    target: Any = section.values.get("_target_")
+    check_value(f"{section.place}._target_", target, Text)
+    kind = OPTIONS_BY_TARGET.get(target)
+    if kind is not None:
+        return read_typed_optimizer(section, target, kind)
+
+    with prefix_errors(section.place):
+        check_optimizer_arguments(section.values)
+        check_value("state_across_domains", section.values.get("state_across_domains", "none"), Carry)
+    return section.only(name for name in section.values if name != "state_across_domains").choose()
 
 
-def carried(given: bool | str) -> str:
-    """`optim.state_across_domains` as none, moments or all."""
-    return ("moments" if given else "none") if isinstance(given, bool) else given
+def read_typed_optimizer(section: Section, target: str, kind: type[Options]) -> Choice:
+    """An optimizer with options of a class of this module; torch checks further arguments."""
+    typed_names = option_types(kind)
+    options = section.only(name for name in section.values if name in typed_names).read(kind)
+    arguments = {name: value for name, value in vars(options).items() if name != "state_across_domains"}
+    for name, value in section.values.items():
+        if name not in GIVEN and name not in typed_names:
+            arguments[name] = value
+    return Choice(target, arguments)
 
 
-def check_optimizer_arguments(given: Mapping[str, Any]) -> None:
+def carried(value: bool | CarryName) -> CarryName:
+    """`optim.state_across_domains` as none, moments or all; true is moments, false none."""
+    if isinstance(value, bool):
+        return "moments" if value else "none"
+    return value
+
+
+def check_optimizer_arguments(arguments: Mapping[str, Any]) -> None:
     """Raises ValueError for an invalid value of an argument in RULES."""
     for name, rule in RULES.items():
-        if name in given:
-            check_value(name, given[name], rule)
+        if name in arguments:
+            check_value(name, arguments[name], rule)

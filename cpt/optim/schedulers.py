@@ -4,10 +4,11 @@ restart with each domain; the others relate a domain to those before it."""
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import MinLen
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import Allowed, Options, PositiveShare, Probability, config, option
 
 Peaks = Annotated[
@@ -30,17 +31,24 @@ class Progress:
     first: int
 
     @classmethod
-    def alone(cls, step: int, *, steps: int) -> "Progress":
+    def in_single_domain(cls, step: int, *, steps: int) -> "Progress":
+        """A position in a run of one domain."""
         return cls(step, steps, domain=0, domains=1, total_step=step, total_steps=steps, first=steps)
 
     @property
     def joined(self) -> "Progress":
-        return Progress.alone(self.total_step, steps=self.total_steps)
+        """The same position in a run in which all domains are one."""
+        return Progress.in_single_domain(self.total_step, steps=self.total_steps)
+
+    @property
+    def steps_before(self) -> int:
+        """The steps of earlier domains."""
+        return self.total_step - self.step
 
 
-def half_cosine(place: float, *, low: float, high: float = 1.0) -> float:
-    """From `high` at place 0 down to `low` at place 1 and beyond."""
-    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, place)))
+def half_cosine(position: float, *, low: float, high: float = 1.0) -> float:
+    """From `high` at position 0 down to `low` at position 1 and beyond."""
+    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, position)))
 
 
 def warm_cosine(step: float, steps: float, *, rise: float, low: float, high: float = 1.0) -> float:
@@ -50,11 +58,26 @@ def warm_cosine(step: float, steps: float, *, rise: float, low: float, high: flo
     return half_cosine((step - rise) / max(1.0, steps - rise), low=low, high=high)
 
 
+def decay_position(step: int, steps: int, *, start: float) -> float:
+    """Where a step is in a final decay, 0 at its `start` and 1 at the domain's end."""
+    return min(1.0, (step - start) / (steps - start))
+
+
 @config
 class Schedule(Options):
     """A factor of the peak rate for each step."""
 
     warmup_ratio: Probability = option("share of the domain's steps for linear warm-up")
+
+    @property
+    def needs_end(self) -> bool:
+        """Whether rates depend on how many domains follow."""
+        return False
+
+    @property
+    def branches(self) -> bool:
+        """Whether a domain ends in a decay branch, before which the next domain starts."""
+        return False
 
     @abstractmethod
     def __call__(self, progress: Progress) -> float:
@@ -70,7 +93,8 @@ class Linear(Schedule):
     """Linear warm-up over a share of a domain's steps, then linear decay to 0."""
 
     def __call__(self, progress: Progress) -> float:
-        rise, steps = self.warmup_ratio * progress.steps, progress.steps
+        steps = progress.steps
+        rise = self.warmup_ratio * steps
         if progress.step < rise:
             return (progress.step + 1) / (rise + 1)
         return max(0.0, (steps - progress.step) / max(1.0, steps - rise))
@@ -111,7 +135,9 @@ class Rewarm(Cosine):
 class Once(Cosine):
     """One warm-up (a share of all steps) and one half cosine over all domains."""
 
-    needs_end: ClassVar = True  # rates depend on how many domains follow
+    @property
+    def needs_end(self) -> bool:
+        return True
 
     def __call__(self, progress: Progress) -> float:
         return super().__call__(progress.joined)
@@ -145,40 +171,41 @@ class Infinite(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup_ratio + self.cooldown + self.anneal > 1:
-            shares = (
-                f"warmup_ratio={self.warmup_ratio:g} with cooldown={self.cooldown:g}, anneal={self.anneal:g}"
+            raise ValueError(
+                f"warmup_ratio={self.warmup_ratio:g} with cooldown={self.cooldown:g}, anneal={self.anneal:g} "
+                "is invalid: more than a domain. Allowed: 1 in all"
             )
-            raise ValueError(f"{shares} is invalid: more than a domain. Allowed: 1 in all")
 
     @property
     def needs_end(self) -> bool:
-        """Whether rates depend on how many domains follow."""
         return self.annealed == "last" and self.anneal > 0
 
     @property
     def branches(self) -> bool:
-        """Whether a domain ends in a decay branch, before which the next domain starts."""
         return self.annealed == "each" and self.anneal > 0
 
     def branch_step(self, steps: int) -> int:
         return min(steps, math.floor(steps * (1 - self.anneal)) + 1)
 
     def __call__(self, progress: Progress) -> float:
-        start = progress.steps * (1 - self.anneal)
+        anneal_start = progress.steps * (1 - self.anneal)
         is_annealed = self.annealed == "each" or progress.domain == progress.domains - 1
-        if is_annealed and progress.step > start:
-            place = min(1.0, (progress.step - start) / (progress.steps - start))
-            return self.constant * (self.final / self.constant) ** place
-        rise, fall = self.warmup_ratio * progress.first, self.cooldown * progress.first
+        if is_annealed and progress.step > anneal_start:
+            position = decay_position(progress.step, progress.steps, start=anneal_start)
+            return self.constant * (self.final / self.constant) ** position
+
+        rise = self.warmup_ratio * progress.first
+        fall = self.cooldown * progress.first
         if progress.total_step < rise:
             return (progress.total_step + 1) / (rise + 1)
         if progress.total_step >= rise + fall:
             return self.constant
-        place = (progress.total_step - rise) / fall
+
+        position = (progress.total_step - rise) / fall
         if self.form == "cosine":
-            return half_cosine(place, low=self.constant)
-        fallen = (1 / math.sqrt(1 + ALPHA * place) - 1) / (1 / math.sqrt(1 + ALPHA) - 1)
-        return self.constant + (1 - self.constant) * (1 - fallen)
+            return half_cosine(position, low=self.constant)
+        fallen_share = (1 / math.sqrt(1 + ALPHA * position) - 1) / (1 / math.sqrt(1 + ALPHA) - 1)
+        return self.constant + (1 - self.constant) * (1 - fallen_share)
 
 
 @config
@@ -194,8 +221,10 @@ class WSD(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warmup_ratio + self.decay > 1:
-            shares = f"warmup_ratio={self.warmup_ratio:g} with decay={self.decay:g}"
-            raise ValueError(f"{shares} is invalid: more than a domain. Allowed: 1 in all")
+            raise ValueError(
+                f"warmup_ratio={self.warmup_ratio:g} with decay={self.decay:g} is invalid: "
+                "more than a domain. Allowed: 1 in all"
+            )
 
     @property
     def branches(self) -> bool:
@@ -205,15 +234,17 @@ class WSD(Schedule):
         return min(steps, math.floor(steps * (1 - self.decay)) + 1)
 
     def __call__(self, progress: Progress) -> float:
-        rise, start = self.warmup_ratio * progress.steps, progress.steps * (1 - self.decay)
-        warms = progress.domain == 0 or not self.branched
-        if warms and progress.step < rise:
+        rise = self.warmup_ratio * progress.steps
+        decay_start = progress.steps * (1 - self.decay)
+        has_warmup = progress.domain == 0 or not self.branched
+        if has_warmup and progress.step < rise:
             return (progress.step + 1) / (rise + 1)
-        if progress.step <= start:
+        if progress.step <= decay_start:
             return 1.0
-        place = min(1.0, (progress.step - start) / (progress.steps - start))
-        left = 1 - (math.sqrt(place) if self.form == "root" else place)
-        return self.final + (1 - self.final) * left
+
+        position = decay_position(progress.step, progress.steps, start=decay_start)
+        remaining_share = 1 - (math.sqrt(position) if self.form == "root" else position)
+        return self.final + (1 - self.final) * remaining_share
 
 
 @config
@@ -228,24 +259,29 @@ class ReciprocalRoot(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.warmup_ratio:
-            told = "warmup_ratio=0 is invalid: the rate falls by sqrt(warmup / steps)"
-            raise ValueError(f"{told}. Allowed: above 0, at most 1")
+            raise InvalidOptionError(
+                "warmup_ratio",
+                0,
+                reason="the rate falls by sqrt(warmup / steps)",
+                allowed="above 0, at most 1",
+            )
 
     def __call__(self, progress: Progress) -> float:
-        start = progress.steps * (1 - self.cooldown)
-        if progress.step <= start:
+        cooldown_start = progress.steps * (1 - self.cooldown)
+        if progress.step <= cooldown_start:
             return self.fall(progress.step, progress)
-        place = min(1.0, (progress.step - start) / (progress.steps - start))
-        return self.final + (self.fall(start, progress) - self.final) * (1 - place)
+        position = decay_position(progress.step, progress.steps, start=cooldown_start)
+        return self.final + (self.fall(cooldown_start, progress) - self.final) * (1 - position)
 
     def fall(self, step: float, progress: Progress) -> float:
         """The factor at a step of the domain, before the last decay."""
-        before = progress.total_step - progress.step
-        rise = max(1.0, self.warmup_ratio * (progress.first if self.across else progress.steps))
-        at = step + 1 + (before if self.across else 0)
-        if at < rise:
-            return at / rise
-        return (1 - self.final) * math.sqrt(rise / at) + self.final
+        steps_before = progress.steps_before if self.across else 0
+        warmup_steps = self.warmup_ratio * (progress.first if self.across else progress.steps)
+        rise = max(1.0, warmup_steps)
+        count = step + 1 + steps_before
+        if count < rise:
+            return count / rise
+        return (1 - self.final) * math.sqrt(rise / count) + self.final
 
 
 @config
@@ -256,6 +292,7 @@ class Autoregressive(Schedule):
     final: Probability = option("factor at the end of a domain")
 
     def __call__(self, progress: Progress) -> float:
-        rise, before = self.warmup_ratio * progress.steps, progress.total_step - progress.step
-        peak = half_cosine(before / (before + progress.steps), low=self.final)
+        rise = self.warmup_ratio * progress.steps
+        steps_before = progress.steps_before
+        peak = half_cosine(steps_before / (steps_before + progress.steps), low=self.final)
         return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final, high=peak)

@@ -5,7 +5,7 @@ A fused step ignores strides: for a column-major matrix and a row-major gradient
 torch 2.13 silently uses other entries' gradients. It takes sharded tensors or whole ones, not both."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,45 +21,67 @@ log = logging.getLogger(__name__)
 class CarriedState(NamedTensors):
     """An optimizer's state by parameter name between two domains, on the CPU; empty during a domain."""
 
-    def capture(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def capture(self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Takes over the state of an optimizer. Raises ValueError where not all of it is tensors."""
         self.clear()
-        for name, parameter in named:
+        for name, parameter in named_parameters:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     self.update({f"{name}:{key}": value.cpu()})
                 elif value is not None:
-                    given = f"{type(optimizer).__name__} keeps {key}={value}"
-                    raise ValueError(f"optim.state_across_domains is invalid: {given}. Allowed: none")
+                    raise ValueError(
+                        f"optim.state_across_domains is invalid: {type(optimizer).__name__} keeps "
+                        f"{key}={value}. Allowed: none"
+                    )
 
-    def load_into(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def load_into(self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Loads the state into a new optimizer, and logs which parameters are new or gone."""
-        carried: dict[str, dict[str, Tensor]] = {}
-        for joint, value in self.named().items():
-            name, _, key = joint.rpartition(":")
+        carried: dict[str, dict[str, Tensor]] = {}  # by parameter and key
+        for joint_name, value in self.named().items():
+            name, _, key = joint_name.rpartition(":")
             carried.setdefault(name, {})[key] = value
-        names = {parameter: name for name, parameter in named}
-        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        known, new = {}, []
-        for place, (name, parameter) in enumerate((names[each], each) for each in params):
-            shape, shapes = parameter.shape, [value.shape for value in carried.get(name, {}).values()]
-            with suppress(RuntimeError):
-                if name in carried and all(torch.broadcast_shapes(each, shape) == shape for each in shapes):
-                    known[place] = carried.pop(name)
-            if place not in known:
-                new.append(name)
-        left = {"new and start without state": new, "gone": list(carried)}
-        for what, those in left.items() if known else ():
-            if those:
-                told = "Carrying over optimizer state: %d parameters are %s, like %s"
-                log.info(told, len(those), what, those[0])
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
+        names = {parameter: name for name, parameter in named_parameters}
+
+        # An optimizer counts its parameters over all groups.
+        loaded: dict[int, dict[str, Tensor]] = {}
+        new_names = []
+        index = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[parameter]
+                if name in carried and fits_parameter(carried[name], parameter):
+                    loaded[index] = carried.pop(name)
+                else:
+                    new_names.append(name)
+                index += 1
+
+        if loaded:
+            log_differences(new_names, "new and start without state")
+            log_differences(list(carried), "gone")
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": loaded})
 
     def parameter_of(self, name: str) -> str:
         return name.rpartition(":")[0].removeprefix("model.")  # a module names its model's parameters so
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CarriedState":
         return self
+
+
+def fits_parameter(state: Mapping[str, Tensor], parameter: nn.Parameter) -> bool:
+    """Whether each tensor of a state has the shape of a parameter, or one that broadcasts to it."""
+    with suppress(RuntimeError):  # shapes that do not go together
+        return all(
+            torch.broadcast_shapes(value.shape, parameter.shape) == parameter.shape
+            for value in state.values()
+        )
+    return False
+
+
+def log_differences(names: Sequence[str], description: str) -> None:
+    if names:
+        log.info(
+            "Carrying over optimizer state: %d parameters are %s, like %s", len(names), description, names[0]
+        )
 
 
 def lie_as(values: Tensor, like: Tensor) -> Tensor:
@@ -80,5 +102,6 @@ def lay_out_moments(optimizer: Optimizer) -> None:
 def unfuse_mixed(optimizer: Optimizer) -> None:
     """Turns fused steps off for groups with sharded and whole parameters."""
     for group in optimizer.param_groups:
-        if group.get("fused") and len({is_sharded(parameter) for parameter in group["params"]}) > 1:
+        is_mixed = len({is_sharded(parameter) for parameter in group["params"]}) > 1
+        if group.get("fused") and is_mixed:
             group["fused"] = False

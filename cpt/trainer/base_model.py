@@ -3,12 +3,13 @@ model pre-trained on it; what is made is cached for all runs."""
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from hydra.utils import instantiate
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -44,8 +45,8 @@ from cpt.trainer.step_checkpoint import StepCheckpoint
 log = logging.getLogger(__name__)
 FORMAT = 2
 TOKENIZER_FORMAT = 2  # raise it when other tokenizers are made of the same text
-CHECKPOINT_EVERY = 200
-READ_AT_ONCE = 100
+CHECKPOINT_EVERY = 200  # steps of the pre-training
+DOCUMENTS_PER_BATCH = 100  # of the text that a tokenizer is trained on
 ADVICE = "this is the base model, not yet the run: lower model.pretraining.optim.lr or gradient_clip_val"
 
 
@@ -75,11 +76,12 @@ class Base:
         ValueError where this process cannot make it; several processes cannot pre-train within a run."""
         if Path(self.checkpoint).is_dir():
             return
-        advice = "restore it, and run the same command again to continue"
         if self.rebuild is not None and not is_distributed():
             log.warning("Making %s again, which was removed while the run used it", self.checkpoint)
             self.rebuild()
             return
+
+        advice = "restore it, and run the same command again to continue"
         if self.rebuild is not None:
             advice = "run the same command again: it makes the base again and continues"
         raise ValueError(f"{self.checkpoint} was removed while the run used it; {advice}")
@@ -88,137 +90,210 @@ class Base:
         """A fresh copy of the model. Raises ValueError where it does not fit the tokenizer or the length, or
         mixes samples or documents that share rows."""
         if self.untrained is not None:
-            made = loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
+            model = loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
         else:
-            made = loading.load_model(self.checkpoint, self.objective_name)
+            model = loading.load_model(self.checkpoint, self.objective_name)
             if self.resize:
-                fit_rows(made, self.tokenizer, checkpoint=self.checkpoint)
+                fit_rows(model, self.tokenizer, checkpoint=self.checkpoint)
             else:
-                warn_of_stale_rows(made, self.tokenizer, checkpoint=self.checkpoint)
-        loading.check_length(self.length, made, self.objective)
+                warn_of_stale_rows(model, self.tokenizer, checkpoint=self.checkpoint)
+
+        loading.check_length(self.length, model, self.objective)
         if self.objective.sharing is not None:
-            try_isolation(made, documents=False)
+            try_isolation(model, documents=False)
         if self.objective.isolated:
-            try_isolation(made, documents=True, causal=self.objective.causal)
-        return made
+            try_isolation(model, documents=True, causal=self.objective.causal)
+        return model
 
 
 def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trains: bool = True) -> Base:
     """The base of a model config; one that the cache lacks is pre-trained, or unless it `trains` left
     untrained. Raises ValueError for an objective that does not fit."""
-    new = describe_base(options, corpora)
+    pretraining_base = describe_base(options, corpora)
     if options.name_or_path is not None:
-        return adapt_checkpoint(options, new, corpora, accelerator, trains)
+        return adapt_checkpoint(options, pretraining_base, corpora, accelerator=accelerator, trains=trains)
+
     assert options.pretraining is not None and options.config is not None
-    settings: dict[str, Any] = {"config": options.config, "objective": options.objective}
-    settings |= {"mask_rate": options.mlm_probability, "length": options.max_seq_length}
-    settings |= {"mean_span": options.span_length} if new.objective_name == "span" else {}
-    facts, settings = corpora.general.facts, settings | {"pretraining": asdict(options.pretraining)}
-    made_of = [FORMAT, facts["train_digest"], new.text_format.digest, settings]
-    folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
+    settings: dict[str, Any] = {
+        "config": options.config,
+        "objective": options.objective,
+        "mask_rate": options.mlm_probability,
+        "length": options.max_seq_length,
+    }
+    if pretraining_base.objective_name == "span":
+        settings["mean_span"] = options.span_length
+    settings["pretraining"] = asdict(options.pretraining)
+    train_digest = corpora.general.facts["train_digest"]
+    base_hash = digest([FORMAT, train_digest, pretraining_base.text_format.digest, settings])
+    folder = corpora.cache / "base" / f"{options.name}-{base_hash}"
+
+    # In the run, the objective is that of the domains' texts.
     config = loading.AutoConfig.for_model(**options.config)
-    base = assemble_base(options, new.tokenizer, config, new.text_format, corpora)
+    base = assemble_base(options, pretraining_base.tokenizer, config, pretraining_base.text_format, corpora)
     if not trains and not folder.exists():
         return replace(base, untrained=options.config, lacks="the base model")
 
-    def make(place: Path) -> None:
-        assert options.pretraining is not None and options.config is not None
-        steps, seed = options.pretraining.steps, options.pretraining.seed
-        log.info("Pre-training the base model %s on the general text: %d steps", options.name, steps)
-        model = loading.build_model(options.config, new.tokenizer, new.objective_name, seed=seed)
-        pretrain(place, options, new, corpora, model, steps=steps, accelerator=accelerator)
-
+    make = partial(
+        make_new_model, options=options, base=pretraining_base, corpora=corpora, accelerator=accelerator
+    )
     make_once(folder, make=make)
     return replace(base, checkpoint=str(folder), rebuild=partial(make_once, folder, make=make))
 
 
+def make_new_model(
+    folder: Path, *, options: ModelOptions, base: Base, corpora: Corpora, accelerator: str
+) -> None:
+    """Builds a model of a config and pre-trains it on the general text."""
+    assert options.pretraining is not None and options.config is not None
+    steps = options.pretraining.steps
+    log.info("Pre-training the base model %s on the general text: %d steps", options.name, steps)
+    model = loading.build_model(
+        options.config, base.tokenizer, base.objective_name, seed=options.pretraining.seed
+    )
+    pretrain(folder, options, base, corpora, model, steps=steps, accelerator=accelerator)
+
+
 def adapt_checkpoint(
-    options: ModelOptions, given: Base, corpora: Corpora, accelerator: str, trains: bool
+    options: ModelOptions, base: Base, corpora: Corpora, *, accelerator: str, trains: bool
 ) -> Base:
-    """A checkpoint as it is; with fewer blocks or a trained head (unless it `trains` the cache's or none) one
-    that is cached."""
-    how, source = options.pretraining, str(options.name_or_path)
-    steps = (how and how.head_steps) or 0
-    if options.layers is None and not steps:
-        return given
-    files: Any = getattr(loading.load_config(source), "_commit_hash", None)  # of the Hub
-    files = files or {name: file_hash(path) for name, path in checkpoint_files(source).items()}
-    settings: dict[str, Any] = {"layers": options.layers, "resize": given.resize}
-    if steps:
-        assert how is not None
-        text = corpora.general.facts["train_digest"]
-        settings |= {"head": asdict(how), "text": text, "length": given.length}
-        settings |= {"objective": given.objective_name}
-        settings |= {"mask_rate": options.mask_rate, "mean_span": options.span_length}
-        settings |= {"text_format": given.text_format.digest}
-    folder = corpora.cache / "base" / f"{Path(source).name}-{digest([FORMAT, files, settings])}"
+    """A checkpoint as it is, or one that is cached: with fewer blocks, or a trained head. Unless it `trains`,
+    a head that the cache lacks is left as it is."""
+    pretraining = options.pretraining
+    checkpoint = str(options.name_or_path)
+    head_steps = 0
+    if pretraining is not None and pretraining.head_steps:
+        head_steps = pretraining.head_steps
+    if options.layers is None and head_steps == 0:
+        return base
 
-    def make(place: Path) -> None:
-        model = loading.load_model(source, given.objective_name, layers=options.layers)
-        if given.resize:
-            fit_rows(model, given.tokenizer, checkpoint=source)
-        if not steps:
-            log.info("Keeping the first %d blocks of %s", options.layers, source)
-            model.save_pretrained(place)
-            save_tokenizer(given.tokenizer, base=source, folder=place)
-            return
-        assert how is not None
-        trained = [*loading.find_head_parameters(model)]
-        if how.head_layers:
-            last = find_blocks(model)[-how.head_layers :]
-            trained += [f"{name}.{each}" for name, block in last for each, _ in block.named_parameters()]
-        told = "Training the head of the base model %s on the general text: %d steps, %d tensors"
-        log.info(told, options.name, steps, len(trained))
-        freeze = replace(NOT_FROZEN, trainable=tuple(f"^{re.escape(name)}$" for name in trained))
-        # In pre-training, of raw text without samples that share rows.
-        new = assemble_base(options, given.tokenizer, model.config, given.text_format)
-        pretrain(place, options, new, corpora, model, steps=steps, freeze=freeze, accelerator=accelerator)
+    contents: Any = getattr(loading.load_config(checkpoint), "_commit_hash", None)  # of the Hub
+    if not contents:
+        contents = {name: file_hash(path) for name, path in checkpoint_files(checkpoint).items()}
+    settings: dict[str, Any] = {"layers": options.layers, "resize": base.resize}
+    if head_steps:
+        assert pretraining is not None
+        settings["head"] = asdict(pretraining)
+        settings["text"] = corpora.general.facts["train_digest"]
+        settings["length"] = base.length
+        settings["objective"] = base.objective_name
+        settings["mask_rate"] = options.mask_rate
+        settings["mean_span"] = options.span_length
+        settings["text_format"] = base.text_format.digest
+    base_hash = digest([FORMAT, contents, settings])
+    folder = corpora.cache / "base" / f"{Path(checkpoint).name}-{base_hash}"
 
-    if steps and not trains and not folder.exists():
-        options, given = replace(options, pretraining=None), replace(given, lacks="the language-model head")
-        return adapt_checkpoint(options, given, corpora, accelerator, trains)
+    if head_steps and not trains and not folder.exists():
+        untrained_options = replace(options, pretraining=None)
+        untrained_base = replace(base, lacks="the language-model head")
+        return adapt_checkpoint(
+            untrained_options, untrained_base, corpora, accelerator=accelerator, trains=trains
+        )
+
+    make = partial(
+        make_adapted_model,
+        options=options,
+        base=base,
+        corpora=corpora,
+        head_steps=head_steps,
+        accelerator=accelerator,
+    )
     make_once(folder, make=make)
     rebuild = partial(make_once, folder, make=make)
-    return replace(given, checkpoint=str(folder), resize=False, rebuild=rebuild)
+    return replace(base, checkpoint=str(folder), resize=False, rebuild=rebuild)
+
+
+def make_adapted_model(
+    folder: Path, *, options: ModelOptions, base: Base, corpora: Corpora, head_steps: int, accelerator: str
+) -> None:
+    """Writes the first blocks of a checkpoint, with a head trained for `head_steps` on the general text."""
+    checkpoint = str(options.name_or_path)
+    model = loading.load_model(checkpoint, base.objective_name, layers=options.layers)
+    if base.resize:
+        fit_rows(model, base.tokenizer, checkpoint=checkpoint)
+    if head_steps == 0:
+        log.info("Keeping the first %d blocks of %s", options.layers, checkpoint)
+        model.save_pretrained(folder)
+        save_tokenizer(base.tokenizer, base=checkpoint, folder=folder)
+        return
+
+    assert options.pretraining is not None
+    trained_names = [*loading.find_head_parameters(model)]
+    num_blocks = options.pretraining.head_layers
+    if num_blocks > 0:
+        for block_name, block in find_blocks(model)[-num_blocks:]:
+            trained_names.extend(f"{block_name}.{name}" for name, _ in block.named_parameters())
+    log.info(
+        "Training the head of the base model %s on the general text: %d steps, %d tensors",
+        options.name,
+        head_steps,
+        len(trained_names),
+    )
+    freeze = replace(NOT_FROZEN, trainable=tuple(f"^{re.escape(name)}$" for name in trained_names))
+
+    # In pre-training, of raw text without samples that share rows.
+    pretraining_base = assemble_base(options, base.tokenizer, model.config, base.text_format)
+    pretrain(
+        folder,
+        options,
+        pretraining_base,
+        corpora,
+        model,
+        steps=head_steps,
+        freeze=freeze,
+        accelerator=accelerator,
+    )
 
 
 def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     """The base of a checkpoint; of a new model its tokenizer and its objective in pre-training."""
     if options.name_or_path is None:
-        assert options.config is not None and options.vocab_size is not None
-        untrained = loading.AutoConfig.for_model(**options.config)
-        name = loading.resolve_objective(options.objective, untrained)
-        general, vocabulary = corpora.general, options.vocab_size
+        return describe_new_base(options, corpora)
 
-        def make(folder: Path) -> None:
-            log.info("Training a tokenizer of %d entries on the general text", vocabulary)
-            documents = general.documents("train")
-            starts = range(0, len(documents), READ_AT_ONCE)
-            batches = (documents[at : at + READ_AT_ONCE]["text"] for at in starts)
-            learned = loading.train_tokenizer(batches, vocabulary=vocabulary, objective=name)
-            learned.save_pretrained(folder)
-
-        made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, name]
-        folder = make_once(corpora.cache / "tokenizers" / digest(made_of), make=make)
-        tokenizer = loading.load_tokenizer(folder)
-        text_format = make_text_format(
-            tokenizer, corpora.text_options, is_causal=name == "causal", is_checkpoint=False
-        )
-        return assemble_base(options, tokenizer, untrained, text_format)
     config = loading.load_config(options.name_or_path)
     tokenizer = loading.load_tokenizer(options.name_or_path)
-    resize, name = options.resize, loading.resolve_objective(options.objective, config)
-    if name == "span" and not loading.find_sentinel_ids(tokenizer):
+    needs_rows = options.resize
+    objective_name = loading.resolve_objective(options.objective, config)
+    if objective_name == "span" and not loading.find_sentinel_ids(tokenizer):
         loading.add_sentinels(tokenizer)
         log.info("Adding %d sentinels to the tokenizer of %s", loading.SENTINELS, options.name_or_path)
-        resize = resize or count_entries(tokenizer) > config.get_text_config().vocab_size
+        has_more_entries = count_entries(tokenizer) > config.get_text_config().vocab_size
+        needs_rows = needs_rows or has_more_entries
+
     text_format = make_text_format(
         tokenizer,
         corpora.text_options,
-        is_causal=name == "causal",
+        is_causal=objective_name == "causal",
         model_ends=loading.find_end_ids(options.name_or_path, config),
     )
-    return replace(assemble_base(options, tokenizer, config, text_format, corpora), resize=resize)
+    return replace(assemble_base(options, tokenizer, config, text_format, corpora), resize=needs_rows)
+
+
+def describe_new_base(options: ModelOptions, corpora: Corpora) -> Base:
+    """The tokenizer of a new model, trained on the general text, and its objective in pre-training."""
+    vocab_size = options.vocab_size
+    assert options.config is not None and vocab_size is not None
+    config = loading.AutoConfig.for_model(**options.config)
+    objective_name = loading.resolve_objective(options.objective, config)
+    general = corpora.general
+    tokenizer_hash = digest([TOKENIZER_FORMAT, general.facts["train_digest"], vocab_size, objective_name])
+
+    def make(folder: Path) -> None:
+        log.info("Training a tokenizer of %d entries on the general text", vocab_size)
+        batches = read_in_batches(general.documents("train"))
+        tokenizer = loading.train_tokenizer(batches, vocabulary=vocab_size, objective=objective_name)
+        tokenizer.save_pretrained(folder)
+
+    tokenizer = loading.load_tokenizer(make_once(corpora.cache / "tokenizers" / tokenizer_hash, make=make))
+    text_format = make_text_format(
+        tokenizer, corpora.text_options, is_causal=objective_name == "causal", is_checkpoint=False
+    )
+    return assemble_base(options, tokenizer, config, text_format)
+
+
+def read_in_batches(documents: Dataset) -> Iterator[Any]:
+    """Lists of the documents' texts, DOCUMENTS_PER_BATCH in each."""
+    for start in range(0, len(documents), DOCUMENTS_PER_BATCH):
+        yield documents[start : start + DOCUMENTS_PER_BATCH]["text"]
 
 
 def assemble_base(
@@ -229,18 +304,28 @@ def assemble_base(
     corpora: Corpora | None = None,
 ) -> Base:
     """A base with its objective on `corpora` (of examples the answers alone), or without in pre-training."""
-    name = loading.resolve_objective(options.objective, config)
-    answers = corpora is not None and corpora.encoding is not None
-    isolated = corpora is not None and corpora.isolated
-    objective = loading.make_objective(options, tokenizer, config, answers=answers, isolated=isolated)
-    checkpoint = options.name_or_path or ""
-    return Base(checkpoint, tokenizer, name, objective, options.max_seq_length, text_format)
+    objective_name = loading.resolve_objective(options.objective, config)
+    objective = loading.make_objective(
+        options,
+        tokenizer,
+        config,
+        answers=corpora is not None and corpora.encoding is not None,
+        isolated=corpora is not None and corpora.isolated,
+    )
+    return Base(
+        checkpoint=options.name_or_path or "",
+        tokenizer=tokenizer,
+        objective_name=objective_name,
+        objective=objective,
+        length=options.max_seq_length,
+        text_format=text_format,
+    )
 
 
 def pretrain(
     folder: Path,
     options: ModelOptions,
-    new: Base,
+    base: Base,
     corpora: Corpora,
     model: PreTrainedModel,
     *,
@@ -248,55 +333,69 @@ def pretrain(
     accelerator: str,
     freeze: Freeze = NOT_FROZEN,
 ) -> None:
-    """Pre-trains what `freeze` leaves of a model on the general text in one process; resumable."""
-    how = options.pretraining
-    assert how is not None
-    loading.check_length(options.max_seq_length, model, new.objective)
+    """Pre-trains what `freeze` leaves of a model on the general text in one process, and saves it.
+
+    A killed pre-training resumes from its checkpoint in the folder."""
+    pretraining = options.pretraining
+    assert pretraining is not None
+    loading.check_length(options.max_seq_length, model, base.objective)
     context = MethodContext(
         model=model.train(),
-        objective=new.objective,
+        objective=base.objective,
         length=options.max_seq_length,
         masks=(),
         replay=NO_REPLAY,
         freeze=freeze,
-        optimizer=instantiate(how.optim, _convert_="all"),
-        schedule=Linear(warmup_ratio=how.warmup_ratio),
-        seed=how.seed,
+        optimizer=instantiate(pretraining.optim, _convert_="all"),
+        schedule=Linear(warmup_ratio=pretraining.warmup_ratio),
+        seed=pretraining.seed,
     )
-    module, domain = NCL(Options(), context), Domain(GENERAL, 0, (GENERAL,))
-    module.activate(domain.index)
+    method = NCL(Options(), context)
+    domain = Domain(GENERAL, 0, (GENERAL,))
+    method.activate(domain.index)
+
     packed = corpora.packed(
-        GENERAL, "train", format=new.text_format, length=options.max_seq_length, packing=CONCAT
+        GENERAL, "train", format=base.text_format, length=options.max_seq_length, packing=CONCAT
     )
     data = DomainSequence(
         [domain],
         train={GENERAL: packed},
         held_out={},
-        objective=new.objective,
-        budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=how.batch_size),
+        objective=base.objective,
+        budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=pretraining.batch_size),
         replay=NO_REPLAY,
-        seed=how.seed,
+        seed=pretraining.seed,
         accumulate=1,
-        eval_batch_size=how.batch_size,
-        importance_samples=how.batch_size,
+        eval_batch_size=pretraining.batch_size,
+        importance_samples=pretraining.batch_size,
         workers=0,
     )
     data.enter(domain)
-    checkpoint = folder / "base.ckpt"
-    path = str(checkpoint) if checkpoint.exists() else None
-    if path is not None:
-        check_state(checkpoint, instead="delete it to pre-train the base from its beginning")
-    alone: dict[str, Any] = {"accelerator": accelerator, "devices": 1, "log_every_n_steps": 10}
-    alone |= {"gradient_clip_val": how.gradient_clip_val, "precision": how.precision}
+
+    checkpoint_path = folder / "base.ckpt"
+    resume_from = str(checkpoint_path) if checkpoint_path.exists() else None
+    if resume_from is not None:
+        check_state(checkpoint_path, instead="delete it to pre-train the base from its beginning")
     guard = NanGuard(advice=ADVICE)
-    saving = StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)
-    fitting = make_trainer(
-        alone, label="base", steps=steps, callbacks=[guard, saving], preemption=Preemption(saving)
+    step_checkpoint = StepCheckpoint(checkpoint_path, every=CHECKPOINT_EVERY, guard=guard)
+    trainer = make_trainer(
+        {
+            "accelerator": accelerator,
+            "devices": 1,
+            "log_every_n_steps": 10,
+            "gradient_clip_val": pretraining.gradient_clip_val,
+            "precision": pretraining.precision,
+        },
+        label="base",
+        steps=steps,
+        callbacks=[guard, step_checkpoint],
+        preemption=Preemption(step_checkpoint),
     )
     with defer_signals():
-        fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
-    drop_optimizer(fitting)
-    module.cpu()
-    module.model.save_pretrained(folder)
-    save_tokenizer(new.tokenizer, base=new.checkpoint, folder=folder)
-    checkpoint.unlink(missing_ok=True)
+        trainer.fit(method, datamodule=data, ckpt_path=resume_from, weights_only=True)
+    drop_optimizer(trainer)
+
+    method.cpu()
+    method.model.save_pretrained(folder)
+    save_tokenizer(base.tokenizer, base=base.checkpoint, folder=folder)
+    checkpoint_path.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ ON_CPU = {  # attention on a CPU, which the counter lacks; shapes [B, H, T, D]
     ATEN._scaled_dot_product_flash_attention_for_cpu: count_attention,
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: count_attention_backward,
 }
-COUNTS = {**flop_registry, **{kernel: shape_wrapper(count) for kernel, count in ON_CPU.items()}}
+COUNTS = flop_registry | {kernel: shape_wrapper(count) for kernel, count in ON_CPU.items()}
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 

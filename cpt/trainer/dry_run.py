@@ -20,8 +20,9 @@ from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
 from cpt.reporting.frames import megabytes
 from cpt.trainer.base_model import Base, make_base
-from cpt.trainer.build import build_data, build_method, log_settings, read_corpora
+from cpt.trainer.build import build_data, build_method, read_corpora
 from cpt.trainer.chat_date import date_chats
+from cpt.trainer.log_settings import log_settings
 from cpt.trainer.match_operations import match_operations
 from cpt.trainer.plan import Plan
 from cpt.trainer.preflight import prepare

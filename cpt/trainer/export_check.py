@@ -110,15 +110,13 @@ def check_export(
     """Raises ValueError where the model of an `expression` does not load from its folder without missing or
     unused weights, or does not score the sample as the module did, and its whole documents as the last row
     has them: `recorded` [2, documents], nats and tokens, or None."""
-    message = f"the exported model in {folder} is not the trained one"
-    remedy = "the stages are kept, and the same command exports it again"
     with torch.random.fork_rng(devices=[]):
         try:
             model = load_as_written(folder, expression)
             with set_mode(model, training=False):
                 losses = module.objective.nll(model, sample.batch).double()
         except Exception as error:
-            raise ValueError(f"{message}: {reason(error)}; {remedy}") from error
+            raise wrong_export_error(folder, reason(error)) from error
 
     allowed = BY_WEIGHTS[model.dtype]
     cause = describe_loss_difference(losses, sample.expected, allowed=allowed, label="the run's weights give")
@@ -130,8 +128,15 @@ def check_export(
             document_losses, recorded_losses, allowed=allowed, label="the last row has"
         )
     if cause is not None:
-        raise ValueError(f"{message}: on {sample.text} {cause}; {remedy}")
+        raise wrong_export_error(folder, f"on {sample.text} {cause}")
     log.info("Loaded the exported model: it scores %s as the run does", sample.text)
+
+
+def wrong_export_error(folder: Path, cause: str) -> ValueError:
+    return ValueError(
+        f"the exported model in {folder} is not the trained one: {cause}; "
+        "the stages are kept, and the same command exports it again"
+    )
 
 
 def load_as_written(folder: Path, expression: str) -> PreTrainedModel:

@@ -58,11 +58,11 @@ class FSDP2Strategy(DDPStrategy):
 
         # What the method has added to the model is small, and stays whole in every process.
         model_names = own_names(model)
-        added = set()
+        added_parameters = set()
         for name, parameter in model.named_parameters():
             if name.replace(".base_layer", "") not in model_names:  # where peft moves the weight of a layer
-                added.add(parameter)
-        shard_model(model, mesh, ignored=added, reshard=self.reshard)
+                added_parameters.add(parameter)
+        shard_model(model, mesh, ignored=added_parameters, reshard=self.reshard)
 
         sharded = {name: weight for name, weight in named_weights(model).items() if is_sharded(weight)}
         for part in module.modules():

@@ -20,7 +20,7 @@ from cpt.evaluation.finetune_tasks import FinetuneOptions, FinetuneProtocol
 from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.options import EvalOptions
 from cpt.models.options import Freeze, ModelOptions, PretrainingOptions
-from cpt.optim.options import KNOWN
+from cpt.optim.options import OPTIONS_BY_TARGET
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 
 FLAG = "--options"
@@ -88,7 +88,7 @@ def options_at(cfg: DictConfig, section: str) -> Sequence[type[Options]]:
     if section in FIXED:
         return FIXED[section]
     target = OmegaConf.select(cfg, join(section, "_target_"))
-    kind = KNOWN.get(target)
+    kind = OPTIONS_BY_TARGET.get(target)
     if kind is None and target:
         kind = options_class(target, place=section)
     return [] if kind is None else [kind]

@@ -24,7 +24,7 @@ from cpt.trainer.run_dir import WEIGHTS, RunDir, checkpoint_files, file_stat
 if TYPE_CHECKING:
     from cpt.data.corpora import Corpora
     from cpt.trainer.base_model import Base
-    from cpt.trainer.evaluators import Evaluator
+    from cpt.trainer.evaluator import FileEvaluator
 
 log = logging.getLogger(__name__)
 MAX_SHOWN = 8  # items that a message lists
@@ -212,7 +212,7 @@ def join_first(items: Sequence[str], separator: str = " ") -> str:
 
 
 def write_manifest(
-    plan: Plan, run: RunDir, corpora: Corpora, start: Base, evaluators: Iterable[Evaluator]
+    plan: Plan, run: RunDir, corpora: Corpora, start: Base, evaluators: Iterable[FileEvaluator]
 ) -> None:
     """Compares what has been read and made to the stored manifest, and stores it. Raises ValueError for other
     texts, base or tokenizer; logs end tasks with other data."""

@@ -17,8 +17,8 @@ processes leave at the next of these places:
   generated text (cpt/contrib/generative_replay/writer.py);
 - after each unit of work on end tasks, answers and benchmarks, where every process works on its own and they
   tell each other by the store of the process group (`check_all_signals` in cpt/core/distributed.py);
-- before a row of the matrix is committed, before the model is exported, and before the report is written
-  (cpt/trainer/loop.py).
+- before a row of the matrix is committed (cpt/trainer/matrix.py), before the model is exported, and before
+  the report is written (cpt/trainer/finalize.py).
 
 **What is saved.** In training the state of the trainer after the current step (`StepCheckpoint`), elsewhere
 nothing: committed rows and results of evaluators are on disk, and what is under way is repeated.

@@ -192,7 +192,7 @@ def test_a_run_whose_observers_all_fail_is_finished_and_the_same_command_makes_i
     with monkeypatch.context() as patched:
         patched.setattr(LongCSV, "log_metrics", fail)
         patched.setattr("cpt.reporting.run_page.build_blocks", fail)
-        patched.setattr("cpt.trainer.loop.write_model_card", fail)
+        patched.setattr("cpt.trainer.finalize.write_model_card", fail)
         start(cfg, tmp_path / "run")
     run = RunDir(tmp_path / "run")
     assert run.load_scores().run["finished"] and not (run.path / "report.html").exists()

@@ -12,7 +12,7 @@ from cpt.data.sampler import TrainStream
 from cpt.gradient_masks.base import GradientMask
 from cpt.methods.base import ContinualMethod
 from cpt.methods.ncl import NCL
-from cpt.trainer.build import log_settings
+from cpt.trainer.log_settings import log_settings
 from tests.support.method_fixtures import StepRecorder
 
 

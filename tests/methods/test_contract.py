@@ -12,8 +12,9 @@ import transformers
 
 import cpt.adapters.export
 from cpt.models.loading import is_tied
-from cpt.trainer import loop
 from cpt.trainer.checkpoint import load_stage
+from cpt.trainer.lightning import make_trainer
+from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.support import method_fixtures
 from tests.support.campaign import run_few
@@ -210,7 +211,7 @@ def test_it_learns_in_16_bits(case, precision, config, start, tmp_path):
 def test_killed_between_domains_it_ends_with_the_same_bits(
     method, moment, uninterrupted, monkeypatch, config, start, tmp_path
 ):
-    rows, commit = told(uninterrupted(method))["rows"], getattr(loop.RunDir, moment)
+    rows, commit = told(uninterrupted(method))["rows"], getattr(RunDir, moment)
     for number in range(len(rows)):
 
         def dying(folder, row, *args, at=number, **kwargs):
@@ -220,7 +221,7 @@ def test_killed_between_domains_it_ends_with_the_same_bits(
                 raise KilledError
 
         with monkeypatch.context() as patched, pytest.raises(KilledError):
-            patched.setattr(loop.RunDir, moment, dying)
+            patched.setattr(RunDir, moment, dying)
             start(config(method), tmp_path)
     start(config(method), tmp_path)
     assert told(tmp_path)["rows"] == rows and bits(tmp_path) == bits(uninterrupted(method))
@@ -237,7 +238,7 @@ def test_probes_and_evaluation_leave_no_trace(case, config):
 
     before, first = method_fixtures.clone_tensors(module.state_dict()), traces()
     for _ in range(2):
-        trainer = loop.make_trainer(run.machine.lightning_arguments(run.plan.trainer), label="")
+        trainer = make_trainer(run.machine.lightning_arguments(run.plan.trainer), label="")
         trainer.validate(module, datamodule=run.data, verbose=False)
         rows.append([each.clone() for pair in module.document_losses().values() for each in pair])
     assert all(torch.equal(*each) for each in zip(*rows, strict=True))

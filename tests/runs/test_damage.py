@@ -11,8 +11,9 @@ import torch
 
 from cpt import verify
 from cpt.methods.base import ContinualMethod
-from cpt.trainer import loop
+from cpt.trainer.loop import ContinualTrainer
 from cpt.trainer.run_dir import RunDir
+from cpt.trainer.stage import StageTrainer
 from tests.runs.reading import assert_same_bits, killed, times, told_by
 from tests.support.campaign import run_few
 from tests.support.kill_callback import KilledError
@@ -88,7 +89,7 @@ def test_a_damaged_file_of_a_run_is_made_again_or_refused(row, done, request, co
     binary = name not in ("config.yaml", "identity.json")
     assert verify.main([str(run)]) == 1 or not binary or (how, name) in UNSEEN
     if of == "finished":
-        monkeypatch.setattr(loop.ContinualTrainer, "fit_stage", None)
+        monkeypatch.setattr(StageTrainer, "train", None)
     before = {path: time for path, time in times(run).items() if "identity" not in path}
     refused = (of, name) == ("finished", "model/model.safetensors") and how != "gone"  # the stage's file, too
     try:
@@ -150,17 +151,17 @@ def test_a_file_of_something_else_is_refused(begun, config, start):
 def test_a_folder_that_is_deleted_while_it_is_trained_ends_the_run_at_the_next_row(
     config, start, tmp_path, monkeypatch
 ):
-    evaluated, commit = [], loop.ContinualTrainer.commit_row
+    committed, commit = [], ContinualTrainer.commit_row
 
-    def deleting(trainer, row, costs):
-        evaluated.append(row)
-        commit(trainer, row, costs)
+    def deleting(trainer, number):
+        committed.append(number)
+        commit(trainer, number)
         shutil.rmtree(tmp_path / "run")
 
-    monkeypatch.setattr(loop.ContinualTrainer, "commit_row", deleting)
+    monkeypatch.setattr(ContinualTrainer, "commit_row", deleting)
     with pytest.raises(ValueError, match="run was moved or deleted while it was trained"):
         start(config(), tmp_path / "run")
-    assert len(evaluated) == 2
+    assert committed == [0]
 
 
 def test_verify_names_what_is_damaged_and_touches_nothing_else(again, tmp_path, capsys):

@@ -33,7 +33,7 @@ from cpt.core.distributed import to_local
 from cpt.data import sampler
 from cpt.data.collate import labels_of
 from cpt.models import memory
-from cpt.trainer import loop
+from cpt.trainer import stage
 
 memory.COMPILE_OPTIONS["backend"] = "eager"  # traced, and run as it was
 made = sampler.TrainStream.__getitem__
@@ -69,10 +69,10 @@ class Notes(Callback):
             file.write(hashlib.sha256(state).hexdigest() + "\\n")
 
 sampler.TrainStream.__getitem__ = noted
-trainer = loop.make_trainer
+trainer = stage.make_trainer
 def watched(options, *, callbacks=(), **others):
     return trainer(options, callbacks=[*callbacks, Notes()] if callbacks else (), **others)
-loop.make_trainer = watched
+stage.make_trainer = watched
 sys.argv[0] = __file__
 from cpt.__main__ import main
 

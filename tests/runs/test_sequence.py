@@ -11,7 +11,7 @@ import transformers  # noqa: F401  (for an expression that is evaluated)
 from transformers import AutoModelForMaskedLM
 
 from cpt.adapters.domain_store import DomainParams
-from cpt.trainer import loop
+from cpt.trainer import stage
 from cpt.trainer.loop import ContinualTrainer
 from tests.runs.reading import killed, same_state, scores_of, state_of, times, told_by
 from tests.support.campaign import run_few
@@ -183,7 +183,7 @@ def mapped(tensor: torch.Tensor) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", run_few(METHODS, ["demix"]))
 def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_path, monkeypatch, method):
-    rested, rest = [], loop.map_stored
+    rested, rest = [], stage.map_stored
     options = [*f"method={method}".split(), *OPTIONS]
 
     def watched(module, path):
@@ -192,7 +192,7 @@ def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_p
             rested.append([mapped(each) for each in stored._buffers.values()])
 
     start(small(*options, "modules.storage=memory"), tmp_path / "memory")
-    monkeypatch.setattr(loop, "map_stored", watched)
+    monkeypatch.setattr(stage, "map_stored", watched)
     on_disk = small(*options, "modules.storage=disk")
     killed(start, killing, on_disk, tmp_path / "disk", step=1, domain="space")
     start(on_disk, tmp_path / "disk")

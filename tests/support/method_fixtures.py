@@ -15,7 +15,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampler import TrainStream
 from cpt.methods.base import ContinualMethod
-from cpt.trainer import build, loop
+from cpt.trainer import build, stage
 from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import make_base
 from cpt.trainer.checkpoint import load_stage
@@ -37,7 +37,7 @@ class MethodFixture:
         self.data.enter(domain)
         self.module.setup_stage(domain)
         self.module.train()
-        trainer = loop.make_trainer(
+        trainer = stage.make_trainer(
             self.machine.lightning_arguments(self.plan.trainer),
             label="",
             steps=self.data.steps(domain),

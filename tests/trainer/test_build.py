@@ -11,8 +11,9 @@ from cpt.data import packing
 from cpt.data.sources.base import CONCAT, DOCUMENT_MASK, NONE, TextOptions
 from cpt.data.text_format import make_text_format
 from cpt.models.objectives import Causal
-from cpt.trainer import loop
-from cpt.trainer.build import check_training_texts, log_experts
+from cpt.trainer import common_settings
+from cpt.trainer.build import check_training_texts
+from cpt.trainer.log_settings import log_experts
 from cpt.trainer.plan import make_plan
 from tests.support.data_fixtures import bare_tokenizer, write_corpus
 
@@ -80,24 +81,24 @@ def test_processes_with_other_values_of_an_option_are_refused(small, monkeypatch
         is_settings = isinstance(value, dict)
         return [value, value | {"seed": 4, "domains.only": ["law"]}] if is_settings else [value, "other"]
 
-    loop.check_same_settings(plan)
-    monkeypatch.setattr(loop, "gather_objects", gather_two)
+    common_settings.check_same_settings(plan)
+    monkeypatch.setattr(common_settings, "gather_objects", gather_two)
     with pytest.raises(
         ValueError, match=r"^seed is invalid: it is 3 in one process and 4 in another\. Allowed"
     ):
-        loop.check_same_settings(plan)
+        common_settings.check_same_settings(plan)
 
 
 def test_processes_may_read_texts_in_other_folders(small, monkeypatch):
     plan = make_plan(small("seed=3"))
     hashes = []
-    monkeypatch.setattr(loop, "gather_objects", lambda value: hashes.append(value) or [value])
-    loop.check_same_settings(plan)
+    monkeypatch.setattr(common_settings, "gather_objects", lambda value: hashes.append(value) or [value])
+    common_settings.check_same_settings(plan)
     assert "root" in plan.settings["domains"]
     moved = replace(plan, settings=plan.settings | {"domains": plan.settings["domains"] | {"root": "other"}})
-    loop.check_same_settings(moved)
+    common_settings.check_same_settings(moved)
     copied = replace(
         plan, settings=plan.settings | {"model": plan.settings["model"] | {"name_or_path": "copy"}}
     )
-    loop.check_same_settings(copied)
+    common_settings.check_same_settings(copied)
     assert hashes[0] == hashes[1] == hashes[2]

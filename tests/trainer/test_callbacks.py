@@ -11,7 +11,8 @@ from torch import nn
 from cpt import verify
 from cpt.evaluation.monitor import MonitorOptions, MonitorRecord
 from cpt.gradient_masks.base import GradientMask
-from cpt.trainer.callbacks import CustomCallbacks, protected_shares
+from cpt.trainer.callbacks import CustomCallbacks
+from cpt.trainer.protected_movement import protected_shares
 from tests.runs.reading import assert_same_bits, killed, same_state, state_of, told_by
 from tests.support.method_fixtures import DROPOUT, load_model_weights
 
@@ -64,7 +65,7 @@ def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
     (state := tmp_path / "killed" / "callbacks" / "001.pt").write_bytes(b"PK")
     assert verify.main([str(tmp_path / "killed")]) == 1
     with pytest.raises(ValueError, match=f"{state} is truncated or damaged"):
-        CustomCallbacks({"counting": resumed}, state.parent).entering(2)
+        CustomCallbacks({"counting": resumed}, state.parent).enter_stage(2)
     assert_same_bits(tmp_path / "killed", tmp_path / "whole")
 
 

@@ -51,7 +51,7 @@ GIVEN = [*(f"method={name}" for name in METHODS), *COMPOSED]
 def test_bytes_steps_and_tokens_are_those_of_the_run(
     start, composed, five, cache, planned, tmp_path, given, monkeypatch
 ):
-    monkeypatch.setattr("cpt.trainer.loop.link_weights", lambda path, model: None)  # the disk at the most
+    monkeypatch.setattr("cpt.trainer.finalize.link_weights", lambda path, model: None)  # the disk at the most
     places = ["domains=texts", f"domains.root={five}", f"cache_dir={cache}", f"order=[{','.join(DOMAINS)}]"]
     cfg = composed(*places, *SMALL, *FEW, *given.split(), "save_all_stages=true")
     said = planned(cfg, tmp_path / "said")

@@ -22,7 +22,8 @@ from cpt.evaluation.predictions import (
 from cpt.evaluation.task_metrics import MEASURES
 from cpt.train import is_done
 from cpt.trainer import preflight
-from cpt.trainer.evaluators import FinetuneEvaluator, TaskEvaluator
+from cpt.trainer.finetune_evaluator import FinetuneEvaluator
+from cpt.trainer.task_evaluator import TaskEvaluator
 from tests.runs.reading import assert_same_bits, told_by
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.harness_tasks import FakeHarness, sum_weights

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from cpt.methods.base import ContinualMethod
 from cpt.models.loading import load_model
-from cpt.trainer import loop
+from cpt.trainer import stage
 from cpt.trainer.export_check import check_export, draw_sample
 from tests.runs.reading import told_by
 from tests.support.method_fixtures import build_method_fixture
@@ -113,6 +113,6 @@ def test_a_run_whose_export_is_wrong_fails_and_the_same_command_exports_again(
             start(cfg, folder)
     assert not told_by(folder)["run"]["finished"]
     with monkeypatch.context() as patch:
-        patch.setattr(loop.ContinualTrainer, "fit_stage", None)  # nothing is trained again
+        patch.setattr(stage.StageTrainer, "train", None)  # nothing is trained again
         start(cfg, folder)
     assert told_by(folder)["run"]["finished"]

@@ -15,7 +15,7 @@ from cpt.core.distributed import full_tensor
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.evaluation.options import StageOptions
 from cpt.optim.nan_guard import all_finite
-from cpt.trainer import evaluators, linked_weights
+from cpt.trainer import evaluator, linked_weights
 from cpt.trainer.checkpoint import (
     check_stage,
     load_stage,
@@ -23,9 +23,9 @@ from cpt.trainer.checkpoint import (
     save_sharded,
     save_stage,
 )
-from cpt.trainer.evaluators import LMEvalEvaluator
 from cpt.trainer.fsdp_strategy import shard_state
 from cpt.trainer.linked_weights import link_weights
+from cpt.trainer.lm_eval_evaluator import LMEvalEvaluator
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.state_folders import LINKS, SHARDS
 from cpt.verify import damage_in_run
@@ -50,13 +50,15 @@ def test_a_sum_over_processes_is_of_tensors_as_nccl_takes_them(monkeypatch):
 
 def test_nobody_waits_for_a_process_whose_work_after_a_stage_has_failed(monkeypatch):
     class Failing(LMEvalEvaluator):
-        def work(self, *given):
+        def measure_requests(self, *given):
             raise RuntimeError("no memory")
 
-    run = dict.fromkeys(("place", "module", "data"))
-    store, failing = distributed.HashStore(), Failing(StageOptions(when="last"), None, None, **run)
-    failing.name = str
-    monkeypatch.setattr(evaluators, "barrier", lambda: None)
+    store = distributed.HashStore()
+    failing = Failing(
+        StageOptions(when="last"), None, None, run=None, module=None, data=None, settings_hash=""
+    )
+    failing.stage_name = str
+    monkeypatch.setattr(evaluator, "barrier", lambda: None)
     monkeypatch.setattr(sharding, "is_distributed", lambda: True)
     monkeypatch.setattr(sharding.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(sharding.distributed, "get_world_size", lambda: 2)

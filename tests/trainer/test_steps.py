@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from cpt.optim.nan_guard import NanGuard
-from cpt.trainer import auto, build, check_model
+from cpt.trainer import auto, check_model, log_settings
 from cpt.trainer.auto import choose_devices, choose_num_workers, choose_precision
 from cpt.trainer.plan import make_plan
 from cpt.trainer.step_checkpoint import StepCheckpoint
@@ -68,7 +68,7 @@ def test_updates_that_bf16_weights_lose_are_named_before_training(small, caplog)
     for rate in ("1e-7", "1e-3"):
         run = build_method_fixture(small(f"optim.lr={rate}", "trainer.precision=bf16-true", "order=[law]"))
         with caplog.at_level("WARNING", logger="cpt"):
-            build.warn_of_lost_updates(run.plan, run.module, precision="bf16-true")
+            log_settings.warn_of_lost_updates(run.plan, run.module, precision="bf16-true")
         lines[rate] = caplog.messages[-1]
     shares = {rate: int(line.partition("for ")[2].split()[0]) for rate, line in lines.items()}
     assert shares["1e-7"] > 90 and shares["1e-3"] < 50 and "bf16-mixed" in lines["1e-3"]
@@ -91,7 +91,7 @@ def test_rows_of_new_tokens_that_a_method_does_not_train_are_named(options, is_t
     run = build_method_fixture(small_gpt2("order=[law]", *options.split()))
     plan = replace(run.plan, model=replace(run.plan.model, resize=True))
     with caplog.at_level("WARNING", logger="cpt"):
-        build.warn_of_untrained_rows(plan, run.module)
+        log_settings.warn_of_untrained_rows(plan, run.module)
     assert ("Rows of new tokens" in caplog.text) is not is_trained
 
 

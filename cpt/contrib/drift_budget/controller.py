@@ -18,7 +18,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import CHANGE_REPLICATES, Losses, bootstrap
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.methods.base import ContinualMethod
-from cpt.trainer.callbacks import copy_trained, put_back
+from cpt.trainer.monitor import copy_trained, load_interpolated, load_trained
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class DriftController(MonitorObserver):
             end = copy_trained(module)
 
             def losses_at(way: float) -> Texts:
-                put_back(module, self.kept, towards=end, way=way)
+                load_interpolated(module, self.kept, end, share=way)
                 return measure()
 
             way = find_way(lambda way: self.seen.share(drift_of(losses_at(way))), least=self.least, most=most)
@@ -116,7 +116,7 @@ class DriftController(MonitorObserver):
         if within and first:
             self.kept = copy_trained(module)
         elif not within:
-            put_back(module, self.kept)
+            load_trained(module, self.kept)
         if first:
             self.least = self.seen.spent
         for act in self.seen.acts[told:]:

@@ -1,0 +1,174 @@
+"""What is measured in a run, and on what: the scores that it starts with."""
+
+import platform
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import cpt
+from cpt.data.corpora import Corpora
+from cpt.data.datamodule import DomainSequence
+from cpt.data.sources.base import CONCAT
+from cpt.data.text_checks import unknown_share
+from cpt.evaluation.scores import Scores
+from cpt.trainer.auto import Machine
+from cpt.trainer.base_model import Base
+from cpt.trainer.plan import Plan
+from cpt.trainer.run_dir import checkpoint_files
+
+PACKAGES = ("torch", "lightning", "transformers", "datasets")
+
+
+def make_initial_scores(
+    plan: Plan, machine: Machine, corpora: Corpora, base: Base, data: DomainSequence
+) -> Scores:
+    """Scores without rows. Raises ValueError for a text of which nothing would be scored."""
+    objective = base.objective.scoring
+    num_scored = count_scored_tokens(plan, base, data)
+    check_validation_texts(base, data)
+    return Scores(
+        domains=list(data.held_out),
+        tokens=[int(objective.scorable(text.sizes()).sum()) for text in data.held_out.values()],
+        bytes=[text.bytes for text in data.held_out.values()],
+        scored=list(num_scored.values()),
+        run={
+            "name": str(plan.run.name),
+            "method": plan.names["method"],
+            "mask": plan.names["mask"],
+            "replay": plan.names["replay"],
+            "variant": str(plan.run.variant),
+            "model": plan.names["model"],
+            "order": plan.order,
+            "seed": plan.run.seed,
+            "finished": False,
+            "objective": base.objective_name,
+        },
+        texts={
+            name: describe_text(name, corpora, data, score_on=plan.source.score_on) for name in data.held_out
+        },
+        conditions=find_loss_conditions(plan, corpora, base, data),
+        base=describe_origin(plan),
+        similarity=describe_similarity(plan),
+        config_hash=plan.config_hash,
+        numerics={"precision": str(machine.precision), "attention": machine.attn_implementation},
+        versions=find_versions(),
+    )
+
+
+def find_versions() -> dict[str, str]:
+    """The versions of Python, of the libraries that decide the numbers, and of cpt."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        versions[package] = metadata.version(package)
+    versions["cpt"] = cpt.__version__
+    return versions
+
+
+def count_scored_tokens(plan: Plan, base: Base, data: DomainSequence) -> dict[str, int]:
+    """The tokens of each held-out text that contribute to its loss. Raises ValueError if a text has none."""
+    num_scored = {}
+    for name in data.held_out:
+        num_scored[name] = int(base.objective.scoring.scored(data.scored_sizes(name)).sum())
+    for name, count in num_scored.items():
+        if count == 0:
+            raise ValueError(
+                f"the {plan.source.score_on} text of {name} has no token that is scored. "
+                f"Allowed: longer text that the tokenizer {base.tokenizer.name_or_path} knows, "
+                "a larger eval.max_tokens"
+            )
+    return num_scored
+
+
+def check_validation_texts(base: Base, data: DomainSequence) -> None:
+    """Raises ValueError if a text that the monitor compares has no scored token."""
+    for name, text in data.validation.items():
+        if not base.objective.scoring.scored(text.sizes()).any():
+            raise ValueError(
+                f"the validation text of {name} has no token that is scored. "
+                "Allowed: longer text that the tokenizer knows, monitor.every=null"
+            )
+
+
+def describe_text(name: str, corpora: Corpora, data: DomainSequence, *, score_on: str) -> dict[str, Any]:
+    """The facts of a text for scores.json; where there are any, `skipped`, {kind: number} of examples that
+    could not be used, and by split the share of unknown tokens and special tokens that the text spells."""
+    described = {key.replace("digest", "hash"): fact for key, fact in corpora.by_name[name].facts.items()}
+    skipped: Counter[str] = Counter()
+    parts = [described.pop("skipped", {})]
+    parts += [texts[name].skipped for texts in (data.train, data.validation, data.held_out) if name in texts]
+    for part in parts:
+        for kind, entry in part.items():
+            skipped[kind] += entry["count"]
+
+    splits = {score_on: data.held_out[name]}
+    if name in data.train:
+        splits["train"] = data.train[name]
+    unknown = {split: unknown_share(text) for split, text in splits.items() if unknown_share(text)}
+    spelled = {split: text.facts["spelled"] for split, text in splits.items() if text.facts.get("spelled")}
+
+    if skipped:
+        described["skipped"] = dict(skipped)
+    if unknown:
+        described["unknown"] = unknown
+    if spelled:
+        described["special_tokens"] = spelled
+    return described
+
+
+def find_loss_conditions(plan: Plan, corpora: Corpora, base: Base, data: DomainSequence) -> dict[str, Any]:
+    """What a loss depends on besides the model and the texts."""
+    conditions: dict[str, Any] = {
+        "score_on": plan.source.score_on,
+        "tokenizer": corpora.tokenizer_digest(base.tokenizer)[:8],
+        "length": base.length,
+        "mask_rate": plan.model.mask_rate if base.objective_name != "causal" else None,
+        "scored": base.objective.scoring.scores,
+    }
+    if base.objective_name == "span":
+        conditions["mean_span"] = plan.model.span_length
+    if corpora.packing != CONCAT:
+        conditions["packing"] = corpora.packing
+    conditions.update(base.text_format.conditions)
+    if data.sampled_texts:
+        conditions["cap"] = data.eval_tokens
+    return conditions
+
+
+def describe_origin(plan: Plan) -> dict[str, Any]:
+    """Where the base comes from, how it was adapted, and the domains that an earlier run has taught it."""
+    checkpoint = plan.model.name_or_path
+    if checkpoint is None:
+        described: dict[str, Any] = {"name": plan.names["model"], "origin": "built"}
+    elif Path(checkpoint).is_dir():
+        described = {"name": Path(checkpoint).resolve().name, "origin": "folder"}
+    else:
+        described = {"name": checkpoint, "origin": "hub"}
+        paths = list(checkpoint_files(checkpoint).values())
+        if paths:
+            described["revision"] = paths[0].parent.name
+
+    adaptations = []
+    if plan.model.layers is not None:
+        adaptations.append(f"the first {plan.model.layers} blocks")
+    if checkpoint is not None and plan.model.pretraining is not None:
+        steps = plan.model.pretraining.head_steps
+        if steps:
+            adaptations.append(f"head trained for {steps} steps on general text")
+        else:
+            adaptations.append("head as it is, or random")
+    if adaptations:
+        described["adapted"] = "; ".join(adaptations)
+
+    if plan.resolved["init_from"] is not None:
+        earlier = Scores.load(Path(plan.resolved["init_from"]) / "scores.json")
+        learned = [*earlier.base.get("learned", []), *earlier.run["order"]]
+        described["learned"] = list(dict.fromkeys(learned))
+    return described
+
+
+def describe_similarity(plan: Plan) -> dict[str, Any]:
+    """The similarity of the domains' texts, if it decided their order."""
+    if not plan.similarity:
+        return {}
+    return {**plan.similarity.to_json(plan.order), "embedding": "tfidf"}

@@ -1,0 +1,182 @@
+"""What the log says of a run's settings before it starts: options that have no effect, and what is not
+trained."""
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from transformers import PreTrainedModel
+
+from cpt.adapters.domain_store import find_domain_params
+from cpt.adapters.lora import adapter_reach
+from cpt.core.exceptions import format_value
+from cpt.core.naming import list_choices
+from cpt.core.processes import is_first_process
+from cpt.core.tensors import NamedTensors
+from cpt.data.datamodule import DomainSequence
+from cpt.methods.base import ContinualMethod
+from cpt.methods.options import KDOptions
+from cpt.models.stored_weights import format_names
+from cpt.optim.rounding import lost_update_share
+from cpt.optim.state import CarriedState
+from cpt.trainer.auto import Machine
+from cpt.trainer.options import BF16, Precision
+from cpt.trainer.plan import Plan
+
+log = logging.getLogger(__name__)
+# Optimizers whose step is about as large as the learning rate.
+ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+# Keys of a new model, which a run that starts from the model of another one does not build.
+NEW_MODEL_KEYS = ("model.config.", "model.vocab_size")
+
+
+def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: DomainSequence) -> None:
+    """Logs of how many texts a part is scored, the options that are set and change nothing, and which weights
+    are not trained."""
+    log_scored_share(data)
+    for description in find_ineffective_options(plan, machine, module):
+        log.info("No effect of %s", description)
+
+    num_micro_batches = plan.trainer.accumulate_grad_batches
+    difference = module.describe_accumulation()
+    if num_micro_batches > 1 and difference:
+        log.info(
+            "Accumulating gradients (trainer.accumulate_grad_batches=%d): %s", num_micro_batches, difference
+        )
+
+    warn_of_lost_updates(plan, module, precision=machine.precision)
+    warn_of_untrained_rows(plan, module)
+    log_experts(module.model)
+
+
+def log_scored_share(data: DomainSequence) -> None:
+    """Logs how many tokens of the held-out texts are scored, if not all of them."""
+    sampled_texts = data.sampled_texts
+    if not sampled_texts:
+        return
+    num_scored = 0
+    num_tokens = 0
+    for name, text in data.held_out.items():
+        lengths = text.row_lengths
+        num_tokens += int(lengths.sum())
+        if name in sampled_texts:
+            lengths = lengths[data.scored_rows(name)]
+        num_scored += int(lengths.sum())
+    log.info(
+        f"Scoring a part of {len(sampled_texts)} of {len(data.held_out)} texts, "
+        f"the same rows after every stage (eval.max_tokens={format_value(data.eval_tokens)}, "
+        f"{num_scored:,} of {num_tokens:,} tokens); eval.max_tokens=null scores all, in a run of its own"
+    )
+
+
+def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMethod) -> Iterator[str]:
+    """The options that are set and change nothing, each with the reason."""
+    options = plan.trainer
+    method = plan.names["method"]
+    checkpoint = plan.model.name_or_path
+
+    new_model_keys = find_new_model_keys()
+    if new_model_keys and plan.settings["init_from"]:
+        yield f"{', '.join(new_model_keys)}: init_from is given"
+    pretraining = plan.settings["model"]["pretraining"]
+    if checkpoint and pretraining and pretraining.get("steps"):
+        yield f"model.pretraining.steps: {checkpoint} is given"
+
+    multiplier = plan.ignored_rate
+    if multiplier not in (None, 1):
+        yield (f"method.lr_multiplier={multiplier}: optim.lr is a number (model.lr=… is multiplied by it)")
+    if options.offload_method_state and (not keeps_weights(module) or machine.device.type == "cpu"):
+        yield f"trainer.offload_method_state=true: {method} keeps no weights, or the device is a CPU"
+
+    num_micro_batches = options.accumulate_grad_batches
+    has_single_samples = plan.source.encoding is not None and plan.budget.batch_size == num_micro_batches
+    if plan.source.isolated and has_single_samples:
+        yield "domains.packing=document_mask: samples come one by one"
+    has_faster_teacher = isinstance(module.options, KDOptions) and module.options.teacher != "run"
+    if has_faster_teacher and machine.precision in BF16:
+        yield f"method.teacher: all is in 16 bits (trainer.precision={machine.precision})"
+    if num_micro_batches > 1 and any(mask.limits for mask in module.masks):
+        yield "the mask's backend=backward: later micro-batches of a step select rows too"
+
+    is_sharded = options.strategy == "fsdp"
+    if plan.modules.storage == "disk" and (is_sharded or not find_domain_params(module)):
+        yield f"modules.storage=disk: {method} has no modules per domain, or they are sharded"
+
+
+def find_new_model_keys() -> list[str]:
+    """The options of a new model that the command line sets."""
+    overrides: tuple[str, ...] = ()
+    if HydraConfig.initialized():
+        overrides = tuple(HydraConfig.get().overrides.task)
+    return [key for key in list_choices(overrides) if key.startswith(NEW_MODEL_KEYS)]
+
+
+def keeps_weights(module: ContinualMethod) -> bool:
+    """Whether a method stores weights besides the optimizer's state."""
+    for part in module.modules():
+        if isinstance(part, NamedTensors) and not isinstance(part, CarriedState):
+            return True
+    return False
+
+
+def log_experts(model: PreTrainedModel) -> None:
+    """Logs what is not trained of a mixture of experts: the loss that balances its router, and experts that
+    adapters do not reach."""
+    if not is_first_process():
+        return
+    config = model.config.get_text_config()
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    if getattr(config, "output_router_logits", False) and coefficient:
+        log.warning(
+            "Training without the load-balancing loss of the router (router_aux_loss_coef=%s), "
+            "which the config.json of this %s asks for",
+            coefficient,
+            config.model_type,
+        )
+
+    reach = adapter_reach(model)
+    if reach is not None and reach.unreached_experts:
+        names = format_names([*reach.unreached_experts])
+        message = "The adapters reach %.1f %% of the weights without embeddings: not the experts (%s)"
+        log.warning(message, 100 * reach.adapted / reach.total, names)
+
+
+def warn_of_lost_updates(plan: Plan, module: ContinualMethod, *, precision: Precision) -> None:
+    """Logs which share of weights in bfloat16 an optimizer step of the peak rate does not change."""
+    if precision != "bf16-true":
+        return
+    rate = plan.optim.arguments.get("lr")
+    remedy = "trainer.precision=bf16-mixed has 32-bit weights; a larger optim.lr loses fewer updates"
+    if rate is None or not issubclass(plan.optim.load(), ADAM_LIKE):
+        log.warning(
+            "trainer.precision=bf16-true: updates below about 1/512 of a weight are lost to rounding; %s",
+            remedy,
+        )
+        return
+
+    frozen = {id(parameter) for parameter in module.frozen}
+    trained = [parameter for parameter in module.model.parameters() if id(parameter) not in frozen]
+    share = lost_update_share(trained, rate=rate)
+    log.warning(
+        "trainer.precision=bf16-true: a step of optim.lr=%s is lost to rounding for %.0f %% of the trained "
+        "weights, and for more of them as the rate decays; %s",
+        format_value(rate),
+        100 * share,
+        remedy,
+    )
+
+
+def warn_of_untrained_rows(plan: Plan, module: ContinualMethod) -> None:
+    """Logs where rows for new tokens are asked for and the method does not train them."""
+    if not plan.model.resize or plan.names["method"] == "none":
+        return
+    table = module.model.get_input_embeddings().weight
+    frozen = {id(parameter) for parameter in module.frozen}
+    if id(table) in frozen or not table.requires_grad:
+        log.warning(
+            "Rows of new tokens (model.resize=true) are not trained by method=%s and stay at their initial "
+            "values; a method that trains all weights does, or method=peft method.tuner=dora with "
+            "modules_to_save or trainable_token_indices (docs/methods.md)",
+            plan.names["method"],
+        )

@@ -1,0 +1,214 @@
+"""Training of one stage: from its data to the stored state of the method, and back from that state."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from lightning import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from cpt.core.distributed import barrier
+from cpt.core.preemption import defer_signals
+from cpt.core.tensors import check_state
+from cpt.data.datamodule import DomainSequence
+from cpt.data.options import Domain
+from cpt.evaluation.monitor import MonitorObserver
+from cpt.evaluation.scores import Scores, StageCosts
+from cpt.loggers.loggers import enter_domain
+from cpt.methods.base import ContinualMethod
+from cpt.models.memory import use_quick_dropout
+from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
+from cpt.trainer.auto import Machine
+from cpt.trainer.callbacks import CustomCallbacks
+from cpt.trainer.checkpoint import check_stage, map_stored, restore_stage, save_stage
+from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
+from cpt.trainer.lightning import drop_optimizer, make_trainer
+from cpt.trainer.monitor import Monitor
+from cpt.trainer.plan import Plan
+from cpt.trainer.preemption import Preemption
+from cpt.trainer.progress import ActivityTimer
+from cpt.trainer.protected_movement import ProtectedMovement
+from cpt.trainer.run_dir import RunDir
+from cpt.trainer.step_checkpoint import StepCheckpoint
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class StageCallbacks:
+    """What runs along with the training of a stage."""
+
+    cost_monitor: CostMonitor
+    monitor: Monitor | None  # None: nothing is evaluated during the stage
+    movement: ProtectedMovement
+    nan_guard: NanGuard
+    custom: list[Callback]  # of the config
+    step_checkpoint: StepCheckpoint
+
+    def in_order(self) -> list[Callback]:
+        """As Lightning is to call them: costs count the tokens of a step before the monitor asks for them;
+        the checkpoint, last, stores the state of all others after the same step."""
+        callbacks: list[Callback] = [self.cost_monitor]
+        if self.monitor is not None:
+            callbacks.append(self.monitor)
+        return [*callbacks, self.movement, self.nan_guard, *self.custom, self.step_checkpoint]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageTrainer:
+    """Trains the stages of a run, one per call of `train`. Every process has to call each method.
+
+    Stages are numbered from 1: stage 0, the base model, is not trained."""
+
+    plan: Plan
+    machine: Machine
+    run: RunDir
+    module: ContinualMethod
+    data: DomainSequence
+    scores: Scores
+    loggers: Sequence[Logger]
+    custom_callbacks: CustomCallbacks
+    timer: ActivityTimer
+
+    def train(self, number: int, domain: Domain) -> StageCosts:
+        """Trains one stage, from its checkpoint if there is one, and stores the state after it.
+
+        Raises ValueError for a damaged checkpoint, and for a state that is not finite."""
+        checkpoint_path = self.run.checkpoint_path(number, domain.name)
+        if checkpoint_path.exists():
+            check_state(
+                checkpoint_path,
+                instead=f"delete it to train on {domain.name} again; what came before is kept",
+                key="pytorch-lightning_version",  # which Lightning writes into each of its files
+            )
+            log.info("Resuming within %s", domain.name)
+
+        self.prepare(number, domain)
+        callbacks = self.make_callbacks(number, domain, checkpoint_path)
+        with self.timer.time("learn", number):
+            lightning_trainer = self.fit(number, domain, checkpoint_path, callbacks)
+        drop_optimizer(lightning_trainer)  # evaluation needs its memory
+
+        if callbacks.monitor is not None:
+            self.store_monitoring(domain, callbacks.monitor)
+        check_finite(self.module.state_dict(), domain.name)
+        state = self.store_state(number)
+        return replace(
+            callbacks.cost_monitor.stage_costs(lightning_trainer),
+            trained=trained_parameters(self.module),
+            stored=stored_beside(self.module, state),
+            skipped_steps=len(callbacks.nan_guard.skipped_steps),
+            protected_movement=callbacks.movement.shares,
+        )
+
+    def prepare(self, number: int, domain: Domain) -> None:
+        """Makes the stage the current one of data, method and loggers."""
+        if self.data.replay_source is not None:
+            with self.timer.time("generate", number):
+                self.data.replay_source.prepare(number, domain, self.machine.device)
+
+        self.data.enter(domain)
+        self.module.setup_stage(domain)
+        self.module.train()
+        enter_domain(self.loggers, domain.name, tokens=sum(self.scores.tokens_read))
+
+    def make_callbacks(self, number: int, domain: Domain, checkpoint_path: Path) -> StageCallbacks:
+        cost_monitor = CostMonitor()
+        monitor = self.make_monitor(domain, cost_monitor) if self.plan.has_monitor else None
+        nan_guard = NanGuard(policy=self.plan.run.on_nonfinite)
+
+        # Modules of earlier domains that stay on disk are mapped from the state before this stage.
+        stage_path = self.run.stage_path(number - 1) if stores_on_disk(self.plan) else None
+        step_checkpoint = StepCheckpoint(
+            checkpoint_path,
+            every=self.plan.trainer.checkpoint_every,
+            guard=nan_guard,
+            stage_path=stage_path,
+        )
+        return StageCallbacks(
+            cost_monitor=cost_monitor,
+            monitor=monitor,
+            movement=ProtectedMovement(),
+            nan_guard=nan_guard,
+            custom=self.custom_callbacks.enter_stage(number),
+            step_checkpoint=step_checkpoint,
+        )
+
+    def make_monitor(self, domain: Domain, cost_monitor: CostMonitor) -> Monitor:
+        """The monitor of a stage, with the observer of the config if one is active."""
+        observer_options = self.plan.observer
+        if observer_options.given:
+            observer = observer_options.open(self.run, self.data, domain)
+        else:
+            observer = MonitorObserver()
+
+        interval = self.plan.monitor.every
+        if interval is None:  # the observer says how many evaluations of a stage it needs
+            interval = math.ceil(self.data.steps(domain) / observer_options.evaluations)
+        return Monitor(replace(self.plan.monitor, every=int(interval)), observer, self.data, cost_monitor)
+
+    def fit(self, number: int, domain: Domain, checkpoint_path: Path, callbacks: StageCallbacks) -> Trainer:
+        """Trains with Lightning, after each rollback again from the last checkpoint."""
+        while True:
+            lightning_trainer = make_trainer(
+                self.machine.lightning_arguments(self.plan.trainer),
+                label=f"{domain.name} ({number}/{len(self.data)})",
+                folder=self.run.path / "lightning",
+                loggers=self.loggers,
+                steps=self.data.steps(domain),
+                callbacks=callbacks.in_order(),
+                preemption=Preemption(callbacks.step_checkpoint),
+            )
+            resume_from = str(checkpoint_path) if checkpoint_path.exists() else None
+            try:
+                with defer_signals(), use_quick_dropout(self.machine.quick_dropout):
+                    lightning_trainer.fit(
+                        self.module, datamodule=self.data, ckpt_path=resume_from, weights_only=True
+                    )
+                return lightning_trainer
+            except RollbackError:  # the guard knows which steps the next attempt skips
+                drop_optimizer(lightning_trainer)
+                self.module.train()
+
+    def store_monitoring(self, domain: Domain, monitor: Monitor) -> None:
+        """Adds the evaluations during a stage to the scores."""
+        record = asdict(monitor.record)
+        observer_record = monitor.observer.record()
+        if observer_record:
+            record["budget"] = observer_record
+        self.scores.monitor[domain.name] = record
+
+    def store_state(self, number: int) -> dict[str, Tensor]:
+        """Writes the method's state after a stage, and returns it."""
+        path = self.run.stage_path(number)
+        state = save_stage(self.module, path)
+
+        # From now on the stored modules, those of this domain too, are mapped from the file.
+        if stores_on_disk(self.plan):
+            barrier()  # until the first process has written the file
+            map_stored(self.module, path)
+        return state
+
+
+def load_stage_state(
+    module: ContinualMethod, number: int, *, plan: Plan, run: RunDir, data: DomainSequence
+) -> None:
+    """Loads the stored state after a stage into a module. If that is sharded, every process has to call it.
+
+    Raises ValueError for damaged files, and for the state of another model or method."""
+    path = run.stage_path(number)
+    check_stage(path, instead=f"delete {run.path} to start again")
+
+    # The state has the shapes of a model that has grown for each stage so far.
+    for domain in data.domains[:number]:
+        module.expand_to(domain)
+    restore_stage(module, path, rests=stores_on_disk(plan))
+
+
+def stores_on_disk(plan: Plan) -> bool:
+    """Whether the modules of earlier domains stay on disk, mapped into memory."""
+    return plan.modules.storage == "disk"
