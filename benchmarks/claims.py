@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from cpt.evaluation.statistics import EXACT, LEVEL, Difference, compare_pairs
 from cpt.evaluation.task_metrics import cube, pick_final
-from cpt.reporting.compare import PairedContrast, correct_holm
-from cpt.reporting.load_runs import MeasuredRun, Pair, RunGroup, RunSection
+from cpt.reporting.contrasts import PairedContrast, correct_differences, read_contrasts
+from cpt.reporting.load_runs import MeasuredRun, Pair
+from cpt.reporting.sections import RunGroup, RunSection
 
 SHORT = "less than that is not excluded"
 FEW = 2  # the first and the last so many domains (MIGU, Table 4)
@@ -219,7 +220,8 @@ def tell(tests: Mapping[Claim, Difference | None]) -> list[list[str]]:
     """A line per claim: text, difference with its interval, pairs, p-values, corrected for the claims that
     were tested, and the verdict."""
     names = {claim: str(place) for place, claim in enumerate(tests)}
-    corrected = correct_holm({names[claim]: each for claim, each in tests.items() if each is not None})
+    differences = {names[claim]: each for claim, each in tests.items() if each is not None}
+    corrected = read_contrasts(correct_differences(differences))
     lines = []
     for claim, name in names.items():
         found, show = corrected.get(name), claim.show
@@ -228,7 +230,7 @@ def tell(tests: Mapping[Claim, Difference | None]) -> list[list[str]]:
             continue
         bounds = f" [{show(found.low)}, {show(found.high)}]" if math.isfinite(found.low) else ""
         p = [found.p_holm, found.p_t_holm]
-        shown = ["–" if each is None else f"{each:.3g}" for each in p]
+        shown = ["–" if math.isnan(each) else f"{each:.3g}" for each in p]
         lines.append(
             [
                 claim.text,

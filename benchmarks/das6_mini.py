@@ -14,8 +14,8 @@ import claims
 import study
 
 from cpt.evaluation.task_metrics import headline, pick_final
-from cpt.reporting.load_runs import RunSection
 from cpt.reporting.page import Block, markdown
+from cpt.reporting.sections import RunSection
 
 SEEDS = "seed=0,1,2"
 DAS = ["method=das", "method.contrast_every=1", "method.contrast_samples=1"]  # the paper's form
@@ -57,7 +57,9 @@ def parts(section: RunSection) -> Iterator[str]:
     if words := known.get(section.runs[0].scores.run["name"]):
         yield tabulate_tasks(section, words)
     cells = claims.rows(section, claims.ON_TEXT)
-    yield markdown(Block(title="Published claims", head=claims.HEAD, cells=cells, words=2), picture="")
+    yield markdown(
+        Block(title="Published claims", head=claims.HEAD, cells=cells, num_word_columns=2), picture=""
+    )
     measures = {
         "LC/perplexity": ("final perplexity (LC)", 2),
         "FG/nats": ("forgetting (FG), nats", 3),

@@ -84,7 +84,7 @@ def parts(searches: Mapping[str, Any], final: Sequence[MeasuredRun]) -> Iterator
         row.append(f"{ranks[0].index(name) + 1} → {ranks[1].index(name) + 1}")
         cells.append([*row, f"{tuned[name][FG]:.3f}", on_validation])
     head = ["method", "tuned values", "LC", "rank", "FG, nats, test text", "FG, nats, validation text"]
-    yield markdown(Block(head=head, cells=cells, words=2), picture="")
+    yield markdown(Block(head=head, cells=cells, num_word_columns=2), picture="")
 
 
 if __name__ == "__main__":

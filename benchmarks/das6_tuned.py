@@ -90,7 +90,7 @@ def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterat
         row += [show_difference(default[name], tuned[name], "endtask/MF1", 1)]
         cells.append(row)
     head = ["method", "tuned values", "LC", "rank", "Δ forgetting, nats", "Δ macro-F1, points"]
-    yield markdown(Block(head=head, cells=cells, words=2), picture="")
+    yield markdown(Block(head=head, cells=cells, num_word_columns=2), picture="")
 
 
 def show_difference(default: Mapping, tuned: Mapping, key: str, digits: int) -> str:

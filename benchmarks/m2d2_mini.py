@@ -14,9 +14,10 @@ import numpy as np
 import study
 
 from cpt.evaluation.statistics import compare_pairs
-from cpt.reporting.drawing import figure, literal, png, style
-from cpt.reporting.load_runs import MeasuredRun, RunGroup, RunSection
+from cpt.reporting.drawing import literal, make_figure, make_png, series_style
+from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import Block, markdown
+from cpt.reporting.sections import RunGroup, RunSection
 
 EVERY = ["order=similar,random", "seed=0,1"]
 SWEEPS = (
@@ -133,7 +134,7 @@ def tabulate_findings(groups: Mapping[str, Studied]) -> Block:
         text = f"later checkpoints forget more of the previous eight domains, {order} order"
         cells.append(tabulate_finding(text, later, earlier, direction=1))
     head = ["claim", "difference, mean over runs", "lowest and highest run", "runs in the claimed direction"]
-    return Block(title="Published claims", head=head, cells=cells, words=2)
+    return Block(title="Published claims", head=head, cells=cells, num_word_columns=2)
 
 
 def tabulate_finding(
@@ -201,7 +202,7 @@ def tabulate_levels(groups: Mapping[str, Studied]) -> Block:
             told = [[run.scores.metrics.get(metric) for run in runs] for metric in SHOWN]
             cells.append([name, order, *map(show_metric, told)])
     head = ["method", "order", "just trained", "final", "forgetting", "general text"]
-    return Block(title="Losses in nats: mean over domains", head=head, cells=cells, words=2)
+    return Block(title="Losses in nats: mean over domains", head=head, cells=cells, num_word_columns=2)
 
 
 def show_metric(found: Sequence[Mapping | None]) -> str:
@@ -225,15 +226,15 @@ def tabulate_orders(groups: Mapping[str, Studied]) -> Block:
 
 def draw_places(groups: Mapping[str, Studied]) -> bytes:
     """How much of each domain is forgotten at the end, by its place in the order."""
-    drawn = figure((11, 4.2))
+    drawn = make_figure((11, 4.2))
     for axes, order in zip(drawn.subplots(1, 2, sharey=True), ORDERS, strict=True):
         for place, (name, studied) in enumerate(groups.items()):
-            runs = [] if studied.group.alone else studied.runs(order)
+            runs = [] if studied.group.trains_from_base else studied.runs(order)
             if runs:
                 lost = np.mean([list(forgotten(run).values()) for run in runs], axis=0)
                 line = np.convolve(lost, np.ones(SMOOTHED) / SMOOTHED, mode="valid")
                 axes.plot(np.arange(len(line)) + SMOOTHED // 2 + 1, line, label=literal(name, width=30),
-                          color=style(place)["color"], linestyle=style(place)["linestyle"])  # fmt: skip
+                          color=series_style(place).colour, linestyle=series_style(place).dashes)  # fmt: skip
         axes.axhline(0, color="0.6", linewidth=0.8)
         axes.set(title=f"{order} order", xlabel=f"position in the order (moving mean of {SMOOTHED})")
     axes.figure.axes[0].set_ylabel("final forgetting, nats")
@@ -244,7 +245,7 @@ def draw_places(groups: Mapping[str, Studied]) -> bytes:
     }
     axes.legend(handles.values(), handles, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     told = "; ".join(f"{name}: {np.mean(mean_lost(studied)):+.3f} nats" for name, studied in groups.items())
-    return png(drawn, told=f"Final forgetting by position in the order. Means: {told}")
+    return make_png(drawn, description=f"Final forgetting by position in the order. Means: {told}")
 
 
 def forgotten(run: MeasuredRun) -> dict[str, float]:

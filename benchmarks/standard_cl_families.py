@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import study
 from standard_cl_mini import CONTRASTS, MEASURES, describe_runs
 
-from cpt.reporting.load_runs import RunSection
+from cpt.reporting.sections import RunSection
 
 EVERY = ["order=1,2,3", "seed=0"]
 LONG = ["trainer.steps=600"]

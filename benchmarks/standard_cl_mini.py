@@ -12,8 +12,9 @@ import claims
 import study
 
 from cpt.evaluation.task_metrics import matrix_of
-from cpt.reporting.load_runs import MeasuredRun, RunSection
+from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import Block, markdown
+from cpt.reporting.sections import RunSection
 
 EVERY = ["order=1,2,3", "seed=0,1,2"]
 SWEEPS = (
@@ -45,7 +46,9 @@ CONTRASTS = {"answers/AP": ("final accuracy, points", 1), "FG/nats": ("forgettin
 def parts(section: RunSection) -> Iterator[str]:
     yield describe_runs(section)
     cells = claims.rows(section, claims.ON_TASKS)
-    yield markdown(Block(title="Published claims", head=claims.HEAD, cells=cells, words=2), picture="")
+    yield markdown(
+        Block(title="Published claims", head=claims.HEAD, cells=cells, num_word_columns=2), picture=""
+    )
     yield study.tabulate(section, MEASURES, title="All methods")
     yield study.tabulate_contrasts(section, CONTRASTS, title="Differences from ncl")
     yield markdown(tabulate_levels(section), picture="")

@@ -23,9 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
 from cpt.core.config import CONF, digest, plain_config
-from cpt.reporting import compare
-from cpt.reporting.load_runs import MeasuredRun, RunSection, build_sections, find_runs, measure_runs
+from cpt.reporting.contrasts import find_contrasts, find_spreads
+from cpt.reporting.load_runs import MeasuredRun, find_runs, measure_runs
 from cpt.reporting.page import Block, markdown
+from cpt.reporting.sections import RunSection, build_sections
 
 SCORES, PAGES, IMAGES = (
     ROOT / name for name in ("benchmarks/results/studies", "docs/studies", "docs/images")
@@ -202,14 +203,13 @@ def write_section(page: Path, name: str, parts: Iterable[str]) -> None:
 def tabulate(section: RunSection, measures: Mapping[str, tuple[str, int]], *, title: str = "") -> str:
     """A table of groups by measure: mean ± standard deviation over the runs. `measures`: title and decimals
     by key; shares (AP, LA, MF1, Acc) are shown in percent."""
-    spreads = compare.spread_values(section)
     cells = []
     for group in section.groups:
         row = [group.name, str(len(group.runs))]
         for key, (_, digits) in measures.items():
-            found = spreads[group.name].get(key)
+            found = find_spreads(section, key).get(group.name)
             shown = "–" if found is None else f"{scale(key) * found.mean:.{digits}f}"
-            if found is not None and found.sd is not None:
+            if found is not None and not math.isnan(found.sd):
                 shown += f" ± {scale(key) * found.sd:.{digits}f}"
             row.append(shown)
         cells.append(row)
@@ -226,12 +226,12 @@ def tabulate_contrasts(
     for group in section.groups:
         row = []
         for key, (_, digits) in measures.items():
-            if (found := compare.contrast_groups(section, key).get(group.name)) is None:
+            if (found := find_contrasts(section, key).get(group.name)) is None:
                 row += ["–", "–"]
                 continue
             mean, low, high = (f"{scale(key) * x:+.{digits}f}" for x in (found.mean, found.low, found.high))
             row.append(f"{mean} [{low}, {high}]" if math.isfinite(found.low) else mean)
-            row.append("–" if found.p_t_holm is None else f"{found.p_t_holm:.2g}")
+            row.append("–" if math.isnan(found.p_t_holm) else f"{found.p_t_holm:.2g}")
         if any(cell != "–" for cell in row):
             cells.append([group.name, *row])
     head = ["method", *(each for name, _ in measures.values() for each in (f"Δ {name}", "p (t, Holm)"))]

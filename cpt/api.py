@@ -14,7 +14,8 @@ import yaml
 
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import tidy_scores
-from cpt.reporting.load_runs import MeasuredRun, build_sections, find_runs, measure_runs
+from cpt.reporting.load_runs import MeasuredRun, find_runs, measure_runs
+from cpt.reporting.sections import build_sections
 from cpt.reporting.tex import measure_tables
 
 ABOUT = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished")

@@ -20,7 +20,7 @@ from cpt.core.cache import CACHED, PARTIAL, discard
 from cpt.core.cache_use import users
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
-from cpt.reporting.frames import megabytes
+from cpt.reporting.formats import format_bytes
 
 DAY = 24 * 3600
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     for folder in folders:
         reasons.update(removable(folder, options.days, stages=options.stages))
     for path, reason in sorted(reasons.items()):
-        size = megabytes(freed_bytes(path))
+        size = format_bytes(freed_bytes(path))
         outcome = f"; {remove(path)}" if options.yes else describe_use(path)
         print(f"{size:>12}  {path}: {reason}{outcome}")
     print(f"{len(reasons)} entries{'' if options.yes else '; add --yes to remove them'}")

@@ -14,11 +14,15 @@ from typing import NoReturn
 
 from cpt.core.config import digest
 from cpt.core.output import run_program
-from cpt.reporting import compare, figures, load_runs, run_page
-from cpt.reporting.frames import label
-from cpt.reporting.load_runs import MeasuredRun, RunSection
+from cpt.reporting import compare, comparison_figures, load_runs, run_page
+from cpt.reporting.csv_export import export_csv
+from cpt.reporting.example_contrasts import contrast_examples
+from cpt.reporting.findings import build_findings, build_tiles, list_conditions
+from cpt.reporting.formats import label_run
+from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page, write_pictures
 from cpt.reporting.published import read_published, tabulate_published
+from cpt.reporting.sections import RunSection, build_sections
 from cpt.reporting.tex import write_tables
 
 BASELINE = "ncl"
@@ -70,7 +74,7 @@ def compare_folders(given: argparse.Namespace) -> int:
     found = load_runs.find_runs(given.folders)
     finished = load_runs.filter_runs([run for run in found.runs if run.scores.run["finished"]], given.where)
     unfinished = [run for run in found.runs if not run.scores.run["finished"]]
-    counts = {"unfinished": len(unfinished), "unreadable": len(found.damaged), "started": len(found.begun)}
+    counts = {"unfinished": len(unfinished), "unreadable": len(found.damaged), "started": len(found.started)}
     existing = [folder for folder in given.folders if folder.is_dir()]
     if not existing or not (finished or any(counts.values())):
         places = f"FOLDER={','.join(map(str, given.folders))} is invalid: no run below it"
@@ -78,10 +82,10 @@ def compare_folders(given: argparse.Namespace) -> int:
         print(f"cpt: {why}. Allowed: run folders, or folders that hold them", file=sys.stderr)
         return 2
 
-    sections = load_runs.build_sections(
+    sections = build_sections(
         load_runs.measure_runs(finished), by_order=given.by == "order", baseline=given.baseline or BASELINE
     )
-    names = {name for section in sections for group in section.groups for name in (group.name, group.plain)}
+    names = {name for section in sections for group in section.groups for name in (group.name, group.label)}
     if given.baseline and sections and given.baseline not in names:
         raise ValueError(f"--baseline {given.baseline} is invalid. Allowed: {', '.join(sorted(names))}")
     if given.figures:
@@ -92,24 +96,24 @@ def compare_folders(given: argparse.Namespace) -> int:
     heading = [Block(lines=[LEGENDS["sections"].format(count=len(sections))])] * (len(sections) > 1)
     blocks, failed = [], list[str]()
     for number, section in enumerate(sections, start=1):
-        own = [compare.build_tiles(section)]
-        own += [figures.build_setting_curve(sections, section, given.curve)] if given.curve else []
-        own += [*figures.build_figures(section), compare.build_findings(section)]
+        own = [build_tiles(section)]
+        own += [comparison_figures.build_setting_curve(sections, section, given.curve)] if given.curve else []
+        own += [*comparison_figures.build_figures(section), build_findings(section)]
         own += [compare.tabulate_main(section), *compare.tabulate_all(section)]
-        own += [compare.list_conditions(section)]
+        own += [list_conditions(section)]
         if len(sections) > 1:
             for at, block in enumerate(own):
                 title = f"{block.title or section.title} (section {number})"
                 own[at] = replace(block, title=title, name=f"section_{number}-{block.name}")
         blocks += own
-        failed += compare.contrast_examples(section)[1]
+        failed += contrast_examples(section).unreadable
     states = [
-        [str(run.folder), label(run.scores.run), str(run.scores.run["seed"]), run.scores.state]
+        [str(run.folder), label_run(run.scores.run), str(run.scores.run["seed"]), run.scores.state]
         for run in unfinished
     ]
-    states += [[str(folder), "–", "–", "started, nothing measured yet"] for folder in found.begun]
+    states += [[str(folder), "–", "–", "started, nothing measured yet"] for folder in found.started]
     head = ("folder", "method", "seed", "state")
-    aside = [Block(title="Unfinished runs", head=head, cells=states, words=4)]
+    aside = [Block(title="Unfinished runs", head=head, cells=states, num_word_columns=4)]
     aside += [tabulate_published(sections, published)] * bool(published)
     unread = Block(title="Runs that could not be read", lines=[*found.damaged, *failed])
 
@@ -122,7 +126,7 @@ def compare_folders(given: argparse.Namespace) -> int:
     shown = [*heading, *blocks, *aside, unread]
     page = write_page(shown, title="Comparison of runs", stem=stem, vectors=True)
     if sections:
-        compare.export_csv(sections, stem.with_name(f"{stem.name}.csv"))
+        export_csv(sections, stem.with_name(f"{stem.name}.csv"))
     if given.tex:
         write_tables(sections, given.tex)
 
@@ -131,8 +135,8 @@ def compare_folders(given: argparse.Namespace) -> int:
         differences = compare.tabulate_differences(section)
         cells = [row[:LC_COLUMNS] for row in differences.cells]
         first = replace(differences, head=differences.head[:LC_COLUMNS], cells=cells, facets=())
-        told += [compare.build_tiles(section), compare.build_findings(section)]
-        told += [compare.tabulate_main(section, brief=True), first, compare.list_conditions(section)]
+        told += [build_tiles(section), build_findings(section)]
+        told += [compare.tabulate_brief(section), first, list_conditions(section)]
     for block in [*told, *aside]:
         table = [align_columns(block)] if block.cells else []
         if block.lines or table:
@@ -159,7 +163,7 @@ def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], 
             names[place] += f"-{seen[name]}" * (seen[name] > 1)
     built = (run_page.build_blocks(run.folder, run.scores) for run in runs)
     pages = dict(zip(names, built, strict=True))
-    several = [figures.build_figures(section) for section in sections if len(section.runs) > 1]
+    several = [comparison_figures.build_figures(section) for section in sections if len(section.runs) > 1]
     pages |= {"comparison": [block for blocks in several for block in blocks]}
     for stem, page in pages.items():
         shown = [block for block in page if block.picture]

@@ -45,7 +45,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
             return None
         scores = train_unless_finished(plan, run)
 
-    from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
+    from cpt.reporting.console import format_scores  # matplotlib is not loaded to refuse a config
 
     log.info("Results:\n%s\n%s", format_scores(scores), run.path / "report.html")
     return run_objective(vars(scores), plan.run.optimized_metric)

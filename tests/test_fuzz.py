@@ -30,7 +30,7 @@ from cpt.core.heartbeat import Heartbeat, utc_now
 from cpt.data.sources.texts import Texts
 from cpt.evaluation.finetune_tasks import plan_endtasks
 from cpt.evaluation.scores import Scores
-from cpt.reporting.run_page import format_scores
+from cpt.reporting.console import format_scores
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def abbreviate(names: Iterable[object], limit: int = 3) -> str:
-    """The names with commas; of more than `limit` the first, and an ellipsis.
+def abbreviate(names: Iterable[object], limit: int = 3, *, with_count: bool = False) -> str:
+    """The names with commas; of more than `limit` the first, and an ellipsis. `with_count`: and how many
+    are left out.
 
     >>> abbreviate(["law", "food"])
     'law, food'
     >>> abbreviate(["law", "food", "space", "arts"])
     'law, food, space, …'
+    >>> abbreviate(["law", "food", "space", "arts"], with_count=True)
+    'law, food, space, … 1 more'
     """
     texts = [str(name) for name in names]
-    if len(texts) > limit:
-        texts = [*texts[:limit], "…"]
-    return ", ".join(texts)
+    num_hidden = len(texts) - limit
+    if num_hidden <= 0:
+        return ", ".join(texts)
+    ellipsis = f"… {num_hidden} more" if with_count else "…"
+    return ", ".join([*texts[:limit], ellipsis])
 
 
 def truncate(text: str, width: int) -> str:

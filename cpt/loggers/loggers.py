@@ -23,8 +23,8 @@ from cpt.loggers.guard import guard_logger, report_failures, warn_of_failure
 from cpt.loggers.metric_names import MetricNames
 from cpt.loggers.stage_logger import StageLogger
 from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, choose_identifier, files_in
-from cpt.reporting import frames
-from cpt.reporting.frames import few, label, stage_points, summarize_scores
+from cpt.reporting.formats import label_run, list_names, split_variant
+from cpt.reporting.frames import stage_points, summarize_scores
 
 log = logging.getLogger(__name__)
 LONGEST_NAME = 80  # characters of a run's name
@@ -134,7 +134,7 @@ def prepare_custom(custom: Mapping[str, Logger], run: LoggedRun) -> list[Logger]
     names = MetricNames(run.texts)
     renamed_texts = names.changes(run.texts)
     if custom and renamed_texts and is_first_process():
-        changes = few([f"{text} is {name}" for text, name in renamed_texts.items()], between=", ")
+        changes = list_names([f"{text} is {name}" for text, name in renamed_texts.items()])
         log.info("Names of %d texts in %s: %s", len(renamed_texts), ", ".join(custom), changes)
 
     prepared = []
@@ -184,8 +184,8 @@ def run_name(run: Mapping[str, Any], order: Any) -> str:
         order_name = ",".join(map(str, order))
         if len(order_name) > LONGEST_ORDER:
             order_name = f"{len(order)} domains"
-    name = f"{label({**run, 'variant': ''})} order={order_name} seed={run['seed']}"
-    values = ", ".join(frames.split_variant(run))
+    name = f"{label_run({**run, 'variant': ''})} order={order_name} seed={run['seed']}"
+    values = ", ".join(split_variant(run))
     if values:
         name += f" ({values})"
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"

@@ -20,9 +20,10 @@ from cpt.core.naming import LONGEST_TAG
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.loggers.stage_logger import StageLogger
 from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, choose_entity, choose_project
-from cpt.reporting import figures, frames
+from cpt.reporting import frames, run_figures
 from cpt.reporting.comparability import read_base_hash
-from cpt.reporting.frames import escape_name, label, stage_points
+from cpt.reporting.formats import label_run
+from cpt.reporting.frames import escape_name, stage_points
 
 log = logging.getLogger(__name__)
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -232,7 +233,7 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     first: if a picture cannot be drawn, they are there."""
     base_hash = read_base_hash(folder)
     measured = conditions(scores) | {"base": base_hash or "unknown"}
-    name = label(scores.run)
+    name = label_run(scores.run)
     description = describe_conditions(measured)
     if base_hash:
         description += f", base {base_hash}"
@@ -264,13 +265,14 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     run.log(logged)
 
     pictures: dict[str, bytes] = {}
+    matrices = frames.find_matrices(scores)
     if scores.rows:
-        pictures["matrix"] = figures.draw_matrix(scores)
-        pictures["stages"] = figures.draw_text_curves(scores)
+        pictures["matrix"] = run_figures.draw_matrix(scores, matrices["perplexity"])
+        pictures["stages"] = run_figures.draw_text_curves(scores, matrices["perplexity"])
     if any(scores.modules):
-        pictures["modules"] = figures.draw_modules(scores)
+        pictures["modules"] = run_figures.draw_modules(scores)
     if points:
-        pictures["endtasks"] = figures.draw_tasks(scores, "endtasks")
+        pictures["endtasks"] = run_figures.draw_tasks("endtasks", matrices["endtasks"])
     if pictures:
         images = {name: Image.open(BytesIO(picture)) for name, picture in pictures.items()}
         run.log({f"{name}_image": wandb.Image(image) for name, image in images.items()})

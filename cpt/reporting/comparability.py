@@ -20,18 +20,28 @@ HASH_DIGITS = 8
 # Settings that a comparison has something better for than their values.
 REPRESENTED = (
     # the seed and the order of a run
-    *("seed", "order", "domains.orders", "domains.embedding_samples"),
+    "seed",
+    "order",
+    "domains.orders",
+    "domains.embedding_samples",
     # the hash of the texts
-    *("domains.root", "domains.folder", "domains.catalogue", "domains.only", "domains.by"),
-    *("domains.name", "domains._target_"),
+    "domains.root",
+    "domains.folder",
+    "domains.catalogue",
+    "domains.only",
+    "domains.by",
+    "domains.name",
+    "domains._target_",
     # the number of scored tokens
     "eval.max_tokens",
     # the base
-    *("model.name", "model.name_or_path", "init_from"),
+    "model.name",
+    "model.name_or_path",
+    "init_from",
 )
 
 
-def result_settings(config: Mapping[str, Any], scores: Scores) -> dict[str, Any]:
+def select_result_settings(config: Mapping[str, Any], scores: Scores) -> dict[str, Any]:
     """The leaves of a run's config that decide its result, with the precision and the attention
     implementation that it used in place of `auto`; empty without a config."""
     settings = identity(config)
@@ -59,7 +69,7 @@ def read_base_hash(folder: Path) -> str:
     return digest(hashes)[:HASH_DIGITS] if hashes else ""
 
 
-def base_losses(scores: Scores) -> dict[str, float]:
+def find_base_losses(scores: Scores) -> dict[str, float]:
     """The losses of the base model by text, in nats per scored token: row 0 of the matrix."""
     if scores.rows[:1] != ["base"]:
         return {}
@@ -71,18 +81,18 @@ def have_same_base(first: Scores, second: Scores, *, hashes: tuple[str, str]) ->
     """Whether two runs over the same texts began with the same model: by their losses before training, and
     by the `hashes` of their weights ("": unknown), which differ for the same weights in other files. True
     where nothing is known."""
-    gap = largest_gap(base_losses(first), base_losses(second))
+    gap = find_largest_gap(find_base_losses(first), find_base_losses(second))
     if all(hashes) and hashes[0] != hashes[1]:
         return gap is not None and gap <= SAME_WEIGHTS
     return gap is None or gap <= OTHER_NUMERICS
 
 
-def largest_gap(first: Mapping[str, float], second: Mapping[str, float]) -> float | None:
+def find_largest_gap(first: Mapping[str, float], second: Mapping[str, float]) -> float | None:
     """The largest difference in nats between two models on the same texts; None without a text of both. Of
     as many texts the losses are compared in ascending order: a model has the same ones whatever the texts are
     called."""
     if len(first) == len(second):
         pairs = list(zip(sorted(first.values()), sorted(second.values()), strict=True))
     else:
-        pairs = [(first[text], second[text]) for text in first if text in second]
+        pairs = [(loss, second[text]) for text, loss in first.items() if text in second]
     return max((abs(first_loss - second_loss) for first_loss, second_loss in pairs), default=None)

@@ -7,69 +7,94 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 from cpt.data.sources.base import GENERAL
-from cpt.reporting.frames import FEW, few, shorten
+from cpt.reporting.formats import MAX_LISTED, Format, list_names, shorten
 
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8833EE")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
-VECTORS: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "cpt"}
-VECTORS |= {"pdf.fonttype": 42}  # as publishers require
+MAX_TICKS = 30  # labels at an axis with many names
+VECTORS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "cpt",
+    "pdf.fonttype": 42,  # as publishers require
+}
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # of each PDF it logs every table of a font
 
 
 class Picture(bytes):
     """A PNG, with its figure."""
 
-    drawn: Figure
+    figure: Figure
 
     def save(self, kind: str) -> bytes:
         """The figure as `svg` or `pdf`, the same bytes each time."""
-        buffer, date = io.BytesIO(), {"svg": "Date", "pdf": "CreationDate"}[kind]
+        buffer = io.BytesIO()
+        date = {"svg": "Date", "pdf": "CreationDate"}[kind]
         with matplotlib.rc_context(VECTORS):
-            self.drawn.savefig(buffer, format=kind, metadata={date: None})
+            self.figure.savefig(buffer, format=kind, metadata={date: None})
         return buffer.getvalue()
 
 
-def figure(size: tuple[float, float]) -> Figure:
+@dataclass(frozen=True)
+class SeriesStyle:
+    """How a series is drawn."""
+
+    colour: str
+    marker: str
+    dashes: str
+
+
+def make_figure(size: tuple[float, float]) -> Figure:
     """An empty figure of a size in inches, not one of pyplot's."""
     return Figure(figsize=size, dpi=130, layout="constrained")
 
 
-def png(drawn: Figure, *, told: str) -> Picture:
-    """The figure in at most 256 colours, a third of the size, described by its text."""
-    buffer, small, text = io.BytesIO(), io.BytesIO(), PngInfo()
-    drawn.savefig(buffer, format="png")
-    text.add_itxt("Description", told)
-    image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    image.save(small, format="png", optimize=True, pnginfo=text)
-    drawn.set_layout_engine("none")  # everything has its place by now
-    picture = Picture(small.getvalue())
-    picture.drawn = drawn
+def make_png(figure: Figure, *, description: str) -> Picture:
+    """The figure in at most 256 colours, a third of the size."""
+    full_colour = io.BytesIO()
+    figure.savefig(full_colour, format="png")
+    text = PngInfo()
+    text.add_itxt("Description", description)
+    image = Image.open(full_colour).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    image.save(buffer, format="png", optimize=True, pnginfo=text)
+
+    figure.set_layout_engine("none")  # everything is laid out by now
+    picture = Picture(buffer.getvalue())
+    picture.figure = figure
     return picture
 
 
-def description(picture: bytes) -> str:
+def read_description(picture: bytes) -> str:
     return str(PngImageFile(io.BytesIO(picture)).text.get("Description", ""))
 
 
-def style(place: int) -> dict[str, str]:
-    """Colour, marker and dashes of a series; 72 places differ in the first two, neighbours in both."""
-    colour, turn = place % len(SERIES), place // len(SERIES)
-    marker = MARKERS[(place + 2 * turn) % len(MARKERS)]
-    return {"color": SERIES[colour], "marker": marker, "linestyle": DASHES[turn % len(DASHES)]}
+def series_style(index: int) -> SeriesStyle:
+    """Colour, marker and dashes of a series; 72 indices differ in the first two, neighbours in both."""
+    colour = index % len(SERIES)
+    turn = index // len(SERIES)
+    return SeriesStyle(
+        colour=SERIES[colour],
+        marker=MARKERS[(index + 2 * turn) % len(MARKERS)],
+        dashes=DASHES[turn % len(DASHES)],
+    )
 
 
 def literal(name: str, *, width: int) -> str:
@@ -77,103 +102,200 @@ def literal(name: str, *, width: int) -> str:
     return shorten(name, width=width).replace("$", r"\$")
 
 
-def ticks(axis: Axis, names: Sequence[str], *, few: bool, rotation: int) -> None:
-    """Names as labels; of many, at most 30 and the last."""
-    step = 1 if few else -(-len(names) // 30)
-    places = [*range(0, len(names) - 1 - step // 2, step), len(names) - 1] if names else []
-    turned: dict[str, Any] = {"rotation_mode": "anchor", "ha": "right"} if 0 < rotation < 90 else {}
-    labels = [literal(names[place], width=22) for place in places]
-    axis.set_ticks(places, labels, rotation=rotation, fontsize=9 if few else 7, **turned)
+def set_ticks(axis: Axis, names: Sequence[str], *, is_small: bool, rotation: int) -> None:
+    """Names as labels; of many, at most MAX_TICKS and the last."""
+    step = 1 if is_small else math.ceil(len(names) / MAX_TICKS)
+    positions: list[int] = []
+    if names:
+        last = len(names) - 1
+        positions = [*range(0, last - step // 2, step), last]
+    labels = [literal(names[position], width=22) for position in positions]
+    fontsize = 9 if is_small else 7
+    if 0 < rotation < 90:
+        axis.set_ticks(
+            positions, labels, rotation=rotation, fontsize=fontsize, rotation_mode="anchor", ha="right"
+        )
+    else:
+        axis.set_ticks(positions, labels, rotation=rotation, fontsize=fontsize)
 
 
-def plain_logarithm(axis: Axis, values: np.ndarray) -> None:
+def label_logarithm(axis: Axis, values: np.ndarray) -> None:
     """Ticks written out, also where the values span less than a decade."""
-    known = values[np.isfinite(values)].astype(float)
-    narrow = known.max(initial=0) < 5 * known.min(initial=np.inf)
-    axis.set_major_locator(MaxNLocator(6) if narrow else LogLocator(subs=(1, 2, 5)))
+    finite = values[np.isfinite(values)].astype(float)
+    is_narrow = finite.max(initial=0) < 5 * finite.min(initial=np.inf)
+    axis.set_major_locator(MaxNLocator(6) if is_narrow else LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
-def list_few(told: Iterable[str]) -> str:
-    return f"{few(list(told), between='; ') or 'None'}."
+def list_descriptions(descriptions: Iterable[str]) -> str:
+    """The parts of a picture's description, of many the first and last."""
+    return f"{list_names(list(descriptions), separator='; ') or 'None'}."
 
 
-class HeatMap(NamedTuple):
+@dataclass(frozen=True)
+class HeatMap:
+    """A matrix with the names of its rows and columns."""
+
     values: np.ndarray
     rows: Sequence[str]
     columns: Sequence[str]
-
-    framed: Sequence[tuple[int, int]] = ()  # (row, column)
+    framed: Sequence[tuple[int, int]] = ()  # cells (row, column)
     numbers: np.ndarray | None = None  # in the cells, if not the values
+
+    @property
+    def written(self) -> np.ndarray:
+        """The numbers in the cells."""
+        return self.values if self.numbers is None else self.numbers
+
+    @property
+    def described_values(self) -> np.ndarray:
+        """The finite values; without the diagonal if rows and columns are the same."""
+        is_shown = np.isfinite(self.values)
+        if list(self.rows) == list(self.columns):
+            is_shown &= np.eye(*self.values.shape) == 0
+        return self.values[is_shown]
+
+
+@dataclass(frozen=True)
+class ColourScale:
+    """The ends of the colour scale (None: those of the values), and the name of its colours."""
+
+    low: float | None
+    high: float | None
+    colours: str = "Blues"
+    has_pointed_ends: bool = False  # some values lie beyond the ends
+
+
+SHARES = ColourScale(0, 1.0)
+
+
+def scale_around_zero(maps: Mapping[str, HeatMap]) -> ColourScale:
+    """The scale of changes, red above 0. Of many cells a few outliers do not widen it."""
+    values = np.concatenate([np.ravel(heat_map.values) for heat_map in maps.values()])
+    sizes = np.abs(values[np.isfinite(values)])
+    if sizes.size > (MAX_LISTED + 1) ** 2:
+        bound = float(np.percentile(sizes, 99))
+    else:
+        bound = float(sizes.max(initial=0))
+    bound = bound or 1.0  # nothing changed
+    return ColourScale(-bound, bound, "RdBu_r", has_pointed_ends=bool(sizes.max(initial=0) > bound))
 
 
 def draw_heat_maps(
     maps: Mapping[str, HeatMap],
     *,
     label: str,
-    told: str = "",
-    show: Callable[[float], str] = "{:.2f}".format,
-    names: tuple[str, str] = ("", ""),
+    description: str = "",
+    format_value: Format = "{:.2f}".format,
+    axis_names: tuple[str, str] = ("", ""),
     margin: float = 2.6,
-    change: bool = False,
-    **scale: Any,
+    scale: ColourScale = SHARES,
 ) -> Picture:
-    """Heat maps by title on one colour scale, `label`: 0 to 1, of a `change` around 0, or `scale`. One alone
-    is large, with `names` at its axes; several stand at most 4 side by side. Numbers are in few cells."""
-    count, alone = len(maps), len(maps) == 1
-    values = np.concatenate([np.ravel(each.values) for each in maps.values()])
-    size, bound = np.abs(values[np.isfinite(values)]), 1.0
-    if change:  # a few outliers do not widen the scale
-        many = size.size > (FEW + 1) ** 2
-        bound = (float(np.percentile(size, 99)) if many else float(size.max(initial=0))) or 1.0
-    colours = matplotlib.colormaps["RdBu_r" if change else "Blues"].with_extremes(bad="0.8")
-    scale = {"cmap": colours, "vmin": -bound if change else 0, "vmax": bound} | scale
-    rows, columns = (max(each.values.shape[axis] for each in maps.values()) for axis in (0, 1))
-    small = max(rows, columns) <= FEW + 1
-    across = min(count, 3 if count <= 9 else 4)
-    down = -(-count // across)
-    if alone:
-        drawn = figure((margin + 0.72 * columns, 2.0 + 0.42 * rows) if small else (9.5, 8.5))
+    """Heat maps by title on one colour scale, `label`. One alone is large, with `axis_names`; several stand
+    at most 4 side by side. Numbers are in few cells. `margin`: inches for the names of a large one's rows."""
+    num_rows = max(heat_map.values.shape[0] for heat_map in maps.values())
+    num_columns = max(heat_map.values.shape[1] for heat_map in maps.values())
+    is_single = len(maps) == 1
+    is_small = max(num_rows, num_columns) <= MAX_LISTED + 1
+    if is_single:
+        size = (margin + 0.72 * num_columns, 2.0 + 0.42 * num_rows) if is_small else (9.5, 8.5)
+        figure = make_figure(size)
+        panels = [figure.subplots()]
     else:
-        width, height = (1.5 + 0.4 * min(n, 9) if small else 3.6 for n in (columns, rows))
-        drawn = figure((max(6.4, across * width + 0.9), max(3.0, down * height + 0.4)))
-    grid = drawn.subplots(down, across, squeeze=False).ravel()
-    for axes in grid[count:]:
-        axes.set_visible(False)
-    for (title, each), axes in zip(maps.items(), grid, strict=False):
-        image = axes.imshow(each.values, aspect="auto", interpolation="nearest", **scale)
-        axes.set_title(literal(title, width=34), fontsize=9)
-        axes.set(xlabel=names[0], ylabel=names[1])
-        if alone or small:
-            ticks(axes.xaxis, each.columns, few=small, rotation=35 if small else 90)
-            ticks(axes.yaxis, each.rows, few=small, rotation=0)
-        else:
-            axes.set(xticks=[], yticks=[], xlabel=f"{len(each.columns)} columns")
-            axes.set_ylabel(f"{len(each.rows)} rows")
-        for row, column in each.framed:
-            width = 2 if small else 0.7
-            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, linewidth=width))
-        if each.columns[-1] == GENERAL:
-            axes.axvline(len(each.columns) - 1.5, color="black", linewidth=1.5 if small else 0.8)
-        dark = image.cmap(image.norm(each.values))[..., :3] @ np.array([0.299, 0.587, 0.114]) < 0.5
-        written = each.values if each.numbers is None else each.numbers
-        if max(written.shape) <= (FEW + 1 if alone else 8):
-            for row, column in np.argwhere(~np.isnan(written)).tolist():
-                text, colour = show(written[row, column]), "white" if dark[row, column] else "black"
-                how = {"ha": "center", "va": "center", "fontsize": 9 if alone else 6.5, "color": colour}
-                axes.text(column, row, text.replace("-", "−"), **how)
+        figure, panels = open_panels(len(maps), num_rows=num_rows, num_columns=num_columns, is_small=is_small)
 
-    beyond = change and size.max(initial=0) > image.norm.vmax
-    shrink = min(1.0, 3.2 / drawn.get_figheight())
-    placed: dict[str, Any] = {} if alone else {"aspect": 24, "shrink": shrink, "anchor": (0, 1)}
-    placed |= {"label": label, "extend": "both" if beyond else "neither"}
-    drawn.colorbar(image, ax=list(grid[:count]), **placed)
-    if not told:
-        means = {}
-        for title, each in maps.items():
-            itself = np.eye(*each.values.shape) * (list(each.rows) == list(each.columns))
-            means[title] = each.values[np.isfinite(each.values) & (itself == 0)]
-        ends = [f"{title} {known.mean():.2f}" for title, known in means.items() if known.size]
-        told = f"Heat maps, {' '.join(label.split())}; means: {list_few(ends)}"
-    return png(drawn, told=told)
+    colours = matplotlib.colormaps[scale.colours].with_extremes(bad="0.8")
+    for (title, heat_map), axes in zip(maps.items(), panels, strict=True):
+        image = axes.imshow(
+            heat_map.values,
+            aspect="auto",
+            interpolation="nearest",
+            cmap=colours,
+            vmin=scale.low,
+            vmax=scale.high,
+        )
+        axes.set_title(literal(title, width=34), fontsize=9)
+        axes.set(xlabel=axis_names[0], ylabel=axis_names[1])
+        if is_single or is_small:
+            set_ticks(axes.xaxis, heat_map.columns, is_small=is_small, rotation=35 if is_small else 90)
+            set_ticks(axes.yaxis, heat_map.rows, is_small=is_small, rotation=0)
+        else:
+            axes.set(xticks=[], yticks=[], xlabel=f"{len(heat_map.columns)} columns")
+            axes.set_ylabel(f"{len(heat_map.rows)} rows")
+        frame_cells(axes, heat_map, is_small=is_small)
+        if max(heat_map.written.shape) <= (MAX_LISTED + 1 if is_single else 8):
+            write_numbers(axes, image, heat_map, format_value, fontsize=9 if is_single else 6.5)
+
+    add_colour_bar(figure, image, panels, label=label, scale=scale)
+    return make_png(figure, description=description or describe_means(maps, label))
+
+
+def open_panels(
+    num_maps: int, *, num_rows: int, num_columns: int, is_small: bool
+) -> tuple[Figure, list[Axes]]:
+    """A figure with axes for several heat maps, at most four side by side."""
+    across = min(num_maps, 3 if num_maps <= 9 else 4)
+    down = math.ceil(num_maps / across)
+    width = 1.5 + 0.4 * min(num_columns, 9) if is_small else 3.6
+    height = 1.5 + 0.4 * min(num_rows, 9) if is_small else 3.6
+    figure = make_figure((max(6.4, across * width + 0.9), max(3.0, down * height + 0.4)))
+    panels = figure.subplots(down, across, squeeze=False).ravel().tolist()
+    for unused in panels[num_maps:]:
+        unused.set_visible(False)
+    return figure, panels[:num_maps]
+
+
+def frame_cells(axes: Axes, heat_map: HeatMap, *, is_small: bool) -> None:
+    """Frames, and a line before the column of general text, which is the last."""
+    for row, column in heat_map.framed:
+        corner = (column - 0.5, row - 0.5)
+        axes.add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=2 if is_small else 0.7))
+    if heat_map.columns[-1] == GENERAL:
+        border = len(heat_map.columns) - 1.5
+        axes.axvline(border, color="black", linewidth=1.5 if is_small else 0.8)
+
+
+def write_numbers(
+    axes: Axes, image: AxesImage, heat_map: HeatMap, format_value: Format, *, fontsize: float
+) -> None:
+    """The numbers in the cells, white where the colour is dark."""
+    colours = np.asarray(image.cmap(image.norm(heat_map.values)))[..., :3]
+    luminance = colours @ np.array([0.299, 0.587, 0.114])
+    for row, column in np.argwhere(~np.isnan(heat_map.written)).tolist():
+        axes.text(
+            column,
+            row,
+            format_value(heat_map.written[row, column]).replace("-", "−"),
+            ha="center",
+            va="center",
+            fontsize=fontsize,
+            color="white" if luminance[row, column] < 0.5 else "black",
+        )
+
+
+def add_colour_bar(
+    figure: Figure,
+    image: AxesImage,
+    panels: Sequence[Axes],
+    *,
+    label: str,
+    scale: ColourScale,
+) -> None:
+    """The colour bar; small with several panels."""
+    extend = "both" if scale.has_pointed_ends else "neither"
+    if len(panels) == 1:
+        figure.colorbar(image, ax=panels, label=label, extend=extend)
+    else:
+        shrink = min(1.0, 3.2 / figure.get_figheight())
+        figure.colorbar(image, ax=panels, label=label, extend=extend, aspect=24, shrink=shrink, anchor=(0, 1))
+
+
+def describe_means(maps: Mapping[str, HeatMap], label: str) -> str:
+    """The mean of each heat map; without a diagonal of ones."""
+    means = []
+    for title, heat_map in maps.items():
+        values = heat_map.described_values
+        if values.size:
+            means.append(f"{title} {values.mean():.2f}")
+    return f"Heat maps, {' '.join(label.split())}; means: {list_descriptions(means)}"

@@ -6,27 +6,41 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from pandas import DataFrame
 
 from cpt.core.config import executes, flatten
 from cpt.core.files import replace
 from cpt.core.secrets import is_secret
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
-from cpt.reporting import frames
-from cpt.reporting.frames import FEW, decimals, few, find_matrices, percent, perplexity, strip_controls
-from cpt.reporting.page import IN_CELL, TEMPLATES, quote_markup
-from cpt.reporting.run_page import format_cells, format_metric
+from cpt.reporting.formats import (
+    MAX_LISTED,
+    Format,
+    format_bytes,
+    format_decimals,
+    format_interval,
+    format_percent,
+    format_perplexity,
+    list_order,
+    strip_controls,
+)
+from cpt.reporting.frames import KINDS, ReportedValue, find_matrices
+from cpt.reporting.page import IN_CELL, TEMPLATES, markdown_table, quote_markup
+from cpt.reporting.run_tables import format_cells, format_metric
 
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective
-SHOWN = re.compile(
-    r"(method|mask|replay|freeze|optim|lr_scheduler)\..+|domains\.packing|model\.(max_seq_length|mlm_probability|mean_span)|seed"
+SHOWN_SETTINGS = re.compile(
+    r"(method|mask|replay|freeze|optim|lr_scheduler)\..+"
+    r"|domains\.packing"
+    r"|model\.(max_seq_length|mlm_probability|mean_span)"
+    r"|seed"
     r"|trainer\.(steps|epochs|tokens|batch_size|accumulate_grad_batches|gradient_clip_val|strategy|devices)"
 )
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
@@ -35,92 +49,187 @@ PATH = re.compile(r"[/~]|[A-Za-z]:\\")
 
 def write_model_card(folder: Path, scores: Scores) -> Path:
     """Writes the card of a run from its scores, config and overrides. Returns the card's path."""
-    run, model = scores.run, folder / "model"
+    run = scores.run
     settings = dict(flatten(read_yaml(folder / "config.yaml") or {}))
     base = {"name": run["model"], "origin": "unknown"} | scores.base
-    from_hub = base["origin"] == "hub" and HUB_NAME.fullmatch(base["name"]) is not None
-    paths = {str(x) for key, x in settings.items() if re.fullmatch(r"domains\.catalogue\..*\.path", key)}
-    data_sets = sorted(path for path in paths if HUB_NAME.fullmatch(path) and not Path(path).exists())
-    public = [*data_sets, *[base["name"]] * from_hub]
-    method = run["method"] + "".join(f" + {run[kind]}" for kind in ("mask", "replay") if run[kind] != "none")
-    title = strip_controls(f"{base['name']}, {method}: {few(run['order'])}")
+    is_on_hub = base["origin"] == "hub" and HUB_NAME.fullmatch(base["name"]) is not None
+    data_sets = find_data_sets(settings)
+    public_names = list(data_sets)
+    if is_on_hub:
+        public_names.append(base["name"])
 
-    # A causal model has no mask rate.
-    unused = {"name", "_partial_"} | ({"mlm_probability"} if run["objective"] == "causal" else set())
-    shown = []
-    for key, value in (settings | scores.numerics).items():
-        last = key.rpartition(".")[2]
-        if (SHOWN.fullmatch(key) or key in scores.numerics) and last not in unused and not is_secret(key):
-            text = str(value).rpartition(".")[2] if last == "_target_" else hide_paths(value, public)
-            shown += [[key.removesuffix("._target_"), text]] if value not in (None, {}) else []
-    command = ["python run.py"]
-    for override in read_yaml(folder / ".hydra" / "overrides.yaml") or []:
-        key, equals, value = override.partition("=")
-        name = key.lstrip("+~")
-        if not (executes(name) or is_secret(name) or name.startswith(("callbacks", "hydra"))):
-            text = value if name == "order" else hide_paths(value, public)
-            command.append(shlex.quote(strip_controls(f"{key}{equals}{text}")))
-
-    found = [("all domains", name, metric["perplexity"]) for name, metric in scores.metrics.items()]
+    method = run["method"]
+    for kind in ("mask", "replay"):
+        if run[kind] != "none":
+            method += f" + {run[kind]}"
+    order = list_order(run["order"])
+    title = strip_controls(f"{base['name']}, {method}: {order}")
     perplexities = find_matrices(scores)["perplexity"]
-    matrix = [["after", *scores.domains], *format_cells(perplexities, perplexity)]
-    if len(scores.domains) > FEW:
-        matrix = [*map(list, zip(matrix[0], matrix[1], matrix[-1], strict=True))]
-    else:
-        found += [(strip_controls(text), "last", ppl) for text, ppl in perplexities.iloc[-1].items()]
-    pipeline, split = PIPELINES.get(run["objective"]), scores.conditions.get("score_on", "test")
-    measured = {"dataset_split": split, "task_type": pipeline or "text2text-generation"}
-    results = []
-    for text, name, value in found:
-        if value is not None and isfinite(value):
-            of = measured | {"dataset_type": text, "dataset_name": text, "metric_name": name}
-            results.append(EvalResult(**of, metric_type="perplexity", metric_value=float(f"{value:.6g}")))
-    metrics = [format_metric(scores, name) for name in scores.metrics]
-    tasks = []
-    for each in (each for kind in ("task", "score", "benchmark") for each in frames.KINDS[kind](scores)):
-        show = {"share": percent, "": decimals}.get(each.unit)  # the harness has units of its own
-        if show and "/" not in each.metric and each.value is not None and isfinite(each.value):
-            text = show(each.value) + frames.format_interval(each.low, each.high, show)
-            tasks.append([each.text or "all tasks", each.metric, each.row or "–", text])
-    data: dict[str, Any] = {"base_model": base["name"] if from_hub else None, "pipeline_tag": pipeline}
-    data |= {"datasets": data_sets or None, "eval_results": results or None, "library_name": "transformers"}
-    tags = ["continual-pretraining", "continual-learning", "cpt", run["method"]]
+    pipeline = PIPELINES.get(run["objective"])
+
     card = ModelCard.from_template(
-        ModelCardData(**data, model_name=title, tags=tags),
+        ModelCardData(
+            base_model=base["name"] if is_on_hub else None,
+            pipeline_tag=pipeline,
+            datasets=data_sets or None,
+            eval_results=list_results(scores, perplexities, pipeline) or None,
+            library_name="transformers",
+            model_name=title,
+            tags=["continual-pretraining", "continual-learning", "cpt", run["method"]],
+        ),
         template_path=str(TEMPLATES / "model_card.md.j2"),
         quote=lambda text: quote_markup(str(text), IN_CELL),
         table=make_table,
-        megabytes=frames.megabytes,
+        megabytes=format_bytes,
         scores=scores,
         title=title,
         method=method,
-        order=few(run["order"]),
+        order=order,
         base=base,
         loading=scores.loading if '"model"' in scores.loading else "",
-        parts=json.loads(path.read_text())["parts"] if (path := model / "parts.json").exists() else [],
-        settings=shown,
+        parts=read_parts(folder / "model"),
+        settings=list_settings(settings, scores, public_names),
         source=settings.get("domains.name", "unknown"),
         conditions=describe_conditions(conditions(scores)),
-        matrix=matrix,
-        metrics=[[name, f"{meaning}: {formula}", *cells[:3]] for name, meaning, formula, *cells in metrics],
-        tasks=tasks,
+        matrix=format_matrix(perplexities),
+        metrics=list_metrics(scores),
+        tasks=list_tasks(scores),
         general=GENERAL in scores.domains,
-        missing=sum(value is None for row in scores.nll for value in row),
-        command=" ".join(command),
+        missing=count_missing(scores),
+        command=describe_command(folder, public_names),
     )
-    replace(model / "README.md", f"{card}\n")
-    return model / "README.md"
+    path = folder / "model" / "README.md"
+    replace(path, f"{card}\n")
+    return path
 
 
-def make_table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+def count_missing(scores: Scores) -> int:
+    """The number of cells of the matrix that were not measured."""
+    num_missing = 0
+    for row in scores.nll:
+        num_missing += sum(loss is None for loss in row)
+    return num_missing
+
+
+def find_data_sets(settings: Mapping[str, Any]) -> list[str]:
+    """The data sets of the Hub in a catalogue of domains."""
+    paths = set()
+    for key, value in settings.items():
+        if re.fullmatch(r"domains\.catalogue\..*\.path", key):
+            paths.add(str(value))
+    return sorted(path for path in paths if HUB_NAME.fullmatch(path) and not Path(path).exists())
+
+
+def read_parts(model: Path) -> list[str]:
+    """The domains of which an exported model has modules of their own."""
+    path = model / "parts.json"
+    return json.loads(path.read_text())["parts"] if path.exists() else []
+
+
+def list_settings(
+    settings: Mapping[str, Any], scores: Scores, public_names: Collection[str]
+) -> list[list[str]]:
+    """The settings that decide a result, and the numerics of the run, by key."""
+    unused = {"name", "_partial_"}
+    if scores.run["objective"] == "causal":
+        unused.add("mlm_probability")  # a causal model has no mask rate
+
+    rows = []
+    for key, value in {**settings, **scores.numerics}.items():
+        option = key.rpartition(".")[2]
+        is_shown = key in scores.numerics or SHOWN_SETTINGS.fullmatch(key) is not None
+        if not is_shown or option in unused or is_secret(key) or value in (None, {}):
+            continue
+        is_class = option == "_target_"
+        text = str(value).rpartition(".")[2] if is_class else hide_paths(value, public_names)
+        rows.append([key.removesuffix("._target_"), text])
+    return rows
+
+
+def describe_command(folder: Path, public_names: Collection[str]) -> str:
+    """The command that repeats the run, without paths and without what only says how it was executed."""
+    words = ["python run.py"]
+    for override in read_yaml(folder / ".hydra" / "overrides.yaml") or []:
+        key, equals, value = override.partition("=")
+        name = key.lstrip("+~")
+        if executes(name) or is_secret(name) or name.startswith(("callbacks", "hydra")):
+            continue
+        text = value if name == "order" else hide_paths(value, public_names)
+        words.append(shlex.quote(strip_controls(f"{key}{equals}{text}")))
+    return " ".join(words)
+
+
+def format_matrix(perplexities: DataFrame) -> list[list[str]]:
+    """The perplexities after each stage; of many texts, only base and last model, a row for each text."""
+    table = [["after", *perplexities.columns], *format_cells(perplexities, format_perplexity)]
+    if len(perplexities.columns) <= MAX_LISTED:
+        return table
+    return [list(cells) for cells in zip(table[0], table[1], table[-1], strict=True)]
+
+
+def list_results(scores: Scores, perplexities: DataFrame, pipeline: str | None) -> list[EvalResult]:
+    """The results in the card's metadata: perplexities over all domains, and of few texts by text."""
+    values = [("all domains", name, metric["perplexity"]) for name, metric in scores.metrics.items()]
+    if len(scores.domains) <= MAX_LISTED:
+        for text, perplexity in perplexities.iloc[-1].items():
+            values.append((strip_controls(str(text)), "last", perplexity))
+
+    results = []
+    for text, name, value in values:
+        if value is not None and isfinite(value):
+            results.append(
+                EvalResult(
+                    task_type=pipeline or "text2text-generation",
+                    dataset_type=text,
+                    dataset_name=text,
+                    dataset_split=scores.conditions.get("score_on", "test"),
+                    metric_name=name,
+                    metric_type="perplexity",
+                    metric_value=float(f"{value:.6g}"),
+                )
+            )
+    return results
+
+
+def list_metrics(scores: Scores) -> list[list[str]]:
+    """The metrics of the matrix: name, meaning with formula, and the value in each unit."""
+    rows = []
+    for metric in scores.metrics:
+        name, meaning, formula, *cells = format_metric(scores, metric)
+        rows.append([name, f"{meaning}: {formula}", *cells])
+    return rows
+
+
+def list_tasks(scores: Scores) -> list[list[str]]:
+    """The results of end tasks, answers and benchmarks: task, measure, row and value."""
+    rows = []
+    for kind in ("task", "score", "benchmark"):
+        for reported in KINDS[kind](scores):
+            format_value = find_format(reported)
+            if format_value is None or reported.value is None or not isfinite(reported.value):
+                continue
+            text = format_value(reported.value) + format_interval(reported.low, reported.high, format_value)
+            rows.append([reported.text or "all tasks", reported.metric, reported.row or "–", text])
+    return rows
+
+
+def find_format(reported: ReportedValue) -> Format | None:
+    """How a result of a task is written; None for one that the card leaves out."""
+    if "/" in reported.metric:
+        return None
+    if reported.unit == "share":
+        return format_percent
+    return format_decimals if reported.unit == "" else None  # the harness has units of its own
+
+
+def make_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table of cells that may hold any text."""
-    lines = [[quote_markup(str(cell), IN_CELL) for cell in row] for row in (head, *rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table([head, ["---"] * len(head), *rows])
 
 
-def hide_paths(value: Any, public: Iterable[str]) -> str:
-    return "<path>" if PATH.search(str(value)) and value not in public else str(value)
+def hide_paths(value: Any, public_names: Collection[str]) -> str:
+    """The value as text, without local paths and addresses."""
+    return "<path>" if PATH.search(str(value)) and value not in public_names else str(value)
 
 
 def read_yaml(path: Path) -> Any:

@@ -4,7 +4,6 @@ The similarity of two domains is the soft Jaccard index over units, `sum min(a, 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -21,15 +20,16 @@ QUANTITIES = {  # by the prefix of the arrays in diagnostics/
     "chosen": "rows updated",  # MIGU: share of the steps since the first domain in which a row was updated
 }
 LARGEST_ROWS = "largest rows"  # MIGU: by product magnitudes on held-out text, of the base and the final model
-Diagnostics = Mapping[int, Mapping[str, np.ndarray]]  # the arrays of diagnostics/ by row of the matrix
+Arrays = Mapping[str, np.ndarray]  # by `prefix/name`
+Diagnostics = Mapping[int, Arrays]  # by row of the matrix
 
 
 class Overlap(NamedTuple):
     """Similarities [n, n] of domains or texts; nan between two that use nothing."""
 
     names: list[str]
-    whole: np.ndarray  # over the units of all layers; of product magnitudes, the mean over layers
-    layers: Mapping[str, np.ndarray]
+    similarities: np.ndarray  # over the units of all layers; of product magnitudes, the mean over layers
+    by_layer: Mapping[str, np.ndarray]
 
 
 class Distribution(NamedTuple):
@@ -54,74 +54,134 @@ def read_diagnostics(folder: Path, scores: Scores) -> Diagnostics:
     return stages
 
 
-def by_prefix(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    parted = ((name.partition("/"), values) for name, values in arrays.items())
-    return {name: values for (kind, _, name), values in parted if kind == prefix}
+def select_prefix(arrays: Arrays, prefix: str) -> dict[str, np.ndarray]:
+    """The arrays of one kind by the rest of their names."""
+    selected = {}
+    for key, values in arrays.items():
+        kind, _, name = key.partition("/")
+        if kind == prefix:
+            selected[name] = values
+    return selected
 
 
-def measure_overlap(measured: Diagnostics, scores: Scores) -> dict[str, Overlap]:
+def measure_overlap(diagnostics: Diagnostics, scores: Scores) -> dict[str, Overlap]:
     """By quantity, what domains share; nothing of a quantity with fewer than two."""
-    found: dict[str, Overlap] = {}
-    stages = {row: arrays for row, arrays in measured.items() if row}
+    overlaps: dict[str, Overlap] = {}
     for prefix, title in QUANTITIES.items():
-        own = {row: named for row, arrays in stages.items() if (named := by_prefix(arrays, prefix))}
-        sizes = {row: {name: each.size for name, each in named.items()} for row, named in own.items()}
-        layers = max(sizes.values(), key=lambda each: sum(each.values()), default={})
-        vectors = {
-            row: np.concatenate([each.ravel() for each in named.values()]).astype(float)
-            for row, named in own.items()
-            if sizes[row] == layers
-        }
-        if prefix == "chosen":
-            # Shares [units] of each stage's own steps, from those of all steps so far, by the tokens that
-            # stages read. Leading stages without a mask do not count; nothing is known after a missing stage.
-            read = len(scores.tokens_read) == len(scores.rows) and all(scores.tokens_read[1:])
-            seen, shares = scores.tokens_read if read else [1] * len(scores.rows), vectors
-            vectors, before, steps = {}, np.array(0.0), 0.0
-            for row in itertools.takewhile(shares.__contains__, range(1, len(scores.rows))):
-                if shares[row].any():
-                    total = shares[row] * (steps + seen[row])
-                    vectors[row] = np.clip((total - before) / seen[row], 0, 1)
-                    before, steps = total, steps + seen[row]
-        if len(vectors) > 1:
-            parts = np.split(np.stack([*vectors.values()]), np.cumsum([*layers.values()])[:-1], axis=1)
-            sums = np.array([min_and_max(part) for part in parts])  # [layer, 2, n, n]
-            with np.errstate(invalid="ignore"):
-                each = dict(zip(layers, sums[:, 0] / sums[:, 1], strict=True))
-                whole = sums[:, 0].sum(0) / sums[:, 1].sum(0)
-            found[title] = Overlap([scores.rows[row] for row in vectors], whole, each)
-    for name, gates in (stages[max(stages)] if stages else {}).items():  # HAT: of the last model
-        prefix, _, kind = name.partition("/")
-        if prefix == "overlap" and gates.ndim == 2 and 1 < len(gates) < len(scores.rows):
-            names = scores.rows[1 : len(gates) + 1]
-            found[f"gates: {kind}"] = Overlap(names, jaccard(gates.astype(float)), {})
-    for row, arrays in measured.items():
-        if len(each := by_prefix(arrays, "similarity")) and len(arrays["texts"]) > 1:
-            names = [scores.domains[place] for place in arrays["texts"]]
-            title = f"{LARGEST_ROWS}, {'after ' * bool(row)}{scores.rows[row]}"
-            found[title] = Overlap(names, np.mean([*each.values()], 0), each)
-    return found
+        overlap = compare_domains(diagnostics, scores, prefix)
+        if overlap is not None:
+            overlaps[title] = overlap
+    overlaps |= compare_gates(diagnostics, scores)
+    overlaps |= compare_largest_rows(diagnostics, scores)
+    return overlaps
 
 
-def read_distributions(measured: Diagnostics, scores: Scores) -> dict[str, Distribution]:
+def compare_domains(diagnostics: Diagnostics, scores: Scores, prefix: str) -> Overlap | None:
+    """What domains share of one of QUANTITIES; None for fewer than two domains.
+
+    Rows with other layers than the largest model are left out: the model has grown since."""
+    arrays_by_row = {}
+    for row, arrays in diagnostics.items():
+        selected = select_prefix(arrays, prefix)
+        if row > 0 and selected:
+            arrays_by_row[row] = selected
+    sizes_by_row = {}
+    for row, arrays in arrays_by_row.items():
+        sizes_by_row[row] = {name: values.size for name, values in arrays.items()}
+    sizes = max(sizes_by_row.values(), key=lambda sizes: sum(sizes.values()), default={})
+
+    units_by_row = {}  # [units of all layers]
+    for row, arrays in arrays_by_row.items():
+        if sizes_by_row[row] == sizes:
+            units_by_row[row] = np.concatenate([values.ravel() for values in arrays.values()]).astype(float)
+    if prefix == "chosen":
+        units_by_row = separate_stages(units_by_row, scores)
+    if len(units_by_row) < 2:
+        return None
+
+    units = np.stack(list(units_by_row.values()))
+    borders = np.cumsum(list(sizes.values()))[:-1]
+    minima = []  # [layer, n, n]
+    maxima = []
+    for layer_units in np.split(units, borders, axis=1):
+        minimum, maximum = sum_min_and_max(layer_units)
+        minima.append(minimum)
+        maxima.append(maximum)
+    with np.errstate(invalid="ignore"):
+        by_layer = np.array(minima) / np.array(maxima)
+        similarities = np.array(minima).sum(0) / np.array(maxima).sum(0)
+    names = [scores.rows[row] for row in units_by_row]
+    return Overlap(names, similarities, dict(zip(sizes, by_layer, strict=True)))
+
+
+def separate_stages(shares: Mapping[int, np.ndarray], scores: Scores) -> dict[int, np.ndarray]:
+    """Shares [units] of each stage's own steps, from those of all steps so far, by the tokens that stages
+    read. Leading stages without a mask do not count; nothing is known after a missing stage."""
+    num_rows = len(scores.rows)
+    tokens: list[float] = [1] * num_rows
+    if len(scores.tokens_read) == num_rows and all(scores.tokens_read[1:]):
+        tokens = list(scores.tokens_read)
+
+    separate = {}
+    total_before = np.array(0.0)
+    tokens_before = 0.0
+    for row in range(1, num_rows):
+        if row not in shares:
+            break
+        if shares[row].any():
+            total = shares[row] * (tokens_before + tokens[row])
+            separate[row] = np.clip((total - total_before) / tokens[row], 0, 1)
+            total_before = total
+            tokens_before += tokens[row]
+    return separate
+
+
+def compare_gates(diagnostics: Diagnostics, scores: Scores) -> dict[str, Overlap]:
+    """HAT: what the gates of the last model's domains share, by kind of gate."""
+    rows = [row for row in diagnostics if row > 0]
+    if not rows:
+        return {}
+    overlaps = {}
+    for kind, shares in select_prefix(diagnostics[max(rows)], "overlap").items():
+        if shares.ndim == 2 and 1 < len(shares) < len(scores.rows):
+            names = scores.rows[1 : len(shares) + 1]
+            overlaps[f"gates: {kind}"] = Overlap(names, jaccard(shares.astype(float)), {})
+    return overlaps
+
+
+def compare_largest_rows(diagnostics: Diagnostics, scores: Scores) -> dict[str, Overlap]:
+    """MIGU: what texts share of the rows with the largest product magnitudes, by model."""
+    overlaps = {}
+    for row, arrays in diagnostics.items():
+        layers = select_prefix(arrays, "similarity")
+        if layers and len(arrays["texts"]) > 1:
+            texts = [scores.domains[column] for column in arrays["texts"]]
+            model = scores.rows[row] if row == 0 else f"after {scores.rows[row]}"
+            mean = np.mean(list(layers.values()), 0)
+            overlaps[f"{LARGEST_ROWS}, {model}"] = Overlap(texts, mean, layers)
+    return overlaps
+
+
+def read_distributions(diagnostics: Diagnostics, scores: Scores) -> dict[str, Distribution]:
     """Product magnitudes of one layer by the row of the matrix whose model has them."""
-    found = {}
-    for row, arrays in measured.items():
-        for layer, shares in by_prefix(arrays, "magnitudes").items():
-            texts = [scores.domains[place] for place in arrays["texts"][: len(shares)]]
-            found[scores.rows[row]] = Distribution(layer, texts, shares)
-    return found
+    distributions = {}
+    for row, arrays in diagnostics.items():
+        for layer, shares in select_prefix(arrays, "magnitudes").items():
+            texts = [scores.domains[column] for column in arrays["texts"][: len(shares)]]
+            distributions[scores.rows[row]] = Distribution(layer, texts, shares)
+    return distributions
 
 
-def min_and_max(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sum_min_and_max(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of each two rows of [n, units] >= 0, the sums of their minima and of their maxima, each [n, n]."""
-    total = values.sum(1)
-    both, apart = total[:, None] + total, cdist(values, values, "cityblock")
-    return (both - apart) / 2, (both + apart) / 2
+    sums = values.sum(1)
+    pair_sums = sums[:, None] + sums
+    distances = cdist(values, values, "cityblock")
+    return (pair_sums - distances) / 2, (pair_sums + distances) / 2
 
 
 def jaccard(shares: np.ndarray) -> np.ndarray:
     """From shares p_ij of row i's set that row j's has, [n, n]: 1 / (1/p_ij + 1/p_ji - 1), or nan."""
-    empty = np.diagonal(shares) == 0
+    is_empty = np.diagonal(shares) == 0
     with np.errstate(divide="ignore"):
-        return np.where(empty[:, None] & empty, np.nan, 1 / (1 / shares + 1 / shares.T - 1))
+        return np.where(is_empty[:, None] & is_empty, np.nan, 1 / (1 / shares + 1 / shares.T - 1))

@@ -1,27 +1,35 @@
 """Published numbers in addition to those of our runs, with the differences. The files are in
 benchmarks/results/published, which is installed within the package."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cpt.core.config import PACKAGE
-from cpt.reporting.compare import MEASURES, format_spread, measure_spreads
-from cpt.reporting.frames import format_interval, percent, split_variant
-from cpt.reporting.load_runs import RunGroup, RunSection
+from cpt.reporting.compare import format_spread
+from cpt.reporting.contrasts import measure_spreads
+from cpt.reporting.formats import format_interval, format_percent, split_variant
+from cpt.reporting.measures import MEASURES
 from cpt.reporting.page import Block
+from cpt.reporting.sections import RunGroup, RunSection
 
-BESIDE = PACKAGE.parent / "benchmarks" / "results" / "published"  # in a checkout
-PUBLISHED = PACKAGE / "published" if (PACKAGE / "published").is_dir() else BESIDE
-POINTS = "{:.2f}".format
-OF_THE_MACHINE = (  # options that no published number depends on
-    *("strategy", "model.name_or_path", "endtask.splits", "trainer.accumulate_grad_batches"),
-    *("trainer.eval_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.precision"),
-)
+IN_CHECKOUT = PACKAGE.parent / "benchmarks" / "results" / "published"
+PUBLISHED = PACKAGE / "published" if (PACKAGE / "published").is_dir() else IN_CHECKOUT
+MACHINE_OPTIONS = {  # on which no published number depends
+    "strategy",
+    "model.name_or_path",
+    "endtask.splits",
+    "trainer.accumulate_grad_batches",
+    "trainer.eval_batch_size",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.precision",
+}
 
 
 class PublishedRow(NamedTuple):
@@ -37,41 +45,90 @@ class PublishedRow(NamedTuple):
     settings: Mapping[str, Any] | None = None
     note: str = ""
 
+    @property
+    def reference(self) -> str:
+        """Where it was published: `Ke et al. (2023), table 2, page 7`."""
+        parts = [self.source]
+        if self.table:
+            parts.append(f"table {self.table}")
+        if self.page:
+            parts.append(f"page {self.page}")
+        parts.append(self.note)
+        return ", ".join(part for part in parts if part)
+
     def fits(self, group: RunGroup) -> bool:
-        wanted = self.settings or {}  # 1 is 1.0
-        alike = all(run.settings.get(key) == wanted[key] for run in group.runs for key in wanted)
-        given = {each.partition("=")[0] for run in group.runs for each in split_variant(run.scores.run)}
-        ablated = {key for key in given - {*OF_THE_MACHINE} if not {key, f"method.{key}"} & wanted.keys()}
-        return group.plain in self.groups and alike and not ablated
+        """Whether a group of runs has the method and the settings of the published ones, and no others."""
+        if group.label not in self.groups:
+            return False
+        settings = self.settings or {}
+        for run in group.runs:
+            if any(run.settings.get(key) != value for key, value in settings.items()):  # 1 is 1.0
+                return False
+            for value in split_variant(run.scores.run):
+                option = value.partition("=")[0]
+                is_published = option in settings or f"method.{option}" in settings
+                if option not in MACHINE_OPTIONS and not is_published:
+                    return False
+        return True
 
 
-def read_published(given: str) -> list[PublishedRow]:
+def read_published(name: str) -> list[PublishedRow]:
     """The rows of a file, or of one that is shipped. Raises ValueError for another name or form."""
     shipped = {path.stem: path for path in sorted(PUBLISHED.glob("*.json"))}
     try:
-        whole = json.loads(shipped.get(given, Path(given)).read_text(encoding="utf-8"))
-        return [PublishedRow(**row) for row in whole["rows"]]
+        content = json.loads(shipped.get(name, Path(name)).read_text(encoding="utf-8"))
+        return [PublishedRow(**row) for row in content["rows"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        allowed = f"{', '.join(shipped)}, or a file like those in benchmarks/results/published"
-        raise ValueError(f"--published {given} is invalid: {error!r}. Allowed: {allowed}") from error
+        raise ValueError(
+            f"--published {name} is invalid: {error!r}. Allowed: {', '.join(shipped)}, or a file like those "
+            "in benchmarks/results/published"
+        ) from error
 
 
 def tabulate_published(sections: Sequence[RunSection], published: Sequence[PublishedRow]) -> Block:
     """A row for each measured value that was published; the interval is that of our mean."""
-    shown, cells, used = {measure.key: measure.title for measure in MEASURES}, [], set[str]()
-    pairs = ((group, row) for section in sections for group, row in product(section.groups, published))
-    for group, row in ((group, row) for group, row in pairs if row.fits(group)):
-        runs = [run for run in group.runs if row.orders is None or run.order in row.orders]
-        table, page = f"table {row.table}" if row.table else "", f"page {row.page}" if row.page else ""
-        place = ", ".join(filter(None, (row.source, table, page, row.note)))
-        for key, value in row.values.items():
-            if found := [run.values[key] for run in runs if key in run.values]:
-                used.add(json.dumps(row))
-                own = measure_spreads(np.array([found]), runs=len(runs))[0]
-                low, high = (None if end is None else 100 * end - value for end in (own.low, own.high))
-                difference = f"{100 * own.mean - value:+.2f}" + format_interval(low, high, POINTS)
-                numbers = [format_spread(own, percent, bounds=False), POINTS(value), difference]
-                cells.append([group.name, row.name, place, shown.get(key, f"{key} (%)"), *numbers])
-    head = ("group", "published as", "source", "measure", "ours", "published", "difference [95 %]")
-    lines = [f"{len(published) - len(used)} of {len(published)} published rows have no group here."]
-    return Block(title="Published numbers", head=head, cells=cells, words=4, lines=lines)
+    cells = []
+    measured_rows: set[str] = set()  # as texts: rows of a file may be equal
+    for section in sections:
+        for group in section.groups:
+            for row in published:
+                if row.fits(group):
+                    row_cells = list(compare_group(group, row))
+                    cells += row_cells
+                    if row_cells:
+                        measured_rows.add(repr(row))
+
+    num_unmeasured = len(published) - len(measured_rows)
+    return Block(
+        title="Published numbers",
+        head=("group", "published as", "source", "measure", "ours", "published", "difference [95 %]"),
+        cells=cells,
+        num_word_columns=4,
+        lines=[f"{num_unmeasured} of {len(published)} published rows have no group here."],
+    )
+
+
+def compare_group(group: RunGroup, row: PublishedRow) -> Iterator[list[str]]:
+    """The cells of each published value that some run of the group has."""
+    titles = {measure.key: measure.title for measure in MEASURES}
+    runs = [run for run in group.runs if row.orders is None or run.order_name in row.orders]
+    for key, value in row.values.items():
+        measured = [run.values[key] for run in runs if key in run.values]
+        if not measured:
+            continue
+        spread = measure_spreads(np.array([measured]), num_runs=len(runs))[0]
+        difference = f"{100 * spread.mean - value:+.2f}"
+        difference += format_interval(100 * spread.low - value, 100 * spread.high - value, format_points)
+        yield [
+            group.name,
+            row.name,
+            row.reference,
+            titles.get(key, f"{key} (%)"),
+            format_spread(spread, format_percent, with_interval=False),
+            format_points(value),
+            difference,
+        ]
+
+
+def format_points(value: float) -> str:
+    return f"{value:.2f}"

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pandas import DataFrame, concat
@@ -16,25 +16,46 @@ from cpt.core.files import replace
 from cpt.core.schema import Number, fits
 from cpt.evaluation.scores import describe_conditions
 from cpt.evaluation.statistics import LEVEL
-from cpt.reporting import compare
-from cpt.reporting.compare import ComparedMeasure
-from cpt.reporting.frames import FEW, Show, find_matrices, percent, perplexity, strip_controls
-from cpt.reporting.load_runs import RunGroup, RunSection, differing_settings, name_orders
+from cpt.reporting.contrasts import find_contrasts, find_spreads, find_values, is_ranked
+from cpt.reporting.formats import MAX_LISTED, Format, format_percent, format_perplexity, strip_controls
+from cpt.reporting.frames import find_matrices
+from cpt.reporting.load_runs import MeasuredRun
+from cpt.reporting.measures import BRIEF_KEYS, MEASURES, ComparedMeasure
 from cpt.reporting.page import LEGENDS
+from cpt.reporting.sections import RunGroup, RunSection, differing_settings, name_orders
 
 BY_ORDER = {"answers/AP": "AP", "endtask/MF1": "MF1", "LC/perplexity": "LC"}
 OVER_TASKS = ("endtask/MF1", "endtask/Acc", "endtask/forget_rate")
-KNOWN = {measure.key: measure for measure in compare.MEASURES}
-MATRICES: dict[str, tuple[Show, str]] = {
-    "perplexity": (perplexity, "perplexity"),
-    "answers": (percent, "score of the task answers, in %"),
-    "endtasks": (percent, "score of the downstream tasks, in %"),
+TASK_PREFIX = "task/"  # of the key of an end task
+MEASURES_BY_KEY = {measure.key: measure for measure in MEASURES}
+MATRICES: dict[str, tuple[Format, str]] = {
+    "perplexity": (format_perplexity, "perplexity"),
+    "answers": (format_percent, "score of the task answers, in %"),
+    "endtasks": (format_percent, "score of the downstream tasks, in %"),
 }
-NOT_OPTIONS = ("name", "seed", "_target_", "_partial_")
-LONGEST_STEM = 80  # characters of a file's name
-ESCAPED = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
-ESCAPED |= {"±": r"$\pm$", "−": "$-$", "→": r"$\rightarrow$", "<": "$<$", ">": "$>$", "|": r"\textbar{}"}
-ESCAPED |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
+MATRIX_COLUMNS = ["group", "order", "kind", "row", "text", "mean", "sd", "n"]
+NO_OPTIONS = ("name", "seed", "_target_", "_partial_")  # keys of a config that the settings leave out
+MAX_STEM = 80  # characters of a file's name
+ESCAPED = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "±": r"$\pm$",
+    "−": "$-$",
+    "→": r"$\rightarrow$",
+    "<": "$<$",
+    ">": "$>$",
+    "|": r"\textbar{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+}
+TRANSLATION = str.maketrans(ESCAPED)
 
 
 class PaperTable(NamedTuple):
@@ -47,140 +68,195 @@ def measure_tables(section: RunSection) -> dict[str, DataFrame]:
     """The numbers of all tables, tidy: `main`, `endtasks` and `orders` have a row for each group, measure and
     order (all: over all runs), `matrix` for each cell of the mean matrix of a group and an order, `settings`
     for each option of a group in which runs differ. Shares are in 0..1."""
-    tasks = {task: None for run in section.runs for task in run.scores.endtasks.get("metric", {})}
-    names = name_orders(section.runs)
-    frame = section.frame[section.frame["key"].isin(BY_ORDER)].rename(columns={"key": "measure"})
-    frame["order"] = frame["order"].map(names)
-    each = frame.groupby(["group", "measure", "order"], sort=False)["value"]
-    orders = each.agg(mean="mean", sd="std", n="count").reset_index()
-    over_all = measure_groups(section, [KNOWN[key] for key in BY_ORDER])
-    keys = [key for key in differing_settings(section.runs) if key.split(".")[-1] not in NOT_OPTIONS]
-    settings = [
-        (group.name, key, group.runs[0].settings[key])
-        for group in section.groups
-        for key in keys
-        if group.runs[0].settings.get(key) not in (None, {})
-    ]
-    endtasks = [*(list_task(task) for task in tasks), *(KNOWN[key] for key in OVER_TASKS)]
     return {
-        "main": measure_groups(section, [m for m in compare.MEASURES if m.key in compare.BRIEF]),
-        "endtasks": measure_groups(section, endtasks) if tasks else DataFrame(),
-        "orders": concat([orders, over_all], ignore_index=True) if len(names) > 1 else DataFrame(),
-        "matrix": DataFrame(measure_matrices(section)),
-        "settings": DataFrame(settings, columns=["group", "setting", "value"]),
+        "main": measure_groups(section, [measure for measure in MEASURES if measure.key in BRIEF_KEYS]),
+        "endtasks": measure_endtasks(section),
+        "orders": measure_orders(section),
+        "matrix": measure_matrices(section),
+        "settings": list_settings(section),
     }
-
-
-def list_task(task: str) -> ComparedMeasure:
-    """An end task in its own metric."""
-    return ComparedMeasure(f"task/{task}", task, percent, higher=True)
 
 
 def measure_groups(section: RunSection, measures: Iterable[ComparedMeasure]) -> DataFrame:
     """A row for each group and measure: mean, sd, n, the interval [low, high] of the mean over runs, and the
     paired difference from the baseline with p-values of both tests, before and after Holm's correction."""
-    rows, spreads = [], compare.spread_values(section)
+    rows = []
     for measure in measures:
-        contrasts = compare.contrast_groups(section, measure.key)
+        spreads = find_spreads(section, measure.key)
+        contrasts = find_contrasts(section, measure.key)
         for group in section.groups:
-            if spread := spreads[group.name].get(measure.key):
-                row = {"group": group.name, "measure": measure.key, "order": "all", **spread._asdict()}
-                if contrast := contrasts.get(group.name):
-                    row |= {"baseline": section.baselines[group.name].name, "difference": contrast.mean}
-                    row |= {name: getattr(contrast, name) for name in ("p", "p_holm", "p_t", "p_t_holm")}
-                rows.append(row)
+            spread = spreads.get(group.name)
+            if spread is None:
+                continue
+            row = {
+                "group": group.name,
+                "measure": measure.key,
+                "order": "all",
+                "n": spread.n,
+                "mean": spread.mean,
+                "sd": spread.sd,
+                "low": spread.low,
+                "high": spread.high,
+            }
+            contrast = contrasts.get(group.name)
+            if contrast is not None:
+                row["baseline"] = section.baselines[group.name].name
+                row["difference"] = contrast.mean
+                row["p"] = contrast.p
+                row["p_holm"] = contrast.p_holm
+                row["p_t"] = contrast.p_t
+                row["p_t_holm"] = contrast.p_t_holm
+            rows.append(row)
+
     numbers = ["mean", "sd", "low", "high", "difference", "p", "p_holm", "p_t", "p_t_holm"]
     columns = ["group", "measure", "order", "baseline", "n", *numbers]
     return DataFrame(rows, columns=columns).astype(dict.fromkeys(numbers, float))
 
 
-def measure_matrices(section: RunSection) -> Iterator[dict[str, object]]:
-    """The cells that some run of a group and an order has, means over these runs."""
-    names = name_orders(section.runs)
+def measure_endtasks(section: RunSection) -> DataFrame:
+    """The columns of `measure_groups` for each end task, and for OVER_TASKS; empty without end tasks."""
+    tasks: dict[str, None] = {}  # an ordered set
+    for run in section.runs:
+        tasks |= dict.fromkeys(run.scores.endtasks.get("metric", {}))
+    if not tasks:
+        return DataFrame()
+    measures = [task_measure(f"{TASK_PREFIX}{task}") for task in tasks]
+    return measure_groups(section, [*measures, *(MEASURES_BY_KEY[key] for key in OVER_TASKS)])
+
+
+def task_measure(key: str) -> ComparedMeasure:
+    """An end task in its own metric."""
+    return ComparedMeasure(key, key.removeprefix(TASK_PREFIX), format_percent, higher_is_better=True)
+
+
+def measure_orders(section: RunSection) -> DataFrame:
+    """A row for each group, measure of BY_ORDER and order: mean, sd and n; then those of `measure_groups`
+    over all orders. Empty with one order."""
+    order_names = name_orders(section.runs)
+    if len(order_names) <= 1:
+        return DataFrame()
+    frame = section.frame[section.frame["key"].isin(BY_ORDER)].rename(columns={"key": "measure"})
+    frame["order"] = frame["order"].map(order_names)
+    values = frame.groupby(["group", "measure", "order"], sort=False)["value"]
+    by_order = values.agg(mean="mean", sd="std", n="count").reset_index()
+    over_all = measure_groups(section, [MEASURES_BY_KEY[key] for key in BY_ORDER])
+    return concat([by_order, over_all], ignore_index=True)
+
+
+def measure_matrices(section: RunSection) -> DataFrame:
+    """A row for each cell that some run of a group and an order has: mean, sd and n over these runs."""
+    order_names = name_orders(section.runs)
+    rows = []
     for group in section.groups:
-        for order in dict.fromkeys(run.pair[0] for run in group.runs):
-            cells: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-            for scores in (run.scores for run in group.runs if run.pair[0] == order):
-                for kind, table in find_matrices(scores).items():
-                    for row, column in np.argwhere(np.isfinite(table.to_numpy())).tolist():
-                        place = kind, table.index[row], table.columns[column]
-                        cells[place].append(float(table.iat[row, column]))
-            for (kind, stage, text), values in cells.items():
-                about = {"group": group.name, "order": names[order], "kind": kind, "row": stage, "text": text}
+        orders = dict.fromkeys(run.pair[0] for run in group.runs)  # an ordered set
+        for order in orders:
+            runs = [run for run in group.runs if run.pair[0] == order]
+            for (kind, row, text), values in collect_cells(runs).items():
                 sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-                yield about | {"mean": float(np.mean(values)), "sd": sd, "n": len(values)}
+                mean = float(np.mean(values))
+                rows.append((group.name, order_names[order], kind, row, text, mean, sd, len(values)))
+    return DataFrame(rows, columns=MATRIX_COLUMNS)
+
+
+def collect_cells(runs: Sequence[MeasuredRun]) -> dict[tuple[str, str, str], list[float]]:
+    """The finite values of the runs by kind of matrix, row and column."""
+    cells: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for run in runs:
+        for kind, matrix in find_matrices(run.scores).items():
+            for row, column in np.argwhere(np.isfinite(matrix.to_numpy())).tolist():
+                cell = kind, matrix.index[row], matrix.columns[column]
+                cells[cell].append(float(matrix.iat[row, column]))
+    return cells
+
+
+def list_settings(section: RunSection) -> DataFrame:
+    """A row for each group and option in which runs differ, as the group's first run has it."""
+    rows = []
+    settings = [key for key in differing_settings(section.runs) if key.split(".")[-1] not in NO_OPTIONS]
+    for group in section.groups:
+        for setting in settings:
+            value = group.runs[0].settings.get(setting)
+            if value not in (None, {}):
+                rows.append((group.name, setting, value))
+    return DataFrame(rows, columns=["group", "setting", "value"])
 
 
 def list_tables(section: RunSection) -> Iterator[PaperTable]:
     """The tables of a section, as TeX."""
-    found = measure_tables(section)
-    tested = LEGENDS["tex"].format(baseline=escape(section.baseline), level=LEVEL)
-    main = format_groups(section, found["main"], "measure")
-    yield PaperTable("main", f"{escape(describe_conditions(section.conditions))}. {tested}", main)
-    if len(found["endtasks"]):
-        told = "Downstream tasks after the last stage in which each was measured, in \\%; MF1, Acc: means."
-        yield PaperTable("endtasks", f"{told} {tested}", format_groups(section, found["endtasks"], "measure"))
-    for key, frame in found["orders"].groupby("measure", sort=False) if len(found["orders"]) else ():
-        title = escape(KNOWN[key].title)
-        about = f"{title} by the order of the domains. {tested} The tests are over all orders."
-        yield PaperTable(f"orders-{BY_ORDER[key]}", about, format_groups(section, frame, "order"))
-    matrices = found["matrix"]
-    for (group, order, kind), cells in matrices.groupby(["group", "order", "kind"], sort=False):
-        texts = list(dict.fromkeys(cells["text"]))
-        if cells["row"].nunique() > 1 and len(texts) <= FEW + 1:
-            show, about = MATRICES[kind]
-            table = cells.pivot(index="row", columns="text", values="mean")
-            table = table.loc[list(dict.fromkeys(cells["row"])), texts].map(show).replace("nan", "–")
-            table = table.reset_index(names="after", allow_duplicates=True).map(escape)
-            table.columns = ["after", *map(escape, texts)]
-            fewest, most = cells["n"].min(), cells["n"].max()
-            runs = str(most) if fewest == most else f"{fewest} to {most}"
-            caption = (
-                f"{escape(group)}, order {escape(order)}: {escape(about)} on each test set (column) after "
-                f"each stage (row); means over {runs} runs."
-            )
-            yield PaperTable(f"matrix-{kind}-{group}-{order}", caption, table)
-    settings = found["settings"]
-    numeric = settings[[fits(value, Number) and not isinstance(value, bool) for value in settings["value"]]]
-    if len(numeric):
-        told = numeric["setting"].str.removeprefix("method.") + "~=~" + numeric["value"].map("{:g}".format)
-        cells = told.groupby(numeric["group"], sort=False).agg(", ".join).reset_index()
-        cells = cells.map(lambda text: escape(text).replace(escape("~=~"), "~=~"))
-        cells.columns = ["method", "options"]
-        yield PaperTable("settings", "Numeric options in which the methods differ.", cells)
+    frames = measure_tables(section)
+    legend = LEGENDS["tex"].format(baseline=escape(section.baseline), level=LEVEL)
+    conditions = escape(describe_conditions(section.conditions))
+    yield PaperTable("main", f"{conditions}. {legend}", format_groups(section, frames["main"], "measure"))
+
+    if len(frames["endtasks"]) > 0:
+        caption = "Downstream tasks after the last stage in which each was measured, in \\%; MF1, Acc: means."
+        cells = format_groups(section, frames["endtasks"], "measure")
+        yield PaperTable("endtasks", f"{caption} {legend}", cells)
+
+    if len(frames["orders"]) > 0:
+        for key, frame in frames["orders"].groupby("measure", sort=False):
+            title = escape(MEASURES_BY_KEY[key].title)
+            caption = f"{title} by the order of the domains. {legend} The tests are over all orders."
+            yield PaperTable(f"orders-{BY_ORDER[key]}", caption, format_groups(section, frame, "order"))
+
+    for (group, order, kind), frame in frames["matrix"].groupby(["group", "order", "kind"], sort=False):
+        if frame["row"].nunique() > 1 and frame["text"].nunique() <= MAX_LISTED + 1:
+            yield format_matrix(frame, group=group, order=order, kind=kind)
+
+    settings = format_settings(frames["settings"])
+    if len(settings) > 0:
+        yield PaperTable("settings", "Numeric options in which the methods differ.", settings)
 
 
 def format_groups(section: RunSection, frame: DataFrame, by: str) -> DataFrame:
-    """A row per group and a column per measure or order: mean ± sd, the best mean in bold, with marks, and
-    the number of runs where not all of the group's have the value."""
+    """A row for each group and a column for each measure or order: mean ± sd, the best mean in bold, with
+    marks, and the number of runs where not all of the group's have the value."""
     groups = {group.name: group for group in section.groups}
     orders = name_orders(section.runs)
     table = DataFrame({"method": map(escape, groups)}, index=list(groups))
-    for name, cells in frame.groupby(by, sort=False):
-        measure = KNOWN.get(cells["measure"].iloc[0]) or list_task(cells["measure"].iloc[0][5:])
-        means = cells.set_index("group")["mean"]
-        ranked = means[[group for group in means.index if compare.is_ranked(groups[group], measure.key)]]
-        best = ranked.max() if measure.higher else ranked.min()
-        pairs = compare.pair_values(section, measure.key)
-        has_equal_pairs = len({frozenset(pairs.get(group, ())) for group in ranked.index}) == 1
+    for name, column_frame in frame.groupby(by, sort=False):
+        key = column_frame["measure"].iloc[0]
+        measure = MEASURES_BY_KEY.get(key) or task_measure(key)
+        best = find_best_mean(section, column_frame, measure)
 
         column = dict.fromkeys(groups, "--")
-        for cell in cells.to_dict("records"):
-            deviation = "" if np.isnan(cell["sd"]) else f" ± {measure.show(cell['sd'])}"
-            text = escape(measure.show(cell["mean"]) + deviation)
-            if cell["mean"] == best and has_equal_pairs:
-                text = f"\\textbf{{{text}}}"
-            marks = "*" if cell["p_holm"] < LEVEL else ""
-            if cell["p_t_holm"] < LEVEL:
-                marks += r"\dagger"
-            if marks:
-                text += f"\\textsuperscript{{${marks}$}}"
-            if cell["n"] < count_runs(groups[cell["group"]], orders, order=cell["order"]):
-                text += f" ({cell['n']})"
-            column[cell["group"]] = text
+        for row in column_frame.to_dict("records"):
+            group = groups[row["group"]]
+            num_runs = count_runs(group, orders, order=row["order"])
+            column[group.name] = format_mean(row, measure, is_best=row["mean"] == best, num_runs=num_runs)
+
         order_title = "all orders" if name == "all" else f"order {name}"
         table[escape(measure.title if by == "measure" else order_title)] = column
     return table.reset_index(drop=True)
+
+
+def find_best_mean(section: RunSection, frame: DataFrame, measure: ComparedMeasure) -> float | None:
+    """The best mean among ranked groups; None if their means are over other pairs of order and seed."""
+    groups = {group.name: group for group in section.groups}
+    means = frame.set_index("group")["mean"]
+    ranked = means[[name for name in means.index if is_ranked(groups[name], measure.key)]]
+    values = find_values(section, measure.key)
+    if len({frozenset(values.get(name, ())) for name in ranked.index}) != 1:
+        return None
+    return ranked.max() if measure.higher_is_better else ranked.min()
+
+
+def format_mean(row: Mapping[str, Any], measure: ComparedMeasure, *, is_best: bool, num_runs: int) -> str:
+    """`53.10 ± 0.30` as TeX, from a row of a frame; marks are of significant differences."""
+    text = measure.format_value(row["mean"])
+    if not np.isnan(row["sd"]):
+        text += f" ± {measure.format_value(row['sd'])}"
+    text = escape(text)
+    if is_best:
+        text = f"\\textbf{{{text}}}"
+    marks = "*" if row["p_holm"] < LEVEL else ""
+    if row["p_t_holm"] < LEVEL:
+        marks += r"\dagger"
+    if marks:
+        text += f"\\textsuperscript{{${marks}$}}"
+    if row["n"] < num_runs:
+        text += f" ({row['n']})"
+    return text
 
 
 def count_runs(group: RunGroup, orders: Mapping[tuple[str, ...], str], *, order: str) -> int:
@@ -191,33 +267,65 @@ def count_runs(group: RunGroup, orders: Mapping[tuple[str, ...], str], *, order:
     return sum(orders[pair[0]] == order for pair in pairs)
 
 
+def format_matrix(frame: DataFrame, *, group: str, order: str, kind: str) -> PaperTable:
+    """The mean matrix of a group and an order; a row for each stage."""
+    format_value, description = MATRICES[kind]
+    rows = list(dict.fromkeys(frame["row"]))
+    texts = list(dict.fromkeys(frame["text"]))
+    cells = frame.pivot(index="row", columns="text", values="mean").loc[rows, texts]
+    cells = cells.map(format_value).replace("nan", "–")
+    cells = cells.reset_index(names="after", allow_duplicates=True).map(escape)
+    cells.columns = ["after", *map(escape, texts)]
+
+    min_runs = frame["n"].min()
+    max_runs = frame["n"].max()
+    num_runs = str(max_runs) if min_runs == max_runs else f"{min_runs} to {max_runs}"
+    caption = (
+        f"{escape(group)}, order {escape(order)}: {escape(description)} on each test set (column) after "
+        f"each stage (row); means over {num_runs} runs."
+    )
+    return PaperTable(f"matrix-{kind}-{group}-{order}", caption, cells)
+
+
+def format_settings(settings: DataFrame) -> DataFrame:
+    """A row for each group: its numeric options, `strength~=~5, temperature~=~0.1`."""
+    options: dict[str, list[str]] = defaultdict(list)
+    for row in settings.itertuples():
+        if fits(row.value, Number) and not isinstance(row.value, bool):
+            name = row.setting.removeprefix("method.")
+            options[row.group].append(f"{escape(name)}~=~{escape(f'{row.value:g}')}")
+    cells = [(escape(group), ", ".join(texts)) for group, texts in options.items()]
+    return DataFrame(cells, columns=["method", "options"])
+
+
 def escape(text: object) -> str:
     """Text as TeX shows it."""
-    return strip_controls(str(text)).translate({ord(sign): tex for sign, tex in ESCAPED.items()})
+    return strip_controls(str(text)).translate(TRANSLATION)
 
 
 def write_tables(sections: Sequence[RunSection], folder: Path) -> list[Path]:
     """Writes NAME.tex for each table; of several sections, section_2-NAME.tex. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
+    paths: list[Path] = []
     stems: set[str] = set()  # in lower case, as some file systems do not distinguish it
     for number, section in enumerate(sections, start=1):
-        for name, caption, cells in list_tables(section):
-            stem = re.sub(r"[^\w.-]+", "_", name, flags=re.A).replace("_-", "-").strip("_")
+        for table in list_tables(section):
+            stem = re.sub(r"[^\w.-]+", "_", table.name, flags=re.A).replace("_-", "-").strip("_")
             if len(sections) > 1:
                 stem = f"section_{number}-{stem}"
-            if len(stem) > LONGEST_STEM or stem.lower() in stems:
-                stem = f"{stem[:LONGEST_STEM]}-{digest(name)[:8]}"
+            if len(stem) > MAX_STEM or stem.lower() in stems:
+                stem = f"{stem[:MAX_STEM]}-{digest(table.name)[:8]}"
             stems.add(stem.lower())
-            numbers = "r" * (len(cells.columns) - 1)
-            text = cells.to_latex(
+
+            number_columns = "r" * (len(table.cells.columns) - 1)
+            text = table.cells.to_latex(
                 index=False,
                 escape=False,
-                caption=caption,
+                caption=table.caption,
                 label=f"tab:{stem}",
-                column_format=r"lp{0.7\linewidth}" if name == "settings" else f"l{numbers}",
+                column_format=r"lp{0.7\linewidth}" if table.name == "settings" else f"l{number_columns}",
                 position="t",
             )
             replace(folder / f"{stem}.tex", f"% needs \\usepackage{{booktabs}}\n{text}")
-            written.append(folder / f"{stem}.tex")
-    return written
+            paths.append(folder / f"{stem}.tex")
+    return paths

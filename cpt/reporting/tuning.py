@@ -6,23 +6,41 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.compare import format_spread, measure_spreads
-from cpt.reporting.drawing import Picture, figure, list_few, literal, plain_logarithm, png, style
-from cpt.reporting.frames import Show, decimals, describe_fairness, few, format_known, perplexity
+from cpt.reporting.compare import format_spread
+from cpt.reporting.contrasts import measure_spreads
+from cpt.reporting.drawing import (
+    Picture,
+    label_logarithm,
+    list_descriptions,
+    literal,
+    make_figure,
+    make_png,
+    series_style,
+)
+from cpt.reporting.findings import describe_fairness
+from cpt.reporting.formats import (
+    MISSING,
+    Format,
+    format_decimals,
+    format_or_dash,
+    format_perplexity,
+    list_names,
+)
 from cpt.reporting.page import Block, align_columns, show_picture, write_page
 from cpt.reporting.tex import escape
 
-ACROSS = 3  # panels side by side
+MAX_ACROSS = 3  # panels side by side
 
 
 @dataclass(frozen=True)
@@ -31,6 +49,15 @@ class Trial:
     values: Sequence[str]  # KEY=VALUE
     score: float
     flops: int | None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has a score: that of a failed trial is infinite."""
+        return math.isfinite(self.score)
+
+    def value(self, key: str) -> str:
+        """The value of a key."""
+        return dict(split_value(line) for line in self.values)[key]
 
 
 @dataclass(frozen=True)
@@ -44,8 +71,13 @@ class FinalRun:
     @classmethod
     def read(cls, folder: Path, score: float) -> FinalRun:
         scores = Scores.load(folder / "scores.json")
-        forgetting = scores.metrics.get("FG", {}).get("nats")
-        return cls(str(folder), score, forgetting, sum(scores.tokens_read), sum(scores.flops))
+        return cls(
+            folder=str(folder),
+            score=score,
+            forgetting=scores.metrics.get("FG", {}).get("nats"),
+            tokens=sum(scores.tokens_read),
+            flops=sum(scores.flops),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,87 +93,121 @@ class TunedMethod:
     num_planned: int | None = None
 
     @property
+    def num_planned_runs(self) -> int:
+        return len(self.runs) if self.num_planned is None else self.num_planned
+
+    @property
     def finished(self) -> list[Trial]:
-        """Without those that failed, whose score is infinite."""
-        return [trial for trial in self.trials if math.isfinite(trial.score)]
+        """Without those that failed."""
+        return [trial for trial in self.trials if trial.is_finished]
 
     @property
     def flops(self) -> int | None:
-        """Operations of the whole search, of failed trials too."""
-        counts = [trial.flops for trial in self.trials]
-        return None if None in counts else sum(filter(None, counts))
+        """Operations of the whole search, of failed trials too; None where some are unknown."""
+        total = 0
+        for trial in self.trials:
+            if trial.flops is None:
+                return None
+            total += trial.flops
+        return total
 
     @property
     def first(self) -> Trial | None:
         """The trial of the default values, where it finished."""
-        given = [trial.values for trial in self.trials if self.default and trial.number == 0]
-        return next((trial for trial in self.finished if trial.values in given), None)
+        default_values = [trial.values for trial in self.trials if self.default and trial.number == 0]
+        return next((trial for trial in self.finished if trial.values in default_values), None)
 
     def best(self, *, sign: int, limit: float = math.inf) -> Trial | None:
-        """The best of the first trials whose operations, those of failed ones too, are within the limit."""
-        within, spent = [], 0
+        """The best of the first trials whose operations, those of failed ones too, are within the limit.
+        `sign`: 1 if a lower score is better, -1 if a higher one is."""
+        candidates = []
+        flops = 0
         for trial in self.trials:
-            spent += trial.flops or 0
-            if spent <= limit and math.isfinite(trial.score):
-                within.append(trial)
-        return min(within, key=lambda trial: sign * trial.score, default=None)
+            flops += trial.flops or 0
+            if flops <= limit and trial.is_finished:
+                candidates.append(trial)
+        return min(candidates, key=lambda trial: sign * trial.score, default=None)
 
 
 def write_tuning(
     methods: Sequence[TunedMethod], stem: Path, metric: str, direction: str, budget: int | None
 ) -> str:
-    """Writes STEM.html, .md, .tex, .json and the curves of the searches. Gives the table as text."""
+    """Writes STEM.html, .md, .tex, .json and the curves of the searches. Returns the table as text."""
     sign = -1 if direction == "maximize" else 1
-    searches = {each.name: each.flops for each in methods if each.trials}
-    limit = None if None in searches.values() else min(filter(None, searches.values()), default=None)
+    limit = find_equal_compute(methods)
     table = tabulate_methods(methods, metric=metric, sign=sign, limit=limit)
-    fixed = [each.name for each in methods if not each.space]
-    ended = sorted(len(each.finished) for each in methods if each.trials) or [0]
-    costs = {}
-    for each in (each for each in methods if each.runs):
-        costs[each.name] = [fmean(run.tokens for run in each.runs), fmean(run.flops for run in each.runs)]
-    count = f"{ended[0]} to {ended[-1]}" if ended[0] < ended[-1] else str(ended[0])
+    lines = describe_tuning(methods, stem, metric=metric, direction=direction, limit=limit)
+
+    blocks = [Block(lines=lines, head=table.head, cells=table.cells, num_word_columns=table.num_word_columns)]
+    if any(method.trials for method in methods):
+        blocks.append(show_picture("searches", draw_searches(methods, metric=metric, sign=sign)))
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    page = write_page(blocks, title="Tuned methods", stem=stem, vectors=True)
+    stem.with_suffix(".tex").write_text(format_tex(table), encoding="utf-8")
+
+    content = {
+        "version": 1,
+        "metric": metric,
+        "direction": direction,
+        "budget": budget,
+        "equal_compute_flops": limit,
+        "methods": [describe_method(method) for method in methods],
+    }
+    stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return "\n".join([align_columns(table), *lines, str(page)])
+
+
+def find_equal_compute(methods: Sequence[TunedMethod]) -> int | None:
+    """The operations of the cheapest search; None without a search, or where those of some are unknown."""
+    cheapest = None
+    for method in methods:
+        if not method.trials:
+            continue
+        flops = method.flops
+        if flops is None:
+            return None
+        if flops > 0 and (cheapest is None or flops < cheapest):
+            cheapest = flops
+    return cheapest
+
+
+def describe_tuning(
+    methods: Sequence[TunedMethod], stem: Path, *, metric: str, direction: str, limit: int | None
+) -> list[str]:
+    """What a reader must know of the searches and of the final runs."""
+    num_trials = sorted(len(method.finished) for method in methods if method.trials) or [0]
+    trials = str(num_trials[0])
+    if num_trials[0] < num_trials[-1]:
+        trials = f"{num_trials[0]} to {num_trials[-1]}"
     lines = [
-        f"Searches: {count} finished trials each on validation text, the default values first; chosen by "
+        f"Searches: {trials} finished trials each on validation text, the default values first; chosen by "
         f"{metric} ({direction}). Final runs: test text, mean ± standard deviation over "
         f"{describe_runs(methods)}.",
     ]
-    lost = describe_lost_runs(methods)
-    if lost:
-        lines.append(lost)
+
+    missing = describe_missing_runs(methods)
+    if missing:
+        lines.append(missing)
+
+    costs = {}
+    for method in methods:
+        if method.runs:
+            tokens = fmean(run.tokens for run in method.runs)
+            flops = fmean(run.flops for run in method.runs)
+            costs[method.name] = [tokens, flops]
     lines.append(describe_fairness(costs))
+
     if limit is not None:
-        cheapest = min(filter(searches.get, searches), key=lambda name: searches[name] or 0)
+        cheapest = next(method.name for method in methods if method.trials and method.flops == limit)
         lines.append(
             f"Equal compute: the best of each method's first trials whose operations together are at most "
             f"{limit:.3g}, those of the whole search of {cheapest}, the cheapest."
         )
-    lines += [f"Nothing to tune: {few(fixed, between=', ')}."] if fixed else []
-    lines += [f"Compare: python -m cpt.report {stem.parent / 'final'}"]
-    blocks = [Block(lines=lines, head=table.head, cells=table.cells, words=table.words)]
-    if searches:
-        blocks.append(show_picture("searches", draw_searches(methods, metric=metric, sign=sign)))
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    page = write_page(blocks, title="Tuned methods", stem=stem, vectors=True)
-    frame = DataFrame(table.cells, columns=[*map(escape, table.head)]).map(escape)
-    text = frame.to_latex(index=False, escape=False, column_format="l" * 3 + "r" * 5)
-    stem.with_suffix(".tex").write_text("% needs \\usepackage{booktabs}\n" + text, encoding="utf-8")
-    planned = count_planned(methods)
-    described = [asdict(each) | {"flops": each.flops, "num_planned": planned[each.name]} for each in methods]
-    for trial in (trial for each in described for trial in each["trials"]):
-        trial["score"] = trial["score"] if math.isfinite(trial["score"]) else None  # JSON has no infinity
-    about = {"metric": metric, "direction": direction, "budget": budget, "equal_compute_flops": limit}
-    whole = {"version": 1, **about, "methods": described}
-    stem.with_suffix(".json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    return "\n".join([align_columns(table), *lines, str(page)])
-
-
-def count_planned(methods: Sequence[TunedMethod]) -> dict[str, int]:
-    """The number of final runs that each method was to have, by its name."""
-    counts = {}
-    for method in methods:
-        counts[method.name] = len(method.runs) if method.num_planned is None else method.num_planned
-    return counts
+    untuned = [method.name for method in methods if not method.space]
+    if untuned:
+        lines.append(f"Nothing to tune: {list_names(untuned)}.")
+    lines.append(f"Compare: python -m cpt.report {stem.parent / 'final'}")
+    return lines
 
 
 def describe_runs(methods: Sequence[TunedMethod]) -> str:
@@ -152,104 +218,187 @@ def describe_runs(methods: Sequence[TunedMethod]) -> str:
     return f"{counts[0]} to {counts[-1]} runs"
 
 
-def describe_lost_runs(methods: Sequence[TunedMethod]) -> str:
+def describe_missing_runs(methods: Sequence[TunedMethod]) -> str:
     """How many final runs of which methods are missing; empty if all are there."""
-    planned = count_planned(methods)
-    missing = [
-        f"{method.name} ({planned[method.name] - len(method.runs)} of {planned[method.name]})"
-        for method in methods
-        if len(method.runs) < planned[method.name]
-    ]
+    missing = []
+    for method in methods:
+        num_missing = method.num_planned_runs - len(method.runs)
+        if num_missing > 0:
+            missing.append(f"{method.name} ({num_missing} of {method.num_planned_runs})")
     if not missing:
         return ""
-    return f"Missing final runs, which failed: {few(missing, between=', ')}; (k): a mean over k runs."
+    return f"Missing final runs, which failed: {list_names(missing)}; (k): a mean over k runs."
 
 
 def tabulate_methods(methods: Sequence[TunedMethod], *, metric: str, sign: int, limit: float | None) -> Block:
-    """A row per method: the values, their scores on validation text, the scores of the final runs."""
-    show = perplexity if metric.endswith("perplexity") else decimals
-    planned = count_planned(methods)
+    """A row for each method: the values, their scores on validation text, the scores of the final runs."""
+    format_score = format_perplexity if metric.endswith("perplexity") else format_decimals
     cells = []
     for method in methods:
-        best, within = method.best(sign=sign), method.best(sign=sign, limit=limit or 0)
+        best = method.best(sign=sign)
         scores = [run.score for run in method.runs]
         forgetting = [run.forgetting for run in method.runs if run.forgetting is not None]
         cells.append(
             [
                 method.name,
                 shorten_values(best),
-                shorten_values(within) if limit else "–",
-                str(len(method.finished)) if method.space else "–",
-                format_known(getattr(method.first, "score", None), show),
-                format_known(getattr(best, "score", None), show),
-                format_mean(scores, show, num_runs=planned[method.name]),
-                format_mean(forgetting, decimals, num_runs=planned[method.name]),
+                shorten_values(method.best(sign=sign, limit=limit)) if limit else MISSING,
+                str(len(method.finished)) if method.space else MISSING,
+                format_score_of(method.first, format_score),
+                format_score_of(best, format_score),
+                format_mean(scores, format_score, num_runs=method.num_planned_runs),
+                format_mean(forgetting, format_decimals, num_runs=method.num_planned_runs),
             ]
         )
-    head = ["method", "tuned values", "equal compute", "trials", "valid, default", "valid, tuned"]
-    return Block(head=[*head, f"test {metric}", "test FG (nats)"], cells=cells, words=3)
+
+    head = [
+        "method",
+        "tuned values",
+        "equal compute",
+        "trials",
+        "valid, default",
+        "valid, tuned",
+        f"test {metric}",
+        "test FG (nats)",
+    ]
+    return Block(head=head, cells=cells, num_word_columns=3)
 
 
-def format_mean(values: Sequence[float], show: Show, *, num_runs: int) -> str:
+def format_score_of(trial: Trial | None, format_score: Format) -> str:
+    return format_or_dash(None if trial is None else trial.score, format_score)
+
+
+def format_mean(values: Sequence[float], format_value: Format, *, num_runs: int) -> str:
     """`53.10 ± 0.30 (2)`: the mean of the values that some of the runs have; the last is their number, if not
     all have one."""
-    spread = measure_spreads(np.array([values]), runs=num_runs)[0] if values else None
-    return format_spread(spread, show, bounds=False)
+    if not values:
+        return MISSING
+    spread = measure_spreads(np.array([values]), num_runs=num_runs)[0]
+    return format_spread(spread, format_value, with_interval=False)
+
+
+def format_tex(table: Block) -> str:
+    """The table for booktabs."""
+    frame = DataFrame(table.cells, columns=[escape(title) for title in table.head]).map(escape)
+    text = frame.to_latex(index=False, escape=False, column_format="l" * 3 + "r" * 5)
+    return f"% needs \\usepackage{{booktabs}}\n{text}"
+
+
+def describe_method(method: TunedMethod) -> dict[str, Any]:
+    """A method in the JSON file; the score of a failed trial is null, as JSON has no infinity."""
+    description = asdict(method)
+    description["num_planned"] = method.num_planned_runs
+    description["flops"] = method.flops
+    for trial in description["trials"]:
+        if not math.isfinite(trial["score"]):
+            trial["score"] = None
+    return description
+
+
+def split_value(line: str) -> tuple[str, str]:
+    """A key and its value, from KEY=VALUE."""
+    key, value = line.split("=", 1)
+    return key, value
 
 
 def shorten_values(trial: Trial | None) -> str:
     """`strength=812, lr=0.001`: the values without the sections of their keys, in three digits."""
     if trial is None:
-        return "–"
-    shown = []
-    for key, value in (line.split("=", 1) for line in trial.values):
-        with suppress(ValueError):
-            value = f"{float(value):.3g}"
-        shown.append(f"{key.rpartition('.')[2]}={value}")
-    return ", ".join(shown)
+        return MISSING
+    shortened = []
+    for line in trial.values:
+        key, value = split_value(line)
+        try:
+            text = f"{float(value):.3g}"
+        except ValueError:  # a word
+            text = value
+        shortened.append(f"{key.rpartition('.')[2]}={text}")
+    return ", ".join(shortened)
 
 
 def draw_searches(methods: Sequence[TunedMethod], *, metric: str, sign: int) -> Picture:
-    """A panel per searched value: the score of each trial over it, joined where it alone was searched."""
-    panels = [(each, key) for each in methods if each.trials for key in each.space]
-    chosen = {each.name: each.best(sign=sign) for each in methods if each.trials}
-    across = min(ACROSS, len(panels))
-    down = -(-len(panels) // across)
-    drawn = figure((3.4 * across, 2.9 * down + 0.3))
-    grid = drawn.subplots(down, across, squeeze=False).ravel()
+    """A panel for each searched value: the score of each trial over it."""
+    searched = [method for method in methods if method.trials]
+    panels = []
+    for method in searched:
+        for key in method.space:
+            panels.append((method, key))
+    across = min(MAX_ACROSS, len(panels))
+    down = math.ceil(len(panels) / across)
+    figure = make_figure((3.4 * across, 2.9 * down + 0.3))
+    grid = figure.subplots(down, across, squeeze=False).ravel()
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
+
     for axes, (method, key) in zip(grid, panels, strict=False):
-        values = [dict(line.split("=", 1) for line in trial.values)[key] for trial in method.finished]
-        scores = np.array([trial.score for trial in method.finished])
-        axes.grid(color="0.9")
-        axes.set_axisbelow(True)
-        if "choice" in method.space[key]:
-            names = list(dict.fromkeys(values))
-            places = np.array([names.index(value) for value in values], float)
-            axes.set_xticks(range(len(names)), [literal(name, width=12) for name in names])
-        else:
-            places = np.array(list(map(float, values)))
-        if bounds := re.search(r"interval\(([^(),]+),([^(),]+)\)", method.space[key]):
-            low, high = map(float, bounds.groups())
-            axes.set_xlim(low, high)
-            axes.xaxis.set_major_locator(MaxNLocator(4))
-            if "log" in method.space[key]:
-                axes.set_xscale("log")
-                plain_logarithm(axes.xaxis, np.array([low, high]))
-        by_place = np.argsort(places, kind="stable")
-        line = {"linewidth": 1 if len(method.space) == 1 else 0, "markersize": 5}
-        axes.plot(places[by_place], scores[by_place], **style(0) | {"marker": "o"} | line)
-        for marker, size, color, trial in (
-            ("s", 70, "none", method.first),
-            ("*", 160, "#D55E00", chosen[method.name]),
-        ):
-            if trial is not None:
-                at = places[method.finished.index(trial)], trial.score
-                axes.scatter(*at, s=size, c=color, marker=marker, edgecolors="black", zorder=3)
-        axes.set_title(literal(method.name, width=30), fontsize=9)
-        axes.set_xlabel(literal(key, width=34), fontsize=8)
+        draw_search(axes, method, key, best=method.best(sign=sign))
     for axes in grid[::across]:
         axes.set_ylabel(f"{metric}, validation", fontsize=8)
-    told = list_few(f"{name} {shorten_values(trial)}" for name, trial in chosen.items())
-    return png(drawn, told=f"{metric} on validation text over the searched values. Chosen: {told}")
+    chosen = list_descriptions(
+        f"{method.name} {shorten_values(method.best(sign=sign))}" for method in searched
+    )
+    return make_png(
+        figure, description=f"{metric} on validation text over the searched values. Chosen: {chosen}"
+    )
+
+
+def draw_search(axes: Axes, method: TunedMethod, key: str, *, best: Trial | None) -> None:
+    """The score of each trial over the values of a key, joined if it alone was searched."""
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    positions = place_values(axes, method, key)
+    scores = np.array([trial.score for trial in method.finished])
+    by_position = np.argsort(positions, kind="stable")
+    style = series_style(0)
+    axes.plot(
+        positions[by_position],
+        scores[by_position],
+        color=style.colour,
+        linestyle=style.dashes,
+        marker="o",
+        markersize=5,
+        linewidth=1 if len(method.space) == 1 else 0,
+    )
+
+    mark_trial(axes, method, positions, method.first, marker="s", size=70, colour="none")
+    mark_trial(axes, method, positions, best, marker="*", size=160, colour="#D55E00")
+    axes.set_title(literal(method.name, width=30), fontsize=9)
+    axes.set_xlabel(literal(key, width=34), fontsize=8)
+
+
+def place_values(axes: Axes, method: TunedMethod, key: str) -> np.ndarray:
+    """The position of each finished trial on the x axis: its value, or the number of its choice."""
+    values = [trial.value(key) for trial in method.finished]
+    space = method.space[key]
+    if "choice" in space:
+        choices = list(dict.fromkeys(values))
+        axes.set_xticks(range(len(choices)), [literal(choice, width=12) for choice in choices])
+        return np.array([choices.index(value) for value in values], float)
+
+    interval = re.search(r"interval\(([^(),]+),([^(),]+)\)", space)
+    if interval:
+        low = float(interval[1])
+        high = float(interval[2])
+        axes.set_xlim(low, high)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        if "log" in space:
+            axes.set_xscale("log")
+            label_logarithm(axes.xaxis, np.array([low, high]))
+    return np.array([float(value) for value in values])
+
+
+def mark_trial(
+    axes: Axes,
+    method: TunedMethod,
+    positions: np.ndarray,
+    trial: Trial | None,
+    *,
+    marker: str,
+    size: int,
+    colour: str,
+) -> None:
+    """A mark around the point of a trial."""
+    if trial is None:
+        return
+    position = positions[method.finished.index(trial)]
+    axes.scatter(position, trial.score, s=size, c=colour, marker=marker, edgecolors="black", zorder=3)

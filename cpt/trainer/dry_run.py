@@ -18,7 +18,7 @@ from cpt.data.options import Domain
 from cpt.evaluation.options import EvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
-from cpt.reporting.frames import megabytes
+from cpt.reporting.formats import format_bytes
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method, read_corpora
 from cpt.trainer.chat_date import date_chats
@@ -291,9 +291,9 @@ def format_counts(rows: Sequence[Mapping[str, Any]]) -> str:
 def format_costs(cost: Mapping[str, Any]) -> list[str]:
     """Memory, disk and time, and what they are of."""
     memory = pd.DataFrame(cost["memory"])
-    shown_memory = memory[memory.any(axis=1)].map(megabytes).add_suffix(" stage").to_string()
+    shown_memory = memory[memory.any(axis=1)].map(format_bytes).add_suffix(" stage").to_string()
 
-    rows = {f"disk: {name}": megabytes(num_bytes) for name, num_bytes in cost["disk"].items()}
+    rows = {f"disk: {name}": format_bytes(num_bytes) for name, num_bytes in cost["disk"].items()}
     for name, seconds in cost["seconds"].items():
         rows[f"time left: {name}"] = str(timedelta(seconds=round(seconds)))
     rows["trained parameters"] = f"{cost['trained_parameters']:,}"

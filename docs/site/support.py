@@ -196,9 +196,9 @@ def main() -> None:
     given = parser.parse_args()
     logging.disable(logging.INFO)
     for kind in ("draw_matrix", "draw_text_curves", "draw_modules"):  # a third of a run
-        import cpt.reporting.figures as figures
+        import cpt.reporting.run_figures as run_figures
 
-        setattr(figures, kind, lambda *given: b"")
+        setattr(run_figures, kind, lambda *given: b"")
     try_pairs(given.methods, given.families, again=given.again)
 
 

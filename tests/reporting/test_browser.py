@@ -57,8 +57,10 @@ return [sorted, searched, ticked, column(0)];
 def test_tables_sort_by_words_and_by_numbers_and_are_filtered_together_by_a_search_and_boxes(tmp_path):
     facets = [{"method": row[0].split()[0].lower(), "model": row[1]} for row in ROWS]
     blocks = [
-        Block(title="masked: pubmed", head=HEAD, cells=ROWS, words=2, filtered=True, facets=facets),
-        Block(title="Differences: acl", head=HEAD[:2], cells=[[r[0], "3"] for r in ROWS], filtered=True),
+        Block(
+            title="masked: pubmed", head=HEAD, cells=ROWS, num_word_columns=2, is_filtered=True, facets=facets
+        ),
+        Block(title="Differences: acl", head=HEAD[:2], cells=[[r[0], "3"] for r in ROWS], is_filtered=True),
     ]
     probe = f"parent.postMessage(JSON.stringify((() => {{{SCRIPT}}})()), '*')"
     digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from cpt.core.config import EXECUTION
-from cpt.reporting import compare
+from cpt.reporting import compare, findings
 from cpt.reporting.comparability import REPRESENTED, is_compared, read_base_hash
-from cpt.reporting.load_runs import build_sections, differing_settings, measure_runs
+from cpt.reporting.load_runs import measure_runs
+from cpt.reporting.sections import build_sections, differing_settings
 from cpt.reporting.tex import write_tables
 from tests.support.example_runs import NLL, make_run, make_section, save_run
 
@@ -32,7 +33,7 @@ def names(found):
 
 
 def conditions(found):
-    return "\n".join(compare.list_conditions(found).lines)
+    return "\n".join(findings.list_conditions(found).lines)
 
 
 def test_runs_of_bases_with_other_losses_are_in_sections_that_say_so(tmp_path):
@@ -151,7 +152,7 @@ def test_long_lists_of_settings_are_shortened(tmp_path):
     for number in range(12):
         config = {"trainer": {f"option_{place}": number for place in range(20)}}
         runs.append(save_run(tmp_path / str(number), method=f"m{number}", config=config))
-    (line,) = (line for line in compare.list_conditions(make_section(runs)).lines if "beyond" in line)
+    (line,) = (line for line in findings.list_conditions(make_section(runs)).lines if "beyond" in line)
     assert "; and 12 more." in line and "… 9 more" in line and len(line) < 1000
 
 

@@ -1,6 +1,7 @@
 """Means, paired differences, ranks and findings of groups of runs, against values by hand; their exports."""
 
 import csv
+import math
 
 import numpy as np
 import pytest
@@ -8,8 +9,13 @@ from scipy.stats import binomtest
 
 from cpt.evaluation.predictions import answers_in
 from cpt.evaluation.statistics import Difference
-from cpt.reporting import compare
-from cpt.reporting.load_runs import build_sections, measure_runs
+from cpt.reporting import contrasts
+from cpt.reporting.csv_export import export_csv
+from cpt.reporting.example_contrasts import contrast_examples
+from cpt.reporting.findings import build_findings, list_conditions
+from cpt.reporting.load_runs import measure_runs
+from cpt.reporting.measures import MEASURES
+from cpt.reporting.sections import build_sections
 from tests.evaluation.test_task_metrics import predicted
 from tests.support.example_runs import DOMAINS, make_endtasks, make_run, make_scores, make_section, save_run
 from tests.support.task_answers import choose_answers, save_answers
@@ -27,15 +33,15 @@ def test_the_best_is_so_over_the_pairs_that_all_have():
     other, shifts = DOMAINS[::-1], np.linspace(0, 0.01, 8)
     runs = seeds("ncl", shifts) + seeds("ewc", shifts + 0.05)
     runs += [make_run(f"o{i}", method="ncl", seed=i, shift=2.0, order=other) for i in range(8)]
-    (line, *_) = (each for each in compare.build_findings(make_section(runs)).lines if "Forgets" in each)
+    (line, *_) = (each for each in build_findings(make_section(runs)).lines if "Forgets" in each)
     assert line.startswith("Forgets least: `ncl`") and "Distinguished from 1 of 1 others" in line
-    measure = next(each for each in compare.MEASURES if each.key == FG)
+    measure = next(each for each in MEASURES if each.key == FG)
     part = seeds("kd", [-0.5, -0.5, -0.5])
     part[2].scores.metrics.pop("FG")  # it has diverged
-    best, _ = compare.find_best(
+    best = contrasts.find_best(
         make_section(seeds("ncl", [0, 0, 0]) + part), make_section(runs).groups, measure
     )
-    assert best.name == "ncl" and compare.build_findings(make_section([make_run()])).lines == []
+    assert best.group.name == "ncl" and build_findings(make_section([make_run()])).lines == []
 
 
 def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
@@ -48,25 +54,26 @@ def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
     found = make_section(runs)
     assert ["endtask/MF1" in each.values for each in found.runs] == [True, True, False]
     assert ["FWT_zs/nats" in each.values for each in found.runs] == [True, False, True]
-    told = compare.list_conditions(found).lines
+    told = list_conditions(found).lines
     assert "Not compared: endtask (another protocol) of ncl." in told
     assert "Not compared: FWT_zs (fewer cells) of ncl." in told
 
 
 def test_differences_are_paired_by_order_and_seed_and_corrected_by_holm():
     runs = seeds("ncl", [0.0, 0.3, 0.6]) + seeds("das", [-0.1, 0.1, 0.3, 9.0])
-    found = compare.contrast_groups(make_section(runs), FG)
+    found = contrasts.find_contrasts(make_section(runs), FG)
     assert set(found) == {"das"} and (found["das"].n, found["das"].p) == (3, pytest.approx(0.25))
     forgotten = [make_scores(shift=x).metrics["FG"]["nats"] for x in (-0.1, 0.1, 0.3, 0, 0.3, 0.6)]
     assert found["das"].mean == pytest.approx(np.mean(forgotten[:3]) - np.mean(forgotten[3:]))
     copies = [make_run(shift=0.0), make_run("copy", shift=0.2), make_run(method="das", shift=0.5)]
-    assert compare.contrast_groups(make_section(copies), FG)["das"].mean == pytest.approx(0.4)
+    assert contrasts.find_contrasts(make_section(copies), FG)["das"].mean == pytest.approx(0.4)
     p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9}
     differences = {name: Difference(mean=0, low=0, high=0, p=each, n=9) for name, each in p.items()}
-    found = compare.correct_holm(differences)
+    found = contrasts.read_contrasts(contrasts.correct_differences(differences))
     expected = {"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.9}
     assert {name: each.p_holm for name, each in found.items()} == pytest.approx(expected)
-    assert all(each.p_t_holm is None for each in found.values()) and compare.correct_holm({}) == {}
+    assert all(math.isnan(each.p_t_holm) for each in found.values())
+    assert contrasts.correct_differences({}).empty
 
 
 DRAW = np.random.default_rng(0)
@@ -79,7 +86,7 @@ def answered(folder, last, **given):
 
 
 def records(compared):
-    return {each["task"]: each for each in compare.contrast_examples(compared)[0]}
+    return {each["task"]: each for each in contrast_examples(compared).table.to_dict("records")}
 
 
 def test_answers_to_a_task_and_to_all_by_hand_without_those_that_are_damaged_or_missing(tmp_path):
@@ -91,11 +98,12 @@ def test_answers_to_a_task_and_to_all_by_hand_without_those_that_are_damaged_or_
     answers_in(tmp_path / "das", ROWS, 3, "sea").unlink()
     damaged = answers_in(tmp_path / "ncl", ROWS, 3, "space")
     damaged.write_text("damaged")
-    examples, (failed,) = compare.contrast_examples(make_section(runs))
+    found = contrast_examples(make_section(runs))
+    examples, (failed,) = found.table.to_dict("records"), found.unreadable
     assert failed.startswith(f"{damaged}: damaged predictions") and len(examples) == 3
     law, food, overall = ({each["task"]: each for each in examples}[task] for task in ("law", "food", ""))
     only, other = (DAS[0] & ~NCL[0]).sum(), (NCL[0] & ~DAS[0]).sum()
-    assert (law["n"], food["n"], overall["n"], overall["tasks"]) == (60, 20, 80, 2)
+    assert (law["n"], food["n"], overall["n"], overall["num_tasks"]) == (60, 20, 80, 2)
     assert (law["both"], law["only_group"], law["only_baseline"]) == ((DAS[0] & NCL[0]).sum(), only, other)
     assert law["mean"] == pytest.approx((only - other) / 60)
     assert law["p"] == pytest.approx(binomtest(int(only), int(only + other)).pvalue)
@@ -139,7 +147,7 @@ def test_csv_has_every_number_of_each_run_and_names_are_no_formulas(tmp_path):
     runs = [*seeds("ncl", [0.0, 0.2]), make_run(method="one", shift=-3.0)]
     runs += [make_run(method=name, order=[name, "food", "space"]) for name in NASTY]
     runs[1].scores.optimized_metric = 123.5
-    compare.export_csv(build_sections(measure_runs(runs)), tmp_path / "v1.5.csv")
+    export_csv(build_sections(measure_runs(runs)), tmp_path / "v1.5.csv")
     with (tmp_path / "v1.5.csv").open(newline="") as file:
         head, *lines = csv.reader(file)
     assert [len(line) for line in lines] == [len(head)] * 8

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from cpt.reporting import drawing, figures
+from cpt.reporting import comparison_figures, drawing
 from tests.support.example_runs import DOMAINS, make_run, make_scores, make_section, save_run
 
 pytestmark = pytest.mark.slow
@@ -14,8 +14,8 @@ NLL = [[4.0] * 4, [3.0, 4.0, 4.0, 4.0], [3.1, 3.0, 4.0, 4.0], [3.1, 3.1, 3.0, 4.
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
-    for module in (figures, drawing):
-        monkeypatch.setattr(module, "png", lambda figure, *, told, marks=None: (figure, told))
+    for module in (comparison_figures, drawing):
+        monkeypatch.setattr(module, "make_png", lambda figure, *, description: (figure, description))
 
 
 def lines(figure):
@@ -25,7 +25,9 @@ def lines(figure):
 def test_a_plane_shows_runs_means_levels_and_the_front():
     points = {"slow": ([4e13, 4e13], [10.0, 20.0]), "fast": ([1e13, None], [30.0, 5.0])}
     points |= {"worse": ([5e13], [30.0]), "free": ([0.0], [1.0]), "joint": ([None, None], [12.0, 14.0])}
-    figure, told = figures.draw_plane(points, x="FLOPs", y="LC", logarithmic=True)  # which has no place for 0
+    figure, told = comparison_figures.draw_plane(
+        points, x_label="FLOPs", y_label="LC", is_logarithmic=True
+    )  # which has no place for 0
     marks = [each for each in figure.axes[0].collections if not each.get_label().startswith("_")]
     means = {each.get_label(): tuple(each.get_offsets()[0]) for each in marks}
     assert means == {"slow (2)": (4e13, 15), "fast": (1e13, 30), "worse": (5e13, 30)}
@@ -41,7 +43,7 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs():
     lost.nll[2] = lost.nll[3] = [None] * 4
     joint = make_scores(rows=["base", "joint"], nll=[[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], method="joint")
     groups = {"ncl": [ncl, other], "short": [ncl, short], "lost": [lost], "joint": [joint], "gone": []}
-    figure, _ = figures.draw_stages(groups)
+    figure, _ = comparison_figures.draw_stages(groups)
     last = (2 * np.exp(3.1) + np.exp(3.0)) / 3
     expected = [np.exp([3.0, 3.4]).mean(), (np.exp(3.1) + np.exp(3.0)) / 2, last]
     np.testing.assert_allclose(lines(figure)[f"ncl (2): {last:.2f}"].get_data(), [[1, 2, 3], expected])
@@ -63,7 +65,7 @@ def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_h
         kills = f"5,train/lm/{order[0]},99.0\n", "9,train/lm/la"  # a line that is repeated, one cut off
         (runs[-1].folder / "metrics.csv").write_text(curve.join(kills))
     joint = make_run(tmp_path / "none", method="joint")
-    figure, _ = figures.draw_curves(make_section([*runs, joint]))
+    figure, _ = comparison_figures.draw_curves(make_section([*runs, joint]))
     assert [axes.get_title() for axes in figure.axes] == ["order 0", "order 1"]
     shown = {name: line for name, line in lines(figure).items() if name[0] != "_"}
     assert set(shown) == {"ncl (4)"}
@@ -72,4 +74,4 @@ def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_h
     np.testing.assert_allclose(points, [[100, 600, 1000], [5.5, 5.0, 4.6]])
     (band, *_) = figure.axes[0].collections
     assert np.ptp(band.get_paths()[0].vertices[:, 1]) == pytest.approx(1.9)
-    assert figures.draw_curves(make_section([joint])) is None
+    assert comparison_figures.draw_curves(make_section([joint])) is None

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from cpt.reporting import load_runs
-from cpt.reporting.load_runs import build_sections, filter_runs, measure_runs
+from cpt.reporting.load_runs import filter_runs, measure_runs
+from cpt.reporting.sections import build_sections, differing_settings
 from tests.support.example_runs import CONDITIONS, DOMAINS, NLL, make_run, make_section, save_run, save_scores
 
 
@@ -20,7 +21,7 @@ def test_runs_are_found_at_any_depth_once_and_what_is_missing_or_was_only_begun_
         (tmp_path / name / "config.yaml").write_text("seed: 0\n")
     found = load_runs.find_runs([tmp_path, tmp_path / "nowhere", tmp_path / "b" / ".." / "a"])
     assert sorted(each.folder.name for each in found.runs) == ["1", "b"]
-    assert [folder.name for folder in found.begun] == ["begun"]
+    assert [folder.name for folder in found.started] == ["begun"]
     assert [told.endswith("nowhere: no such folder") for told in found.damaged] == [True]
 
 
@@ -87,7 +88,7 @@ def test_labels_models_values_and_configs_make_groups(tmp_path):
         config = {"seed": seed, "trainer": {"steps": steps, "workers": seed}}
         runs.append(save_run(tmp_path / f"{seed}-{steps}", config=config, seed=seed))
     assert sorted(names(runs)) == ["ncl, trainer.steps=5", "ncl, trainer.steps=9"]
-    assert load_runs.differing_settings(runs) == ["trainer.steps"]
+    assert differing_settings(runs) == ["trainer.steps"]
     configs = [{"seed": s, "order": s, "mask": {"seed": s}, "domains": {"root": f"/{s}"}} for s in (0, 1, 2)]
     runs = [save_run(tmp_path / str(each["seed"]), config=each, seed=each["seed"]) for each in configs]
     assert names(runs) == ["ncl"]  # what follows the seed does not

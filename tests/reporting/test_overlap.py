@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.overlap import jaccard, measure_overlap, min_and_max, read_diagnostics, read_distributions
+from cpt.reporting.overlap import (
+    jaccard,
+    measure_overlap,
+    read_diagnostics,
+    read_distributions,
+    sum_min_and_max,
+)
 from tests.support.kill_callback import KilledError, Killer
 
 ROWS = ["base", "law", "food", "space"]
@@ -21,7 +27,7 @@ def overlap(folder, rows=ROWS, seen=()):
 def test_the_indices_by_hand():
     values = np.array([[1, 0.5, 0], [0.5, 0.5, 1], [0, 0, 0]])
     expected = [[1.5, 1, 0], [1, 2, 0], [0, 0, 0]], [[1.5, 2.5, 1.5], [2.5, 2, 2], [1.5, 2, 0]]
-    np.testing.assert_allclose(min_and_max(values), expected)
+    np.testing.assert_allclose(sum_min_and_max(values), expected)
     sets = np.array([[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]], float)
     shares = sets @ sets.T / np.maximum(sets.sum(1, keepdims=True), 1)
     expected = [[1, 2 / 3, 0, 0, 0], [2 / 3, 1, 0, 0, 0], [0, 0, 1, 0, 0]] + [[0, 0, 0, np.nan, np.nan]] * 2
@@ -39,7 +45,7 @@ def test_rows_are_compared_by_each_domains_own_steps(tmp_path):
             np.savez(folder / f"{number:03d}.npz", **since_the_first)
         names, values, _ = overlap(tmp_path, ROWS, [0, *(size * 128 for size in steps)])["rows updated"]
         assert names == ROWS[1 + first :]
-        shared, spanned = min_and_max(np.array(OWN[first:]))
+        shared, spanned = sum_min_and_max(np.array(OWN[first:]))
         np.testing.assert_allclose(values, shared / spanned, atol=1e-4)
 
 

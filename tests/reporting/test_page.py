@@ -9,7 +9,7 @@ from html import unescape
 
 import pytest
 
-from cpt.reporting.frames import strip_controls
+from cpt.reporting.formats import strip_controls
 from cpt.reporting.page import Block, align_columns, inline, markdown, write_page
 
 NAMES = ["law\n\\input{/etc/passwd}\n", "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a|b"]
@@ -29,7 +29,7 @@ def page(tmp_path, *blocks, title="Title"):
 def test_the_page_runs_its_own_script_alone_and_its_tables_can_be_filtered(tmp_path):
     facets = [{"method": "das", "domains": 'a "b"'}, {"method": "ncl <x>", "domains": "c"}]
     cells = [["das", "−1.5"], ["ncl + <migu>", "20"]]
-    html = page(tmp_path, Block(head=["group", "LC"], cells=cells, filtered=True, facets=facets))
+    html = page(tmp_path, Block(head=["group", "LC"], cells=cells, is_filtered=True, facets=facets))
     (policy,) = re.findall(r'http-equiv="?Content-Security-Policy"? content="([^"]*)"', html)
     (script,) = re.findall(r"(?s)<script[^>]*>(.*?)</script>", html)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -68,7 +68,7 @@ def test_markdown_shows_names_as_they_are():
 
 def test_a_page_has_no_element_from_a_name(tmp_path):
     def tags(names):
-        same = [dict.fromkeys(("title", "folded", "code"), name) for name in names]
+        same = [dict.fromkeys(("title", "fold_label", "code"), name) for name in names]
         blocks = [Block(lines=[x["title"]], head=[x["title"]], cells=[[x["title"]]], **x) for x in same]
         html = page(tmp_path, *blocks, title=names[1])
         assert html.count("</script>") == 1

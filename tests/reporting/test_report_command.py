@@ -11,9 +11,9 @@ from scipy.stats import ttest_rel
 from cpt import load_tables
 from cpt.core.config import CONF
 from cpt.report import main
-from cpt.reporting import figures
-from cpt.reporting.compare import MEASURES
+from cpt.reporting import comparison_figures
 from cpt.reporting.drawing import Picture
+from cpt.reporting.measures import MEASURES
 from cpt.reporting.published import PUBLISHED, read_published
 from cpt.reporting.tex import write_tables
 from tests.support.example_runs import (
@@ -32,7 +32,7 @@ FIGURES = {"forgetting_learning", "quality_compute", "perplexity_forgetting", "s
 
 @pytest.fixture
 def no_figures(monkeypatch):
-    monkeypatch.setattr(figures, "build_figures", lambda section: [])
+    monkeypatch.setattr(comparison_figures, "build_figures", lambda section: [])
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import pytest
 from cpt import report
 from cpt.evaluation.metrics import METRICS, TITLES, UNITS
 from cpt.evaluation.scores import Scores
-from cpt.reporting import figures, run_page
+from cpt.reporting import comparison_figures, run_page
+from cpt.reporting.console import format_scores
 from cpt.reporting.frames import SUMMARIZED, escape_name, summarize_scores, tabulate, tidy_scores
 from tests.evaluation.test_task_metrics import given
 from tests.support.example_runs import DOMAINS, NLL, make_endtasks, make_scores, save_scores
@@ -91,7 +92,7 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     (folder / "config.yaml").write_text("seed: 41  # a < b\n")
     run_page.write_report(folder, scores)
     check_snapshot("report.md", (folder / "report.md").read_text())
-    check_snapshot("console.txt", run_page.format_scores(scores))
+    check_snapshot("console.txt", format_scores(scores))
     numbers = itertools.groupby(summarize_scores(scores).items(), lambda each: each[0].split("/")[0])
     lines = ["  ".join(f"{key} {x:.6g}" for key, x in each) for _, each in numbers]
     check_snapshot("summary.txt", "\n".join(lines))
@@ -100,7 +101,7 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
 
 
 def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(figures, "build_figures", lambda section: [])
+    monkeypatch.setattr(comparison_figures, "build_figures", lambda section: [])
     shifts = {"ncl": 0.0, "das": -0.2, "demix": -0.5, "one": -3.0, "joint": 0.0}
     shifts |= {"ewc-1": -0.1, "ewc-9": -0.15}
     for place, (name, shift) in enumerate(shifts.items()):
@@ -157,7 +158,7 @@ def test_a_report_of_a_run_that_lacks_something(tmp_path, about):
     metrics = markdown.partition("## Metr")[2]
     assert set(scores.metrics) == {name for name in METRICS if f"\n| {TITLES.get(name, name)} |" in metrics}
     assert ("unfinished" in markdown) == (not scores.run["finished"])
-    assert all(row in run_page.format_scores(scores) for row in scores.rows)
+    assert all(row in format_scores(scores) for row in scores.rows)
     assert not any(f"## {title}" in markdown for title in ("Modules", "Training", "End tasks", "Answers"))
 
 

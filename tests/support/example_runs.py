@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.load_runs import MeasuredRun, build_sections, measure_runs
+from cpt.reporting.load_runs import MeasuredRun, measure_runs
+from cpt.reporting.sections import build_sections
 
 FROM_BASE = ("one", "dga")  # methods that train every domain from the base
 DOMAINS = ["law", "food", "space"]

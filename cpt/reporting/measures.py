@@ -1,0 +1,84 @@
+"""The measures of a comparison: the key of each, its title, its format, and which direction is better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cpt.reporting.formats import (
+    Format,
+    format_bytes,
+    format_decimals,
+    format_integer,
+    format_percent,
+    format_perplexity,
+)
+from cpt.reporting.sections import RunSection
+
+
+@dataclass(frozen=True)
+class ComparedMeasure:
+    """A number of every run, and how a table shows it."""
+
+    key: str  # of MeasuredRun.values
+    title: str
+    format_value: Format = format_decimals
+    higher_is_better: bool = False
+    is_relative: bool = False  # shown as a mean and its ratio to the baseline's mean
+
+
+def format_flops(flops: float) -> str:
+    return f"{flops:.2e}" if flops else "0"
+
+
+MEASURES = (
+    ComparedMeasure("LC/perplexity", "final LC (perplexity)", format_perplexity),
+    ComparedMeasure("LC/bits_per_byte", "final LC (bits per byte)"),
+    ComparedMeasure("CPT/nats", "just learned CPT"),
+    ComparedMeasure("FG/nats", "forgetting FG"),
+    ComparedMeasure("BWT_zs/nats", "BWT_zs", higher_is_better=True),
+    ComparedMeasure("FWT_zs/nats", "FWT_zs", higher_is_better=True),
+    ComparedMeasure("general_drift/nats", "general drift"),
+    ComparedMeasure("intransigence/nats", "intransigence"),
+    ComparedMeasure("answers/AP", "AP (%)", format_percent, higher_is_better=True),
+    ComparedMeasure("answers/LA", "LA (%)", format_percent, higher_is_better=True),
+    ComparedMeasure("answers/BWT", "BWT (%)", format_percent, higher_is_better=True),
+    ComparedMeasure("answers/F", "F (%)", format_percent),
+    ComparedMeasure("answers/FWT", "FWT (%)", format_percent, higher_is_better=True),
+    ComparedMeasure("endtask/MF1", "MF1 (%)", format_percent, higher_is_better=True),
+    ComparedMeasure("endtask/Acc", "Acc (%)", format_percent, higher_is_better=True),
+    ComparedMeasure("endtask/forward", "forward MF1 (%)", format_percent, higher_is_better=True),
+    ComparedMeasure("endtask/forget_rate", "forget rate (%)", format_percent),
+)
+FLOPS = ComparedMeasure("cost/flops", "FLOPs (x baseline)", format_flops, is_relative=True)
+COST_MEASURES = (
+    ComparedMeasure("cost/tokens", "tokens (x baseline)", format_integer, is_relative=True),
+    FLOPS,
+    ComparedMeasure("cost/seconds_learn", "learning, s (x baseline)", format_integer, is_relative=True),
+    ComparedMeasure("cost/seconds", "all (s)", format_integer),
+    ComparedMeasure("cost/memory", "peak memory", format_bytes),
+    ComparedMeasure("cost/trained", "trained", format_integer),
+    ComparedMeasure("cost/stored", "stored", format_bytes),
+    ComparedMeasure("cost/stored_per_domain", "per domain", format_bytes),
+)
+
+# Groups are tested against their baseline and ranked in these; the other two are shown as means only.
+TESTED_MEASURES = tuple(
+    measure for measure in MEASURES if measure.key not in ("BWT_zs/nats", "endtask/forward")
+)
+BRIEF_KEYS = (  # measures in the console and in TeX
+    "LC/perplexity",
+    "CPT/nats",
+    "FG/nats",
+    "general_drift/nats",
+    "answers/AP",
+    "answers/F",
+    "endtask/MF1",
+    "endtask/forget_rate",
+)
+
+
+def select_measured(section: RunSection, measures: Iterable[ComparedMeasure]) -> list[ComparedMeasure]:
+    """The measures that at least one run of the section has."""
+    measured_keys = set(section.frame["key"])
+    return [measure for measure in measures if measure.key in measured_keys]
