@@ -93,7 +93,7 @@ def learn(options: argparse.Namespace, work: Path, name: str, rate: float, seed:
     from cpt.train import train
 
     run_page.write_report = lambda *given: None  # pictures take longer than the learning
-    bounds = [f"budget.general={options.general}", f"budget.past={options.past}"]
+    bounds = ["budget=drift", f"budget.general={options.general}", f"budget.past={options.past}"]
     given = [f"seed={seed}", f"trainer.steps={options.steps}", f"optim.lr={2e-3 * rate}", "logger=none"]
     given += [f"monitor.max_tokens={options.tokens}", *bounds * (name == "budget"), *options.given]
     places = [f"domains.root={work / 'texts'}", f"cache_dir={work / 'cache'}"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cpt.core.config import CONF
+from cpt.core.config import CONF, flatten, plain_config
 from cpt.reporting.published import PUBLISHED
 from tests.conftest import ROOT, SMALL
 
@@ -57,13 +57,31 @@ def called(*command, cwd) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Of a copy of what the package is built from: setuptools writes beside it."""
-    folder = tmp_path_factory.mktemp("wheel")
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def build_wheel(folder, *, excluded=None) -> Path:
+    """A wheel of the package without an excluded folder. It is built in `folder` from a copy, as setuptools
+    writes into the folder that it builds."""
     for name in BUILT:
         path = ROOT / name
         shutil.copytree(path, folder / name) if path.is_dir() else shutil.copy(path, folder)
+    if excluded is not None:
+        shutil.rmtree(folder / excluded)
     called(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder / "made", folder, cwd=folder)
     return next(folder.glob("made/*.whl"))
+
+
+def install_wheel(wheel, environment) -> Path:
+    """Makes an environment with the wheel and the libraries of this one; the folder of its programs."""
+    venv.create(environment, symlinks=True)
+    programs = environment / "bin"
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    libraries = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    (packages / "libraries.pth").write_text("\n".join(libraries))
+    into = [*PIP, f"--python={programs / 'python'}", "install", "--no-deps", "--no-index"]
+    called(*into, "--no-build-isolation", "--ignore-installed", wheel, cwd=environment)
+    return programs
 
 
 def test_the_wheel_has_the_code_the_configs_and_published_scores(wheel):
@@ -79,23 +97,38 @@ def test_the_wheel_has_the_code_the_configs_and_published_scores(wheel):
 def test_a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout(
     wheel, corpora, cache, tmp_path
 ):
-    installed = tmp_path / "venv"  # with the wheel, and the libraries that there are
-    venv.create(installed, symlinks=True)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(installed)}))
-    libraries = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    (packages / "libraries.pth").write_text("\n".join(libraries))
-    into = [*PIP, f"--python={installed / 'bin/python'}", "install", "--no-deps", "--no-index"]
-    called(*into, "--no-build-isolation", "--ignore-installed", wheel, cwd=tmp_path)
+    programs = install_wheel(wheel, tmp_path / "venv")
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     given = [f"domains.root={corpora}", f"cache_dir={cache}", *SMALL, "seed=0,1"]
-    said = called(installed / "bin/cpt", "--config-dir=mine", "-m", "experiment=mine", *given, cwd=tmp_path)
+    said = called(programs / "cpt", "--config-dir=mine", "-m", "experiment=mine", *given, cwd=tmp_path)
     assert "2 jobs: 2 finished" in said
     runs = sorted((tmp_path / "outputs/mine").glob("*/scores.json"))
     scores = [json.loads(path.read_text()) for path in runs]
     assert [(each["run"]["method"], each["run"]["seed"]) for each in scores] == [("mine", 0), ("mine", 1)]
     assert all(each["domains"] == ["food", "law", "general"] for each in scores)
     assert all((path.parent / "model/mine.txt").read_text() == "food law" for path in runs)
-    compared = called(installed / "bin/python", "-m", "cpt.report", "outputs/mine", cwd=tmp_path)
+    compared = called(programs / "python", "-m", "cpt.report", "outputs/mine", cwd=tmp_path)
     assert "mine" in compared and (tmp_path / "outputs/mine/comparison.html").exists()
+
+
+def test_without_contrib_a_run_a_sweep_and_their_report_work(corpora, cache, tmp_path):
+    (tmp_path / "built").mkdir()
+    wheel = build_wheel(tmp_path / "built", excluded="cpt/contrib")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not any(name.startswith("cpt/contrib") for name in archive.namelist())
+    programs = install_wheel(wheel, tmp_path / "venv")
+
+    options = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]", *SMALL]
+    called(programs / "cpt", *options, "name=alone", cwd=tmp_path)
+    assert len([*tmp_path.glob("outputs/alone/*/report.html")]) == 1
+    output = called(programs / "cpt", "-m", *options, "method=ncl,replay", "name=swept", cwd=tmp_path)
+    assert "2 jobs: 2 finished" in output
+    called(programs / "python", "-m", "cpt.report", "outputs/swept", cwd=tmp_path)
+    assert (tmp_path / "outputs/swept/comparison.html").exists()
+
+
+def test_no_default_choice_is_in_contrib(composed):
+    targets = [value for key, value in flatten(plain_config(composed())) if key.endswith("_target_")]
+    assert targets and [target for target in targets if str(target).startswith("cpt.contrib")] == []

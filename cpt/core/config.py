@@ -78,13 +78,22 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value_before in ADDED_OPTIONS.items():
         if name in leaves and leaves[name] == value_before:
             del leaves[name]
-    observer = [value for key, value in leaves.items() if key.startswith("budget.")]
-    active = not all(value is None or isinstance(value, str) for value in observer)
-    if not active:
+    if not is_observed(leaves):
         leaves = {key: value for key, value in leaves.items() if not key.startswith("budget.")}
-    if not active and all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
-        leaves = {key: value for key, value in leaves.items() if not key.startswith("monitor.")}
+        if all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
+            leaves = {key: value for key, value in leaves.items() if not key.startswith("monitor.")}
     return leaves
+
+
+def is_observed(leaves: Mapping[str, Any]) -> bool:
+    """Whether a config chooses an observer of the monitoring evaluations. The configs of runs of 0.1.0 have
+    one always; in runs without a budget its options are null."""
+    if leaves.get("budget._target_") is None:
+        return False
+    options = [
+        value for key, value in leaves.items() if key.startswith("budget.") and key != "budget._target_"
+    ]
+    return not options or any(value is not None for value in options)
 
 
 def canonical(key: str, value: Any) -> Any:

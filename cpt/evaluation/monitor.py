@@ -4,7 +4,7 @@ end it (early stopping), and what may observe them and act."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -70,22 +70,13 @@ class MonitorOptions(Options):
 
 @config
 class ObserverConfig(Options):
-    """What observes the monitoring evaluations of a run; a class of your own is chosen by `budget._target_`.
-    It is active where one of its options is neither null nor a word. Here: nothing is observed."""
+    """What observes the monitoring evaluations of a run: the class that the config group `budget` chooses.
+    It gives an observer to each stage."""
 
+    is_active: ClassVar[bool] = True
     evaluations: ClassVar[int] = 1  # of a stage, where monitor.every is null
     weight_copies: ClassVar[int] = 0  # that a stage keeps in memory
     counts_domains: ClassVar[bool] = False  # whether what it does depends on how many domains there are
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options that make it active, as `cpt.core.config.identity` knows them."""
-        values = {}
-        for option_field in fields(self):
-            value = getattr(self, option_field.name)
-            if not isinstance(value, str | None):
-                values[option_field.name] = value
-        return values
 
     def conflicts(
         self, *, monitor: MonitorOptions, method: Any, name: str, branches: bool, sharded: bool
@@ -98,13 +89,20 @@ class ObserverConfig(Options):
         return MonitorObserver()
 
 
+@config
+class NoObserver(ObserverConfig):
+    """Nothing is observed: `budget=none`."""
+
+    is_active: ClassVar[bool] = False
+
+
 class MonitorObserver:
     """Observes the monitoring evaluations of one stage, in every process alike. Here: it does nothing."""
 
     texts: Sequence[str] = ()  # to be evaluated besides those of the monitor
     ended = ""  # why the stage is to end now
 
-    def see(
+    def on_evaluation(
         self,
         trainer: Trainer,
         module: Any,
@@ -122,8 +120,9 @@ class MonitorObserver:
         """What loggers are given of the last evaluation."""
         return {}
 
-    def record(self) -> dict[str, Any]:
-        """The entry `budget` in scores.json."""
+    def record(self, steps: Sequence[int]) -> dict[str, Any]:
+        """The entry `budget` of the stage in scores.json, from the steps of the evaluations. Its key
+        `report`, if there is one, maps titles to texts: further columns of stages on the run page."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -228,7 +228,9 @@ class MonitorKeys(TypedDict):
     ]
     ended: Annotated[str, Key("why the stage ended early; empty: it did not")]
     kept: Annotated[int | None, Key("step whose weights were kept (`monitor.keep=best`)")]
-    budget: NotRequired[Annotated[dict[str, Any], Key("record of the observer (`budget`)")]]
+    budget: NotRequired[
+        Annotated[dict[str, Any], Key("record of the observer (`budget`); `report`: columns of the run page")]
+    ]
 
 
 @closed

@@ -33,7 +33,7 @@ from cpt.reporting.formats import (
     list_order,
 )
 from cpt.reporting.frames import KINDS, ReportedValue, find_matrices, list_costs, tidy_scores
-from cpt.reporting.monitoring import MonitoredStage, find_evaluation, read_monitor
+from cpt.reporting.monitoring import MonitoredStage, read_monitor
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
 from cpt.reporting.page import LEGENDS, Block, show_picture, write_page
 from cpt.reporting.run_tables import (
@@ -45,8 +45,6 @@ from cpt.reporting.run_tables import (
     list_tiles,
 )
 from cpt.reporting.training_curves import find_stages, read_training
-
-BUDGET_HEAD = "Budget of drift: upper ends at the kept step, of what was allowed"
 
 
 def write_report(folder: Path, scores: Scores | None = None) -> Path:
@@ -114,18 +112,19 @@ def show_training(scores: Scores, folder: Path) -> Block:
 
 
 def show_monitor(scores: Scores) -> Block:
-    """What training did to other text, and what a budget of drift allowed and did."""
+    """What training did to other text, and what the observer of the stages reports."""
     if not scores.monitor:
         return Block()
     stages = read_monitor(scores)
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     cells = [format_monitored_stage(stage) for stage in stages]
 
-    budgets = [stage.get("budget") for stage in scores.monitor.values()]
-    if any(budgets):
-        head.append(BUDGET_HEAD)
-        for row, stage, budget in zip(cells, scores.monitor.values(), budgets, strict=True):
-            row.append(describe_budget(stage, budget) if budget else MISSING)
+    # An observer may report further columns, for example what a budget allowed and did.
+    reports = [stage.get("budget", {}).get("report", {}) for stage in scores.monitor.values()]
+    titles = dict.fromkeys(title for report in reports for title in report)
+    head += titles
+    for row, report in zip(cells, reports, strict=True):
+        row += [report.get(title, MISSING) for title in titles]
     return show_picture(
         "monitor",
         run_figures.draw_monitor(stages),
@@ -149,19 +148,6 @@ def format_monitored_stage(stage: MonitoredStage) -> list[str]:
         general = format_or_dash(stage.change(GENERAL), format_signed)
         general += f" [{format_or_dash(low, format_signed)}, {format_or_dash(high, format_signed)}]"
     return [stage.name, str(stage.steps[-1]), own_mean, past, general, stage.reason_ended or MISSING]
-
-
-def describe_budget(stage: Mapping[str, Any], budget: Mapping[str, Any]) -> str:
-    """How much of each bound was used at the step that was kept, and how often the stage went back."""
-    evaluation = find_evaluation(stage, budget["kept"])
-    parts = []
-    for bound, drifts in budget["drift"].items():
-        if drifts:
-            _, upper = drifts[evaluation]
-            parts.append(f"{bound} {format_or_dash(upper, format_signed)} of {budget['allowed'][bound]:.3f}")
-    num_returns = sum("back to" in action for action in budget["acts"])
-    parts += [f"kept step {budget['kept']}", f"gone back {num_returns} times"]
-    return "; ".join(parts)
 
 
 def show_modules(scores: Scores) -> Block:

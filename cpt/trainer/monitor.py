@@ -115,7 +115,9 @@ class Monitor(Callback):
         measured: Mapping[str, Tensor] = self.measure(trainer, module)
         if not self.initial_losses:
             self.initial_losses = measured
-        measured = self.observer.see(trainer, module, measured, partial(self.measure, trainer, module))
+        measured = self.observer.on_evaluation(
+            trainer, module, measured, partial(self.measure, trainer, module)
+        )
 
         initial_losses = {name: self.initial_losses[name].numpy() for name in measured}
         losses = {name: values.numpy() for name, values in measured.items()}

@@ -54,7 +54,7 @@ class Plan(Sections):
     @property
     def has_monitor(self) -> bool:
         """Whether other text is evaluated while a domain is trained."""
-        return self.monitor.every is not None or bool(self.observer.given)
+        return self.monitor.every is not None or self.observer.is_active
 
     @property
     def has_branches(self) -> bool:
@@ -234,7 +234,7 @@ def why_not_extendable(plan: Plan) -> str:
         return "optim.state_across_domains=all lets the rate decay over all domains"
     if getattr(schedule, "needs_end", False):  # of a user's schedule: any callable
         return f"lr_scheduler={type(schedule).__name__} has rates that depend on how many domains follow"
-    if plan.observer.given and plan.observer.counts_domains:
+    if plan.observer.counts_domains:
         return "budget.* is shared out among the domains of the order"
     return ""
 
@@ -270,7 +270,7 @@ def check_conflicts(plan: Plan) -> None:
         sharded=is_sharded,
     ):
         raise ValueError(message)
-    if plan.observer.given:
+    if plan.observer.is_active:
         check_observer(plan, is_sharded=is_sharded)
     if is_sharded:
         check_sharding(plan)

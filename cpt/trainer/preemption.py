@@ -14,7 +14,7 @@ processes leave at the next of these places:
 - at the start of a fit or an evaluation, and after each evaluated batch that all processes have:
   `Preemption.setup`, `Preemption.on_validation_batch_end`;
 - between two batches on which a method measures importances (`ProbeLoader` in cpt/data/datamodule.py), and of
-  generated text (cpt/contrib/generative_replay/writer.py);
+  text that replay generates;
 - after each unit of work on end tasks, answers and benchmarks, where every process works on its own and they
   tell each other by the store of the process group (`check_all_signals` in cpt/core/distributed.py);
 - before a row of the matrix is committed (cpt/trainer/matrix.py), before the model is exported, and before

@@ -16,7 +16,7 @@ from cpt.data.options import DataOptions
 from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import Source
 from cpt.evaluation.finetune_tasks import check_task_values
-from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
+from cpt.evaluation.monitor import MonitorOptions, NoObserver, ObserverConfig
 from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import read_optimizer
@@ -98,7 +98,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         freeze=replace(read("freeze").read(Freeze), trainable=top.values.get("trainable")),
         evaluation=read("eval").read(EvalOptions),
         monitor=read("monitor").read(MonitorOptions),
-        observer=choose(read("budget"), ObserverConfig, default=ObserverConfig()),
+        observer=choose(read("budget"), ObserverConfig, default=NoObserver()),
         data=read("data").read(DataOptions),
         modules=read("modules").read(ModulesOptions),
         model=read_model(read("model")),

@@ -64,7 +64,7 @@ class RunDir:
 
     stages/NUMBER.pt            the method's state after a stage
     checkpoints/NUMBER-NAME     the trainer's state within one
-    documents/NUMBER.npz        losses by document of a row of the matrix; diagnostics/; monitor/, of a budget
+    documents/NUMBER.npz        losses by document of a row of the matrix; diagnostics/; monitor/ (observers)
     endtasks/, answers/, benchmarks/, generated/NUMBER-NAME  results of a stage, text written before it"""
 
     def __init__(self, path: Path) -> None:

@@ -16,7 +16,6 @@ from cpt.core.preemption import defer_signals
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Domain
-from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, StageCosts
 from cpt.loggers.loggers import enter_domain
 from cpt.methods.base import ContinualMethod
@@ -141,10 +140,7 @@ class StageTrainer:
     def make_monitor(self, domain: Domain, cost_monitor: CostMonitor) -> Monitor:
         """The monitor of a stage, with the observer of the config if one is active."""
         observer_options = self.plan.observer
-        if observer_options.given:
-            observer = observer_options.open(self.run, self.data, domain)
-        else:
-            observer = MonitorObserver()
+        observer = observer_options.open(self.run, self.data, domain)
 
         interval = self.plan.monitor.every
         if interval is None:  # the observer says how many evaluations of a stage it needs
@@ -177,7 +173,7 @@ class StageTrainer:
     def store_monitoring(self, domain: Domain, monitor: Monitor) -> None:
         """Adds the evaluations during a stage to the scores."""
         record = asdict(monitor.record)
-        observer_record = monitor.observer.record()
+        observer_record = monitor.observer.record(monitor.record.steps)
         if observer_record:
             record["budget"] = observer_record
         self.scores.monitor[domain.name] = record

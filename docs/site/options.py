@@ -35,6 +35,7 @@ GROUPS = {
     "endtask": ("Downstream tasks", "downstream-tasks"),
     "answers": ("Task answers", "tasks"),
     "benchmark": ("lm-evaluation-harness", "lm-eval"),
+    "budget": ("Forgetting budget", "forgetting-control"),
     "logger": ("Loggers", "tracking"),
 }
 # Groups whose choices have the same options: those of one choice, or of one of each kind, are shown.
@@ -59,9 +60,9 @@ Options of the groups are on pages of their own. Each option can be set on the c
 `python run.py method=das --options` prints the same tables for the choices of a command, of which
 some have more options, like `endtask=das6`. Not listed: `init_from` ([resume](resume.md)),
 `method.lr_multiplier`, by which methods with added modules multiply `model.lr`, the options of
-`hydra.launcher` and `hydra.sweeper` ([sweeps](sweeps.md), [tuning](tune.md)), `callbacks` and
-`budget._target_` ([extend](extend.md)), and the entries of `domains.catalogue` and
-`domains.packages` ([data](data.md)).
+`hydra.launcher` and `hydra.sweeper` ([sweeps](sweeps.md), [tuning](tune.md)), `callbacks`
+([extend](extend.md)), and the entries of `domains.catalogue` and `domains.packages`
+([data](data.md)).
 
 `???` marks a required value. An empty *allowed* cell means that the library checks the value.
 `python docs/site/options.py` generates these pages.

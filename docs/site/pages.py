@@ -43,7 +43,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         f"options/{group}.md"
         for group in (
             *("method", "mask", "replay", "routing", "domains", "model", "optim", "lr_scheduler", "trainer"),
-            *("strategy", "endtask", "answers", "benchmark", "logger"),
+            *("strategy", "endtask", "answers", "benchmark", "budget", "logger"),
         )
     ),
     "Studies": (

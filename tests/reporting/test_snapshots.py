@@ -59,7 +59,8 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     nll = {"law": [5.0, 4.0], "food": [3.0, 3.25], "general": [4.0, 4.1]}
     rise = {"general": [[0.0, 0.0], [0.05, 0.2]]}
     stage = {"steps": [0, 10], "nll": nll, "rise": rise, "ended": "", "kept": None}
-    budget = {"kept": 10, "allowed": {"general": 0.3}, "drift": {"general": [[0.0, 0.0], [0.1, 0.2]]}}
+    title = "Budget of drift: upper ends at the kept step, of what was allowed"
+    budget = {"report": {title: "general +0.200 of 0.300; kept step 10; gone back 1 times"}}
     matrix = [[1.0, 0.25, -0.5], [0.25, 1.0, 0.125], [-0.5, 0.125, 1.0]]
     like = {"names": DOMAINS, "matrix": matrix, "general": [0.5, 0.1, -0.25], "embedding": "tfidf"}
     phases = {"learn": {"law": 41.5, "space": 30.0}, "score": {"base": 1.5, "law": 2.5}}
@@ -77,7 +78,7 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
         "activity_seconds": phases,
         "endtasks": given(tasks=DOMAINS),
     }
-    about |= {"monitor": {"law": stage | {"budget": budget | {"acts": ["back to step 4"]}}, "space": stage}}
+    about |= {"monitor": {"law": stage | {"budget": budget}, "space": stage}}
     folder = tmp_path / "run"
     told = save_answers(folder, tasks, rows=ROWS) | {"intervals": {"AP": [0.1, 0.9]}}
     save_scores(tmp_path / "scores", answers=told, flops=[0, 2 * 10**12, 3 * 10**12, 4 * 10**12], **about)

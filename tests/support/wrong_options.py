@@ -34,8 +34,9 @@ strategy=fsdp endtask=hub +endtask.tasks.sympy.path=x
 strategy=fsdp method=elle | +trainer.max_steps=1 | monitor.stop=0.1 | trainer.precision=16-true
 monitor.every=2 monitor.stop=1 monitor.past=0 monitor.general=false
 monitor.every=2 monitor.patience=1 lr_scheduler=wsd | monitor.every=2 monitor.keep=best strategy=fsdp
-budget.general=1 monitor.general=false
-budget.past=1 monitor.every=2 monitor.keep=best | budget.general=1 method=dga
+budget=drift budget.general=1 monitor.general=false | budget.general=1 | budget=drift
+budget=drift budget.past=1 monitor.every=2 monitor.keep=best
+budget=drift budget.general=1 method=dga
 method=agem method.apply_to=update method.margin=1 | method=derpp method.buffer_size=0
 method=hat method.units=[] | method=ewc +method.strenght=1 | method._target_=cpt.methods.ewc.ECW
 mask=migu mask.migu.top_p=0.9 | mask=migu mask.migu.backend=backward mask.migu.importance=gradient

@@ -18,14 +18,17 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import CHANGE_REPLICATES, Losses, bootstrap
 from cpt.evaluation.monitor import MonitorObserver
 from cpt.methods.base import ContinualMethod
+from cpt.reporting.formats import format_or_dash, format_signed
 from cpt.trainer.monitor import copy_trained, load_interpolated, load_trained
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
-TRIALS, LEFT, ENOUGH = 8, 0.02, 0.05  # evaluations along a line; of what is unspent, what they aim to leave
-Texts = Mapping[str, Tensor]  # losses by text [2, documents]: nats and scored tokens
-Names = Sequence[str]
-Drift = Mapping[str, tuple[float, float]]  # by what is bounded its rise and the upper end of its interval
+MAX_TRIALS = 8  # evaluations along the way since the stage began
+AIMED_REST = 0.02  # share of the unspent budget that a trial aims to leave
+ACCEPTED_REST = 0.05  # share of the unspent budget that the search may leave
+REPORT_TITLE = "Budget of drift: upper ends at the kept step, of what was allowed"
+TextLosses = Mapping[str, Tensor]  # by text [2, documents]: nats and scored tokens
+Drift = Mapping[str, tuple[float, float]]  # by bound: mean rise, upper end of its interval
 
 
 @dataclass
@@ -48,138 +51,234 @@ class BudgetRecord:
     def add(self, step: int, drift: Drift, *, way: float = 1.0) -> bool:
         """Adds an evaluation, for which the weights have gone back to `way` of the way since the stage began;
         whether the model is within the budget. If not, its weights are to go back to step `kept`."""
-        for name, rise in drift.items():
-            self.drift.setdefault(name, []).append([*rise])
-        bounds = [(name, *rise, self.allowed[name]) for name, rise in drift.items()]
-        told = ", ".join("{} {:+.4f}, at most {:+.4f} of {:.4f}".format(*each) for each in bounds)
+        for name, rise_and_upper in drift.items():
+            self.drift.setdefault(name, []).append(list(rise_and_upper))
         self.ways.append(way)
-        within = (spent := self.share(drift)) <= 1  # false for NaN
-        if within:
-            self.kept, self.spent = step, spent
+        message = f"step {step}: {self.describe_drift(drift)}"
+
+        share = self.share(drift)
+        if share <= 1:  # false for NaN
+            self.kept = step
+            self.spent = share
             if way < 1:
-                self.acts.append(f"step {step}: {told}: back to {way:.3g} of the way since the stage began")
+                self.acts.append(f"{message}: back to {way:.3g} of the way since the stage began")
+            return True
+
+        if self.kept is None:
+            self.ended = "its budget is spent before its first step"
+            self.acts.append(f"{message}: {self.ended}")
         else:
-            if self.kept is None:
-                self.ended = "its budget is spent before its first step"
-            self.acts.append(f"step {step}: {told}: {self.ended or f'back to step {self.kept}'}")
-        return within
+            self.acts.append(f"{message}: back to step {self.kept}")
+        return False
+
+    def describe_drift(self, drift: Drift) -> str:
+        """The drift and what is allowed of it, for the log."""
+        bounds = []
+        for name, (rise, upper) in drift.items():
+            bounds.append(f"{name} {rise:+.4f}, at most {upper:+.4f} of {self.allowed[name]:.4f}")
+        return ", ".join(bounds)
+
+    def summarize(self, steps: Sequence[int]) -> str:
+        """The drift at the kept step and how often the weights went back, for the run page; `steps` are those
+        of the evaluations."""
+        index = list(steps).index(self.kept) if self.kept in steps else -1
+        parts = []
+        for name, rises in self.drift.items():
+            _, upper = rises[index]
+            parts.append(f"{name} {format_or_dash(upper, format_signed)} of {self.allowed[name]:.3f}")
+
+        num_returns = len(self.acts)
+        if self.ended:  # the last act ended the stage
+            num_returns -= 1
+        return "; ".join([*parts, f"kept step {self.kept}", f"gone back {num_returns} times"])
 
 
 class DriftController(MonitorObserver):
-    """The budget of one stage (`number` from 1). Drift is counted from `began`: the losses of texts as the
-    stages before left them, and of others at this stage's first evaluation."""
+    """The budget of one stage (`number` from 1), in which the domain's own texts (`stage_texts`) may change.
+    Drift is counted from the losses of texts as the stages before left them, and of other texts from this
+    stage's first evaluation."""
 
     def __init__(
-        self, options: DriftBudget, run: RunDir, number: int, *, stages: int, own: Names, texts: Names = ()
+        self,
+        options: DriftBudget,
+        run: RunDir,
+        number: int,
+        *,
+        stages: int,
+        stage_texts: Sequence[str],
+        texts: Sequence[str] = (),
     ) -> None:
-        self.options, self.run, self.number, self.own, self.texts = options, run, number, own, texts
-        self.seen = BudgetRecord(options.allow(number, stages=stages))
-        self.began: dict[str, Tensor] = {}
-        for path in map(self.file_of, range(1, number)):
-            check_archive(path, instead=run.restore_hint)
-            with np.load(path) as file:
-                self.began |= {name: torch.from_numpy(file[name]) for name in file.files}
-        self.new: dict[str, Tensor] = {}  # what the stages after it count from
-        self.kept: dict[str, Tensor] = {}  # weights of the first evaluation
-        self.least = 0.0  # share of the budget at the first evaluation
+        self.options = options
+        self.run = run
+        self.number = number
+        self.stage_texts = stage_texts
+        self.texts = texts
 
-    def file_of(self, number: int) -> Path:
+        self.budget = BudgetRecord(options.allow(number, stages=stages))
+        self.earlier_losses: dict[str, Tensor] = {}  # from which the stages before this one counted
+        for earlier_number in range(1, number):
+            path = self.losses_path(earlier_number)
+            check_archive(path, instead=run.restore_hint)
+            with np.load(path) as archive:
+                for name in archive.files:
+                    self.earlier_losses[name] = torch.from_numpy(archive[name])
+
+        # Of this stage's first evaluation:
+        self.initial_losses: dict[str, Tensor] = {}  # from which it and later stages count
+        self.initial_weights: dict[str, Tensor] = {}
+        self.initial_share = 0.0  # of the budget
+
+    def losses_path(self, number: int) -> Path:
         """The losses by document at the first evaluation of a stage."""
         return self.run.path / "monitor" / f"{number:03d}.npz"
 
     @property
-    def ended(self) -> str:
-        return self.seen.ended
+    def ended(self) -> str:  # type: ignore[override]
+        return self.budget.ended
 
-    def see(self, trainer: Trainer, module: ContinualMethod, losses: Texts, measure: Callable) -> Texts:
-        first, way = not self.seen.ways, 1.0
-        if first:
-            self.new = {name: each for name, each in losses.items() if name not in (*self.own, *self.began)}
+    def on_evaluation(
+        self, trainer: Trainer, module: ContinualMethod, losses: TextLosses, measure: Callable
+    ) -> TextLosses:
+        is_first = not self.budget.ways
+        if is_first:
+            counted = {*self.stage_texts, *self.earlier_losses}
+            self.initial_losses = {name: value for name, value in losses.items() if name not in counted}
 
-        def drift_of(losses: Texts) -> Drift:
-            both = (self.began | self.new, losses)
-            began, now = ({name: each.numpy() for name, each in one.items()} for one in both)
-            return find_drift(list(self.options.given), began, now, own=self.own)
+        way = 1.0
+        drift = self.measure_drift(losses)
+        share = self.budget.share(drift)
+        if self.initial_weights and not share <= 1:  # NaN counts as exceeded
+            losses, way = self.go_back(module, measure, end_share=share)
+            drift = self.measure_drift(losses)
 
-        drift = drift_of(losses)
-        if self.kept and not (most := self.seen.share(drift)) <= 1:
-            end = copy_trained(module)
+        num_acts = len(self.budget.acts)
+        is_within = self.budget.add(trainer.global_step, drift, way=way)
+        if not is_within:
+            load_trained(module, self.initial_weights)
+        elif is_first:
+            self.initial_weights = copy_trained(module)
+        if is_first:
+            self.initial_share = self.budget.spent
 
-            def losses_at(way: float) -> Texts:
-                load_interpolated(module, self.kept, end, share=way)
-                return measure()
-
-            way = find_way(lambda way: self.seen.share(drift_of(losses_at(way))), least=self.least, most=most)
-            drift = drift_of(losses := losses_at(way))
-        told = len(self.seen.acts)
-        within = self.seen.add(trainer.global_step, drift, way=way)
-        if within and first:
-            self.kept = copy_trained(module)
-        elif not within:
-            load_trained(module, self.kept)
-        if first:
-            self.least = self.seen.spent
-        for act in self.seen.acts[told:]:
-            log.info("Budget of %s: %s", trainer.datamodule.domain.name, act)
+        for act in self.budget.acts[num_acts:]:
+            log.info("Budget of %s: %s", trainer.datamodule.domain.name, act)  # type: ignore[attr-defined]
         return losses
+
+    def measure_drift(self, losses: TextLosses) -> Drift:
+        """The drift of what is bounded, up to an evaluation with these losses."""
+        initial = to_arrays({**self.earlier_losses, **self.initial_losses})
+        return find_drift(list(self.options.bounds), initial, to_arrays(losses), stage_texts=self.stage_texts)
+
+    def go_back(
+        self, module: ContinualMethod, measure: Callable, *, end_share: float
+    ) -> tuple[TextLosses, float]:
+        """Interpolates the weights between those at the beginning of the stage and the present ones, of which
+        `end_share` of the budget is spent; the losses where the budget is met, and the share of the way."""
+        end_weights = copy_trained(module)
+
+        def measure_at(way: float) -> TextLosses:
+            load_interpolated(module, self.initial_weights, end_weights, share=way)
+            return measure()
+
+        def share_at(way: float) -> float:
+            return self.budget.share(self.measure_drift(measure_at(way)))
+
+        way = find_way(share_at, start_share=self.initial_share, end_share=end_share)
+        return measure_at(way), way
 
     def series(self, stage: str) -> dict[str, float]:
         """Upper ends of drift in nats, and the share of the way."""
-        drift = {f"budget/{name}/{stage}": each[-1][1] for name, each in self.seen.drift.items()}
-        return drift | {f"budget/way/{stage}": self.seen.ways[-1]}
+        values = {f"budget/{name}/{stage}": rises[-1][1] for name, rises in self.budget.drift.items()}
+        values[f"budget/way/{stage}"] = self.budget.ways[-1]
+        return values
 
     def finish(self) -> None:
-        counted = {name: each.numpy() for name, each in self.new.items()}
-        self.run.save_arrays(self.file_of(self.number), counted)
+        self.run.save_arrays(self.losses_path(self.number), to_arrays(self.initial_losses))
 
-    def record(self) -> dict[str, Any]:
-        return asdict(self.seen)
+    def record(self, steps: Sequence[int]) -> dict[str, Any]:
+        return {**asdict(self.budget), "report": {REPORT_TITLE: self.budget.summarize(steps)}}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.record(), "new": self.new, "kept": self.kept, "least": self.least}
+        return {
+            "budget": asdict(self.budget),
+            "initial_losses": self.initial_losses,
+            "initial_weights": self.initial_weights,
+            "initial_share": self.initial_share,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.seen, self.least = BudgetRecord(**state["seen"]), state["least"]
-        self.new, self.kept = dict(state["new"]), dict(state["kept"])
+        self.budget = BudgetRecord(**state["budget"])
+        self.initial_losses = dict(state["initial_losses"])
+        self.initial_weights = dict(state["initial_weights"])
+        self.initial_share = state["initial_share"]
 
 
-def find_way(share_at: Callable[[float], float], *, least: float, most: float) -> float:
+def to_arrays(losses: TextLosses) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in losses.items()}
+
+
+def find_way(share_at: Callable[[float], float], *, start_share: float, end_share: float) -> float:
     """The share of a way at which the model is within the budget and has spent nearly all of it: by false
     position, where each trial cuts off a tenth at least. At the beginning of the way a share of the budget
-    is spent of `least`, at most 1, at its end of `most`, above 1 or nan."""
-    low, high, unspent = 0.0, 1.0, 1 - least
-    for _ in range(TRIALS):
-        if least >= 1 - ENOUGH * unspent:
+    is spent of `start_share`, at most 1, at its end of `end_share`, above 1 or nan."""
+    low = 0.0
+    high = 1.0
+    low_share = start_share
+    high_share = end_share
+    unspent = 1 - start_share
+
+    for _ in range(MAX_TRIALS):
+        if low_share >= 1 - ACCEPTED_REST * unspent:
             break
-        aim = (1 - LEFT * unspent - least) / (most - least) if np.isfinite(most) else 0.5
-        way = low + (high - low) * min(max(aim, 0.1), 0.9)
-        if (share := share_at(way)) <= 1:
-            low, least = way, share
+        if np.isfinite(high_share):
+            aim = (1 - AIMED_REST * unspent - low_share) / (high_share - low_share)
         else:
-            high, most = way, share
+            aim = 0.5
+        way = low + (high - low) * min(max(aim, 0.1), 0.9)
+        share = share_at(way)
+        if share <= 1:
+            low = way
+            low_share = share
+        else:
+            high = way
+            high_share = share
     return low
 
 
-def find_drift(names: Names, began: Losses, now: Losses, *, own: Names) -> Drift:
-    """Of what is bounded (`general`, `past`) the mean rise of its texts since `began`, each text counting the
-    same, nats per token, and the upper end of its 95 % interval over documents; of single documents the rise
-    itself. Losses are by text [2, documents]: nats and scored tokens."""
+def find_drift(
+    bounds: Sequence[str], initial: Losses, current: Losses, *, stage_texts: Sequence[str]
+) -> dict[str, tuple[float, float]]:
+    """Of what is bounded (`general`, `past`) the mean rise of its texts since `initial`, each text counting
+    the same, nats per token, and the upper end of its 95 % interval over documents; of single documents the
+    rise itself. Losses are by text [2, documents]: nats and scored tokens."""
+    measured = [text for text in current if text in initial]
+    texts = {
+        GENERAL: [text for text in measured if text == GENERAL],
+        PAST: [text for text in measured if text not in (*stage_texts, GENERAL)],
+    }
+    drift = {}
+    for name in bounds:
+        if texts[name]:
+            drift[name] = find_rise(texts[name], initial, current)
+    return drift
+
+
+def find_rise(texts: Sequence[str], initial: Losses, current: Losses) -> tuple[float, float]:
+    """The mean rise of the losses on texts, and the upper end of its interval, as `find_drift`."""
 
     def mean_rise(means: np.ndarray) -> dict[str, dict[str, np.ndarray]]:  # [draw, before or after, text]
         return {"rise": {"nats": (means[..., 1, :] - means[..., 0, :]).mean(-1)}}
 
-    past = [text for text in now if text in began and text not in (*own, GENERAL)]
-    texts = {GENERAL: [GENERAL] * (GENERAL in began and GENERAL in now), PAST: past}
-    found = {}
-    for name in (name for name in names if texts[name]):
-        samples = []
-        for text in texts[name]:
-            (before, counts), (after, _) = (np.asarray(each[text], float) for each in (began, now))
-            there = counts > 0
-            samples.append([np.stack([before, after])[:, there], counts[there]])
-        whole = np.stack([sums.sum(1) / counts.sum() for sums, counts in samples], -1)
-        upper = value = float(mean_rise(whole)["rise"]["nats"])
-        if all(counts.size >= 2 for _, counts in samples):
-            _, upper = bootstrap(samples, mean_rise, replicates=CHANGE_REPLICATES)["rise"]["nats"]
-        found[name] = value, upper
-    return found
+    samples = []
+    for text in texts:
+        before, counts = np.asarray(initial[text], float)
+        after, _ = np.asarray(current[text], float)
+        has_tokens = counts > 0
+        samples.append([np.stack([before, after])[:, has_tokens], counts[has_tokens]])
+
+    means = np.stack([sums.sum(1) / counts.sum() for sums, counts in samples], -1)
+    rise = float(mean_rise(means)["rise"]["nats"])
+    if any(counts.size < 2 for _, counts in samples):
+        return rise, rise
+    _, upper = bootstrap(samples, mean_rise, replicates=CHANGE_REPLICATES)["rise"]["nats"]
+    return rise, upper

@@ -1,8 +1,9 @@
 """Options of a drift budget (`budget.general`, `budget.past`), checked without torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import Positive, config, option
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
@@ -13,43 +14,65 @@ PAST = "past"
 
 @config
 class DriftBudget(ObserverConfig):
-    """What learning may cost other text by the end of a run, on validation text."""
+    """What learning may cost other text by the end of a run, on validation text. Raises ValueError without a
+    bound."""
 
     counts_domains: ClassVar[bool] = True
     evaluations: ClassVar[int] = 4
+    weight_copies: ClassVar[int] = 2  # the weights at both ends of the way since the stage began
 
     general: Positive | None = option(f"{RISE} general text above the base model's; null: no limit")
     past: Positive | None = option(f"{RISE} past domains since each was trained; null: no limit")
 
+    def __post_init__(self) -> None:
+        if not self.bounds:
+            raise InvalidOptionError(
+                "general",
+                None,
+                reason="past=null as well: nothing is bounded",
+                allowed="a number above 0, for general, past or both",
+            )
+
     @property
-    def weight_copies(self) -> int:
-        """Both ends of the way are kept."""
-        return 2 * bool(self.given)
+    def bounds(self) -> dict[str, float]:
+        """The allowed rise by the end of the run, in nats per token, of what is bounded."""
+        bounds = {GENERAL: self.general, PAST: self.past}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def allow(self, number: int, *, stages: int) -> dict[str, float]:
         """Nats that may be spent by the end of a stage (from 1); what one leaves, those after it have."""
-        return {name: value * number / stages for name, value in self.given.items()}
+        return {name: bound * number / stages for name, bound in self.bounds.items()}
 
     def conflicts(
         self, *, monitor: MonitorOptions, method: Any, name: str, branches: bool, sharded: bool
     ) -> Iterator[str]:
-        wrong = {
-            f"method={name}, which trains each domain from the base": method.alone,
-            f"method={name}, which has no past": self.past is not None and method.requires_all_domains,
-            "a schedule whose decay is a branch (wsd, infinite)": branches,
-            "monitor.keep=best, whose weights may exceed it": monitor.keep == "best",
-            "monitor.general=false": GENERAL in self.given and not monitor.general,
-            "monitor.past=0": PAST in self.given and not monitor.past,
-            "strategy=fsdp, as it needs whole weights": sharded,
-        }
-        given = ", ".join(f"budget.{each}={value}" for each, value in self.given.items())
-        for why in (why for why, holds in wrong.items() if holds):
-            allowed = "budget.general=null, budget.past=null"
-            yield f"{given} is invalid: incompatible with {why}. Allowed: {allowed}"
+        if method.alone:
+            yield self.describe_conflict(f"method={name}, which trains each domain from the base")
+        if self.past is not None and method.requires_all_domains:
+            yield self.describe_conflict(f"method={name}, which has no past")
+        if branches:
+            yield self.describe_conflict("a schedule whose decay is a branch (wsd, infinite)")
+        if monitor.keep == "best":
+            yield self.describe_conflict("monitor.keep=best, whose weights may exceed it")
+        if self.general is not None and not monitor.general:
+            yield self.describe_conflict("monitor.general=false")
+        if self.past is not None and not monitor.past:
+            yield self.describe_conflict("monitor.past=0")
+        if sharded:
+            yield self.describe_conflict("strategy=fsdp, as it needs whole weights")
+
+    def describe_conflict(self, other: str) -> str:
+        """The message on an option that does not go with a budget."""
+        bounds = ", ".join(f"budget.{name}={bound}" for name, bound in self.bounds.items())
+        return f"{bounds} is invalid: incompatible with {other}. Allowed: budget=none"
 
     def open(self, run: Any, data: Any, domain: Any) -> Any:
         from cpt.contrib.drift_budget.controller import DriftController  # loads torch
 
-        number = data.domains.index(domain)
-        last = data.domains[number - 1].texts if self.past is not None and number else ()
-        return DriftController(self, run, number + 1, stages=len(data), own=domain.texts, texts=last)
+        index = data.domains.index(domain)
+        past_texts: Sequence[str] = ()
+        if self.past is not None and index > 0:  # their drift is counted from this stage's first evaluation
+            past_texts = data.domains[index - 1].texts
+        return DriftController(
+            self, run, index + 1, stages=len(data), stage_texts=domain.texts, texts=past_texts
+        )

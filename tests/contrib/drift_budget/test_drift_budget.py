@@ -34,23 +34,30 @@ def test_over_the_budget_it_goes_back_and_a_stage_without_any_ends():
     assert found.kept is None and found.ended and len(found.acts) == 1
 
 
+def test_the_run_page_has_the_drift_of_the_kept_step_and_how_often_the_weights_went_back():
+    record = seen((0, 0), (0.05, 0.08), (0.05, 0.11))
+    assert record.summarize([0, 1, 2]) == "general +0.080 of 0.100; kept step 1; gone back 1 times"
+    record = seen((0.11, 0.12))
+    assert record.summarize([0]) == "general +0.120 of 0.100; kept step None; gone back 0 times"
+
+
 def test_the_scarcer_of_two_decides_and_each_stage_adds_its_share():
     made = BudgetRecord({"general": 0.1, "past": 0.2})
     assert made.add(0, {"general": (0, 0.08), "past": (0, 0.12)}) and made.spent == pytest.approx(0.8)
     assert not made.add(1, {"general": (0, 0.02), "past": (0, 0.21)})
     options = DriftBudget(general=0.06, past=0.3)
     assert options.allow(1, stages=3) == pytest.approx({"general": 0.02, "past": 0.1})
-    assert options.allow(3, stages=3) == pytest.approx(options.given)
+    assert options.allow(3, stages=3) == pytest.approx(options.bounds)
 
 
 def test_drift_is_of_the_general_text_and_the_mean_of_past_ones_to_the_upper_end_over_documents():
     began = losses(general=[4, 4, 4], one=[1, 1, 1], two=[2, 2, 2], mine=[9, 9, 9])
     now = losses(general=[4.1, 4.1, 4.1], one=[1.5, 1.5, 1.5], two=[1.9, 1.9, 1.9], mine=[5, 5, 5])
-    found = find_drift(["general", "past"], began, now, own=["mine"])
+    found = find_drift(["general", "past"], began, now, stage_texts=["mine"])
     assert found["general"] == pytest.approx((0.1, 0.1)) and found["past"] == pytest.approx((0.2, 0.2))
-    assert find_drift(["past"], began, {"mine": now["mine"]}, own=["mine"]) == {}
+    assert find_drift(["past"], began, {"mine": now["mine"]}, stage_texts=["mine"]) == {}
     now = losses(general=[4, 4, 4.3])
-    assert find_drift(["general"], began, now, own=[])["general"] == pytest.approx((0.1, 0.3))
+    assert find_drift(["general"], began, now, stage_texts=[])["general"] == pytest.approx((0.1, 0.3))
 
 
 TWO = ["order=[law,food]", "trainer.steps=12", "monitor.every=2", "monitor.max_tokens=400"]
@@ -75,7 +82,8 @@ def test_it_is_held_where_it_would_not_have_been(small, start, tmp_path):
     free = scores_of(tmp_path / "free")
     column = free["domains"].index("general")
     assert free["nll"][1][column] - free["nll"][0][column] > 0.4 and rises(free)[1] > 0.3
-    held = ["monitor.every=3", "monitor.max_tokens=1000000", "budget.general=0.8", "budget.past=0.3"]
+    held = ["monitor.every=3", "monitor.max_tokens=1000000", "budget=drift"]
+    held += ["budget.general=0.8", "budget.past=0.3"]
     start(small(*given, *held), tmp_path)
     found = scores_of(tmp_path)
     general, past = rises(found)
@@ -94,15 +102,16 @@ def test_it_is_held_where_it_would_not_have_been(small, start, tmp_path):
 def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run_is(small, start, tmp_path):
     every = ["order=[law]", "trainer.steps=8", *DROPOUT, "monitor.past=0"]
     start(small(*every), tmp_path / "free")
-    start(small(*every, "budget.general=9"), tmp_path / "held")
+    start(small(*every, "budget=drift", "budget.general=9"), tmp_path / "held")
     assert scores_of(tmp_path / "held")["monitor"]["law"]["steps"] == [0, 2, 4, 6, 8]
     assert equal_tensors(load_model_weights(tmp_path / "free"), load_model_weights(tmp_path / "held"))
     with pytest.raises(ValueError, match="budget.general"):
-        start(small(*every, "budget.general=8"), tmp_path / "held")
+        start(small(*every, "budget=drift", "budget.general=8"), tmp_path / "held")
 
 
 def test_killed_it_ends_with_the_same_bits(small, start, killing, tmp_path):
-    given = ["method=ewc", *TWO, *STEEP, *DROPOUT, "budget.general=0.05", "budget.past=0.2"]
+    given = ["method=ewc", *TWO, *STEEP, *DROPOUT, "budget=drift"]
+    given += ["budget.general=0.05", "budget.past=0.2"]
     given += ["trainer.checkpoint_every=3", "trainer.steps=8"]
     start(small(*given), tmp_path / "whole")
     whole = scores_of(tmp_path / "whole")

@@ -1,0 +1,160 @@
+"""Make a W&B workspace that compares runs: `python -m cpt.loggers.workspace ENTITY PROJECT`.
+
+Needs the package wandb-workspaces."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from cpt.core.errors import readable
+from cpt.core.output import run_program
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Section, Workspace
+
+# Keys in the config of a run on W&B: what its perplexities depend on, its method with mask and replay, both.
+MEASURED = "cpt.measured"
+LABEL = "cpt.label"
+GROUP = "cpt.group"
+# Metrics in the summary of a run on W&B.
+PERPLEXITY = "LC/perplexity"
+FORGETTING = "FG/nats"
+GENERAL_DRIFT = "general_drift/nats"
+FLOPS = "cost/flops"
+ENDTASK_SCORE = "endtask/MF1"
+ENDTASK_FORGETTING = "endtask/forget_rate"
+PINNED = (
+    PERPLEXITY,
+    FORGETTING,
+    GENERAL_DRIFT,
+    ENDTASK_SCORE,
+    ENDTASK_FORGETTING,
+    FLOPS,
+    "cost/seconds",
+    "cost/memory",
+    "cost/stored",
+)
+BARS = (PERPLEXITY, FORGETTING, GENERAL_DRIFT, ENDTASK_SCORE, ENDTASK_FORGETTING)
+TOKENS = "train/tokens"
+MEDIA = ("matrix_image", "stages_image", "endtasks_image", "modules_image", "report")
+TABLES = ("matrix", "scores")
+NOTE = (
+    "Perplexities are comparable within one group of `cpt.measured` alone: filter the runs on the left to "
+    "one before you read planes and bars. Bits per byte of causal models on one text are comparable across."
+)
+
+
+def build_workspace(entity: str, project: str) -> Workspace:
+    """The workspace, not saved yet: runs grouped by what their perplexities depend on and by method, the best
+    average perplexity first."""
+    from wandb_workspaces import workspaces
+
+    runset = workspaces.RunsetSettings(
+        order=[workspaces.Ordering(workspaces.Summary(PERPLEXITY), ascending=True)],
+        groupby=[workspaces.Config(MEASURED), workspaces.Config(LABEL)],
+        pinned_columns=["run:displayName", *(f"summary:{name}" for name in PINNED)],
+    )
+    return workspaces.Workspace(
+        sections=[comparison_section(), stages_section(), runs_section(), training_section()],
+        runset_settings=runset,
+        entity=entity,
+        project=project,
+        name="cpt: comparison",
+    )
+
+
+def comparison_section() -> Section:
+    import wandb_workspaces.reports.v2 as panels
+    from wandb_workspaces import workspaces
+
+    perplexity = panels.SummaryMetric(PERPLEXITY)
+    forgetting = panels.SummaryMetric(FORGETTING)
+    flops = panels.SummaryMetric(FLOPS)
+    bars = [
+        panels.BarPlot(
+            title=name,
+            metrics=[name],
+            groupby=panels.Config(GROUP),
+            groupby_aggfunc="mean",
+            groupby_rangefunc="stddev",
+        )
+        for name in BARS
+    ]
+    return workspaces.Section(
+        name="Comparison",
+        panels=[
+            panels.MarkdownPanel(markdown=NOTE),
+            panels.ScatterPlot(title="Forgetting against average perplexity", x=perplexity, y=forgetting),
+            panels.ScatterPlot(title="Average perplexity against compute", x=flops, y=perplexity, log_x=True),
+            *bars,
+        ],
+        is_open=True,
+    )
+
+
+def stages_section() -> Section:
+    import wandb_workspaces.reports.v2 as panels
+    from wandb_workspaces import workspaces
+
+    mean_perplexity = "Mean perplexity on the domains learned so far"
+    return workspaces.Section(
+        name="Over the stages",
+        panels=[
+            panels.LinePlot(title=mean_perplexity, x="stage", y=["stages/learned"]),
+            panels.LinePlot(title="Perplexity on each text", x="stage", metric_regex="^ppl/[^/]+$"),
+            panels.LinePlot(title="End tasks", x="stage", metric_regex="^tasks/[^/]+$"),
+            panels.LinePlot(title="Tokens read", x="stage", y=["stages/tokens"]),
+        ],
+        is_open=True,
+    )
+
+
+def runs_section() -> Section:
+    import wandb_workspaces.reports.v2 as panels
+    from wandb_workspaces import workspaces
+
+    return workspaces.Section(
+        name="Runs",
+        panels=[
+            *(panels.MediaBrowser(title=name, media_keys=[name]) for name in MEDIA),
+            *(panels.WeavePanelSummaryTable(table_name=name) for name in TABLES),
+        ],
+        is_open=False,
+    )
+
+
+def training_section() -> Section:
+    import wandb_workspaces.reports.v2 as panels
+    from wandb_workspaces import workspaces
+
+    return workspaces.Section(
+        name="Training",
+        panels=[
+            panels.LinePlot(title="Loss", x=TOKENS, y=["train/loss"]),
+            panels.LinePlot(title="Learning rate", x=TOKENS, y=["train/lr"]),
+        ],
+        is_open=False,
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Makes and saves the workspace; prints its address."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cpt.loggers.workspace", description="Makes a W&B workspace that compares runs."
+    )
+    parser.add_argument("entity", help="W&B user or team")
+    parser.add_argument("project", help="W&B project that holds the runs")
+    options = parser.parse_args(arguments)
+
+    with readable():
+        if find_spec("wandb_workspaces") is None:
+            raise ValueError("needed is the package wandb-workspaces; pip install -e '.[dashboard]'")
+        print(build_workspace(options.entity, options.project).save().url)
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(main)
