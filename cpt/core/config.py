@@ -15,14 +15,40 @@ PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 # How a run is carried out, not what it computes: free to change between two starts of the same run.
 EXECUTION = (
-    *("name", "tags", "variant", "plan", "logger", "cache_dir", "verify_inputs", "extend", "data", "modules"),
-    *("benchmark", "endtask", "answers", "optimized_metric", "domains.ignore", "save_all_stages", "strategy"),
-    *("on_nonfinite", "mask.migu.magnitudes", "method.mask.magnitudes", "trainer.accelerator"),
-    *("eval.rows", "eval.columns"),  # a finished run may be given more of the matrix
+    "name",
+    "tags",
+    "variant",
+    "plan",
+    "logger",
+    "cache_dir",
+    "verify_inputs",
+    "extend",
     "grow",  # of runs of 0.1.0
-    *("trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.num_workers"),
-    *("trainer.reshard_after_forward", "trainer.eval_batch_size", "trainer.checkpoint_every"),
-    *("trainer.log_every_n_steps", "trainer.gradient_checkpointing", "trainer.offload_method_state"),
+    "data",
+    "modules",
+    "benchmark",
+    "endtask",
+    "answers",
+    "optimized_metric",
+    "domains.ignore",
+    "save_all_stages",
+    "strategy",
+    "on_nonfinite",
+    "mask.migu.magnitudes",
+    "method.mask.magnitudes",
+    "eval.rows",  # a finished run may be given more of the matrix
+    "eval.columns",
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.strategy",
+    "trainer.num_workers",
+    "trainer.reshard_after_forward",
+    "trainer.eval_batch_size",
+    "trainer.checkpoint_every",
+    "trainer.log_every_n_steps",
+    "trainer.gradient_checkpointing",
+    "trainer.offload_method_state",
 )
 # Options that runs of 0.1.0 do not have, at the value with which a run computes what those did. At this value
 # they are no part of the identity, so that older runs are continued and compared with new ones. `auto` of the
@@ -34,8 +60,9 @@ ADDED_OPTIONS = {
     "domains.bos_in_rows": "auto",
     "domains.date": None,
 }
-WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
-# Of a choice: what it is called, its learning rate over the model's, what cpt.tune searches.
+PASSIVE_MONITOR = {"stop": None, "patience": None, "keep": "last"}  # values with which it ends no stage
+# Keys of a choice that are no options of its class: its name, its learning rate over the model's, and what
+# cpt.tune searches.
 SEARCH = "search"
 FOR_OTHERS = ("name", "lr_multiplier", SEARCH)
 
@@ -80,7 +107,10 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
             del leaves[name]
     if not is_observed(leaves):
         leaves = {key: value for key, value in leaves.items() if not key.startswith("budget.")}
-        if all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
+        is_passive = all(
+            leaves.get(f"monitor.{name}", value) == value for name, value in PASSIVE_MONITOR.items()
+        )
+        if is_passive:
             leaves = {key: value for key, value in leaves.items() if not key.startswith("monitor.")}
     return leaves
 
@@ -101,7 +131,7 @@ def canonical(key: str, value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [canonical("", each) for each in value]
+        return [canonical("", item) for item in value]
     if key.endswith("_target_") and str(value).startswith("cpt."):
         return str(value).rpartition(".")[2].lower()
     return value

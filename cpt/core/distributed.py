@@ -24,18 +24,20 @@ from cpt.core.preemption import check_signals, children, leave_all, notice
 from cpt.core.processes import is_distributed, rank_and_world
 
 T = TypeVar("T")
-# Where processes that work alone tell of a signal, and of an error; how often they look
-STORE_KEY, FAILED_KEY, STORE_S = "cpt/preempted", "cpt/failed", 0.5
+# Keys of the process group's store, for processes that work on their own.
+STORE_KEY = "cpt/preempted"  # a signal that one has received
+FAILED_KEY = "cpt/failed"  # the error of one
+STORE_S = 0.5  # between two looks into the store
 
 
 def all_reduce_sum(*tensors: Tensor) -> None:
     """Sums each tensor in place; each has to be where the backend sends from."""
     if is_distributed():
         for tensor in tensors:
-            whole = tensor.contiguous()  # NCCL takes no others; lora_B lies column after column
-            distributed.all_reduce(whole)
-            if whole is not tensor:
-                tensor.copy_(whole)
+            contiguous = tensor.contiguous()  # NCCL takes no others; lora_B lies column after column
+            distributed.all_reduce(contiguous)
+            if contiguous is not tensor:
+                tensor.copy_(contiguous)
 
 
 def sum_on_cpu(values: Tensor) -> Tensor:
@@ -57,32 +59,38 @@ def all_reduce_max(number: int) -> int:
 
 
 def gather_rows(vectors: Tensor) -> tuple[Tensor, int]:
-    """The rows [N, ...] of all processes, one process after another, and how many stand before the own
-    ones; gradients go back to whose row it is."""
+    """The rows [N, ...] of all processes, one process after another, and how many stand before those of this
+    one; gradients go back to the process of a row."""
     if not is_distributed():
         return vectors, 0
     rank, world = rank_and_world()
+
     sizes = [torch.zeros((), dtype=torch.long, device=vectors.device) for _ in range(world)]
     distributed.all_gather(sizes, torch.tensor(len(vectors), device=vectors.device))
-    missing = max(sizes) - len(vectors)  # processes may differ by a row, gathered tensors may not
-    padded = functional.pad(vectors, [0, 0] * (vectors.ndim - 1) + [0, int(missing)])
-    parts = [part[:size] for part, size in zip(all_gather(padded), sizes, strict=True)]
-    return torch.cat(parts), int(sum(sizes[:rank]))
+
+    # Processes may differ by a row; gathered tensors may not.
+    num_missing = int(max(sizes) - len(vectors))
+    padding = [0, 0] * (vectors.ndim - 1) + [0, num_missing]
+    gathered = all_gather(functional.pad(vectors, padding))
+    rows = [padded[:size] for padded, size in zip(gathered, sizes, strict=True)]
+    return torch.cat(rows), int(sum(sizes[:rank]))
 
 
 def gather_objects(value: T) -> list[T]:
     """The value of each process, by rank."""
     if not is_distributed():
         return [value]
-    every: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, value)
-    return every
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def gather_shards(buffer: Tensor) -> None:
     """Fills every process's rows of a buffer, of which process r of w holds those at r, r + w, r + 2w, …"""
     _, world = rank_and_world()
-    for rank in range(world) if world > 1 else ():
+    if world == 1:
+        return
+    for rank in range(world):
         shard = buffer[rank::world].to(sending_device(buffer)).contiguous()
         distributed.broadcast(shard.view(torch.uint8), src=rank)
         buffer[rank::world] = shard.to(buffer.device)
@@ -101,18 +109,23 @@ def telling_errors() -> Iterator[None]:
         yield
     except Exception as error:
         if is_distributed():
-            told = f"process {distributed.get_rank()} has failed: {reason(error)}"
-            distributed.distributed_c10d._get_default_store().set(FAILED_KEY, told)
+            message = f"process {distributed.get_rank()} has failed: {reason(error)}"
+            process_store().set(FAILED_KEY, message)
         raise
 
 
-def wait_for_all(place: str) -> None:
-    """Waits until every process has come to a place, which has another name each time, however long that
-    takes: collectives have a time limit. Raises ValueError where one has failed on the way."""
+def process_store() -> Any:
+    """The store that the process group was made with."""
+    return distributed.distributed_c10d._get_default_store()
+
+
+def wait_for_all(key: str) -> None:
+    """Waits until every process has called this with the key, another one each time, however long that takes:
+    collectives have a time limit. Raises ValueError where one has failed on the way."""
     if is_distributed():
-        store = distributed.distributed_c10d._get_default_store()
-        store.add(place, 1)
-        while store.add(place, 0) < distributed.get_world_size():
+        store = process_store()
+        store.add(key, 1)
+        while store.add(key, 0) < distributed.get_world_size():
             if store.check([FAILED_KEY]):
                 raise ValueError(store.get(FAILED_KEY).decode())
             time.sleep(STORE_S)
@@ -120,7 +133,8 @@ def wait_for_all(place: str) -> None:
 
 def leave_together(where: str = "") -> None:
     """Leaves if a signal has come to any process; called by all of them."""
-    if number := all_reduce_max(notice.number):
+    number = all_reduce_max(notice.number)
+    if number:
         leave_all(number, where)
 
 
@@ -134,7 +148,7 @@ def check_all_signals() -> None:
     """Leaves if a signal has come to any process, while each works on its own: they tell each other by the
     store that the process group was made with."""
     if is_distributed():
-        store = distributed.distributed_c10d._get_default_store()
+        store = process_store()
         if notice.number:
             store.set(STORE_KEY, str(notice.number))
         elif time.monotonic() - notice.asked > STORE_S:
@@ -162,18 +176,20 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """All rows of a tensor. Every process has to ask for it, in the same order."""
     if not isinstance(tensor, DTensor):
         return tensor
-    there: DTensor = tensor.detach().to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-    return there.full_tensor()
+    on_mesh: DTensor = tensor.detach().to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+    return on_mesh.full_tensor()
 
 
 def local_rows(values: Tensor, like: Tensor) -> Tensor:
     """Of values that are broadcastable to a tensor those that belong to its local rows."""
     if not isinstance(like, DTensor) or values.ndim < like.ndim:
         return values
-    if values.shape[0] == 1 != like.shape[0]:
+    is_broadcast = values.shape[0] == 1 and like.shape[0] != 1
+    if is_broadcast:
         return values
-    rank, world = like.device_mesh.get_local_rank(), like.device_mesh.size()
-    start = min(rank * math.ceil(like.shape[0] / world), like.shape[0])
+    rank = like.device_mesh.get_local_rank()
+    rows_per_process = math.ceil(like.shape[0] / like.device_mesh.size())
+    start = min(rank * rows_per_process, like.shape[0])
     return values[start : start + len(like.to_local())]
 
 
@@ -181,69 +197,89 @@ def shard_like(values: Tensor, like: Tensor, *, device: torch.device | None = No
     """Full values sharded as a tensor of their shape is, in their own type, on a device or its own."""
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
-    return shard_as(local_rows(values.detach(), like).to(device or like.to_local().device, copy=True), like)
+    target_device = device or like.to_local().device
+    rows = local_rows(values.detach(), like).to(target_device, copy=True)
+    return shard_as(rows, like)
 
 
-def with_rows(own: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
+def with_rows(rows: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
     """Local rows as tensors that are sharded as others are."""
-    pairs = zip(own, likes, strict=True)
-    return [shard_as(rows, like) if isinstance(like, DTensor) else rows for rows, like in pairs]
+    tensors = []
+    for local, like in zip(rows, likes, strict=True):
+        tensors.append(shard_as(local, like) if isinstance(like, DTensor) else local)
+    return tensors
 
 
-def shard_as(own: Tensor, like: DTensor) -> DTensor:
+def shard_as(rows: Tensor, like: DTensor) -> DTensor:
     """Local rows as the tensor that they are of."""
     return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
-def dot(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+def dot(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
     """sum_i a_i b_i over all entries of pairs of tensors, a scalar."""
-    pairs = zip(ones, others, strict=True)
-    return add_up([torch.dot(to_local(a).flatten(), to_local(b).flatten()) for a, b in pairs], ones)
+    products = []
+    for left, right in zip(lefts, rights, strict=True):
+        products.append(torch.dot(to_local(left).flatten(), to_local(right).flatten()))
+    return add_up(products, lefts)
 
 
 def add_up(terms: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
     """The sum of scalars, each of the local rows of a tensor, over all rows."""
-    sums: dict[bool, list[Tensor]] = {False: [], True: []}
+    plain_terms: list[Tensor] = []
+    sharded_terms: list[Tensor] = []
     for term, like in zip(terms, likes, strict=True):
-        sums[is_sharded(like)].append(term)
-    plain, shared = (torch.stack(each).sum() if each else None for each in (sums[False], sums[True]))
-    if shared is None:
-        assert plain is not None
-        return plain
-    distributed.all_reduce(shared)
-    return shared if plain is None else plain + shared
+        if is_sharded(like):
+            sharded_terms.append(term)
+        else:
+            plain_terms.append(term)
+
+    if not sharded_terms:
+        return torch.stack(plain_terms).sum()
+    plain_sum = torch.stack(plain_terms).sum() if plain_terms else None
+    sharded_sum = torch.stack(sharded_terms).sum()
+    distributed.all_reduce(sharded_sum)
+    return sharded_sum if plain_sum is None else plain_sum + sharded_sum
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all entries of all tensors, a scalar, alike in all processes; `norm_type` is 2 or inf."""
-    every = list(tensors)
-    shards = [each.to_local() for each in every if isinstance(each, DTensor)]
-    plain = [each for each in every if not isinstance(each, DTensor)]
-    if not shards:
+    sharded: list[DTensor] = []
+    plain: list[Tensor] = []
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            sharded.append(tensor)
+        else:
+            plain.append(tensor)
+    if not sharded:
         return get_total_norm(plain, norm_type)
-    filled = [each for each in shards if each.numel()]
-    own = get_total_norm(filled, norm_type) if filled else shards[0].new_zeros(())
-    own = own.to(next(each.device_mesh.device_type for each in every if isinstance(each, DTensor)))
-    parts = [get_total_norm(plain, norm_type).to(own)] if plain else []
+
+    # The norm of the local rows, which a process may have none of.
+    shards = [tensor.to_local() for tensor in sharded]
+    filled = [shard for shard in shards if shard.numel()]
+    norm = get_total_norm(filled, norm_type) if filled else shards[0].new_zeros(())
+    norm = norm.to(sharded[0].device_mesh.device_type)
+    plain_norms = [get_total_norm(plain, norm_type).to(norm)] if plain else []
+
     if norm_type == math.inf:
-        own = torch.where(own.isnan(), math.inf, own)  # of NaN and a number a backend may take the number
-        distributed.all_reduce(own, op=distributed.ReduceOp.MAX)
-        return torch.stack([own, *parts]).max()
-    squares = own.square()
-    distributed.all_reduce(squares)
-    return torch.stack([squares, *(each.square() for each in parts)]).sum().sqrt()
+        norm = torch.where(norm.isnan(), math.inf, norm)  # of NaN and a number a backend may take the number
+        distributed.all_reduce(norm, op=distributed.ReduceOp.MAX)
+        return torch.stack([norm, *plain_norms]).max()
+    square = norm.square()
+    distributed.all_reduce(square)
+    plain_squares = [plain_norm.square() for plain_norm in plain_norms]
+    return torch.stack([square, *plain_squares]).sum().sqrt()
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Sequence[nn.Parameter], most: float, norm: Tensor) -> None:
-    """Scales all gradients so that their norm, which is given, is at most `most`."""
-    gradients = [each.grad for each in parameters if each.grad is not None]
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scales all gradients so that their norm, which is given, is at most `max_norm`."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not any(map(is_sharded, gradients)):
-        clip_grads_with_norm_(parameters, most, norm)
+        clip_grads_with_norm_(parameters, max_norm, norm)
         return
-    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         to_local(gradient).mul_(factor.to(to_local(gradient).device))
 
@@ -252,17 +288,33 @@ def clip_gradients(parameters: Sequence[nn.Parameter], most: float, norm: Tensor
 def average_gradients(module: nn.Module) -> None:
     """Averages over the processes the gradients of a sharded module's parameters that are not sharded, as
     FSDP2 does those of the sharded ones; 0 counts where only other processes have one."""
-    parameters = [each for each in module.parameters() if each.requires_grad]
-    own = [each for each in parameters if not is_sharded(each)]
-    if not is_distributed() or not own or not any(map(is_sharded, module.parameters())):
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    plain = [parameter for parameter in parameters if not is_sharded(parameter)]
+    has_sharded = any(map(is_sharded, module.parameters()))
+    if not is_distributed() or not plain or not has_sharded:
         return
-    there = torch.tensor([each.grad is not None for each in own], dtype=torch.int32, device=own[0].device)
-    distributed.all_reduce(there)
-    chosen = [each for each, count in zip(own, there.tolist(), strict=True) if count]
-    for dtype in dict.fromkeys(each.dtype for each in chosen):
-        alike = [each for each in chosen if each.dtype == dtype]
-        joint = torch.cat([(p.new_zeros(p.shape) if p.grad is None else p.grad).flatten() for p in alike])
-        distributed.all_reduce(joint)
-        joint /= distributed.get_world_size()
-        for each, mean in zip(alike, joint.split([p.numel() for p in alike]), strict=True):
-            each.grad = torch.empty_like(each).copy_(mean.view_as(each))  # as it lies: see cpt.optim.state
+
+    # In how many processes each parameter has a gradient.
+    has_gradient = [parameter.grad is not None for parameter in plain]
+    counts = torch.tensor(has_gradient, dtype=torch.int32, device=plain[0].device)
+    distributed.all_reduce(counts)
+    averaged = [parameter for parameter, count in zip(plain, counts.tolist(), strict=True) if count]
+
+    for dtype in dict.fromkeys(parameter.dtype for parameter in averaged):
+        average_together([parameter for parameter in averaged if parameter.dtype == dtype])
+
+
+def average_together(parameters: Sequence[nn.Parameter]) -> None:
+    """Averages the gradients of parameters of one type, in one collective."""
+    gradients = []
+    for parameter in parameters:
+        gradient = parameter.new_zeros(parameter.shape) if parameter.grad is None else parameter.grad
+        gradients.append(gradient.flatten())
+    joined = torch.cat(gradients)
+    distributed.all_reduce(joined)
+    joined /= distributed.get_world_size()
+
+    means = joined.split([parameter.numel() for parameter in parameters])
+    for parameter, mean in zip(parameters, means, strict=True):
+        # In the parameter's memory format: see cpt.optim.state.
+        parameter.grad = torch.empty_like(parameter).copy_(mean.view_as(parameter))

@@ -22,7 +22,7 @@ from cpt.core.config import CONF, flatten
 from cpt.core.files import FULL, free_space, with_free_space
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import is_one_of_several
-from cpt.core.schema import unknown_name
+from cpt.core.schema import join, unknown_name
 from cpt.core.secrets import redact_text
 
 UNQUOTED = re.compile(r"[^\w\s./:+@%*?|$,(){}\[\]\\~-]")  # signs that Hydra takes only in quotes
@@ -30,6 +30,7 @@ LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 NO_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
+FORESEEN = (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError)
 OPEN = ("callbacks", "logger", "optim")  # sections that take further keys, as those within sections do
 FAMILIAR = {  # of transformers' TrainingArguments and example scripts, and Lightning's Trainer
     "bf16": "trainer.precision", "fp16": "trainer.precision", "learning_rate": "optim.lr",
@@ -71,55 +72,19 @@ LOST_LOADER = re.compile(
 def reason(error: BaseException) -> str:
     """An error's message on one line; of an error inside a Hydra instantiation or a loader's process, the
     cause's."""
-    lines = [*filter(None, map(str.strip, explain(error).splitlines()))]
+    lines = [line.strip() for line in explain(error).splitlines() if line.strip()]
     if lines and re.match(r"Caught \w+ in DataLoader worker process", lines[0]):
-        lines = [lines[-1].partition(": ")[2] or lines[-1]]
+        _, _, message = lines[-1].partition(": ")
+        lines = [message or lines[-1]]
     return " ".join(lines) or type(error).__name__
 
 
 def explain(error: BaseException) -> str:
     """An error's message, in the words of options where Hydra and OmegaConf have others."""
-    match error:
-        case of_hydra.MissingConfigException(missing_cfg_file=str(path), options=list(options)):
-            group, _, name = path.rpartition("/")
-            if name == "?":
-                return f"{group}=? asks for the choices of {group}: {', '.join(sorted(options))}"
-            return unknown_name(f"{group}={name}", options)
-        case of_hydra.MissingConfigException() if (at := LOADED.search(str(error))) and choices_of(at[1]):
-            return unknown_name(f"{at[1]}={at[2]}", choices_of(at[1]))  # of a list of choices
-        case of_hydra.OverrideParseException():
-            about = ("Error parsing", "See ", "^")  # the argument, Hydra's page, the place in the argument
-            lines = [line.strip() for line in error.message.splitlines()]
-            cause = " ".join(line for line in lines if line and not line.startswith(about))
-            if cause.startswith("LexerNoViableAltException"):  # and the argument again
-                cause = "it has characters outside Hydra's grammar"
-            return f"{error.override} is invalid: {cause}. Allowed: {allowed_form(str(error.override))}"
-        case of_hydra.SearchPathException():
-            return f"{' '.join(str(error).splitlines())}. Allowed: an existing folder"
-        case ConfigCompositionException(
-            __cause__=of_omegaconf.ConfigAttributeError() | of_omegaconf.ConfigKeyError() as cause
-        ):
-            key, node = str(cause.full_key), cause.parent_node
-            section = key.rpartition(".")[0]
-            given = [str(name) for name in node or () if name != "hydra"]
-            told = unknown_name(key, [f"{section}.{name}" if section else name for name in given])
-            plain = told.partition(". Did you mean")[0]
-            if owners := choices_with(key, section):
-                return f"{plain}; {key} is an option of {section}={','.join(owners)}"
-            if elsewhere := option_elsewhere(key, node):
-                return f"{plain}. Did you mean {elsewhere}?"
-            addable = section in OPEN or "." in section
-            return f"{told}; to add it: +{key}=VALUE" if addable and not told.endswith("?") else told
-        case ConfigCompositionException() if at := NO_DEFAULT.search(str(error)):
-            place, group = at.groups()
-            if "@" in group:
-                missing = "its first line is not # @package _global_"
-                return f"{place} is invalid: {missing}. Allowed: this line, then defaults: and keys"
-            return f"override /{group} in {place}: {unknown_name(group, GROUPS)}"
-        case ConfigCompositionException():
-            for pattern, line in SAID.items():
-                if found := re.match(pattern, str(error)):
-                    return line.format(*found.groups())
+    if isinstance(error, HydraException):
+        message = explain_hydra(error)
+        if message:
+            return message
     while error.__cause__ is not None and isinstance(error, HydraException):
         error = error.__cause__
     match error:
@@ -130,6 +95,89 @@ def explain(error: BaseException) -> str:
         case of_omegaconf.ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
             return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
     return str(error)
+
+
+def explain_hydra(error: HydraException) -> str:
+    """The message for a choice or an argument that Hydra rejects; empty for another error of Hydra."""
+    if isinstance(error, of_hydra.MissingConfigException):
+        message = explain_missing_choice(error)
+        if message:
+            return message
+    match error:
+        case of_hydra.OverrideParseException():
+            return explain_unparsed(error)
+        case of_hydra.SearchPathException():
+            return f"{' '.join(str(error).splitlines())}. Allowed: an existing folder"
+        case ConfigCompositionException(
+            __cause__=of_omegaconf.ConfigAttributeError() | of_omegaconf.ConfigKeyError() as cause
+        ):
+            return explain_unknown_key(cause)
+        case ConfigCompositionException():
+            return explain_composition(error)
+    return ""
+
+
+def explain_missing_choice(error: of_hydra.MissingConfigException) -> str:
+    if isinstance(error.missing_cfg_file, str) and isinstance(error.options, list):
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        if name == "?":
+            return f"{group}=? asks for the choices of {group}: {', '.join(sorted(error.options))}"
+        return unknown_name(f"{group}={name}", error.options)
+
+    match = LOADED.search(str(error))  # of a list of choices
+    if match is not None:
+        group, name = match.groups()
+        choices = choices_of(group)
+        if choices:
+            return unknown_name(f"{group}={name}", choices)
+    return ""
+
+
+def explain_unparsed(error: of_hydra.OverrideParseException) -> str:
+    # Hydra's lines are the cause, the argument, the position in it and a page of its documentation.
+    others = ("Error parsing", "See ", "^")
+    lines = [line.strip() for line in error.message.splitlines()]
+    cause = " ".join(line for line in lines if line and not line.startswith(others))
+    if cause.startswith("LexerNoViableAltException"):  # and the argument again
+        cause = "it has characters outside Hydra's grammar"
+    return f"{error.override} is invalid: {cause}. Allowed: {allowed_form(str(error.override))}"
+
+
+def explain_unknown_key(cause: of_omegaconf.OmegaConfBaseException) -> str:
+    """The message for a key that the config does not have, with where it is an option."""
+    key = str(cause.full_key)
+    node = cause.parent_node
+    section = key.rpartition(".")[0]
+    names = [str(name) for name in node or () if name != "hydra"]
+    message = unknown_name(key, [join(section, name) for name in names])
+    without_hint = message.partition(". Did you mean")[0]
+
+    choices = choices_with(key, section)
+    if choices:
+        return f"{without_hint}; {key} is an option of {section}={','.join(choices)}"
+    other_key = option_elsewhere(key, node)
+    if other_key:
+        return f"{without_hint}. Did you mean {other_key}?"
+    is_open = section in OPEN or "." in section
+    if is_open and not message.endswith("?"):
+        return f"{message}; to add it: +{key}=VALUE"
+    return message
+
+
+def explain_composition(error: ConfigCompositionException) -> str:
+    """The message for choices that cannot be composed; empty for an error of another kind."""
+    match = NO_DEFAULT.search(str(error))
+    if match is not None:
+        config_name, group = match.groups()
+        if "@" in group:
+            missing = "its first line is not # @package _global_"
+            return f"{config_name} is invalid: {missing}. Allowed: this line, then defaults: and keys"
+        return f"override /{group} in {config_name}: {unknown_name(group, GROUPS)}"
+    for pattern, message in SAID.items():
+        match = re.match(pattern, str(error))
+        if match is not None:
+            return message.format(*match.groups())
+    return ""
 
 
 def allowed_form(override: str) -> str:
@@ -148,20 +196,24 @@ def allowed_form(override: str) -> str:
 
 def choices_with(key: str, section: str) -> list[str]:
     """The choices of a group that have an option."""
-    has = re.compile(rf"^{re.escape(key.rpartition('.')[2])}:", re.MULTILINE)
-    found = sorted((CONF / section).glob("*.yaml")) if section else []
-    return [path.stem for path in found if has.search(path.read_text(encoding="utf-8"))]
+    if not section:
+        return []
+    name = key.rpartition(".")[2]
+    pattern = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
+    paths = sorted((CONF / section).glob("*.yaml"))
+    return [path.stem for path in paths if pattern.search(path.read_text(encoding="utf-8"))]
 
 
 def option_elsewhere(key: str, node: Any) -> str:
     """The option of another section that is meant: of this name, or known by it in another library."""
-    end = key.rpartition(".")[2]
+    name = key.rpartition(".")[2]
     root: Any = OmegaConf.to_container(node._get_root()) if node is not None else {}
-    leaves: list[str] = [name for name, _ in flatten(root) if not name.startswith("hydra.")]
-    if (known := FAMILIAR.get(end, "")) in [*leaves, *root]:
-        return known
-    same = [name for name in leaves if "." in name and name.rpartition(".")[2] == end]
-    return min(same, key=lambda name: name.count("."), default="")
+    leaves: list[str] = [leaf for leaf, _ in flatten(root) if not leaf.startswith("hydra.")]
+    familiar_key = FAMILIAR.get(name, "")
+    if familiar_key in [*leaves, *root]:
+        return familiar_key
+    same_name = [leaf for leaf in leaves if "." in leaf and leaf.rpartition(".")[2] == name]
+    return min(same_name, key=lambda leaf: leaf.count("."), default="")
 
 
 def choices_of(group: str) -> list[str]:
@@ -180,17 +232,20 @@ def readable(code: int = 1) -> Iterator[None]:
     except BrokenPipeError:  # cpt.core.output
         raise
     except Exception as error:
-        foreseen = (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError)
+        is_foreseen = isinstance(error, FORESEEN)
         line = describe_oom(error) or describe_lost_loader(error) or describe_full_disk(error)
-        if not line and isinstance(error, foreseen):
+        if not line and is_foreseen:
             line = reason(error)
         if not line or os.environ.get("HYDRA_FULL_ERROR"):
             raise
         print(f"cpt: {redact_text(line)}", file=sys.stderr, flush=True)
         # Another process holds the folder's lock: nothing has failed, and later the same command continues.
-        code = GO_ON if isinstance(error.__cause__, Timeout) else code
+        if isinstance(error.__cause__, Timeout):
+            code = GO_ON
         # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
-        os._exit(code) if is_one_of_several() else sys.exit(code)
+        if is_one_of_several():
+            os._exit(code)
+        sys.exit(code)
 
 
 def describe_oom(error: BaseException | None) -> str:
@@ -208,10 +263,11 @@ def describe_lost_loader(error: BaseException | None) -> str:
     """The message for a process of a data loader that ended, wherever it is in the chain of causes; empty for
     any other error."""
     while error is not None:
-        lost = LOST_LOADER.search(str(error)) if isinstance(error, RuntimeError) else None
-        if lost:
+        match = LOST_LOADER.search(str(error)) if isinstance(error, RuntimeError) else None
+        if match is not None:
+            cause = match[0].splitlines()[0].rstrip(".")
             advice = "rerun the same command to resume, with trainer.num_workers=0 if it happens again"
-            return f"a loader process ended ({lost[0].splitlines()[0].rstrip('.')}); {advice}"
+            return f"a loader process ended ({cause}); {advice}"
         error = error.__cause__ or error.__context__
     return ""
 

@@ -23,12 +23,14 @@ import psutil
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 from tqdm import tqdm
 
+from cpt.core.messages import truncate
 from cpt.core.preemption import Preempted
 
 log = logging.getLogger(__name__)
 PROGRESS_FILE = "progress.json"
 ACTIVE = ("running", "waiting")
-TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything else once a period
+TICK_S = 1.0  # within which a new phase is written
+PERIOD_S = 5.0  # at which anything else is written
 STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
 DELAY = 10.0  # after which a log file tells how far something is that is mostly quick
 CLOCK_S = 5.0  # by which a start time may differ
@@ -41,10 +43,10 @@ def utc_now() -> str:
 
 def age_s(time_utc: str) -> float:
     """Seconds since a time, 0 for one in the future. Raises ValueError if it is no time or has no zone."""
-    then = datetime.fromisoformat(time_utc)
-    if then.tzinfo is None:
+    time_read = datetime.fromisoformat(time_utc)
+    if time_read.tzinfo is None:
         raise ValueError(f"{time_utc} has no time zone")
-    return max(0.0, (datetime.now(UTC) - then).total_seconds())
+    return max(0.0, (datetime.now(UTC) - time_read).total_seconds())
 
 
 def start_time(pid: int) -> float:
@@ -53,7 +55,15 @@ def start_time(pid: int) -> float:
 
 
 State = Literal["running", "waiting", "finished", "preempted", "failed"]
-Time = Annotated[str, AfterValidator(lambda text: text if age_s(text) >= 0 else text)]
+
+
+def check_time(text: str) -> str:
+    """The text; raises ValueError if it is no time."""
+    age_s(text)
+    return text
+
+
+Time = Annotated[str, AfterValidator(check_time)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +86,8 @@ class ProcessId:
 
     def is_alive(self) -> bool | None:
         """None for a process of another host or container."""
-        here = ProcessId.current()
-        if (self.host, self.namespace) != (here.host, here.namespace):
+        current = ProcessId.current()
+        if (self.host, self.namespace) != (current.host, current.namespace):
             return None
         try:
             is_same = abs(start_time(self.pid) - self.start_time) < CLOCK_S
@@ -122,14 +132,15 @@ class Heartbeat:
     @property
     def alive(self) -> bool:
         """Whether its process is at work; one of another host is as long as it is heard of."""
-        alive = self.active and self.process.is_alive()
-        return age_s(self.written) < STALE_S if alive is None else alive
+        if not self.active:
+            return False
+        is_alive = self.process.is_alive()
+        return age_s(self.written) < STALE_S if is_alive is None else is_alive
 
     def ended(self, state: State, why: str) -> Heartbeat:
         """The last heartbeat of a run, its message on one line."""
-        line = " ".join(why.split())
-        why = line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 1]}…"
-        return replace(self, state=state, why=why, written=utc_now(), phase_eta_s=None, run_eta_s=None)
+        message = truncate(" ".join(why.split()), MAX_MESSAGE)
+        return replace(self, state=state, why=message, written=utc_now(), phase_eta_s=None, run_eta_s=None)
 
     def write(self, folder: Path) -> None:
         """Atomic, but not synced to disk: after a crash of the machine the file is worth nothing."""
@@ -146,8 +157,8 @@ class Heartbeat:
             return None
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "its form"
-            raise ValueError(f"{PROGRESS_FILE} cannot be read: {place}: {first['msg']}") from None
+            key = ".".join(map(str, first["loc"])) or "its form"
+            raise ValueError(f"{PROGRESS_FILE} cannot be read: {key}: {first['msg']}") from None
         except OSError as error:
             raise ValueError(f"{PROGRESS_FILE} cannot be read: {error}") from None
 
@@ -160,14 +171,14 @@ def heartbeat_format() -> TypeAdapter[Heartbeat]:
 def record_exit(folder: Path, state: State, why: str, *, began: str) -> None:
     """Records how a run ended that began at a time and may have been killed before it could do so."""
     with suppress(OSError):
-        last = None
+        stored = None
         with suppress(ValueError):
-            last = Heartbeat.load(folder)
-        if last is None or (last.written < began and not last.alive):  # of an earlier start
-            last = Heartbeat(state="running", began=began)
-        elif last.alive or not last.active:
+            stored = Heartbeat.load(folder)
+        if stored is None or (stored.written < began and not stored.alive):  # of an earlier start
+            stored = Heartbeat(state="running", began=began)
+        elif stored.alive or not stored.active:
             return  # it has recorded its end itself
-        last.ended(state, why).write(folder)
+        stored.ended(state, why).write(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,28 +199,37 @@ class HeartbeatThread:
     """Writes the heartbeat of this process from the current phase and the innermost open progress bar."""
 
     folder: Path | None = None
-    phase, waiting, began = Phase(name=""), "", ""
+    phase = Phase(name="")
+    waiting = ""  # what the run waits for
+    began = ""
     bars: list[tqdm] = []
 
     @contextmanager
     def beating(self, folder: Path) -> Iterator[None]:
         """Keeps `progress.json` in a run folder, and records at the end how the run ended."""
-        self.folder, self.phase, self.bars, self.waiting = folder, Phase(name="starting"), [], ""
-        self.began, self.warned = utc_now(), False
+        self.folder = folder
+        self.phase = Phase(name="starting")
+        self.bars = []
+        self.waiting = ""
+        self.began = utc_now()
+        self.warned = False
         self.write(self.read())
         stopped = threading.Event()
         end: tuple[State, str] = ("finished", "")
 
-        def work() -> None:
+        def write_changes() -> None:
             """Writes a new phase or state, and the first step of a phase, at once; all else once a period."""
-            last, written = None, 0.0
+            last_state = None
+            next_time = 0.0
             while not stopped.wait(TICK_S):
                 beat = self.read()
-                if (now := (beat.phase, bool(beat.step), beat.state)) != last or time.monotonic() > written:
-                    last, written = now, time.monotonic() + PERIOD_S
+                current_state = (beat.phase, bool(beat.step), beat.state)
+                if current_state != last_state or time.monotonic() > next_time:
+                    last_state = current_state
+                    next_time = time.monotonic() + PERIOD_S
                     self.write(beat)
 
-        thread = threading.Thread(target=work, daemon=True, name="heartbeat")
+        thread = threading.Thread(target=write_changes, daemon=True, name="heartbeat")
         thread.start()
         try:
             yield
@@ -222,15 +242,26 @@ class HeartbeatThread:
         finally:
             stopped.set()
             thread.join()
-            last = self.read().ended(*end)
-            self.write(replace(last, phase="", done=1.0) if end[0] == "finished" else last)
-            self.folder, self.bars = None, []
+            state, why = end
+            beat = self.read().ended(state, why)
+            if state == "finished":
+                beat = replace(beat, phase="", done=1.0)
+            self.write(beat)
+            self.folder = None
+            self.bars = []
 
     def read(self) -> Heartbeat:
         """The current heartbeat. Within a stage a closed bar counts too, without the time left."""
-        phase, bars = self.phase, self.bars
+        phase = self.phase  # the run's thread may set another one meanwhile
+        bars = self.bars
         open_bars = [bar for bar in bars if not bar.disable]
-        bar = open_bars[-1] if open_bars else bars[-1] if bars and phase.stage is not None else None
+        if open_bars:
+            bar = open_bars[-1]
+        elif bars and phase.stage is not None:
+            bar = bars[-1]
+        else:
+            bar = None
+
         beat = Heartbeat(
             state="waiting" if self.waiting else "running",
             phase=phase.name,
@@ -240,20 +271,22 @@ class HeartbeatThread:
             began=self.began,
         )
         if bar is not None:
-            shown, new = bar.format_dict, bar.n - bar.initial
             beat = replace(beat, step=bar.n, steps=bar.total)
             if phase.stage is None and " " in bar.desc:  # `tokenising law`, where the phase is `tokenising`
                 beat = replace(beat, phase=bar.desc.strip(": "))
-            rate = shown["rate"] or (new / shown["elapsed"] if new > 0 and shown["elapsed"] else None)
+            rate = find_rate(bar)
             if rate and bar.total and open_bars:
                 eta = round(max(0.0, bar.total - bar.n) / rate, 1)
                 beat = replace(beat, phase_eta_s=eta)
                 if phase.remaining_s is not None:
-                    later = phase.remaining_s + phase.remaining_steps / rate
-                    beat = replace(beat, run_eta_s=round(eta + later, 1))
+                    later_s = phase.remaining_s + phase.remaining_steps / rate
+                    beat = replace(beat, run_eta_s=round(eta + later_s, 1))
+
         if phase.total:
-            done = (phase.done + (beat.step or 0) * phase.trains) / phase.total
-            beat = replace(beat, done=round(min(1.0, done), 4))
+            steps_done: int | float = phase.done
+            if phase.trains:
+                steps_done += beat.step or 0
+            beat = replace(beat, done=round(min(1.0, steps_done / phase.total), 4))
         return beat
 
     def write(self, beat: Heartbeat) -> None:
@@ -275,11 +308,25 @@ class HeartbeatThread:
             self.waiting = ""
 
     def set_phase(self, phase: Phase | str) -> None:
-        self.phase, self.bars = Phase(name=phase) if isinstance(phase, str) else phase, []
+        self.phase = Phase(name=phase) if isinstance(phase, str) else phase
+        self.bars = []
+
+
+def find_rate(bar: tqdm) -> float | None:
+    """Units per second of a bar, None if unknown."""
+    shown = bar.format_dict
+    if shown["rate"]:
+        return shown["rate"]
+    num_new = bar.n - bar.initial
+    if num_new > 0 and shown["elapsed"]:
+        return num_new / shown["elapsed"]
+    return None
 
 
 HEARTBEAT = HeartbeatThread()
-heartbeat, waiting_for, set_phase = HEARTBEAT.beating, HEARTBEAT.waiting_for, HEARTBEAT.set_phase
+heartbeat = HEARTBEAT.beating
+waiting_for = HEARTBEAT.waiting_for
+set_phase = HEARTBEAT.set_phase
 
 
 class Lines:
@@ -289,8 +336,9 @@ class Lines:
         self.stream = stream
 
     def write(self, text: str) -> None:
-        if state := text.replace("\x1b[A", "").strip():
-            self.stream.write(f"{state}\n")
+        line = text.replace("\x1b[A", "").strip()
+        if line:
+            self.stream.write(f"{line}\n")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -309,13 +357,24 @@ def progress_bar(
     """A bar named `label` that ends at `total` units, of which some are done, and goes when it is closed.
     With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds. The run's
     progress.json says where it is."""
-    on_terminal = sys.stderr.isatty()
-    how: dict[str, Any] = {"unit": unit, "unit_scale": scale, "leave": False, "disable": hidden}
-    how |= {"file": sys.stderr, "mininterval": 0.2} if on_terminal else {"file": Lines(sys.stderr)}
-    how |= {} if on_terminal else {"mininterval": 10.0, "delay": delay}
-    bar = tqdm(desc=label, total=total, initial=done, maxinterval=60, **how)
-    if HEARTBEAT.folder is not None and not bar.disable:  # until it is closed
-        HEARTBEAT.bars = [*(each for each in HEARTBEAT.bars if not each.disable), bar]  # the thread reads it
+    is_terminal = sys.stderr.isatty()
+    bar = tqdm(
+        desc=label,
+        total=total,
+        initial=done,
+        unit=unit,
+        unit_scale=scale,
+        leave=False,
+        disable=hidden,
+        file=sys.stderr if is_terminal else Lines(sys.stderr),
+        mininterval=0.2 if is_terminal else 10.0,
+        maxinterval=60,
+        delay=0.0 if is_terminal else delay,
+    )
+    if HEARTBEAT.folder is not None and not bar.disable:
+        # A new list, as the thread reads the list. A bar is disabled when it is closed.
+        open_bars = [open_bar for open_bar in HEARTBEAT.bars if not open_bar.disable]
+        HEARTBEAT.bars = [*open_bars, bar]
     return bar
 
 

@@ -15,15 +15,16 @@ import pydantic
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from cpt.core.exceptions import InvalidOptionError, MessageError, format_value
+from cpt.core.exceptions import InvalidOptionError, MessageError
+from cpt.core.messages import abbreviate
 
 T = TypeVar("T")
 Read = TypeVar("Read", bound="Options")
 declared_types = functools.cache(functools.partial(get_type_hints, include_extras=True))
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
-MOST = 24  # names that a message lists
+MAX_LISTED = 24  # names in a message
 INTERNAL = ("name", "_target_", "_partial_", "_convert_", "_recursive_")  # of a section, and no options
-KEYS = {"missing": "missing", "extra": "unknown"}  # by pydantic's word
+PROBLEMS = {"missing": "missing", "extra": "unknown"}  # by the first word of pydantic's types of errors
 MAPPING = "keys with values, {key: value}"
 
 
@@ -65,34 +66,66 @@ PerDomain = Annotated[T | tuple[T, ...], Predicate(lambda value: value != ())]  
 
 def allowed(kind: Any) -> str:
     """What a type allows, in words; nothing for Any."""
-    base, *limits = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-    bound = {type(limit): getattr(limit, type(limit).__name__.lower(), None) for limit in limits}
-    origin, inner = get_origin(base), get_args(base)
-    if Allowed in bound:
-        return str(bound[Allowed])
+    base = kind
+    limits: list[Any] = []
+    if get_origin(kind) is Annotated:
+        base, *limits = get_args(kind)
+    # Of a limit that has no value, like MinLen here, only whether it is there counts.
+    bounds = {type(limit): getattr(limit, type(limit).__name__.lower(), None) for limit in limits}
+    origin = get_origin(base)
+    arguments = get_args(base)
+
+    if Allowed in bounds:
+        return str(bounds[Allowed])
     if origin is Literal:
-        return ", ".join(dict.fromkeys(map(str, inner)))
+        return ", ".join(dict.fromkeys(map(str, arguments)))
     if origin is tuple:
-        each = allowed(inner[0])
-        if get_origin(inner[0]) is not Literal:
-            return f"a list, each {each}"
-        return f"one or more of {each}" if MinLen in bound else f"some of {each}, or []"
+        return allowed_list(arguments[0], is_required=MinLen in bounds)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        lists = "keys with lists of texts, {key: [text]}"
-        return {str: "keys with texts, {key: text}", Sequence[str]: lists}.get(inner[1], MAPPING)
+        return allowed_mapping(arguments[1])
     if base is int:
-        return f"a whole number, {bound[Ge]} or more"
-    if base == Number and Ge in bound and Le in bound:
-        return f"{bound[Ge]:g} to {bound[Le]:g}"
+        return f"a whole number, {bounds[Ge]} or more"
     if base == Number:
-        low = f"{bound[Ge]:g} or more" if Ge in bound else f"above {bound[Gt]:g}"
-        if Le in bound:
-            return f"{low}, at most {bound[Le]:g}"
-        return f"{low} and below {bound[Lt]:g}" if Lt in bound else low
-    if inner:
-        words = ["null"] * (NoneType in inner) + [allowed(each) for each in inner if each is not NoneType]
-        return ("; or " if words[-1].startswith("a list, each") else " or ").join(words)
-    return {bool: "true, false", str: "a text"}.get(base, MAPPING if is_dataclass(base) else "")
+        return allowed_number(bounds)
+    if arguments:
+        return allowed_union(arguments)
+    if is_dataclass(base):
+        return MAPPING
+    return {bool: "true, false", str: "a text"}.get(base, "")
+
+
+def allowed_list(item: Any, *, is_required: bool) -> str:
+    choices = allowed(item)
+    if get_origin(item) is not Literal:
+        return f"a list, each {choices}"
+    return f"one or more of {choices}" if is_required else f"some of {choices}, or []"
+
+
+def allowed_mapping(values: Any) -> str:
+    if values is str:
+        return "keys with texts, {key: text}"
+    if values == Sequence[str]:
+        return "keys with lists of texts, {key: [text]}"
+    return MAPPING
+
+
+def allowed_number(bounds: Mapping[type, Any]) -> str:
+    if Ge in bounds and Le in bounds:
+        return f"{bounds[Ge]:g} to {bounds[Le]:g}"
+    low = f"{bounds[Ge]:g} or more" if Ge in bounds else f"above {bounds[Gt]:g}"
+    if Le in bounds:
+        return f"{low}, at most {bounds[Le]:g}"
+    if Lt in bounds:
+        return f"{low} and below {bounds[Lt]:g}"
+    return low
+
+
+def allowed_union(kinds: Sequence[Any]) -> str:
+    words = [allowed(kind) for kind in kinds if kind is not NoneType]
+    if NoneType in kinds:
+        words.insert(0, "null")
+    separator = "; or " if words[-1].startswith("a list, each") else " or "
+    return separator.join(words)
 
 
 def option(help: str, *, default: Any = MISSING) -> Any:
@@ -103,26 +136,37 @@ def option(help: str, *, default: Any = MISSING) -> Any:
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
 def config(kind: type[T]) -> type[T]:
     """A frozen pydantic dataclass that raises ValueError, `name=value is invalid. Allowed: …`."""
-    made: Any = pydantic.dataclasses.dataclass(kind, frozen=True, kw_only=True, config=STRICT)
-    validate = made.__init__
+    dataclass_kind: Any = pydantic.dataclasses.dataclass(kind, frozen=True, kw_only=True, config=STRICT)
+    validating_init = dataclass_kind.__init__
 
-    def init(self: Any, **given: Any) -> None:
-        types = option_types(made)
-        values = {name: with_python_types(each, types.get(name), place=name) for name, each in given.items()}
+    def init(self: Any, **options: Any) -> None:
+        types = option_types(dataclass_kind)
+        values = {}
+        for name, value in options.items():
+            values[name] = with_python_types(value, types.get(name), section=name)
         try:
-            validate(self, **values)
+            validating_init(self, **values)
         except ValidationError as error:
-            first = error.errors()[0]
-            if not first["loc"]:  # of __post_init__
-                raise ValueError(str(first["ctx"]["error"])) from error
-            name = str(first["loc"][0])
-            if name in types and name in values:
-                raise ValueError(wrong(name, given[name], types[name])) from error
-            why = "is invalid: unknown option" if name in given else "is missing"
-            raise ValueError(f"{name} {why}. Allowed: {', '.join(types)}") from error
+            raise describe_error(error, options, types) from error
 
-    made.__init__ = init
-    return made
+    dataclass_kind.__init__ = init
+    return dataclass_kind
+
+
+def describe_error(
+    error: ValidationError, options: Mapping[str, Any], types: Mapping[str, Any]
+) -> ValueError:
+    """The error of one line for the first that pydantic has found among options."""
+    first = error.errors()[0]
+    if not first["loc"]:  # raised by __post_init__
+        cause = first["ctx"]["error"]
+        return cause.with_message(str(cause)) if isinstance(cause, MessageError) else ValueError(str(cause))
+
+    name = str(first["loc"][0])
+    if name in types and name in options:
+        return wrong_value(name, options[name], types[name])
+    problem = "is invalid: unknown option" if name in options else "is missing"
+    return ValueError(f"{name} {problem}. Allowed: {', '.join(types)}")
 
 
 @config
@@ -136,32 +180,40 @@ class Options:
 def option_types(kind: type) -> dict[str, Any]:
     """The declared type of each option."""
     types = declared_types(kind)
-    return {each.name: types[each.name] for each in fields(kind)}
+    return {option.name: types[option.name] for option in fields(kind)}
 
 
-def with_python_types(value: Any, kind: Any, *, place: str) -> Any:
+def with_python_types(value: Any, kind: Any, *, section: str) -> Any:
     """A list as a tuple; keys with values as the Options that are declared there."""
-    for each in (kind, *get_args(kind)):
-        if isinstance(value, Mapping) and isinstance(each, type) and issubclass(each, Options):
-            return read_options(each, value, place=place)
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, Mapping):
+        for declared in (kind, *get_args(kind)):
+            if isinstance(declared, type) and issubclass(declared, Options):
+                return read_options(declared, value, section=section)
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
-def wrong(key: str, value: Any, kind: Any) -> str:
-    too_large = isinstance(value, int | float) and value >= 2**63
-    return f"{key}={format_value(value)} is invalid. Allowed: {allowed(kind)}{', below 2^63' * too_large}"
+def wrong_value(key: str, value: Any, kind: Any) -> InvalidOptionError:
+    """The error for a value that a type does not allow."""
+    is_too_large = isinstance(value, int | float) and value >= 2**63
+    limit = ", below 2^63" if is_too_large else ""
+    return InvalidOptionError(key, value, allowed=f"{allowed(kind)}{limit}")
 
 
 @functools.cache
 def validator(kind: Any, *, finite: bool = True) -> Callable[[Any], Any]:
-    own = None if is_dataclass(kind) else STRICT if finite else ConfigDict(strict=True)
-    return TypeAdapter(kind, config=own).validate_python
+    if is_dataclass(kind):
+        adapter = TypeAdapter(kind)  # pydantic takes the dataclass's own config
+    else:
+        adapter = TypeAdapter(kind, config=STRICT if finite else ConfigDict(strict=True))
+    return adapter.validate_python
 
 
 def fits(value: Any, kind: Any) -> bool:
     """Whether a type allows a value."""
     try:
-        validator(kind)(with_python_types(value, kind, place=""))
+        validator(kind)(with_python_types(value, kind, section=""))
     except ValueError:
         return False
     return True
@@ -169,8 +221,8 @@ def fits(value: Any, kind: Any) -> bool:
 
 def check_value(key: str, value: Any, kind: Any) -> None:
     """Raises ValueError, `key=value is invalid. Allowed: …`, for a value that a type does not allow."""
-    if not fits(with_python_types(value, kind, place=key), kind):
-        raise ValueError(wrong(key, value, kind))
+    if not fits(with_python_types(value, kind, section=key), kind):
+        raise wrong_value(key, value, kind)
 
 
 def check_types(values: Mapping[str, Any], declared: Mapping[str, Any], *, of: str = "") -> None:
@@ -181,57 +233,78 @@ def check_types(values: Mapping[str, Any], declared: Mapping[str, Any], *, of: s
         try:
             validator(kind, finite=False)(values[name])
         except ValidationError as error:
-            first = error.errors()[0]
-            within = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
-            place = "".join([join(of, name), *within])
-            needed = first["type"].partition("_")[0]
-            told = f"{first['input']!r:.40}, needed is {needed}"
-            raise ValueError(f"{place} is {KEYS.get(needed, told)}") from error
+            raise ValueError(describe_wrong_type(error, join(of, name))) from error
 
 
-def join(place: str, name: str) -> str:
-    return f"{place}.{name}" if place else name
+def describe_wrong_type(error: ValidationError, key: str) -> str:
+    """The message for the first wrong value that pydantic has found below a key."""
+    first = error.errors()[0]
+    path = key
+    for step in first["loc"]:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}"
+
+    needed = first["type"].partition("_")[0]
+    if needed in PROBLEMS:
+        return f"{path} is {PROBLEMS[needed]}"
+    return f"{path} is {first['input']!r:.40}, needed is {needed}"
+
+
+def join(section: str, name: str) -> str:
+    """The key of a name in a section, which is empty at the top of a config."""
+    return f"{section}.{name}" if section else name
 
 
 @contextmanager
-def prefix_errors(place: str) -> Iterator[None]:
+def prefix_errors(section: str) -> Iterator[None]:
     """Begins the message of a ValueError with the section that it is about."""
     try:
         yield
     except InvalidOptionError as error:
-        prefixed = error.with_message(join(place, str(error)))
-        prefixed.key = join(place, error.key)
+        prefixed = error.with_message(join(section, str(error)))
+        prefixed.key = join(section, error.key)
         raise prefixed from error
     except MessageError as error:
-        raise error.with_message(join(place, str(error))) from error
+        raise error.with_message(join(section, str(error))) from error
     except ValueError as error:
-        raise ValueError(join(place, str(error))) from error
+        raise ValueError(join(section, str(error))) from error
 
 
 def unknown_name(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
-    """The message for an option, or for a `group=choice`, that does not exist."""
-    parts = {name: name.rpartition(".") for name in allowed}
-    by_end = {end: name for name, (place, _, end) in parts.items() if not place or end not in INTERNAL}
-    near = difflib.get_close_matches(re.split("[.=]", key)[-1], by_end, n=1, cutoff=0.6)
-    listed = ", ".join([*list(by_end.values())[:MOST], *["…"][: len(by_end) > MOST]]) or "none"
-    meant = f". Did you mean {by_end[near[0]]}?" if near else ""
+    """The message for an option, or for a `group=choice`, that does not exist. `whole` replaces the list of
+    what is allowed."""
+    names_by_end = {}
+    for name in allowed:
+        section, _, end = name.rpartition(".")
+        if not section or end not in INTERNAL:
+            names_by_end[end] = name
+
+    listed = whole
+    if listed is None:
+        listed = abbreviate(names_by_end.values(), limit=MAX_LISTED) or "none"
     kind = "choice" if "=" in key else "option"
-    return f"{key} is invalid: unknown {kind}. Allowed: {whole or listed}{meant}"
+    message = f"{key} is invalid: unknown {kind}. Allowed: {listed}"
+
+    last_word = re.split("[.=]", key)[-1]
+    similar = difflib.get_close_matches(last_word, names_by_end, n=1, cutoff=0.6)
+    if similar:
+        message += f". Did you mean {names_by_end[similar[0]]}?"
+    return message
 
 
-def check_names(given: Iterable[str], known: Iterable[str], *, place: str) -> None:
-    """Raises ValueError for a name that is not known."""
-    names = [join(place, name) for name in known]
-    for name in given:
-        if join(place, name) not in names:
-            raise ValueError(unknown_name(join(place, name), names))
+def check_names(names: Iterable[str], allowed: Iterable[str], *, section: str) -> None:
+    """Raises ValueError for a name that is not allowed in a section."""
+    allowed_keys = [join(section, name) for name in allowed]
+    for name in names:
+        if join(section, name) not in allowed_keys:
+            raise ValueError(unknown_name(join(section, name), allowed_keys))
 
 
-def read_options(kind: type[Read], given: Mapping[str, Any], *, place: str) -> Read:
+def read_options(kind: type[Read], values: Mapping[str, Any], *, section: str) -> Read:
     """Options from the values of a section. Raises ValueError for one that is unknown, missing or wrong."""
-    check_names(given, option_types(kind), place=place)
-    needed = [each.name for each in fields(kind) if each.default is MISSING]
-    if missing := [name for name in needed if name not in given]:
-        raise ValueError(f"{join(place, missing[0])} is missing. Allowed: {join(place, missing[0])}=VALUE")
-    with prefix_errors(place):
-        return kind(**given)
+    check_names(values, option_types(kind), section=section)
+    for declared in fields(kind):
+        if declared.default is MISSING and declared.name not in values:
+            key = join(section, declared.name)
+            raise ValueError(f"{key} is missing. Allowed: {key}=VALUE")
+    with prefix_errors(section):
+        return kind(**values)

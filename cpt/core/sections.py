@@ -17,26 +17,37 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt.core.config import FOR_OTHERS
 from cpt.core.errors import reason
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import Options, Read, Text, check_names, check_value, join, option_types, read_options
 
 GIVEN = ("_target_", "_partial_", "_convert_", "_recursive_", *FOR_OTHERS)  # in addition to the options
 LIBRARIES = ("torch", "lightning", "transformers", "peft", "torchmetrics")  # slow to import, without Options
 
 
-def load_target(target: str, *, place: str = "") -> Any:
+def load_target(target: str, *, section: str = "") -> Any:
     """The class or function of a `_target_`; raises ValueError if it does not exist."""
-    told = f"{join(place, '_target_')}={target}"
+    key = join(section, "_target_")
     try:
-        found = resolve_name(target)
-    except Exception as error:  # whatever a module raises while it is read in
-        try:
-            import_module(target.rpartition(".")[0])
-        except ImportError as hidden:  # resolve_name says that a module which fails is not there
-            error = error if target.startswith(hidden.name or target) else hidden
-        raise ValueError(f"{told} is invalid: {reason(error)}. Allowed: module.Class") from error
-    if not callable(found):
-        raise ValueError(f"{told} is invalid: a {type(found).__name__}. Allowed: module.Class")
-    return found
+        found_object = resolve_name(target)
+    except Exception as error:  # whatever a module raises while it is imported
+        cause = find_import_error(target, error)
+        raise InvalidOptionError(key, target, reason=reason(cause), allowed="module.Class") from cause
+
+    if not callable(found_object):
+        kind = type(found_object).__name__
+        raise InvalidOptionError(key, target, reason=f"a {kind}", allowed="module.Class")
+    return found_object
+
+
+def find_import_error(target: str, error: Exception) -> Exception:
+    """Why a target cannot be resolved: `resolve_name` says of a module that fails that it is not there, and
+    hides the error within the module."""
+    try:
+        import_module(target.rpartition(".")[0])
+    except ImportError as hidden:
+        if not target.startswith(hidden.name or target):
+            return hidden
+    return error
 
 
 @dataclass(frozen=True)
@@ -55,50 +66,68 @@ class Choice:
 
     def load(self) -> Any:
         """The class or function; raises ValueError if it does not exist or is of another kind."""
-        found = load_target(self.target)
-        if self.below and not (isinstance(found, type) and issubclass(found, resolve_name(self.below))):
-            raise ValueError(f"_target_={self.target} is invalid. Allowed: a class below {self.below}")
-        return found
+        loaded = load_target(self.target)
+        if self.below is not None:
+            base = resolve_name(self.below)
+            if not (isinstance(loaded, type) and issubclass(loaded, base)):
+                raise InvalidOptionError("_target_", self.target, allowed=f"a class below {self.below}")
+        return loaded
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return dict(self.options if isinstance(self.options, Mapping) else vars(self.options))
+        if isinstance(self.options, Mapping):
+            return dict(self.options)
+        return dict(vars(self.options))
 
 
-def options_class(target: str, *, place: str) -> type[Options] | None:
+def options_class(target: str, *, section: str) -> type[Options] | None:
     """The Options of a class: `NameOptions` in options.py of its package, the class itself, or of a user's
     class `NameOptions` in its module; None if it has none. Raises ValueError where there is no such class."""
-    module, _, name = target.rpartition(".")
-    package = module.rpartition(".")[0]
-    if module.partition(".")[0] in LIBRARIES:
+    module_name, _, name = target.rpartition(".")
+    if module_name.partition(".")[0] in LIBRARIES:
         return None
     try:
-        if package and find_spec(f"{package}.options"):
-            found = getattr(import_module(f"{package}.options"), f"{name}Options", None)
-            if found is not None:
-                return found
-        if module.startswith("cpt."):  # not imported before it is known to need no torch
-            spec = find_spec(module)
-            source = Path(str(spec and spec.origin)).read_text(encoding="utf-8")
-            stated = re.search(rf"^(@config\n)?(class|def) {re.escape(name)}\b", source, re.MULTILINE)
-            if stated is None:
-                raise ValueError(f"{module} has no {name}")
-            if not stated[1]:
-                return None
-        space = vars(import_module(module))
-        found = space[name] if name in space else load_target(target, place=place)
-    except Exception as error:  # whatever a module raises while it is read in
-        raise ValueError(
-            f"{place}._target_={target} is invalid: {reason(error)}. Allowed: module.Class"
+        return find_options_class(target, module_name, name, section=section)
+    except Exception as error:  # whatever a module raises while it is imported
+        raise InvalidOptionError(
+            f"{section}._target_", target, reason=reason(error), allowed="module.Class"
         ) from error
-    return found if isinstance(found, type) and issubclass(found, Options) else space.get(f"{name}Options")
+
+
+def find_options_class(target: str, module_name: str, name: str, *, section: str) -> type[Options] | None:
+    package = module_name.rpartition(".")[0]
+    if package and find_spec(f"{package}.options"):
+        options = getattr(import_module(f"{package}.options"), f"{name}Options", None)
+        if options is not None:
+            return options
+
+    # A module of cpt is imported only where it needs no torch: where the class is its own Options.
+    if module_name.startswith("cpt.") and not is_config_class(module_name, name):
+        return None
+
+    module = import_module(module_name)
+    loaded = getattr(module, name) if name in vars(module) else load_target(target, section=section)
+    if isinstance(loaded, type) and issubclass(loaded, Options):
+        return loaded
+    return vars(module).get(f"{name}Options")
+
+
+def is_config_class(module_name: str, name: str) -> bool:
+    """Whether a module, which is read and not imported, defines a class with `@config`. Raises ValueError if
+    it defines neither a class nor a function of the name."""
+    spec = find_spec(module_name)
+    source = Path(str(spec and spec.origin)).read_text(encoding="utf-8")
+    definition = re.search(rf"^(@config\n)?(class|def) {re.escape(name)}\b", source, re.MULTILINE)
+    if definition is None:
+        raise ValueError(f"{module_name} has no {name}")
+    return definition[1] is not None
 
 
 @dataclass(frozen=True)
 class Section:
-    """The given values of a section; `used` are the names that other values interpolate."""
+    """The values of a section; `used` are the names that other values interpolate."""
 
-    place: str
+    name: str
     values: Mapping[str, Any]
     used: frozenset[str] = frozenset()
 
@@ -107,44 +136,53 @@ class Section:
         types = option_types(kind)
         values: dict[str, Any] = {}
         for name, value in self.values.items():
-            if name in types or name not in self.used:
-                nested = isinstance(value, Mapping) and "_target_" in value
-                values[name] = Section(join(self.place, name), value).choose() if nested else value
-        return read_options(kind, values, place=self.place)
+            if name not in types and name in self.used:
+                continue
+            if isinstance(value, Mapping) and "_target_" in value:
+                values[name] = Section(join(self.name, name), value).choose()
+            else:
+                values[name] = value
+        return read_options(kind, values, section=self.name)
 
     def choose(self, *, needed: bool = False) -> Any:
         """What `_target_` chooses: Options where a class is its own Options, else a Choice; None where
         nothing is chosen, unless it is `needed`."""
         target = self.values.get("_target_")
-        check_value(join(self.place, "_target_"), target, Text if needed else Text | None)
+        check_value(join(self.name, "_target_"), target, Text if needed else Text | None)
         if target is None:
             return None
-        kind = options_class(target, place=self.place)
-        own = self.only(name for name in self.values if name not in GIVEN)
-        if kind is None and not target.startswith("cpt."):
-            return Choice(target, own.values or Options())
-        options = own.read(kind or Options)
-        is_its_own = kind is not None and target.endswith(f".{kind.__name__}")
-        return options if is_its_own else Choice(target, options)
+
+        kind = options_class(target, section=self.name)
+        arguments = self.only(name for name in self.values if name not in GIVEN)
+        if kind is None and not target.startswith("cpt."):  # a library's class or a user's without Options
+            return Choice(target, arguments.values or Options())
+        options = arguments.read(kind or Options)
+        is_own_options = kind is not None and target.endswith(f".{kind.__name__}")
+        return options if is_own_options else Choice(target, options)
 
     def only(self, names: Iterable[str]) -> "Section":
         return replace(self, values={name: self.values[name] for name in names})
 
     def split(self, kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
         """The values that Options have a name for, and the others."""
-        own = {name: value for name, value in self.values.items() if name in option_types(kind)}
-        return own, {name: value for name, value in self.values.items() if name not in own}
+        types = option_types(kind)
+        options = {name: value for name, value in self.values.items() if name in types}
+        others = {name: value for name, value in self.values.items() if name not in types}
+        return options, others
 
 
-def read_section(cfg: DictConfig, place: str, written: str, *, names: Sequence[str] = ()) -> Section:
+def read_section(cfg: DictConfig, section: str, written: str, *, names: Sequence[str] = ()) -> Section:
     """A section of a config that is `written` so, or these names at its top. Raises MissingMandatoryValue."""
-    node = OmegaConf.select(cfg, place) if place else cfg
+    node = OmegaConf.select(cfg, section) if section else cfg
     if not isinstance(node, DictConfig):
-        check_value(place, to_python(node), Mapping[str, Any])
-    there = [name for name in names or map(str, node) if name in node or OmegaConf.is_missing(node, name)]
-    values = {name: to_python(node[name]) for name in there}
-    used = frozenset(name for name in values if is_used(join(place, name), written))
-    return Section(place, values, used)
+        check_value(section, to_python(node), Mapping[str, Any])
+
+    values = {}
+    for name in names or map(str, node):
+        if name in node or OmegaConf.is_missing(node, name):
+            values[name] = to_python(node[name])  # raises for what is missing
+    used = frozenset(name for name in values if is_used(join(section, name), written))
+    return Section(section, values, used)
 
 
 def to_python(value: Any) -> Any:
@@ -159,20 +197,30 @@ def is_used(key: str, text: str) -> bool:
     return re.search(rf"\$\{{(oc\.select:)?{re.escape(key)}\b", text) is not None
 
 
-def check_arguments(place: str, given: Mapping[str, Any], *, given_by_cpt: Iterable[str] = ()) -> None:
+def check_arguments(section: str, arguments: Mapping[str, Any], *, given_by_cpt: Iterable[str] = ()) -> None:
     """Raises ValueError for a value that the chosen class, or one above it, does not take as an argument."""
-    if not isinstance(given.get("_target_"), str):
+    target = arguments.get("_target_")
+    if not isinstance(target, str):
         return
-    found = load_target(given["_target_"], place=place)
+    chosen = load_target(target, section=section)
+    if inspect.isclass(chosen):
+        makers = [vars(kind).get("__init__", object.__init__) for kind in chosen.__mro__]
+    else:
+        makers = [chosen]
+
+    excluded = ("self", *given_by_cpt)
     names: dict[str, None] = {}
-    kinds = found.__mro__ if inspect.isclass(found) else ()
-    for maker in [vars(kind).get("__init__", object.__init__) for kind in kinds] or [found]:
+    for maker in makers:
         try:
-            taken = inspect.signature(maker).parameters.values()
+            parameters = inspect.signature(maker).parameters.values()
         except ValueError:  # of a built-in type
             return
-        own = [each for each in taken if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        names |= dict.fromkeys(each.name for each in own if each.name not in ("self", *given_by_cpt))
-        if not any(each.kind is each.VAR_KEYWORD for each in taken):
-            check_names((name for name in given if name not in GIVEN), names, place=place)
+        for parameter in parameters:
+            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if is_named and parameter.name not in excluded:
+                names[parameter.name] = None
+
+        passes_on_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        if not passes_on_others:
+            check_names((name for name in arguments if name not in GIVEN), names, section=section)
             return

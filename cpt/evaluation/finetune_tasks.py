@@ -99,7 +99,7 @@ def check_task_values(
     """Raises ValueError for a value that is not allowed; a missing one is not looked at."""
     for key, value in values.items():
         check_value(join(place, key), value, types.get(key, Any))
-    check_names(values.get("columns", ()), EXAMPLE_COLUMNS, place=join(place, "columns"))
+    check_names(values.get("columns", ()), EXAMPLE_COLUMNS, section=join(place, "columns"))
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
         check_task_values({"columns": self.columns}, place="")
         types = RULES | option_types(type(self))
         for name, values in self.named.items():
-            check_names(values, (*SETTINGS, *self.TASK_OPTIONS), place=f"tasks.{name}")
+            check_names(values, (*SETTINGS, *self.TASK_OPTIONS), section=f"tasks.{name}")
             check_task_values(values, types, place=f"tasks.{name}")
 
     @property
@@ -486,7 +486,7 @@ def plan_endtasks(
     check_value("endtask._target_", target, Text)
     with prefix_errors("endtask"):
         source_class = Choice(target, {}, below=f"{TaskSource.__module__}.TaskSource").load()
-    source = read_options(source_class, values, place="endtask")
+    source = read_options(source_class, values, section="endtask")
 
     if source_names is not None:
         for name in source.named:

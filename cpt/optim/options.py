@@ -66,12 +66,12 @@ OPTIONS_BY_TARGET: Mapping[str, type[Options]] = {
 def read_optimizer(section: Section) -> Choice:
     """The optimizer of a section. Raises ValueError for an invalid value."""
     target: Any = section.values.get("_target_")
-    check_value(f"{section.place}._target_", target, Text)
+    check_value(f"{section.name}._target_", target, Text)
     kind = OPTIONS_BY_TARGET.get(target)
     if kind is not None:
         return read_typed_optimizer(section, target, kind)
 
-    with prefix_errors(section.place):
+    with prefix_errors(section.name):
         check_optimizer_arguments(section.values)
         check_value("state_across_domains", section.values.get("state_across_domains", "none"), Carry)
     return section.only(name for name in section.values if name != "state_across_domains").choose()

@@ -68,7 +68,7 @@ def make_loggers(entries: Mapping[str, Mapping[str, Any]], *, folder: Path) -> d
     for name, entry in entries.items():
         section = f"logger.{name}"
         check_arguments(section, entry)
-        load_target(entry["_target_"], place=section)
+        load_target(entry["_target_"], section=section)
         try:
             loggers[name] = make_entry(section, entry, Logger, save_dir=folder)
         except ValueError as error:
@@ -93,7 +93,7 @@ def make_entry(section: str, entry: Mapping[str, Any], kind: type, save_dir: Pat
     """The object of an entry of the config, with a `save_dir` if it takes one and the config gives no other.
     Raises ValueError for one that cannot be made: its package may be missing."""
     check_arguments(section, entry)
-    target = load_target(entry["_target_"], place=section)
+    target = load_target(entry["_target_"], section=section)
     with naming_cause(section):  # whatever a foreign class raises
         if save_dir is not None and "save_dir" in inspect.signature(target).parameters:
             entry = {"save_dir": str(save_dir), **entry}

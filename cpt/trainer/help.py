@@ -90,7 +90,7 @@ def options_at(cfg: DictConfig, section: str) -> Sequence[type[Options]]:
     target = OmegaConf.select(cfg, join(section, "_target_"))
     kind = OPTIONS_BY_TARGET.get(target)
     if kind is None and target:
-        kind = options_class(target, place=section)
+        kind = options_class(target, section=section)
     return [] if kind is None else [kind]
 
 

@@ -114,7 +114,7 @@ def try_trainer(
     callbacks: Sequence[Callback],
 ) -> Trainer:
     """A trainer on this machine. Raises ValueError for options that Lightning does not know or rejects."""
-    check_names(options.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], place="trainer")
+    check_names(options.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], section="trainer")
 
     precision = str(options.precision).replace("auto", "32-true")  # `auto` depends on the device, yet unknown
     arguments = options.lightning | {"devices": devices, "strategy": strategy, "precision": precision}

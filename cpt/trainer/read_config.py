@@ -151,7 +151,7 @@ def check_kind(section: Section, options: Any, kind: type) -> None:
     if isinstance(options, kind):
         return
     target = options.target if isinstance(options, Choice) else full_name(type(options))
-    raise InvalidOptionError(f"{section.place}._target_", target, allowed=f"a class below {full_name(kind)}")
+    raise InvalidOptionError(f"{section.name}._target_", target, allowed=f"a class below {full_name(kind)}")
 
 
 def full_name(kind: type) -> str:

@@ -59,9 +59,9 @@ class Outer(Options):
 )
 def test_options_are_read_and_frozen_or_refused_in_one_line(given, told):
     with pytest.raises(ValueError) as raised:
-        schema.read_options(Outer, given, place="m")
+        schema.read_options(Outer, given, section="m")
     assert str(raised.value).startswith(told) and "\n" not in str(raised.value)
-    made = schema.read_options(Outer, {"strength": 1, "inner": {"decay": 0.5}}, place="")
+    made = schema.read_options(Outer, {"strength": 1, "inner": {"decay": 0.5}}, section="")
     assert made == Outer(strength=1, inner=Inner(decay=0.5)) and type(made.strength) is int
     with pytest.raises(AttributeError):
         made.strength = 3

@@ -284,7 +284,7 @@ class Source(Options, ABC):
     embedding_samples: Count = option("maximum number of embedded documents per text", default=1000)
 
     def __post_init__(self) -> None:
-        read_options(HeldOut, self.held_out, place="held_out")
+        read_options(HeldOut, self.held_out, section="held_out")
         kind = self.form("")
         if self.packing not in (None, *PACKINGS[kind]):
             allowed = f"{', '.join(PACKINGS[kind])} of domains of {kind}"

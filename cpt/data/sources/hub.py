@@ -60,7 +60,7 @@ class Hub(Source):
                 raise ValueError(
                     f"catalogue.{name}={format_value(entry)} is invalid. Allowed: {{path: ag_news, …}}"
                 )
-            read_options(Entry, entry, place=f"catalogue.{name}")
+            read_options(Entry, entry, section=f"catalogue.{name}")
         if self.general not in (None, *self.catalogue):
             raise ValueError(f"general={self.general} is invalid. Allowed: null, {', '.join(self.catalogue)}")
 

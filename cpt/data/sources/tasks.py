@@ -332,7 +332,7 @@ class Tasks(Source):
 
     @cached_property
     def prompt(self) -> Template:
-        return read_options(Template, self.template, place="template")
+        return read_options(Template, self.template, section="template")
 
     @property
     def encoding(self) -> Encoding:

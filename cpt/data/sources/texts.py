@@ -58,7 +58,7 @@ class Texts(Source):
             reason = "it has no sub-folder of a domain" if is_folder else f"there is no folder {self.corpora}"
             allowed = "a folder with a sub-folder for each domain"
             raise ValueError(f"root={self.root} is invalid: {reason}. Allowed: {allowed}")
-        check_names(self.columns or (), (*self.names, GENERAL), place="columns")
+        check_names(self.columns or (), (*self.names, GENERAL), section="columns")
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
             raise ValueError(f"general={self.general} is invalid. Allowed: null, a folder in {self.root}")
 
