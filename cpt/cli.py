@@ -26,19 +26,38 @@ from cpt.core.processes import SPINS, is_one_of_several, is_submitit_job
 from cpt.train import train
 from cpt.trainer.help import FLAG, describe_options
 
-PLAIN = {  # what a user types, and Hydra's form of it
-    # The group is there already, as null: for Hydra a plus would choose it twice.
+HYDRA_FORMS = {  # of what a user types
+    # The group has a choice already, null: for Hydra a plus would choose it twice.
     re.compile(r"\+(experiment=.*)"): r"\1",
     re.compile(r"([+~]*)method\.routing(=[\w,]+)"): r"\1routing@method.routing\2",
 }
 # Options that take texts: names and files, of which a number keeps the form in which it was typed.
 TEXT_OPTIONS = (
-    *("name", "order", "tags", "init_from", "cache_dir", "model.name", "model.name_or_path"),
-    *("domains.only", "domains.ignore", "domains.root", "domains.folder", "domains.general"),
-    *("domains.column", "domains.path", "domains.data_files", "domains.unasked", "benchmark.tasks"),
-    *("benchmark.include", "endtask.root", "endtask.folder", "logger.project", "logger.entity"),
+    "name",
+    "order",
+    "tags",
+    "init_from",
+    "cache_dir",
+    "model.name",
+    "model.name_or_path",
+    "domains.only",
+    "domains.ignore",
+    "domains.root",
+    "domains.folder",
+    "domains.general",
+    "domains.column",
+    "domains.path",
+    "domains.data_files",
+    "domains.unasked",
+    "benchmark.tasks",
+    "benchmark.include",
+    "endtask.root",
+    "endtask.folder",
+    "logger.project",
+    "logger.entity",
 )
 BARE_TEXT = re.compile(r"[^\s,\[\]()]+")
+FLAGS = "-m, --config-dir=FOLDER, --cfg=job, --help"
 report_errors = utils.run_and_report
 
 
@@ -76,11 +95,12 @@ def run_step(step: Callable[[], Any]) -> Any:
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Override]:
     """The overrides among the arguments, without those that Hydra will refuse."""
-    parsed = {}
-    for argument in (each for each in arguments if not each.startswith("-")):
-        with suppress(HydraException):
-            (parsed[argument],) = OverridesParser.create().parse_overrides([argument])
-    return parsed
+    overrides = {}
+    for argument in arguments:
+        if not argument.startswith("-"):
+            with suppress(HydraException):
+                (overrides[argument],) = OverridesParser.create().parse_overrides([argument])
+    return overrides
 
 
 def to_hydra(arguments: Sequence[str]) -> list[str]:
@@ -88,19 +108,29 @@ def to_hydra(arguments: Sequence[str]) -> list[str]:
 
     Hydra composes a config for the sweep itself, with the group's default, and sets a fixed option in
     that: `-m method=lora,olora method.lr_multiplier=1` would be refused, since `method=ncl` has no rate."""
-    given = [keep_text(argument) for argument in arguments]
-    for pattern, form in PLAIN.items():
-        given = [match.expand(form) if (match := pattern.fullmatch(each)) else each for each in given]
-    if not {"-m", "--multirun"} & set(given):
-        return given
-    parsed = parse_arguments(given)
-    swept = tuple(f"{each.key_or_group}." for each in parsed.values() if each.is_sweep_override())
-    for place, argument in enumerate(given):
-        name, _, value = argument.partition("=")
-        is_fixed = argument in parsed and not parsed[argument].is_sweep_override()
-        if is_fixed and value and name.rpartition("@")[2].startswith(swept):
-            given[place] = f"{name}=choice({value})"
-    return given
+    converted = [to_hydra_form(keep_text(argument)) for argument in arguments]
+    if "-m" not in converted and "--multirun" not in converted:
+        return converted
+
+    overrides = parse_arguments(converted)
+    swept_groups = []
+    for override in overrides.values():
+        if override.is_sweep_override():
+            swept_groups.append(f"{override.key_or_group}.")
+    for index, argument in enumerate(converted):
+        key, _, value = argument.partition("=")
+        is_fixed = argument in overrides and not overrides[argument].is_sweep_override()
+        if is_fixed and value and key.rpartition("@")[2].startswith(tuple(swept_groups)):
+            converted[index] = f"{key}=choice({value})"
+    return converted
+
+
+def to_hydra_form(argument: str) -> str:
+    for pattern, form in HYDRA_FORMS.items():
+        match = pattern.fullmatch(argument)
+        if match is not None:
+            argument = match.expand(form)
+    return argument
 
 
 def keep_text(argument: str) -> str:
@@ -130,28 +160,41 @@ def quote_number(text: str, *, is_list: bool) -> str:
 def check_command_line(arguments: Sequence[str]) -> None:
     """Raises ValueError for an unknown or wrong flag, and for a choice of a group that is no name: Hydra
     takes many lines to report these."""
-    parser, flags = utils.get_args_parser(), "-m, --config-dir=FOLDER, --cfg=job, --help"
-
-    def refuse(message: str) -> NoReturn:
-        why = message.partition(" could match")[0]
-        raise ValueError(f"{' '.join(arguments)} is invalid: {why}. Allowed: key=value, {flags}")
-
-    parser.error = refuse  # type: ignore[method-assign]
-    for given in parser.parse_known_args(list(arguments))[1]:
-        if not given.startswith("-"):
-            raise ValueError(f"{given} is invalid between flags. Allowed: flags before or after all options")
-        name = given.lstrip("-").partition("=")[0]
-        allowed = f"options without dashes, like {name}=VALUE; {flags}"
-        raise ValueError(f"{given} is invalid: unknown flag. Allowed: {allowed}")
+    check_flags(arguments)
     for argument, override in parse_arguments(arguments).items():
-        group, value = override.key_or_group, override.value()
+        group = override.key_or_group
         if not group:
             raise ValueError(f"{argument} is invalid: it names no option. Allowed: key=value")
-        values = value if isinstance(value, list) else [value]
-        wrong = (NoneType, int, float, *(dict, list) * isinstance(value, list))
         is_choice = (CONF / group).is_dir() and override.type is not OverrideType.DEL
-        if is_choice and any(isinstance(each, wrong) for each in values):
+        if is_choice and not names_choices(override.value()):
             raise ValueError(f"{argument} is invalid. Allowed: a choice of conf/{group}, or a list of them")
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    def refuse(message: str) -> NoReturn:
+        problem = message.partition(" could match")[0]
+        raise ValueError(f"{' '.join(arguments)} is invalid: {problem}. Allowed: key=value, {FLAGS}")
+
+    parser = utils.get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    _, unknown = parser.parse_known_args(list(arguments))
+    for argument in unknown:
+        if not argument.startswith("-"):
+            raise ValueError(
+                f"{argument} is invalid between flags. Allowed: flags before or after all options"
+            )
+        name = argument.lstrip("-").partition("=")[0]
+        allowed = f"options without dashes, like {name}=VALUE; {FLAGS}"
+        raise ValueError(f"{argument} is invalid: unknown flag. Allowed: {allowed}")
+
+
+def names_choices(value: Any) -> bool:
+    """Whether the value of a group may be a choice, or a list of choices. Hydra takes a mapping instead of a
+    choice for the values of the group."""
+    wrong_types: tuple[type, ...] = (NoneType, int, float)
+    if isinstance(value, list):
+        return not any(isinstance(item, (*wrong_types, dict, list)) for item in value)
+    return not isinstance(value, wrong_types)
 
 
 if __name__ == "__main__":

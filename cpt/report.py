@@ -38,24 +38,24 @@ class Parser(argparse.ArgumentParser):
 
 
 def report_parser() -> Parser:
-    made = Parser(prog="python -m cpt.report", description="Compares the finished runs below folders.")
-    give = made.add_argument
-    give("folders", nargs="*", type=Path, metavar="FOLDER", help="where to look for runs, at any depth")
-    give("--baseline", help=f"the group that others are compared with (default: {BASELINE})")
+    parser = Parser(prog="python -m cpt.report", description="Compares the finished runs below folders.")
+    add = parser.add_argument
+    add("folders", nargs="*", type=Path, metavar="FOLDER", help="where to look for runs, at any depth")
+    add("--baseline", help=f"the group that others are compared with (default: {BASELINE})")
     filters = ", ".join(load_runs.FILTERS)
-    give("--where", nargs="+", default=[], metavar="KEY=VALUE,…", help=f"only these runs: {filters}")
-    give("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
-    shipped = "published numbers to compare with: das6, standard_cl, long_sequence, or a file"
-    give("--published", metavar="NAME", help=shipped)
-    give("--by", choices=("order",), help="a group per order, not over all orders")
-    give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
-    told = "instead of comparing: the pictures of each run's page and of the comparison as PNG, SVG and PDF"
-    give("--figures", type=Path, metavar="FOLDER", help=told)
+    add("--where", nargs="+", default=[], metavar="KEY=VALUE,…", help=f"only these runs: {filters}")
+    add("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
+    published = "published numbers to compare with: das6, standard_cl, long_sequence, or a file"
+    add("--published", metavar="NAME", help=published)
+    add("--by", choices=("order",), help="a group per order, not over all orders")
+    add("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
+    pictures = "the pictures of each run's page and of the comparison as PNG, SVG and PDF"
+    add("--figures", type=Path, metavar="FOLDER", help=f"instead of comparing: {pictures}")
     tables = "also write TeX tables: main, end tasks, orders, matrices, settings"
-    give("--tex", type=Path, metavar="FOLDER", help=tables)
-    named = "comparison; with --where comparison_KEY-VALUE"
-    give("--name", help=f"base name of the written files (default: {named})")
-    return made
+    add("--tex", type=Path, metavar="FOLDER", help=tables)
+    default_name = "comparison; with --where comparison_KEY-VALUE"
+    add("--name", help=f"base name of the written files (default: {default_name})")
+    return parser
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,107 +69,193 @@ def main(arguments: Sequence[str]) -> int:
         return 1
 
 
-def compare_folders(given: argparse.Namespace) -> int:
-    published = read_published(given.published) if given.published else []
-    found = load_runs.find_runs(given.folders)
-    finished = load_runs.filter_runs([run for run in found.runs if run.scores.run["finished"]], given.where)
-    unfinished = [run for run in found.runs if not run.scores.run["finished"]]
-    counts = {"unfinished": len(unfinished), "unreadable": len(found.damaged), "started": len(found.started)}
-    existing = [folder for folder in given.folders if folder.is_dir()]
+def compare_folders(options: argparse.Namespace) -> int:
+    published = read_published(options.published) if options.published else []
+    runs = load_runs.find_runs(options.folders)
+    finished = load_runs.filter_runs([run for run in runs.runs if run.scores.run["finished"]], options.where)
+    unfinished = [run for run in runs.runs if not run.scores.run["finished"]]
+    counts = {"unfinished": len(unfinished), "unreadable": len(runs.damaged), "started": len(runs.started)}
+    existing = [folder for folder in options.folders if folder.is_dir()]
     if not existing or not (finished or any(counts.values())):
-        places = f"FOLDER={','.join(map(str, given.folders))} is invalid: no run below it"
-        why = places if given.folders else "FOLDER is missing"
-        print(f"cpt: {why}. Allowed: run folders, or folders that hold them", file=sys.stderr)
+        if options.folders:
+            problem = f"FOLDER={','.join(map(str, options.folders))} is invalid: no run below it"
+        else:
+            problem = "FOLDER is missing"
+        print(f"cpt: {problem}. Allowed: run folders, or folders that hold them", file=sys.stderr)
         return 2
 
     sections = build_sections(
-        load_runs.measure_runs(finished), by_order=given.by == "order", baseline=given.baseline or BASELINE
+        load_runs.measure_runs(finished),
+        by_order=options.by == "order",
+        baseline=options.baseline or BASELINE,
     )
-    names = {name for section in sections for group in section.groups for name in (group.name, group.label)}
-    if given.baseline and sections and given.baseline not in names:
-        raise ValueError(f"--baseline {given.baseline} is invalid. Allowed: {', '.join(sorted(names))}")
-    if given.figures:
-        code = export_figures(finished, sections, given.figures)
-        wrong = [*found.damaged, *["no finished run"] * (not finished)]
-        print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
-        return code or int(bool(wrong))
-    heading = [Block(lines=[LEGENDS["sections"].format(count=len(sections))])] * (len(sections) > 1)
-    blocks, failed = [], list[str]()
-    for number, section in enumerate(sections, start=1):
-        own = [build_tiles(section)]
-        own += [comparison_figures.build_setting_curve(sections, section, given.curve)] if given.curve else []
-        own += [*comparison_figures.build_figures(section), build_findings(section)]
-        own += [compare.tabulate_main(section), *compare.tabulate_all(section)]
-        own += [list_conditions(section)]
-        if len(sections) > 1:
-            for at, block in enumerate(own):
-                title = f"{block.title or section.title} (section {number})"
-                own[at] = replace(block, title=title, name=f"section_{number}-{block.name}")
-        blocks += own
-        failed += contrast_examples(section).unreadable
-    states = [
-        [str(run.folder), label_run(run.scores.run), str(run.scores.run["seed"]), run.scores.state]
-        for run in unfinished
-    ]
-    states += [[str(folder), "–", "–", "started, nothing measured yet"] for folder in found.started]
-    head = ("folder", "method", "seed", "state")
-    aside = [Block(title="Unfinished runs", head=head, cells=states, num_word_columns=4)]
-    aside += [tabulate_published(sections, published)] * bool(published)
-    unread = Block(title="Runs that could not be read", lines=[*found.damaged, *failed])
+    check_baseline(options.baseline, sections)
+    if options.figures:
+        code = export_figures(finished, sections, options.figures)
+        problems = list(runs.damaged)
+        if not finished:
+            problems.append("no finished run")
+        print_errors(problems)
+        return code or int(bool(problems))
 
-    name = "comparison"
-    if given.where:  # does not replace the comparison of all runs
-        chosen = re.sub(r"[^A-Za-z0-9.+_-]+", ".", "_".join(given.where).replace("=", "-"))
-        name = f"comparison_{chosen if len(chosen) <= MAX_NAME else digest(list(given.where))[:16]}"
-    stem = (given.out or existing[0]) / (given.name or name)
+    heading = []
+    if len(sections) > 1:
+        heading.append(Block(lines=[LEGENDS["sections"].format(count=len(sections))]))
+    blocks, failed = build_blocks(sections, curve=options.curve)
+    others = [tabulate_unfinished(unfinished, runs.started)]
+    if published:
+        others.append(tabulate_published(sections, published))
+    unread = Block(title="Runs that could not be read", lines=[*runs.damaged, *failed])
+
+    stem = (options.out or existing[0]) / (options.name or comparison_name(options.where))
     stem.parent.mkdir(parents=True, exist_ok=True)
-    shown = [*heading, *blocks, *aside, unread]
-    page = write_page(shown, title="Comparison of runs", stem=stem, vectors=True)
+    page = write_page(
+        [*heading, *blocks, *others, unread], title="Comparison of runs", stem=stem, vectors=True
+    )
     if sections:
         export_csv(sections, stem.with_name(f"{stem.name}.csv"))
-    if given.tex:
-        write_tables(sections, given.tex)
+    if options.tex:
+        write_tables(sections, options.tex)
 
-    told = list(heading)
+    print_blocks([*heading, *build_summary(sections), *others])
+    print(page)
+    if options.tex:
+        print(options.tex)
+    problems = [*runs.damaged, *failed]
+    print_errors(problems)
+    if not finished:
+        counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        print(f"no finished run below {', '.join(map(str, options.folders))}: {counted}", file=sys.stderr)
+        return 2
+    return int(bool(problems))
+
+
+def check_baseline(baseline: str | None, sections: Sequence[RunSection]) -> None:
+    """Raises ValueError for a baseline that is the name of no group."""
+    if not baseline or not sections:
+        return
+    names = set()
+    for section in sections:
+        for group in section.groups:
+            names |= {group.name, group.label}
+    if baseline not in names:
+        raise ValueError(f"--baseline {baseline} is invalid. Allowed: {', '.join(sorted(names))}")
+
+
+def build_blocks(sections: Sequence[RunSection], *, curve: str | None) -> tuple[list[Block], list[str]]:
+    """The blocks of the page, section by section, and messages of runs whose examples cannot be read."""
+    blocks = []
+    failed: list[str] = []
+    for number, section in enumerate(sections, start=1):
+        section_blocks = [build_tiles(section)]
+        if curve:
+            section_blocks.append(comparison_figures.build_setting_curve(sections, section, curve))
+        section_blocks += [*comparison_figures.build_figures(section), build_findings(section)]
+        section_blocks += [compare.tabulate_main(section), *compare.tabulate_all(section)]
+        section_blocks += [list_conditions(section)]
+        if len(sections) > 1:
+            section_blocks = [number_block(block, section, number) for block in section_blocks]
+        blocks += section_blocks
+        failed += contrast_examples(section).unreadable
+    return blocks, failed
+
+
+def number_block(block: Block, section: RunSection, number: int) -> Block:
+    """A block with the number of its section in title and name."""
+    title = f"{block.title or section.title} (section {number})"
+    return replace(block, title=title, name=f"section_{number}-{block.name}")
+
+
+def tabulate_unfinished(unfinished: Sequence[MeasuredRun], started: Sequence[Path]) -> Block:
+    """Of runs that are not finished, and of `started` ones that have measured nothing."""
+    cells = []
+    for run in unfinished:
+        cells.append(
+            [str(run.folder), label_run(run.scores.run), str(run.scores.run["seed"]), run.scores.state]
+        )
+    for folder in started:
+        cells.append([str(folder), "–", "–", "started, nothing measured yet"])
+    head = ("folder", "method", "seed", "state")
+    return Block(title="Unfinished runs", head=head, cells=cells, num_word_columns=4)
+
+
+def comparison_name(filters: Sequence[str]) -> str:
+    """The base name of the files: a comparison of some runs does not replace that of all."""
+    if not filters:
+        return "comparison"
+    chosen = re.sub(r"[^A-Za-z0-9.+_-]+", ".", "_".join(filters).replace("=", "-"))
+    if len(chosen) > MAX_NAME:
+        chosen = digest(list(filters))[:16]
+    return f"comparison_{chosen}"
+
+
+def build_summary(sections: Sequence[RunSection]) -> list[Block]:
+    """The blocks of the console."""
+    blocks = []
     for section in sections:
         differences = compare.tabulate_differences(section)
         cells = [row[:LC_COLUMNS] for row in differences.cells]
-        first = replace(differences, head=differences.head[:LC_COLUMNS], cells=cells, facets=())
-        told += [build_tiles(section), build_findings(section)]
-        told += [compare.tabulate_brief(section), first, list_conditions(section)]
-    for block in [*told, *aside]:
-        table = [align_columns(block)] if block.cells else []
-        if block.lines or table:
-            print("\n".join([*[block.title] * bool(block.title), *table, *block.lines]), end="\n\n")
-    print(page, *[given.tex] * bool(given.tex), sep="\n")
-    print(*found.damaged, *failed, sep="\n", end="\n" * bool(found.damaged or failed), file=sys.stderr)
-    if not finished:
-        counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        print(f"no finished run below {', '.join(map(str, given.folders))}: {counted}", file=sys.stderr)
-        return 2
-    return int(bool(found.damaged or failed))
+        blocks += [
+            build_tiles(section),
+            build_findings(section),
+            compare.tabulate_brief(section),
+            replace(differences, head=differences.head[:LC_COLUMNS], cells=cells, facets=()),
+            list_conditions(section),
+        ]
+    return blocks
+
+
+def print_blocks(blocks: Sequence[Block]) -> None:
+    for block in blocks:
+        if not block.cells and not block.lines:
+            continue
+        lines = []
+        if block.title:
+            lines.append(block.title)
+        if block.cells:
+            lines.append(align_columns(block))
+        print("\n".join([*lines, *block.lines]), end="\n\n")
+
+
+def print_errors(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], folder: Path) -> int:
     """Writes RUN-NAME and comparison-NAME as PNG, SVG and PDF. Gives the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = [run.folder.resolve().name for run in runs]
-    if len({*names, "comparison"}) <= len(names):  # two folders of one name
-        top = os.path.commonpath([run.folder.resolve().parent for run in runs])
-        names = ["_".join(run.folder.resolve().relative_to(top).parts) for run in runs]
-        seen = Counter(["comparison"])
-        for place, name in enumerate(names):
-            seen[name] += 1
-            names[place] += f"-{seen[name]}" * (seen[name] > 1)
-    built = (run_page.build_blocks(run.folder, run.scores) for run in runs)
-    pages = dict(zip(names, built, strict=True))
-    several = [comparison_figures.build_figures(section) for section in sections if len(section.runs) > 1]
-    pages |= {"comparison": [block for blocks in several for block in blocks]}
+    pages = {}
+    for name, run in zip(distinct_names(runs), runs, strict=True):
+        pages[name] = run_page.build_blocks(run.folder, run.scores)
+    comparison: list[Block] = []
+    for section in sections:
+        if len(section.runs) > 1:
+            comparison += comparison_figures.build_figures(section)
+    pages["comparison"] = comparison
+
     for stem, page in pages.items():
-        shown = [block for block in page if block.picture]
-        for name in write_pictures(shown, stem=folder / stem, vectors=True):
+        pictures = [block for block in page if block.picture]
+        for name in write_pictures(pictures, stem=folder / stem, vectors=True):
             print(folder / f"{name}.pdf")
     return 0 if runs else 2
+
+
+def distinct_names(runs: Sequence[MeasuredRun]) -> list[str]:
+    """The names of the runs' folders; where two have one name, with the folders above them, and a number."""
+    folders = [run.folder.resolve() for run in runs]
+    names = [folder.name for folder in folders]
+    if len({*names, "comparison"}) > len(names):
+        return names
+
+    common = os.path.commonpath([folder.parent for folder in folders])
+    names = []
+    seen = Counter(["comparison"])
+    for folder in folders:
+        name = "_".join(folder.relative_to(common).parts)
+        seen[name] += 1
+        names.append(f"{name}-{seen[name]}" if seen[name] > 1 else name)
+    return names
 
 
 if __name__ == "__main__":

@@ -17,10 +17,15 @@ from typing import Any, cast
 
 from cpt.core.cache import PARTIAL
 from cpt.core.heartbeat import ACTIVE, PROGRESS_FILE, Heartbeat, ProcessId, age_s, utc_now
+from cpt.core.messages import count_noun, truncate
 from cpt.core.output import run_program
 
 STATES = (
-    *("running", "waiting", "finished", "preempted", "failed"),
+    "running",
+    "waiting",
+    "finished",
+    "preempted",
+    "failed",
     "stopped",  # its process is there, but stopped by SIGSTOP, Ctrl-Z, a debugger or a scheduler
     "killed",  # its process is gone without a word
     "silent",  # on another machine, and without a heartbeat for heartbeat.STALE_S
@@ -48,63 +53,96 @@ class RunStatus:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.status", description=__doc__.split("\n\n")[1])
-    about = "run folders, or folders that hold them (default: outputs)"
-    parser.add_argument("folders", type=Path, nargs="*", default=[Path("outputs")], help=about)
+    folders = "run folders, or folders that hold them (default: outputs)"
+    parser.add_argument("folders", type=Path, nargs="*", default=[Path("outputs")], help=folders)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")  # file names may be no text
-    absent = ",".join(printable(path) for path in given.folders if not path.is_dir())
-    runs = [] if absent else read_statuses(given.folders)
-    if not runs:
-        why = f"FOLDER={absent} is invalid: no such folder. Allowed: run folders, or folders that hold them"
-        why = why if absent else f"no run in {', '.join(map(printable, given.folders))}"
-        print(f"cpt: {why}", file=sys.stderr)
+
+    absent = [printable(path) for path in options.folders if not path.is_dir()]
+    if absent:
+        allowed = "run folders, or folders that hold them"
+        message = f"FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {allowed}"
+        print(f"cpt: {message}", file=sys.stderr)
         return 1
-    number = Counter(run.state for run in runs)
-    counts = {state: number[state] for state in STATES if number[state]}
-    if given.json:
+    runs = read_statuses(options.folders)
+    if not runs:
+        print(f"cpt: no run in {', '.join(map(printable, options.folders))}", file=sys.stderr)
+        return 1
+
+    runs_by_state = Counter(run.state for run in runs)
+    counts = {state: runs_by_state[state] for state in STATES if runs_by_state[state]}
+    if options.json:
         print(json.dumps({"at": utc_now(), "counts": counts, "runs": [asdict(run) for run in runs]}))
     else:
-        total = ", ".join(f"{number} {state}" for state, number in counts.items())
-        lines = [ROW.format(*HEADER), *map(format_status, runs)]
-        print(*lines, f"{len(runs)} run{'s' * (len(runs) != 1)}: {total}", sep="\n")
+        print(ROW.format(*HEADER))
+        for run in runs:
+            print(format_status(run))
+        total = ", ".join(f"{count} {state}" for state, count in counts.items())
+        print(f"{count_noun(len(runs), 'run')}: {total}")
     return 0
 
 
 def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
     """The runs at or below folders, by name."""
-    found = dict[Path, RunStatus]()
+    statuses: dict[Path, RunStatus] = {}
     for folder in folders:
-        for at, below, files in os.walk(os.path.normpath(folder)):
-            below[:] = [each for each in below if not each.endswith(PARTIAL)]  # copies that are being made
+        for root, subfolders, files in os.walk(os.path.normpath(folder)):
             if not {*RUN_FILES}.isdisjoint(files):
-                found[Path(at)] = read_status(Path(at))
-                below.clear()
-            below[:] = [each for each in below if not each.startswith(".")]  # .cache, .hydra
-    return [found[path] for path in sorted(found, key=str)]
+                statuses[Path(root)] = read_status(Path(root))
+                subfolders.clear()
+            # Neither copies that are being made, nor .cache and .hydra.
+            subfolders[:] = [
+                name for name in subfolders if not name.endswith(PARTIAL) and not name.startswith(".")
+            ]
+    return [statuses[path] for path in sorted(statuses, key=str)]
 
 
 def read_status(path: Path) -> RunStatus:
-    finished, done, why = peek_scores(path)
+    is_finished, fraction, problem = peek_scores(path)
     try:
         beat = Heartbeat.load(path)
     except ValueError as error:
-        beat, why = None, str(error)
+        beat = None
+        problem = str(error)
+
     if beat is None:
-        state = "finished" if finished else "unknown" if why else "unfinished"
-        return RunStatus(run=str(path), state=state, done=1.0 if finished else done, why=why)
-    state, said, alive = beat.state, beat.why, beat.alive
-    if beat.active and not alive:
-        state, said = "silent" if beat.process.is_alive() is None else "killed", ""
-    if alive and beat.process.is_stopped():
-        state, said = "stopped", f"kill -CONT {beat.process.pid} continues it"
-    if finished and not alive:  # the scores decide
-        said = "" if state == "finished" else f"its last start: {state}, {said}".rstrip(", ")
-        state = "finished"
-    elif state == "finished":
-        state, said = "unfinished", "scores.json is not that of a finished run"
-    done, why = done if beat.done is None else beat.done, "; ".join(filter(None, (said, why)))
-    return RunStatus(run=str(path), state=state, done=done, why=why, process=beat.process, heartbeat=beat)
+        if is_finished:
+            return RunStatus(run=str(path), state="finished", done=1.0, why=problem)
+        state = "unknown" if problem else "unfinished"
+        return RunStatus(run=str(path), state=state, done=fraction, why=problem)
+
+    state, message = judge_state(beat, is_finished=is_finished)
+    return RunStatus(
+        run=str(path),
+        state=state,
+        done=fraction if beat.done is None else beat.done,
+        why="; ".join(filter(None, (message, problem))),
+        process=beat.process,
+        heartbeat=beat,
+    )
+
+
+def judge_state(beat: Heartbeat, *, is_finished: bool) -> tuple[str, str]:
+    """The state of a run, and why, from its heartbeat and its process; `is_finished` by its scores."""
+    state: str = beat.state
+    message = beat.why
+    is_alive = beat.alive
+    if beat.active and not is_alive:
+        is_elsewhere = beat.process.is_alive() is None
+        state = "silent" if is_elsewhere else "killed"
+        message = ""
+    if is_alive and beat.process.is_stopped():
+        state = "stopped"
+        message = f"kill -CONT {beat.process.pid} continues it"
+
+    if is_finished and not is_alive:  # the scores decide
+        if state == "finished":
+            return "finished", ""
+        return "finished", f"its last start: {state}, {message}".rstrip(", ")
+    if state == "finished":
+        return "unfinished", "scores.json is not that of a finished run"
+    return state, message
 
 
 def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
@@ -112,7 +150,8 @@ def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
     path = folder / "scores.json"
     try:
         facts = read_run_facts(path)
-        num_stages_done, num_stages = len(facts["rows"]) - 1, len(facts["run"]["order"])
+        num_stages_done = len(facts["rows"]) - 1
+        num_stages = len(facts["run"]["order"])
         is_finished = facts["run"]["finished"] is True
     except FileNotFoundError:
         return False, None, ""
@@ -145,41 +184,64 @@ def read_run_facts(path: Path) -> dict[str, Any]:
 
 def format_status(run: RunStatus) -> str:
     """A line of the table."""
-    left = seen = by = phase = ""
-    if (beat := run.heartbeat) is not None:
-        age, is_active = age_s(beat.written), run.state in ACTIVE
-        size, unit = next(each for each in UNITS if age >= each[0] or each[0] == 1)
-        seen = f"{int(age // size)} {unit}"
+    beat = run.heartbeat
+    is_active = run.state in ACTIVE
+    remaining = ""
+    age = ""
+    phase = ""
+    if beat is not None:
+        age = format_age(age_s(beat.written))
         if is_active and beat.run_eta_s is not None:
-            left = format_time(beat.run_eta_s)
+            remaining = format_time(beat.run_eta_s)
         if run.state != "finished":
-            phase = printable(beat.phase) + (f" ({beat.stage}/{beat.stages})" if beat.stage else "")
-            if beat.step is not None and beat.steps:
-                phase += f" {math.floor(100 * beat.step / beat.steps)} %"
-            if is_active and beat.phase_eta_s is not None:
-                phase += f", {format_time(beat.phase_eta_s)}"
-    if run.process is not None and run.state in (*ACTIVE, "silent", "stopped"):
-        by = f"{printable(run.process.host)}:{run.process.pid}"
-    done, why = "" if run.done is None else f"{math.floor(100 * run.done)} %", printable(run.why)
-    what = ": ".join(filter(None, (phase, why if len(why) <= MAX_WHY else f"{why[: MAX_WHY - 1]}…")))
-    name = "  ".join(filter(None, (printable(run.run), what)))
-    return ROW.format(run.state, done, left, seen, by, name).rstrip()
+            phase = format_phase(beat, is_active=is_active)
+
+    process = ""
+    if run.process is not None and (is_active or run.state in ("silent", "stopped")):
+        process = f"{printable(run.process.host)}:{run.process.pid}"
+    done = "" if run.done is None else f"{math.floor(100 * run.done)} %"
+    details = ": ".join(filter(None, (phase, truncate(printable(run.why), MAX_WHY))))
+    name = "  ".join(filter(None, (printable(run.run), details)))
+    return ROW.format(run.state, done, remaining, age, process, name).rstrip()
+
+
+def format_phase(beat: Heartbeat, *, is_active: bool) -> str:
+    """What a run does, for example `training (2/3) 40 %, 0:12`."""
+    phase = printable(beat.phase)
+    if beat.stage:
+        phase += f" ({beat.stage}/{beat.stages})"
+    if beat.step is not None and beat.steps:
+        phase += f" {math.floor(100 * beat.step / beat.steps)} %"
+    if is_active and beat.phase_eta_s is not None:
+        phase += f", {format_time(beat.phase_eta_s)}"
+    return phase
+
+
+def format_age(seconds: float) -> str:
+    """In whole units of the largest kind: `5 s`, `2 min`, `3 d`."""
+    for size, unit in UNITS:
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return "0 s"
 
 
 def format_time(seconds: float) -> str:
     """`0:12`, `1:02:03`, `3 d 4 h`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 24:
         return f"{hours // 24} d {hours % 24} h"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
 def printable(text: object) -> str:
     """A name or a message on one line, control characters escaped."""
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text)
-    )
+    characters = []
+    for character in str(text):
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 if __name__ == "__main__":

@@ -26,42 +26,48 @@ from cpt.trainer.run_dir import RunDir
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.verify", description=__doc__)
-    what = "run folders, caches, or folders that hold them (default: outputs and $CPT_CACHE)"
-    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=what)
-    default = [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
-    given, found = parser.parse_args(arguments).folders, dict[Path, list[str]]()
-    if absent := [str(path) for path in given if not path.is_dir()]:
-        print(f"cpt: {', '.join(absent)} is invalid: no such folder. Allowed: {what}", file=sys.stderr)
+    allowed = "run folders, caches, or folders that hold them (default: outputs and $CPT_CACHE)"
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=allowed)
+    folders = parser.parse_args(arguments).folders
+    absent = [str(path) for path in folders if not path.is_dir()]
+    if absent:
+        print(f"cpt: {', '.join(absent)} is invalid: no such folder. Allowed: {allowed}", file=sys.stderr)
         return 2
-    for at, folders, files in (each for path in given or default for each in os.walk(path.resolve())):
-        path, is_run = Path(at), not {"config.yaml", "scores.json"}.isdisjoint(files)
-        if is_run or CACHED.fullmatch("/".join(path.parts[-2:])):
-            found[path] = list(damage_in_run(path) if is_run else error_of(check_folder, path))
-            folders.clear()
-    if not found:
-        places = ", ".join(map(str, given or default))
-        print(f"cpt: {places} is invalid: no run and no cache below it. Allowed: {what}", file=sys.stderr)
+
+    folders = folders or [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
+    damage = find_all_damage(folders)
+    if not damage:
+        names = ", ".join(map(str, folders))
+        print(f"cpt: {names} is invalid: no run and no cache below it. Allowed: {allowed}", file=sys.stderr)
         return 2
-    lines = [line for path in sorted(found) for line in found[path]]
-    print(*lines, f"{len(found)} folders: {len(lines)} damaged", sep="\n")
-    return 1 if lines else 0
+    num_damaged = 0
+    for path in sorted(damage):
+        for line in damage[path]:
+            print(line)
+            num_damaged += 1
+    print(f"{len(damage)} folders: {num_damaged} damaged")
+    return 1 if num_damaged else 0
+
+
+def find_all_damage(folders: Sequence[Path]) -> dict[Path, list[str]]:
+    """A line for each damaged file of the runs and caches at or below folders, by run or cache."""
+    damage: dict[Path, list[str]] = {}
+    for folder in folders:
+        for root, subfolders, files in os.walk(folder.resolve()):
+            path = Path(root)
+            if not {"config.yaml", "scores.json"}.isdisjoint(files):
+                damage[path] = list(damage_in_run(path))
+            elif CACHED.fullmatch("/".join(path.parts[-2:])):
+                damage[path] = list(error_of(check_folder, path))
+            else:
+                continue
+            subfolders.clear()
+    return damage
 
 
 def damage_in_run(folder: Path) -> Iterator[str]:
     """A line for each damaged file of a run folder; of a finished run for each missing one, too."""
     run = RunDir(folder)
-
-    def check_scores(path: Path) -> None:
-        scores, keeps = Scores.load(path), run.config.exists() and run.stored_config().get("save_all_stages")
-        last = len(scores.rows) - 1
-        run.check_documents(last + 1)
-        if scores.run["finished"]:
-            kept = run.stage_path(last).parent.is_dir()  # else removed by cpt.clean
-            stages = map(run.stage_path, range(1 if keeps else max(1, last), last + 1) if kept else ())
-            gone = [f"{path} is missing; restore it from a backup" for path in stages if not path.exists()]
-            if lost := [*gone, *run.find_damaged_outputs(full=True)]:
-                raise ValueError(f"{folder}: {'; '.join(lost)}")
-
     read_table = partial(pq.read_table, page_checksum_verification=True)
     checks: dict[str, Callable[[Path], object]] = {
         "checkpoints/*.ckpt": partial(check_state, instead="delete it to train that domain again"),
@@ -76,16 +82,37 @@ def damage_in_run(folder: Path) -> Iterator[str]:
         "answers/*/*.parquet": read_table,
         "benchmarks/*/*.json": load_results,
         "identity.json": lambda path: Manifest.load(run),
-        "scores.json": check_scores,
+        "scores.json": lambda path: check_scores(path, run),
     }
     for pattern, check in checks.items():
         for path in sorted(folder.glob(pattern)):
             yield from error_of(check, path)
 
 
+def check_scores(path: Path, run: RunDir) -> None:
+    """Raises ValueError for damaged scores, and for what a finished run has lost."""
+    scores = Scores.load(path)
+    saves_all_stages = run.config.exists() and run.stored_config().get("save_all_stages")
+    last = len(scores.rows) - 1
+    run.check_documents(last + 1)
+    if not scores.run["finished"]:
+        return
+
+    missing = []
+    has_stages = run.stage_path(last).parent.is_dir()  # else removed by cpt.clean
+    if has_stages:
+        first = 1 if saves_all_stages else max(1, last)
+        stages = [run.stage_path(number) for number in range(first, last + 1)]
+        missing = [f"{stage} is missing; restore it from a backup" for stage in stages if not stage.exists()]
+    damage = [*missing, *run.find_damaged_outputs(full=True)]
+    if damage:
+        raise ValueError(f"{run.path}: {'; '.join(damage)}")
+
+
 def check_folder(folder: Path) -> None:
-    if wrong := list(find_damage(folder, read_checksums(folder), full=True)):
-        raise ValueError("; ".join(wrong))
+    damage = list(find_damage(folder, read_checksums(folder), full=True))
+    if damage:
+        raise ValueError("; ".join(damage))
 
 
 def error_of(check: Callable[[Path], object], path: Path) -> Iterator[str]:
@@ -95,7 +122,8 @@ def error_of(check: Callable[[Path], object], path: Path) -> Iterator[str]:
         line = " ".join(str(error).split())
         has_remedy = isinstance(error, PermissionError) or re.search("; (delete|restore|read|update) ", line)
         remedy = "" if has_remedy else "; the same command rebuilds it"
-        yield f"{'' if str(path.parent) in line else f'{path}: '}{line}{remedy}"
+        names_path = str(path.parent) in line
+        yield f"{line}{remedy}" if names_path else f"{path}: {line}{remedy}"
 
 
 if __name__ == "__main__":
