@@ -1,0 +1,276 @@
+"""The private APIs of libraries that cpt uses, where, and why.
+
+A new version of a library may change them without notice. tests/core/test_private_apis.py fails if the
+installed version lacks one, and if cpt uses one that is not listed here. Nothing imports this module but the
+test."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PrivateAPI:
+    """An attribute of a module, or of a class with `module:Class`."""
+
+    owner: str
+    name: str
+    used_in: tuple[str, ...]  # modules of cpt
+    reason: str
+
+    def is_available(self) -> bool:
+        """Whether the installed library has it."""
+        module_name, _, class_name = self.owner.partition(":")
+        try:
+            owner: Any = importlib.import_module(module_name)
+        except ImportError:
+            return False
+        if class_name:
+            owner = getattr(owner, class_name, None)
+        return hasattr(owner, self.name) or is_named_in_constructor(owner, self.name)
+
+
+def is_named_in_constructor(owner: Any, name: str) -> bool:
+    """Whether the constructor of a class, or of one above it, sets or reads an attribute: only instances have
+    it."""
+    for kind in getattr(owner, "__mro__", ()):
+        code = getattr(vars(kind).get("__init__"), "__code__", None)
+        if code is not None and (name in code.co_names or name in code.co_consts):
+            return True
+    return False
+
+
+PRIVATE_APIS = (
+    # torch: modules
+    PrivateAPI(
+        "torch.nn:Module",
+        "_apply",
+        ("core.tensors", "adapters.domain_store", "gradient_masks.migu", "methods.reservoir"),
+        "tensors that are moved with a module but not cast, and modules that stay on disk",
+    ),
+    PrivateAPI(
+        "torch.nn:Module",
+        "_load_from_state_dict",
+        (
+            "core.tensors",
+            "adapters.domain_store",
+            "adapters.routed_lora",
+            "adapters.soft_prompt",
+            "methods.experts",
+        ),
+        "modules whose parameters are made when a checkpoint is loaded",
+    ),
+    PrivateAPI(
+        "torch.nn:Module",
+        "_save_to_state_dict",
+        ("methods.reservoir",),
+        "the memory of examples is saved as it is used, not as it is allocated",
+    ),
+    PrivateAPI(
+        "torch.nn:Module",
+        "_parameters",
+        ("models.weights", "gradient_masks.migu"),
+        "a parameter is replaced for a while without __setattr__, which registers it again",
+    ),
+    PrivateAPI(
+        "torch.nn:Module",
+        "_buffers",
+        ("core.tensors", "adapters.domain_store", "trainer.checkpoint"),
+        "the buffers of one module, without those of its children",
+    ),
+    PrivateAPI(
+        "torch.nn:Module", "_forward_hooks", ("adapters.experts",), "whether an expert is being observed"
+    ),
+    PrivateAPI(
+        "torch.nn:Module", "_compiled_call_impl", ("models.growth",), "a compiled block cannot be copied"
+    ),
+    PrivateAPI(
+        "torch.nn.parallel:DistributedDataParallel",
+        "_ddp_params_and_buffers_to_ignore",
+        ("methods.stage_module",),
+        "parameters that the processes do not synchronize",
+    ),
+    # torch: kernels for lists of tensors
+    PrivateAPI("torch", "_foreach_abs", ("models.fisher",), "one kernel for all parameters"),
+    PrivateAPI(
+        "torch", "_foreach_add_", ("models.fisher", "methods.reservoir"), "one kernel for all parameters"
+    ),
+    PrivateAPI("torch", "_foreach_addcmul_", ("models.fisher",), "one kernel for all parameters"),
+    PrivateAPI("torch", "_foreach_div_", ("methods.reservoir",), "one kernel for all parameters"),
+    PrivateAPI("torch", "_foreach_lerp_", ("models.weights",), "one kernel for all parameters"),
+    PrivateAPI("torch", "_foreach_mul", ("models.weights",), "one kernel for all parameters"),
+    PrivateAPI("torch", "_foreach_mul_", ("models.weights",), "one kernel for all parameters"),
+    PrivateAPI("torch", "_foreach_sub", ("models.weights",), "one kernel for all parameters"),
+    # torch: counts of operations and memory
+    PrivateAPI("torch", "_C", ("trainer.costs",), "operations that are made of others are not counted twice"),
+    PrivateAPI(
+        "torch.utils._python_dispatch", "TorchDispatchMode", ("trainer.costs",), "operations are counted"
+    ),
+    PrivateAPI(
+        "torch.ops.aten",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        ("trainer.costs",),
+        "operations of attention are counted as those of a GPU",
+    ),
+    PrivateAPI(
+        "torch.ops.aten",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        ("trainer.costs",),
+        "operations of attention are counted as those of a GPU",
+    ),
+    PrivateAPI(
+        "torch._ops:OpOverload",
+        "_overloadpacket",
+        ("trainer.costs",),
+        "an operation is counted whatever its overload",
+    ),
+    PrivateAPI(
+        "torch:UntypedStorage",
+        "_cdata",
+        ("trainer.costs", "trainer.dry_run"),
+        "the memory of tensors that share a storage is counted once",
+    ),
+    PrivateAPI(
+        "torch.cpu", "_is_avx512_bf16_supported", ("trainer.auto",), "whether the CPU multiplies in bf16"
+    ),
+    PrivateAPI(
+        "torch.cpu", "_is_amx_tile_supported", ("trainer.auto",), "whether the CPU multiplies in bf16"
+    ),
+    # torch: processes
+    PrivateAPI(
+        "torch.distributed.distributed_c10d",
+        "_get_default_store",
+        ("core.distributed",),
+        "processes that work on their own tell each other of signals and errors",
+    ),
+    PrivateAPI(
+        "torch._utils", "ExceptionWrapper", ("data.loader_processes",), "an error of a loader's process"
+    ),
+    PrivateAPI(
+        "torch.utils.data._utils.signal_handling",
+        "_set_SIGCHLD_handler",
+        ("data.loader_processes",),
+        "the end of a loader's process is reported at once",
+    ),
+    PrivateAPI(
+        "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",
+        "_workers",
+        ("data.loader_processes",),
+        "the processes of a loader, to see which has ended",
+    ),
+    # Lightning
+    PrivateAPI(
+        "lightning.pytorch:Trainer",
+        "_signal_connector",
+        ("trainer.lightning",),
+        "signals are handled by cpt.core.preemption",
+    ),
+    PrivateAPI(
+        "lightning.pytorch.loops.fit_loop:_FitLoop",
+        "_data_fetcher",
+        ("trainer.lightning",),
+        "a fit that ended before its first batch has no iterator to tear down",
+    ),
+    PrivateAPI(
+        "lightning.pytorch.loops.fetchers:_DataFetcher",
+        "_combined_loader",
+        ("trainer.lightning",),
+        "a fit that ended before its first batch has no iterator to tear down",
+    ),
+    PrivateAPI(
+        "lightning.pytorch.utilities.combined_loader:CombinedLoader",
+        "_iterator",
+        ("trainer.lightning",),
+        "a fit that ended before its first batch has no iterator to tear down",
+    ),
+    PrivateAPI(
+        "lightning.pytorch.core.optimizer:LightningOptimizer",
+        "_optimizer",
+        ("trainer.fsdp_strategy",),
+        "the optimizer whose state is sharded",
+    ),
+    PrivateAPI(
+        "lightning.fabric.utilities.optimizer",
+        "_optimizers_to_device",
+        ("trainer.fsdp_strategy",),
+        "the optimizer's state is moved where Lightning moves it",
+    ),
+    PrivateAPI(
+        "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver",
+        "_child_processes",
+        ("core.preemption",),
+        "signals are sent on to the processes that Lightning has started",
+    ),
+    # transformers and peft
+    PrivateAPI(
+        "transformers:PretrainedConfig",
+        "_attn_implementation",
+        ("models.block_attention", "trainer.export_check"),
+        "the attention kernel that a model uses",
+    ),
+    PrivateAPI(
+        "transformers:PreTrainedModel", "_is_stateful", ("models.block_attention",), "recurrent models"
+    ),
+    PrivateAPI(
+        "transformers:PreTrainedTokenizer",
+        "_tokenize",
+        ("models.vocabulary",),
+        "the pieces of a token, without the added tokens",
+    ),
+    PrivateAPI(
+        "peft.tuners.tuners_utils:BaseTunerLayer",
+        "_cast_input_dtype",
+        ("adapters.lora",),
+        "peft's own cast of a layer's input",
+    ),
+    # Hydra, OmegaConf, submitit
+    PrivateAPI(
+        "hydra._internal.utils",
+        "get_args_parser",
+        ("cli", "sweeps.jobs", "trainer.help"),
+        "flags are read as Hydra reads them",
+    ),
+    PrivateAPI("hydra._internal.utils", "run_and_report", ("cli",), "errors are reported in one line"),
+    PrivateAPI(
+        "hydra._internal.core_plugins.basic_sweeper",
+        "BasicSweeper",
+        ("sweeps.jobs",),
+        "the sweeper of a command is Hydra's own",
+    ),
+    PrivateAPI(
+        "hydra.core.utils:JobReturn",
+        "_return_value",
+        ("sweeps.launcher", "sweeps.optuna", "sweeps.tune"),
+        "return_value raises the error of a failed job",
+    ),
+    PrivateAPI("omegaconf:Node", "_get_root", ("core.errors",), "the config of a key that an error names"),
+    PrivateAPI(
+        "omegaconf:DictConfig", "_get_node", ("trainer.help",), "a value as it is written, not resolved"
+    ),
+    PrivateAPI("omegaconf:DictConfig", "_is_missing", ("trainer.help",), "whether a section is ???"),
+    PrivateAPI(
+        "submitit:AutoExecutor",
+        "_typed_parameters",
+        ("sweeps.launcher",),
+        "the options that all of submitit's executors take",
+    ),
+    # Python
+    PrivateAPI(
+        "atexit",
+        "_run_exitfuncs",
+        ("core.preemption",),
+        "what is registered to run at the end runs before a process leaves at once",
+    ),
+    PrivateAPI(
+        "concurrent.futures:ProcessPoolExecutor",
+        "_processes",
+        ("data.tokenize",),
+        "the pool's processes are stopped with the run",
+    ),
+    PrivateAPI(
+        "multiprocessing.queues:Queue",
+        "_on_queue_feeder_error",
+        ("data.loader_processes",),
+        "a batch that cannot be sent ends the run",
+    ),
+)
