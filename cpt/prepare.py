@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import replacing
 from cpt.core.output import run_program
 from cpt.data.sources import hub, readers
@@ -46,14 +47,23 @@ class ReleasedTask(NamedTuple):
     published: tuple[int, int]  # train, test
 
 
-def product_files(name: str, *, own: str = "", order: str = "train dev test") -> dict[str, str]:
-    """The files of a product of Ding et al. (2008), with the split `own`, or train and dev."""
-    splits = {each: own or ("dev" if each == "dev" else "train") for each in order.split()}
-    return {f"absa/dat/{name}/{each}.json": split for each, split in splits.items()}
+def pool_files(name: str, *, order: Sequence[str] = ("train", "dev", "test")) -> dict[str, str]:
+    """The files of a product of Ding et al. (2008) that its authors train on, with their splits here: dev is
+    dev, and train and test are train."""
+    files = {}
+    for file in order:
+        files[f"absa/dat/{name}/{file}.json"] = "dev" if file == "dev" else "train"
+    return files
+
+
+def test_files(name: str) -> dict[str, str]:
+    """The files of a product of Ding et al. (2008) that its authors test on, with their split here."""
+    return {f"absa/dat/{name}/{file}.json": "test" for file in ("train", "dev", "test")}
 
 
 def scientific_task(name: str, kept: float, classes: int, published: tuple[int, int]) -> ReleasedTask:
-    pool, rest = {f"{name}/train.jsonl": "train"}, {f"{name}/{each}.jsonl": each for each in ("test", "dev")}
+    pool = {f"{name}/train.jsonl": "train"}
+    rest = {f"{name}/test.jsonl": "test", f"{name}/dev.jsonl": "dev"}
     return ReleasedTask(pool, rest, kept, classes, published)
 
 
@@ -66,7 +76,8 @@ CORPORA = {
     "pubmed": ("format_pubmed_small.txt", 989),
     "camera": ("absa/post_train/camera.txt", 319),
 }
-PHONE, CAMERA = "Bing5Domains/Nokia6610", "Bing5Domains/CanonG3"
+PHONE = "Bing5Domains/Nokia6610"
+CAMERA = "Bing5Domains/CanonG3"
 TESTED = ("Bing5Domains/NikonCoolpix4300", "Bing9Domains/CanonPowerShotSD500", "Bing9Domains/CanonS100")
 ENDTASKS = {
     "restaurant": ReleasedTask(
@@ -74,14 +85,14 @@ ENDTASKS = {
     ),
     "acl": scientific_task("citation_intent", 0.9, 6, (1520, 421)),
     "ai": scientific_task("sciie", 0.7, 7, (2260, 2388)),
-    "phone": ReleasedTask(
-        product_files(PHONE), product_files("Bing9Domains/Nokia6600", own="test"), 0.7, 2, (239, 553)
-    ),
+    "phone": ReleasedTask(pool_files(PHONE), test_files("Bing9Domains/Nokia6600"), 0.7, 2, (239, 553)),
     "pubmed": scientific_task("chemprot", 0.5, 13, (2667, 7398)),
     "camera": ReleasedTask(
-        product_files(CAMERA, order="train test dev"),
-        {file: split for name in TESTED for file, split in product_files(name, own="test").items()},
-        *(0.8, 2, (230, 626)),
+        pool_files(CAMERA, order=("train", "test", "dev")),
+        test_files(TESTED[0]) | test_files(TESTED[1]) | test_files(TESTED[2]),
+        0.8,
+        2,
+        (230, 626),
     ),
 }
 HELD_OUT = 5  # percent of the lines that the authors keep from training
@@ -100,7 +111,8 @@ FINE_COUNTS |= {"Natural_and_physical_sciences": 4, "Philosophy_and_thinking": 2
 FINE_COUNTS |= {"Religion_and_belief_systems": 3, "Society_and_social_sciences": 2}
 FINE_COUNTS |= {"Technology_and_applied_sciences": 4, "astro-ph": 7, "cond-mat": 10, "cs": 40, "econ": 3}
 FINE_COUNTS |= {"eess": 4, "math": 32, "nlin": 5, "physics": 22, "q-bio": 11, "q-fin": 9, "stat": 6}
-WITHOUT_CLASSES, ARCHIVES = "archives without classes", 27  # alg-geom, hep-th, …
+WITHOUT_CLASSES = "archives without classes"  # alg-geom, hep-th, …
+NUM_WITHOUT_CLASSES = 27
 M2D2_SPLITS = ("train", "valid", "test")
 
 
@@ -109,34 +121,59 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("layout", choices=LAYOUTS, metavar="LAYOUT", help=", ".join(LAYOUTS))
     parser.add_argument("released", type=Path, metavar="RELEASED", help="folder of the released files")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, for domains.root")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        released, out = given.released.resolve(), given.out.resolve()
-        if not released.is_dir():
-            raise ValueError(f"RELEASED={given.released} is invalid: no such folder. Allowed: a folder")
-        if out.is_relative_to(released) or released.is_relative_to(out):
-            raise ValueError(f"OUT={given.out} is invalid: it overlaps RELEASED. Allowed: another folder")
-        texts = list(LAYOUTS[given.layout](released, out))
+        texts = prepare(options)
     except (ValueError, OSError) as error:
         print(f"cpt: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
 
-    lines, rows = [], []
-    for text in texts:
-        for name, count in text.published.items() if text.found else ():
-            if text.found.get(name, 0) != count:
-                lines.append(f"Differs: {text.name}: {name} {text.found.get(name, 0):,}, published {count:,}")
-        kind = "Missing" if text.required else "Missing, optional"
-        lines += [f"{kind}: {path}" for path in text.missing]
-        found = {name: f"{text.found[name]:,.0f}" for name in COUNTS if name in text.found}
-        counts = ", ".join(f"{name} {count:,}" for name, count in text.published.items())
-        rows.append({"text": text.name, **found, "published": counts})
-    frame = pd.DataFrame(rows).fillna("–")
-    failed = not any(text.found for text in texts) or any(t.missing and t.required for t in texts)
-    ended = "incomplete" if failed else "ready"
-    table = frame[["text", *(name for name in COUNTS if name in frame), "published"]].to_string(index=False)
-    print(table, *lines, f"{given.out}: {ended}, {len(lines)} differences", sep="\n")
+    print(tabulate(texts).to_string(index=False))
+    differences = list(describe_differences(texts))
+    for line in differences:
+        print(line)
+    is_incomplete = any(text.missing and text.required for text in texts)
+    failed = is_incomplete or not any(text.found for text in texts)
+    state = "incomplete" if failed else "ready"
+    print(f"{options.out}: {state}, {len(differences)} differences")
     return int(failed)
+
+
+def prepare(options: argparse.Namespace) -> list[PreparedText]:
+    """Raises ValueError for folders that cannot be read or written."""
+    released = options.released.resolve()
+    out = options.out.resolve()
+    if not released.is_dir():
+        raise InvalidOptionError("RELEASED", options.released, reason="no such folder", allowed="a folder")
+    if out.is_relative_to(released) or released.is_relative_to(out):
+        raise InvalidOptionError("OUT", options.out, reason="it overlaps RELEASED", allowed="another folder")
+    return list(LAYOUTS[options.layout](released, out))
+
+
+def tabulate(texts: Sequence[PreparedText]) -> pd.DataFrame:
+    rows = []
+    for text in texts:
+        row = {"text": text.name}
+        for column in COUNTS:
+            if column in text.found:
+                row[column] = f"{text.found[column]:,.0f}"
+        row["published"] = ", ".join(f"{name} {count:,}" for name, count in text.published.items())
+        rows.append(row)
+    frame = pd.DataFrame(rows).fillna("–")
+    columns = [column for column in COUNTS if column in frame]
+    return frame[["text", *columns, "published"]]
+
+
+def describe_differences(texts: Sequence[PreparedText]) -> Iterator[str]:
+    """A line for each count that is not the published one, and for each missing file."""
+    for text in texts:
+        if text.found:
+            for name, count in text.published.items():
+                if text.found.get(name, 0) != count:
+                    yield f"Differs: {text.name}: {name} {text.found.get(name, 0):,}, published {count:,}"
+        kind = "Missing" if text.required else "Missing, optional"
+        for path in text.missing:
+            yield f"{kind}: {path}"
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> int:
@@ -153,21 +190,26 @@ def write_lines(path: Path, lines: Iterable[str]) -> int:
 def prepare_das6(folder: Path, out: Path) -> Iterator[PreparedText]:
     for domain, (file, megabytes) in CORPORA.items():
         path = folder / file
-        found = split_corpus(path, out / "corpora" / domain) if path.exists() else {}
-        if found:
+        counts: dict[str, int] = {}
+        missing = [path]
+        if path.exists():
+            counts = split_corpus(path, out / "corpora" / domain)
             sizes = [round(path.stat().st_size / unit) for unit in (10**6, 2**20)]  # the README has MB
-            found["MB"] = megabytes if megabytes in sizes else sizes[0]
-        yield PreparedText(f"corpora/{domain}", found, {"MB": megabytes}, [path] * (not found))
+            counts["MB"] = megabytes if megabytes in sizes else sizes[0]
+            missing = []
+        yield PreparedText(f"corpora/{domain}", counts, {"MB": megabytes}, missing)
     for domain, task in ENDTASKS.items():
         missing = [folder / file for file in (*task.pool, *task.rest) if not (folder / file).exists()]
-        found = {} if missing else split_endtask(folder, task, out / "endtasks" / domain)
-        published = dict(zip(("train", "test"), task.published, strict=True))
-        yield PreparedText(f"endtasks/{domain}", found, published, missing)
+        counts = {} if missing else split_endtask(folder, task, out / "endtasks" / domain)
+        num_train, num_test = task.published
+        published = {"train": num_train, "test": num_test}
+        yield PreparedText(f"endtasks/{domain}", counts, published, missing)
 
 
 def split_corpus(path: Path, out: Path) -> dict[str, int]:
     """The authors hold out the first lines and never use them; here these are halved into valid and test."""
-    held_out = round(sum(1 for _ in readers.lines(path)) * HELD_OUT / 100)
+    num_lines = sum(1 for _ in readers.lines(path))
+    held_out = round(num_lines * HELD_OUT / 100)
     lines = readers.lines(path)
     sizes = {"valid": held_out // 2, "test": held_out - held_out // 2, "train": None}
     return {split: write_lines(out / f"{split}.txt", islice(lines, size)) for split, size in sizes.items()}
@@ -175,33 +217,44 @@ def split_corpus(path: Path, out: Path) -> dict[str, int]:
 
 def split_endtask(folder: Path, task: ReleasedTask, out: Path) -> dict[str, int]:
     """Writes the files of an end task with the field `das_split`. Gives the examples by it."""
-    files, seen, pooled = defaultdict(list), Counter[str](), []
+    pool: list[tuple[str, dict[str, Any]]] = []
     for file, split in task.pool.items():
-        pooled += [(split, example) for example in read_labelled(folder / file)]
-    most = int(len(pooled) * (1 - task.kept) // task.classes)
-    for split, example in pooled:
-        seen[example["label"]] += 1
-        files[split].append(example | {"das_split": "test" if seen[example["label"]] <= most else "train"})
+        pool += [(split, example) for example in read_labelled(folder / file)]
+
+    # The authors move the first examples of each class to their test set.
+    num_moved = int(len(pool) * (1 - task.kept) // task.classes)
+    files: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    num_seen = Counter[str]()
+    for split, example in pool:
+        num_seen[example["label"]] += 1
+        das_split = "test" if num_seen[example["label"]] <= num_moved else "train"
+        files[split].append(example | {"das_split": das_split})
     for file, split in task.rest.items():
         files[split] += [example | {"das_split": "test"} for example in read_labelled(folder / file)]
+
+    counts = Counter[str]()
     for split, examples in files.items():
-        write_lines(out / f"{split}.jsonl", (json.dumps(each, ensure_ascii=False) for each in examples))
-    return Counter(example["das_split"] for examples in files.values() for example in examples)
+        lines = (json.dumps(example, ensure_ascii=False) for example in examples)
+        write_lines(out / f"{split}.jsonl", lines)
+        counts.update(example["das_split"] for example in examples)
+    return counts
 
 
 def read_labelled(path: Path) -> Iterator[dict[str, Any]]:
     """The examples of a file of DAS: a text and its label a line, or an object of aspects in sentences."""
     columns = {"text": "text", "label": "label"}
-    rows: Iterable[tuple[str, Any]] = ()
+    rows: Iterable[tuple[str, Any]]
     if path.suffix == ".jsonl":
         rows = readers.json_rows(path)
-    elif isinstance(whole := read_json(path), Mapping):
-        columns = {"text": "sentence", "text_pair": "term", "label": "polarity"}
-        rows = ((f"{path}, {name}", row) for name, row in whole.items())
     else:
-        raise ValueError(f"{path} is no object. Allowed: {{NAME: {{sentence, term, polarity}}, …}}")
-    for number, (where, row) in enumerate(rows):
-        fields = {name: text_field(row, column, where, "LAYOUT=das6") for name, column in columns.items()}
+        content = read_json(path)
+        if not isinstance(content, Mapping):
+            raise ValueError(f"{path} is no object. Allowed: {{NAME: {{sentence, term, polarity}}, …}}")
+        columns = {"text": "sentence", "text_pair": "term", "label": "polarity"}
+        rows = ((f"{path}, {name}", row) for name, row in content.items())
+
+    for number, (position, row) in enumerate(rows):
+        fields = {name: text_field(row, column, position, "LAYOUT=das6") for name, column in columns.items()}
         yield {"id": f"{path.parent.name}-{path.stem}-{number}", "text_pair": "", **fields}
 
 
@@ -220,35 +273,51 @@ def copy_task(
     folder: Path, out: Path, layout: str, counts: tuple[int, int], more: Sequence[str] = ()
 ) -> PreparedText:
     """Reads the files of train and test through, and copies them with `more`."""
-    published, found = dict(zip(("train", "test"), counts, strict=True)), {}
-    paths = {split: folder / f"{split}.json" for split in published} | {name: folder / name for name in more}
-    missing = [path for path in paths.values() if not path.exists()] if folder.exists() else [folder]
+    num_train, num_test = counts
+    published = {"train": num_train, "test": num_test}
+    if not folder.exists():
+        return PreparedText(folder.name, {}, published, [folder])
+
+    paths = {split: folder / f"{split}.json" for split in published}
+    for name in more:
+        paths[name] = folder / name
+    num_examples = {}
+    missing = []
     for name, path in paths.items():
-        if path.exists():
-            if name in published:
-                found[name] = sum(1 for _ in read_records(path, layout, {}))
-            with replacing(out / path.name) as partial:
-                shutil.copyfile(path, partial)
-    return PreparedText(folder.name, found, published, missing)
+        if not path.exists():
+            missing.append(path)
+            continue
+        if name in published:
+            num_examples[name] = sum(1 for _ in read_records(path, layout, {}))
+        with replacing(out / path.name) as partial:
+            shutil.copyfile(path, partial)
+    return PreparedText(folder.name, num_examples, published, missing)
 
 
 def prepare_m2d2(released: Path, out: Path) -> Iterator[PreparedText]:
-    known, groups = {**FINE_COUNTS, WITHOUT_CLASSES: ARCHIVES}, defaultdict[str, list[Path]](list)
-    for path in sorted(path for path in released.iterdir() if path.is_dir()):
-        if path.name not in NOT_DOMAINS and path.name[0] != ".":
+    published_counts = {**FINE_COUNTS, WITHOUT_CLASSES: NUM_WITHOUT_CLASSES}
+    groups = defaultdict[str, list[Path]](list)
+    for path in sorted(released.iterdir()):
+        if path.is_dir() and path.name not in NOT_DOMAINS and path.name[0] != ".":
             coarse, _ = parse_name(path.name)
-            groups[coarse if coarse in known else WITHOUT_CLASSES].append(path)
+            groups[coarse if coarse in published_counts else WITHOUT_CLASSES].append(path)
     if not groups:
-        raise ValueError(f"RELEASED={released} is invalid: it has no folder. Allowed: a folder per domain")
-    for coarse, published in known.items():
-        found, missing = Counter[str](domains=0), []
+        raise InvalidOptionError(
+            "RELEASED", released, reason="it has no folder", allowed="a folder per domain"
+        )
+
+    for coarse, published in published_counts.items():
+        counts = Counter[str](domains=0)
+        missing: list[Path] = []
         for path in groups[coarse]:
-            found["domains"] += parse_name(path.name)[1] is not None
+            _, fine = parse_name(path.name)
+            if fine is not None:
+                counts["domains"] += 1
             splits = read_domain(path)
             missing += [path / f"{split}.txt" for split in M2D2_SPLITS if split not in splits]
             for split, lines in splits.items():
-                found[split] += write_lines(out / path.name / f"{split}.txt", lines)
-        yield PreparedText(coarse, found, {"domains": published}, missing)
+                counts[split] += write_lines(out / path.name / f"{split}.txt", lines)
+        yield PreparedText(coarse, counts, {"domains": published}, missing)
 
 
 def read_domain(folder: Path) -> dict[str, Iterable[str]]:
@@ -258,10 +327,16 @@ def read_domain(folder: Path) -> dict[str, Iterable[str]]:
         return {path.stem: readers.lines(path) for path in paths if path.stem in M2D2_SPLITS}
     names, load = hub.open_set({"path": str(folder)}, streaming=False)
     splits: dict[str, Iterable[str]] = {}
-    for split, (name, *_) in splits_by_name(names).items():
-        texts = readers.texts_of(((str(folder), row) for row in load(name)), "text")
-        splits[split] = (text.replace("\n", " ") for text in texts)
+    for split, split_names in splits_by_name(names).items():
+        rows = ((str(folder), row) for row in load(split_names[0]))
+        splits[split] = join_lines(readers.texts_of(rows, "text"))
     return splits
+
+
+def join_lines(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, each on one line."""
+    for text in texts:
+        yield text.replace("\n", " ")
 
 
 LAYOUTS = {
