@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import BelowOne, Count, Natural, Positive, PositiveShare, Steps, Text, config, option
 from cpt.data.replay import ReplayConfig, ReplaySource, to_fraction
 
@@ -32,33 +33,51 @@ class GeneratedReplay(ReplayConfig):
     def conflicts(
         self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
     ) -> Iterator[str]:
-        new = batch_size * (1 - to_fraction(self.past_ratio) - to_fraction(self.forms))
+        if self.prefix >= length and not examples:
+            yield (
+                f"replay.prefix={self.prefix} is invalid: it leaves nothing to generate of "
+                f"model.max_seq_length={length}. Allowed: fewer"
+            )
+        if examples:
+            yield from self.example_conflicts(batch_size)
+        if chats:
+            yield "replay=generated is invalid: no model learns to write chats. Allowed: replay=past"
+        if sharded:
+            yield (
+                "replay=generated is invalid: strategy=fsdp leaves each process a shard of the model. "
+                "Allowed: strategy=single, ddp"
+            )
+
+    def example_conflicts(self, batch_size: int) -> Iterator[str]:
+        """What does not go with domains of examples, as messages."""
         prompt = self.prompt or "{domain}"
-        found = {
-            f"replay.prefix={self.prefix} is invalid: it leaves nothing to generate of "
-            f"model.max_seq_length={length}. "
-            "Allowed: fewer": self.prefix >= length and not examples,
-            f"replay.prompt={prompt} is invalid: it does not name the domain of an example. "
-            "Allowed: null, or a text with {domain}": examples and "{domain}" not in prompt,
-            f"replay.general_ratio={self.general_ratio} is invalid: replay=generated writes examples of "
-            f"these "
-            "domains, not text. Allowed: 0": examples and self.general_ratio,
-            f"replay.past_ratio={self.past_ratio} with replay.forms={self.forms} is invalid: {float(new):g} "
-            f"new "
-            f"samples remain in a batch of trainer.batch_size={batch_size}. Allowed: 1 or more": (
-                examples and new < 1 and (not self.is_appended or new <= 0)
-            ),
-            "replay=generated is invalid: no model learns to write chats. Allowed: replay=past": chats,
-            "replay=generated is invalid: strategy=fsdp leaves each process a shard of the model. "
-            "Allowed: strategy=single, ddp": sharded,
-        }
-        return (message for message, holds in found.items() if holds)
+        if "{domain}" not in prompt:
+            yield (
+                f"replay.prompt={prompt} is invalid: it does not name the domain of an example. "
+                "Allowed: null, or a text with {domain}"
+            )
+        if self.general_ratio:
+            yield (
+                f"replay.general_ratio={self.general_ratio} is invalid: replay=generated writes examples of "
+                "these domains, not text. Allowed: 0"
+            )
+        num_new = batch_size * (1 - to_fraction(self.past_ratio) - to_fraction(self.forms))
+        if num_new <= 0 or (num_new < 1 and not self.is_appended):
+            yield (
+                f"replay.past_ratio={self.past_ratio} with replay.forms={self.forms} is invalid: "
+                f"{float(num_new):g} new samples remain in a batch of trainer.batch_size={batch_size}. "
+                "Allowed: 1 or more"
+            )
 
     def check_objective(self, objective: str, *, model: str, examples: bool) -> None:
         if objective != "causal" and not examples:
             fills = "masks" if objective == "masked" else "spans"
-            told = f"replay=generated is invalid: {model} fills {fills} and cannot generate text"
-            raise ValueError(f"{told}. Allowed: replay=past, or a causal model like model=tiny_gpt2")
+            raise InvalidOptionError(
+                "replay",
+                "generated",
+                reason=f"{model} fills {fills} and cannot generate text",
+                allowed="replay=past, or a causal model like model=tiny_gpt2",
+            )
 
     def open_source(self, folder: Path, *, corpora: Any, **run: Any) -> ReplaySource:
         from cpt.contrib.generative_replay import writer  # loads torch

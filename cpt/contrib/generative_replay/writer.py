@@ -32,6 +32,7 @@ from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
 from cpt.core.config import digest
 from cpt.core.distributed import barrier, gather_objects, leave_together
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import read_checked_json, replace, write_checked_json
 from cpt.core.heartbeat import progress_bar
 from cpt.core.processes import is_first_process, rank_and_world
@@ -51,11 +52,13 @@ from cpt.methods.base import ContinualMethod
 from cpt.models.forward import set_mode
 
 log = logging.getLogger(__name__)
-FORMAT = FORMS_FORMAT = 1  # raise it when what is written, or how forms are made, changes
+FORMAT = 1  # raise it when what is written changes
+FORMS_FORMAT = 1  # raise it when the forms of examples change
 EXCERPT = 200  # characters
 Array = np.ndarray
-PLACE = "place.json"  # of files that are continued after a kill
-MARK, SIGN = "__ans__", "An example of {domain}:"
+PLACE = "place.json"  # how far files are that are continued after a kill
+MARK = "__ans__"  # between question and answer
+SIGN = "An example of {domain}:"
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,25 @@ class WritingJob:
     stream: int  # key of its random numbers
 
 
+@dataclass
+class Written:
+    """How far the texts of a stage are, by text: blocks of samples, and tokens."""
+
+    blocks: dict[str, int]
+    tokens: dict[str, int]
+
+    @classmethod
+    def resume(cls, jobs: Sequence[WritingJob], place: Any) -> "Written":
+        """From the place of files that a killed run has left, None without one."""
+        zeros = dict.fromkeys((job.text for job in jobs), 0)
+        stored = place or {}
+        return cls(blocks=zeros | stored.get("blocks", {}), tokens=zeros | stored.get("tokens", {}))
+
+    def add(self, text: str, block: Sequence[Sample]) -> None:
+        self.blocks[text] += 1
+        self.tokens[text] += sum(sample.size for sample in block)
+
+
 class TextWriter(ReplaySource):
     """Writes text after a prompt and prefixes. Raises ValueError where these leave nothing to write."""
 
@@ -101,24 +123,38 @@ class TextWriter(ReplaySource):
         base: Any,  # cpt.trainer.base_model.Base
         seed: int,
     ) -> None:
-        self.options, self.folder, self.module, self.data, self.seed = options, folder, module, data, seed
-        self.corpora, self.tokenizer = corpora, base.tokenizer
-        self.length, self.seq2seq = base.length, base.seq2seq
+        self.options = options
+        self.folder = folder
+        self.module = module
+        self.data = data
+        self.seed = seed
+        self.corpora = corpora
+        self.tokenizer = base.tokenizer
+        self.length = base.length
+        self.seq2seq = base.seq2seq
         self.text_format: TextFormat = base.text_format
         self.begin, self.after_text = frame_of(self.tokenizer)
         end = self.end_of_text()
         self.sampling = Sampling(options.temperature, options.top_p, len(self.tokenizer), end)
-        texts = list(dict.fromkeys(text for stage in data for text in data.max_replayed(stage)))
+
+        texts: dict[str, None] = {}
+        for stage in data:
+            texts |= dict.fromkeys(data.max_replayed(stage))
         for text in texts:
-            self.prompt(text)
-        named = options.prefix or "{domain}" in (options.prompt or "") or module.domain_params is not None
-        if not is_first_process():
-            return
+            self.prompt(text)  # raises for one that is too long
+        if is_first_process():
+            self.log_effect(list(texts))
+
+    def log_effect(self, texts: Sequence[str]) -> None:
+        """Logs what the options of a run do not have an effect on."""
+        options = self.options
+        names_domain = "{domain}" in (options.prompt or "")
+        is_told_apart = options.prefix or names_domain or self.module.domain_params is not None
         if not texts:
             log.info("No effect of replay=generated: no stage has a past domain or a share to replay")
-        elif len(texts) > 1 and not named and corpora.encoding is None:
-            why = "as nothing says of which it is to be; replay.prefix=8 or a prompt with {domain} would"
-            log.info("Generating the same kind of text for all past domains (replay.prefix=0), %s", why)
+        elif len(texts) > 1 and not is_told_apart and self.corpora.encoding is None:
+            reason = "as nothing says of which it is to be; replay.prefix=8 or a prompt with {domain} would"
+            log.info("Generating the same kind of text for all past domains (replay.prefix=0), %s", reason)
 
     def end_of_text(self) -> int:
         """The id that ends a text which the model writes. Raises ValueError without one."""
@@ -132,94 +168,156 @@ class TextWriter(ReplaySource):
         return ends[0]
 
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
-        general, replayed = [GENERAL] * (self.options.general_ratio > 0), self.data.max_replayed(stage)
-        for name in (*stage.texts, *general) if is_first_process() else ():
-            path = sample_file(self.folder / "kept", name, "json")
-            if not path.exists() and (kept := self.to_keep(name)) is not None:
-                write_checked_json(path, kept)
+        if is_first_process():
+            self.store_kept(stage)
         barrier()
-        folder, jobs, most = self.folder / f"{number:03d}-{stage.name}", [], self.options.max_tokens
+
+        folder = self.folder / f"{number:03d}-{stage.name}"
+        replayed = self.data.max_replayed(stage)
         damage = artifact_damage(folder)
         if replayed and gather_objects(bool(damage))[0]:
             if folder.exists() and is_first_process():
                 log.warning("Rebuilding %s, which is damaged (%s)", folder, damage)
-            for name, count in replayed.items():
-                tokens = count * self.length if most is None else min(int(most), count * self.length)
-                wanted = math.ceil(tokens / (1 - to_fraction(self.options.drop)))
-                place = self.data.domain_indices.get(name, BASE)
-                stream = (self.seed, "generated", stage.name, name)
-                jobs.append(WritingJob(name, place, self.contexts(name), wanted, tokens, key(*stream)))
+            jobs = [self.make_job(name, rows, stage) for name, rows in replayed.items()]
             self.write(folder, jobs, stage, device)
-        found = {name: self.open(folder, name) for name in replayed}
-        self.texts = {name: rows for name, rows in found.items() if rows is not None}
+
+        self.texts = {}
+        for name in replayed:
+            packed = self.open(folder, name)
+            if packed is not None:
+                self.texts[name] = packed
+
+    def store_kept(self, stage: Domain) -> None:
+        """Stores what later stages need of the texts of a stage, and of the general text."""
+        names = list(stage.texts)
+        if self.options.general_ratio > 0:
+            names.append(GENERAL)
+        for name in names:
+            path = sample_file(self.folder / "kept", name, "json")
+            if path.exists():
+                continue
+            kept_value = self.to_keep(name)
+            if kept_value is not None:
+                write_checked_json(path, kept_value)
+
+    def make_job(self, name: str, rows: int, stage: Domain) -> WritingJob:
+        """The job for a text of which `rows` rows are replayed in a stage, at most."""
+        tokens = rows * self.length
+        if self.options.max_tokens is not None:
+            tokens = min(int(self.options.max_tokens), tokens)
+        return WritingJob(
+            text=name,
+            domain=self.data.domain_indices.get(name, BASE),
+            contexts=self.contexts(name),
+            wanted=math.ceil(tokens / (1 - to_fraction(self.options.drop))),
+            tokens=tokens,
+            stream=key(self.seed, "generated", stage.name, name),
+        )
 
     def write(self, folder: Path, jobs: Sequence[WritingJob], stage: Domain, device: torch.device) -> None:
         """Writes the texts of all jobs and makes rows of them; resumes what a killed run has written."""
-        begun, first = folder.with_name(f"{folder.name}.partial"), is_first_process()
-        names, files = {job.text: sample_file(begun, job.text, "jsonl").name for job in jobs}, None
-        if first:
-            begun.mkdir(parents=True, exist_ok=True)
+        partial = folder.with_name(f"{folder.name}.partial")
+        files = None  # of the first process
+        if is_first_process():
+            partial.mkdir(parents=True, exist_ok=True)
             form = [FORMAT, asdict(self.options), self.length, self.seed]
-            files = Growing(begun, list(names.values()), form=form)
-        place = gather_objects(files.place if files else None)[0] or {}
-        blocks, tokens = (dict.fromkeys(names, 0) | place.get(each, {}) for each in ("blocks", "tokens"))
-        bar: dict[str, Any] = {"total": sum(job.wanted for job in jobs), "done": sum(tokens.values())}
-        bar |= {"unit": "tok", "scale": True, "hidden": not first, "label": f"texts before {stage.name}"}
-        with closing(files) if files else nullcontext(), progress_bar(**bar) as progress:
-            for job in (job for job in jobs if tokens[job.text] < job.wanted):
-                name, model = job.text, self.module.model_for(job.domain)
-                before = model.device
-                progress.set_postfix_str(name, refresh=False)
-                try:
-                    with set_mode(model.to(device), training=False):
-                        while (had := tokens[name]) < job.wanted:
-                            own = self.write_block(model, job, blocks[name] + rank_and_world()[0])
-                            for block in gather_objects(own):
-                                if tokens[name] >= job.wanted:
-                                    break
-                                blocks[name] += 1
-                                tokens[name] += sum(sample.size for sample in block)
-                                for sample in block if files else ():
-                                    line = json.dumps(asdict(sample), ensure_ascii=False) + "\n"
-                                    files.append(names[name], line.encode(errors="replace"))
-                            if files:
-                                files.commit({"blocks": blocks, "tokens": tokens})
-                            progress.update(tokens[name] - had)
-                            leave_together(f"in the texts that are generated before {stage.name}")
-                finally:
-                    model.to(before)
-        if files:
-            facts = {job.text: self.keep(begun, job) for job in jobs}
-            replace(begun / "facts.json", json.dumps(facts, indent=1))
+            names = [sample_file(partial, job.text, "jsonl").name for job in jobs]
+            files = Growing(partial, names, form=form)
+        written = Written.resume(jobs, gather_objects(files.place if files else None)[0])
+
+        bar = progress_bar(
+            f"texts before {stage.name}",
+            total=sum(job.wanted for job in jobs),
+            hidden=files is None,
+            done=sum(written.tokens.values()),
+            unit="tok",
+            scale=True,
+        )
+        with closing(files) if files else nullcontext(), bar as progress:
+            for job in jobs:
+                if written.tokens[job.text] < job.wanted:
+                    progress.set_postfix_str(job.text, refresh=False)
+                    self.write_text(job, written, files, stage, device, progress)
+
+        if files is not None:
+            facts = {job.text: self.keep(partial, job) for job in jobs}
+            replace(partial / "facts.json", json.dumps(facts, indent=1))
             files.finish()
             discard(folder)
-            finish_artifact(begun, folder)
-            sums = (sum(each[kind] for each in facts.values()) for kind in ("texts", "tokens", "real"))
+            finish_artifact(partial, folder)
+            num_texts, num_tokens, num_real = (
+                sum(counts[name] for counts in facts.values()) for name in ("texts", "tokens", "real")
+            )
             message = "Generated text before %s: %d texts of %d tokens, %d of them kept prefixes: %s"
-            log.info(message, stage.name, *sums, folder)
+            log.info(message, stage.name, num_texts, num_tokens, num_real, folder)
         barrier()  # the rows are there for all
 
+    def write_text(
+        self,
+        job: WritingJob,
+        written: "Written",
+        files: "Growing | None",
+        stage: Domain,
+        device: torch.device,
+        progress: Any,
+    ) -> None:
+        """Writes blocks of samples, one of each process at a time, until there are enough tokens."""
+        rank, _ = rank_and_world()
+        model = self.module.model_for(job.domain)
+        initial_device = model.device
+        try:
+            with set_mode(model.to(device), training=False):
+                while written.tokens[job.text] < job.wanted:
+                    tokens_before = written.tokens[job.text]
+                    local_block = self.write_block(model, job, written.blocks[job.text] + rank)
+                    for block in gather_objects(local_block):
+                        if written.tokens[job.text] >= job.wanted:
+                            break
+                        written.add(job.text, block)
+                        if files is not None:
+                            append_samples(files, job.text, block)
+                    if files is not None:
+                        files.commit(asdict(written))
+                    progress.update(written.tokens[job.text] - tokens_before)
+                    leave_together(f"in the texts that are generated before {stage.name}")
+        finally:
+            model.to(initial_device)
+
     def write_block(self, model: PreTrainedModel, job: WritingJob, block: int) -> list[Sample]:
+        """The samples of a block, which are a function of the job and their numbers."""
         numbers = block * self.options.batch_size + np.arange(self.options.batch_size)
         contexts = [job.contexts[number % len(job.contexts)] for number in numbers]
-        room = self.length - len(contexts[0]) * (not self.seq2seq)
-        uniforms, samples = draws(sample_keys(job.stream, numbers), room, stream=key("tokens")), []
-        found = sample_texts(model, contexts, torch.from_numpy(uniforms), sampling=self.sampling)
-        for context, (ids, nll) in zip(contexts, found, strict=True):
-            ended, given = ids[-1] == self.sampling.end, self.given(context)
-            whole = [*given, *(ids[:-1] if ended else ids)]
+        room = self.length if self.seq2seq else self.length - len(contexts[0])
+        uniforms = draws(sample_keys(job.stream, numbers), room, stream=key("tokens"))
+
+        samples = []
+        drawn = sample_texts(model, contexts, torch.from_numpy(uniforms), sampling=self.sampling)
+        for context, (ids, nll) in zip(contexts, drawn, strict=True):
+            ended = ids[-1] == self.sampling.end
+            replayed_context = self.given(context)
+            whole = [*replayed_context, *(ids[:-1] if ended else ids)]
+            num_real = len(replayed_context) if self.options.prefix > 0 else 0
             text = self.tokenizer.decode(whole, skip_special_tokens=True)
-            samples.append(Sample(whole, len(given) * (self.options.prefix > 0), ended, nll, text))
+            samples.append(Sample(ids=whole, real=num_real, ended=ended, nll=nll, text=text))
         return samples
 
     def to_keep(self, text: str) -> Any:
         """What is kept of a domain, as JSON: the first tokens of rows that its probe begins with; or None."""
-        count, prefix, rows = self.options.starts, self.options.prefix, self.data.train[text]
-        drawn = shuffle(np.arange(min(count, len(rows))), len(rows), stream=key("probe", text))
-        if prefix and not len(drawn := drawn[rows.row_lengths[drawn] > prefix]):
-            told = f"replay.prefix={prefix} is invalid: no row of {text} that could be kept has more tokens"
-            raise ValueError(f"{told}. Allowed: fewer")
-        return rows.ids(drawn)[:, :prefix].tolist() if prefix else None
+        prefix = self.options.prefix
+        if not prefix:
+            return None
+        rows = self.data.train[text]
+        count = min(self.options.starts, len(rows))
+        drawn = shuffle(np.arange(count), len(rows), stream=key("probe", text))
+        longer = drawn[rows.row_lengths[drawn] > prefix]
+        if not len(longer):
+            raise InvalidOptionError(
+                "replay.prefix",
+                prefix,
+                reason=f"no row of {text} that could be kept has more tokens",
+                allowed="fewer",
+            )
+        return rows.ids(longer)[:, :prefix].tolist()
 
     def recall(self, text: str) -> Any:
         """What was kept of a domain; ValueError if it is missing or damaged."""
@@ -227,24 +325,27 @@ class TextWriter(ReplaySource):
         return read_checked_json(sample_file(self.folder / "kept", text, "json"), instead=instead)
 
     def prompt(self, text: str) -> list[int]:
-        how = self.options
-        if how.prompt is None:
+        """The ids of the prompt before a domain's texts. Raises ValueError if nothing fits after it."""
+        options = self.options
+        if options.prompt is None:
             return []
-        prompt = how.prompt.replace("{domain}", text)
+        prompt = options.prompt.replace("{domain}", text)
         ids = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-        if (taken := len(self.begin) + len(ids) + how.prefix) >= self.length:
+        num_tokens = len(self.begin) + len(ids) + options.prefix
+        if num_tokens >= self.length:
             raise ValueError(
-                f"replay.prompt={how.prompt} and replay.prefix={how.prefix} is invalid: they take {taken} "
-                f"tokens and leave nothing to generate of model.max_seq_length={self.length}. Allowed: fewer"
+                f"replay.prompt={options.prompt} and replay.prefix={options.prefix} is invalid: they take "
+                f"{num_tokens} tokens and leave nothing to generate of model.max_seq_length={self.length}. "
+                "Allowed: fewer"
             )
         return [*self.begin, *ids] if ids else []
 
     def contexts(self, text: str) -> list[list[int]]:
         """What a domain's texts are written after, in turn."""
-        before = self.prompt(text)
+        prompt = self.prompt(text)
         if self.options.prefix:
-            return [[*before, *each] for each in self.recall(text)]
-        return [before or self.begin or [self.sampling.end]]
+            return [[*prompt, *prefix] for prefix in self.recall(text)]
+        return [prompt or self.begin or [self.sampling.end]]
 
     def given(self, context: list[int]) -> list[int]:
         """What of a context is replayed."""
@@ -254,11 +355,15 @@ class TextWriter(ReplaySource):
         """Writes the rows to replay: ended texts one after another, one that was broken off in a row of its
         own; returns counts."""
         source = sample_file(folder, job.text, "jsonl")
-        kept = choose_texts(*measure(source)[:2], tokens=job.tokens, wanted=job.wanted, cut=True)
+        sizes, nll, _, _ = measure(source)
+        replayed = choose_texts(sizes, nll, tokens=job.tokens, wanted=job.wanted, cut=True)
         packer = ConcatPacker(self.length, self.tokenizer.all_special_ids, self.text_format.row_start)
         tables = []
-        for sample, count in zip(read_samples(source), kept, strict=True):
-            ids = [*sample.ids, *[self.sampling.end] * sample.ended][: max(0, count)]
+        for sample, count in zip(read_samples(source), replayed, strict=True):
+            ids = list(sample.ids)
+            if sample.ended:
+                ids.append(self.sampling.end)
+            ids = ids[: max(0, count)]
             if sample.ended and count == sample.size:
                 tables.append(packer.add(np.array(ids, np.int32), np.array([len(ids)])))
             elif count > 0:
@@ -272,19 +377,19 @@ class TextWriter(ReplaySource):
         with ArrowWriter(path=str(path), features=packer.writer.features) as writer:
             writer.write_table(pa.concat_tables(tables).combine_chunks())
             writer.finalize()
-        return count_texts(source, kept)
+        return count_texts(source, replayed)
 
     def open(self, folder: Path, text: str) -> Packed | None:
         """The rows to replay in place of a text; None where there are none."""
-        facts, packing = read_facts(folder, text), self.data.train[text].packing
-        rows, pad = Dataset.from_file(str(sample_file(folder, text, "arrow"))), padding_id(self.tokenizer)
+        facts = read_facts(folder, text)
+        rows = Dataset.from_file(str(sample_file(folder, text, "arrow")))
         return Packed(
             rows,
             self.length,
-            pad,
+            padding_id(self.tokenizer),
             facts["texts"],
             facts["bytes"],
-            packing,
+            self.data.train[text].packing,
             row_start=self.text_format.row_start,
         )
 
@@ -299,8 +404,11 @@ class ExampleWriter(TextWriter):
     ) -> None:
         self.encoder = corpora.encoder(base.tokenizer, base.length, seq2seq=base.seq2seq)
         super().__init__(options, folder, corpora=corpora, base=base, **run)
-        stages = self.data if options.past_ratio and options.forms else ()
-        self.forms = {name: self.encode_forms(name) for stage in stages for name in stage.texts}
+        self.forms: dict[str, Packed] = {}
+        if options.past_ratio and options.forms:
+            for stage in self.data:
+                for name in stage.texts:
+                    self.forms[name] = self.encode_forms(name)
 
     def end_of_text(self) -> int:
         return self.encoder.ending[0]
@@ -319,18 +427,20 @@ class ExampleWriter(TextWriter):
             row = self.encoder.encode(example)
         except ValueError:
             return None
-        return None if row.cut or len(row.ids) > self.length * (1 + self.seq2seq) else row
+        max_length = 2 * self.length if self.seq2seq else self.length
+        return None if row.cut or len(row.ids) > max_length else row
 
     def encode_forms(self, name: str) -> Packed:
         """The training examples of a domain that fit in the form in which they are written, made once for all
         runs. Raises ValueError where none fits."""
-        corpus, encoder = self.corpora.by_name[name], self.encoder
-        known_by = self.corpora.tokenizer_digest(self.tokenizer)
-        options = [vars(encoder.encoding), self.length, self.seq2seq, self.sign(name)]
-        made_of = ["forms", FORMS_FORMAT, corpus.facts["digest"], known_by, options]
+        corpus = self.corpora.by_name[name]
+        tokenizer_hash = self.corpora.tokenizer_digest(self.tokenizer)
+        options = [vars(self.encoder.encoding), self.length, self.seq2seq, self.sign(name)]
+        made_of = ["forms", FORMS_FORMAT, corpus.facts["digest"], tokenizer_hash, options]
 
         def make(folder: Path) -> None:
-            forms = (self.to_form(each, name) for each in tokenized_tasks.read_examples(corpus, "train"))
+            examples = tokenized_tasks.read_examples(corpus, "train")
+            forms = (self.to_form(example, name) for example in examples)
             rows = filter(None, map(self.encode_whole, forms))
             counts = tokenized_tasks.write_examples(folder / "rows.arrow", rows, tokenizer=self.tokenizer)
             if not counts.examples:
@@ -360,8 +470,8 @@ class ExampleWriter(TextWriter):
     def to_keep(self, text: str) -> list[str]:
         """The choices that all examples of a task have; none where they differ, or answers are open."""
         corpus = self.corpora.by_name[text]
-        found = {example.choices for example in tokenized_tasks.read_examples(corpus, "train")}
-        return list(found.pop()) if len(found) == 1 else []
+        choices = {example.choices for example in tokenized_tasks.read_examples(corpus, "train")}
+        return list(choices.pop()) if len(choices) == 1 else []
 
     def prompt(self, text: str) -> list[int]:
         return self.encoder.prompt(self.to_form(Example(text, "", "", text), text)).ids
@@ -375,23 +485,42 @@ class ExampleWriter(TextWriter):
     def keep(self, folder: Path, job: WritingJob) -> dict[str, Any]:
         """Writes the rows of the valid examples: each as it is asked, and as it is written, so that the model
         can still write it later; returns counts."""
-        source, pairs, choices = sample_file(folder, job.text, "jsonl"), [], self.recall(job.text)
+        source = sample_file(folder, job.text, "jsonl")
+        choices = self.recall(job.text)
+        pairs = []  # of rows, by sample; empty for one that is invalid
         for number, sample in enumerate(read_samples(source)):
             example = from_form(sample.text, task=job.text, number=number, choices=choices)
-            both = [] if example is None else [example, self.to_form(example, job.text)]
-            rows = list(filter(None, map(self.encode_whole, both)))
-            pairs.append(rows if len(rows) == 2 and sample.ended else [])
-        valid = np.array([bool(each) for each in pairs])
-        kept = choose_texts(*measure(source)[:2], tokens=job.tokens, wanted=job.wanted, valid=valid)
-        chosen = (row for rows, count in zip(pairs, kept, strict=True) if count > 0 for row in rows)
+            pairs.append(self.encode_pair(example, job.text) if sample.ended else [])
+
+        valid = np.array([bool(pair) for pair in pairs])
+        sizes, nll, _, _ = measure(source)
+        replayed = choose_texts(sizes, nll, tokens=job.tokens, wanted=job.wanted, valid=valid)
+        rows: list[tokenized_tasks.EncodedExample] = []
+        for pair, count in zip(pairs, replayed, strict=True):
+            if count > 0:
+                rows += pair
         path = sample_file(folder, job.text, "arrow")
-        tokenized_tasks.write_examples(path, chosen, tokenizer=self.tokenizer)
-        facts = count_texts(source, kept) | {"invalid": int((~valid[kept >= 0]).sum())}
-        if wrong := facts["invalid"]:
+        tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)
+
+        num_invalid = int((~valid[replayed >= 0]).sum())
+        facts = count_texts(source, replayed) | {"invalid": num_invalid}
+        if num_invalid:
             message = "Dropping %d of %d examples generated for %s, which are none of it%s"
             end = "" if facts["texts"] else ": nothing of it is replayed"
-            log.info(message, wrong, facts["texts"] + facts["left_out"], job.text, end)
+            log.info(message, num_invalid, facts["texts"] + facts["left_out"], job.text, end)
         return facts
+
+    def encode_pair(self, example: Example | None, domain: str) -> list[tokenized_tasks.EncodedExample]:
+        """The rows of an example as it is asked and as it is written; none if it is missing or one does not
+        fit."""
+        if example is None:
+            return []
+        rows = []
+        for form in (example, self.to_form(example, domain)):
+            row = self.encode_whole(form)
+            if row is not None:
+                rows.append(row)
+        return rows if len(rows) == 2 else []
 
     def open(self, folder: Path, text: str) -> Packed | None:
         if not read_facts(folder, text)["texts"]:
@@ -405,24 +534,30 @@ class Growing:
     one. Files that are shorter than recorded, or were written in another `form`, restart empty."""
 
     def __init__(self, folder: Path, names: Sequence[str], *, form: Any) -> None:
-        self.folder, self.form = folder, form
-        self.place, sizes = None, dict.fromkeys(names, 0)
+        self.folder = folder
+        self.form = form
+        self.place = None
+        sizes = dict.fromkeys(names, 0)
         record = folder / PLACE
         if record.exists():
             try:
-                known = json.loads(record.read_text(encoding="utf-8"))
-                if known["form"] != form or set(known["sizes"]) != set(names):
-                    raise ValueError(f"{PLACE} has another form")
-                for name, size in known["sizes"].items():
-                    if (folder / name).stat().st_size < size:
-                        raise ValueError(f"{name} is truncated")
-                self.place, sizes = known["place"], known["sizes"]
+                self.place, sizes = self.read_record(record, names)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("Restarting %s, which cannot be continued (%s)", folder, error)
                 record.unlink()
         self.files = {name: (folder / name).open("ab") for name in names}
         for name, file in self.files.items():
             file.truncate(sizes[name])
+
+    def read_record(self, path: Path, names: Sequence[str]) -> tuple[Any, dict[str, int]]:
+        """The place and the sizes of the last commit. Raises an error if the files cannot be continued."""
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["form"] != self.form or set(record["sizes"]) != set(names):
+            raise ValueError(f"{PLACE} has another form")
+        for name, size in record["sizes"].items():
+            if (self.folder / name).stat().st_size < size:
+                raise ValueError(f"{name} is truncated")
+        return record["place"], record["sizes"]
 
     def append(self, name: str, data: bytes | memoryview) -> None:
         self.files[name].write(data)
@@ -443,6 +578,14 @@ class Growing:
         (self.folder / PLACE).unlink(missing_ok=True)
 
 
+def append_samples(files: Growing, text: str, samples: Sequence[Sample]) -> None:
+    """Appends samples to the file of a text, a line each."""
+    name = sample_file(files.folder, text, "jsonl").name
+    for sample in samples:
+        line = json.dumps(asdict(sample), ensure_ascii=False) + "\n"
+        files.append(name, line.encode(errors="replace"))
+
+
 def sample_file(folder: Path, text: str, suffix: str) -> Path:
     return folder / f"{file_name(text)}.{suffix}"
 
@@ -459,7 +602,10 @@ def read_samples(path: Path) -> Iterator[Sample]:
 
 def measure(source: Path) -> list[np.ndarray]:
     """Of each sample of a file the tokens, the nll, the real tokens and the bytes, each [n]."""
-    rows = ((s.size, s.nll, s.real, len(s.text.encode(errors="replace"))) for s in read_samples(source))
+    rows = []
+    for sample in read_samples(source):
+        num_bytes = len(sample.text.encode(errors="replace"))
+        rows.append((sample.size, sample.nll, sample.real, num_bytes))
     return [np.array(column) for column in zip(*rows, strict=True)]
 
 
@@ -469,27 +615,36 @@ def choose_texts(
     """How many tokens are replayed of each sample, [n], `tokens` in all at most: of the first that come to
     `wanted` tokens the valid ones, of the lowest nll where some are to be left out (0); -1 of the rest, so
     that a larger block changes nothing. With `cut` the last one is cut to the budget."""
-    asked = np.cumsum(sizes) - sizes < wanted
-    order = np.flatnonzero(asked & valid)
+    is_wanted = np.cumsum(sizes) - sizes < wanted
+    order = np.flatnonzero(is_wanted & valid)
     if wanted > tokens:
         order = order[np.argsort(nll[order], kind="stable")]
-    left, kept = tokens - np.cumsum(sizes[order]) + sizes[order], np.where(asked, 0, -1)
-    kept[order] = np.clip(left, 0, sizes[order]) if cut else sizes[order] * (left >= sizes[order])
-    return kept
+
+    ordered_sizes = sizes[order]
+    remaining = tokens - np.cumsum(ordered_sizes) + ordered_sizes  # before each
+    replayed = np.where(is_wanted, 0, -1)
+    if cut:
+        replayed[order] = np.clip(remaining, 0, ordered_sizes)
+    else:
+        replayed[order] = np.where(remaining >= ordered_sizes, ordered_sizes, 0)
+    return replayed
 
 
-def count_texts(source: Path, kept: np.ndarray) -> dict[str, Any]:
+def count_texts(source: Path, replayed: np.ndarray) -> dict[str, Any]:
     """Counts for the report, of samples with the number of their tokens that are replayed."""
-    (_, nll, real, size), chosen, left = measure(source), kept > 0, kept == 0
-    first = next(islice(read_samples(source), int(np.argmax(chosen)), None))  # of all, if none is replayed
+    _, nll, real, num_bytes = measure(source)
+    is_replayed = replayed > 0
+    is_left_out = replayed == 0
+    # The first that is replayed; if none is, the first of all.
+    first = next(islice(read_samples(source), int(np.argmax(is_replayed)), None))
     return {
-        "tokens": int(kept[chosen].sum()),
-        "texts": int(chosen.sum()),
-        "real": int(np.minimum(real, kept)[chosen].sum()),
-        "nll": float(nll[chosen].mean()) if chosen.any() else None,
-        "left_out": int(left.sum()),
-        "nll_left_out": float(nll[left].mean()) if left.any() else None,
-        "bytes": int(size[chosen].sum()),
+        "tokens": int(replayed[is_replayed].sum()),
+        "texts": int(is_replayed.sum()),
+        "real": int(np.minimum(real, replayed)[is_replayed].sum()),
+        "nll": float(nll[is_replayed].mean()) if is_replayed.any() else None,
+        "left_out": int(is_left_out.sum()),
+        "nll_left_out": float(nll[is_left_out].mean()) if is_left_out.any() else None,
+        "bytes": int(num_bytes[is_replayed].sum()),
         "excerpt": first.text[:EXCERPT],
     }
 

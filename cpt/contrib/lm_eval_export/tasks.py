@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -63,68 +62,96 @@ class HarnessTexts:
     encoder-decoder. Some tokenizers need a blank after it."""
 
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder, tokenizer = encoder, encoder.tokenizer
+        self.encoder = encoder
+        tokenizer = encoder.tokenizer
         self.delimiter = "" if encoder.seq2seq else " "  # between question and choice
         self.ending = tokenizer.decode(encoder.ending)
-        before = encoder.frame[0]
-        begin, encode = tokenizer.decode(before), partial(tokenizer.encode, add_special_tokens=False)
-        wanted = before + encode("a")
-        self.beginning = next((each for each in (begin, f"{begin} ") if encode(f"{each}a") == wanted), begin)
+        self.beginning = self.find_beginning()
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self.prefix = tokenizer.decode(first)  # tells the harness that a question has its first token
 
+    def find_beginning(self) -> str:
+        """The text of the ids before a text, with a blank where the tokenizer needs one to make these ids."""
+        tokenizer = self.encoder.tokenizer
+        begin_ids = self.encoder.frame[0]
+        begin = tokenizer.decode(begin_ids)
+        expected = begin_ids + tokenizer.encode("a", add_special_tokens=False)
+        for candidate in (begin, f"{begin} "):
+            if tokenizer.encode(f"{candidate}a", add_special_tokens=False) == expected:
+                return candidate
+        return begin
+
     def choice(self, text: str) -> str:
-        return self.beginning * self.encoder.seq2seq + text + self.ending
+        beginning = self.beginning if self.encoder.seq2seq else ""
+        return beginning + text + self.ending
 
     def row(self, prompt: TaskPrompt) -> dict[str, Any]:
         """A line of the file of examples, with as much of the question as was not cut."""
-        example, encoder = prompt.example, self.encoder
+        example = prompt.example
+        encoder = self.encoder
         question = example.source
         if encoder.ids_of([question])[0] != prompt.ids:
             question = encoder.tokenizer.decode(prompt.ids, skip_special_tokens=True)
+        if encoder.frame[1] and not encoder.seq2seq:
+            question = self.beginning + question
         return {
             "id": example.id,
-            "question": self.beginning * bool(encoder.frame[1] and not encoder.seq2seq) + question,
+            "question": question,
             "choices": [self.choice(text) for text in example.choices],
             "answer": example.choices.index(example.target),
         }
+
+    def harness_ids(self, row: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+        """The ids of the question and of a choice, for each choice, as the harness makes them of a row:
+        blanks at the question's end belong to the choice."""
+        encode = self.encoder.tokenizer.encode
+        question = row["question"].rstrip()
+        blanks = row["question"][len(question) :]
+        choices = [blanks + self.delimiter + choice for choice in row["choices"]]
+        if self.encoder.seq2seq:
+            return [(encode(question), encode(choice, add_special_tokens=False)) for choice in choices]
+
+        adds_special = not self.encoder.frame[1] and not question.startswith(self.prefix)
+        question_ids = encode(question, add_special_tokens=adds_special)
+        pairs = []
+        for choice in choices:
+            joined = encode(question + choice, add_special_tokens=adds_special)
+            pairs.append((question_ids, joined[len(question_ids) :]))
+        return pairs
 
 
 def export_task(
     folder: Path, task: str, prompts: Iterable[TaskPrompt], texts: HarnessTexts
 ) -> Exported | None:
     """Writes a task's YAML and examples; None, and nothing, of a task without choices."""
-    rows, differing = [], []
+    rows = []
+    differing = []
     for prompt in prompts:
         if not prompt.example.choices:
             return None
-        rows.append(row := texts.row(prompt))
-        # The ids that the harness makes: blanks at the question's end belong to the choice.
-        question, encode = row["question"].rstrip(), texts.encoder.tokenizer.encode
-        after = [row["question"][len(question) :] + texts.delimiter + choice for choice in row["choices"]]
-        if texts.encoder.seq2seq:
-            pairs = [(encode(question), encode(each, add_special_tokens=False)) for each in after]
-        else:
-            special = not texts.encoder.frame[1] and not question.startswith(texts.prefix)
-            alone = encode(question, add_special_tokens=special)
-            whole = [encode(question + each, add_special_tokens=special) for each in after]
-            pairs = [(alone, each[len(alone) :]) for each in whole]
-        if pairs != [(prompt.ids, choice) for choice in prompt.choices]:
+        row = texts.row(prompt)
+        rows.append(row)
+        if texts.harness_ids(row) != [(prompt.ids, choice) for choice in prompt.choices]:
             differing.append(prompt.example.id)
     if not rows:
         return None
+
     stem = quote(task, safe="")
     examples = (folder / f"{stem}.jsonl").resolve()
     replace(examples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    own = {"dataset_kwargs": {"data_files": {"test": str(examples)}}, "target_delimiter": texts.delimiter}
-    content = {"task": PREFIX + stem, **TASK, **own}
+    content = {
+        "task": PREFIX + stem,
+        **TASK,
+        "dataset_kwargs": {"data_files": {"test": str(examples)}},
+        "target_delimiter": texts.delimiter,
+    }
     replace(folder / f"{stem}.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return Exported(PREFIX + stem, len(rows), differing)
 
 
 def export_group(folder: Path, exported: Sequence[Exported]) -> str:
     """Writes the group of all tasks, whose accuracy is their mean; gives its name."""
-    content = {**GROUP, "task": [each.name for each in exported]}
+    content = {**GROUP, "task": [task.name for task in exported]}
     replace(folder / "_all.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return str(GROUP["group"])
 
@@ -136,22 +163,30 @@ def export(plan: Plan, folder: Path) -> list[str]:
     corpora = Corpora.read(
         plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.preprocessing_num_workers
     )
-    base, done = describe_base(plan.model, corpora), {}
+    base = describe_base(plan.model, corpora)
     texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))
+    max_documents = plan.answers.max_documents if plan.answers else None
+
+    written = []
+    left_out = []
     for task in plan.order:
-        most = plan.answers.max_documents if plan.answers else None
-        examples = read_examples(corpora.by_name[task], plan.source.score_on, most=most)
-        done[task] = export_task(folder, task, texts.encoder.prompts(examples), texts)
-    written = [each for each in done.values() if each is not None]
+        examples = read_examples(corpora.by_name[task], plan.source.score_on, most=max_documents)
+        exported = export_task(folder, task, texts.encoder.prompts(examples), texts)
+        if exported is None:
+            left_out.append(task)
+        else:
+            written.append(exported)
     if not written:
-        why = "has choices, which the harness is to rank; needed: one"
-        raise ValueError(f"no task of {', '.join(done)} {why}")
-    group, other = export_group(folder, written), "the harness makes other tokens of"
-    asked = [f"benchmark.include={naming.quote(str(folder))}", f"benchmark.tasks=[{group}]"]
-    differing = {each.name: each.differing for each in written if each.differing}
-    return [
-        *(f"{each.name}: {each.examples:,} examples" for each in written),
-        *(f"{name}: {other} {len(ids):,}, like {ids[0]}" for name, ids in differing.items()),
-        *(f"{task} has no choices and is left out" for task, each in done.items() if each is None),
-        shlex.join(["benchmark=lm_eval", *asked]),
-    ]
+        reason = "has choices, which the harness is to rank; needed: one"
+        raise ValueError(f"no task of {', '.join(plan.order)} {reason}")
+
+    group = export_group(folder, written)
+    lines = [f"{exported.name}: {exported.examples:,} examples" for exported in written]
+    for exported in written:
+        if exported.differing:
+            count = f"{len(exported.differing):,}, like {exported.differing[0]}"
+            lines.append(f"{exported.name}: the harness makes other tokens of {count}")
+    lines += [f"{task} has no choices and is left out" for task in left_out]
+    include = f"benchmark.include={naming.quote(str(folder))}"
+    lines.append(shlex.join(["benchmark=lm_eval", include, f"benchmark.tasks=[{group}]"]))
+    return lines
