@@ -85,13 +85,13 @@ def naming_cache(cache: Path) -> Iterator[None]:
 
 def describe_owner(path: Path) -> str:
     """` (owner 1000, mode 0700)` of a path, or of the nearest folder above it that can be looked at."""
-    for each in (path, *path.parents):
+    for ancestor in (path, *path.parents):
         try:
-            stat = each.stat()
+            stat = ancestor.stat()
         except OSError:
             continue
-        shown = "" if each == path else f"{each} "
-        return f" ({shown}owner {stat.st_uid}, mode {stat.st_mode & 0o7777:04o})"
+        name = "" if ancestor == path else f"{ancestor} "
+        return f" ({name}owner {stat.st_uid}, mode {stat.st_mode & 0o7777:04o})"
     return ""
 
 
@@ -109,10 +109,10 @@ def apply_umask(folder: Path) -> None:
     gave the folder itself."""
     granted = folder.stat().st_mode & 0o777
     for path in folder.rglob("*"):
-        wanted = granted if path.is_dir() else granted & 0o666
+        permissions = granted if path.is_dir() else granted & 0o666
         mode = path.stat().st_mode
-        if wanted & ~mode:
-            path.chmod(stat_module.S_IMODE(mode) | wanted)
+        if permissions & ~mode:
+            path.chmod(stat_module.S_IMODE(mode) | permissions)
 
 
 def artifact_damage(folder: Path) -> str:

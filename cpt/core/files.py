@@ -161,11 +161,11 @@ def write_checked_json(path: Path, value: Any) -> None:
 def read_checked_json(path: Path, *, instead: str) -> Any:
     """Raises ValueError for a file that is missing or damaged; `instead` says what to do about it."""
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if known["own"] != xxhash.xxh3_128_hexdigest(json.dumps(known["kept"]).encode()):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["own"] != xxhash.xxh3_128_hexdigest(json.dumps(content["kept"]).encode()):
             raise ValueError("it differs from its checksum")
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; {instead}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}); {instead}") from None
-    return known["kept"]
+    return content["kept"]

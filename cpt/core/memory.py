@@ -9,23 +9,29 @@ from pathlib import Path
 import torch
 
 LINUX = sys.platform == "linux"
-KEPT, MAPPED = (-1, (1 << 31) - 1), (-3, 1 << 30)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3), bytes
+# Parameters of mallopt(3) and their values, bytes.
+M_TRIM_THRESHOLD = (-1, (1 << 31) - 1)
+M_MMAP_THRESHOLD = (-3, 1 << 30)
 
 
 def keep_free() -> None:
     """Has the C heap keep what a step frees until `give_back`, where its library can (glibc). Else it maps
     each large tensor again and returns it at once, and the system fills every page with zeros again: a tenth
     of a small model's step (`benchmarks/throughput.py --shape given`)."""
-    if LINUX and (adjust := getattr(ctypes.CDLL(None), "mallopt", None)):
-        adjust(*KEPT)
-        adjust(*MAPPED)
+    if LINUX:
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(*M_TRIM_THRESHOLD)
+            mallopt(*M_MMAP_THRESHOLD)
 
 
 def give_back() -> None:
     """Returns what is free on the C heap to the system, where its library can (glibc): the holes between what
     lives long add up from stage to stage (`benchmarks/flat.py` shows it)."""
-    if LINUX and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
+    if LINUX:
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if malloc_trim is not None:
+            malloc_trim(0)
 
 
 def forget_peak(device: torch.device) -> None:

@@ -31,14 +31,19 @@ def name_run(overrides: Sequence[str], method: str, order: Any, seed: int, *, nu
     parts = [method, f"order-{order}", f"seed-{seed}"]
     for key, value in sorted(list_choices(as_written(overrides)).items()):
         if key not in ("method", "order", "seed", "hydra"):
-            shown = shorten_path(value, num_parts=num_path_parts) if "/" in value else value
-            parts.append(f"{key}-{shown}")
-    safe = (UNSAFE.sub(".", part).strip(".") for part in parts)
-    pairs = zip(safe, parts, strict=True)
-    name = "_".join(each if part.isascii() else f"{each}-{digest(part)[:6]}" for each, part in pairs)
+            short_value = shorten_path(value, num_parts=num_path_parts) if "/" in value else value
+            parts.append(f"{key}-{short_value}")
+
+    name = "_".join(make_safe(part) for part in parts)
     if len(name) > LONGEST:
         name = f"{name[:LONGEST]}-{digest(parts)[:8]}"
     return name
+
+
+def make_safe(part: str) -> str:
+    """A part of a folder's name in safe characters; with a hash if it is not ASCII."""
+    safe = UNSAFE.sub(".", part).strip(".")
+    return safe if part.isascii() else f"{safe}-{digest(part)[:6]}"
 
 
 def shorten_path(value: str, *, num_parts: int) -> str:
@@ -82,10 +87,11 @@ def variant() -> str:
     if not HydraConfig.initialized():
         return ""
     overrides = as_written(HydraConfig.get().overrides.task)
-    given = ((key, value) for key, value in sorted(list_choices(overrides).items()) if key not in NAMED)
-    return "; ".join(
-        f"{key.removeprefix('routing@').removeprefix('method.')}={value}" for key, value in given
-    )
+    choices = []
+    for key, value in sorted(list_choices(overrides).items()):
+        if key not in NAMED:
+            choices.append(f"{key.removeprefix('routing@').removeprefix('method.')}={value}")
+    return "; ".join(choices)
 
 
 def as_written(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -105,11 +111,14 @@ def quote(value: str) -> str:
 def list_choices(overrides: tuple[str, ...]) -> dict[str, str]:
     """Key and value of the overrides that decide the result, not to be changed."""
     chosen = {}  # of an option that is given twice the last
-    for each in OverridesParser.create().parse_overrides(list(overrides)):
-        key, value = each.get_key_element().lstrip("+~"), each.value()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.get_key_element().lstrip("+~")
+        value = override.value()
         if not executes(key) and not key.startswith("hydra."):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            text = str(canonical("", value)) if is_number else str(each.input_line).partition("=")[2]
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                text = str(canonical("", value))
+            else:
+                text = str(override.input_line).partition("=")[2]
             chosen[key] = redact(text, key)
     return chosen
 

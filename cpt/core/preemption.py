@@ -32,17 +32,21 @@ class Preempted(BaseException):
 
     def __init__(self, number: int, where: str = "") -> None:
         super().__init__(number, where)
-        self.number, self.where = number, where
+        self.number = number
+        self.where = where
 
     def __str__(self) -> str:
-        place = f" {self.where}" if self.where else ""
-        return f"stopped by {signal.Signals(self.number).name}{place}; run the same command again to continue"
+        position = f" {self.where}" if self.where else ""
+        return (
+            f"stopped by {signal.Signals(self.number).name}{position}; run the same command again to continue"
+        )
 
 
 class SignalState:
     """The signal of this process, 0 before one has come."""
 
-    number = deferrals = 0
+    number = 0
+    deferrals = 0
     asked = 0.0  # when the store was asked last
     released: list[Popen] = []
 
@@ -180,10 +184,15 @@ def ignore_signals(worker: int = 0) -> None:
 def children(*, release: bool = False) -> list[Popen]:
     """The other processes of the run that this one has started. Lightning's thread kills this process as soon
     as one of them ends with a code: those that it is to `release` may end with GO_ON from now on."""
-    threads: list[Any] = [each for each in threading.enumerate() if each.name == "child-process-observer"]
-    found = sum((thread._child_processes for thread in threads), notice.released)
+    threads: list[Any] = []
+    for thread in threading.enumerate():
+        if thread.name == "child-process-observer":
+            threads.append(thread)
+    processes = list(notice.released)
+    for thread in threads:
+        processes += thread._child_processes
     if release:
-        notice.released = found
+        notice.released = processes
         for thread in threads:
             thread._child_processes = []
-    return found
+    return processes

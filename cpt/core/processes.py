@@ -33,8 +33,12 @@ def is_first_process() -> bool:
 
 def stray_ranks() -> str:
     """The environment variables that make this another process than the first, as NAME=VALUE."""
-    found = {name: os.environ.get(name, "0") for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID", "NODE_RANK")}
-    return " ".join(f"{name}={value}" for name, value in found.items() if value != "0")
+    variables = []
+    for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID", "NODE_RANK"):
+        value = os.environ.get(name, "0")
+        if value != "0":
+            variables.append(f"{name}={value}")
+    return " ".join(variables)
 
 
 def is_one_of_several() -> bool:

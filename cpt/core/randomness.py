@@ -8,7 +8,8 @@ import hashlib
 import numpy as np
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+FIRST = np.uint64(0xBF58476D1CE4E5B9)
+SECOND = np.uint64(0x94D049BB133111EB)
 ROUNDS = 10  # with 6, permutations of less than ten items come out unevenly
 
 
@@ -52,17 +53,24 @@ def shuffle(positions: np.ndarray, count: int | np.ndarray, *, stream: int | np.
     bits = np.frexp(np.asarray(count) - 1)[1]  # the bit length of a number below 2 ** 53
     shape = positions.shape
     halves = np.broadcast_to(np.maximum(1, (bits + 1) // 2).astype(np.uint64), shape)
-    keys, counts = np.broadcast_to(words_of(stream), shape), np.broadcast_to(words_of(count), shape)
+    keys = np.broadcast_to(words_of(stream), shape)
+    counts = np.broadcast_to(words_of(count), shape)
+
     items = feistel(words_of(positions), keys, halves)
-    while (outside := items >= counts).any():
-        items[outside] = feistel(items[outside], keys[outside], halves[outside])
+    beyond = items >= counts
+    while beyond.any():
+        items[beyond] = feistel(items[beyond], keys[beyond], halves[beyond])
+        beyond = items >= counts
     return items.astype(np.int64)
 
 
 def feistel(words: np.ndarray, keys: np.ndarray, half: np.ndarray) -> np.ndarray:
     """Keyed bijections of the integers below 4 ** half, each [B]."""
-    low = (np.uint64(1) << half) - np.uint64(1)
-    left, right = words >> half, words & low
-    for turn in mix_bits(keys + np.arange(ROUNDS, dtype=np.uint64)[:, None]):
-        left, right = right, left ^ (mix_bits(right ^ turn) & low)
+    low_bits = (np.uint64(1) << half) - np.uint64(1)
+    left = words >> half
+    right = words & low_bits
+    for round_keys in mix_bits(keys + np.arange(ROUNDS, dtype=np.uint64)[:, None]):
+        mixed = left ^ (mix_bits(right ^ round_keys) & low_bits)
+        left = right
+        right = mixed
     return (left << half) | right

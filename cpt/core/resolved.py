@@ -16,14 +16,29 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from cpt.core.config import flatten
 from cpt.core.processes import is_one_of_several
 
-RUN_FOLDER, SWEEP_FOLDER, JOB_NUMBER = "hydra.run.dir", "hydra.sweep.dir", "hydra.job.num"
+RUN_FOLDER = "hydra.run.dir"
+SWEEP_FOLDER = "hydra.sweep.dir"
+JOB_NUMBER = "hydra.job.num"
 RESOLVED = "CPT_RESOLVED"  # environment variable: the values of a run, as JSON, by their keys
 CALL = re.compile(r"\$\{\s*([\w.]+)\s*:")
 # What gives the same in every process of a run: of Hydra, of OmegaConf, of cpt (cpt.core.naming, config).
 REPEATABLE = {
-    *("hydra", "python_version", "oc.env", "oc.select", "oc.decode", "oc.create", "oc.deprecated"),
-    *("oc.dict.keys", "oc.dict.values", "times", "by", "built_or_given", "choices", "variant"),
-    *("tasks_per_node", "step_nodes"),
+    "hydra",
+    "python_version",
+    "oc.env",
+    "oc.select",
+    "oc.decode",
+    "oc.create",
+    "oc.deprecated",
+    "oc.dict.keys",
+    "oc.dict.values",
+    "times",
+    "by",
+    "built_or_given",
+    "choices",
+    "variant",
+    "tasks_per_node",
+    "step_nodes",
 }
 start: datetime | None = None  # of this program: what ${now:} gives in all configs of a sweep
 

@@ -9,8 +9,16 @@ from collections.abc import Mapping
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST")  # set by srun alone
 INTERACTIVE = ("bash", "interactive")  # job names of `srun --pty bash` and `salloc`, as Lightning knows them
 TASK = (
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES"),
-    *("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_TASK_PID"),
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NNODES",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_GTIDS",
+    "SLURM_TASK_PID",
 )
 
 

@@ -86,12 +86,13 @@ class NamedTensors(nn.Module):
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over the values of tensors: into those of their names and shapes, else as new ones."""
         for name, tensor in tensors.items():
-            own = self._buffers.get(to_buffer_name(name))
-            if own is not None and own.shape == tensor.shape:
-                own.copy_(shard_like(tensor, own))
+            buffer = self._buffers.get(to_buffer_name(name))
+            if buffer is not None and buffer.shape == tensor.shape:
+                buffer.copy_(shard_like(tensor, buffer))
             else:
                 copy = self.on_storage_device(tensor.detach())
-                copy = copy.clone() if copy.device == tensor.device else copy
+                if copy.device == tensor.device:  # it was not copied
+                    copy = copy.clone()
                 self.register_buffer(to_buffer_name(name), copy, persistent=self.persistent)
 
     def shard(self, parameters: Mapping[str, Tensor]) -> None:
@@ -125,16 +126,21 @@ class NamedTensors(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        stored = {name.removeprefix(prefix): v for name, v in state_dict.items() if name.startswith(prefix)}
-        for name, values in stored.items():
-            stored[name] = state_dict[prefix + name] = self.share_out(name.replace("/", "."), values)
-        if self.persistent:  # loaded into the own tensor of a name, if it has the shape
-            own = self._buffers
-            fits = {name for name, v in stored.items() if getattr(own.get(name), "shape", None) == v.shape}
-            self._buffers = {
-                name: own[name] if name in fits else self.on_storage_device(torch.empty_like(values))
-                for name, values in stored.items()
-            }
+        stored: dict[str, Tensor] = {}
+        for key, values in list(state_dict.items()):
+            if key.startswith(prefix):
+                name = key.removeprefix(prefix)
+                stored[name] = self.share_out(name.replace("/", "."), values)
+                state_dict[key] = stored[name]
+
+        if self.persistent:  # loaded into the tensor of a name, if there is one of the shape
+            buffers: dict[str, Tensor | None] = {}
+            for name, values in stored.items():
+                buffer = self._buffers.get(name)
+                if buffer is None or buffer.shape != values.shape:
+                    buffer = self.on_storage_device(torch.empty_like(values))
+                buffers[name] = buffer
+            self._buffers = buffers
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -142,7 +148,7 @@ class PreciseTensors(NamedTensors):
     """Tensors in at least 32 bits, which stay so where the module is cast to something coarser."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, persistent: bool = True) -> None:
-        super().__init__({name: precise(each) for name, each in tensors.items()}, persistent=persistent)
+        super().__init__({name: precise(tensor) for name, tensor in tensors.items()}, persistent=persistent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NamedTensors:
         return super()._apply(partial(move_uncast, fn), recurse)
