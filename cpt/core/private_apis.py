@@ -5,6 +5,7 @@ installed version lacks one, and if cpt uses one that is not listed here. Nothin
 test."""
 
 import importlib
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ def is_named_in_constructor(owner: Any, name: str) -> bool:
     """Whether the constructor of a class, or of one above it, sets or reads an attribute: only instances have
     it."""
     for kind in getattr(owner, "__mro__", ()):
-        code = getattr(vars(kind).get("__init__"), "__code__", None)
+        constructor = vars(kind).get("__init__")
+        code = getattr(inspect.unwrap(constructor), "__code__", None) if constructor is not None else None
         if code is not None and (name in code.co_names or name in code.co_consts):
             return True
     return False
@@ -107,13 +109,13 @@ PRIVATE_APIS = (
         "torch.utils._python_dispatch", "TorchDispatchMode", ("trainer.costs",), "operations are counted"
     ),
     PrivateAPI(
-        "torch.ops.aten",
+        "torch.ops:aten",
         "_scaled_dot_product_flash_attention_for_cpu",
         ("trainer.costs",),
         "operations of attention are counted as those of a GPU",
     ),
     PrivateAPI(
-        "torch.ops.aten",
+        "torch.ops:aten",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         ("trainer.costs",),
         "operations of attention are counted as those of a GPU",
