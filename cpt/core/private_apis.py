@@ -129,7 +129,7 @@ PRIVATE_APIS = (
     PrivateAPI(
         "torch:UntypedStorage",
         "_cdata",
-        ("trainer.costs", "trainer.dry_run"),
+        ("trainer.costs", "trainer.profiling"),
         "the memory of tensors that share a storage is counted once",
     ),
     PrivateAPI(
