@@ -21,7 +21,7 @@ from cpt.core.memory import keep_free
 from cpt.data.collate import inputs_of
 from cpt.data.options import Domain
 from cpt.loggers.loggers import track
-from cpt.models.memory import use_quick_dropout
+from cpt.models.fast_kernels import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.lightning import make_trainer
 from cpt.trainer.step_checkpoint import StepCheckpoint

@@ -23,7 +23,7 @@ from cpt.data.collate import Batch, inputs_of, output_ids
 from cpt.gradient_masks.base import GradientMask
 from cpt.models.forward import check_dropout, kl_divergence, select_positions, set_dropout
 from cpt.models.objectives import Objective
-from cpt.models.units import Projection, Units, find_units, gate_units, update_factors
+from cpt.models.units import Projection, Units, find_units, gate_units, make_factors
 
 SampleLosses = Callable[[PreTrainedModel, Batch], Tensor]
 
@@ -211,7 +211,7 @@ class SoftMask(UnitMask):
 
     def unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         gates = self.gates()
-        return (each for group in self.groups for each in update_factors(group, 1 - gates[group.name]))
+        return (each for group in self.groups for each in make_factors(group, 1 - gates[group.name]))
 
     def diagnostics(self) -> dict[str, Tensor]:
         measured = {f"measured/{name}": part for name, part in self.by_group(self.last).items()}
@@ -234,7 +234,7 @@ class ClaimedUnits(UnitMask):
     def unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         found: dict[nn.Parameter, Tensor] = {}
         for group, taken in zip(self.groups, self.taken.split(self.sizes), strict=True):
-            for parameter, factor in update_factors(group, 1 - taken) if self.taken.any() else ():
+            for parameter, factor in make_factors(group, 1 - taken) if self.taken.any() else ():
                 known = found.get(parameter)  # the larger one between two units
                 found[parameter] = factor if known is None else torch.maximum(known, factor)
         return found.items()

@@ -32,8 +32,8 @@ from cpt.data.collate import Batch, inputs_of
 from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DASOptions, DGAOptions
+from cpt.models.activation_checkpointing import keep_activations
 from cpt.models.forward import check_dropout, mean_over_tokens, set_dropout, token_nll
-from cpt.models.memory import keep_activations
 from cpt.models.units import gate_units
 from cpt.models.weights import Snapshot
 

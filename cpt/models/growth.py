@@ -13,8 +13,9 @@ to the residual sum are zero; not exact where a norm follows the sum (BERT, RoBE
 The configuration changes with the model; what it cannot express raises ValueError, after which the model is
 not usable. On the meta device this is a test without cost."""
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -25,9 +26,16 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.core.errors import reason
+from cpt.models.activation_checkpointing import CHECKPOINTING
+from cpt.models.fast_kernels import COMPILE_OPTIONS
 from cpt.models.loading import is_tied, make_skeleton
-from cpt.models.memory import CHECKPOINTING, COMPILE_OPTIONS
-from cpt.models.units import SubLayer, find_blocks, find_projections, find_sublayers
+from cpt.models.units import (
+    SubLayer,
+    find_blocks,
+    find_projections,
+    find_sublayers,
+    output_axis,
+)
 
 # Fields of configurations, by what they are a number of.
 NEURONS = (
@@ -41,114 +49,157 @@ DEPTHS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_
 REPEATABLE = (
     "bert", "roberta", "modernbert", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi3", "t5"
 )  # fmt: skip
+# Attributes of a block's modules that are set on the model, not by the configuration.
+MODES = ("config", CHECKPOINTING, f"_{CHECKPOINTING}_func")
 
 
 @contextmanager
-def adjust_config(model: PreTrainedModel, part: str) -> Iterator[Callable[[], PreTrainedModel]]:
-    """A model and its configuration change inside the context, which yields what makes a skeleton of it."""
-    what = f"{part} of a {model.config.model_type} can not be grown"
+def adjust_config(model: PreTrainedModel, grown: str) -> Iterator[Callable[[], PreTrainedModel]]:
+    """A model and its configuration change inside the context, which yields a function that makes a skeleton
+    of the present configuration. On leaving, the modules get the sizes of the configuration. Raises
+    ValueError, which names the `grown` part, if the configuration does not make the model's shapes."""
+    message = f"{grown} of a {model.config.model_type} can not be grown"
 
-    def empty() -> PreTrainedModel:
+    def make_grown_skeleton() -> PreTrainedModel:
         try:
             type(model.config).from_dict(model.config.to_dict())  # as it will be read, which checks it
             return make_skeleton(model)
         except Exception as error:  # whatever a configuration raises
-            raise ValueError(f"{what}: {reason(error)}") from error
+            raise ValueError(f"{message}: {reason(error)}") from error
 
-    yield empty
-    wanted, own = empty(), model.state_dict()
-    for name, value in wanted.state_dict().items():
-        if (shape := own[name].shape if name in own else ()) != value.shape:
-            raise ValueError(f"{what}: its configuration makes {name} {list(value.shape)}, not {list(shape)}")
-    for name, other in wanted.named_modules():  # modules store sizes, and stacks configurations of their own
+    yield make_grown_skeleton
+
+    skeleton = make_grown_skeleton()
+    state = model.state_dict()
+    for name, tensor in skeleton.state_dict().items():
+        shape = state[name].shape if name in state else ()
+        if shape != tensor.shape:
+            raise ValueError(
+                f"{message}: its configuration makes {name} {list(tensor.shape)}, not {list(shape)}"
+            )
+    copy_sizes(skeleton, model)
+
+
+def copy_sizes(skeleton: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Gives a model's modules the sizes that those of a skeleton store, and its stacks their own
+    configurations."""
+    for name, skeleton_module in skeleton.named_modules():
         module = model.get_submodule(name)
-        for key, value in vars(other).items():
+        for key, value in vars(skeleton_module).items():
             if type(value) in (int, float, tuple) and vars(module).get(key) != value:
                 setattr(module, key, value)
-        if (config := getattr(other, "config", None)) is not None and module.config is not model.config:
+        config = getattr(skeleton_module, "config", None)
+        if config is not None and module.config is not model.config:
             vars(module.config).update(deepcopy(vars(config)))
 
 
-def set_fields(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():  # those that a configuration has
+def set_fields(model: PreTrainedModel, fields: Mapping[str, Any]) -> None:
+    """Sets fields of a model's configuration, of these the ones that it has."""
+    for name, value in fields.items():
         if name in model.config.attribute_map or name in vars(model.config):
             setattr(model.config, name, value)
 
 
 def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    setattr(module, name, nn.Parameter(value.detach(), requires_grad=getattr(module, name).requires_grad))
+    requires_grad = getattr(module, name).requires_grad
+    setattr(module, name, nn.Parameter(value.detach(), requires_grad=requires_grad))
 
 
 def grow_neurons(model: PreTrainedModel, more: int, *, noise: float) -> None:
-    """Adds copies of drawn neurons to each feed-forward network."""
+    """Adds copies of `more` drawn neurons to each feed-forward network."""
     if more == 0:
         return
     with adjust_config(model, "neurons"):
-        found = find_sublayers(model, ("neurons",))
-        for each in found:
-            add_copies(each, draw_units(each.count, more), noise=noise)
-        set_fields(model, dict.fromkeys(NEURONS, found[0].count + more))
+        feed_forwards = find_sublayers(model, ("neurons",))
+        for feed_forward in feed_forwards:
+            neurons = draw_units(feed_forward.count, more)
+            add_copies(feed_forward, neurons, noise=noise)
+        set_fields(model, dict.fromkeys(NEURONS, feed_forwards[0].count + more))
 
 
 @torch.no_grad()
 def grow_heads(model: PreTrainedModel, more: int, *, noise: float) -> None:
-    """Adds copies of drawn key/value heads with their query heads, the same in all blocks."""
+    """Adds copies of `more` drawn key/value heads with their query heads, the same in all blocks."""
     if more == 0:
         return
     with adjust_config(model, "heads"):
-        found = find_sublayers(model, ("heads",))
-        size, shared = found[0].out.inputs // found[0].count, max(m.shape[1] for _, m in found[0].sources)
-        groups = draw_units(found[0].count // shared, more)
-        heads = (groups[:, None] * shared + torch.arange(shared)).flatten()
-        for each in found:
-            for table in model.get_submodule(each.name).modules():  # T5's positions: a column per head
-                if isinstance(table, nn.Embedding) and table.embedding_dim == each.count:
-                    columns = torch.cat([torch.arange(each.count), heads])
-                    replace_parameter(table, "weight", index_axis(table.weight, 1, columns))
-            add_copies(each, heads, noise=noise)
-        count = found[0].count + len(heads)
-        fields = dict.fromkeys(HEADS, count) | dict.fromkeys(HEAD_SIZES, size)
-        set_fields(model, fields | {"num_key_value_heads": count // shared})
+        attentions = find_sublayers(model, ("heads",))
+        count = attentions[0].count
+        head_size = attentions[0].out.inputs // count
+        queries_per_group = max(members.shape[1] for _, members in attentions[0].sources)
+
+        groups = draw_units(count // queries_per_group, more)
+        heads = (groups[:, None] * queries_per_group + torch.arange(queries_per_group)).flatten()
+        for attention in attentions:
+            add_bias_columns(model.get_submodule(attention.name), heads, count=attention.count)
+            add_copies(attention, heads, noise=noise)
+
+        grown_count = count + len(heads)
+        fields = dict.fromkeys(HEADS, grown_count) | dict.fromkeys(HEAD_SIZES, head_size)
+        fields["num_key_value_heads"] = grown_count // queries_per_group
+        set_fields(model, fields)
+
+
+def add_bias_columns(attention: nn.Module, heads: Tensor, *, count: int) -> None:
+    """Copies the columns of some heads in the tables of positions of an attention with `count` heads: T5's
+    have a column for each head."""
+    for table in attention.modules():
+        if isinstance(table, nn.Embedding) and table.embedding_dim == count:
+            columns = torch.cat([torch.arange(count), heads])
+            replace_parameter(table, "weight", index_axis(table.weight, 1, columns))
 
 
 def grow_layers(model: PreTrainedModel, more: int) -> None:
-    """Adds copies of each stack's last blocks that contribute nothing. ValueError for too many."""
+    """Adds copies of each stack's last `more` blocks that contribute nothing. ValueError for too many."""
     if more == 0:
         return
-    stacks = Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
-    if more > (most := min(stacks.values())):
-        kind = model.config.model_type
-        raise ValueError(f"the stacks of a {kind} have {most} blocks to copy")
-    with adjust_config(model, "layers") as empty:
+    depths = Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
+    smallest_depth = min(depths.values())
+    if more > smallest_depth:
+        raise ValueError(f"the stacks of a {model.config.model_type} have {smallest_depth} blocks to copy")
+
+    with adjust_config(model, "layers") as make_grown_skeleton:
         set_fields(model, {name: getattr(model.config, name, 0) + more for name in DEPTHS})
-        if (kinds := getattr(model.config, "layer_types", None)) is not None:
-            set_fields(model, {"layer_types": [*kinds, *kinds[-more:]]})
-        larger, new = empty(), [(stack, size + n) for stack, size in stacks.items() for n in range(more)]
-        for stack, number in new:
+        layer_types = getattr(model.config, "layer_types", None)
+        if layer_types is not None:
+            set_fields(model, {"layer_types": [*layer_types, *layer_types[-more:]]})
+
+        skeleton = make_grown_skeleton()
+        prefixes: list[str] = []  # of the new blocks
+        for stack, depth in depths.items():
             layers = model.get_submodule(stack)
-            layers.append(copy_block(larger.get_submodule(f"{stack}.{number}"), layers[number - more]))
-        for each in find_sublayers(model, ("heads", "neurons")):
-            if each.out.name.startswith(tuple(f"{stack}.{number}." for stack, number in new)):
-                for parameter in each.out.module.parameters():
+            for number in range(depth, depth + more):
+                new_block = skeleton.get_submodule(f"{stack}.{number}")
+                layers.append(copy_block(new_block, layers[number - more]))
+                prefixes.append(f"{stack}.{number}.")
+
+        for sublayer in find_sublayers(model, ("heads", "neurons")):
+            if sublayer.out.name.startswith(tuple(prefixes)):
+                for parameter in sublayer.out.module.parameters():
                     nn.init.zeros_(parameter)
 
 
 @torch.no_grad()
 def copy_block(block: nn.Module, origin: nn.Module) -> nn.Module:
     """Gives a block without storage the weights, dtype, configuration and modes of another one."""
-    own = dict(origin.named_parameters()) | dict(origin.named_buffers())
-    like = next(origin.parameters())
-    block.to_empty(device=like.device)
-    for name, value in (*block.named_parameters(), *block.named_buffers()):
-        start = torch.full_like(value, float(not name.endswith("bias")), dtype=like.dtype)
-        value.data = own.get(name, start).detach().clone()
+    origin_tensors = dict(origin.named_parameters()) | dict(origin.named_buffers())
+    first_parameter = next(origin.parameters())
+
+    # What the origin lacks, as a layer that comes in some blocks only, starts as a norm: 1, its bias 0.
+    block.to_empty(device=first_parameter.device)
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        start = 0.0 if name.endswith("bias") else 1.0
+        default = torch.full_like(tensor, start, dtype=first_parameter.dtype)
+        tensor.data = origin_tensors.get(name, default).detach().clone()
     for name, parameter in block.named_parameters():
-        parameter.requires_grad_(name not in own or own[name].requires_grad)
-    modes = {name: vars(part) for name, part in origin.named_modules()}
-    for name, part in block.named_modules():
-        for mode in ("config", CHECKPOINTING, f"_{CHECKPOINTING}_func"):
-            if mode in modes.get(name, {}):
-                setattr(part, mode, modes[name][mode])
+        parameter.requires_grad_(name not in origin_tensors or origin_tensors[name].requires_grad)
+
+    origin_modules = dict(origin.named_modules())
+    for name, module in block.named_modules():
+        attributes = vars(origin_modules[name]) if name in origin_modules else {}
+        for mode in MODES:
+            if mode in attributes:
+                setattr(module, mode, attributes[mode])
     if origin._compiled_call_impl is not None:
         block.compile(**COMPILE_OPTIONS)
     return block.train(origin.training)
@@ -159,84 +210,146 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
     """Multiplies the hidden size. Raises ValueError for a model type that is not in REPEATABLE."""
     if times == 1:
         return
-    if (config := model.config).model_type not in REPEATABLE:
-        told = f"hidden size of a {config.model_type} has no known exact growth"
-        raise ValueError(f"{told}, but of {', '.join(REPEATABLE)}")
-    segments = {each.module: each.segments for each in find_projections(model)}
-    with adjust_config(model, "hidden size") as empty:
+    config = model.config
+    if config.model_type not in REPEATABLE:
+        raise ValueError(
+            f"hidden size of a {config.model_type} has no known exact growth, but of {', '.join(REPEATABLE)}"
+        )
+    segments = {projection.module: projection.segments for projection in find_projections(model)}
+    with adjust_config(model, "hidden size") as make_grown_skeleton:
         set_fields(model, dict.fromkeys(NEURONS, find_sublayers(model, ("neurons",))[0].count))
-        scaled: tuple[str, ...] = ("hidden_size", "word_embed_proj_dim")
-        if not any(hasattr(config, name) for name in HEAD_SIZES):
-            scaled = (*scaled, *HEADS, "num_key_value_heads")
-        set_fields(model, {name: times * getattr(config, name) for name in scaled if hasattr(config, name)})
-        modules, done = dict(model.named_modules(remove_duplicate=False)), {}
-        for name, other in empty().named_modules(remove_duplicate=False):
-            module = modules[name]
-            for key, target in other.named_parameters(recurse=False):
-                own = getattr(module, key)
-                if id(own) not in done:  # two modules that share a parameter still do
-                    value = repeat_features(module, own, target.shape, segments.get(module), times, noise)
-                    done[id(own)] = own, nn.Parameter(value, requires_grad=own.requires_grad)
-                setattr(module, key, done[id(own)][1])
-        tied = times if is_tied(model) else 1
-        last_norm = [each for each in model.modules() if type(each).__name__.endswith("Norm")][-1]
+        multiply_widths(model, times)
+        repeat_parameters(model, make_grown_skeleton(), segments, times=times, noise=noise)
+
+        # A tied head reads the repeated features with the repeated rows of the embedding.
+        repeats = times if is_tied(model) else 1
+        divisor = repeats / times ** (getattr(config, "scale_decoder_outputs", 0) / 2)
+        last_norm = [module for module in model.modules() if type(module).__name__.endswith("Norm")][-1]
         for parameter in last_norm.parameters():  # right before the head
-            parameter.data /= tied / times ** (getattr(config, "scale_decoder_outputs", 0) / 2)
+            parameter.data /= divisor
+
+
+def multiply_widths(model: PreTrainedModel, times: int) -> None:
+    """Multiplies the hidden size in a configuration, and the heads where it has no size of a head."""
+    fields: tuple[str, ...] = ("hidden_size", "word_embed_proj_dim")
+    if not any(hasattr(model.config, name) for name in HEAD_SIZES):
+        fields = (*fields, *HEADS, "num_key_value_heads")
+    widths = {name: times * getattr(model.config, name) for name in fields if hasattr(model.config, name)}
+    set_fields(model, widths)
+
+
+def repeat_parameters(
+    model: PreTrainedModel,
+    skeleton: PreTrainedModel,
+    segments: Mapping[nn.Module, Sequence[Tensor]],
+    *,
+    times: int,
+    noise: float,
+) -> None:
+    """Gives a model the parameters of a skeleton with a hidden size `times` as large. `segments` are those of
+    the linear layers within blocks."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # Two modules that share a parameter still do: the new one by the id of the old one, which is kept alive.
+    grown: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for name, skeleton_module in skeleton.named_modules(remove_duplicate=False):
+        module = modules[name]
+        for key, target in skeleton_module.named_parameters(recurse=False):
+            parameter = getattr(module, key)
+            if id(parameter) not in grown:
+                values = repeat_features(
+                    module, parameter, target.shape, segments.get(module), times=times, noise=noise
+                )
+                new_parameter = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                grown[id(parameter)] = (parameter, new_parameter)
+            _, new_parameter = grown[id(parameter)]
+            setattr(module, key, new_parameter)
 
 
 def repeat_features(
-    module: nn.Module, own: nn.Parameter, shape: tuple[int, ...], segments: Any, times: int, noise: float
+    module: nn.Module,
+    parameter: nn.Parameter,
+    shape: Sequence[int],
+    segments: Sequence[Tensor] | None,
+    *,
+    times: int,
+    noise: float,
 ) -> Tensor:
     """The values of a module's parameter in a shape that is `times` as long along some axes; `segments` are
     those of layers within blocks, or None. Layers that read repeated features get noise."""
-    linear, value = isinstance(module, nn.Linear | Conv1D) and own.ndim == 2, own.detach()
-    for axis in [axis for axis in range(own.ndim) if own.shape[axis] != shape[axis]]:
-        every = torch.arange(own.shape[axis])
-        if linear and axis != int(isinstance(module, Conv1D)):
-            origins = every.repeat(times)
-            wide = index_axis(value, axis, origins) / times
-            value = separate_copies(wide, axis, origins[len(every) :], noise)
-        else:
-            apart = segments is None or any(len(e) != e[-1] - e[0] + 1 for e in segments)  # by head
-            together = (every,) if apart or axis != (linear and isinstance(module, Conv1D)) else segments
-            value = index_axis(value, axis, torch.cat([each.repeat(times) for each in together]))
-    return value.clone()
+    is_linear = isinstance(module, nn.Linear | Conv1D) and parameter.ndim == 2
+    values = parameter.detach()
+    for axis in range(parameter.ndim):
+        if parameter.shape[axis] == shape[axis]:
+            continue
+        features = torch.arange(parameter.shape[axis])
+        if is_linear and axis != output_axis(module):  # reads the features
+            origins = features.repeat(times)
+            shares = index_axis(values, axis, origins) / times
+            values = separate_copies(shares, axis, origins[len(features) :], noise)
+            continue
+
+        # Q, K and V of a fused layer are repeated each on its own, unless its rows go head by head.
+        is_output = axis == (output_axis(module) if is_linear else 0)
+        repeated: Sequence[Tensor] = (features,)
+        if is_output and segments is not None and all(is_contiguous(segment) for segment in segments):
+            repeated = segments
+        values = index_axis(values, axis, torch.cat([segment.repeat(times) for segment in repeated]))
+    return values.clone()
+
+
+def is_contiguous(segment: Tensor) -> bool:
+    """Whether ascending indices have no gaps."""
+    return len(segment) == int(segment[-1] - segment[0]) + 1
 
 
 def draw_units(units: int, more: int) -> Tensor:
     """Drawn units [more]: each comes once before one comes twice."""
-    rounds = [torch.randperm(units, device="cpu") for _ in range(-(-more // units))]
+    rounds = [torch.randperm(units, device="cpu") for _ in range(math.ceil(more / units))]
     return torch.cat(rounds)[:more]
 
 
 @torch.no_grad()
-def add_copies(place: SubLayer, chosen: Tensor, *, noise: float) -> None:
-    """Adds copies of the units `chosen` [m] to the layers that write units and the one that reads them."""
-    for source, members in place.sources:
-        found = []  # the output feature of each row: after each segment (Q, K, V) those of its copies
-        for segment in source.segments:
-            owners = members[segment, 0]  # of a shared key/value head the first of its query heads
-            firsts = owners.unique()
-            number = torch.full((place.count,), -1)
-            number[firsts] = torch.arange(len(firsts))
-            table = segment[owners.argsort(stable=True)].view(len(firsts), -1)
-            copies = number[chosen]
-            found += [segment, table[copies[copies >= 0]].flatten()]
-        rows = torch.cat(found)
+def add_copies(sublayer: SubLayer, units: Tensor, *, noise: float) -> None:
+    """Adds copies of some units [m] to the layers that write units and the one that reads them."""
+    for source, members in sublayer.sources:
+        rows = find_copied_rows(source.segments, members, units, count=sublayer.count)
         replace_parameter(source.module, "weight", index_axis(source.weight, source.axis, rows))
         if source.bias is not None:
             replace_parameter(source.module, "bias", index_axis(source.bias, 0, rows))
-    out, axis = place.out, 1 - place.out.axis
-    size, times = out.inputs // place.count, torch.bincount(chosen, minlength=place.count) + 1
-    features = torch.arange(out.inputs).view(place.count, size)
-    origins = torch.cat([features.flatten(), features[chosen].flatten()])
-    shares = times[origins // size].to(out.weight)
-    weight = index_axis(out.weight, axis, origins) / (shares if axis else shares[:, None])
+
+    # A unit and its copies share the unit's weights in the layer that reads them.
+    out = sublayer.out
+    axis = 1 - out.axis
+    size = out.inputs // sublayer.count
+    features = torch.arange(out.inputs).view(sublayer.count, size)
+    origins = torch.cat([features.flatten(), features[units].flatten()])
+    num_copies = torch.bincount(units, minlength=sublayer.count) + 1
+    divisors = num_copies[origins // size].to(out.weight)
+    if axis == 0:
+        divisors = divisors[:, None]
+    weight = index_axis(out.weight, axis, origins) / divisors
     replace_parameter(out.module, "weight", separate_copies(weight, axis, origins[out.inputs :], noise))
 
 
-def index_axis(weight: Tensor, axis: int, places: Tensor) -> Tensor:
-    return weight.index_select(axis, places.to(weight.device))
+def find_copied_rows(segments: Sequence[Tensor], members: Tensor, units: Tensor, *, count: int) -> Tensor:
+    """The row of a source that each of its rows copies when some units [m] of `count` are copied: after each
+    segment (Q, K, V) the rows of its copies. `members` are the units of each row."""
+    rows: list[Tensor] = []
+    for segment in segments:
+        owners = members[segment, 0]  # of a shared key/value head the first of its query heads
+        segment_units = owners.unique()
+        rows_by_unit = segment[owners.argsort(stable=True)].view(len(segment_units), -1)
+
+        # Copied query heads that own no key/value head add no rows to its segment.
+        index_of_unit = torch.full((count,), -1)
+        index_of_unit[segment_units] = torch.arange(len(segment_units))
+        copied = index_of_unit[units]
+        rows += [segment, rows_by_unit[copied[copied >= 0]].flatten()]
+    return torch.cat(rows)
+
+
+def index_axis(weight: Tensor, axis: int, indices: Tensor) -> Tensor:
+    return weight.index_select(axis, indices.to(weight.device))
 
 
 def separate_copies(weight: Tensor, axis: int, origins: Tensor, noise: float) -> Tensor:
@@ -244,7 +357,8 @@ def separate_copies(weight: Tensor, axis: int, origins: Tensor, noise: float) ->
     if noise == 0:
         return weight
     shape = list(weight.shape)
-    old, shape[axis] = shape[axis] - len(origins), len(origins)
-    drawn = torch.randn(shape, device="cpu").to(weight) * (noise * weight.std())
-    weight.narrow(axis, old, len(origins)).add_(drawn)
-    return weight.index_add_(axis, origins.to(weight.device), drawn, alpha=-1)
+    shape[axis] = len(origins)
+    perturbation = torch.randn(shape, device="cpu").to(weight) * (noise * weight.std())
+    first_copy = weight.shape[axis] - len(origins)
+    weight.narrow(axis, first_copy, len(origins)).add_(perturbation)
+    return weight.index_add_(axis, origins.to(weight.device), perturbation, alpha=-1)

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from cpt.core.errors import reason
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_first_process
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
@@ -66,62 +66,86 @@ def find_objectives(config: PretrainedConfig) -> list[str]:
     return [name for name, mapping in mappings.items() if type(config) in mapping]
 
 
-def resolve_objective(wanted: str, config: PretrainedConfig) -> str:
+def resolve_objective(requested: str, config: PretrainedConfig) -> str:
     """`masked`, `causal` or `span`; for `auto`, what the checkpoint was saved as, else what its architecture
     is for. Raises ValueError for an objective that the configuration has no model for."""
-    if wanted not in (*AUTO_MODELS, "auto"):
-        raise ValueError(f"model.objective={wanted} is invalid. Allowed: {', '.join(AUTO_MODELS)}, auto")
+    if requested not in (*AUTO_MODELS, "auto"):
+        raise InvalidOptionError("model.objective", requested, allowed=f"{', '.join(AUTO_MODELS)}, auto")
     possible = find_objectives(config)
-    if not possible or (wanted != "auto" and wanted not in possible):
+    if not possible or (requested != "auto" and requested not in possible):
         saved_class = (config.architectures or ["model"])[0]
-        message = f"model.objective={wanted} is invalid for a {config.model_type} {saved_class}"
-        allowed = ", ".join(possible) or "models with a language-model head"
-        raise ValueError(f"{message}. Allowed: {allowed}")
-    return possible[0] if wanted == "auto" else wanted
+        raise InvalidOptionError(
+            "model.objective",
+            requested,
+            context=f"for a {config.model_type} {saved_class}",
+            allowed=", ".join(possible) or "models with a language-model head",
+        )
+    return possible[0] if requested == "auto" else requested
 
 
 def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
     """Raises ValueError for an objective that does not go with `answers` or `isolated` documents."""
     if name == "masked" and answers:
-        told = "model.objective=masked is invalid: a masked model writes no answers to examples"
-        raise ValueError(f"{told}. Allowed: a causal model, like model=tiny_gpt2, or an encoder-decoder")
+        raise InvalidOptionError(
+            "model.objective",
+            "masked",
+            reason="a masked model writes no answers to examples",
+            allowed="a causal model, like model=tiny_gpt2, or an encoder-decoder",
+        )
     if name in SEQ2SEQ and isolated:
-        other = "none, or a causal model, like model=tiny_gpt2" if answers else "concat, none"
-        given = "domains.packing=document_mask is invalid for an encoder-decoder"
-        raise ValueError(f"{given}. Allowed: domains.packing={other}")
+        packings = "none, or a causal model, like model=tiny_gpt2" if answers else "concat, none"
+        raise InvalidOptionError(
+            "domains.packing",
+            "document_mask",
+            context="for an encoder-decoder",
+            allowed=f"domains.packing={packings}",
+        )
 
 
 def make_objective(
     options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, *, answers: bool, isolated: bool
 ) -> Objective:
-    """The objective of raw text, or of `answers` to examples; `isolated` documents or samples share rows."""
-    name, pad, end = (
-        resolve_objective(options.objective, config),
-        padding_id(tokenizer),
-        tokenizer.eos_token_id,
-    )
+    """The objective of raw text, or of `answers` to examples; `isolated` documents or samples share rows.
+    Raises ValueError for an objective that the model or its tokenizer does not fit."""
+    name = resolve_objective(options.objective, config)
     check_packing(name, isolated=isolated, answers=answers)
-    first = pad if (first := getattr(config, "decoder_start_token_id", None)) is None else first
-    raw: Objective = Causal()
-    if name == "masked":
-        raw = Masked(tokenizer, rate=options.mask_rate)
-    elif name == "span":
-        if tokenizer.pad_token_id is None or end is None:
-            raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end. Allowed: both")
-        rates = {"rate": options.mask_rate, "mean": options.span_length}
-        start = first if options.name_or_path else pad
-        raw = span = Span(**rates, sentinels=find_sentinel_ids(tokenizer), end=end, pad=pad, start=start)
-        if answers:
-            return Seq2SeqAnswers(span, pad=pad, start=first)
-    raw.isolated = isolated and not answers
-    return CausalAnswers(raw, pad=pad, sharing=make_sharing(config) if isolated else None) if answers else raw
+    padding = padding_id(tokenizer)
+
+    if name == "span":
+        start = getattr(config, "decoder_start_token_id", None)
+        if start is None:
+            start = padding
+        # The decoder of a new model starts with padding, as those of T5.
+        span = make_span(options, tokenizer, start=start if options.name_or_path else padding)
+        return Seq2SeqAnswers(span, pad=padding, start=start) if answers else span
+
+    raw = Masked(tokenizer, rate=options.mask_rate) if name == "masked" else Causal()
+    if answers:
+        return CausalAnswers(raw, pad=padding, sharing=make_sharing(config) if isolated else None)
+    raw.isolated = isolated
+    return raw
+
+
+def make_span(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, *, start: int) -> Span:
+    """Span corruption with the sentinels of a tokenizer; `start` is the decoder's first input. Raises
+    ValueError for a tokenizer without padding or end."""
+    if tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end. Allowed: both")
+    return Span(
+        rate=options.mask_rate,
+        mean=options.span_length,
+        sentinels=find_sentinel_ids(tokenizer),
+        end=tokenizer.eos_token_id,
+        pad=padding_id(tokenizer),
+        start=start,
+    )
 
 
 def make_sharing(config: PretrainedConfig) -> Sharing:
     """How samples share rows for a model of D features: attention to T tokens takes 4 T D operations at a
-    place, its linear layers 24 D^2 (Kaplan et al., arXiv 2001.08361, table 1)."""
-    text = config.get_text_config()
-    return Sharing(6 * text.hidden_size, getattr(text, "max_position_embeddings", None))
+    position, its linear layers 24 D^2 (Kaplan et al., arXiv 2001.08361, table 1)."""
+    text_config = config.get_text_config()
+    return Sharing(6 * text_config.hidden_size, getattr(text_config, "max_position_embeddings", None))
 
 
 def load_config(checkpoint: str) -> PretrainedConfig:
@@ -129,11 +153,12 @@ def load_config(checkpoint: str) -> PretrainedConfig:
     checkpoint, for values that transformers refuses, and for an adapter of peft, which transformers would
     load frozen into the model."""
     folder = Path(checkpoint)
-    key = f"model.name_or_path={checkpoint}"
     if (folder / "adapter_config.json").is_file():
-        message = f"{key} is invalid: it has an adapter of peft (adapter_config.json)"
-        raise ValueError(
-            f"{message}. Allowed: a folder of the model with it merged (peft's merge_and_unload)"
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason="it has an adapter of peft (adapter_config.json)",
+            allowed="a folder of the model with it merged (peft's merge_and_unload)",
         )
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
@@ -142,11 +167,19 @@ def load_config(checkpoint: str) -> PretrainedConfig:
         if "trust_remote_code" in str(error):
             first_line = "its config.json needs Python code of its authors (auto_map), which is never run"
         absent = "" if folder.exists() else "no such folder, and not loaded from the Hub: "
-        message = f"{key} is invalid: {absent}{first_line}"
-        raise ValueError(f"{message}. Allowed: a folder, or a name on the Hub") from error
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"{absent}{first_line}",
+            allowed="a folder, or a name on the Hub",
+        ) from error
     except Exception as error:  # strict dataclasses and the classes of configurations raise any
-        message = f"{key} is invalid: its config.json is refused by transformers ({reason(error)})"
-        raise ValueError(f"{message}. Allowed: a config.json as the class of the model reads it") from error
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"its config.json is refused by transformers ({reason(error)})",
+            allowed="a config.json as the class of the model reads it",
+        ) from error
     for name, value in PLAIN_OUTPUTS.items():
         setattr(config, name, value)
     return config
@@ -161,13 +194,17 @@ def find_ignored_outputs(checkpoint: str) -> dict[str, Any]:
 def truncate_config(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """The configuration of a model's first `layers` blocks (of an encoder-decoder in both). Raises ValueError
     for more than it has."""
-    text, names = config.get_text_config(), ("num_hidden_layers", "num_decoder_layers", "decoder_layers")
-    if layers > text.num_hidden_layers:
-        raise ValueError(f"model.layers={layers} is invalid. Allowed: null, or 1 to {text.num_hidden_layers}")
-    for name in (name for name in names if getattr(text, name, None) is not None):
-        setattr(text, name, min(layers, getattr(text, name)))
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+    text_config = config.get_text_config()
+    if layers > text_config.num_hidden_layers:
+        raise InvalidOptionError(
+            "model.layers", layers, allowed=f"null, or 1 to {text_config.num_hidden_layers}"
+        )
+    for name in ("num_hidden_layers", "num_decoder_layers", "decoder_layers"):
+        depth = getattr(text_config, name, None)
+        if depth is not None:
+            setattr(text_config, name, min(layers, depth))
+    if getattr(text_config, "layer_types", None):
+        text_config.layer_types = text_config.layer_types[:layers]
     return config
 
 
@@ -175,8 +212,8 @@ def find_head_parameters(model: PreTrainedModel) -> list[str]:
     """The names of the parameters of a model's head that it does not share with its body; [] without one."""
     if model.base_model is model:
         return []
-    inside = {id(each) for each in model.base_model.parameters()}
-    return [name for name, each in model.named_parameters() if id(each) not in inside]
+    body_ids = {id(parameter) for parameter in model.base_model.parameters()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in body_ids]
 
 
 def load_model(checkpoint: str | Path, objective: str, *, layers: int | None = None) -> PreTrainedModel:
@@ -191,34 +228,45 @@ def load_model(checkpoint: str | Path, objective: str, *, layers: int | None = N
         model = AUTO_MODELS[objective].from_pretrained(
             checkpoint, config=config, dtype=torch.float32, trust_remote_code=False
         )
-    if adapter := find_adapter(checkpoint):
+    adapter = find_adapter(checkpoint)
+    if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
     check_finite_weights(model, checkpoint)
     stored_config, _ = PretrainedConfig.get_config_dict(checkpoint)
     if stored_config.get("tie_word_embeddings") is True and not is_tied(model) and is_first_process():
-        message = (
-            "The head of %s stays apart from its embedding, as they are stored, though config.json ties them"
+        log.info(
+            "The head of %s stays apart from its embedding, as they are stored, though config.json ties them",
+            checkpoint,
         )
-        log.info(message, checkpoint)
     return model.train()
 
 
 def check_finite_weights(model: PreTrainedModel, checkpoint: str | Path) -> None:
     """Raises ValueError for parameters that are NaN or infinite."""
-    names = [name for name, each in model.named_parameters() if not each.detach().isfinite().all()]
+    names = []
+    for name, parameter in model.named_parameters():
+        if not parameter.detach().isfinite().all():
+            names.append(name)
     if names:
-        message = f"{len(names)} of its tensors have NaN or infinite weights, the first {names[0]}"
-        allowed = "a checkpoint of finite weights"
-        raise ValueError(f"model.name_or_path={checkpoint} is invalid: {message}. Allowed: {allowed}")
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"{len(names)} of its tensors have NaN or infinite weights, the first {names[0]}",
+            allowed="a checkpoint of finite weights",
+        )
 
 
 def find_adapter(checkpoint: str | Path) -> Path | None:
     """The folder of the only adapter that a checkpoint has; raises ValueError if it has several."""
-    found = [path.parent for path in sorted(Path(checkpoint).glob("adapters/*/adapter_config.json"))]
-    if len(found) > 1:
-        given = f"model.name_or_path={checkpoint} is invalid: it has {len(found)} adapters"
-        raise ValueError(f"{given}. Allowed: a copy with one of them merged (peft's merge_and_unload)")
-    return found[0] if found else None
+    configs = sorted(Path(checkpoint).glob("adapters/*/adapter_config.json"))
+    if len(configs) > 1:
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"it has {len(configs)} adapters",
+            allowed="a copy with one of them merged (peft's merge_and_unload)",
+        )
+    return configs[0].parent if configs else None
 
 
 def find_end_ids(checkpoint: str, config: PretrainedConfig) -> list[int]:
@@ -226,10 +274,14 @@ def find_end_ids(checkpoint: str, config: PretrainedConfig) -> list[int]:
     generation_ids: Any = None
     with suppress(OSError, ValueError):  # most base models have none
         generation_ids = GenerationConfig.from_pretrained(checkpoint).eos_token_id
-    ids: list[int | None] = []
-    for value in (generation_ids, getattr(config.get_text_config(), "eos_token_id", None)):
-        ids += value if isinstance(value, list) else [value]
-    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+    config_ids = getattr(config.get_text_config(), "eos_token_id", None)
+    end_ids: dict[int, None] = {}  # in order
+    for ids in (generation_ids, config_ids):
+        id_list = ids if isinstance(ids, list) else [ids]
+        for token_id in id_list:
+            if token_id is not None:
+                end_ids[token_id] = None
+    return list(end_ids)
 
 
 def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
@@ -240,17 +292,24 @@ def build_model(
     config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, objective: str, *, seed: int
 ) -> PreTrainedModel:
     """A new model of a configuration (`model_type` and its arguments) for a tokenizer."""
-    fields, known = dict(config), tokenizer.get_vocab()
-    ids = {f"{name}_token_id": known[token] for name, token in SPECIAL_TOKENS.items() if token in known}
+    vocabulary = tokenizer.get_vocab()
+    token_ids = {}
+    for name, token in SPECIAL_TOKENS.items():
+        if token in vocabulary:
+            token_ids[f"{name}_token_id"] = vocabulary[token]
     if objective == "span":
-        ids |= {"decoder_start_token_id": ids["pad_token_id"]}
+        token_ids["decoder_start_token_id"] = token_ids["pad_token_id"]
     else:
-        ids |= {"cls_token_id": ids["bos_token_id"], "sep_token_id": ids["eos_token_id"]}
-    full = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer), **ids, **fields)
+        token_ids["cls_token_id"] = token_ids["bos_token_id"]
+        token_ids["sep_token_id"] = token_ids["eos_token_id"]
+
+    arguments = dict(config)
+    model_type = arguments.pop("model_type")
+    full_config = AutoConfig.for_model(model_type, vocab_size=len(tokenizer), **token_ids, **arguments)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AUTO_MODELS[objective].from_config(full)
-        if fields.get("tie_word_embeddings") is False and is_tied(model):
+        model = AUTO_MODELS[objective].from_config(full_config)
+        if arguments.get("tie_word_embeddings") is False and is_tied(model):
             # transformers 5 ties every T5: a head of its own, with logits of size 1, N(0, 1 / D)
             head = model.get_output_embeddings()
             head.weight = nn.Parameter(torch.randn_like(head.weight) * head.weight.shape[1] ** -0.5)
@@ -260,20 +319,29 @@ def build_model(
 def find_max_positions(model: PreTrainedModel) -> int | None:
     """The longest sequence that a model takes; None: unbounded."""
     limit = getattr(model.config, "max_position_embeddings", None)
-    if (table := find_padded_positions(model)) is not None:
+    table = find_padded_positions(model)
+    if table is not None:
         limit = table.num_embeddings - (table.padding_idx or 0) - 1
     return limit if limit and limit > 0 else None
 
 
 def check_length(length: int, model: PreTrainedModel, objective: Objective) -> None:
     """Raises ValueError for samples longer than the model's positions, or than the sentinels suffice for."""
-    limits = {
-        objective.longest: "for which the tokenizer's sentinels suffice",
-        find_max_positions(model): f"the positions of this {model.config.model_type}",
-    }
-    for limit, what in limits.items():
-        if limit is not None and length > limit:
-            raise ValueError(f"model.max_seq_length={length} is invalid. Allowed: 2 to {limit}, {what}")
+    longest = objective.longest
+    positions = find_max_positions(model)
+    # Where both limits are equal, the positions are named.
+    if longest is not None and longest != positions and length > longest:
+        raise InvalidOptionError(
+            "model.max_seq_length",
+            length,
+            allowed=f"2 to {longest}, for which the tokenizer's sentinels suffice",
+        )
+    if positions is not None and length > positions:
+        raise InvalidOptionError(
+            "model.max_seq_length",
+            length,
+            allowed=f"2 to {positions}, the positions of this {model.config.model_type}",
+        )
 
 
 def is_tied(model: PreTrainedModel) -> bool:
@@ -291,29 +359,49 @@ def make_skeleton(model: PreTrainedModel) -> PreTrainedModel:
 def train_tokenizer(texts: Iterator[str], *, vocabulary: int, objective: str) -> PreTrainedTokenizerFast:
     """A byte-level BPE (Radford et al. 2019) learned from texts: of a `masked` model `<s> … </s>`, a `causal`
     one `<s> …` (packing ends documents), a `span` one `… </s>` with sentinels as the last ids, as T5's."""
-    span, start, end = objective == "span", SPECIAL_TOKENS["bos"], SPECIAL_TOKENS["eos"]
-    names = ("pad", "eos", "unk") if span else tuple(SPECIAL_TOKENS)
-    tokens = {f"{n}_token": AddedToken(SPECIAL_TOKENS[n], special=True, lstrip=n == "mask") for n in names}
+    has_sentinels = objective == "span"
+    names = ("pad", "eos", "unk") if has_sentinels else tuple(SPECIAL_TOKENS)
+    special_tokens = {}
+    for name in names:
+        token = AddedToken(SPECIAL_TOKENS[name], special=True, lstrip=name == "mask")
+        special_tokens[f"{name}_token"] = token
+
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    how: dict[str, Any] = {"special_tokens": [*tokens.values()], "show_progress": False}
-    how["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary - SENTINELS * span, **how)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - SENTINELS if has_sentinels else vocabulary,
+        special_tokens=list(special_tokens.values()),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     bpe.train_from_iterator(texts, trainer)
-    single, pair = {
-        "masked": (f"{start} $A {end}", f"{start} $A {end} {end} $B {end}"),
-        "causal": (f"{start} $A", f"{start} $A {end} {start} $B"),
-        "span": (f"$A {end}", f"$A {end} $B {end}"),
-    }[objective]
-    ids = [(token, bpe.token_to_id(token)) for token in (start, end) if token in pair.split()]
-    bpe.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
-    if not span:
-        tokens |= {"cls_token": tokens["bos_token"], "sep_token": tokens["eos_token"]}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **tokens)
-    if span:
+    bpe.post_processor = make_post_processor(bpe, objective)
+
+    if not has_sentinels:
+        special_tokens["cls_token"] = special_tokens["bos_token"]
+        special_tokens["sep_token"] = special_tokens["eos_token"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **special_tokens)
+    if has_sentinels:
         add_sentinels(tokenizer)
     return tokenizer
+
+
+def make_post_processor(bpe: Tokenizer, objective: str) -> processors.TemplateProcessing:
+    """What puts the start and the end of an objective around a text, and between two."""
+    start = SPECIAL_TOKENS["bos"]
+    end = SPECIAL_TOKENS["eos"]
+    if objective == "masked":
+        single = f"{start} $A {end}"
+        pair = f"{start} $A {end} {end} $B {end}"
+    elif objective == "causal":
+        single = f"{start} $A"
+        pair = f"{start} $A {end} {start} $B"
+    else:
+        single = f"$A {end}"
+        pair = f"$A {end} $B {end}"
+    ids = [(token, bpe.token_to_id(token)) for token in (start, end) if token in pair.split()]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
 def add_sentinels(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -324,7 +412,11 @@ def add_sentinels(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def find_sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of <extra_id_0>, <extra_id_1>, …; mT5's are words with a blank before them."""
-    known = tokenizer.get_vocab()
-    names = ([f"{blank}<extra_id_{number}>" for blank in ("", "\u2581")] for number in count())
-    ids = (next((known[name] for name in pair if name in known), None) for pair in names)
-    return [number for number in takewhile(lambda each: each is not None, ids) if number is not None]
+    vocabulary = tokenizer.get_vocab()
+    ids: list[int] = []
+    while True:
+        name = f"<extra_id_{len(ids)}>"
+        token_id = vocabulary.get(name, vocabulary.get(f"\u2581{name}"))
+        if token_id is None:
+            return ids
+        ids.append(token_id)

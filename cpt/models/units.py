@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,8 @@ ATTENTION = re.compile(r".*?(?:attention|attn)[^.]*(?=\.)", re.IGNORECASE)
 SOURCE_NAME = re.compile(r"(w?[qkv]|w?qkv|query|key|value|up|gate|wi)(?![a-z])\w*", re.IGNORECASE)
 MIXING_NORM = {"heads": r"(q|k|v|query|key|value)_\w*norm|attn_sub_norm", "neurons": "ffn_sub_norm"}
 FUSED = {"gpt2": "apart", "modernbert": "apart", "phi3": "apart", "bloom": "by head", "gpt_neox": "by head"}
+NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads")  # attributes of attention modules
+MAX_LISTED = 12  # matrices that a message lists
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one kind in one place, gated at the features that go "in" or "out" of `gate`; tokens, at
-    the output of every part's module."""
+    """The units of one kind in one sublayer, gated at the features that go "in" or "out" of `gate`; tokens,
+    at the output of every part's module."""
 
     name: str
     kind: str
@@ -94,33 +97,44 @@ class SubLayer:
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost repeated layers that hold an attention, in order; ValueError if there are none."""
-    found: list[tuple[str, nn.Module]] = []
-    inside: tuple[str, ...] = ()
+    blocks: list[tuple[str, nn.Module]] = []
+    stack_prefixes: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) and not name.startswith(inside):
-            layers = [(f"{name}.{number}", layer) for number, layer in module.named_children()]
-            if all(len(group_by_attention(*layer)) > 1 for layer in layers):
-                found += layers
-                inside += (f"{name}.",)
-    if not found:
+        if not isinstance(module, nn.ModuleList) or not len(module) or name.startswith(stack_prefixes):
+            continue
+        layers = [(f"{name}.{number}", layer) for number, layer in module.named_children()]
+        # Besides layers outside of an attention, under "", each has one or more attentions.
+        if all(len(group_by_attention(*layer)) > 1 for layer in layers):
+            blocks += layers
+            stack_prefixes += (f"{name}.",)
+    if not blocks:
         raise ValueError(f"no transformer blocks in {type(model).__name__}; found {list_matrices(model)}")
-    return found
+    return blocks
 
 
 def find_sublayers(model: PreTrainedModel, kinds: Collection[str]) -> list[SubLayer]:
     """The attentions (`heads`) and feed-forward networks (`neurons`), block by block."""
-    found = []
+    sublayers = []
     for name, block in find_blocks(model):
-        linear = group_by_attention(name, block)
+        linear_layers = group_by_attention(name, block)
+        attention_names = [attention for attention in linear_layers if attention]
         if "heads" in kinds:
-            found += [find_sublayer(model, path, "heads", own) for path, own in linear.items() if path]
+            for attention in attention_names:
+                sublayers.append(find_sublayer(model, attention, "heads", linear_layers[attention]))
         if "neurons" in kinds:
-            paths = tuple(f"{path}." for path in linear if path)
-            rest = [n for n, p in block.named_parameters(name) if p.ndim > 1 and not n.startswith(paths)]
-            # Experts are no linear layers and must not be overlooked.
-            own = linear[""] if len(linear[""]) == len(rest) else []
-            found.append(find_sublayer(model, name, "neurons", own))
-    return found
+            feed_forward = linear_layers[""]
+            # Experts are no linear layers and must not be overlooked: with them, nothing is identified.
+            if len(feed_forward) != count_matrices(block, name, outside=attention_names):
+                feed_forward = []
+            sublayers.append(find_sublayer(model, name, "neurons", feed_forward))
+    return sublayers
+
+
+def count_matrices(block: nn.Module, name: str, *, outside: Sequence[str]) -> int:
+    """The number of a block's matrices that are outside of some of its modules."""
+    prefixes = tuple(f"{module}." for module in outside)
+    matrices = [key for key, parameter in block.named_parameters(name) if parameter.ndim > 1]
+    return sum(not key.startswith(prefixes) for key in matrices)
 
 
 def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
@@ -128,152 +142,255 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
     units that are not found or not separable: those with a norm over more features than those of one unit."""
     if not kinds or not set(kinds) <= set(UNIT_KINDS):
         raise ValueError(f"units={list(kinds)} is invalid. Allowed: one or more of {', '.join(UNIT_KINDS)}")
-    found = []
-    for place in find_sublayers(model, {"neurons" if kind == "outputs" else kind for kind in kinds}):
-        size, out = place.out.inputs // place.count, place.out
-        if place.kind in kinds:
-            for name, module in model.get_submodule(place.name).named_modules(prefix=place.name):
-                last = name.rpartition(".")[2]
-                shape: tuple[int, ...] = getattr(getattr(module, "weight", None), "shape", ())
-                if re.fullmatch(MIXING_NORM[place.kind], last) and len(shape) == 1 and shape[0] > size:
-                    features = f"{name} normalises {shape[0]} features at once"
-                    raise ValueError(f"{place.kind} can not be separated: {features}")
-            parts = [part for source in place.sources for part in output_parts(*source)]
-            columns = share_members(place.count, place.count, size)
-            parts.append(Part(out.module, "weight", 1 - out.axis, columns))
-            name = f"{place.name}.{place.kind}"
-            found.append(Units(name, place.kind, place.count, out.module, "in", tuple(parts)))
-        if place.kind == "neurons" and "outputs" in kinds:
-            parts = output_parts(out, share_members(out.outputs, out.outputs, 1))
-            name = f"{place.name}.outputs"
-            found.append(Units(name, "outputs", out.outputs, out.module, "out", tuple(parts)))
+
+    sublayer_kinds = {"neurons" if kind == "outputs" else kind for kind in kinds}
+    units = []
+    for sublayer in find_sublayers(model, sublayer_kinds):
+        if sublayer.kind in kinds:
+            check_separable(model, sublayer)
+            units.append(make_inner_units(sublayer))
+        if sublayer.kind == "neurons" and "outputs" in kinds:
+            units.append(make_output_units(sublayer))
     if "tokens" in kinds:
-        # T5 and BART never call the table that they name as such, but their encoder's and decoder's.
-        main = model.get_input_embeddings()
-        inner = [part.get_input_embeddings() for part in model.modules() if isinstance(part, PreTrainedModel)]
-        tables = [table for table in dict.fromkeys(inner) if table.weight.shape == main.weight.shape]
-        members = share_members(main.num_embeddings, main.num_embeddings, 1)
-        parts = [Part(table, "weight", 0, members) for table in tables]
-        name = next(name for name, module in model.named_modules() if module is main)
-        found.append(Units(f"{name}.tokens", "tokens", main.num_embeddings, main, "out", tuple(parts)))
-    return found
+        units.append(make_token_units(model))
+    return units
+
+
+def check_separable(model: PreTrainedModel, sublayer: SubLayer) -> None:
+    """Raises ValueError for a sublayer with a norm over more features than those of one unit."""
+    size = sublayer.out.inputs // sublayer.count
+    for name, module in model.get_submodule(sublayer.name).named_modules(prefix=sublayer.name):
+        last_name = name.rpartition(".")[2]
+        shape: tuple[int, ...] = getattr(getattr(module, "weight", None), "shape", ())
+        is_mixing_norm = re.fullmatch(MIXING_NORM[sublayer.kind], last_name) is not None
+        if is_mixing_norm and len(shape) == 1 and shape[0] > size:
+            raise ValueError(
+                f"{sublayer.kind} can not be separated: {name} normalises {shape[0]} features at once"
+            )
+
+
+def make_inner_units(sublayer: SubLayer) -> Units:
+    """The heads or neurons of a sublayer, gated where its last layer reads them."""
+    out = sublayer.out
+    parts: list[Part] = []
+    for source, members in sublayer.sources:
+        parts += make_output_parts(source, members)
+    columns = share_members(sublayer.count, sublayer.count, out.inputs // sublayer.count)
+    parts.append(Part(out.module, "weight", 1 - out.axis, columns))
+    name = f"{sublayer.name}.{sublayer.kind}"
+    return Units(name, sublayer.kind, sublayer.count, out.module, "in", tuple(parts))
+
+
+def make_output_units(sublayer: SubLayer) -> Units:
+    """The output features of a feed-forward network, a unit each."""
+    out = sublayer.out
+    parts = make_output_parts(out, share_members(out.outputs, out.outputs, 1))
+    return Units(f"{sublayer.name}.outputs", "outputs", out.outputs, out.module, "out", tuple(parts))
+
+
+def make_token_units(model: PreTrainedModel) -> Units:
+    """The rows of the embedding of tokens, a unit each."""
+    embedding = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embedding)
+
+    # T5 and BART never call the table that they name as such, but their encoder's and decoder's.
+    stacks = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    tables = dict.fromkeys(stack.get_input_embeddings() for stack in stacks)
+    members = share_members(embedding.num_embeddings, embedding.num_embeddings, 1)
+    parts = [
+        Part(table, "weight", 0, members) for table in tables if table.weight.shape == embedding.weight.shape
+    ]
+    return Units(f"{name}.tokens", "tokens", embedding.num_embeddings, embedding, "out", tuple(parts))
 
 
 def find_projections(model: PreTrainedModel) -> list[Projection]:
     """All linear layers of the blocks, sources before their out."""
-    return [each for place in find_sublayers(model, ("heads", "neurons")) for each in place.projections]
+    projections: list[Projection] = []
+    for sublayer in find_sublayers(model, ("heads", "neurons")):
+        projections += sublayer.projections
+    return projections
 
 
 def find_weight_matrices(model: nn.Module) -> list[Projection]:
     """All matrices that are the weight of a module, a tied one once: linear layers, embeddings, the head."""
-    found: dict[nn.Parameter, Projection] = {}
+    matrices: dict[nn.Parameter, Projection] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-            found.setdefault(weight, Projection(name, module, int(isinstance(module, Conv1D)), ()))
-    return list(found.values())
+            matrices.setdefault(weight, Projection(name, module, output_axis(module), ()))
+    return list(matrices.values())
 
 
-def update_factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def output_axis(module: nn.Module) -> int:
+    """The axis of a layer's weight over its output features: GPT-2's Conv1D stores the transpose."""
+    return 1 if isinstance(module, Conv1D) else 0
+
+
+def make_factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """The factor of each parameter's update when unit k keeps keep[k]; of shared features their minimum."""
-    padded, seen = torch.cat([keep.view(group.count), keep.new_ones(1)]), set()
+    # Features of no unit have the member -1, which is the last entry.
+    padded_keep = torch.cat([keep.view(group.count), keep.new_ones(1)])
+    seen_ids = set()
     for part in group.parts:
         parameter = getattr(part.module, part.attribute)
-        if id(parameter) not in seen:  # tied tables are one parameter
-            seen.add(id(parameter))
-            factor, ones = padded[part.members.to(keep.device)].amin(dim=1), [1] * parameter.ndim
-            yield parameter, factor.view(*ones[: part.axis], -1, *ones[part.axis + 1 :])
+        if id(parameter) in seen_ids:  # tied tables are one parameter
+            continue
+        seen_ids.add(id(parameter))
+        factor = padded_keep[part.members.to(keep.device)].amin(dim=1)
+        shape = [1] * parameter.ndim
+        shape[part.axis] = -1
+        yield parameter, factor.view(shape)
 
 
 @contextmanager
 def gate_units(groups: Iterable[Units], gates: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiplies each unit's activation by its gate, [count] or per sample [B, count], inside the context."""
+    """Multiplies each unit's activation by its gate, [count] or per sample [B, count], inside the context.
+    Raises ValueError for gates of another shape."""
     with ExitStack() as hooks:
         for group in groups:
-            if (gate := gates.get(group.name)) is None:
+            gate = gates.get(group.name)
+            if gate is None:
                 continue
             if gate.ndim not in (1, 2) or gate.shape[-1] != group.count:
                 raise ValueError(f"{group.name} has {group.count} units; given gates of {list(gate.shape)}")
+
             if group.side == "in":
-                pre = lambda _, args, gate=gate: (scale_features(args[0], gate), *args[1:])  # noqa: E731
-                hooks.callback(group.gate.register_forward_pre_hook(pre).remove)
-                continue
-
-            def scale(
-                _: nn.Module, args: Any, x: Tensor, group: Units = group, gate: Tensor = gate
-            ) -> Tensor:
-                if group.kind != "tokens":
-                    return scale_features(x, gate)
-                found = gate[args[0]] if gate.ndim == 1 else gate.gather(1, args[0])  # of ids [B, T]
-                return x * found.unsqueeze(-1).to(x)
-
-            for module in [part.module for part in group.parts] if group.kind == "tokens" else [group.gate]:
-                hooks.callback(module.register_forward_hook(scale).remove)
+                handles = [group.gate.register_forward_pre_hook(partial(scale_input, gate))]
+            elif group.kind == "tokens":
+                tables = [part.module for part in group.parts]
+                handles = [table.register_forward_hook(partial(scale_rows, gate)) for table in tables]
+            else:
+                handles = [group.gate.register_forward_hook(partial(scale_output, gate))]
+            for handle in handles:
+                hooks.callback(handle.remove)
         yield
+
+
+def scale_input(gate: Tensor, module: nn.Module, args: Any) -> tuple[Any, ...]:
+    return scale_features(args[0], gate), *args[1:]
+
+
+def scale_output(gate: Tensor, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return scale_features(output, gate)
+
+
+def scale_rows(gate: Tensor, table: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """The rows [B, T, D] of an embedding times the gates of their ids [B, T]."""
+    ids = args[0]
+    factors = gate[ids] if gate.ndim == 1 else gate.gather(1, ids)
+    return output * factors.unsqueeze(-1).to(output)
 
 
 def scale_features(x: Tensor, gate: Tensor) -> Tensor:
     """Activations [B, T, D], or [B * T, D] as OPT flattens them, times a gate of [count] or [B, count]."""
-    wide = gate.to(x).repeat_interleave(x.shape[-1] // gate.shape[-1], dim=-1)
+    factors = gate.to(x).repeat_interleave(x.shape[-1] // gate.shape[-1], dim=-1)
     if gate.ndim == 1:
-        return x * wide
+        return x * factors
     if len(x) % len(gate) or (x.ndim > 2 and len(x) != len(gate)):
         raise ValueError(f"gates of {len(gate)} samples; given activations of {list(x.shape)}")
-    return (x.view(len(gate), -1, x.shape[-1]) * wide.unsqueeze(1)).view(x.shape)
+    by_sample = x.view(len(gate), -1, x.shape[-1])
+    return (by_sample * factors.unsqueeze(1)).view(x.shape)
 
 
 def group_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection]]:
     """A block's linear layers in order of definition, by the attention that holds them; "" for none."""
-    found: dict[str, list[Projection]] = {"": []}
-    for full, module in block.named_modules(prefix=name):
+    layers: dict[str, list[Projection]] = {"": []}
+    for full_name, module in block.named_modules(prefix=name):
         if isinstance(module, nn.Linear | Conv1D):
-            axis, match = int(isinstance(module, Conv1D)), ATTENTION.match(full, len(name) + 1)
-            linear = Projection(full, module, axis, (torch.arange(module.weight.shape[axis]),))
-            found.setdefault(full[: match.end()] if match else "", []).append(linear)
-    return found
+            axis = output_axis(module)
+            rows = torch.arange(module.weight.shape[axis])
+            match = ATTENTION.match(full_name, len(name) + 1)
+            attention = full_name[: match.end()] if match else ""
+            layers.setdefault(attention, []).append(Projection(full_name, module, axis, (rows,)))
+    return layers
 
 
-def find_sublayer(model: PreTrainedModel, name: str, kind: str, linear: Sequence[Projection]) -> SubLayer:
-    """Units from the widths of linear layers; the last to the hidden size is the out."""
-    module, hidden = model.get_submodule(name), model.config.hidden_size
-    wide = [each for each in linear if each.outputs == hidden]
-    out = next((w for w in reversed(wide) if not SOURCE_NAME.fullmatch(w.name.rpartition(".")[2])), None)
-    sources = [each for each in linear if each is not out]
-    if out is not None and all(source.inputs == hidden for source in sources):
-        if kind == "heads":  # a decoder may have others than its encoder
-            keys = ("num_heads", "num_attention_heads", "n_heads")
-            told = [getattr(part, key, None) for part in module.modules() for key in keys]
-            units = next((n for n in told if isinstance(n, int)), model.config.num_attention_heads)
-            divisors = [count for count in range(1, units + 1) if units % count == 0]
-            shares: list[tuple[int, ...]] = [(units, count, count) for count in divisors]  # Q, K, V
+def find_sublayer(
+    model: PreTrainedModel, name: str, kind: str, linear_layers: Sequence[Projection]
+) -> SubLayer:
+    """Units from the widths of linear layers; the last to the hidden size is the out. Raises ValueError for
+    layers whose widths are not those of an attention or a feed-forward network."""
+    module = model.get_submodule(name)
+    hidden_size = model.config.hidden_size
+    out = find_out(linear_layers, hidden_size)
+    sources = [layer for layer in linear_layers if layer is not out]
+    if out is not None and all(source.inputs == hidden_size for source in sources):
+        if kind == "heads":
+            count = count_heads(model, module)
+            group_counts = [groups for groups in range(1, count + 1) if count % groups == 0]
+            layouts: list[tuple[int, ...]] = [(count, groups, groups) for groups in group_counts]  # Q, K, V
         else:
-            units = out.inputs
-            shares = [(units,), (units, units)]  # up, or gate and up
-        size, widths = out.inputs // units, [source.outputs for source in sources]
-        for counts in shares if size * units == out.inputs else ():
-            separate = sorted(widths) == sorted(count * size for count in counts)
-            if separate or widths == [sum(counts) * size]:
-                split = zip(sources, [(w // size,) for w in widths] if separate else [counts], strict=True)
-                written = [split_source(each, own, units, model.config.model_type) for each, own in split]
-                return SubLayer(name, kind, units, written, out)
-    why = f"{name}: {kind} cannot be identified; supported: Q, K, V (fused or not), an output projection; up"
-    raise ValueError(f"{why}, down, perhaps gate (fused or not); found {list_matrices(module, name)}")
+            count = out.inputs
+            layouts = [(count,), (count, count)]  # up, or gate and up
+
+        split_counts = match_layout(layouts, sources, size=out.inputs // count)
+        if split_counts is not None and out.inputs % count == 0:
+            split_sources = [
+                split_source(source, counts, count, model.config.model_type)
+                for source, counts in zip(sources, split_counts, strict=True)
+            ]
+            return SubLayer(name, kind, count, split_sources, out)
+    raise ValueError(
+        f"{name}: {kind} cannot be identified; supported: Q, K, V (fused or not), an output projection; up, "
+        f"down, perhaps gate (fused or not); found {list_matrices(module, name)}"
+    )
+
+
+def find_out(linear_layers: Sequence[Projection], hidden_size: int) -> Projection | None:
+    """The last layer to the hidden size whose name is not that of a source; None without one."""
+    for layer in reversed(linear_layers):
+        last_name = layer.name.rpartition(".")[2]
+        if layer.outputs == hidden_size and not SOURCE_NAME.fullmatch(last_name):
+            return layer
+    return None
+
+
+def count_heads(model: PreTrainedModel, attention: nn.Module) -> int:
+    """The query heads of an attention; a decoder may have another number than its encoder."""
+    for module in attention.modules():
+        for key in NUM_HEADS:
+            num_heads = getattr(module, key, None)
+            if isinstance(num_heads, int):
+                return num_heads
+    return cast(int, model.config.num_attention_heads)
+
+
+def match_layout(
+    layouts: Iterable[Sequence[int]], sources: Sequence[Projection], *, size: int
+) -> list[Sequence[int]] | None:
+    """The counts of units that each source writes, by the first layout that has the sources' widths with
+    units of `size` features: a source for each count, or one fused source for all. None if no layout has."""
+    widths = [source.outputs for source in sources]
+    for counts in layouts:
+        if sorted(widths) == sorted(count * size for count in counts):
+            return [(width // size,) for width in widths]
+        if widths == [sum(counts) * size]:
+            return [counts]
+    return None
 
 
 def split_source(
-    source: Projection, counts: Sequence[int], units: int, model_type: str
+    source: Projection, counts: Sequence[int], num_units: int, model_type: str
 ) -> tuple[Projection, Tensor]:
     """A source with a segment for each count of units that it writes, and the members of its features."""
-    rows, size = torch.arange(source.outputs), source.outputs // sum(counts)
-    segments = rows.split([count * size for count in counts])
-    if len(counts) > 1 and model_type not in FUSED:
-        given = f"{source.name} {list(source.weight.shape)} is a fused map of a {model_type}"
-        raise ValueError(f"{given}; layouts are known for {', '.join(FUSED)}")
-    if len(counts) > 1 and FUSED[model_type] == "by head":
-        segments = rows.view(units, len(counts), size).transpose(0, 1).flatten(1).unbind()
-    members = torch.full((source.outputs, units // min(counts)), -1)
+    is_fused = len(counts) > 1
+    if is_fused and model_type not in FUSED:
+        raise ValueError(
+            f"{source.name} {list(source.weight.shape)} is a fused map of a {model_type}; layouts are known "
+            f"for {', '.join(FUSED)}"
+        )
+
+    rows = torch.arange(source.outputs)
+    size = source.outputs // sum(counts)
+    if is_fused and FUSED[model_type] == "by head":
+        segments = rows.view(num_units, len(counts), size).transpose(0, 1).flatten(1).unbind()
+    else:
+        segments = rows.split([count * size for count in counts])
+
+    # Each feature has as many columns as query heads share the fewest key/value heads.
+    members = torch.full((source.outputs, num_units // min(counts)), -1)
     for segment, count in zip(segments, counts, strict=True):
-        members[segment, : units // count] = share_members(units, count, size)
+        members[segment, : num_units // count] = share_members(num_units, count, size)
     return replace(source, segments=segments), members
 
 
@@ -282,12 +399,23 @@ def share_members(heads: int, groups: int, size: int) -> Tensor:
     return torch.arange(heads).view(groups, -1).repeat_interleave(size, dim=0)
 
 
-def output_parts(linear: Projection, members: Tensor) -> list[Part]:
+def make_output_parts(linear: Projection, members: Tensor) -> list[Part]:
     """The output features of a linear layer: of its weight, and of its bias if it has one."""
-    bias = [Part(linear.module, "bias", 0, members)] if linear.bias is not None else []
-    return [Part(linear.module, "weight", linear.axis, members), *bias]
+    parts = [Part(linear.module, "weight", linear.axis, members)]
+    if linear.bias is not None:
+        parts.append(Part(linear.module, "bias", 0, members))
+    return parts
 
 
 def list_matrices(module: nn.Module, name: str = "") -> str:
-    matrices = [f"{n} {list(p.shape)}" for n, p in module.named_parameters(name) if p.ndim > 1]
-    return ", ".join(matrices[:12] + ["..."] * (len(matrices) > 12)) or "no matrices"
+    """The names and shapes of a module's first matrices, for messages."""
+    matrices = []
+    for full_name, parameter in module.named_parameters(name):
+        if parameter.ndim > 1:
+            matrices.append(f"{full_name} {list(parameter.shape)}")
+    if not matrices:
+        return "no matrices"
+    listed = matrices[:MAX_LISTED]
+    if len(matrices) > MAX_LISTED:
+        listed.append("...")
+    return ", ".join(listed)

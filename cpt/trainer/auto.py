@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from cpt.core.processes import cores, is_first_process
-from cpt.models.memory import drops_attention
+from cpt.models.fast_kernels import drops_attention
 from cpt.trainer.options import BF16, FP16_MIXED, Precision, Strategy, TrainerOptions
 from cpt.trainer.plan import Plan
 

@@ -15,8 +15,9 @@ from cpt.data.packing import Packed, balance
 from cpt.data.sources.base import GENERAL, TEXT
 from cpt.data.text_checks import check_training_text, report_texts
 from cpt.methods.base import ContinualMethod, MethodContext
+from cpt.models.activation_checkpointing import checkpoint_activations
 from cpt.models.block_attention import MASKABLE
-from cpt.models.memory import COMPILE_OPTIONS, checkpoint_activations, pad_head
+from cpt.models.fast_kernels import COMPILE_OPTIONS, pad_head
 from cpt.models.objectives import Objective
 from cpt.models.trial import try_model
 from cpt.models.units import find_blocks

@@ -18,7 +18,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Budget, Domain
 from cpt.methods.base import ContinualMethod
-from cpt.models.memory import use_quick_dropout
+from cpt.models.fast_kernels import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base

@@ -20,8 +20,8 @@ from cpt.gradient_masks.migu import (
     sum_magnitudes,
 )
 from cpt.gradient_masks.options import MagnitudeMaskOptions
+from cpt.models.activation_checkpointing import checkpoint_activations
 from cpt.models.fisher import estimate_fisher
-from cpt.models.memory import checkpoint_activations
 from cpt.models.units import find_projections
 from tests.conftest import GOLDEN, needs_golden
 from tests.models import test_units

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpt.models import memory
+from cpt.models import fast_kernels
 from tests.methods.test_contract import LEARNING, bits, told
 from tests.support.campaign import run_few
 from tests.support.hook_methods import overrides_for
@@ -53,7 +53,7 @@ def test_activations_that_are_computed_again_give_the_same_bits(method, small, s
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo itself
 @pytest.mark.parametrize("method", run_few(LEARNING, []))
 def test_compiled_blocks_compute_what_blocks_do(method, small, start, tmp_path, monkeypatch):
-    monkeypatch.setitem(memory.COMPILE_OPTIONS, "backend", "eager")  # traced, and run as it was
+    monkeypatch.setitem(fast_kernels.COMPILE_OPTIONS, "backend", "eager")  # traced, and run as it was
     ways = {"plain": "trainer.quick_dropout=false", "compiled": "trainer.compile=true"}
     for name, option in ways.items():
         torch._dynamo.reset()

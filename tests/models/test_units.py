@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from cpt.adapters.bottleneck import attach_bottlenecks, attach_plugins
 from cpt.adapters.lora import attach_lora
 from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, find_token_side
-from cpt.models.units import UNIT_KINDS, Units, find_projections, find_units, gate_units, update_factors
+from cpt.models.units import UNIT_KINDS, Units, find_projections, find_units, gate_units, make_factors
 
 pytestmark = pytest.mark.slow
 
@@ -193,7 +193,7 @@ def test_segments_are_what_the_model_uses_as_q_k_v(name):
 
 
 def kept(group: Units, *keep: float) -> list[tuple[tuple[int, ...], list[float]]]:
-    return [(tuple(f.shape), f.flatten().tolist()) for _, f in update_factors(group, torch.tensor(keep))]
+    return [(tuple(f.shape), f.flatten().tolist()) for _, f in make_factors(group, torch.tensor(keep))]
 
 
 def test_factors_of_separate_grouped_and_fused_maps():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cpt.models.memory import LEVELS_16, PaddedHead, pad_head, use_quick_dropout
+from cpt.models.fast_kernels import LEVELS_16, PaddedHead, pad_head, use_quick_dropout
 from tests.models.test_units import build
 
 
