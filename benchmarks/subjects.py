@@ -248,7 +248,7 @@ def unmasked(place: Ground) -> tuple[Any, Any]:
     texts = stream.texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids").select(order)
     first = stream[0]
     masked = place.start.objective_name == "masked"
-    original = place.start.objective.restored(first)["input_ids"]
+    original = place.start.objective.restore(first)["input_ids"]
     if texts[: stream.batch_size]["input_ids"] != original.tolist():
         raise RuntimeError("the rows are not those of cpt")
     rate = place.start.objective.rate if masked else None

@@ -38,7 +38,7 @@ class GradientMask(nn.Module):
         check_value("apply_to", apply_to, ActsOn)
         self.apply_to = apply_to
         self.recording = False  # during the forward passes of the training loss
-        self.alone = True  # whether the step has a single micro-batch
+        self.is_only_micro_batch = True  # of its step
         self.text: int | None = None  # number of the held-out text that is evaluated, if it is observed
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
@@ -113,22 +113,23 @@ class StepSnapshot:
         factor: Tensor | None = None,
         optimizer: Optimizer | None = None,
     ) -> None:
-        self.mask, self.factor = mask, factor
-        self.before = [(each, each.detach().clone()) for each in dict.fromkeys(parameters)]
+        self.mask = mask
+        self.factor = factor
+        self.previous = [(parameter, parameter.detach().clone()) for parameter in dict.fromkeys(parameters)]
         self.state: dict[str, Tensor] | None = None
         if optimizer is not None and mask.apply_to == "frozen":
-            parameter = self.before[0][0]
+            parameter, _ = self.previous[0]
             self.state = {name: value.clone() for name, value in find_moments(parameter, optimizer).items()}
 
     @torch.no_grad()
     def apply(self, optimizer: Optimizer) -> None:
         if self.factor is None:
-            steps = [(parameter, parameter.detach() - old) for parameter, old in self.before]
+            steps = [(parameter, parameter.detach() - old) for parameter, old in self.previous]
             cast(Constraint, self.mask).constrain(steps, optimizer)
-            for (parameter, step), (_, old) in zip(steps, self.before, strict=True):
+            for (parameter, step), (_, old) in zip(steps, self.previous, strict=True):
                 parameter.copy_(step.add_(old))
             return
-        [(parameter, old)] = self.before
+        [(parameter, old)] = self.previous
         scale_(parameter, self.factor, start=old)
         if self.state is not None:
             for name, value in find_moments(parameter, optimizer).items():
@@ -136,10 +137,11 @@ class StepSnapshot:
 
 
 @contextmanager
-def mark_recorded(masks: Sequence[GradientMask], *, alone: bool = True) -> Iterator[None]:
-    """Marks forward passes as those of the training loss; `alone`: of the step's only micro-batch."""
+def mark_recorded(masks: Sequence[GradientMask], *, is_only_micro_batch: bool = True) -> Iterator[None]:
+    """Marks forward passes as those of the training loss; `is_only_micro_batch`: of their step."""
     for mask in masks:
-        mask.recording, mask.alone = True, alone
+        mask.recording = True
+        mask.is_only_micro_batch = is_only_micro_batch
     try:
         yield
     finally:
@@ -151,17 +153,20 @@ def mark_recorded(masks: Sequence[GradientMask], *, alone: bool = True) -> Itera
 
 def scale_(tensor: Tensor, factor: Tensor, *, start: Tensor | None = None) -> None:
     """In place tensor <- factor * tensor, or start + factor (tensor - start); the factor broadcasts."""
-    factor, tensor = local_rows(factor, tensor), to_local(tensor)
-    factor = factor.to(tensor.device)
+    local_factor = local_rows(factor, tensor)
+    local_tensor = to_local(tensor)
+    local_factor = local_factor.to(local_tensor.device)
     if start is None:
-        tensor.mul_(factor)
+        local_tensor.mul_(local_factor)
     else:  # lerp is exact at both ends: factor 1 leaves the tensor's bits and factor 0 those of the start
-        before = to_local(start)
-        tensor.copy_(torch.lerp(before, tensor, factor.to(before)))
+        local_start = to_local(start)
+        local_tensor.copy_(torch.lerp(local_start, local_tensor, local_factor.to(local_start)))
 
 
 def find_moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer state with an entry per weight of a parameter; empty before the first step."""
-    state = optimizer.state.get(parameter, {}).items()
-    tensors = ((name, value) for name, value in state if isinstance(value, Tensor) and value.ndim)
-    return {name: value for name, value in tensors if value.shape == parameter.shape}
+    moments = {}
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
+            moments[name] = value
+    return moments

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from math import ceil
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.core.distributed import all_reduce_sum, full_tensor, is_sharded, local_rows, to_local
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.tensors import NamedTensors
 from cpt.gradient_masks.base import Constraint, Protection, Step
 from cpt.gradient_masks.options import MomentumFilterOptions
@@ -24,12 +26,12 @@ def find_threshold(momentum: Tensor, share: float) -> Tensor:
     """The least |m| of the ceil(share n) largest of n entries, a scalar."""
     values = momentum.detach().abs().flatten()
     count = ceil(Fraction(str(share)) * len(values))
-    place = len(values) - count
+    index = len(values) - count
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        found = values.numpy()  # a copy, as abs gives one: it is put in order where it lies
-        found.partition(place)  # the same number as kthvalue, in a tenth of its time
-        return values[place]
-    return values.kthvalue(place + 1).values
+        # The same number as kthvalue, in a tenth of its time; in place, as abs has made a copy.
+        values.numpy().partition(index)
+        return values[index]
+    return values.kthvalue(index + 1).values
 
 
 class MomentumFilter(Constraint):
@@ -45,7 +47,8 @@ class MomentumFilter(Constraint):
 
     def __init__(self, options: MomentumFilterOptions) -> None:
         super().__init__(apply_to="update")
-        self.share, self.released = options.share, options.form == "released"
+        self.share = options.share
+        self.is_released = options.form == "released"
         self.watched: list[nn.Module] = []  # in a list: it is no part of the mask
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
@@ -56,28 +59,50 @@ class MomentumFilter(Constraint):
         if self.share == 1:
             return
         for model in self.watched:
-            kinds = ("norms", "biases") if self.released else ()
-            left = {parameter for kind in kinds for parameter in find_trainable(model, kind)}
-            yield from (parameter for parameter in model.parameters() if parameter not in left)
+            unfiltered = set[nn.Parameter]()
+            if self.is_released:
+                unfiltered.update(find_trainable(model, "norms"), find_trainable(model, "biases"))
+            for parameter in model.parameters():
+                if parameter not in unfiltered:
+                    yield parameter
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
-        # The share of a weight that decoupled decay takes in a step; other decay is in the gradient.
-        decoupled = [each for each in optimizer.param_groups if each.get("decoupled_weight_decay")]
-        decays = {p: group["lr"] * group["weight_decay"] for group in decoupled for p in group["params"]}
+        decays = self.find_decays(optimizer) if self.is_released else {}
         for parameter, step in steps:
-            state = optimizer.state[parameter]
-            momentum = next((state[name] for name in MOMENTA if isinstance(state.get(name), Tensor)), None)
-            if momentum is None:
-                told = f"optim={type(optimizer).__name__} is invalid with mask=mofo: it has no momentum"
-                raise ValueError(f"{told}. Allowed: adamw, or another with one")
-            least = find_threshold(full_tensor(momentum), self.share)
-            size, own = to_local(momentum).abs(), to_local(step)
-            kept = torch.ge(size, least, out=size)  # as numbers: a mask of bits is slower here
-            if self.released and (share := decays.get(parameter)):
-                decay = (to_local(parameter) - own).mul_(-share)
-                own.copy_(decay.lerp_(own, kept.to(own)))
+            momentum = find_momentum(parameter, optimizer)
+            threshold = find_threshold(full_tensor(momentum), self.share)
+            magnitudes = to_local(momentum).abs()
+            is_kept = torch.ge(magnitudes, threshold, out=magnitudes)  # as numbers: faster than bits here
+            local_step = to_local(step)
+            decay_rate = decays.get(parameter, 0.0)
+            if decay_rate:  # entries that are not updated decay all the same
+                decay = (to_local(parameter) - local_step).mul_(-decay_rate)
+                local_step.copy_(decay.lerp_(local_step, is_kept.to(local_step)))
             else:
-                own.mul_(kept)
+                local_step.mul_(is_kept)
+
+    def find_decays(self, optimizer: Optimizer) -> dict[nn.Parameter, float]:
+        """The share of each weight that decoupled decay takes in a step; other decay is in the gradient."""
+        decays = {}
+        for group in optimizer.param_groups:
+            if group.get("decoupled_weight_decay"):
+                decays.update(dict.fromkeys(group["params"], group["lr"] * group["weight_decay"]))
+        return decays
+
+
+def find_momentum(parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
+    """The momentum of a parameter in an optimizer's state; ValueError for an optimizer without one."""
+    state = optimizer.state[parameter]
+    for name in MOMENTA:
+        if isinstance(state.get(name), Tensor):
+            return cast(Tensor, state[name])
+    raise InvalidOptionError(
+        "optim",
+        type(optimizer).__name__,
+        context="with mask=mofo",
+        reason="it has no momentum",
+        allowed="adamw, or another with one",
+    )
 
 
 class Subspaces(Constraint):
@@ -94,19 +119,21 @@ class Subspaces(Constraint):
         self.pairs: dict[nn.Parameter, tuple[Tensor, Tensor]] | None = None
 
     def over(self, maps: Sequence[Projection]) -> None:
-        self.projections, self.pairs = maps, None
+        self.projections = maps
+        self.pairs = None
 
     @property
     def maps(self) -> dict[str, nn.Parameter]:
         """The present weights by name: sharding replaces parameters."""
-        return {each.name: each.weight for each in self.projections}
+        return {projection.name: projection.weight for projection in self.projections}
 
     @torch.no_grad()
     def span(self, ranks: Mapping[str, int]) -> None:
         """Protects the largest singular directions, a rank per layer, of the present weights."""
         self.bases.clear()
         for name, weight in self.maps.items():
-            if rank := ranks[name]:
+            rank = ranks[name]
+            if rank:
                 u, _, v = torch.linalg.svd(full_tensor(weight.detach()).float(), full_matrices=False)
                 self.bases.update({f"{name}.left": u[:, :rank].contiguous()})
                 self.bases.update({f"{name}.right": v[:rank].T.contiguous()})
@@ -116,35 +143,38 @@ class Subspaces(Constraint):
         self.pairs = None
 
     def covered(self) -> Iterable[nn.Parameter]:
-        return self.known()
+        return self.find_bases()
 
-    def known(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
+    def find_bases(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
+        """U and V of each protected weight, looked up once per domain."""
         if self.pairs is None:
-            named = self.bases.named()
-            self.pairs = {
-                weight: (named[f"{name}.left"], named[f"{name}.right"])
-                for name, weight in self.maps.items()
-                if f"{name}.left" in named
-            }
+            self.pairs = {}
+            bases = self.bases.named()
+            for name, weight in self.maps.items():
+                if f"{name}.left" in bases:
+                    self.pairs[weight] = (bases[f"{name}.left"], bases[f"{name}.right"])
         return self.pairs
 
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
-        known = self.known().items()
-        return {weight: partial(self.inside, left=left, right=right) for weight, (left, right) in known}
+        projections: dict[nn.Parameter, Protection] = {}
+        for weight, (left, right) in self.find_bases().items():
+            projections[weight] = partial(self.project, left=left, right=right)
+        return projections
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         for parameter, step in steps:
-            left, right = self.known()[parameter]
-            to_local(step).sub_(self.inside(step, left=left, right=right))
+            left, right = self.find_bases()[parameter]
+            to_local(step).sub_(self.project(step, left=left, right=right))
 
-    def inside(self, step: Tensor, *, left: Tensor, right: Tensor) -> Tensor:
+    def project(self, step: Tensor, *, left: Tensor, right: Tensor) -> Tensor:
         """The protected part of a step, of its local rows where it is sharded."""
-        own = to_local(step)
-        rows, right = local_rows(left, step).to(own), right.to(own)
-        within = rows.T @ own  # [k, m]
+        local_step = to_local(step)
+        rows = local_rows(left, step).to(local_step)
+        right = right.to(local_step)
+        within = rows.T @ local_step  # [k, m]
         if is_sharded(step):
             all_reduce_sum(within)
         if self.protected == "block":
             return rows @ (within @ right) @ right.T
-        across = (own @ right) @ right.T
+        across = (local_step @ right) @ right.T
         return rows @ (within - (within @ right) @ right.T) + across

@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate
 from math import floor
 from typing import Any, Self, cast
 
@@ -32,6 +31,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.experts import TextRows
 from cpt.core.distributed import all_reduce_sum, full_tensor, gather_objects, sum_on_cpu
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import key
 from cpt.core.tensors import move_uncast
 from cpt.data.collate import Batch
@@ -46,7 +46,7 @@ from cpt.models.units import Projection, find_projections
 
 log = logging.getLogger(__name__)
 CACHED = 1 << 18  # numbers that a core works on without going back to memory
-DRAWN = 8  # texts whose magnitudes are kept, of one layer
+MAX_DRAWN = 8  # texts whose magnitudes are stored, of one layer
 
 
 class MagnitudeMask(GradientMask):
@@ -54,134 +54,177 @@ class MagnitudeMask(GradientMask):
 
     def __init__(self, options: MagnitudeMaskOptions) -> None:
         super().__init__(apply_to=options.apply_to)
-        self.options, self.skipping = options, False
-        self.static, self.limits = options.importance == "fisher", options.backend == "backward"
+        self.options = options
+        self.static = options.importance == "fisher"
+        self.limits = options.backend == "backward"
+
+        # The layers, the rows of each within `sums` and `chosen`, and the buffers of their segments.
         self.maps: list[Projection] = []
-        self.places: list[slice] = []  # of each map's rows within `sums` and `chosen`
-        self.ranked: list[str] = []  # buffers of the segments that are ranked together
+        self.slices: list[slice] = []
+        self.segment_buffers: list[str] = []
         self.hooks: list[RemovableHandle] = []
-        self.present: dict[str, Tensor | None] = {}
-        self.limited: list[RowGradients] = []
-        self.inside = self.limiting = False
-        self.mask: Tensor | None = None  # of the current step, [rows]
-        self.observed: dict[int, Tensor] = {}  # sums of |h| [rows] by held-out text
+        self.row_gradients: list[RowGradients] = []
         self.steps = nn.Buffer(torch.zeros((), dtype=torch.long))
-        self.chosen = nn.Buffer(torch.zeros(0))  # how often each row was
+        self.chosen = nn.Buffer(torch.zeros(0))  # how often each row was chosen
+
+        self.is_skipping = False  # the first domain, if it is trained without the mask
+        self.is_measuring = False  # in the model's own forward pass with gradients
+        self.is_limiting = False  # whether the backward pass computes the gradients of chosen rows only
+        self.text_masks: dict[str, Tensor | None] = {}  # of the present forward pass
+        self.row_mask: Tensor | None = None  # of the current step, [rows]
+        self.observed_sums: dict[int, Tensor] = {}  # of |h| [rows] by held-out text
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
-        covered = [*(find_projections(model) if maps is None else maps)]
+        self.allocate_rows(self.select_maps(model, maps))
+        self.register_hooks(model)
+
+    def select_maps(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> list[Projection]:
+        """The masked layers. Raises ValueError for an expression `only` that finds none."""
+        covered = list(find_projections(model) if maps is None else maps)
         if self.options.head:
-            within, embedding = {each.module for each in covered}, model.get_input_embeddings().weight
-            outside = [
-                Projection(name, module, 0, (torch.arange(module.out_features),))
-                for name, module in model.named_modules()
-                if maps is None and isinstance(module, nn.Linear) and module not in within
-                if self.options.tied or module.weight is not embedding
-            ]
-            if not outside:
+            outer_layers = self.find_outer_layers(model, covered) if maps is None else []
+            if not outer_layers:
                 log.warning("No effect of head=true: the head is not trained, or the embedding (tied=true)")
-            covered += outside
-        found = [each for each in covered if re.search(self.options.only or "", each.name)]
+            covered += outer_layers
+
+        selected = [layer for layer in covered if re.search(self.options.only or "", layer.name)]
         if not covered:
             log.warning("No effect of mask=migu: the method trains no linear layers")
-        elif not found:
-            allowed = f"an expression that finds some of {covered[0].name} … {covered[-1].name}"
-            raise ValueError(f"only={self.options.only} is invalid. Allowed: {allowed}")
-        # Buffers for the rows; counts of known layers are kept by name.
-        known = {each.name: self.chosen[place] for each, place in zip(self.maps, self.places, strict=True)}
-        self.maps, sizes = found, [each.outputs for each in found]
-        self.places = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        self.sums = nn.Buffer(torch.zeros(sum(sizes)), persistent=False)
-        self.chosen = nn.Buffer(torch.zeros(sum(sizes)))
+        elif not selected:
+            raise InvalidOptionError(
+                "only",
+                self.options.only,
+                allowed=f"an expression that finds some of {covered[0].name} … {covered[-1].name}",
+            )
+        return selected
+
+    def find_outer_layers(self, model: PreTrainedModel, covered: Sequence[Projection]) -> list[Projection]:
+        """The linear layers outside the blocks; one that is tied to the embedding only with `tied`."""
+        covered_modules = {layer.module for layer in covered}
+        embedding = model.get_input_embeddings().weight
+        outer_layers = []
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Linear) or module in covered_modules:
+                continue
+            if self.options.tied or module.weight is not embedding:
+                rows = torch.arange(module.out_features)
+                outer_layers.append(Projection(name, module, 0, (rows,)))
+        return outer_layers
+
+    def allocate_rows(self, maps: list[Projection]) -> None:
+        """Makes the buffers for the rows of some layers; the counts of those that had some stay, by name."""
+        previous_counts = {}
+        for layer, rows in zip(self.maps, self.slices, strict=True):
+            previous_counts[layer.name] = self.chosen[rows]
+
+        self.maps = maps
+        self.slices = []
+        num_rows = 0
+        for layer in maps:
+            self.slices.append(slice(num_rows, num_rows + layer.outputs))
+            num_rows += layer.outputs
+        self.sums = nn.Buffer(torch.zeros(num_rows), persistent=False)
+        self.chosen = nn.Buffer(torch.zeros(num_rows))
         if self.options.importance == "fisher":
-            self.known = nn.Buffer(torch.zeros(sum(sizes)))
-        for name in self.ranked:
+            self.row_fisher = nn.Buffer(torch.zeros(num_rows))
+        for layer, rows in zip(self.maps, self.slices, strict=True):
+            if layer.name in previous_counts:
+                counts = previous_counts[layer.name]
+                self.chosen[rows][: len(counts)] = counts
+
+        # Segments of one width are ranked together: their rows are a table of as many columns.
+        for name in self.segment_buffers:
             delattr(self, name)
-        by_width: dict[int, list[Tensor]] = {}
-        for each, place in zip(self.maps, self.places, strict=True):
-            rows = known.get(each.name, self.chosen[:0])
-            self.chosen[place][: len(rows)] = rows
-            for segment in each.segments:
-                by_width.setdefault(len(segment), []).append(segment + place.start)
-        self.ranked = [f"segments{number}" for number in range(len(by_width))]
-        for name, segments in zip(self.ranked, by_width.values(), strict=True):
+        segments_by_width: dict[int, list[Tensor]] = {}
+        for layer, rows in zip(self.maps, self.slices, strict=True):
+            for segment in layer.segments:
+                segments_by_width.setdefault(len(segment), []).append(segment + rows.start)
+        self.segment_buffers = [f"segments{number}" for number in range(len(segments_by_width))]
+        for name, segments in zip(self.segment_buffers, segments_by_width.values(), strict=True):
             self.register_buffer(name, torch.stack(segments), persistent=False)
-        # Hooks on the model and its layers, in place of earlier ones.
+
+    def register_hooks(self, model: PreTrainedModel) -> None:
+        """Hooks on the model and its layers, in place of earlier ones."""
         for hook in self.hooks:
             hook.remove()
-        for limited in self.limited:
-            limited.remove()
+        for row_gradient in self.row_gradients:
+            row_gradient.remove()
         self.hooks = [
-            model.register_forward_pre_hook(self.open, with_kwargs=True),
-            model.register_forward_hook(self.close, always_call=True),
+            model.register_forward_pre_hook(self.begin_forward, with_kwargs=True),
+            model.register_forward_hook(self.end_forward, always_call=True),
         ]
-        self.limited = []
-        for each, place in zip(self.maps, self.places, strict=True):
-            measured = each.measured or each.module
-            side = None if isinstance(measured, TextRows) else find_token_side(model, each.name)
-            self.hooks.append(measured.register_forward_hook(partial(self.record, place, side)))
-            if self.limits and each.measured is None:
-                self.limited.append(RowGradients(each.module, axis=each.axis, mask=self, place=place))
+        self.row_gradients = []
+        for layer, rows in zip(self.maps, self.slices, strict=True):
+            measured = layer.module if layer.measured is None else layer.measured
+            side = None if isinstance(measured, TextRows) else find_token_side(model, layer.name)
+            self.hooks.append(measured.register_forward_hook(partial(self.record, rows, side)))
+            if self.limits and layer.measured is None:
+                row_gradient = RowGradients(layer.module, axis=layer.axis, mask=self, rows=rows)
+                self.row_gradients.append(row_gradient)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Counts and sums keep their 32 bits where the model has 16."""
         return super()._apply(partial(move_uncast, fn), recurse)
 
-    def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        counted = self.recording and torch.is_grad_enabled()
-        self.inside = counted and self.options.importance == "output"
+    def begin_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        is_counted = self.recording and torch.is_grad_enabled()
+        self.is_measuring = is_counted and self.options.importance == "output"
         # Later micro-batches of an accumulated step also select rows.
-        self.limiting |= bool(self.limited) and counted and self.alone and not self.skipping
-        self.present = find_text_masks(module, kwargs) if self.inside or self.text is not None else {}
+        if self.row_gradients and is_counted and self.is_only_micro_batch and not self.is_skipping:
+            self.is_limiting = True
+        needs_text_masks = self.is_measuring or self.text is not None
+        self.text_masks = find_text_masks(module, kwargs) if needs_text_masks else {}
 
-    def close(self, *args: Any) -> None:
-        self.inside, self.present = False, {}
+    def end_forward(self, *args: Any) -> None:
+        self.is_measuring = False
+        self.text_masks = {}
 
-    def record(self, place: slice, side: str | None, module: nn.Module, args: Any, output: Tensor) -> None:
+    def record(self, rows: slice, side: str | None, module: nn.Module, args: Any, output: Tensor) -> None:
         """Adds a layer's output in the model's own forward pass with gradients, or on an observed text."""
-        present = self.present.get(side) if side else None
-        if self.inside and torch.is_grad_enabled():
-            self.sums[place] += sum_magnitudes(output, present)
+        text_mask = self.text_masks.get(side) if side else None
+        if self.is_measuring and torch.is_grad_enabled():
+            self.sums[rows] += sum_magnitudes(output, text_mask)
         elif self.text is not None and self.options.magnitudes:
-            if self.text not in self.observed:
-                self.observed[self.text] = torch.zeros_like(self.sums)
-            self.observed[self.text][place] += sum_magnitudes(output, present)
+            if self.text not in self.observed_sums:
+                self.observed_sums[self.text] = torch.zeros_like(self.sums)
+            self.observed_sums[self.text][rows] += sum_magnitudes(output, text_mask)
 
     def activate(self, domain: int) -> None:
-        self.skipping = self.options.skip_first_domain and domain == 0
-        self.mask, self.limiting = None, False
+        self.is_skipping = self.options.skip_first_domain and domain == 0
+        self.row_mask = None
+        self.is_limiting = False
         self.sums.zero_()
 
     def before_domain(
         self, model: PreTrainedModel, objective: Objective, importance_batches: Iterable[Batch]
     ) -> None:
-        if self.options.importance != "fisher" or self.skipping:
+        if self.options.importance != "fisher" or self.is_skipping:
             return
-        with set_mode(model, training=False), torch.autocast(self.known.device.type, enabled=False):
-            found = estimate_fisher(
+        with set_mode(model, training=False), torch.autocast(self.row_fisher.device.type, enabled=False):
+            importances = estimate_fisher(
                 model, importance_batches, objective=objective, estimator=self.options.estimator
             )
         names = {id(parameter): name for name, parameter in named_weights(model).items()}
-        for each, place in zip(self.maps, self.places, strict=True):
-            rows = found[names[id(each.weight)]].float().sum(1 - each.axis)
-            self.known[place] = full_tensor(rows)
+        for layer, rows in zip(self.maps, self.slices, strict=True):
+            importance = importances[names[id(layer.weight)]].float()
+            self.row_fisher[rows] = full_tensor(importance.sum(1 - layer.axis))
 
     def decide(self) -> None:
-        if self.limiting:
+        if self.is_limiting:
             self.choose()
 
     def choose(self) -> Tensor:
         """1 for the rows that the step changes, else 0, [rows]."""
-        if self.mask is None:
-            self.mask = self.select(self.scores())
-        return self.mask
+        if self.row_mask is None:
+            self.row_mask = self.select(self.scores())
+        return self.row_mask
 
     def select(self, scores: Tensor) -> Tensor:
         """1 for the rows with the largest scores, else 0, each [rows]."""
-        segments = [self.get_buffer(name) for name in self.ranked]
+        segments = [self.get_buffer(name) for name in self.segment_buffers]
         if self.options.top_p is not None:
             return choose_by_mass(scores, segments, self.options.top_p)
-        return choose_rows(scores, segments, cast(float, self.options.threshold))  # one of the two is given
+        return choose_rows(scores, segments, cast(float, self.options.threshold))  # one of the two is set
 
     def scores(self) -> Tensor:
         """The importance of every row, [rows], the same in all processes."""
@@ -189,59 +232,83 @@ class MagnitudeMask(GradientMask):
             all_reduce_sum(self.sums)
             return self.sums
         if self.options.importance == "fisher":
-            return self.known
+            return self.row_fisher
         if self.options.importance == "random":
-            draw = torch.Generator().manual_seed(key("migu", self.options.seed, int(self.steps)) % 2**63)
-            return torch.rand(len(self.sums), generator=draw).to(self.sums)
-        norms = []  # L1 norms of the rows of weights or gradients, 0 where there is no gradient
-        for each in self.maps:
-            weight = each.weight
+            seed = key("migu", self.options.seed, int(self.steps)) % 2**63
+            generator = torch.Generator().manual_seed(seed)
+            return torch.rand(len(self.sums), generator=generator).to(self.sums)
+        return self.sum_rows()
+
+    def sum_rows(self) -> Tensor:
+        """The L1 norms of the rows of weights or gradients, [rows]; 0 where there is no gradient."""
+        norms = []
+        for layer in self.maps:
+            weight = layer.weight
             values = weight if self.options.importance == "weight" else weight.grad
             if values is None:
-                norms.append(weight.new_zeros(each.outputs, dtype=torch.float32))
+                norms.append(weight.new_zeros(layer.outputs, dtype=torch.float32))
             else:
-                norms.append(full_tensor(values.detach().float().abs().sum(1 - each.axis)))
+                norms.append(full_tensor(values.detach().float().abs().sum(1 - layer.axis)))
         return torch.cat(norms)
 
     @torch.no_grad()
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        if self.skipping or not self.maps:
+        if self.is_skipping or not self.maps:
             return
-        mask, self.mask, self.limiting = self.choose(), None, False
-        self.chosen.add_(mask)
+        row_mask = self.choose()
+        self.row_mask = None
+        self.is_limiting = False
+        self.chosen.add_(row_mask)
         self.steps.add_(1)
         self.sums.zero_()
-        for each, place in zip(self.maps, self.places, strict=True):
-            yield each.weight, mask[place].unsqueeze(1 - each.axis)
-            if self.options.biases and each.bias is not None:
-                yield each.bias, mask[place]
+        for layer, rows in zip(self.maps, self.slices, strict=True):
+            yield layer.weight, row_mask[rows].unsqueeze(1 - layer.axis)
+            if self.options.biases and layer.bias is not None:
+                yield layer.bias, row_mask[rows]
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The share of steps in which each row was chosen since the first domain; and of the texts observed
         since the last call, their numbers `texts` [T], by layer the Jaccard index [T, T] of the rows with the
         largest |h| on each, and |h| in the last of the widest layers, as shares of its sum."""
-        chosen, maps = self.chosen / self.steps.clamp_min(1), [*zip(self.maps, self.places, strict=True)]
-        found = {f"chosen/{each.name}": chosen[place] for each, place in maps}
-        observed, self.observed = self.observed, {}
-        if texts := sorted({text for each in gather_objects([*observed]) for text in each}):
-            nothing = torch.zeros(len(self.sums))
-            sums = sum_on_cpu(torch.stack([observed.get(text, nothing).cpu() for text in texts]))
-            found["texts"] = torch.tensor(texts)
-            large = torch.stack([self.select(each.to(self.sums)) for each in sums]).cpu()
-            for each, place in maps:
-                both, counts = large[:, place] @ large[:, place].T, large[:, place].sum(1)
-                found[f"similarity/{each.name}"] = both / (counts[:, None] + counts - both)
-            each, place = max(reversed(maps), key=lambda pair: pair[0].outputs)
-            found[f"magnitudes/{each.name}"] = functional.normalize(sums[:DRAWN, place], p=1, dim=1)
-        return found
+        shares = self.chosen / self.steps.clamp_min(1)
+        diagnostics = {}
+        for layer, rows in zip(self.maps, self.slices, strict=True):
+            diagnostics[f"chosen/{layer.name}"] = shares[rows]
+
+        # Each process has observed some of the texts.
+        observed_sums = self.observed_sums
+        self.observed_sums = {}
+        observed_texts = set[int]()
+        for process_texts in gather_objects([*observed_sums]):
+            observed_texts.update(process_texts)
+        texts = sorted(observed_texts)
+        if not texts:
+            return diagnostics
+        zeros = torch.zeros(len(self.sums))
+        sums = sum_on_cpu(torch.stack([observed_sums.get(text, zeros).cpu() for text in texts]))
+        diagnostics["texts"] = torch.tensor(texts)
+
+        large = torch.stack([self.select(text_sums.to(self.sums)) for text_sums in sums]).cpu()
+        for layer, rows in zip(self.maps, self.slices, strict=True):
+            both = large[:, rows] @ large[:, rows].T
+            counts = large[:, rows].sum(1)
+            diagnostics[f"similarity/{layer.name}"] = both / (counts[:, None] + counts - both)
+
+        max_width = max(layer.outputs for layer in self.maps)
+        widest = [number for number, layer in enumerate(self.maps) if layer.outputs == max_width][-1]
+        widest_sums = sums[:MAX_DRAWN, self.slices[widest]]
+        diagnostics[f"magnitudes/{self.maps[widest].name}"] = functional.normalize(widest_sums, p=1, dim=1)
+        return diagnostics
 
 
-def sum_magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
-    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding."""
+def sum_magnitudes(output: Tensor, text_mask: Tensor | None) -> Tensor:
+    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `text_mask` [B, T] is 0 at padding."""
     tokens = output.detach().reshape(-1, output.shape[-1])
-    if present is not None:
-        more = len(tokens) // len(present) - present.shape[1]  # before any padding, so that these may lead
-        tokens = tokens[functional.pad(present, (more, 0), value=1).flatten().bool()]
+    if text_mask is not None:
+        # A prompt leads the text: its positions come before any padding.
+        num_prompt = len(tokens) // len(text_mask) - text_mask.shape[1]
+        is_counted = functional.pad(text_mask, (num_prompt, 0), value=1).flatten().bool()
+        tokens = tokens[is_counted]
     if tokens.is_cpu:  # where the fused norm takes 10 to 25 times as long as two passes over the cache
         parts = tokens.split(max(1, CACHED // tokens.shape[-1]))
         return torch.stack([part.abs().sum(0, dtype=torch.float32) for part in parts]).sum(0)
@@ -254,11 +321,11 @@ def count_chosen(threshold: float, width: int) -> int:
 
 
 def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:
-    """1 for the updated rows of each segment, else 0, [D]; segments [G, d] are places of G groups."""
+    """1 for the updated rows of each segment, else 0, [D]; segments [G, d] are the rows of G groups."""
     mask = torch.zeros_like(scores)
-    for places in segments:
-        best = scores[places].topk(count_chosen(threshold, places.shape[1])).indices
-        mask[places.gather(1, best).flatten()] = 1
+    for rows in segments:
+        largest = scores[rows].topk(count_chosen(threshold, rows.shape[1])).indices
+        mask[rows.gather(1, largest).flatten()] = 1
     return mask
 
 
@@ -266,11 +333,12 @@ def choose_by_mass(scores: Tensor, segments: Sequence[Tensor], top_p: float) -> 
     """1 for the fewest rows of each segment that hold a share `top_p` of the sum of its scores [D] >= 0, else
     0; all rows for `top_p` 1 and for zero scores. Segments as above."""
     mask = torch.zeros_like(scores)
-    for places in segments:
-        ranked = scores[places].double().sort(dim=1, descending=True, stable=True)
-        larger, total = ranked.values.cumsum(1) - ranked.values, ranked.values.sum(1, keepdim=True)
-        kept = (larger < top_p * total) | (total == 0) | (top_p == 1)
-        mask[places.gather(1, ranked.indices)] = kept.to(mask)
+    for rows in segments:
+        ranked = scores[rows].double().sort(dim=1, descending=True, stable=True)
+        larger = ranked.values.cumsum(1) - ranked.values  # the sum of the scores before
+        total = ranked.values.sum(1, keepdim=True)
+        is_chosen = (larger < top_p * total) | (total == 0) | (top_p == 1)
+        mask[rows.gather(1, ranked.indices)] = is_chosen.to(mask)
     return mask
 
 
@@ -279,31 +347,41 @@ class _RowGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, given: Tensor, weight: Tensor, axis: int, rows: Callable[[], Tensor]
+        ctx: Any,
+        output: Tensor,
+        layer_input: Tensor,
+        weight: Tensor,
+        axis: int,
+        find_rows: Callable[[], Tensor],
     ) -> Tensor:
-        ctx.save_for_backward(given)
-        ctx.like, ctx.axis, ctx.rows = weight, axis, rows
+        ctx.save_for_backward(layer_input)
+        ctx.weight = weight
+        ctx.axis = axis
+        ctx.find_rows = find_rows
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
-        [given] = ctx.saved_tensors
-        rows = ctx.rows()
+        [layer_input] = ctx.saved_tensors
+        rows = ctx.find_rows()
         chosen = gradient.flatten(0, -2).index_select(1, rows)  # [N, chosen]
-        tokens = given.flatten(0, -2).to(gradient.dtype)  # [N, inputs]
-        part = chosen.T @ tokens if ctx.axis == 0 else tokens.T @ chosen
-        found = torch.zeros_like(ctx.like).index_copy_(ctx.axis, rows, part.to(ctx.like.dtype))
-        return gradient, None, found, None, None
+        tokens = layer_input.flatten(0, -2).to(gradient.dtype)  # [N, inputs]
+        row_gradients = chosen.T @ tokens if ctx.axis == 0 else tokens.T @ chosen
+        weight_gradient = torch.zeros_like(ctx.weight)
+        weight_gradient.index_copy_(ctx.axis, rows, row_gradients.to(ctx.weight.dtype))
+        return gradient, None, weight_gradient, None, None
 
 
 class RowGradients:
     """Computes a linear layer's weight gradient for the chosen rows only: a detached copy replaces the
     weight in the forward pass, so that the layer's own backward pass gives its input's gradient only."""
 
-    def __init__(self, module: nn.Module, *, axis: int, mask: MagnitudeMask, place: slice) -> None:
-        self.axis, self.mask, self.place = axis, mask, place
-        self.weight: nn.Parameter | None = None  # while the map is computed
+    def __init__(self, module: nn.Module, *, axis: int, mask: MagnitudeMask, rows: slice) -> None:
+        self.axis = axis
+        self.mask = mask
+        self.rows = rows
+        self.weight: nn.Parameter | None = None  # while the layer is computed
         self.hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(self.detach_weight),
             # first, so that gates on the output are part of the gradient
@@ -316,20 +394,21 @@ class RowGradients:
 
     def detach_weight(self, module: nn.Module, args: Any) -> None:
         weight = cast(nn.Parameter, module.weight)
-        if self.mask.limiting and weight.requires_grad and torch.is_grad_enabled():
+        if self.mask.is_limiting and weight.requires_grad and torch.is_grad_enabled():
             self.weight = weight
             module._parameters["weight"] = nn.Parameter(weight.detach(), requires_grad=False)
 
     def restore_weight(self, module: nn.Module, args: Any, output: Tensor | None) -> Tensor | None:
         if self.weight is None:
             return None
-        weight, self.weight = self.weight, None
+        weight = self.weight
+        self.weight = None
         module._parameters["weight"] = weight
-        if output is None:  # the map has failed
+        if output is None:  # the layer has failed
             return None
+        layer_input = args[0].to(output.dtype)
+        return cast(Tensor, _RowGradient.apply(output, layer_input, weight, self.axis, self.find_chosen))
 
-        def rows() -> Tensor:
-            return self.mask.choose()[self.place].nonzero().flatten()
-
-        found: Tensor = _RowGradient.apply(output, args[0].to(output.dtype), weight, self.axis, rows)
-        return found
+    def find_chosen(self) -> Tensor:
+        """The indices of the layer's chosen rows."""
+        return self.mask.choose()[self.rows].nonzero().flatten()

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import (
     BelowOne,
     Natural,
@@ -31,7 +31,7 @@ class SoftMaskOptions(Options):
     proxy_dropout: OpenShare | None = option("dropout rate for general importance; null: the model's own")
 
 
-KNOWN_IN_TIME = ("output", "fisher")  # importances that rows have before the backward pass
+KNOWN_BEFORE_BACKWARD = ("output", "fisher")  # importances that rows have before the backward pass
 
 
 @config
@@ -56,16 +56,24 @@ class MagnitudeMaskOptions(Options):
 
     def __post_init__(self) -> None:
         if (self.threshold is None) == (self.top_p is None):
-            told = (
-                f"threshold={format_value(self.threshold)} with top_p={format_value(self.top_p)} is invalid"
+            raise ValueError(
+                f"threshold={format_value(self.threshold)} with top_p={format_value(self.top_p)} is invalid. "
+                "Allowed: exactly one, the other null"
             )
-            raise ValueError(f"{told}. Allowed: exactly one, the other null")
-        if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
-            told = f"backend=backward is invalid with importance={self.importance}"
-            raise ValueError(f"{told}. Allowed: importance={', '.join(KNOWN_IN_TIME)}, or backend=hooks")
+        if self.backend == "backward" and self.importance not in KNOWN_BEFORE_BACKWARD:
+            raise InvalidOptionError(
+                "backend",
+                "backward",
+                context=f"with importance={self.importance}",
+                allowed=f"importance={', '.join(KNOWN_BEFORE_BACKWARD)}, or backend=hooks",
+            )
         if self.backend == "backward" and self.apply_to != "gradient":
-            told = f"backend=backward is invalid with apply_to={self.apply_to}"
-            raise ValueError(f"{told}. Allowed: apply_to=gradient, or backend=hooks")
+            raise InvalidOptionError(
+                "backend",
+                "backward",
+                context=f"with apply_to={self.apply_to}",
+                allowed="apply_to=gradient, or backend=hooks",
+            )
 
 
 @config

@@ -10,7 +10,7 @@ two dropout passes (eq. 3)."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -30,7 +30,8 @@ SampleLosses = Callable[[PreTrainedModel, Batch], Tensor]
 
 def sample_means(values: Tensor, batch: Batch) -> Tensor:
     """Means [B] over each sample's scored positions of values [K] there; 0 for a sample without any."""
-    samples, owners = len(batch["input_ids"]), batch["rows"]
+    samples = len(batch["input_ids"])
+    owners = batch["rows"]
     counts = torch.bincount(owners, minlength=samples).clamp_min(1)
     return values.new_zeros(samples).index_add(0, owners, values) / counts
 
@@ -55,9 +56,10 @@ def measure_importance(
     sums = torch.zeros(sum(group.count for group in groups), device=device)
     count = torch.zeros((), device=device)
     for batch in batches:
-        found = gate_gradients(model, groups, batch, losses, passes=passes).abs().sum(0)
+        # An idle batch takes part in the collective passes only.
+        magnitudes = gate_gradients(model, groups, batch, losses, passes=passes).abs().sum(0)
         if "idle" not in batch:
-            sums += found
+            sums += magnitudes
             count += len(batch["input_ids"])
     all_reduce_sum(sums, count)
     return sums / count
@@ -67,25 +69,26 @@ def gate_gradients(
     model: PreTrainedModel, groups: Sequence[Units], batch: Batch, losses: SampleLosses, *, passes: int
 ) -> Tensor:
     """dL_n/dg for every sample and unit, [B, units], in float32."""
-    samples, device = batch["input_ids"].shape[0], batch["input_ids"].device
+    samples = batch["input_ids"].shape[0]
+    device = batch["input_ids"].device
     gates = {group.name: torch.ones(samples, group.count, device=device).requires_grad_() for group in groups}
-    rows = {name: gate.repeat(passes, 1) for name, gate in gates.items()}
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False), gate_units(groups, rows):
+    repeated_gates = {name: gate.repeat(passes, 1) for name, gate in gates.items()}
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False), gate_units(groups, repeated_gates):
         total = losses(model, batch).sum()
         return torch.cat(torch.autograd.grad(total, list(gates.values())), dim=1)
 
 
-def normalize(scores: Tensor, how: str) -> Tensor:
+def normalize(scores: Tensor, normalization: str) -> Tensor:
     """The scores [units] of one layer and kind in [0, 1]; 0 if all equal. `tanh_abs` is the paper's
     |tanh(z)| of the z-score, high for units far below the mean too; `tanh_relu` is max(0, tanh(z))."""
     if scores.max() <= scores.min():
         return torch.zeros_like(scores)
-    if how == "rank":
+    if normalization == "rank":
         return scores.argsort(stable=True).argsort().to(scores) / (len(scores) - 1)
-    if how == "minmax":
+    if normalization == "minmax":
         return (scores - scores.min()) / (scores.max() - scores.min())
     tanh = ((scores - scores.mean()) / scores.std()).tanh()
-    return tanh.abs() if how == "tanh_abs" else tanh.relu()
+    return tanh.abs() if normalization == "tanh_abs" else tanh.relu()
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,8 @@ class Proxy:
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Each sample's KL(f1 || f2), [B], of two dropout passes over its uncorrupted ids, mean over its
         scored positions. Both passes run as one batch [2B, T]."""
-        once = self.objective.restored(batch)
-        twice = cast(Batch, {name: each.repeat(2, 1) for name, each in inputs_of(once).items()})
+        once = self.objective.restore(batch)
+        twice = cast(Batch, {name: tensor.repeat(2, 1) for name, tensor in inputs_of(once).items()})
         twice["positions"] = torch.cat([once["positions"], once["positions"] + output_ids(once).numel()])
         logits, hidden = self.objective.outputs(model, twice)
         outputs = select_positions(hidden, twice["positions"]) if self.compared == "hidden" else logits
@@ -130,23 +133,24 @@ class UnitMask(GradientMask):
         self.cover(groups)
 
     def cover(self, groups: Sequence[Units]) -> None:
-        self.groups, self.sizes = list(groups), [group.count for group in groups]
-        self.known: list[tuple[nn.Parameter, Tensor]] | None = None
+        self.groups = list(groups)
+        self.sizes = [group.count for group in groups]
+        self.cached_factors: list[tuple[nn.Parameter, Tensor]] | None = None
 
     def by_group(self, values: Tensor) -> dict[str, Tensor]:
         """Values of all units, group after group, [units], by the names of the groups."""
         return dict(zip([group.name for group in self.groups], values.split(self.sizes), strict=True))
 
     def activate(self, domain: int) -> None:
-        self.known = None
+        self.cached_factors = None
 
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        if self.known is None:
-            self.known = list(self.unit_factors())
-        return iter(self.known)
+        if self.cached_factors is None:
+            self.cached_factors = list(self.make_unit_factors())
+        return iter(self.cached_factors)
 
     @abstractmethod
-    def unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def make_unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """The factors, made once per domain."""
 
 
@@ -164,17 +168,19 @@ class SoftMask(UnitMask):
         normalize: str,
         columns: Sequence[str] = ("heads",),
     ) -> None:
-        self.normalize, self.kinds, self.columns = normalize, kinds, columns
-        super().__init__(self.find(model), apply_to=apply_to)
+        self.normalize = normalize
+        self.kinds = kinds
+        self.columns = columns
+        super().__init__(self.find_groups(model), apply_to=apply_to)
 
-    def find(self, model: PreTrainedModel) -> list[Units]:
-        found = []
+    def find_groups(self, model: PreTrainedModel) -> list[Units]:
+        groups = []
         for group in find_units(model, self.kinds):
             if group.kind not in self.columns and group.side != "out":  # only the weights that write it
                 parts = tuple(part for part in group.parts if part.module is not group.gate)
                 group = replace(group, parts=parts)
-            found.append(group)
-        return found
+            groups.append(group)
+        return groups
 
     def cover(self, groups: Sequence[Units]) -> None:
         super().cover(groups)
@@ -182,24 +188,29 @@ class SoftMask(UnitMask):
         self.last = nn.Buffer(torch.zeros(sum(self.sizes)))
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
-        before = [self.by_group(self.importance), self.by_group(self.last)]
-        self.cover(self.find(model))
-        for known, values in zip(before, (self.importance, self.last), strict=True):
-            for name, part in self.by_group(values).items():
-                own = known.get(name, part[:0])
-                part[: len(own)] = own
+        importance = self.by_group(self.importance)
+        last = self.by_group(self.last)
+        self.cover(self.find_groups(model))
+        self.copy_scores(importance, self.importance)
+        self.copy_scores(last, self.last)
+
+    def copy_scores(self, previous: Mapping[str, Tensor], scores: Tensor) -> None:
+        """Copies scores by group into those of all units; units that a group has gained keep theirs."""
+        for name, group_scores in self.by_group(scores).items():
+            if name in previous:
+                group_scores[: len(previous[name])] = previous[name]
 
     def measure(
-        self, model: PreTrainedModel, batches: Iterable[Batch], losses: SampleLosses, **how: int
+        self, model: PreTrainedModel, batches: Iterable[Batch], losses: SampleLosses, *, passes: int = 1
     ) -> Tensor:
         """The normalized importances [units] of the model on batches."""
-        scores = measure_importance(model, self.groups, batches, losses, **how)
+        scores = measure_importance(model, self.groups, batches, losses, passes=passes)
         return torch.cat([normalize(part, self.normalize) for part in scores.split(self.sizes)])
 
     def set(self, scores: Tensor) -> None:
         self.last.copy_(scores)
         self.importance.copy_(scores)
-        self.known = None
+        self.cached_factors = None
 
     def update_max(self, scores: Tensor) -> None:
         """The maximum of the importances so far and these, [units] (eq. 4)."""
@@ -209,9 +220,10 @@ class SoftMask(UnitMask):
     def gates(self) -> dict[str, Tensor]:
         return self.by_group(self.importance)
 
-    def unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def make_unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         gates = self.gates()
-        return (each for group in self.groups for each in make_factors(group, 1 - gates[group.name]))
+        for group in self.groups:
+            yield from make_factors(group, 1 - gates[group.name])
 
     def diagnostics(self) -> dict[str, Tensor]:
         measured = {f"measured/{name}": part for name, part in self.by_group(self.last).items()}
@@ -224,20 +236,23 @@ class ClaimedUnits(UnitMask):
 
     def __init__(self, groups: Sequence[Units], *, apply_to: str) -> None:
         super().__init__(groups, apply_to=apply_to)
-        self.taken = nn.Buffer(torch.zeros(sum(self.sizes)))
+        self.claimed = nn.Buffer(torch.zeros(sum(self.sizes)))
 
     def update_max(self, gates: Tensor) -> None:
         """Claims the units of one more domain by its gates [units]."""
-        self.taken.copy_(torch.maximum(self.taken, gates.to(self.taken)))
-        self.known = None
+        self.claimed.copy_(torch.maximum(self.claimed, gates.to(self.claimed)))
+        self.cached_factors = None
 
-    def unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        found: dict[nn.Parameter, Tensor] = {}
-        for group, taken in zip(self.groups, self.taken.split(self.sizes), strict=True):
-            for parameter, factor in make_factors(group, 1 - taken) if self.taken.any() else ():
-                known = found.get(parameter)  # the larger one between two units
-                found[parameter] = factor if known is None else torch.maximum(known, factor)
-        return found.items()
+    def make_unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        factors: dict[nn.Parameter, Tensor] = {}
+        if not self.claimed.any():
+            return factors.items()
+        for group, claimed in zip(self.groups, self.claimed.split(self.sizes), strict=True):
+            for parameter, factor in make_factors(group, 1 - claimed):
+                if parameter in factors:  # between two units the larger one
+                    factor = torch.maximum(factors[parameter], factor)
+                factors[parameter] = factor
+        return factors.items()
 
     def diagnostics(self) -> dict[str, Tensor]:
-        return {f"taken/{name}": part for name, part in self.by_group(self.taken).items()}
+        return {f"taken/{name}": part for name, part in self.by_group(self.claimed).items()}

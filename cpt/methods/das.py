@@ -83,7 +83,7 @@ class ContrastMethod(ContinualMethod):
         """The contrastive term, a scalar. `hidden` [B, T, D], of a pass over the batch's own ids, is the
         anchor where this text is contrasted, unless a decoder made it."""
         options, model = self.options, self.model
-        text = batch if options.contrast_text == "corrupted" else self.objective.restored(batch)
+        text = batch if options.contrast_text == "corrupted" else self.objective.restore(batch)
         count = ceil(options.contrast_samples * len(text["input_ids"]))
         same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
         if count < len(text["input_ids"]):

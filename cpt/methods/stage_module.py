@@ -304,7 +304,7 @@ class StageModule(LightningModule):
             self.capture_for_next_domain()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        with mark_recorded(self.masks, alone=self.trainer.accumulate_grad_batches == 1):
+        with mark_recorded(self.masks, is_only_micro_batch=self.trainer.accumulate_grad_batches == 1):
             terms = self.losses(batch)
         self.guard.add_losses(terms)
         if self.trainer.global_step == 0 or self.is_logged():  # the bar has a loss from the first step on

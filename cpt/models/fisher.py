@@ -43,49 +43,87 @@ def estimate_sensitivity(
 
     `per_sample`, g is of one sample; `batch`, of B samples, and B |g|^power is averaged. Processes of a
     sharded model make their passes together, and raise gradients before they reduce them."""
-    sharded = isinstance(model, FSDPModule)
-    if sharded:
-        weights: dict[str, Tensor] = dict(named_weights(model))
-        count = torch.zeros((), device=model.device)
-    else:  # leaves in at least 32 bits
-        weights = {n: precise(p).requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
-        sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        count = next(iter(sums.values())).new_zeros(())
-    trained = [name for name, weight in weights.items() if weight.requires_grad]
-    for batch in tqdm(probe, desc=label, disable=None, leave=False):
-        parts = split_batch(batch) if estimator == "per_sample" else [batch] * bool(len(batch["positions"]))
-        if sharded:
-            count += sum("idle" not in part for part in parts)
-            parts += [idle_batch(batch)] * (all_reduce_max(len(parts)) - len(parts))
-        for part in parts:
-            size = len(part["input_ids"])
-            if sharded:
-                with raised_gradients(model, power, weight=size * ("idle" not in part)):
-                    values = measured(model, part)
-                    (values.sum() / max(1, len(values))).backward()
-                continue
+    batches = tqdm(probe, desc=label, disable=None, leave=False)
+    if isinstance(model, FSDPModule):
+        sums, count = sum_sharded_powers(model, batches, measured, estimator=estimator, power=power)
+    else:
+        sums, count = sum_powers(model, batches, measured, estimator=estimator, power=power)
+    return {name: total / count.clamp_min(1) for name, total in sums.items()}
+
+
+def sum_powers(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    measured: Callable[[PreTrainedModel, Batch], Tensor],
+    *,
+    estimator: str,
+    power: int,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The sums of |g|^power over the backward passes of all processes, in at least 32 bits, and the number of
+    these passes."""
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weights[name] = precise(parameter).requires_grad_(parameter.requires_grad)
+    sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    count = next(iter(sums.values())).new_zeros(())
+
+    trained_names = [name for name, weight in weights.items() if weight.requires_grad]
+    trained_weights = [weights[name] for name in trained_names]
+    trained_sums = [sums[name] for name in trained_names]
+    for batch in batches:
+        for part in split_batch(batch, estimator):
             with swap_weights(model, weights):
                 value = measured(model, part).mean()
-            leaves, own = [weights[name] for name in trained], [sums[name] for name in trained]
-            gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(value, trained_weights, allow_unused=True, materialize_grads=True)
+            size = len(part["input_ids"])
             if power == 2:
-                torch._foreach_addcmul_(own, gradients, gradients, value=size)
+                torch._foreach_addcmul_(trained_sums, gradients, gradients, value=size)
             else:
-                torch._foreach_add_(own, torch._foreach_abs(gradients), alpha=size)
+                torch._foreach_add_(trained_sums, torch._foreach_abs(gradients), alpha=size)
             count += 1
-    if sharded:
-        all_reduce_sum(count)
-        sums = {name: torch.zeros_like(w.data) if w.grad is None else w.grad for name, w in weights.items()}
-        model.zero_grad()
+    all_reduce_sum(*sums.values(), count)
+    return sums, count
+
+
+def sum_sharded_powers(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    measured: Callable[[PreTrainedModel, Batch], Tensor],
+    *,
+    estimator: str,
+    power: int,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The same of a sharded model, of the local rows: gradients add the powers up as they are reduced."""
+    weights = named_weights(model)
+    count = torch.zeros((), device=model.device)
+    for batch in batches:
+        parts = split_batch(batch, estimator)
+        count += sum("idle" not in part for part in parts)
+        # All processes make as many passes, those with fewer parts idle ones.
+        num_passes = all_reduce_max(len(parts))
+        parts += [idle_batch(batch)] * (num_passes - len(parts))
+        for part in parts:
+            size = 0 if "idle" in part else len(part["input_ids"])
+            with raised_gradients(model, power, weight=size):
+                values = measured(model, part)
+                (values.sum() / max(1, len(values))).backward()
+    all_reduce_sum(count)
+
+    sums = {}
+    for name, weight in weights.items():
+        sums[name] = torch.zeros_like(weight.data) if weight.grad is None else weight.grad
+    model.zero_grad()
+    return sums, count
+
+
+def split_batch(batch: Batch, estimator: str) -> list[Batch]:
+    """The batches whose gradients are raised to a power: of a sample each with `per_sample`, else the whole;
+    those that have something to predict."""
+    if estimator != "per_sample":
+        parts = [batch]
     else:
-        all_reduce_sum(*sums.values(), count)
-    return {name: each / count.clamp_min(1) for name, each in sums.items()}
-
-
-def split_batch(batch: Batch) -> list[Batch]:
-    """The samples of a batch that have something to predict, a batch of one each."""
-    alone = (single(batch, row) for row in range(len(batch["input_ids"])))
-    return [each for each in alone if len(each["positions"])]
+        parts = [single(batch, row) for row in range(len(batch["input_ids"]))]
+    return [part for part in parts if len(part["positions"])]
 
 
 def project_on_important(
@@ -93,39 +131,49 @@ def project_on_important(
 ) -> dict[nn.Parameter, Callable[[Tensor], Tensor]]:
     """By parameter, the projection of a movement on the entries of its most important twentieth."""
 
-    def within_most(importance: Tensor, way: Tensor) -> Tensor:
+    def keep_important(importance: Tensor, movement: Tensor) -> Tensor:
         count = max(1, importance.numel() // 20)
-        least = importance.flatten().kthvalue(importance.numel() - count + 1).values
-        return way * ((importance >= least) & (importance > 0)).to(way.device)
+        threshold = importance.flatten().kthvalue(importance.numel() - count + 1).values
+        return movement * ((importance >= threshold) & (importance > 0)).to(movement.device)
 
-    own = {p: importances[name] for name, p in named_weights(model).items() if name in importances}
-    return {parameter: partial(within_most, each) for parameter, each in own.items() if each.any()}
+    projections: dict[nn.Parameter, Callable[[Tensor], Tensor]] = {}
+    for name, parameter in named_weights(model).items():
+        if name in importances and importances[name].any():
+            projections[parameter] = partial(keep_important, importances[name])
+    return projections
 
 
 @torch.no_grad()
 def measure_similarity(model: PreTrainedModel, objective: Objective, batches: Iterable[Batch]) -> Tensor:
     """The mean cosine of each block's input and output over all tokens of all processes, [blocks]; 1 without
     any token (ShortGPT; Men et al., 2024, arXiv 2403.03853; AdaSVD; Li et al., 2025, arXiv 2502.01403)."""
-    layers, seen = [layer for _, layer in find_blocks(model)], {}
+    layers = [layer for _, layer in find_blocks(model)]
+    states: dict[int, tuple[Tensor, Tensor]] = {}  # by the number of the block, its input and its output
 
-    def note(place: int, module: nn.Module, args: tuple, given: dict[str, Any], made: Any) -> None:
-        read = args[0] if args else given["hidden_states"]
-        seen[place] = read, made[0] if isinstance(made, tuple) else made
+    def record(number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        block_input = args[0] if args else kwargs["hidden_states"]
+        block_output = output[0] if isinstance(output, tuple) else output
+        states[number] = block_input, block_output
 
-    sums = torch.zeros(2, len(layers), device=model.device)
+    sums = torch.zeros(2, len(layers), device=model.device)  # of cosines, and of tokens
     for batch in batches:
+        states.clear()
         with ExitStack() as hooks:
-            for place, layer in enumerate(layers):
-                handle = layer.register_forward_hook(partial(note, place), with_kwargs=True)
+            for number, layer in enumerate(layers):
+                handle = layer.register_forward_hook(partial(record, number), with_kwargs=True)
                 hooks.callback(handle.remove)
             objective.nll(model, batch)
-        for place, (given, made) in seen.items() if "idle" not in batch else ():
-            cosines = functional.cosine_similarity(given.float(), made.float(), dim=-1)  # [B, T]
-            present = batch.get("attention_mask")
-            if present is None or present.shape != cosines.shape:  # a block mask, or the other stack's
-                present = torch.ones_like(cosines)
-            sums[:, place] += torch.stack([(cosines * present.to(cosines)).sum(), present.to(cosines).sum()])
-        seen.clear()
+        if "idle" in batch:
+            continue
+        for number, (block_input, block_output) in states.items():
+            cosines = functional.cosine_similarity(
+                block_input.float(), block_output.float(), dim=-1
+            )  # [B, T]
+            mask = batch.get("attention_mask")
+            if mask is None or mask.shape != cosines.shape:  # a block mask, or the other stack's
+                mask = torch.ones_like(cosines)
+            weights = mask.to(cosines)
+            sums[:, number] += torch.stack([(cosines * weights).sum(), weights.sum()])
     all_reduce_sum(sums)
     total, count = sums
     return torch.where(count > 0, total / count.clamp_min(1), 1.0)

@@ -30,7 +30,7 @@ def logits_and_hidden(
 
     def select(module: nn.Module, inputs: Any, output: Any) -> Any:
         hidden.append(output.last_hidden_state)
-        output.last_hidden_state = select_positions(hidden[0], positions)[None]
+        output.last_hidden_state = select_positions(output.last_hidden_state, positions)[None]
         return output
 
     handle = find_body(model).register_forward_hook(select)
@@ -42,11 +42,9 @@ def logits_and_hidden(
 
 def hidden_states(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     """The last hidden states [B, T, D] of the encoder, or of the body of a decoder, without a head."""
-    inner, read = (
-        find_input_stack(model),
-        {name: x for name, x in inputs.items() if not name.startswith("decoder_")},
-    )
-    return call_within(model, inner, **read, **cache_arguments(inner)).last_hidden_state
+    stack = find_input_stack(model)
+    stack_inputs = {name: tensor for name, tensor in inputs.items() if not name.startswith("decoder_")}
+    return call_within(model, stack, **stack_inputs, **cache_arguments(stack)).last_hidden_state
 
 
 def select_positions(hidden: Tensor, positions: Tensor) -> Tensor:
@@ -54,11 +52,11 @@ def select_positions(hidden: Tensor, positions: Tensor) -> Tensor:
     return hidden.flatten(0, 1).index_select(0, positions)
 
 
-def mean_over_tokens(hidden: Tensor, present: Tensor | None) -> Tensor:
-    """Mean [B, D] of hidden states [B, T, D] over the positions that are no padding."""
-    if present is None:
+def mean_over_tokens(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean [B, D] of hidden states [B, T, D] over the positions where a mask is 1; None: over all."""
+    if mask is None:
         return hidden.mean(1)
-    weights = present.to(hidden)[..., None]
+    weights = mask.to(hidden)[..., None]
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
@@ -69,61 +67,67 @@ def token_nll(logits: Tensor, batch: Batch) -> Tensor:
 
 def kl_divergence(one: Tensor, other: Tensor) -> Tensor:
     """KL(softmax(one) || softmax(other)) over the last axis (nats), [K] from [K, F]."""
-    one, other = one.float().log_softmax(-1), other.float().log_softmax(-1)
-    return (one.exp() * (one - other)).sum(-1)
+    log_p = one.float().log_softmax(-1)
+    log_q = other.float().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 @contextmanager
 def set_temporarily(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Attributes (of what, name, value) have other values inside the context."""
-    before = [(each, name, getattr(each, name)) for each, name, _ in changes]
+    """Attributes (object, name, value) have other values inside the context."""
+    previous = [(target, name, getattr(target, name)) for target, name, _ in changes]
     try:
-        for change in changes:
-            setattr(*change)
+        for target, name, value in changes:
+            setattr(target, name, value)
         yield
     finally:
-        for change in before:
-            setattr(*change)
+        for target, name, value in previous:
+            setattr(target, name, value)
 
 
 @contextmanager
 def set_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     """Train or eval mode inside the context; then every submodule has its previous mode."""
-    modes = [(part, part.training) for part in module.modules()]
+    previous = [(submodule, submodule.training) for submodule in module.modules()]
     module.train(training)
     try:
         yield
     finally:
-        for part, before in modes:
-            part.training = before
+        for submodule, mode in previous:
+            submodule.training = mode
 
 
 def find_dropout(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
     """Modules, attributes and rates of all dropout in a model, but for `layerdrop`."""
-    found = []
+    rates = []
     for module in model.modules():
-        names = ["p"] if isinstance(module, nn.Dropout) else [n for n in vars(module) if "dropout" in n]
-        found += [(module, n, getattr(module, n)) for n in names if type(getattr(module, n)) in (float, int)]
-    return found
+        names = ["p"] if isinstance(module, nn.Dropout) else [key for key in vars(module) if "dropout" in key]
+        for name in names:
+            rate = getattr(module, name)
+            if type(rate) in (float, int):
+                rates.append((module, name, rate))
+    return rates
 
 
 @contextmanager
 def set_dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
     """Train mode with every dropout at `rate` (None: at its own rate) inside the context."""
-    rates = [] if rate is None else [(module, name, rate) for module, name, _ in find_dropout(model)]
-    with set_temporarily(*rates), set_mode(model, training=True):
+    changes = [] if rate is None else [(module, name, rate) for module, name, _ in find_dropout(model)]
+    with set_temporarily(*changes), set_mode(model, training=True):
         yield
 
 
 def check_dropout(model: nn.Module, rate: float | None, *, option: str, without: str) -> None:
     """Raises ValueError if two passes in train mode with dropout at a `rate` could not differ."""
-    own = [before for *_, before in find_dropout(model)]
-    if not any(own if rate is None else [rate] * len(own)):
+    rates = [module_rate for *_, module_rate in find_dropout(model)]
+    drops = any(rates) if rate is None else bool(rates and rate)
+    if not drops:
+        remedy = f"{option} above 0" if rates else "another model"
         raise InvalidOptionError(
             f"method.{option}",
             rate,
             reason=f"two passes of {type(model).__name__} do not differ",
-            allowed=f"{f'{option} above 0' if own else 'another model'}, or {without}",
+            allowed=f"{remedy}, or {without}",
         )
 
 
@@ -133,8 +137,8 @@ def find_body(model: PreTrainedModel) -> nn.Module:
         return model.get_decoder()
     if model.base_model is model:
         raise ValueError(f"{type(model).__name__} has no body apart from its head")
-    inner = getattr(model.base_model, "decoder", None)  # OPT's head takes the decoder within the body
-    return inner if inner is not None else model.base_model
+    decoder = getattr(model.base_model, "decoder", None)  # OPT's head takes the decoder within the body
+    return model.base_model if decoder is None else decoder
 
 
 def find_input_stack(model: PreTrainedModel) -> PreTrainedModel:
@@ -152,25 +156,30 @@ def cache_arguments(model: PreTrainedModel) -> dict[str, bool]:
 
 def find_padded_positions(model: nn.Module) -> nn.Embedding | None:
     """The table of learned positions that begin after that of padding, as RoBERTa's, if there is one."""
-    tables = [m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and "position" in name]
-    return next((table for table in tables if table.padding_idx is not None), None)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
+            return module
+    return None
 
 
 def find_token_side(model: PreTrainedModel, name: str) -> str | None:
     """The tokens that a module sees: SOURCE_TOKENS, all of a model without a decoder; TARGET_TOKENS in a
-    decoder, except keys and values of its cross attention; None in a head, which sees scored places only."""
-    names = {module: other for other, module in model.named_modules()}
+    decoder, except keys and values of its cross attention; None in a head, which sees scored positions only.
+    """
+    names = {module: module_name for module_name, module in model.named_modules()}
 
-    def within(outer: nn.Module) -> bool:
-        return not names[outer] or name.startswith(f"{names[outer]}.")
+    def is_within(module: nn.Module) -> bool:
+        return not names[module] or name.startswith(f"{names[module]}.")
 
     if not model.config.is_encoder_decoder:
-        return SOURCE_TOKENS if within(model.base_model) else None
-    if within(model.get_encoder()):
+        return SOURCE_TOKENS if is_within(model.base_model) else None
+    if is_within(model.get_encoder()):
         return SOURCE_TOKENS
     decoder = find_body(model)
-    if not within(decoder):
+    if not is_within(decoder):
         return None
+
+    # Of a layer in the decoder: whether it reads keys or values of the encoder.
     attention = ATTENTION.match(name, len(names[decoder]) + 1)
     if attention is None or not CROSS.search(attention.group().rpartition(".")[2]):
         return TARGET_TOKENS
@@ -180,5 +189,5 @@ def find_token_side(model: PreTrainedModel, name: str) -> str | None:
 
 def is_written_whole(model: PreTrainedModel) -> bool:
     """Whether a decoder has a prompt: no key-value cache is possible, and rows of a batch have one length."""
-    own = any(getattr(part, "written_whole", False) for part in model.modules())
-    return own and not model.config.is_encoder_decoder
+    has_prompt = any(getattr(module, "written_whole", False) for module in model.modules())
+    return has_prompt and not model.config.is_encoder_decoder

@@ -25,13 +25,16 @@ class Reduction:
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **how: Any) -> Any:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **options: Any
+    ) -> Any:
         if self.weight is not None:
-            (input_tensor.square_() if self.power == 2 else input_tensor.abs_()).mul_(self.weight)
+            powers = input_tensor.square_() if self.power == 2 else input_tensor.abs_()
+            powers.mul_(self.weight)
             op = distributed.ReduceOp.SUM
         # torch 2.13 has another name for it
         reduce = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
-        return reduce(output_tensor, input_tensor, op=op, group=group, **how)
+        return reduce(output_tensor, input_tensor, op=op, group=group, **options)
 
 
 def shard_model(
@@ -40,9 +43,11 @@ def shard_model(
     """Shards the weights of a model in place, except those ignored: each block, and what is in none. With
     `reshard`, they are resharded after forward. Raises ValueError for a model without blocks."""
     model.reduction = Reduction()
-    for part in (*(block for _, block in find_blocks(model)), model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
-        part.set_custom_reduce_scatter(model.reduction)
+    modules = [block for _, block in find_blocks(model)]
+    modules.append(model)
+    for module in modules:
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
+        module.set_custom_reduce_scatter(model.reduction)
     model.run_part = MethodType(lambda self, function, *args, **named: function(*args, **named), model)
     register_fsdp_forward_method(model, "run_part")
 
@@ -56,9 +61,11 @@ def call_within(model: nn.Module, function: Callable[..., Any], *args: Any, **na
 
 def reshard(model: nn.Module) -> None:
     """Frees the gathered weights of a sharded model: parameters are the rows of this process."""
-    for part in model.modules() if isinstance(model, FSDPModule) else ():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    if not isinstance(model, FSDPModule):
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import draws
 from cpt.data.collate import UNSCORED, Batch, Rows, Sharing, Sizes, label_batch
 from cpt.models.block_attention import make_inputs, split_samples
@@ -24,7 +25,7 @@ class Tables:
     """A batch as tables, with the column of the row of tokens that each label stands for."""
 
     ids: np.ndarray  # [B, W]
-    present: np.ndarray  # [B, W], False at padding
+    is_token: np.ndarray  # [B, W], False at padding
     labels: np.ndarray  # [B, L]
     columns: np.ndarray  # [B, L]
     decoder_ids: np.ndarray | None = None  # [B, L]
@@ -35,7 +36,7 @@ class Objective(ABC):
 
     scores: str  # in words: the tokens of the performance matrix
     longest: int | None = None  # row, in tokens; None: any
-    causal = False  # whether a place sees only what precedes it
+    causal = False  # whether a token sees only those that precede it
     sharing: Sharing | None = None  # of rows, by the samples of a training batch
     isolated = False  # whether documents share the rows of a text without attention between them
 
@@ -44,37 +45,42 @@ class Objective(ABC):
         """The objective of held-out text, where it scores less than is trained on."""
         return self
 
-    def most(self, length: int) -> int:
-        """The largest number of scored places in a row of `length` tokens."""
-        return int(self.scored(Sizes(*np.array([[length], [length]])))[0])
+    def max_scored(self, length: int) -> int:
+        """The largest number of scored positions in a row of `length` tokens."""
+        sizes = Sizes(text=np.array([length]), all=np.array([length]))
+        return int(self.scored(sizes)[0])
 
-    def sides(self, length: int) -> tuple[int, int | None]:
-        """Places of a row of `length` tokens in a model's input, and in a decoder's; None: no decoder."""
+    def side_lengths(self, length: int) -> tuple[int, int | None]:
+        """The lengths of a model's input and a decoder's for a row of `length` tokens; None: no decoder."""
         return length, None
 
     @abstractmethod
-    def tables(self, rows: Rows) -> Tables:
+    def make_tables(self, rows: Rows) -> Tables:
         """What is predicted of rows."""
 
     def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
-        """The batch of rows, and for each scored place [K] its token's place in their flattened ids."""
-        made, (count, length) = self.tables(rows), rows.ids.shape
-        named = {"decoder_input_ids": made.decoder_ids, "segments": rows.segments}
-        some = {name: torch.from_numpy(table) for name, table in named.items() if table is not None}
-        ids, labels, present = map(torch.from_numpy, (made.ids, made.labels, made.present))
-        batch = label_batch(ids, labels, present, **some)
-        places = np.arange(count)[:, None] * length + made.columns
-        return batch, torch.from_numpy(places[made.labels != UNSCORED])
+        """The batch of rows, and for each scored position [K] its token's position in their flattened ids."""
+        tables = self.make_tables(rows)
+        batch = label_batch(
+            torch.from_numpy(tables.ids),
+            torch.from_numpy(tables.labels),
+            torch.from_numpy(tables.is_token),
+            decoder_input_ids=None if tables.decoder_ids is None else torch.from_numpy(tables.decoder_ids),
+            segments=None if rows.segments is None else torch.from_numpy(rows.segments),
+        )
+        num_rows, length = rows.ids.shape
+        positions = np.arange(num_rows)[:, None] * length + tables.columns
+        return batch, torch.from_numpy(positions[tables.labels != UNSCORED])
 
     @abstractmethod
     def scored(self, sizes: Sizes) -> np.ndarray:
-        """Scored places per row, [B], of rows of such sizes."""
+        """Scored positions per row, [B], of rows of such sizes."""
 
     def scorable(self, sizes: Sizes) -> np.ndarray:
         """Tokens per row, [B], that may be scored: bits per byte are counted over them."""
         return sizes.all if sizes.inserted is None else sizes.all - sizes.inserted
 
-    def restored(self, batch: Batch) -> Batch:
+    def restore(self, batch: Batch) -> Batch:
         """The batch with the original ids [B, T] as its input."""
         return batch
 
@@ -84,19 +90,22 @@ class Objective(ABC):
 
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [K, V] at the scored positions, and the last hidden states [B, T, D], a decoder's if any."""
-        (inputs, places), positions = make_inputs(model, batch, causal=self.causal), batch["positions"]
-        positions = positions if places is None else places[positions]
+        inputs, layout_positions = make_inputs(model, batch, causal=self.causal)
+        positions = batch["positions"]
+        if layout_positions is not None:
+            positions = layout_positions[positions]
         logits, hidden = logits_and_hidden(model, inputs, positions=positions)
-        return logits, split_samples(hidden, places, batch)
+        return logits, split_samples(hidden, layout_positions, batch)
 
     def encode(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """The last hidden states [B, T, D] of the model's input, without a head or a decoder."""
-        inputs, places = make_inputs(model, batch, causal=self.causal)
-        return split_samples(hidden_states(model, inputs), places, batch)
+        inputs, layout_positions = make_inputs(model, batch, causal=self.causal)
+        return split_samples(hidden_states(model, inputs), layout_positions, batch)
 
     def nll(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Negative log-likelihood (nats) of the targets, [K]."""
-        return token_nll(self.outputs(model, batch)[0], batch)
+        logits, _ = self.outputs(model, batch)
+        return token_nll(logits, batch)
 
 
 class Masked(Objective):
@@ -107,12 +116,16 @@ class Masked(Objective):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float) -> None:
         if tokenizer.mask_token_id is None:
-            name = tokenizer.name_or_path
-            told = f"model.objective=masked is invalid: the tokenizer {name} has no mask token"
-            raise ValueError(f"{told}. Allowed: model.objective=causal")
-        self.rate, self.mask = rate, tokenizer.mask_token_id
-        self.special = np.asarray(sorted(tokenizer.all_special_ids))
-        self.plain = np.setdiff1d(np.arange(len(tokenizer)), self.special)
+            raise InvalidOptionError(
+                "model.objective",
+                "masked",
+                reason=f"the tokenizer {tokenizer.name_or_path} has no mask token",
+                allowed="model.objective=causal",
+            )
+        self.rate = rate
+        self.mask_id = tokenizer.mask_token_id
+        self.special_ids = np.asarray(sorted(tokenizer.all_special_ids))
+        self.plain_ids = np.setdiff1d(np.arange(len(tokenizer)), self.special_ids)
 
     def scored(self, sizes: Sizes) -> np.ndarray:
         return np.minimum(sizes.text, np.maximum(1, np.rint(self.rate * sizes.text))).astype(np.int64)
@@ -120,22 +133,26 @@ class Masked(Objective):
     def scorable(self, sizes: Sizes) -> np.ndarray:
         return sizes.text
 
-    def restored(self, batch: Batch) -> Batch:
+    def restore(self, batch: Batch) -> Batch:
         ids = batch["input_ids"]
-        whole = ids.flatten().index_copy(0, batch["positions"], batch["targets"])
-        return {**batch, "input_ids": whole.view_as(ids)}
+        original = ids.flatten().index_copy(0, batch["positions"], batch["targets"])
+        return {**batch, "input_ids": original.view_as(ids)}
 
-    def tables(self, rows: Rows) -> Tables:
-        ids, keys, length = rows.ids, rows.keys, rows.ids.shape[1]
-        text = rows.present & ~np.isin(ids, self.special)
-        lottery = np.where(text, draws(keys, length, stream=0), 2.0)
-        chosen = lowest(lottery, self.scored(Sizes(text.sum(1), rows.lengths)))
-        fate = draws(keys, length, stream=1)
-        token = self.plain[(draws(keys, length, stream=2) * len(self.plain)).astype(np.int64)]
-        inputs = np.where(chosen & (fate < 0.8), self.mask, ids)
-        inputs = np.where(chosen & (fate >= 0.8) & (fate < 0.9), token, inputs)
+    def make_tables(self, rows: Rows) -> Tables:
+        ids = rows.ids
+        length = ids.shape[1]
+        is_text = rows.present & ~np.isin(ids, self.special_ids)
+        lottery = np.where(is_text, draws(rows.keys, length, stream=0), 2.0)  # draws are below 1
+        is_predicted = mark_lowest(lottery, self.scored(Sizes(is_text.sum(1), rows.lengths)))
+
+        corruption = draws(rows.keys, length, stream=1)
+        choices = (draws(rows.keys, length, stream=2) * len(self.plain_ids)).astype(np.int64)
+        inputs = np.where(is_predicted & (corruption < 0.8), self.mask_id, ids)
+        is_random = is_predicted & (corruption >= 0.8) & (corruption < 0.9)
+        inputs = np.where(is_random, self.plain_ids[choices], inputs)
+
         columns = np.broadcast_to(np.arange(length), ids.shape)
-        return Tables(inputs, rows.present, np.where(chosen, ids, UNSCORED), columns)
+        return Tables(inputs, rows.present, np.where(is_predicted, ids, UNSCORED), columns)
 
 
 class Causal(Objective):
@@ -145,13 +162,14 @@ class Causal(Objective):
     scores = "all tokens"
 
     def scored(self, sizes: Sizes) -> np.ndarray:
-        return sizes.all - (1 if sizes.documents is None else sizes.documents)
+        first_tokens = 1 if sizes.documents is None else sizes.documents
+        return sizes.all - first_tokens
 
-    def tables(self, rows: Rows) -> Tables:
-        given = rows.present
+    def make_tables(self, rows: Rows) -> Tables:
+        is_predicted = rows.present
         if rows.segments is not None:
-            given[:, 1:] &= rows.segments[:, 1:] == rows.segments[:, :-1]
-        return next_tokens(rows, given)
+            is_predicted[:, 1:] &= rows.segments[:, 1:] == rows.segments[:, :-1]
+        return label_next_tokens(rows, is_predicted)
 
 
 class Span(Objective):
@@ -167,89 +185,121 @@ class Span(Objective):
     def __init__(
         self, *, rate: float, mean: float, sentinels: Sequence[int], end: int, pad: int, start: int
     ) -> None:
-        self.rate, self.mean, self.whole = rate, mean, True
+        self.rate = rate
+        self.mean = mean
+        self.learns_sentinels = True
         self.sentinels = np.asarray(sentinels, np.int64)
-        self.end, self.pad, self.start = end, pad, start
+        self.end = end
+        self.pad = pad
+        self.start = start
+
         lengths = np.arange(2, int((len(self.sentinels) + 1) * mean / rate) + 2)
-        self.longest = int(lengths[self.holes(lengths)[1] <= len(self.sentinels)].max(initial=1))
+        _, num_holes = self.count_holes(lengths)
+        self.longest = int(lengths[num_holes <= len(self.sentinels)].max(initial=1))
 
     @property
     def scoring(self) -> "Span":
         scoring = copy(self)
-        scoring.whole = False
+        scoring.learns_sentinels = False
         return scoring
 
-    def sides(self, length: int) -> tuple[int, int]:
-        tokens, holes = (int(each[0]) for each in self.holes(np.array([length])))
-        return length - tokens + holes + 1, tokens + holes + 1
+    def side_lengths(self, length: int) -> tuple[int, int]:
+        num_hidden, num_holes = self.count_holes(np.array([length]))
+        hidden = int(num_hidden[0])
+        holes = int(num_holes[0])
+        return length - hidden + holes + 1, hidden + holes + 1
 
-    def holes(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def count_holes(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Hidden tokens and holes [B] of rows of such lengths, rounded in 32 bits as in T5's code."""
         lengths = np.maximum(lengths, 2)
         products = np.float32(self.rate) * lengths.astype(np.float32)
-        tokens = np.clip(np.rint(products), 1, lengths - 1).astype(np.int64)
-        means = tokens.astype(np.float32) / np.float32(self.mean)
-        holes = np.maximum(1, np.rint(means)).astype(np.int64)
-        return tokens, np.minimum(holes, lengths - tokens)
+        num_hidden = np.clip(np.rint(products), 1, lengths - 1).astype(np.int64)
+        means = num_hidden.astype(np.float32) / np.float32(self.mean)
+        num_holes = np.maximum(1, np.rint(means)).astype(np.int64)
+        return num_hidden, np.minimum(num_holes, lengths - num_hidden)
 
     def scored(self, sizes: Sizes) -> np.ndarray:
-        tokens, holes = self.holes(sizes.all)
-        hidden = np.where(sizes.all > 1, tokens, 0)
-        return hidden + holes + 1 if self.whole else hidden
+        num_hidden, num_holes = self.count_holes(sizes.all)
+        scored = np.where(sizes.all > 1, num_hidden, 0)
+        return scored + num_holes + 1 if self.learns_sentinels else scored
 
-    def hidden(self, rows: Rows) -> np.ndarray:
+    def draw_hidden(self, rows: Rows) -> np.ndarray:
         """Which tokens of rows, of at most `longest`, are hidden, [B, T]."""
-        tokens, holes = self.holes(rows.lengths)
-        width = rows.ids.shape[1]
-        hidden = draw_composition(rows.keys, tokens, holes, stream=0)
-        text = draw_composition(rows.keys, np.maximum(rows.lengths, 2) - tokens, holes, stream=1)
-        ends = np.stack([text, hidden], axis=2).reshape(len(text), -1).cumsum(1)
-        turns = np.zeros((len(text), width + 2), np.int64)
-        np.add.at(turns, (np.arange(len(text))[:, None], np.minimum(ends, width + 1)), 1)
-        return (turns.cumsum(1)[:, :width] % 2 == 1) & rows.present
+        num_hidden, num_holes = self.count_holes(rows.lengths)
+        num_shown = np.maximum(rows.lengths, 2) - num_hidden
+        hole_lengths = draw_composition(rows.keys, num_hidden, num_holes, stream=0)
+        text_lengths = draw_composition(rows.keys, num_shown, num_holes, stream=1)
 
-    def tables(self, rows: Rows) -> Tables:
-        def append(table: np.ndarray, value: int) -> np.ndarray:
-            return np.concatenate([table, np.full((len(table), 1), value, table.dtype)], axis=1)
+        # Texts and holes alternate: a token is hidden after an odd number of their ends.
+        num_rows, width = rows.ids.shape
+        ends = np.stack([text_lengths, hole_lengths], axis=2).reshape(num_rows, -1).cumsum(1)
+        num_ends = np.zeros((num_rows, width + 2), np.int64)
+        np.add.at(num_ends, (np.arange(num_rows)[:, None], np.minimum(ends, width + 1)), 1)
+        return (num_ends.cumsum(1)[:, :width] % 2 == 1) & rows.present
 
-        count, width = rows.ids.shape
-        number = lambda firsts: np.clip(firsts.cumsum(1) - 1, 0, len(self.sentinels) - 1)  # noqa: E731
-        hidden = append(self.hidden(rows), False)
-        ids, present = append(rows.ids, self.end), append(rows.present, False)
-        ends = np.arange(width + 1) == rows.lengths[:, None]
-        ids[ends] = self.end
-        after = np.roll(hidden, 1, axis=1)  # whose first column is False: the appended token is not hidden
-        opens, shows = hidden & ~after, present & ~hidden & after
-        shows[:, 0] = True
-        read, answers = (present & ~hidden) | opens | ends, hidden | shows | ends
-        source = left_align(np.where(opens, self.sentinels[number(opens)], ids), read, filler=self.pad)
-        target = left_align(np.where(shows, self.sentinels[number(shows)], ids), answers, filler=self.pad)
-        learned = left_align((hidden | self.whole) & (present | ends), answers, filler=False)
-        given = np.concatenate([np.full((count, 1), self.start), target[:, :-1]], axis=1)
-        given[:, 1:][~left_align(answers, answers, filler=False)[:, 1:]] = self.pad
-        text = np.arange(source.shape[1]) < read.sum(1)[:, None]
+    def make_tables(self, rows: Rows) -> Tables:
+        # A column more: the end of the longest row.
+        width = rows.ids.shape[1] + 1
+        ids = append_column(rows.ids, self.end)
+        is_token = append_column(rows.present, False)
+        is_hidden = append_column(self.draw_hidden(rows), False)
+        is_end = np.arange(width) == rows.lengths[:, None]
+        ids[is_end] = self.end
+
+        # The first token of a hole, and of a text, are where the sentinel of the hole is.
+        follows_hidden = np.roll(is_hidden, 1, axis=1)  # the last column, which becomes the first, is False
+        opens_hole = is_hidden & ~follows_hidden
+        opens_text = is_token & ~is_hidden & follows_hidden
+        opens_text[:, 0] = True
+        in_source = (is_token & ~is_hidden) | opens_hole | is_end
+        in_target = is_hidden | opens_text | is_end
+        source_ids = np.where(opens_hole, self.number_sentinels(opens_hole), ids)
+        target_ids = np.where(opens_text, self.number_sentinels(opens_text), ids)
+        source = left_align(source_ids, in_source, filler=self.pad)
+        target = left_align(target_ids, in_target, filler=self.pad)
+        is_source = np.arange(source.shape[1]) < in_source.sum(1)[:, None]
+
+        is_learned = (is_hidden | self.learns_sentinels) & (is_token | is_end)
+        labels = np.where(left_align(is_learned, in_target, filler=False), target, UNSCORED)
+        is_target = left_align(in_target, in_target, filler=False)
+        decoder_ids = shift_right(target, is_target, start=self.start, pad=self.pad)
+
         # A hidden token stands for itself, a sentinel for the first of the next hole, the end for the last.
-        own = np.where(hidden, np.arange(width + 1), width + 1)
-        own = np.minimum.accumulate(own[:, ::-1], axis=1)[:, ::-1]
-        columns = left_align(np.minimum(own, rows.lengths[:, None] - 1), answers, filler=0)
-        return Tables(source, text, np.where(learned, target, UNSCORED), columns, given)
+        next_hidden = np.where(is_hidden, np.arange(width), width)
+        next_hidden = np.minimum.accumulate(next_hidden[:, ::-1], axis=1)[:, ::-1]
+        columns = left_align(np.minimum(next_hidden, rows.lengths[:, None] - 1), in_target, filler=0)
+        return Tables(source, is_source, labels, columns, decoder_ids)
 
-    def restored(self, batch: Batch) -> Batch:
+    def number_sentinels(self, opens: np.ndarray) -> np.ndarray:
+        """The sentinel of each place [B, T], the k-th from the k-th that `opens` on."""
+        numbers = np.clip(opens.cumsum(1) - 1, 0, len(self.sentinels) - 1)
+        return cast(np.ndarray, self.sentinels[numbers])
+
+    def restore(self, batch: Batch) -> Batch:
         """The text joined from source and target at their sentinels; the decoder's input stays."""
-        source, target = batch["input_ids"], batch["decoder_input_ids"][:, 1:]
+        source = batch["input_ids"]
+        target = batch["decoder_input_ids"][:, 1:]
         sentinels = torch.from_numpy(self.sentinels).to(source.device)
         lengths = batch.get("attention_mask", torch.ones_like(source)).sum(1, keepdim=True)
-        places = torch.arange(source.shape[1], device=source.device)
-        opens, shows = torch.isin(source, sentinels), torch.isin(target, sentinels)
-        # Text k precedes hole k.
-        turns = torch.cat([2 * opens.cumsum(1), 2 * shows.cumsum(1) - 1], dim=1)
-        text = torch.cat([(places < lengths - 1) & ~opens, (target != self.pad) & ~shows], dim=1)
-        last = 2 * len(self.sentinels) + 2
-        order = turns.masked_fill(~text, last).argsort(dim=1, stable=True)
-        width = int(text.sum(1).max())
+        opens_hole = torch.isin(source, sentinels)
+        opens_text = torch.isin(target, sentinels)
+
+        # The tokens of both in the order of the text: text k precedes hole k.
+        source_turns = 2 * opens_hole.cumsum(1)
+        target_turns = 2 * opens_text.cumsum(1) - 1
+        positions = torch.arange(source.shape[1], device=source.device)
+        is_source_text = (positions < lengths - 1) & ~opens_hole
+        is_target_text = (target != self.pad) & ~opens_text
+        is_text = torch.cat([is_source_text, is_target_text], dim=1)
+        last_turn = 2 * len(self.sentinels) + 2
+        turns = torch.cat([source_turns, target_turns], dim=1).masked_fill(~is_text, last_turn)
+        order = turns.argsort(dim=1, stable=True)
+
+        num_tokens = is_text.sum(1, keepdim=True)
+        width = int(num_tokens.max())
         ids = torch.cat([source, target], dim=1).gather(1, order)[:, :width]
-        present = torch.arange(width, device=source.device) < text.sum(1, keepdim=True)
-        return read_instead(batch, ids.masked_fill(~present, self.pad), present)
+        is_token = torch.arange(width, device=source.device) < num_tokens
+        return replace_input(batch, ids.masked_fill(~is_token, self.pad), is_token)
 
 
 class Answers(Objective):
@@ -257,8 +307,10 @@ class Answers(Objective):
     objective `raw`, and a batch of these alone its bits. `pad` is the padding id."""
 
     def __init__(self, raw: Objective, *, pad: int) -> None:
-        self.raw, self.pad = raw, pad
-        self.scores, self.longest = f"answers and their ends; of raw text {raw.scores}", raw.longest
+        self.raw = raw
+        self.pad = pad
+        self.scores = f"answers and their ends; of raw text {raw.scores}"
+        self.longest = raw.longest
 
     @property
     def scoring(self) -> "Answers":
@@ -266,42 +318,40 @@ class Answers(Objective):
         scoring.raw = self.raw.scoring
         return scoring
 
-    def most(self, length: int) -> int:
-        return max(self.raw.most(length), length)
+    def max_scored(self, length: int) -> int:
+        return max(self.raw.max_scored(length), length)
 
-    def restored(self, batch: Batch) -> Batch:
-        return self.raw.restored(batch)
+    def restore(self, batch: Batch) -> Batch:
+        return self.raw.restore(batch)
 
     def scored(self, sizes: Sizes) -> np.ndarray:
-        raw = self.raw.scored(sizes)
-        return raw if sizes.answers is None else np.where(sizes.answers > 0, sizes.answers, raw)
+        scored = self.raw.scored(sizes)
+        if sizes.answers is None:
+            return scored
+        return np.where(sizes.answers > 0, sizes.answers, scored)
 
     def scorable(self, sizes: Sizes) -> np.ndarray:
-        raw = self.raw.scorable(sizes)
-        return raw if sizes.answers is None else np.where(sizes.answers > 0, sizes.answers, raw)
+        scorable = self.raw.scorable(sizes)
+        if sizes.answers is None:
+            return scorable
+        return np.where(sizes.answers > 0, sizes.answers, scorable)
 
-    def tables(self, rows: Rows) -> Tables:
+    def make_tables(self, rows: Rows) -> Tables:
         if rows.answers is None:
-            return self.raw.tables(rows)
-        answered = cast(np.ndarray, rows.answers.any(1))
-        parts = [(answered, self.answer_tables(rows.some(answered)))] if answered.any() else []
-        if not answered.all():
-            alone = rows.some(~answered)
-            parts.append((~answered, self.raw.tables(Rows(alone.ids, alone.lengths, alone.keys))))
-        if len(parts) == 1:
-            return parts[0][1]
-        fillers, joined = (self.pad, False, UNSCORED, 0, self.pad), []
-        columns = zip(*(vars(made).values() for _, made in parts), strict=True)
-        for tables, filler in zip(columns, fillers, strict=True):
-            if tables[0] is not None:
-                whole = np.full((len(answered), max(t.shape[1] for t in tables)), filler, tables[0].dtype)
-                for (own, _), table in zip(parts, tables, strict=True):
-                    whole[own, : table.shape[1]] = table
-                joined.append(whole)
-        return Tables(*joined)
+            return self.raw.make_tables(rows)
+        is_answered = cast(np.ndarray, rows.answers.any(1))
+        if is_answered.all():
+            return self.make_answer_tables(rows.some(is_answered))
+
+        raw_rows = rows.some(~is_answered)
+        raw_tables = self.raw.make_tables(Rows(raw_rows.ids, raw_rows.lengths, raw_rows.keys))
+        if not is_answered.any():
+            return raw_tables
+        answer_tables = self.make_answer_tables(rows.some(is_answered))
+        return join_tables(answer_tables, raw_tables, is_answered, pad=self.pad)
 
     @abstractmethod
-    def answer_tables(self, rows: Rows) -> Tables:
+    def make_answer_tables(self, rows: Rows) -> Tables:
         """What is predicted of rows that all have an answer."""
 
 
@@ -314,9 +364,9 @@ class CausalAnswers(Answers):
         super().__init__(raw, pad=pad)
         self.sharing = sharing
 
-    def answer_tables(self, rows: Rows) -> Tables:
+    def make_answer_tables(self, rows: Rows) -> Tables:
         assert rows.answers is not None
-        return next_tokens(rows, rows.answers)
+        return label_next_tokens(rows, rows.answers)
 
 
 class Seq2SeqAnswers(Answers):
@@ -328,68 +378,111 @@ class Seq2SeqAnswers(Answers):
         super().__init__(raw, pad=pad)
         self.start = start
 
-    def sides(self, length: int) -> tuple[int, int | None]:
-        read, written = self.raw.sides(length)  # raw text is longer where most of it is holes
-        return max(length, read), max(length, written)
+    def side_lengths(self, length: int) -> tuple[int, int | None]:
+        source_length, target_length = self.raw.side_lengths(length)
+        # Raw text is longer where most of it is holes.
+        return max(length, source_length), max(length, target_length)
 
-    def restored(self, batch: Batch) -> Batch:
+    def restore(self, batch: Batch) -> Batch:
         """Questions stay; in raw text what the model's own objective has hidden is restored."""
-        sentinels = torch.from_numpy(self.raw.sentinels).to(batch["decoder_input_ids"].device)
-        corrupted = torch.isin(batch["decoder_input_ids"], sentinels).any(1)  # rows with holes
-        if not corrupted.any():
+        decoder_ids = batch["decoder_input_ids"]
+        sentinels = torch.from_numpy(self.raw.sentinels).to(decoder_ids.device)
+        has_holes = torch.isin(decoder_ids, sentinels).any(1)
+        if not has_holes.any():
             return batch
-        both = [self.raw.restored(batch), batch]
-        width = max(each["input_ids"].shape[1] for each in both)
-        wide = []
-        for each in both:
-            ids, more = each["input_ids"], (0, width - each["input_ids"].shape[1])
-            mask = functional.pad(each.get("attention_mask", torch.ones_like(ids)), more)
-            wide.append((functional.pad(ids, more, value=self.pad), mask))
-        (ids, mask), (own, present) = wide
-        chosen = corrupted[:, None]
-        return read_instead(batch, torch.where(chosen, ids, own), torch.where(chosen, mask, present))
 
-    def answer_tables(self, rows: Rows) -> Tables:
+        restored = self.raw.restore(batch)
+        width = max(restored["input_ids"].shape[1], batch["input_ids"].shape[1])
+        restored_ids, restored_mask = self.widen_input(restored, width)
+        ids, mask = self.widen_input(batch, width)
+        is_restored = has_holes[:, None]
+        return replace_input(
+            batch,
+            torch.where(is_restored, restored_ids, ids),
+            torch.where(is_restored, restored_mask, mask),
+        )
+
+    def widen_input(self, batch: Batch, width: int) -> tuple[Tensor, Tensor]:
+        """The ids of a batch and their attention mask, padded to [B, width]."""
+        ids = batch["input_ids"]
+        mask = batch.get("attention_mask", torch.ones_like(ids))
+        padding = (0, width - ids.shape[1])
+        return functional.pad(ids, padding, value=self.pad), functional.pad(mask, padding)
+
+    def make_answer_tables(self, rows: Rows) -> Tables:
         assert rows.answers is not None
-        asked = rows.present & ~rows.answers
-        source, present = left_align(rows.ids, asked, filler=self.pad), left_align(asked, asked, filler=False)
+        in_question = rows.present & ~rows.answers
+        source = left_align(rows.ids, in_question, filler=self.pad)
+        is_source = left_align(in_question, in_question, filler=False)
+
         target = left_align(rows.ids, rows.answers, filler=self.pad)
-        wanted = left_align(rows.answers, rows.answers, filler=False)
-        given = np.concatenate([np.full((len(target), 1), self.start), target[:, :-1]], axis=1)
-        given[:, 1:][~wanted[:, 1:]] = self.pad  # what follows the last label is padding
+        is_target = left_align(rows.answers, rows.answers, filler=False)
+        decoder_ids = shift_right(target, is_target, start=self.start, pad=self.pad)
+
         columns = np.broadcast_to(np.arange(rows.ids.shape[1]), rows.ids.shape)
         columns = left_align(columns, rows.answers, filler=0)
-        return Tables(source, present, np.where(wanted, target, UNSCORED), columns, given)
+        return Tables(source, is_source, np.where(is_target, target, UNSCORED), columns, decoder_ids)
 
 
-def next_tokens(rows: Rows, predicted: np.ndarray) -> Tables:
-    """Each token where `predicted` [B, T] as the label of the place before it."""
+def label_next_tokens(rows: Rows, is_predicted: np.ndarray) -> Tables:
+    """Each token where `is_predicted` [B, T] as the label of the position before it."""
     labels = np.full_like(rows.ids, UNSCORED)
-    labels[:, :-1] = np.where(predicted[:, 1:], rows.ids[:, 1:], UNSCORED)
+    labels[:, :-1] = np.where(is_predicted[:, 1:], rows.ids[:, 1:], UNSCORED)
     columns = np.broadcast_to(np.arange(1, rows.ids.shape[1] + 1), rows.ids.shape)
     return Tables(rows.ids, rows.present, labels, columns)
 
 
-def read_instead(batch: Batch, ids: Tensor, present: Tensor) -> Batch:
-    """A batch with other ids [B, T] as its input, which are padding where not `present`."""
-    rest = {name: value for name, value in batch.items() if name != "attention_mask"}
-    made = cast(Batch, rest | {"input_ids": ids})
-    return made if present.all() else {**made, "attention_mask": present.long()}
+def join_tables(answers: Tables, raw: Tables, is_answered: np.ndarray, *, pad: int) -> Tables:
+    """The tables of a batch [B, …] from those of its rows where `is_answered` [B], and of the others."""
+
+    def join(answer_table: np.ndarray, raw_table: np.ndarray, filler: int) -> np.ndarray:
+        width = max(answer_table.shape[1], raw_table.shape[1])
+        table = np.full((len(is_answered), width), filler, answer_table.dtype)
+        table[is_answered, : answer_table.shape[1]] = answer_table
+        table[~is_answered, : raw_table.shape[1]] = raw_table
+        return table
+
+    decoder_ids = None
+    if answers.decoder_ids is not None and raw.decoder_ids is not None:
+        decoder_ids = join(answers.decoder_ids, raw.decoder_ids, pad)
+    return Tables(
+        ids=join(answers.ids, raw.ids, pad),
+        is_token=join(answers.is_token, raw.is_token, False),
+        labels=join(answers.labels, raw.labels, UNSCORED),
+        columns=join(answers.columns, raw.columns, 0),
+        decoder_ids=decoder_ids,
+    )
 
 
-def lowest(lottery: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def replace_input(batch: Batch, ids: Tensor, is_token: Tensor) -> Batch:
+    """A batch with other ids [B, T] as its input, which are padding where not `is_token`."""
+    unchanged = {name: value for name, value in batch.items() if name != "attention_mask"}
+    replaced = cast(Batch, {**unchanged, "input_ids": ids})
+    if not is_token.all():
+        replaced["attention_mask"] = is_token.long()
+    return replaced
+
+
+def mark_lowest(lottery: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Where the `counts` [B] lowest numbers of each row are, [B, T]; the first of equal ones."""
-    return lottery.argsort(1, kind="stable").argsort(1, kind="stable") < counts[:, None]
+    ranks = lottery.argsort(1, kind="stable").argsort(1, kind="stable")
+    return cast(np.ndarray, ranks < counts[:, None])
 
 
 def draw_composition(keys: np.ndarray, totals: np.ndarray, parts: np.ndarray, *, stream: int) -> np.ndarray:
     """Uniform random compositions of totals [B] into `parts` [B] positive parts: lengths [B, P]."""
-    places = np.arange(totals.max(initial=1) - 1)
-    lottery = np.where(places < (totals - 1)[:, None], draws(keys, len(places), stream=stream), 2.0)
-    cuts = lowest(lottery, parts - 1)
-    part = np.concatenate([np.zeros((len(totals), 1), np.int64), cuts.cumsum(1)], axis=1)
-    lengths = np.zeros((len(totals), parts.max(initial=1)), np.int64)
-    np.add.at(lengths, (np.arange(len(totals))[:, None], part), np.arange(len(places) + 1) < totals[:, None])
+    # A part ends between two units where the lottery is lowest.
+    num_rows = len(totals)
+    num_gaps = int(totals.max(initial=1)) - 1
+    is_gap = np.arange(num_gaps) < (totals - 1)[:, None]
+    lottery = np.where(is_gap, draws(keys, num_gaps, stream=stream), 2.0)
+    is_cut = mark_lowest(lottery, parts - 1)
+
+    # Each unit counts for its part, whose number is that of the cuts before it.
+    part_numbers = np.concatenate([np.zeros((num_rows, 1), np.int64), is_cut.cumsum(1)], axis=1)
+    is_unit = np.arange(num_gaps + 1) < totals[:, None]
+    lengths = np.zeros((num_rows, parts.max(initial=1)), np.int64)
+    np.add.at(lengths, (np.arange(num_rows)[:, None], part_numbers), is_unit)
     return lengths
 
 
@@ -398,3 +491,16 @@ def left_align(values: np.ndarray, chosen: np.ndarray, *, filler: int) -> np.nda
     table = np.full((len(values), chosen.sum(1).max(initial=0)), filler, values.dtype)
     table[chosen.nonzero()[0], chosen.cumsum(1)[chosen] - 1] = values[chosen]
     return table
+
+
+def shift_right(target: np.ndarray, is_target: np.ndarray, *, start: int, pad: int) -> np.ndarray:
+    """A decoder's input [B, L]: `start`, then the target without its last token; padding after it."""
+    shifted = np.concatenate([np.full((len(target), 1), start), target[:, :-1]], axis=1)
+    shifted[:, 1:][~is_target[:, 1:]] = pad  # the decoder does not read the last token
+    return shifted
+
+
+def append_column(table: np.ndarray, value: int) -> np.ndarray:
+    """The table [B, T] with a column of one value at its end, [B, T + 1]."""
+    column = np.full((len(table), 1), value, table.dtype)
+    return np.concatenate([table, column], axis=1)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MinLen
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import (
     Allowed,
     Count,
@@ -25,11 +26,12 @@ from cpt.core.schema import (
 from cpt.optim.options import check_optimizer_arguments
 
 BYTES = 261  # the least vocabulary: all bytes, and five special tokens
+# Fields of a new model's configuration that are positive whole numbers.
 SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"),
-    *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
-)
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions",
+    "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads",
+)  # fmt: skip
 IsPartial = Annotated[Literal[True], Allowed("true: what it optimises is given later")]
 ModelType = Annotated[Text, Allowed("a kind of model that transformers has, like modernbert, gpt2, t5")]
 Trainable = Annotated[
@@ -115,12 +117,16 @@ class ModelOptions(Options):
         if self.config is not None and self.name_or_path is None:
             check_value("config.model_type", self.config.get("model_type"), ModelType)
         if self.name_or_path is None and self.layers is not None:
-            given = f"layers={self.layers} is invalid: a new model's blocks are in model.config"
-            raise ValueError(f"{given}. Allowed: null")
+            raise InvalidOptionError(
+                "layers", self.layers, reason="a new model's blocks are in model.config", allowed="null"
+            )
         for name in SIZES:
             if self.config is not None and name in self.config:
                 check_value(f"config.{name}", self.config[name], Count)
         if self.name_or_path is None and None in (self.config, self.pretraining, self.vocab_size):
-            allowed = "a checkpoint, or model.config, model.pretraining and model.vocab_size"
-            given = f"name_or_path=null is invalid: {self.name} has no model to build"
-            raise ValueError(f"{given}. Allowed: {allowed}")
+            raise InvalidOptionError(
+                "name_or_path",
+                None,
+                reason=f"{self.name} has no model to build",
+                allowed="a checkpoint, or model.config, model.pretraining and model.vocab_size",
+            )

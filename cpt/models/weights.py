@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from cpt.core.distributed import add_up, is_sharded, shard_like, to_local, with_rows
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.models.forward import set_mode
 from cpt.models.fsdp import named_weights, reshard
@@ -36,30 +36,36 @@ class Snapshot(NamedTensors):
     @torch.no_grad()
     def capture(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Copies the model's parameters as they are now, or moves the copy by a share of the way to them."""
-        present, copies = named_weights(model), self.named()
-        both = shared_names(present, copies)
-        self.move(copies, present, both, share)
-        self.update({name: parameter for name, parameter in present.items() if name not in both})
+        current = named_weights(model)
+        copies = self.named()
+        common_names = shared_names(current, copies)
+        self.move(copies, current, common_names, share)
+        self.update({name: weight for name, weight in current.items() if name not in common_names})
 
     @torch.no_grad()
     def restore(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Restores the copy in place, or moves the parameters by a share of the way to it."""
-        present, copies = named_weights(model), self.named()
-        self.move(present, copies, shared_names(present, copies), share)
+        current = named_weights(model)
+        copies = self.named()
+        self.move(current, copies, shared_names(current, copies), share)
 
     def move(
-        self, tensors: Mapping[str, Tensor], towards: Mapping[str, Tensor], names: Sequence[str], share: float
+        self, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: Sequence[str], share: float
     ) -> None:
-        """Moves tensors in place by a share of the way to others, whose bits they have at a share of 1."""
-        pairs = [(to_local(tensors[name]), to_local(towards[name])) for name in names]
+        """Moves tensors in place by a share of the way to targets, whose bits they have at a share of 1."""
+        local_tensors = [to_local(tensors[name]) for name in names]
+        local_targets = [to_local(targets[name]) for name in names]
         if not self.offloaded:
-            own, others = [each for each, _ in pairs], [other.to(each) for each, other in pairs]
-            torch._foreach_lerp_(own, others, share)
-        for each, other in pairs if self.offloaded else ():  # one after another, on the module's device
-            moved = each.to(self.device)
-            moved.lerp_(other.to(moved), share)
-            if moved is not each:
-                each.copy_(moved)
+            pairs = zip(local_tensors, local_targets, strict=True)
+            matching_targets = [target.to(tensor) for tensor, target in pairs]
+            torch._foreach_lerp_(local_tensors, matching_targets, share)
+            return
+        # One after another, so that the module's device holds one tensor at a time.
+        for tensor, target in zip(local_tensors, local_targets, strict=True):
+            moved = tensor.to(self.device)
+            moved.lerp_(target.to(moved), share)
+            if moved is not tensor:
+                tensor.copy_(moved)
 
     @contextmanager
     def teaching(self, model: nn.Module) -> Iterator[None]:
@@ -72,33 +78,28 @@ class PreciseSnapshot(Snapshot, PreciseTensors):
     """A copy in at least 32 bits, which many small moves add up in."""
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        super().update({name: precise(each) for name, each in tensors.items()})
+        super().update({name: precise(tensor) for name, tensor in tensors.items()})
 
 
 def shared_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
     """The names that both have with one shape, in the first's order."""
-    return [name for name, value in one.items() if name in other and other[name].shape == value.shape]
+    return [name for name, tensor in one.items() if name in other and other[name].shape == tensor.shape]
 
 
 class _QuadraticPenalty(torch.autograd.Function):
-    """The penalty with its gradient w (p - a) in closed form; `elsewhere`: anchors on another device."""
+    """The penalty with its gradient w (p - a) in closed form; `is_offloaded`: anchors on another device."""
 
     @staticmethod
     def forward(
-        ctx: Any, elsewhere: bool, anchors: list[Tensor], weights: list[Tensor] | None, *parameters: Tensor
+        ctx: Any, is_offloaded: bool, anchors: list[Tensor], weights: list[Tensor] | None, *parameters: Tensor
     ) -> Tensor:
-        own, to = [to_local(each) for each in parameters], [to_local(each) for each in anchors]
-        by = None if weights is None else [to_local(each) for each in weights]
-        if elsewhere:
-            terms, scaled = [], []
-            for place, (parameter, anchor) in enumerate(zip(own, to, strict=True)):
-                apart = parameter - anchor.to(parameter.device)
-                scaled.append(apart if by is None else apart * by[place].to(parameter.device))
-                terms.append(torch.dot(apart.flatten(), scaled[-1].flatten()))
+        local_parameters = [to_local(parameter) for parameter in parameters]
+        local_anchors = [to_local(anchor) for anchor in anchors]
+        local_weights = None if weights is None else [to_local(weight) for weight in weights]
+        if is_offloaded:
+            terms, scaled = penalize_one_by_one(local_parameters, local_anchors, local_weights)
         else:
-            ways = torch._foreach_sub(own, to)
-            scaled = list(ways if by is None else torch._foreach_mul(ways, by))
-            terms = [torch.dot(a.flatten(), b.flatten()) for a, b in zip(ways, scaled, strict=True)]
+            terms, scaled = penalize_at_once(local_parameters, local_anchors, local_weights)
         ctx.gradients = with_rows(scaled, parameters)
         return add_up(terms, parameters) / 2
 
@@ -107,8 +108,37 @@ class _QuadraticPenalty(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.gradients
         del ctx.gradients  # scaled in place: valid for one backward pass
-        torch._foreach_mul_([to_local(each) for each in gradients], gradient)
+        local_gradients = [to_local(parameter_gradient) for parameter_gradient in gradients]
+        torch._foreach_mul_(local_gradients, gradient)
         return None, None, None, *gradients
+
+
+def penalize_at_once(
+    parameters: list[Tensor], anchors: list[Tensor], weights: list[Tensor] | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For each parameter the term sum_i w_i (p_i - a_i)^2, a scalar, and w (p - a)."""
+    differences = torch._foreach_sub(parameters, anchors)
+    scaled = list(differences if weights is None else torch._foreach_mul(differences, weights))
+    terms = []
+    for difference, product in zip(differences, scaled, strict=True):
+        terms.append(torch.dot(difference.flatten(), product.flatten()))
+    return terms, scaled
+
+
+def penalize_one_by_one(
+    parameters: list[Tensor], anchors: list[Tensor], weights: list[Tensor] | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same for anchors and weights on another device, of which one at a time is copied."""
+    terms = []
+    scaled = []
+    for index, (parameter, anchor) in enumerate(zip(parameters, anchors, strict=True)):
+        difference = parameter - anchor.to(parameter.device)
+        product = difference
+        if weights is not None:
+            product = difference * weights[index].to(parameter.device)
+        scaled.append(product)
+        terms.append(torch.dot(difference.flatten(), product.flatten()))
+    return terms, scaled
 
 
 def quadratic_penalty(
@@ -116,15 +146,21 @@ def quadratic_penalty(
     anchors: Mapping[str, Tensor],
     weights: Mapping[str, Tensor] | None = None,
     *,
-    elsewhere: bool = False,
+    is_offloaded: bool = False,
 ) -> Tensor:
     """1/2 sum_i w_i (p_i - a_i)^2, a scalar, over the trained parameters that have an anchor and a weight by
-    name, w = 1 without weights; for one backward pass. `elsewhere`: these are on another device."""
-    trained = {name: p for name, p in named_weights(model).items() if p.requires_grad}
-    both = anchors if weights is None else {k: anchors[k] for k in shared_names(anchors, weights)}
-    names = shared_names(trained, both)
-    by = None if weights is None else [weights[name] for name in names]
-    return _QuadraticPenalty.apply(elsewhere, [anchors[n] for n in names], by, *[trained[n] for n in names])
+    name, w = 1 without weights; for one backward pass. `is_offloaded`: these are on another device."""
+    trained = {name: weight for name, weight in named_weights(model).items() if weight.requires_grad}
+    penalized = anchors
+    if weights is not None:
+        penalized = {name: anchors[name] for name in shared_names(anchors, weights)}
+    names = shared_names(trained, penalized)
+    return _QuadraticPenalty.apply(
+        is_offloaded,
+        [anchors[name] for name in names],
+        None if weights is None else [weights[name] for name in names],
+        *[trained[name] for name in names],
+    )
 
 
 @contextmanager
@@ -133,110 +169,179 @@ def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[No
     tied; gradients go to the given weights, of a sharded model nowhere. AttributeError for an unknown
     name."""
     reshard(model)
-    targets = {name: model.get_parameter(name) for name in weights}
-    sharded = {name: weights[name] for name, each in targets.items() if is_sharded(each)}
-    others = {id(each): weights[n].to(each.device) for n, each in targets.items() if n not in sharded}
-    own = [
-        (part, name, parameter)
-        for part in model.modules()
-        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
-        if id(parameter) in others
-    ]
-    kept = overwrite_rows(model, sharded)
+    parameters = {name: model.get_parameter(name) for name in weights}
+    sharded_weights = {name: weights[name] for name in weights if is_sharded(parameters[name])}
+    replacements: dict[int, Tensor] = {}  # by the id of the parameter, whatever names it has
+    for name, parameter in parameters.items():
+        if name not in sharded_weights:
+            replacements[id(parameter)] = weights[name].to(parameter.device)
+
+    slots = []  # module, attribute and present parameter, several where it is tied
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in replacements:
+                slots.append((module, name, parameter))
+    previous_rows = overwrite_rows(model, sharded_weights)
     try:
-        for part, name, parameter in own:
+        for module, name, parameter in slots:
             # as torch.func.functional_call does
-            part._parameters[name] = cast(nn.Parameter, others[id(parameter)])
+            module._parameters[name] = cast(nn.Parameter, replacements[id(parameter)])
         yield
     finally:
-        for part, name, parameter in own:
-            part._parameters[name] = parameter
-        overwrite_rows(model, kept)
+        for module, name, parameter in slots:
+            module._parameters[name] = parameter
+        overwrite_rows(model, previous_rows)
 
 
 @torch.no_grad()
 def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Overwrites the own rows of sharded parameters, by name; returns a copy of the previous ones."""
-    present = named_weights(model) if weights else {}
-    kept = {name: present[name].detach().clone() for name in weights}
+    """Overwrites the local rows of sharded parameters, by name; returns a copy of the previous ones."""
+    if not weights:
+        return {}
+    parameters = named_weights(model)
+    previous = {name: parameters[name].detach().clone() for name in weights}
     for name, weight in weights.items():
-        to_local(present[name]).copy_(to_local(shard_like(weight, present[name])))
-    return kept
+        parameter = parameters[name]
+        to_local(parameter).copy_(to_local(shard_like(weight, parameter)))
+    return previous
 
 
 def find_frozen(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
-    """The parameters that no method trains: embeddings, the first blocks, and all but those of `only`, as
-    biases (BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for too many blocks or an empty `only`."""
-    chosen: list[nn.Parameter] = []
+    """The parameters that no method trains: embeddings, the first blocks, and all but those of `trainable`,
+    as biases (BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for too many blocks, and for an entry
+    of `trainable` that finds nothing."""
+    frozen: list[nn.Parameter] = []
     if freeze.embeddings or freeze.layers:
-        found = find_blocks(model)
-        if freeze.layers > len(found):
-            raise ValueError(
-                f"freeze.layers={freeze.layers} is invalid. Allowed: 0 to {len(found)}, all blocks"
+        blocks = [block for _, block in find_blocks(model)]
+        if freeze.layers > len(blocks):
+            raise InvalidOptionError(
+                "freeze.layers", freeze.layers, allowed=f"0 to {len(blocks)}, all blocks"
             )
-        within = {module for _, block in found for module in block.modules()}
-        embedded = [m for m in model.modules() if isinstance(m, nn.Embedding) and m not in within]
-        first = [block for _, block in found[: freeze.layers]]
-        for module in first + (embedded if freeze.embeddings else []):
-            chosen += module.parameters()
+        for block in blocks[: freeze.layers]:
+            frozen += block.parameters()
+        if freeze.embeddings:
+            for table in find_outer_embeddings(model, blocks):
+                frozen += table.parameters()
     if freeze.trainable is not None:
-        trained: set[nn.Parameter] = set()
-        for entry in [freeze.trainable] if isinstance(freeze.trainable, str) else freeze.trainable:
-            if not (meant := find_trainable(model, entry)):
-                names = ", ".join([name for name, _ in model.named_parameters()][:6])
-                allowed = f"norms, biases, attention, or an expression that finds some of {names} …"
-                raise ValueError(f"trainable={format_value(entry)} is invalid. Allowed: {allowed}")
-            trained |= {*meant}
-        chosen += [parameter for parameter in model.parameters() if parameter not in trained]
-    return [*dict.fromkeys(chosen)]
+        trained = find_all_trainable(model, freeze.trainable)
+        frozen += [parameter for parameter in model.parameters() if parameter not in trained]
+    return list(dict.fromkeys(frozen))
+
+
+def find_outer_embeddings(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Embedding]:
+    """The embeddings of tokens, positions and types: those outside of the blocks."""
+    block_modules = set[nn.Module]()
+    for block in blocks:
+        block_modules.update(block.modules())
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    return [table for table in tables if table not in block_modules]
+
+
+def find_all_trainable(model: nn.Module, trainable: str | Sequence[str]) -> set[nn.Parameter]:
+    """The parameters of one or several entries; ValueError for an entry that finds nothing."""
+    entries = [trainable] if isinstance(trainable, str) else trainable
+    trained = set[nn.Parameter]()
+    for entry in entries:
+        parameters = find_trainable(model, entry)
+        if not parameters:
+            names = ", ".join([name for name, _ in model.named_parameters()][:6])
+            raise InvalidOptionError(
+                "trainable",
+                entry,
+                allowed=f"norms, biases, attention, or an expression that finds some of {names} …",
+            )
+        trained.update(parameters)
+    return trained
 
 
 def find_trainable(model: nn.Module, entry: str) -> list[nn.Parameter]:
     """The parameters of all norms, biases or `attention` layers, or those that an expression finds."""
+    parameters: list[nn.Parameter] = []
     if entry == "norms":
-        parts = [part for part in model.modules() if type(part).__name__.endswith("Norm")]
-        return [parameter for part in parts for parameter in part.parameters(recurse=False)]
-    if entry == "biases":
-        return [each for name, each in model.named_parameters() if name.rpartition(".")[2] == "bias"]
-    if entry == "attention":
-        named = [part for name, part in model.named_modules() if IN_ATTENTION.search(name)]
-        return [p for part in named if isinstance(part, nn.Linear | Conv1D) for p in part.parameters()]
-    return [each for name, each in model.named_parameters() if re.search(entry, name)]
+        for module in model.modules():
+            if type(module).__name__.endswith("Norm"):
+                parameters += module.parameters(recurse=False)
+    elif entry == "biases":
+        for name, parameter in model.named_parameters():
+            if name.rpartition(".")[2] == "bias":
+                parameters.append(parameter)
+    elif entry == "attention":
+        for name, module in model.named_modules():
+            if IN_ATTENTION.search(name) and isinstance(module, nn.Linear | Conv1D):
+                parameters += module.parameters()
+    else:
+        for name, parameter in model.named_parameters():
+            if re.search(entry, name):
+                parameters.append(parameter)
+    return parameters
 
 
 @torch.no_grad()
 def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[float]]:
     """||w - w0|| / ||w0|| of an exported model and the share of numbers that changed, by kind of weights and
     of all. A kind with a tensor that the safetensors lack, or have in another shape, is left out."""
-    within: set[int] = set()
-    with suppress(ValueError):  # of a model without known blocks
-        within = {id(each) for _, block in find_blocks(base) for each in block.parameters()}
-    tables = {id(each) for m in base.modules() if isinstance(m, nn.Embedding) for each in m.parameters()}
+    # By kind: squared lengths of w - w0 and w0, numbers that changed, and numbers.
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
-    lost = set()
+    incomplete_kinds = set[str]()
+    kinds = name_kinds(base)
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob("*.safetensors"))]
-        exported = {name: file for file in files for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+        exported = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = stack.enter_context(safe_open(path, "pt"))
+            exported.update(dict.fromkeys(file.keys(), file))
         for name, parameter in base.named_parameters():
-            kind = "embeddings" if id(parameter) in tables else "head and the rest"
-            if id(parameter) in within:
-                kind = "attention" if IN_ATTENTION.search(name) else "other maps of blocks"
-            kind = "norms and biases" if parameter.ndim == 1 else kind
-            old, new = parameter.detach().cpu().float(), None
-            for key in revert_weight_conversion(base, {name: parameter.detach()}):  # its name in files
-                if key in exported and (found := exported[key].get_tensor(key)).shape == old.shape:
-                    new = found.float()
-                    break
+            old = parameter.detach().cpu().float()
+            new = read_exported(base, name, parameter, exported)
             if new is None:
-                lost.add(kind)
+                incomplete_kinds.add(kinds[name])
                 continue
-            lengths = [float(torch.linalg.vector_norm(each)) ** 2 for each in (new - old, old)]
-            changed = int((new != old).sum())
-            sums[kind] += torch.tensor([*lengths, changed, old.numel()], dtype=torch.float64)
-    kept = {kind: each.tolist() for kind, each in sums.items() if kind not in lost}
-    if kept and not lost:
-        kept["all"] = torch.stack(list(sums.values())).sum(0).tolist()
-    return {
-        kind: [(moved / before) ** 0.5 if before else 0.0, changed / count]
-        for kind, (moved, before, changed, count) in kept.items()
-    }
+            moved = float(torch.linalg.vector_norm(new - old)) ** 2
+            length = float(torch.linalg.vector_norm(old)) ** 2
+            num_changed = int((new != old).sum())
+            sums[kinds[name]] += torch.tensor([moved, length, num_changed, old.numel()], dtype=torch.float64)
+
+    totals = {kind: values.tolist() for kind, values in sums.items() if kind not in incomplete_kinds}
+    if totals and not incomplete_kinds:
+        totals["all"] = torch.stack(list(sums.values())).sum(0).tolist()
+    movement = {}
+    for kind, (moved, length, num_changed, count) in totals.items():
+        relative = (moved / length) ** 0.5 if length else 0.0
+        movement[kind] = [relative, num_changed / count]
+    return movement
+
+
+def name_kinds(model: PreTrainedModel) -> dict[str, str]:
+    """The kind of each parameter, by its name, in reports."""
+    block_ids = set[int]()
+    with suppress(ValueError):  # of a model without known blocks
+        for _, block in find_blocks(model):
+            block_ids.update(id(parameter) for parameter in block.parameters())
+    table_ids = set[int]()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            table_ids.update(id(parameter) for parameter in module.parameters())
+
+    kinds = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            kinds[name] = "norms and biases"
+        elif id(parameter) in block_ids:
+            kinds[name] = "attention" if IN_ATTENTION.search(name) else "other maps of blocks"
+        elif id(parameter) in table_ids:
+            kinds[name] = "embeddings"
+        else:
+            kinds[name] = "head and the rest"
+    return kinds
+
+
+def read_exported(
+    base: PreTrainedModel, name: str, parameter: nn.Parameter, exported: Mapping[str, Any]
+) -> Tensor | None:
+    """A parameter of a base model in float32 as it was exported, from the open safetensors files by the names
+    of their tensors; None where these lack it, or have it in another shape."""
+    for key in revert_weight_conversion(base, {name: parameter.detach()}):  # its name in files
+        if key in exported:
+            tensor = exported[key].get_tensor(key)
+            if tensor.shape == parameter.shape:
+                return cast(Tensor, tensor.float())
+    return None

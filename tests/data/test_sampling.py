@@ -56,7 +56,7 @@ def all_samples(made):
 
 
 def whole(*batches):
-    rows = (MASKED.restored(batch)["input_ids"].tolist() for batch in batches)
+    rows = (MASKED.restore(batch)["input_ids"].tolist() for batch in batches)
     return [WHOSE[tuple(ids)] for ids in itertools.chain(*rows)]
 
 

@@ -148,7 +148,7 @@ def test_the_rows_are_those_with_the_largest_outputs(family):
         each.module.register_forward_hook(hook)
     for number in range(3):
         model(**{name: each[number][None] for name, each in rows.items()})
-    for each, place in zip(mask.maps, mask.places, strict=True):
+    for each, place in zip(mask.maps, mask.slices, strict=True):
         own, expected = sum(output.abs().sum((0, 1)) for output in captured[each.module]), []
         torch.testing.assert_close(sums[place], own, rtol=1e-4, atol=1e-5, msg=each.name)
         for segment in each.segments:
@@ -170,7 +170,7 @@ def test_what_is_not_the_training_loss_is_not_measured():
             model(input_ids=IDS)
         with pytest.raises(IndexError):
             model(input_ids=torch.tensor([[99]]))
-    assert not mask.sums.any() and not mask.inside
+    assert not mask.sums.any() and not mask.is_measuring
     with mark_recorded([mask]):
         model(input_ids=IDS)
     once = mask.sums.clone()
@@ -301,7 +301,7 @@ def test_passes_that_are_not_of_the_loss_have_all_gradients():
     made, found = gpt2(), []
     mask = watching(made, backend="backward")
     models = made, deepcopy(made)
-    for context in (nullcontext(), mark_recorded([mask], alone=False), mark_recorded([mask])):
+    for context in (nullcontext(), mark_recorded([mask], is_only_micro_batch=False), mark_recorded([mask])):
         with context:
             loss = sum(each(input_ids=TEXT, labels=TEXT).loss for each in models)
         loss.backward()

@@ -150,7 +150,7 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
     model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"].clone()), with_kwargs=True)
 
     class Text(Causal):
-        def restored(self, batch):
+        def restore(self, batch):
             return {**batch, "input_ids": (batch["input_ids"] - 1).clamp_min(4)}
 
     proxy, soft = Proxy(model, Text(), compared=compared, rate=None), mask_over(model, "heads", "neurons")

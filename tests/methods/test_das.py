@@ -122,7 +122,7 @@ def das(build):
 def test_the_term_contrasts_the_three_passes(text, das):
     module, batch = das(contrast=2, contrast_text=text)
     hidden = torch.randn(*batch["input_ids"].shape, 32, requires_grad=True)
-    whole = batch if text == "corrupted" else module.objective.restored(batch)
+    whole = batch if text == "corrupted" else module.objective.restore(batch)
     mean = lambda: module.model.roberta(input_ids=whole["input_ids"]).last_hidden_state.mean(1)  # noqa: E731
     torch.manual_seed(5)
     term = module.contrast(batch, hidden)

@@ -76,7 +76,7 @@ def test_recovery_is_of_past_text_and_the_domain_is_what_it_was(elle, build):
         work.module.losses = lambda batch, losses=losses, steps=steps: steps.append(batch) or losses(batch)
         for number in range(3):
             work.learn(number)
-        texts = [work.module.objective.restored(batch)["input_ids"] for batch in steps]
+        texts = [work.module.objective.restore(batch)["input_ids"] for batch in steps]
         seen.append(([batch["domains"].tolist() for batch in steps], texts))
     (_, plain), (domains, texts) = seen
     assert domains[6:9] == [[0] * 8] * 3 and len(domains) == 6 + 9 + 9

@@ -218,7 +218,7 @@ def test_l2_pulls_to_the_previous_model_or_the_base(towards, build):
 def sensitivity(work, output="logits"):
     """Means of |gradients| of each sample's mean squared norm, one after another."""
     model, trained = work.module.model.eval(), dict(work.module.model.named_parameters())
-    parts = [each for batch in work.importance_batches() for each in split_batch(batch)]
+    parts = [each for batch in work.importance_batches() for each in split_batch(batch, "per_sample")]
     sums = dict.fromkeys(trained, 0)
     for each in parts:
         logits, hidden = work.module.objective.outputs(model, each)

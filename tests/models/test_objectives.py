@@ -211,22 +211,22 @@ def joined(source, target):
 
 def test_counts_are_those_of_the_table_and_both_sides_joined_at_the_sentinels_are_the_row():
     for length, (source, target, *counts) in TABLE.items():
-        assert [int(each[0]) for each in span().holes(np.array([length]))] == counts
-        assert span().sides(length) == (source, target)
+        assert [int(each[0]) for each in span().count_holes(np.array([length]))] == counts
+        assert span().side_lengths(length) == (source, target)
     for rate, mean in ((0.15, 3), (0.5, 1), (0.5, 8), (0.9, 3)):
         given, objective = texts([64, 33, 2, 64, 1, 7, 50]), span(rate, mean)
         batch, _ = objective.batch(given)
         for (source, target), ids, length in zip(sides(batch), given.ids, given.lengths, strict=True):
             assert joined(source, target) == ids[:length].tolist()
-        restored = objective.restored(batch)
+        restored = objective.restore(batch)
         assert torch.equal(restored["input_ids"], torch.from_numpy(given.ids))
         assert torch.equal(restored["attention_mask"], torch.from_numpy(given.present).long())
 
 
 def test_raw_text_between_answers_has_its_places_and_its_width(answered):
     raw = span(0.5, 1)
-    source, target = raw.sides(64)
-    assert Seq2SeqAnswers(raw, pad=PAD, start=PAD).sides(64) == (max(64, source), max(64, target))
+    source, target = raw.side_lengths(64)
+    assert Seq2SeqAnswers(raw, pad=PAD, start=PAD).side_lengths(64) == (max(64, source), max(64, target))
     tasks, ids = answered(), np.arange(3 * 200).reshape(3, 200) % 90
     general = SimpleNamespace(length=200, pad=1, packing=CONCAT, row_lengths=np.full(3, 200))
     general.ids, general.answers = lambda rows: ids[rows], lambda rows: None
@@ -264,7 +264,7 @@ def test_a_place_is_that_of_the_hidden_token_or_of_the_hole_that_follows():
     batch, places = span().batch(given)
     scored, of_text = span().scoring.batch(given)
     assert (scored["targets"].numpy() == given.ids.ravel()[of_text.numpy()]).all()
-    hidden = span().hidden(given)
+    hidden = span().draw_hidden(given)
     for row in range(2):
         own = batch["rows"] == row
         inner, targets = (places[own] - 40 * row).tolist(), batch["targets"][own].tolist()
