@@ -65,10 +65,10 @@ def token_nll(logits: Tensor, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.float(), batch["targets"], reduction="none")
 
 
-def kl_divergence(one: Tensor, other: Tensor) -> Tensor:
-    """KL(softmax(one) || softmax(other)) over the last axis (nats), [K] from [K, F]."""
-    log_p = one.float().log_softmax(-1)
-    log_q = other.float().log_softmax(-1)
+def kl_divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """KL(softmax(p_logits) || softmax(q_logits)) over the last axis (nats), [K] from [K, F]."""
+    log_p = p_logits.float().log_softmax(-1)
+    log_q = q_logits.float().log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 

@@ -105,22 +105,22 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module, name, nn.Parameter(value.detach(), requires_grad=requires_grad))
 
 
-def grow_neurons(model: PreTrainedModel, more: int, *, noise: float) -> None:
-    """Adds copies of `more` drawn neurons to each feed-forward network."""
-    if more == 0:
+def grow_neurons(model: PreTrainedModel, num_copies: int, *, noise: float) -> None:
+    """Adds copies of `num_copies` drawn neurons to each feed-forward network."""
+    if num_copies == 0:
         return
     with adjust_config(model, "neurons"):
         feed_forwards = find_sublayers(model, ("neurons",))
         for feed_forward in feed_forwards:
-            neurons = draw_units(feed_forward.count, more)
+            neurons = draw_units(feed_forward.count, num_copies)
             add_copies(feed_forward, neurons, noise=noise)
-        set_fields(model, dict.fromkeys(NEURONS, feed_forwards[0].count + more))
+        set_fields(model, dict.fromkeys(NEURONS, feed_forwards[0].count + num_copies))
 
 
 @torch.no_grad()
-def grow_heads(model: PreTrainedModel, more: int, *, noise: float) -> None:
-    """Adds copies of `more` drawn key/value heads with their query heads, the same in all blocks."""
-    if more == 0:
+def grow_heads(model: PreTrainedModel, num_copies: int, *, noise: float) -> None:
+    """Adds copies of `num_copies` drawn key/value heads with their query heads, the same in all blocks."""
+    if num_copies == 0:
         return
     with adjust_config(model, "heads"):
         attentions = find_sublayers(model, ("heads",))
@@ -128,7 +128,7 @@ def grow_heads(model: PreTrainedModel, more: int, *, noise: float) -> None:
         head_size = attentions[0].out.inputs // count
         queries_per_group = max(members.shape[1] for _, members in attentions[0].sources)
 
-        groups = draw_units(count // queries_per_group, more)
+        groups = draw_units(count // queries_per_group, num_copies)
         heads = (groups[:, None] * queries_per_group + torch.arange(queries_per_group)).flatten()
         for attention in attentions:
             add_bias_columns(model.get_submodule(attention.name), heads, count=attention.count)
@@ -149,28 +149,28 @@ def add_bias_columns(attention: nn.Module, heads: Tensor, *, count: int) -> None
             replace_parameter(table, "weight", index_axis(table.weight, 1, columns))
 
 
-def grow_layers(model: PreTrainedModel, more: int) -> None:
-    """Adds copies of each stack's last `more` blocks that contribute nothing. ValueError for too many."""
-    if more == 0:
+def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
+    """Adds copies of the last `num_copies` blocks of each stack that contribute nothing. ValueError for too many."""
+    if num_copies == 0:
         return
     depths = Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
     smallest_depth = min(depths.values())
-    if more > smallest_depth:
+    if num_copies > smallest_depth:
         raise ValueError(f"the stacks of a {model.config.model_type} have {smallest_depth} blocks to copy")
 
     with adjust_config(model, "layers") as make_grown_skeleton:
-        set_fields(model, {name: getattr(model.config, name, 0) + more for name in DEPTHS})
+        set_fields(model, {name: getattr(model.config, name, 0) + num_copies for name in DEPTHS})
         layer_types = getattr(model.config, "layer_types", None)
         if layer_types is not None:
-            set_fields(model, {"layer_types": [*layer_types, *layer_types[-more:]]})
+            set_fields(model, {"layer_types": [*layer_types, *layer_types[-num_copies:]]})
 
         skeleton = make_grown_skeleton()
         prefixes: list[str] = []  # of the new blocks
         for stack, depth in depths.items():
             layers = model.get_submodule(stack)
-            for number in range(depth, depth + more):
+            for number in range(depth, depth + num_copies):
                 new_block = skeleton.get_submodule(f"{stack}.{number}")
-                layers.append(copy_block(new_block, layers[number - more]))
+                layers.append(copy_block(new_block, layers[number - num_copies]))
                 prefixes.append(f"{stack}.{number}.")
 
         for sublayer in find_sublayers(model, ("heads", "neurons")):
@@ -302,10 +302,10 @@ def is_contiguous(segment: Tensor) -> bool:
     return len(segment) == int(segment[-1] - segment[0]) + 1
 
 
-def draw_units(units: int, more: int) -> Tensor:
-    """Drawn units [more]: each comes once before one comes twice."""
-    rounds = [torch.randperm(units, device="cpu") for _ in range(math.ceil(more / units))]
-    return torch.cat(rounds)[:more]
+def draw_units(units: int, count: int) -> Tensor:
+    """Drawn units [count]: each comes once before one comes twice."""
+    rounds = [torch.randperm(units, device="cpu") for _ in range(math.ceil(count / units))]
+    return torch.cat(rounds)[:count]
 
 
 @torch.no_grad()
@@ -323,8 +323,8 @@ def add_copies(sublayer: SubLayer, units: Tensor, *, noise: float) -> None:
     size = out.inputs // sublayer.count
     features = torch.arange(out.inputs).view(sublayer.count, size)
     origins = torch.cat([features.flatten(), features[units].flatten()])
-    num_copies = torch.bincount(units, minlength=sublayer.count) + 1
-    divisors = num_copies[origins // size].to(out.weight)
+    multiplicity = torch.bincount(units, minlength=sublayer.count) + 1
+    divisors = multiplicity[origins // size].to(out.weight)
     if axis == 0:
         divisors = divisors[:, None]
     weight = index_axis(out.weight, axis, origins) / divisors

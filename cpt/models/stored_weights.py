@@ -22,6 +22,7 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from cpt.core.errors import reason
+from cpt.core.exceptions import InvalidOptionError
 
 log = logging.getLogger(__name__)
 ONE_MODEL = "weights and config.json of one model"
@@ -72,8 +73,7 @@ def weight_names(config: PretrainedConfig) -> list[str]:
 def find_weight_files(checkpoint: str, config: PretrainedConfig) -> list[Path]:
     """The files of weights that transformers loads of a folder or of a name on the Hub, from which they are
     downloaded. Raises ValueError for a model without them."""
-    key = f"model.name_or_path={checkpoint}"
-    allowed = f"a model with {', '.join(weight_names(config))}"
+    supported = f"a model with {', '.join(weight_names(config))}"
     for name in weight_names(config):
         try:
             file = cached_file(
@@ -86,11 +86,15 @@ def find_weight_files(checkpoint: str, config: PretrainedConfig) -> list[Path]:
                 shards, _ = get_checkpoint_shard_files(checkpoint, file)
                 return [Path(shard) for shard in shards]
         except OSError as error:  # of the Hub
-            message = f"{key} is invalid: {name} was not loaded from the Hub ({reason(error)})"
-            raise ValueError(f"{message}. Allowed: {allowed}") from error
+            raise InvalidOptionError(
+                "model.name_or_path",
+                checkpoint,
+                reason=f"{name} was not loaded from the Hub ({reason(error)})",
+                allowed=supported,
+            ) from error
         if file is not None:
             return [Path(file)]
-    raise ValueError(f"{key} is invalid: it has no weights. Allowed: {allowed}")
+    raise InvalidOptionError("model.name_or_path", checkpoint, reason="it has no weights", allowed=supported)
 
 
 def read_stored_weights(files: Iterable[Path]) -> StoredWeights:
@@ -101,23 +105,25 @@ def read_stored_weights(files: Iterable[Path]) -> StoredWeights:
         try:
             stored = load_state_dict(path, map_location="meta")
         except Exception as error:  # safetensors and torch have exceptions of their own
-            message = f"{path} is truncated or damaged ({reason(error)})"
-            raise ValueError(f"{message}; copy or download it again") from error
+            raise ValueError(
+                f"{path} is truncated or damaged ({reason(error)}); copy or download it again"
+            ) from error
         for name, tensor in stored.items():
             if not isinstance(tensor, Tensor):
-                message = f"{path} is invalid: {name} is no tensor but a {type(tensor).__name__}"
-                allowed = "the state_dict of a model alone, as save_pretrained writes it"
-                raise ValueError(f"{message}. Allowed: {allowed}")
+                raise ValueError(
+                    f"{path} is invalid: {name} is no tensor but a {type(tensor).__name__}. "
+                    "Allowed: the state_dict of a model alone, as save_pretrained writes it"
+                )
             tensors[name] = tensor
             file_names[name] = path.name
     return StoredWeights(tensors, file_names)
 
 
 def compare_weights(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, stored: StoredWeights, *, source: str
+    model_class: type[PreTrainedModel], config: PretrainedConfig, stored: StoredWeights, *, checkpoint: str
 ) -> WeightsReport:
     """What transformers would report on loading: nothing is loaded, all tensors are on the meta device.
-    Raises ValueError for tensors that do not combine into those of the model; `source` is KEY=VALUE."""
+    Raises ValueError for tensors that do not combine into those of the model."""
     try:
         model, loading = model_class.from_pretrained(
             None,
@@ -130,9 +136,12 @@ def compare_weights(
             trust_remote_code=False,
         )
     except RuntimeError as error:
-        files = stored.list_files()
-        message = f"tensors of {files} do not combine into those of a {model_class.__name__}"
-        raise ValueError(f"{source} is invalid: {message}. Allowed: {ONE_MODEL}") from error
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"tensors of {stored.list_files()} do not combine into those of a {model_class.__name__}",
+            allowed=ONE_MODEL,
+        ) from error
 
     # A buffer that is not stored, like a table of positions, is computed by its module. Of tied parameters,
     # the first name stands for all, as in `loading.outside_body`.
@@ -142,41 +151,53 @@ def compare_weights(
 
 
 def check_report(
-    report: WeightsReport, stored: StoredWeights, *, head: list[str], needs_head: bool, source: str
+    report: WeightsReport, stored: StoredWeights, *, head: list[str], needs_head: bool, checkpoint: str
 ) -> None:
     """Raises ValueError for a checkpoint that lacks parameters, those of the `head` only if it `needs_head`,
-    or has them in other shapes. `source` is KEY=VALUE."""
+    or has them in other shapes."""
     wrapper = find_wrapper(stored, report)
     if wrapper:
+        accessors = "model.module, model._orig_mod, merge_and_unload()"
         files = stored.list_files()
-        message = f"{wrapper!r}, of a wrapper of the model, is in the names of tensors of {files}"
-        allowed = "weights saved of the model inside it (model.module, model._orig_mod, merge_and_unload())"
-        raise ValueError(f"{source} is invalid: {message}. Allowed: {allowed}")
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"{wrapper!r}, of a wrapper of the model, is in the names of tensors of {files}",
+            allowed=f"weights saved of the model inside it ({accessors})",
+        )
 
     if report.mismatched:
         name, stored_shape, shape = report.mismatched[0]
         stored_size = f"{format_shape(stored_shape)} in {stored.file_of(name)}"
-        message = f"{name} is {stored_size}, but {format_shape(shape)} by config.json"
+        further = ""
         if len(report.mismatched) > 1:
-            message += f", the first of {len(report.mismatched)} such tensors"
-        raise ValueError(f"{source} is invalid: {message}. Allowed: {ONE_MODEL}")
+            further = f", the first of {len(report.mismatched)} such tensors"
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"{name} is {stored_size}, but {format_shape(shape)} by config.json{further}",
+            allowed=ONE_MODEL,
+        )
 
     body_missing = [name for name in report.missing if name not in head]
     if body_missing:
-        message = f"{stored.list_files()} lacks {len(body_missing)} tensors that config.json describes"
-        raise ValueError(
-            f"{source} is invalid: {message}: {format_names(body_missing)}. Allowed: {ONE_MODEL}"
+        count = f"{len(body_missing)} tensors that config.json describes"
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"{stored.list_files()} lacks {count}: {format_names(body_missing)}",
+            allowed=ONE_MODEL,
         )
 
     head_missing = [name for name in report.missing if name in head]
     if head_missing and needs_head:
-        message = f"no language-model head ({len(head_missing)} tensors)"
+        fault = f"no language-model head ({len(head_missing)} tensors)"
         if len(head_missing) < len(head):
-            message = f"its language-model head lacks {format_names(head_missing)}"
-        allowed = "model.pretraining.head_steps=500, which trains one on the general text, or 0, a random one"
+            fault = f"its language-model head lacks {format_names(head_missing)}"
+        remedy = "model.pretraining.head_steps=500, which trains one on the general text, or 0, a random one"
         if len(head_missing) == 1:  # one matrix, which another model has as its embedding
-            allowed += "; tie_word_embeddings=true in config.json if the head is the embedding"
-        raise ValueError(f"{source} is invalid: {message}. Allowed: {allowed}")
+            remedy += "; tie_word_embeddings=true in config.json if the head is the embedding"
+        raise InvalidOptionError("model.name_or_path", checkpoint, reason=fault, allowed=remedy)
 
 
 def find_wrapper(stored: StoredWeights, report: WeightsReport) -> str:

@@ -67,15 +67,17 @@ def try_model(
         with torch.random.fork_rng(devices=[]):
             run_in_training(model, objective, row, name, length=length)
         with torch.no_grad(), set_mode(model, training=False):
-            message = compare_attention(model, objective, row, name)
+            fault = compare_attention(model, objective, row, name)
     except Exception as error:  # whatever a class raises for arguments that it does not take
         log.debug("The trial of %s failed", source, exc_info=error)
         if is_stand_in and isinstance(error, FloatingPointError):
             return
-        message = f"{type(model).__name__} does not run with model.objective={name} ({reason(error)})"
-        raise ValueError(f"{source} is invalid: {message}. Allowed: another model") from error
-    if message:
-        raise ValueError(f"{source} is invalid: {message}")
+        raise ValueError(
+            f"{source} is invalid: {type(model).__name__} does not run with model.objective={name} "
+            f"({reason(error)}). Allowed: another model"
+        ) from error
+    if fault:
+        raise ValueError(f"{source} is invalid: {fault}")
 
 
 def draw_row(model: PreTrainedModel, *, tokens: int) -> Tensor:
@@ -135,8 +137,9 @@ def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: st
     if logits.ndim != 2 or len(logits) != num_scored:
         raise ValueError(f"its logits at {num_scored} positions have the shape {tuple(logits.shape)}")
     if hidden.ndim != 3 or hidden.shape[:2] != rows.shape:
-        size = f"2 rows of {row.shape[1]} tokens"
-        raise ValueError(f"its hidden states of {size} have the shape {tuple(hidden.shape)}")
+        raise ValueError(
+            f"its hidden states of 2 rows of {row.shape[1]} tokens have the shape {tuple(hidden.shape)}"
+        )
 
 
 def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor, name: str) -> str:
@@ -158,19 +161,27 @@ def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor,
         return objective.encode(model, make_batch(objective, tokens, name))[0]
 
     if name == "causal" and sees_ahead(outputs, row, model):
-        message = f"the tokens of {kind} see those that follow, which model.objective=causal predicts"
         alternative = "model.objective=masked, or " if "masked" in possible else ""
-        return f"{message}. Allowed: {alternative}a causal decoder"
+        return (
+            f"the tokens of {kind} see those that follow, which model.objective=causal predicts. "
+            f"Allowed: {alternative}a causal decoder"
+        )
     if name == "masked" and not sees_ahead(outputs, row, model):
-        message = f"the tokens of {kind} do not see those that follow, as model.objective=masked needs"
         alternative = "model.objective=causal, or " if "causal" in possible else ""
-        return f"{message}. Allowed: {alternative}an encoder"
+        return (
+            f"the tokens of {kind} do not see those that follow, as model.objective=masked needs. "
+            f"Allowed: {alternative}an encoder"
+        )
     if name == "span" and sees_ahead(decoder_outputs, row, model):
-        message = f"the tokens of the decoder of {kind} see those that follow"
-        return f"{message}. Allowed: an encoder-decoder with a causal decoder"
+        return (
+            f"the tokens of the decoder of {kind} see those that follow. "
+            "Allowed: an encoder-decoder with a causal decoder"
+        )
     if name == "span" and not sees_ahead(encoder_outputs, row, model):
-        message = f"the tokens of the encoder of {kind} do not see those that follow"
-        return f"{message}. Allowed: an encoder-decoder whose encoder attends to both sides"
+        return (
+            f"the tokens of the encoder of {kind} do not see those that follow. "
+            "Allowed: an encoder-decoder whose encoder attends to both sides"
+        )
     return ""
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_first_process
 from cpt.data.text_encoder import rename_tokens, special_tokens_of, unknown_id
 from cpt.models.loading import is_tied
@@ -50,9 +51,12 @@ def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: 
     """Raises ValueError where a tokenizer has more entries than an embedding has rows."""
     num_entries = count_entries(tokenizer)
     if num_entries > rows:
-        cause = f"the tokenizer of {checkpoint} has {num_entries} entries, the embedding {rows} rows"
-        allowed = "model.resize=true, which adds rows, or the tokenizer that the model was trained with"
-        raise ValueError(f"model.resize=false is invalid: {cause}. Allowed: {allowed}")
+        raise InvalidOptionError(
+            "model.resize",
+            False,
+            reason=f"the tokenizer of {checkpoint} has {num_entries} entries, the embedding {rows} rows",
+            allowed="model.resize=true, which adds rows, or the tokenizer that the model was trained with",
+        )
 
 
 def check_head(model: PreTrainedModel) -> None:
@@ -60,9 +64,12 @@ def check_head(model: PreTrainedModel) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     head = model.get_output_embeddings()
     if head is None or head.weight.shape[0] != rows:
-        cause = f"transformers finds no head of {type(model).__name__} with a row for each entry"
-        allowed = "model.resize=false with a tokenizer that fits, and has sentinels for span"
-        raise ValueError(f"model.resize=true is invalid: {cause}. Allowed: {allowed}")
+        raise InvalidOptionError(
+            "model.resize",
+            True,
+            reason=f"transformers finds no head of {type(model).__name__} with a row for each entry",
+            allowed="model.resize=false with a tokenizer that fits, and has sentinels for span",
+        )
 
 
 def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
@@ -123,8 +130,12 @@ def report_rows(
         unclear = f"; {count} added tokens keep their rows, which may be trained: {names}"
 
     if num_entries <= rows and not added_tokens.new:
-        message = "No effect of model.resize=true: %d rows, %d entries of the tokenizer%s"
-        log.info(message, rows, num_entries, unclear)
+        log.info(
+            "No effect of model.resize=true: %d rows, %d entries of the tokenizer%s",
+            rows,
+            num_entries,
+            unclear,
+        )
         return
     num_in_padding = sum(token_id < rows for token_id in added_tokens.new)
     log.info(

@@ -81,9 +81,9 @@ class PreciseSnapshot(Snapshot, PreciseTensors):
         super().update({name: precise(tensor) for name, tensor in tensors.items()})
 
 
-def shared_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+def shared_names(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
     """The names that both have with one shape, in the first's order."""
-    return [name for name, tensor in one.items() if name in other and other[name].shape == tensor.shape]
+    return [name for name, tensor in first.items() if name in second and second[name].shape == tensor.shape]
 
 
 class _QuadraticPenalty(torch.autograd.Function):

@@ -187,11 +187,16 @@ def check_stored_weights(
     a language-model head, unless `head_steps` says for how many steps one is trained (0: it stays random).
     Logs what is not used. Only names and shapes are read."""
     stored_weights = read_stored_weights(find_weight_files(name_or_path, config))
-    source = f"model.name_or_path={name_or_path}"
-    model = build_skeleton(config, objective, source=source)
-    report = compare_weights(type(model), config, stored_weights, source=source)
+    model = build_skeleton(config, objective, source=f"model.name_or_path={name_or_path}")
+    report = compare_weights(type(model), config, stored_weights, checkpoint=name_or_path)
     head_names = loading.find_head_parameters(model)
-    check_report(report, stored_weights, head=head_names, needs_head=head_steps is None, source=source)
+    check_report(
+        report,
+        stored_weights,
+        head=head_names,
+        needs_head=head_steps is None,
+        checkpoint=name_or_path,
+    )
     if not is_first_process():
         return
 
