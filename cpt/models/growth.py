@@ -150,7 +150,7 @@ def add_bias_columns(attention: nn.Module, heads: Tensor, *, count: int) -> None
 
 
 def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
-    """Adds copies of the last `num_copies` blocks of each stack that contribute nothing. ValueError for too many."""
+    """Adds copies of each stack's last blocks that contribute nothing. ValueError for too many."""
     if num_copies == 0:
         return
     depths = Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
