@@ -118,8 +118,8 @@ class Subspaces(Constraint):
         self.projections: Sequence[Projection] = ()
         self.pairs: dict[nn.Parameter, tuple[Tensor, Tensor]] | None = None
 
-    def over(self, maps: Sequence[Projection]) -> None:
-        self.projections = maps
+    def set_layers(self, projections: Sequence[Projection]) -> None:
+        self.projections = projections
         self.pairs = None
 
     @property
@@ -128,7 +128,7 @@ class Subspaces(Constraint):
         return {projection.name: projection.weight for projection in self.projections}
 
     @torch.no_grad()
-    def span(self, ranks: Mapping[str, int]) -> None:
+    def protect_directions(self, ranks: Mapping[str, int]) -> None:
         """Protects the largest singular directions, a rank per layer, of the present weights."""
         self.bases.clear()
         for name, weight in self.maps.items():

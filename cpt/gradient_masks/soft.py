@@ -130,9 +130,9 @@ class UnitMask(GradientMask):
 
     def __init__(self, groups: Sequence[Units], *, apply_to: str) -> None:
         super().__init__(apply_to=apply_to)
-        self.cover(groups)
+        self.set_groups(groups)
 
-    def cover(self, groups: Sequence[Units]) -> None:
+    def set_groups(self, groups: Sequence[Units]) -> None:
         self.groups = list(groups)
         self.sizes = [group.count for group in groups]
         self.cached_factors: list[tuple[nn.Parameter, Tensor]] | None = None
@@ -182,15 +182,15 @@ class SoftMask(UnitMask):
             groups.append(group)
         return groups
 
-    def cover(self, groups: Sequence[Units]) -> None:
-        super().cover(groups)
+    def set_groups(self, groups: Sequence[Units]) -> None:
+        super().set_groups(groups)
         self.importance = nn.Buffer(torch.zeros(sum(self.sizes)))
         self.last = nn.Buffer(torch.zeros(sum(self.sizes)))
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         importance = self.by_group(self.importance)
         last = self.by_group(self.last)
-        self.cover(self.find_groups(model))
+        self.set_groups(self.find_groups(model))
         self.copy_scores(importance, self.importance)
         self.copy_scores(last, self.last)
 
@@ -207,14 +207,14 @@ class SoftMask(UnitMask):
         scores = measure_importance(model, self.groups, batches, losses, passes=passes)
         return torch.cat([normalize(part, self.normalize) for part in scores.split(self.sizes)])
 
-    def set(self, scores: Tensor) -> None:
+    def set_importance(self, scores: Tensor) -> None:
         self.last.copy_(scores)
         self.importance.copy_(scores)
         self.cached_factors = None
 
     def update_max(self, scores: Tensor) -> None:
         """The maximum of the importances so far and these, [units] (eq. 4)."""
-        self.set(torch.maximum(self.importance, scores))
+        self.set_importance(torch.maximum(self.importance, scores))
         self.last.copy_(scores)
 
     def gates(self) -> dict[str, Tensor]:

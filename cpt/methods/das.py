@@ -137,4 +137,4 @@ class DGA(ContrastMethod):
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.base.restore(self.model)
-        self.soft.set(self.proxy.measure(self.soft, importance_batches))
+        self.soft.set_importance(self.proxy.measure(self.soft, importance_batches))

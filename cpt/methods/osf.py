@@ -36,7 +36,7 @@ class OSF(ContinualMethod):
         super().__init__(options, context)
         self.subspaces = Subspaces(apply_to=options.apply_to, protected=options.sides)
         find_maps = find_weight_matrices if options.protect == "all" else find_projections
-        self.subspaces.over(find_maps(self.model))
+        self.subspaces.set_layers(find_maps(self.model))
         self.masks.append(self.subspaces)
         self.blocks = [name for name, _ in find_blocks(self.model)]
         self.similarity: Tensor
@@ -48,7 +48,7 @@ class OSF(ContinualMethod):
         for name, weight in self.subspaces.maps.items():
             inside = (place for place, each in enumerate(self.blocks) if name.startswith(f"{each}."))
             ranks[name] = floor(shares[next(inside, -1)] * min(weight.shape))
-        self.subspaces.span(ranks)
+        self.subspaces.protect_directions(ranks)
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.options.least is not None:

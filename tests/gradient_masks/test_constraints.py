@@ -33,8 +33,8 @@ def learned(start, rank, *, protected="both"):
     layer = nn.Linear(*reversed(start.shape))
     layer.weight = weight = nn.Parameter(start.clone())
     chosen = Subspaces(apply_to="update", protected=protected)
-    chosen.over([Projection("map", layer, 0, ())])
-    chosen.span({"map": rank})
+    chosen.set_layers([Projection("map", layer, 0, ())])
+    chosen.protect_directions({"map": rank})
     optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1)
     scales = torch.rand(weight.shape) ** 4  # Adam would even them out
     for _ in range(50):

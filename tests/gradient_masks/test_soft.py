@@ -230,7 +230,7 @@ def test_factors_follow_the_importances(columns):
     for parameter, factor in expected.items():
         torch.testing.assert_close(found[parameter], factor)
     state = clone_tensors(soft.state_dict())
-    soft.set(torch.zeros(len(soft.importance)))
+    soft.set_importance(torch.zeros(len(soft.importance)))
     assert all((factor == 1).all() for _, factor in soft.factors())
     soft.load_state_dict(state)
     soft.activate(0)

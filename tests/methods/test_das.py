@@ -112,7 +112,7 @@ def das(build):
         given = [f"method.{name}={value}" for name, value in (given | options).items()]
         work = build("das", "model=tiny_roberta", *given)
         soft = work.module.eval().soft
-        soft.set(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
+        soft.set_importance(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
         return work.module, work.batches()[0]
 
     return made
