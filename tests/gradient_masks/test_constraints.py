@@ -1,5 +1,6 @@
 """OSF: nothing of a step is in protected directions. MoFO: what has little momentum does not move."""
 
+import math
 from fractions import Fraction
 
 import pytest
@@ -23,53 +24,59 @@ def projectors(weight, rank):
 
 def make_step(constraint, optimizer, weight, gradient) -> None:
     weight.grad = gradient
-    held = StepSnapshot(constraint, constraint.covered())
+    snapshot = StepSnapshot(constraint, constraint.covered())
     optimizer.step()
-    held.apply(optimizer)
+    snapshot.apply(optimizer)
 
 
-def learned(start, rank, *, protected="both"):
-    """What is left of 50 steps of AdamW with decay under a mask over a weight."""
+def train_weight(start, rank, *, protected="both"):
+    """A weight after 50 steps of AdamW with decay under a constraint."""
     layer = nn.Linear(*reversed(start.shape))
-    layer.weight = weight = nn.Parameter(start.clone())
-    chosen = Subspaces(apply_to="update", protected=protected)
-    chosen.set_layers([Projection("map", layer, 0, ())])
-    chosen.protect_directions({"map": rank})
+    weight = nn.Parameter(start.clone())
+    layer.weight = weight
+    subspaces = Subspaces(apply_to="update", protected=protected)
+    subspaces.set_layers([Projection("layer", layer, 0, ())])
+    subspaces.protect_directions({"layer": rank})
     optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1)
     scales = torch.rand(weight.shape) ** 4  # Adam would even them out
     for _ in range(50):
-        make_step(chosen, optimizer, weight, torch.randn(weight.shape) * scales + 0.1 * scales)
+        make_step(subspaces, optimizer, weight, torch.randn(weight.shape) * scales + 0.1 * scales)
     return weight.detach()
 
 
-def shares(moved, left, right):
+def find_shares(movement, left, right):
     """The squared share of a movement in either subspace, and in both."""
-    both = left @ moved @ right
-    within = left @ moved + moved @ right - both
-    return tuple(each.square().sum() / moved.square().sum() for each in (within, both))
+    in_both = left @ movement @ right
+    in_either = left @ movement + movement @ right - in_both
+    total = movement.square().sum()
+    return in_either.square().sum() / total, in_both.square().sum() / total
 
 
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
 def test_under_adamw_with_decay_nothing_moves_inside(shape):
     torch.manual_seed(0)
     start = torch.randn(shape)
-    planes = projectors(start, 6)
-    moved = learned(start, 6).double() - start
-    assert shares(moved, *planes)[0] < 1e-9 and moved.norm() > 0.5
-    either, both = shares(learned(start, 6, protected="block").double() - start, *planes)
-    assert both < 1e-9 < either
+    left, right = projectors(start, 6)
+    movement = train_weight(start, 6).double() - start
+    share_in_either, _ = find_shares(movement, left, right)
+    assert share_in_either < 1e-9 and movement.norm() > 0.5
+    movement = train_weight(start, 6, protected="block").double() - start
+    share_in_either, share_in_both = find_shares(movement, left, right)
+    assert share_in_both < 1e-9 < share_in_either
 
 
 def test_directions_are_those_of_the_model_before_each_domain(build):
     work = build("osf", "method.protected=0.25", "method.growth=0.25", "method.most=0.4")
     for number, share in ((0, 0.25), (1, 0.4)):
-        before = {name: weight.detach().clone() for name, weight in work.module.subspaces.maps.items()}
+        subspaces = work.module.subspaces
+        start_weights = {name: weight.detach().clone() for name, weight in subspaces.maps.items()}
         work.learn(number)
-        for name, start in before.items():
+        for name, start in start_weights.items():
             rank = int(share * min(start.shape) + 1e-9)
-            moved = work.module.subspaces.maps[name].detach().double() - start
-            assert work.module.subspaces.bases.named()[f"{name}.left"].shape[1] == rank
-            assert shares(moved, *projectors(start, rank))[0] < 1e-8, name
+            assert subspaces.bases.named()[f"{name}.left"].shape[1] == rank
+            movement = subspaces.maps[name].detach().double() - start
+            share_in_either, _ = find_shares(movement, *projectors(start, rank))
+            assert share_in_either < 1e-8, name
 
 
 def test_a_block_that_changes_less_is_protected_more(build):
@@ -79,37 +86,46 @@ def test_a_block_that_changes_less_is_protected_more(build):
     assert work.module.shares(work.data.domains[0]) == [Fraction(1, 2)] * (len(work.module.blocks) + 1)
     work.learn(0)
     assert len(set(work.module.similarity.tolist())) == len(work.module.similarity) > 1
-    for given, expected in (([0.2, 0.6], [0.3, 0.7, 0.5]), ([-1.0, 0.5], [0.1, 0.8, 0.5])):
-        work.module.similarity = torch.tensor(given)
-        found = [float(each) for each in work.module.shares(work.data.domains[1])]
-        assert found == pytest.approx(expected)
+    for similarity, expected in (([0.2, 0.6], [0.3, 0.7, 0.5]), ([-1.0, 0.5], [0.1, 0.8, 0.5])):
+        work.module.similarity = torch.tensor(similarity)
+        shares = [float(share) for share in work.module.shares(work.data.domains[1])]
+        assert shares == pytest.approx(expected)
     work.learn(1)
     bases = work.module.subspaces.bases.named()
     for name, weight in work.module.subspaces.maps.items():
-        place = next(k for k, block in enumerate(work.module.blocks) if name.startswith(f"{block}."))
-        assert bases[f"{name}.left"].shape[1] == int((0.1, 0.8)[place] * min(weight.shape)), name
+        in_block = [name.startswith(f"{block}.") for block in work.module.blocks]
+        share = (0.1, 0.8)[in_block.index(True)]
+        assert bases[f"{name}.left"].shape[1] == int(share * min(weight.shape)), name
 
 
 def test_similarity_is_the_mean_cosine_over_tokens_that_are_there(build):
-    work, seen = build("ncl"), []
-    model, objective, (batch,) = work.module.model.eval(), work.module.objective, work.batches()
+    work = build("ncl")
+    model = work.module.model.eval()
+    objective = work.module.objective
+    [batch] = work.batches()
     batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
     batch["attention_mask"][:, -5:] = 0
-    hook = lambda module, args, output: seen.append(torch.cosine_similarity(args[0], output, dim=-1))  # noqa: E731
-    handles = [layer.register_forward_hook(hook) for _, layer in find_blocks(model)]
+
+    cosines = []  # of each block's input and output
+    handles = []
+    for _, layer in find_blocks(model):
+        hook = lambda module, args, output: cosines.append(  # noqa: E731
+            torch.cosine_similarity(args[0], output, dim=-1)
+        )
+        handles.append(layer.register_forward_hook(hook))
     objective.nll(model, batch)
     for handle in handles:
         handle.remove()
-    expected = torch.stack(seen)[:, :, :-5].mean((1, 2)).detach()
-    for some in ([batch], [batch, idle_batch(batch)]):  # the last of a process that only takes part
-        torch.testing.assert_close(measure_similarity(model, objective, some), expected)
+    expected = torch.stack(cosines)[:, :, :-5].mean((1, 2)).detach()
+    for batches in ([batch], [batch, idle_batch(batch)]):  # the last of a process that only takes part
+        torch.testing.assert_close(measure_similarity(model, objective, batches), expected)
     assert torch.equal(measure_similarity(model, objective, []), torch.ones(len(expected)))
 
 
 def filter_of(weight, *, share, form="whole") -> MomentumFilter:
-    chosen = MomentumFilter(MomentumFilterOptions(share=share, form=form))
-    chosen.watched = [nn.ParameterList([weight])]
-    return chosen
+    momentum_filter = MomentumFilter(MomentumFilterOptions(share=share, form=form))
+    momentum_filter.watched = [nn.ParameterList([weight])]
+    return momentum_filter
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
@@ -117,50 +133,60 @@ def test_the_entries_with_the_most_momentum_move(share):
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(6, 7))
     twin = nn.Parameter(weight.detach().clone())
-    optimizer, plain = (torch.optim.AdamW([each], lr=0.1, weight_decay=0.1) for each in (weight, twin))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.1)
+    plain_optimizer = torch.optim.AdamW([twin], lr=0.1, weight_decay=0.1)
     for _ in range(4):
-        gradient, before = torch.randn(6, 7), weight.detach().clone()
+        gradient = torch.randn(6, 7)
+        old = weight.detach().clone()
         make_step(filter_of(weight, share=share), optimizer, weight, gradient)
         twin.grad = gradient
-        plain.step()
-        moved, momentum = weight.detach() != before, optimizer.state[weight]["exp_avg"].abs()
-        assert moved.sum() == -(-42 * round(share * 100) // 100)
-        assert momentum[moved].min() > momentum[~moved].max()
+        plain_optimizer.step()
+        has_moved = weight.detach() != old
+        momentum = optimizer.state[weight]["exp_avg"].abs()
+        assert has_moved.sum() == math.ceil(42 * round(share * 100) / 100)
+        assert momentum[has_moved].min() > momentum[~has_moved].max()
     for name in ("exp_avg", "exp_avg_sq"):  # of all entries, as without
-        torch.testing.assert_close(optimizer.state[weight][name], plain.state[twin][name])
+        torch.testing.assert_close(optimizer.state[weight][name], plain_optimizer.state[twin][name])
 
 
 def test_the_released_form_decays_all_entries_and_filters_adams_part():
     torch.manual_seed(0)
-    weight, rate, decay = nn.Parameter(torch.randn(5, 8)), 0.1, 0.2
+    weight = nn.Parameter(torch.randn(5, 8))
+    rate, decay = 0.1, 0.2
     optimizer = torch.optim.AdamW([weight], lr=rate, weight_decay=decay)
-    expected, m, v = weight.detach().clone(), torch.zeros(5, 8), torch.zeros(5, 8)
-    for turn in range(1, 5):
+    expected = weight.detach().clone()
+    m = torch.zeros(5, 8)
+    v = torch.zeros(5, 8)
+    for step in range(1, 5):
         gradient = torch.randn(5, 8)
         make_step(filter_of(weight, share=0.1, form="released"), optimizer, weight, gradient)
-        m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
-        own = m / (1 - 0.9**turn) / ((v / (1 - 0.999**turn)).sqrt() + 1e-8)
-        kept = m.abs() >= m.abs().flatten().topk(4).values.min()
-        expected = expected * (1 - rate * decay) - rate * torch.where(kept, own, 0)
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.999 * v + 0.001 * gradient**2
+        adam_step = m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
+        is_updated = m.abs() >= m.abs().flatten().topk(4).values.min()
+        expected = expected * (1 - rate * decay) - rate * torch.where(is_updated, adam_step, 0)
         torch.testing.assert_close(weight.detach(), expected)
 
 
 @pytest.mark.parametrize("form", ["released", "whole"])
 def test_a_run_moves_so_many_weights_less(form, small):
-    once = ["trainer.steps=1", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0", "optim.weight_decay=0"]
-    work = build_method_fixture(
-        small("mask=mofo", "mask.mofo.share=0.1", f"mask.mofo.form={form}", ORDER, *once)
-    )
-    before = work.weights()
+    one_step = ("trainer.steps=1", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0")
+    options = ("mask=mofo", "mask.mofo.share=0.1", f"mask.mofo.form={form}", "optim.weight_decay=0", ORDER)
+    work = build_method_fixture(small(*options, *one_step))
+    start_weights = work.weights()
     work.learn(0)
-    for name, value in work.weights().items():
-        moved, tenth = (value != before[name]).sum(), -(-value.numel() // 10)
-        free = form == "released" and ("norm" in name.lower() or name.endswith("bias"))
-        assert moved > tenth if free else 0 < moved <= tenth, name
+    for name, weight in work.weights().items():
+        num_moved = (weight != start_weights[name]).sum()
+        tenth = math.ceil(weight.numel() / 10)
+        is_unfiltered = form == "released" and ("norm" in name.lower() or name.endswith("bias"))
+        if is_unfiltered:
+            assert num_moved > tenth, name
+        else:
+            assert 0 < num_moved <= tenth, name
 
 
 def test_what_a_method_protects_stays_protected(start, small, tmp_path):
-    given = ["method=hat", "mask=mofo", "optim.weight_decay=0.1", "order=[law,food]"]
-    start(small(*given), tmp_path / "run")
+    options = ["method=hat", "mask=mofo", "optim.weight_decay=0.1", "order=[law,food]"]
+    start(small(*options), tmp_path / "run")
     _, law, food = scores_of(tmp_path / "run").nll
     assert law[0] == food[0] and law[1] != food[1]
