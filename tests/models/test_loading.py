@@ -83,17 +83,23 @@ def outputs(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize(("name", "mode"), EXACT)
 def test_the_function_stays(name, mode, tied, tmp_path):
     model = build(name, tie_word_embeddings=tied)
-    before, size = outputs(model), model.num_parameters()
+    before = outputs(model)
+    size = model.num_parameters()
     torch.manual_seed(0)
     MODES[mode](model)
     assert model.num_parameters() > size
     assert before.std() > 0.1 and (outputs(model) - before).abs().max() < 1e-10
     if mode in ("heads", "all") and not tied:
-        MODES[mode](model) if mode == "all" else None
+        if mode == "all":
+            MODES[mode](model)
         model.save_pretrained(tmp_path)
         loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
-        shapes = ({name: p.shape for name, p in each.named_parameters()} for each in (loaded, model))
-        assert next(shapes) == next(shapes) and (outputs(loaded) - outputs(model)).abs().max() < 1e-6
+        assert parameter_shapes(loaded) == parameter_shapes(model)
+        assert (outputs(loaded) - outputs(model)).abs().max() < 1e-6
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def test_copies_get_gradients_of_their_own():
@@ -101,10 +107,11 @@ def test_copies_get_gradients_of_their_own():
     torch.manual_seed(0)
     growth.grow_neurons(model, 48, noise=NOISE)
     torch.manual_seed(0)
-    chosen = growth.draw_units(48, 48)  # what each of the new ones is a copy of, in the first block
+    origins = growth.draw_units(48, 48)  # what each of the new ones is a copy of, in the first block
     loss(model, inputs_of(model)).backward()
     up = model.model.layers[0].mlp.up_proj.weight
-    assert torch.equal(up[48:], up[chosen]) and not torch.allclose(up.grad[48:], up.grad[chosen])
+    assert torch.equal(up[48:], up[origins])
+    assert not torch.allclose(up.grad[48:], up.grad[origins])
 
 
 @pytest.mark.parametrize("name", ["distilbert", "electra", "opt", "gemma2", "bart", "bloom"])
@@ -137,26 +144,42 @@ CONFIGS = {
 def test_a_head_stays_tied_or_untied(kind, tmp_path):
     objective, sizes = CONFIGS[kind]
     size = 400 if objective == "span" else 300
-    words = train_tokenizer(iter(TEXTS), vocabulary=size, objective=objective)
-    start = build_model({"model_type": kind.split()[0], **sizes}, words, objective, seed=0).eval()
-    more, rows, tied = copy.deepcopy(words), len(words), is_tied(start)
-    assert tied == (kind not in ("gpt_neox", "t5 v1.1")) and more.add_tokens(ADDED) == 3
-    one, other = copy.deepcopy(start), copy.deepcopy(start)
-    for seed, each in enumerate((one, other)):  # the new rows are the same whatever was drawn
-        torch.manual_seed(seed)
-        vocabulary.fit_rows(each, more, checkpoint="x")
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs) and is_tied(one) == tied
-    for kind_of_table in ("get_input_embeddings", "get_output_embeddings"):
-        old, new = (getattr(each, kind_of_table)().weight for each in (start, one))
+    tokenizer = train_tokenizer(iter(TEXTS), vocabulary=size, objective=objective)
+    config = {"model_type": kind.split()[0], **sizes}
+    start = build_model(config, tokenizer, objective, seed=0).eval()
+    rows = len(tokenizer)
+    tied = is_tied(start)
+    assert tied == (kind not in ("gpt_neox", "t5 v1.1"))
+
+    larger_tokenizer = copy.deepcopy(tokenizer)
+    assert larger_tokenizer.add_tokens(ADDED) == 3
+    model = enlarged(start, larger_tokenizer, seed=0)
+    other = enlarged(start, larger_tokenizer, seed=1)
+    pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    assert all(torch.equal(first, second) for first, second in pairs)  # whatever was drawn
+    assert is_tied(model) == tied
+    for table in ("get_input_embeddings", "get_output_embeddings"):
+        old = getattr(start, table)().weight
+        new = getattr(model, table)().weight
         assert torch.equal(new[:rows], old[:rows])
-        assert len(new) == rows + 3 == vocabulary.count_entries(more) == one.config.vocab_size
-    inputs = {"input_ids": torch.tensor([more.convert_tokens_to_ids(ADDED)])}
+        assert len(new) == rows + 3 == vocabulary.count_entries(larger_tokenizer) == model.config.vocab_size
+
+    inputs = {"input_ids": torch.tensor([larger_tokenizer.convert_tokens_to_ids(ADDED)])}
     if objective == "span":
         inputs["decoder_input_ids"] = inputs["input_ids"]
-        assert one.encoder.embed_tokens.weight is one.decoder.embed_tokens.weight is one.shared.weight
-    one.save_pretrained(tmp_path)
-    loaded, found = load_model(tmp_path, objective).eval(), one(**inputs).logits
-    assert is_tied(loaded) == tied and torch.equal(loaded(**inputs).logits, found)
-    assert found.shape[-1] == rows + 3 and torch.isfinite(found).all()
+        assert model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight is model.shared.weight
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, objective).eval()
+    model_logits = model(**inputs).logits
+    assert is_tied(loaded) == tied
+    assert torch.equal(loaded(**inputs).logits, model_logits)
+    assert model_logits.shape[-1] == rows + 3 and torch.isfinite(model_logits).all()
     assert {*make_skeleton(loaded).state_dict()} == {*loaded.state_dict()}
+
+
+def enlarged(model, tokenizer, *, seed: int):
+    """A copy of a model with rows for a tokenizer's new tokens, after other numbers were drawn."""
+    copied = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    vocabulary.fit_rows(copied, tokenizer, checkpoint="x")
+    return copied

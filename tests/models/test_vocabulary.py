@@ -58,7 +58,8 @@ def check_rows(before, after, words, *, first=333):
 def test_new_words_begin_as_the_mean_of_their_sub_tokens(rows, is_tied, caplog):
     """Beyond the embedding, partly in its padding, and wholly in it."""
     caplog.set_level(logging.INFO, logger="cpt")
-    model, tokenizer = model_of(rows, is_tied=is_tied), tokenizer_with(*WORDS)
+    model = model_of(rows, is_tied=is_tied)
+    tokenizer = tokenizer_with(*WORDS)
     before = [model.get_input_embeddings().weight.detach().clone()]
     before.append(model.get_output_embeddings().weight.detach().clone())
     fit_rows(model, tokenizer, checkpoint="x")
@@ -75,7 +76,8 @@ def test_new_words_begin_as_the_mean_of_their_sub_tokens(rows, is_tied, caplog):
 
 
 def test_special_tokens_beyond_the_embedding_are_new_too():
-    model, tokenizer = model_of(333), tokenizer_with()
+    model = model_of(333)
+    tokenizer = tokenizer_with()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>", "<gene>"]})
     before = model.get_input_embeddings().weight.detach().clone()
     fit_rows(model, tokenizer, checkpoint="x")
@@ -85,7 +87,8 @@ def test_special_tokens_beyond_the_embedding_are_new_too():
 @pytest.mark.parametrize("kind", ["zero", "small"])
 def test_untrained_rows_are_told_from_trained_ones(kind):
     """Where rows without a token are unlike others, control tokens among the untrained are new as well."""
-    model, tokenizer = model_of(400), tokenizer_with(*WORDS, "<gene>")
+    model = model_of(400)
+    tokenizer = tokenizer_with(*WORDS, "<gene>")
     table = model.get_input_embeddings().weight
     with torch.no_grad():
         table[333:] *= 0 if kind == "zero" else 1e-3
@@ -97,7 +100,8 @@ def test_untrained_rows_are_told_from_trained_ones(kind):
 
 def test_rows_that_were_trained_from_their_sub_tokens_stay(caplog):
     """The export of a run with model.resize=true is continued by the same command, or with further words."""
-    model, tokenizer = model_of(400), tokenizer_with(*WORDS)
+    model = model_of(400)
+    tokenizer = tokenizer_with(*WORDS)
     fit_rows(model, tokenizer, checkpoint="x")
     table = model.get_input_embeddings().weight
     with torch.no_grad():
@@ -106,12 +110,13 @@ def test_rows_that_were_trained_from_their_sub_tokens_stay(caplog):
     fit_rows(model, tokenizer, checkpoint="x")
     assert torch.equal(table, before)
 
-    longer, more = model_of(333), tokenizer_with(*WORDS)
-    fit_rows(longer, more, checkpoint="x")
-    before = longer.get_input_embeddings().weight.detach().clone()
-    more.add_tokens([AddedToken(" cantata", normalized=False)])
-    fit_rows(longer, more, checkpoint="x")
-    check_rows(before, longer.get_input_embeddings().weight, [" cantata"], first=338)
+    model = model_of(333)
+    tokenizer = tokenizer_with(*WORDS)
+    fit_rows(model, tokenizer, checkpoint="x")
+    before = model.get_input_embeddings().weight.detach().clone()
+    tokenizer.add_tokens([AddedToken(" cantata", normalized=False)])
+    fit_rows(model, tokenizer, checkpoint="x")
+    check_rows(before, model.get_input_embeddings().weight, [" cantata"], first=338)
 
 
 def test_without_resize_the_log_names_stale_rows(caplog):
