@@ -25,8 +25,8 @@ from cpt.models.objectives import Causal
 from cpt.models.units import find_units, gate_units
 from tests.conftest import GOLDEN, needs_golden
 from tests.support import forward_passes
-from tests.support.method_fixtures import clone_tensors
 from tests.support.forward_passes import token_nll
+from tests.support.method_fixtures import clone_tensors
 
 KINDS = {"head": "heads", "intermediate": "neurons", "output": "outputs"}
 domain_losses = partial(module.domain_losses, objective=Causal())
