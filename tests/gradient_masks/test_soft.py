@@ -64,7 +64,7 @@ def batch_of(samples: int, *, length: int = 12, seed: int = 0) -> dict[str, torc
     attention_mask = torch.ones_like(ids)
     attention_mask[-1, -4:] = 0
     ids[-1, -4:] = 1
-    return forward_passes.batch_of(ids, labels, attention_mask)
+    return forward_passes.make_batch(ids, labels, attention_mask)
 
 
 def assert_near(values, expected, *, rtol=1e-4, atol=1e-6) -> None:
@@ -100,7 +100,7 @@ def test_importances_and_gated_passes_are_those_of_the_authors_code(kind):
         fields = [
             golden_batches[f"{name}_{field}"] for field in ("inputs_ori_ids", "labels", "attention_mask")
         ]
-        return forward_passes.batch_of(*(torch.from_numpy(field).long() for field in fields))
+        return forward_passes.make_batch(*(torch.from_numpy(field).long() for field in fields))
 
     for name in ("d0_b0", "d1_b1"):
         batch = golden_batch(name)
@@ -138,7 +138,7 @@ def test_one_backward_pass_gives_every_samples_gradient(kinds):
         gates = {}
         for group in groups:
             gates[group.name] = torch.ones(group.count, dtype=torch.float64, requires_grad=True)
-        sample = forward_passes.some_rows(batch, [row])
+        sample = forward_passes.select_rows(batch, [row])
         with gate_units(groups, gates):
             logits = model(input_ids=sample["input_ids"], attention_mask=sample["attention_mask"]).logits
         loss = torch.nn.functional.cross_entropy(logits[0], labels_of(sample)[0], ignore_index=-100)
@@ -147,7 +147,7 @@ def test_one_backward_pass_gives_every_samples_gradient(kinds):
     assert ours.abs().max() > 1e-4
     labels = labels_of(batch)
     labels[1] = -100  # a sample without scored positions counts as zero
-    unscored = forward_passes.batch_of(batch["input_ids"], labels)
+    unscored = forward_passes.make_batch(batch["input_ids"], labels)
     assert sample_means(torch.arange(1.0, 10.0), unscored).tolist() == [2.0, 0.0, 5.0, 8.0]
 
 
