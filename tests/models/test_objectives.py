@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import UNSCORED, Rows, Sizes, labels_of
 from cpt.data.corpus import make_corpus
+from cpt.data.replay import Samples
 from cpt.data.sampler import stack_rows
 from cpt.data.sources.base import CONCAT, EXAMPLES, write_example
 from cpt.data.tokenized_tasks import encode_corpus
@@ -148,7 +149,7 @@ def t5():
 def rows_of(*texts, count):
     parts = np.tile(np.arange(len(texts)), count)
     rows = np.repeat(np.arange(count), len(texts))
-    return stack_rows(texts, parts, rows, np.zeros(len(rows), np.uint64))
+    return stack_rows(texts, Samples(parts, rows, np.zeros(len(rows), np.uint64)))
 
 
 def test_the_loss_is_that_of_a_loop_over_answer_tokens_and_what_is_scored_is_known_ahead(model, answered):
@@ -278,7 +279,8 @@ def test_raw_text_between_answers_has_its_places_and_its_width(answered):
     general.ids = lambda rows: ids[rows]
     general.answers = lambda rows: None
     assert tasks.length < 200
-    stacked = stack_rows([tasks, general], np.array([1, 1]), np.array([0, 2]), np.zeros(2, np.uint64))
+    samples = Samples(np.array([1, 1]), np.array([0, 2]), np.zeros(2, np.uint64))
+    stacked = stack_rows([tasks, general], samples)
     assert stacked.ids.tolist() == ids[[0, 2]].tolist() and stacked.lengths.tolist() == [200, 200]
 
 
