@@ -47,7 +47,7 @@ def shard_model(
     modules.append(model)
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
-        module.set_custom_reduce_scatter(model.reduction)
+        cast(FSDPModule, module).set_custom_reduce_scatter(model.reduction)
     model.run_part = MethodType(lambda self, function, *args, **named: function(*args, **named), model)
     register_fsdp_forward_method(model, "run_part")
 
