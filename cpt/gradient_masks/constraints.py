@@ -75,7 +75,7 @@ class MomentumFilter(Constraint):
             is_kept = torch.ge(magnitudes, threshold, out=magnitudes)  # as numbers: faster than bits here
             local_step = to_local(step)
             decay_rate = decays.get(parameter, 0.0)
-            if decay_rate:  # entries that are not updated decay all the same
+            if decay_rate:  # entries that are not updated decay too
                 decay = (to_local(parameter) - local_step).mul_(-decay_rate)
                 local_step.copy_(decay.lerp_(local_step, is_kept.to(local_step)))
             else:
