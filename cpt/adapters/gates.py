@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cpt.models.units import Part, Projection, Units, output_parts, share_members
+from cpt.models.units import Part, Projection, Units, make_output_parts, share_members
 
 
 class _Compensated(torch.autograd.Function):
@@ -169,8 +169,8 @@ def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
     """The units of an adapter up(f(down(x))): its neurons, gated before up, and its outputs, after it."""
     neurons = share_members(down.out_features, down.out_features, 1)
     outputs = share_members(up.out_features, up.out_features, 1)
-    inner = (*output_parts(Projection(name, down, 0, ()), neurons), Part(up, "weight", 1, neurons))
-    outer = tuple(output_parts(Projection(name, up, 0, ()), outputs))
+    inner = (*make_output_parts(Projection(name, down, 0, ()), neurons), Part(up, "weight", 1, neurons))
+    outer = tuple(make_output_parts(Projection(name, up, 0, ()), outputs))
     return [
         Units(f"{name}.neurons", "neurons", len(neurons), up, "in", inner),
         Units(f"{name}.outputs", "outputs", len(outputs), up, "out", outer),

@@ -236,18 +236,18 @@ class ClaimedUnits(UnitMask):
 
     def __init__(self, groups: Sequence[Units], *, apply_to: str) -> None:
         super().__init__(groups, apply_to=apply_to)
-        self.claimed = nn.Buffer(torch.zeros(sum(self.sizes)))
+        self.cumulative_gates = nn.Buffer(torch.zeros(sum(self.sizes)))
 
     def update_max(self, gates: Tensor) -> None:
         """Claims the units of one more domain by its gates [units]."""
-        self.claimed.copy_(torch.maximum(self.claimed, gates.to(self.claimed)))
+        self.cumulative_gates.copy_(torch.maximum(self.cumulative_gates, gates.to(self.cumulative_gates)))
         self.cached_factors = None
 
     def make_unit_factors(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         factors: dict[nn.Parameter, Tensor] = {}
-        if not self.claimed.any():
+        if not self.cumulative_gates.any():
             return factors.items()
-        for group, claimed in zip(self.groups, self.claimed.split(self.sizes), strict=True):
+        for group, claimed in zip(self.groups, self.cumulative_gates.split(self.sizes), strict=True):
             for parameter, factor in make_factors(group, 1 - claimed):
                 if parameter in factors:  # between two units the larger one
                     factor = torch.maximum(factors[parameter], factor)
@@ -255,4 +255,4 @@ class ClaimedUnits(UnitMask):
         return factors.items()
 
     def diagnostics(self) -> dict[str, Tensor]:
-        return {f"taken/{name}": part for name, part in self.by_group(self.claimed).items()}
+        return {f"taken/{name}": part for name, part in self.by_group(self.cumulative_gates).items()}

@@ -62,7 +62,7 @@ class AnchorPenalty(ContinualMethod):
         """factor/2 sum_i w_i (theta_i - theta*_i)^2, a scalar; w are the importances, or 1."""
         weights = None if self.importances is None else self.importances.named()
         anchors = self.anchor.named()
-        return factor * quadratic_penalty(self.model, anchors, weights, elsewhere=self.anchor.offloaded)
+        return factor * quadratic_penalty(self.model, anchors, weights, is_offloaded=self.anchor.offloaded)
 
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
         if self.importances is None:

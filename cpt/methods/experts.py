@@ -259,7 +259,7 @@ class LifelongMoE(CopyingMethod):
         shares = self.shares.named().get("firsts")
         if shares is None:  # the domain's first step
             shares = torch.full_like(first_choices, 1 / first_choices.shape[1], dtype=torch.float)
-        tokens_read, tokens_written = self.objective.sides(self.length)  # of a full row
+        tokens_read, tokens_written = self.objective.side_lengths(self.length)  # of a full row
         terms = []
         for mixture, share in zip(mixtures, self.shares.on_module_device(shares), strict=True):
             tokens = tokens_read

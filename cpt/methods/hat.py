@@ -58,7 +58,7 @@ class GatedMethod(ContinualMethod):
         self.gates.set(s)
         terms = super().losses(batch)
         if self.gates.parts and weight is not None:
-            terms[name] = weight * regulariser(self.gates.soft(s), self.claimed.taken)
+            terms[name] = weight * regulariser(self.gates.soft(s), self.claimed.cumulative_gates)
         return terms
 
     def after_update(self) -> None:

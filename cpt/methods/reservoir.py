@@ -50,7 +50,7 @@ class Reservoir(nn.Module):
         by_domain: bool = False,
     ) -> None:
         super().__init__()
-        source, target = objective.sides(length)
+        source, target = objective.side_lengths(length)
         self.seed = seed
         self.pad = pad or 0
         self.by_domain = by_domain
@@ -62,7 +62,7 @@ class Reservoir(nn.Module):
             self.decoder_input_ids = nn.Buffer(torch.zeros(samples, target, dtype=torch.int32))
         self.labels = nn.Buffer(torch.full((samples, target or source), UNSCORED, dtype=torch.int32))
         self.lengths = nn.Buffer(torch.zeros(samples, dtype=torch.int32))
-        size = (samples, objective.most(length), width)
+        size = (samples, objective.max_scored(length), width)
         self.outputs = nn.Buffer(torch.zeros(size, dtype=PRECISIONS[precision]))
         self.seen = nn.Buffer(torch.zeros(samples, dtype=torch.int64))
         if self.isolated:

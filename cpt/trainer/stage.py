@@ -19,7 +19,7 @@ from cpt.data.options import Domain
 from cpt.evaluation.scores import Scores, StageCosts
 from cpt.loggers.loggers import enter_domain
 from cpt.methods.base import ContinualMethod
-from cpt.models.memory import use_quick_dropout
+from cpt.models.fast_kernels import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.trainer.auto import Machine
 from cpt.trainer.callbacks import CustomCallbacks

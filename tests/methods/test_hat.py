@@ -33,7 +33,7 @@ def test_what_a_domain_computes_keeps_its_bits_and_masked_gradients_alone_do_not
         module.eval()
         weights = map(module.domain_params.weights, range(domain + 1))
         seen.append([logits_at(module.model, batch, weights=each) for each in weights])
-        own, before, taken = module.open_units(domain), taken, module.claimed.taken.clone()
+        own, before, taken = module.open_units(domain), taken, module.claimed.cumulative_gates.clone()
         assert torch.equal(taken, torch.maximum(before, own)) and taken.sum() > before.sum()
     assert [torch.equal(seen[n][n], seen[m][n]) for n, m in ((0, 1), (0, 2), (1, 2))] == [holds] * 3
     named = [module.claimed.by_group(module.open_units(domain)) for domain in range(3)]
@@ -48,7 +48,10 @@ def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):
     model, table = work.module.model, work.module.model.get_input_embeddings().weight
     base = table.detach().clone()
     work.learn(0)
-    taken, ends = work.module.claimed.by_group(work.module.claimed.taken), ("0.neurons", "0.outputs", "heads")
+    taken, ends = (
+        work.module.claimed.by_group(work.module.claimed.cumulative_gates),
+        ("0.neurons", "0.outputs", "heads"),
+    )
     c_in, c_out, head = (next(v for name, v in taken.items() if name.endswith(end)).bool() for end in ends)
     block = model.base_model.layers[0]
     down, out = block.mlp.Wo.weight, block.attn.Wo.weight
@@ -76,9 +79,9 @@ def test_gates_are_clamped_after_each_step_and_s_and_the_regulariser_follow(hat)
     module.claimed.update_max((gates.e() > 0).float())
     free = gates.e() <= 0
     assert term(0) == pytest.approx(0.5 * (gates.e()[free] / 400).sigmoid().mean().item(), rel=1e-5)
-    module.claimed.taken.fill_(1)
+    module.claimed.cumulative_gates.fill_(1)
     assert term(2) == 0
-    module.claimed.taken.zero_()
+    module.claimed.cumulative_gates.zero_()
     watch = StepRecorder(lambda m: ([*{part.s for part in m.gates.parts}], m.gates.e().detach().abs().max()))
     work.learn(0, watch)
     assert all(e <= 0.3 for _, (_, e) in watch.seen)

@@ -203,9 +203,12 @@ def test_norms_begin_at_the_bases_and_are_kept_for_each_domain(build):
 def test_the_regulariser_is_a_term_only_where_it_is_asked_for(build):
     plain, work = build("cpt_plugin").module, build("cpt_plugin", "method.sparsity=0.5")
     [batch], module = work.batches(), work.module.train()
-    module.claimed.taken[:100] = 1
+    module.claimed.cumulative_gates[:100] = 1
     module.trainer = plain.trainer = SimpleNamespace(global_step=3, max_steps=6)
-    gates, free = torch.sigmoid(anneal(3 / 5, s_max=400) * module.gates.e()), 1 - module.claimed.taken
+    gates, free = (
+        torch.sigmoid(anneal(3 / 5, s_max=400) * module.gates.e()),
+        1 - module.claimed.cumulative_gates,
+    )
     expected = 0.5 * (gates * free).sum() / free.sum()
     assert module.losses(batch)["sparsity"].item() == pytest.approx(expected.item())
     assert set(plain.losses(batch)) == {"lm"}

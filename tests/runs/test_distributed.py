@@ -32,10 +32,10 @@ from lightning.pytorch.callbacks import Callback
 from cpt.core.distributed import to_local
 from cpt.data import sampler
 from cpt.data.collate import labels_of
-from cpt.models import memory
+from cpt.models import fast_kernels
 from cpt.trainer import stage
 
-memory.COMPILE_OPTIONS["backend"] = "eager"  # traced, and run as it was
+fast_kernels.COMPILE_OPTIONS["backend"] = "eager"  # traced, and run as it was
 made = sampler.TrainStream.__getitem__
 
 def noted(stream, number):
