@@ -20,7 +20,9 @@ from tests.support.campaign import run_few
 from tests.support.forward_passes import make_batch, token_nll
 from tests.support.method_fixtures import equal_tensors
 
-SLOT = SimpleNamespace(sides=lambda length: (length, None), most=lambda length: 2, isolated=False)
+SLOT = SimpleNamespace(
+    side_lengths=lambda length: (length, None), max_scored=lambda length: 2, isolated=False
+)
 
 
 def reservoir(samples: int, *, seed: int = 0, precision: str = "float32") -> Reservoir:
