@@ -70,10 +70,10 @@ def learn_ours(course: Course) -> tuple[PreTrainedModel, Times]:
         def on_train_batch_end(self, *args: Any) -> None:
             ends.append(now())
 
-    place = course.place
-    place.module.model.load_state_dict(course.begin)
-    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse()])
-    return place.module.model, between(ends[0], ends[-1])
+    workload = course.place
+    workload.module.model.load_state_dict(course.begin)
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse()])
+    return workload.module.model, between(ends[0], ends[-1])
 
 
 def learn_theirs(course: Course) -> tuple[PreTrainedModel, Times]:
@@ -84,23 +84,23 @@ def learn_theirs(course: Course) -> tuple[PreTrainedModel, Times]:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(now())
 
-    place, stream = course.place, course.place.stream()
-    model = deepcopy(place.module.model).train()
+    workload, stream = course.place, course.place.stream()
+    model = deepcopy(workload.module.model).train()
     model.load_state_dict(course.begin)
     batches = [stream[number] for number in range(len(stream))]
-    clip = place.plan.trainer.gradient_clip_val
+    clip = workload.plan.trainer.gradient_clip_val
     Seq2SeqTrainer(
         model=model,
-        args=settings(max_steps=place.steps, max_grad_norm=clip, per_device_train_batch_size=1),
+        args=settings(max_steps=workload.steps, max_grad_norm=clip, per_device_train_batch_size=1),
         train_dataset=[{**inputs_of(batch), "labels": labels_of(batch)} for batch in batches],
         data_collator=lambda rows: rows[0],
-        optimizers=place.optimizer(model),
+        optimizers=workload.optimizer(model),
         callbacks=[Pulse()],
     ).train()
     return model, between(ends[0], ends[-1])
 
 
-def settings(**given: Any) -> Seq2SeqTrainingArguments:
+def settings(**extra_arguments: Any) -> Seq2SeqTrainingArguments:
     return Seq2SeqTrainingArguments(
         output_dir=tempfile.mkdtemp(),
         train_sampling_strategy="sequential",
@@ -110,7 +110,7 @@ def settings(**given: Any) -> Seq2SeqTrainingArguments:
         report_to=[],
         use_cpu=True,
         remove_unused_columns=False,
-        **given,
+        **extra_arguments,
     )
 
 
@@ -136,7 +136,7 @@ def uncounted(count: int) -> None:
 def ask_theirs(course: Course, model: PreTrainedModel) -> list[str]:
     """As `Seq2SeqTrainer.predict` writes; without references, of which the loss would be another pass."""
     tokenizer = course.place.start.tokenizer
-    how = GenerationConfig(
+    generation_config = GenerationConfig(
         max_new_tokens=course.most,
         do_sample=False,
         num_beams=1,
@@ -148,17 +148,20 @@ def ask_theirs(course: Course, model: PreTrainedModel) -> list[str]:
         model=model,
         args=settings(
             predict_with_generate=True,
-            generation_config=how,
+            generation_config=generation_config,
             per_device_eval_batch_size=course.batch,
             disable_tqdm=True,
         ),
         data_collator=DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
     )
-    rows = [{"input_ids": each.ids, "attention_mask": [1] * len(each.ids)} for each in course.questions]
-    found = trainer.predict(rows).predictions
-    found[found == -100] = tokenizer.pad_token_id
-    return [text.strip() for text in tokenizer.batch_decode(found, skip_special_tokens=True)]
+    rows = [
+        {"input_ids": question.ids, "attention_mask": [1] * len(question.ids)}
+        for question in course.questions
+    ]
+    token_ids = trainer.predict(rows).predictions
+    token_ids[token_ids == -100] = tokenizer.pad_token_id
+    return [text.strip() for text in tokenizer.batch_decode(token_ids, skip_special_tokens=True)]
 
 
 SUBJECTS: dict[str, tuple[Callable, Callable]] = {
@@ -171,14 +174,14 @@ def turn(course: Course, name: str) -> tuple[dict[str, Times], dict[str, Tensor]
     """One subject learns and is asked: the times, the weights at the end, the texts."""
     gc.collect()
     learn, ask = SUBJECTS[name]
-    all_cores, began = busy(), now()
+    busy_before, turn_start = busy(), now()
     model, learning = learn(course)
-    asked = now()
+    decoding_start = now()
     texts = ask(course, model)
-    decoding, whole = between(asked, now()), between(began, now())
-    foreign = (busy() - all_cores - whole["cpu"]) / whole["wall"]
-    both = {kind: learning[kind] + decoding[kind] for kind in learning}
-    times = {"learning": learning, "decoding": decoding, "both": both, "foreign_cores": {"wall": foreign}}
+    decoding, turn_times = between(decoding_start, now()), between(turn_start, now())
+    foreign = (busy() - busy_before - turn_times["cpu"]) / turn_times["wall"]
+    total = {kind: learning[kind] + decoding[kind] for kind in learning}
+    times = {"learning": learning, "decoding": decoding, "both": total, "foreign_cores": {"wall": foreign}}
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     return times, weights, texts
 
@@ -187,14 +190,17 @@ def equality(course: Course) -> dict[str, float]:
     """The largest difference of a weight, the largest change of one, and the share of texts that are the
     same, and of questions that are answered rightly."""
     ends = {name: turn(course, name)[1:] for name in SUBJECTS}
-    (ours, texts), (theirs, others) = ends["cpt"], ends["hf"]
+    (our_weights, our_texts), (their_weights, their_texts) = ends["cpt"], ends["hf"]
     return {
-        "apart": max((ours[name] - theirs[name]).abs().max().item() for name in ours),
-        "moved": max((ours[name] - course.begin[name]).abs().max().item() for name in ours),
-        "same_texts": statistics.mean(one == other for one, other in zip(texts, others, strict=True)),
-        "different_texts": len(set(texts)),
+        "apart": max((our_weights[name] - their_weights[name]).abs().max().item() for name in our_weights),
+        "moved": max((our_weights[name] - course.begin[name]).abs().max().item() for name in our_weights),
+        "same_texts": statistics.mean(
+            our_text == their_text for our_text, their_text in zip(our_texts, their_texts, strict=True)
+        ),
+        "different_texts": len(set(our_texts)),
         "right": statistics.mean(
-            text == each.example.target for text, each in zip(texts, course.questions, strict=True)
+            text == question.example.target
+            for text, question in zip(our_texts, course.questions, strict=True)
         ),
     }
 
@@ -217,7 +223,7 @@ def summary(course: Course, rounds: int, *, patience: float) -> dict[str, Any]:
 
 
 def make_course(chosen: argparse.Namespace) -> Course:
-    place = ground(
+    workload = ground(
         chosen.cache,
         "domains=tasks",
         f"model.max_seq_length={chosen.length}",
@@ -227,12 +233,12 @@ def make_course(chosen: argparse.Namespace) -> Course:
         *(f"{name}=0.0" for name in DROPOUT["t5"]),
         shape="t5",
     )
-    texts = Corpora.read(place.plan.source, place.plan.order, cache=Path(chosen.cache))
-    encoder = texts.encoder(place.start.tokenizer, place.start.length, seq2seq=True)
-    examples = read_examples(texts.by_name[place.plan.order[0]], "test")
+    texts = Corpora.read(workload.plan.source, workload.plan.order, cache=Path(chosen.cache))
+    encoder = texts.encoder(workload.start.tokenizer, workload.start.length, seq2seq=True)
+    examples = read_examples(texts.by_name[workload.plan.order[0]], "test")
     questions = [*map(encoder.prompt, examples)]
-    begin = {name: value.detach().clone() for name, value in place.module.model.state_dict().items()}
-    return Course(place, begin, questions, chosen.tokens, chosen.questions)
+    begin = {name: value.detach().clone() for name, value in workload.module.model.state_dict().items()}
+    return Course(workload, begin, questions, chosen.tokens, chosen.questions)
 
 
 def options() -> argparse.Namespace:

@@ -39,25 +39,25 @@ KINDS: dict[str, Callable[..., Tensor]] = {"sdpa": own, "eager": eager}
 
 def clock(kind: str, heads: list[Tensor], dropout: float, *, calls: int) -> float:
     """Seconds of a pass forward and backward."""
-    began = time.process_time()
+    start_time = time.process_time()
     for _ in range(calls):
-        inputs = [each.detach().requires_grad_() for each in heads]
+        inputs = [tensor.detach().requires_grad_() for tensor in heads]
         KINDS[kind](*inputs, dropout).sum().backward()
-    return (time.process_time() - began) / calls
+    return (time.process_time() - start_time) / calls
 
 
 def measure(shape: tuple[int, int, int, int], dropout: float, *, rounds: int) -> dict[str, dict]:
     batch, count, length, width = shape
-    made = [torch.randn(batch, length, count, width).transpose(1, 2) for _ in range(3)]
-    heads = {name: [each.to(dtype) for each in made] for name, dtype in DTYPES.items()}
+    inputs = [torch.randn(batch, length, count, width).transpose(1, 2) for _ in range(3)]
+    heads = {name: [each.to(dtype) for each in inputs] for name, dtype in DTYPES.items()}
     subjects = [(dtype, kind) for dtype in DTYPES for kind in KINDS]
     seconds: dict[tuple[str, str], list[float]] = {each: [] for each in subjects}
     calls = max(1, int(2e7 / (batch * count * length**2)))
     for turn in range(rounds + 1):
         for dtype, kind in subjects:
-            taken = clock(kind, heads[dtype], dropout, calls=calls)
+            pass_seconds = clock(kind, heads[dtype], dropout, calls=calls)
             if turn:
-                seconds[dtype, kind].append(taken)
+                seconds[dtype, kind].append(pass_seconds)
     return {
         dtype: {
             "sdpa over eager": paired(seconds[dtype, "eager"], seconds[dtype, "sdpa"]),
@@ -76,14 +76,17 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     waited = wait_until_quiet(chosen.patience)
-    found = {}
+    results = {}
     for shape in SHAPES:
         for dropout in DROPOUT:
             name = f"{shape[0]} x {shape[1]} heads x {shape[2]} tokens x {shape[3]}, dropout {dropout}"
-            found[name] = measure(shape, dropout, rounds=chosen.rounds)
-            told = {dtype: f"{each['sdpa over eager']['median']:.2f}" for dtype, each in found[name].items()}
-            print(name, told, flush=True)
-    save("attention", {"threads": chosen.threads, "waited": waited, "found": found}, out=chosen.out)
+            results[name] = measure(shape, dropout, rounds=chosen.rounds)
+            ratios = {
+                dtype: f"{figures['sdpa over eager']['median']:.2f}"
+                for dtype, figures in results[name].items()
+            }
+            print(name, ratios, flush=True)
+    save("attention", {"threads": chosen.threads, "waited": waited, "found": results}, out=chosen.out)
 
 
 if __name__ == "__main__":

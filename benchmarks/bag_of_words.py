@@ -41,23 +41,25 @@ def main() -> None:
     torch.set_num_threads(1)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", [f"experiment={options.experiment}", f"domains.root={options.root}"])
-    found = {}
+    scores = {}
     for name, metric, train, test in read_tasks(cfg):
-        found[name] = score(train, test, metric=metric)
-        print(f"{name}: {metric} {found[name]:.3f} of {len(train)} examples")
-    known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
-    FILE.write_text(json.dumps(known | {options.experiment: found}, indent=1) + "\n", encoding="utf-8")
+        scores[name] = score(train, test, metric=metric)
+        print(f"{name}: {metric} {scores[name]:.3f} of {len(train)} examples")
+    stored_scores = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    FILE.write_text(
+        json.dumps(stored_scores | {options.experiment: scores}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def read_tasks(cfg: DictConfig) -> Iterator[tuple[str, str, Labelled, Labelled]]:
     """Name, metric, training and test examples of each downstream task, or of each supervised task."""
 
     def pairs(examples: Sequence[LabelledExample]) -> Labelled:
-        return [(f"{each.text} {each.text_pair or ''}", each.label) for each in examples]
+        return [(f"{example.text} {example.text_pair or ''}", example.label) for example in examples]
 
     def answered(documents: Sequence[str]) -> Labelled:
         read = [read_example(document) for document in documents]
-        return [(each.source[slice(*each.text)], each.target) for each in read]
+        return [(example.source[slice(*example.text)], example.target) for example in read]
 
     order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) and cfg.domains.orders else cfg.order
     if endtasks := plan_endtasks(cfg.endtask, None, order):
@@ -76,15 +78,15 @@ def read_tasks(cfg: DictConfig) -> Iterator[tuple[str, str, Labelled, Labelled]]
 def score(train: Labelled, test: Labelled, *, metric: str) -> float:
     words = [Counter(split_words(text)) for text, _ in train]
     documents = Counter(word for each in words for word in each)
-    places = {word: place for place, word in enumerate(sorted(documents))}
-    idf = np.array([np.log((1 + len(words)) / (1 + documents[word])) + 1 for word in places])
+    columns = {word: column for column, word in enumerate(sorted(documents))}
+    idf = np.array([np.log((1 + len(words)) / (1 + documents[word])) + 1 for word in columns])
 
     def vectors(examples: Labelled) -> Tensor:
-        counts = np.zeros((len(examples), len(places)))
+        counts = np.zeros((len(examples), len(columns)))
         for row, (text, _) in enumerate(examples):
             for word, count in Counter(split_words(text)).items():
-                if word in places:
-                    counts[row, places[word]] = count
+                if word in columns:
+                    counts[row, columns[word]] = count
         weighted = counts * idf
         return torch.tensor(weighted / np.maximum(np.linalg.norm(weighted, axis=1, keepdims=True), 1e-9))
 

@@ -49,14 +49,16 @@ def main() -> None:
         for name, rate in settings.items():
             rows.append({"seed": seed, "setting": name} | learn(options, work, name, rate, seed))
             print(rows[-1], flush=True)
-        asked = {name: value for name, value in vars(options).items() if name not in ("root", "work", "out")}
-        told = sum_up(rows, seeds=seed + 1, general=options.general, past=options.past)
+        recorded_options = {
+            name: value for name, value in vars(options).items() if name not in ("root", "work", "out")
+        }
+        summary = sum_up(rows, seeds=seed + 1, general=options.general, past=options.past)
         save(
             "budget",
-            {"options": asked | {"seeds": seed + 1}, "settings": told, "rows": rows},
+            {"options": recorded_options | {"seeds": seed + 1}, "settings": summary, "rows": rows},
             out=options.out,
         )
-        for line in describe(told):
+        for line in describe(summary):
             print(line, flush=True)
 
 
@@ -92,28 +94,28 @@ def learn(options: argparse.Namespace, work: Path, name: str, rate: float, seed:
     from cpt.reporting import run_page
     from cpt.train import train
 
-    run_page.write_report = lambda *given: None  # pictures take longer than the learning
+    run_page.write_report = lambda *overrides: None  # pictures take longer than the learning
     bounds = ["budget=drift", f"budget.general={options.general}", f"budget.past={options.past}"]
-    given = [f"seed={seed}", f"trainer.steps={options.steps}", f"optim.lr={2e-3 * rate}", "logger=none"]
-    given += [f"monitor.max_tokens={options.tokens}", *bounds * (name == "budget"), *options.given]
-    places = [f"domains.root={work / 'texts'}", f"cache_dir={work / 'cache'}"]
+    overrides = [f"seed={seed}", f"trainer.steps={options.steps}", f"optim.lr={2e-3 * rate}", "logger=none"]
+    overrides += [f"monitor.max_tokens={options.tokens}", *bounds * (name == "budget"), *options.given]
+    paths = [f"domains.root={work / 'texts'}", f"cache_dir={work / 'cache'}"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", ["domains=das6", *places, *SIZES, *given])
-    folder, began = work / "run", time.process_time()
+        cfg = compose("config", ["domains=das6", *paths, *SIZES, *overrides])
+    folder, start_time = work / "run", time.process_time()
     shutil.rmtree(folder, ignore_errors=True)
     train(cfg, run_dir=folder)
     scores = Scores.load(folder / "scores.json")
-    return measure(scores) | {"seconds": round(time.process_time() - began, 1)}
+    return measure(scores) | {"seconds": round(time.process_time() - start_time, 1)}
 
 
 def measure(scores: Scores) -> dict[str, float]:
     """Of the test text, in the mean: nats gained on each domain by its own stage, and by the end; nats that
     the general text and past domains rose by at the last row."""
-    metrics = {name: each["nats"] for name, each in scores.metrics.items()}
-    loss, own = scores.matrix, list(scores.diagonal.values())
+    metrics = {name: metric["nats"] for name, metric in scores.metrics.items()}
+    loss, just_learned = scores.matrix, list(scores.diagonal.values())
     before = [loss[0, scores.domains.index(name)] for name in scores.learned]
     return {
-        "learned": float(np.mean(before) - np.mean(own)),
+        "learned": float(np.mean(before) - np.mean(just_learned)),
         "kept": float(np.mean(before) - metrics["LC"]),
         "general": float(metrics["general_drift"]),
         "past": float(metrics["FG"]),
@@ -123,25 +125,26 @@ def measure(scores: Scores) -> dict[str, float]:
 def sum_up(rows: list[dict], *, seeds: int, general: float, past: float) -> dict[str, dict[str, float]]:
     """By setting: in which share of the seeds both bounds held, and means; what it learned over the best
     fixed setting that held in 95 % of them."""
-    told: dict[str, dict[str, float]] = {}
+    summary: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(row["setting"] for row in rows):
-        own = [row for row in rows if row["setting"] == name]
-        held = [row["general"] <= general and row["past"] <= past for row in own]
+        setting_rows = [row for row in rows if row["setting"] == name]
+        within_bounds = [row["general"] <= general and row["past"] <= past for row in setting_rows]
         means = {
-            key: float(np.mean([row[key] for row in own])) for key in ("learned", "kept", "general", "past")
+            key: float(np.mean([row[key] for row in setting_rows]))
+            for key in ("learned", "kept", "general", "past")
         }
-        worst = {f"most {key}": max(row[key] for row in own) for key in ("general", "past")}
-        told[name] = {"held": float(np.mean(held)), **means, **worst, "seeds": seeds}
-    fixed = [each for name, each in told.items() if name != "budget" and each["held"] >= HELD]
+        worst = {f"most {key}": max(row[key] for row in setting_rows) for key in ("general", "past")}
+        summary[name] = {"held": float(np.mean(within_bounds)), **means, **worst, "seeds": seeds}
+    fixed = [figures for name, figures in summary.items() if name != "budget" and figures["held"] >= HELD]
     for key in ("learned", "kept"):
-        best = max((each[key] for each in fixed), default=float("nan"))
-        told["budget"][f"{key} over the best fixed"] = told["budget"][key] / best
-    return told
+        best = max((figures[key] for figures in fixed), default=float("nan"))
+        summary["budget"][f"{key} over the best fixed"] = summary["budget"][key] / best
+    return summary
 
 
-def describe(told: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    for name, each in told.items():
-        yield f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in each.items())
+def describe(summary: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    for name, figures in summary.items():
+        yield f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
 
 
 if __name__ == "__main__":

@@ -164,17 +164,17 @@ def measured(run: MeasuredRun, measure: str) -> float | None:
 
 def accuracy(run: MeasuredRun, *, late: bool) -> float | None:
     """Mean accuracy on the first or the last domains' tasks, by the last model; None where one has none."""
-    given, order = run.scores.endtasks, run.scores.run["order"]
+    endtasks, order = run.scores.endtasks, run.scores.run["order"]
     names = order[-FEW:] if late else order[:FEW]
-    if not given or not {*names} <= {*given["tasks"]}:
+    if not endtasks or not {*names} <= {*endtasks["tasks"]}:
         return None
-    by_task = dict(zip(given["tasks"], pick_final(cube(given, "accuracy")).mean(-1), strict=True))
+    by_task = dict(zip(endtasks["tasks"], pick_final(cube(endtasks, "accuracy")).mean(-1), strict=True))
     return float(sum(by_task[name] for name in names) / FEW)
 
 
 def by_pair(group: RunGroup, measure: str) -> Values:
-    found = {run.pair: measured(run, measure) for run in group.runs}
-    return {pair: value for pair, value in found.items() if value is not None}
+    values = {run.pair: measured(run, measure) for run in group.runs}
+    return {pair: value for pair, value in values.items() if value is not None}
 
 
 def tested(claim: Claim, section: RunSection) -> Difference | None:
@@ -184,26 +184,26 @@ def tested(claim: Claim, section: RunSection) -> Difference | None:
         return None
     ours = by_pair(groups[claim.of], claim.measure)
     theirs = by_pair(groups[claim.against], claim.measure) if claim.against else dict.fromkeys(ours, 0.0)
-    found = compare_pairs(ours, theirs)
-    return found if found.n else None
+    difference = compare_pairs(ours, theirs)
+    return difference if difference.n else None
 
 
-def verdict(claim: Claim, found: PairedContrast, *, tested: int) -> str:
+def verdict(claim: Claim, contrast: PairedContrast, *, tested: int) -> str:
     """What a difference says of a claim, one of those that were tested, by its corrected p-value."""
-    if found.p_holm > LEVEL and found.n <= EXACT and tested * 2.0 ** (1 - found.n) > LEVEL:
-        needed = math.ceil(1 + math.log2(tested / LEVEL))
-        shortage = f"{needed} pairs are needed for {tested} claims"
-        bounds = (found.low * claim.better, found.high * claim.better)
+    if contrast.p_holm > LEVEL and contrast.n <= EXACT and tested * 2.0 ** (1 - contrast.n) > LEVEL:
+        num_pairs = math.ceil(1 + math.log2(tested / LEVEL))
+        shortage = f"{num_pairs} pairs are needed for {tested} claims"
+        bounds = (contrast.low * claim.better, contrast.high * claim.better)
         if max(bounds) < 0:
             return f"opposite by its interval; for a test {shortage}"
         return f"not shown; {shortage}"
     if claim.better == 0:
-        return "differs" if found.p_holm <= LEVEL else "no difference shown"
-    if found.p_holm > LEVEL:
+        return "differs" if contrast.p_holm <= LEVEL else "no difference shown"
+    if contrast.p_holm > LEVEL:
         return "not shown"
-    if found.mean * claim.better < 0:
+    if contrast.mean * claim.better < 0:
         return "opposite"
-    sure = min(found.low * claim.better, found.high * claim.better)
+    sure = min(contrast.low * claim.better, contrast.high * claim.better)
     return "held" if sure >= claim.least or not claim.least else f"held in direction, {SHORT}"
 
 
@@ -213,31 +213,31 @@ def rows(section: RunSection, claims: Sequence[Claim]) -> list[list[str]]:
     if DAS not in {group.name for group in section.groups}:
         claims = [replace(claim, of="das") if claim.of == DAS else claim for claim in claims]
     tests = {claim: tested(claim, section) for claim in claims}
-    return tell({claim: found for claim, found in tests.items() if found is not None})
+    return tell({claim: difference for claim, difference in tests.items() if difference is not None})
 
 
 def tell(tests: Mapping[Claim, Difference | None]) -> list[list[str]]:
     """A line per claim: text, difference with its interval, pairs, p-values, corrected for the claims that
     were tested, and the verdict."""
-    names = {claim: str(place) for place, claim in enumerate(tests)}
+    names = {claim: str(number) for number, claim in enumerate(tests)}
     differences = {names[claim]: each for claim, each in tests.items() if each is not None}
     corrected = read_contrasts(correct_differences(differences))
     lines = []
     for claim, name in names.items():
-        found, show = corrected.get(name), claim.show
-        if found is None:
+        contrast, show = corrected.get(name), claim.show
+        if contrast is None:
             lines.append([claim.text, "–", "0", "–", "–", "not run"])
             continue
-        bounds = f" [{show(found.low)}, {show(found.high)}]" if math.isfinite(found.low) else ""
-        p = [found.p_holm, found.p_t_holm]
-        shown = ["–" if math.isnan(each) else f"{each:.3g}" for each in p]
+        bounds = f" [{show(contrast.low)}, {show(contrast.high)}]" if math.isfinite(contrast.low) else ""
+        p_values = [contrast.p_holm, contrast.p_t_holm]
+        p_cells = ["–" if math.isnan(each) else f"{each:.3g}" for each in p_values]
         lines.append(
             [
                 claim.text,
-                show(found.mean) + bounds,
-                str(found.n),
-                *shown,
-                verdict(claim, found, tested=len(corrected)),
+                show(contrast.mean) + bounds,
+                str(contrast.n),
+                *p_cells,
+                verdict(claim, contrast, tested=len(corrected)),
             ]
         )
     return lines

@@ -53,8 +53,8 @@ def main() -> None:
 
 def parts(section: RunSection) -> Iterator[str]:
     yield describe_runs(section)
-    known = json.loads(bag_of_words.FILE.read_text(encoding="utf-8"))
-    if words := known.get(section.runs[0].scores.run["name"]):
+    bags = json.loads(bag_of_words.FILE.read_text(encoding="utf-8"))
+    if words := bags.get(section.runs[0].scores.run["name"]):
         yield tabulate_tasks(section, words)
     cells = claims.rows(section, claims.ON_TEXT)
     yield markdown(
@@ -76,9 +76,9 @@ def tabulate_tasks(section: RunSection, words: Mapping[str, float]) -> str:
     columns = {"bag of words": words}
     groups = {each.name: each for each in section.groups}
     for group in (groups[name] for name in ("none", "ncl", "das", "migu") if name in groups):
-        found = [run.scores.endtasks for run in group.runs]
+        endtasks = [run.scores.endtasks for run in group.runs]
         finals = [
-            dict(zip(each["tasks"], pick_final(headline(each)).mean(-1), strict=True)) for each in found
+            dict(zip(each["tasks"], pick_final(headline(each)).mean(-1), strict=True)) for each in endtasks
         ]
         columns[group.name] = {task: fmean(final[task] for final in finals) for task in words}
     cells = [[task, *(f"{100 * column[task]:.1f}" for column in columns.values())] for task in words]

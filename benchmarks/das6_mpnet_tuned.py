@@ -33,21 +33,21 @@ def main() -> None:
     if options.published:
         study.restore_runs(study.read_scores(SCORES), options.runs / "final", "das6_mpnet", list)
     elif not options.report_only:
-        own = ["experiment=das6_mpnet", "endtask=none", *SIZE, f"domains.root={options.root}"]
-        own.append(f"model.name_or_path={options.model}")
+        overrides = ["experiment=das6_mpnet", "endtask=none", *SIZE, f"domains.root={options.root}"]
+        overrides.append(f"model.name_or_path={options.model}")
         tuned = [f"name={options.runs.name}", f"method={METHODS}", "--budget", str(BUDGET), "--seeds", "1"]
-        subprocess.run([sys.executable, "-m", "cpt.tune", *own, *tuned], cwd=study.ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "cpt.tune", *overrides, *tuned], cwd=study.ROOT, check=True)
         searches = read_searches(options.runs / "tuning.json")
-        for each in (each for each in searches["methods"] if each["trials"]):
-            trials = find_trials(options.runs / "search" / each["name"], each["trials"])
-            for trial, run in zip(each["trials"], trials, strict=True):
+        for search in (search for search in searches["methods"] if search["trials"]):
+            trials = find_trials(options.runs / "search" / search["name"], search["trials"])
+            for trial, run in zip(search["trials"], trials, strict=True):
                 trial["forgetting"] = run.values[FG]
-            scored = f"{options.runs.name}/default/{each['name']}"
-            line = [*own, "method=none", f"init_from={trials[0].folder}", f"name={scored}"]
+            scored = f"{options.runs.name}/default/{search['name']}"
+            line = [*overrides, "method=none", f"init_from={trials[0].folder}", f"name={scored}"]
             line.append(f"hydra.run.dir=outputs/{scored}")
             subprocess.run([sys.executable, "run.py", *line], cwd=study.ROOT, check=True)
-            (run,) = study.find_finished(options.runs / "default" / each["name"])
-            each["default_on_test"] = run.values[LC]
+            (run,) = study.find_finished(options.runs / "default" / search["name"])
+            search["default_on_test"] = run.values[LC]
         TUNING.write_text(json.dumps(searches, indent=1) + "\n", "utf-8")
         shutil.copy(options.runs / "tuning-searches.png", study.IMAGES / "das6-mpnet-tuning.png")
     final = study.find_finished(options.runs / "final")
@@ -69,7 +69,8 @@ def parts(searches: Mapping[str, Any], final: Sequence[MeasuredRun]) -> Iterator
     by_name = {each["name"]: each for each in searches["methods"]}
     default = {name: by_name[name].get("default_on_test", values[LC]) for name, values in tuned.items()}
     ranks = [
-        sorted(found, key=found.__getitem__) for found in (default, {n: v[LC] for n, v in tuned.items()})
+        sorted(perplexities, key=perplexities.__getitem__)
+        for perplexities in (default, {n: v[LC] for n, v in tuned.items()})
     ]
     cells = []
     for name in ranks[1]:

@@ -37,8 +37,8 @@ def main() -> None:
         published = study.read_scores(study.SCORES / "das6_tuned.jsonl.gz")
         study.restore_runs(published, options.runs / "final", "das6_mini", list)
     elif not options.report_only:
-        own = [f"name={options.runs.name}", f"domains.root={options.root}"]
-        line = [sys.executable, "-m", "cpt.tune", *COMMAND, *own]
+        overrides = [f"name={options.runs.name}", f"domains.root={options.root}"]
+        line = [sys.executable, "-m", "cpt.tune", *COMMAND, *overrides]
         subprocess.run(line, cwd=study.ROOT, check=True)
     final = study.find_finished(options.runs / "final")
     if not options.published:
@@ -47,26 +47,28 @@ def main() -> None:
         TUNING.write_text(json.dumps(read_searches(options.runs / "tuning.json"), indent=1) + "\n", "utf-8")
     tuned = collect_values(final)
     plain = [run for run in study.find_finished(defaults) if not run.scores.run["variant"]]
-    known = {method: each for method, each in collect_values(plain).items() if method in tuned}
-    default = {method: {pair: each[pair] for pair in tuned[method]} for method, each in known.items()}
+    default_values = {method: values for method, values in collect_values(plain).items() if method in tuned}
+    default = {
+        method: {pair: values[pair] for pair in tuned[method]} for method, values in default_values.items()
+    }
     searches = json.loads(TUNING.read_text(encoding="utf-8"))
     study.write_section(study.PAGES / "das6.md", "das6_tuned", parts(searches, default, tuned))
 
 
 def read_searches(path: Any) -> dict[str, Any]:
     """The searches of tuning.json, without the final runs and their folders."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    found["methods"] = [{k: v for k, v in each.items() if k != "runs"} for each in found["methods"]]
-    return found
+    searches = json.loads(path.read_text(encoding="utf-8"))
+    searches["methods"] = [{k: v for k, v in search.items() if k != "runs"} for search in searches["methods"]]
+    return searches
 
 
 def collect_values(runs: Sequence[MeasuredRun]) -> Values:
     """The measures of the runs without another mask or replay."""
-    found: Values = {}
+    values: Values = {}
     for run in runs:
         if run.scores.run["mask"] == run.scores.run["replay"] == "none":
-            found.setdefault(run.scores.run["method"], {})[run.pair] = run.values
-    return found
+            values.setdefault(run.scores.run["method"], {})[run.pair] = run.values
+    return values
 
 
 def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterator[str]:
@@ -79,12 +81,12 @@ def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterat
     ranks = [sorted(each, key=each.__getitem__) for each in means]
     cells = []
     for name in ranks[1]:
-        found = next(each for each in searches["methods"] if each["name"] == name)
-        best = min((trial for trial in found["trials"] if trial["score"]), key=lambda each: each["score"])
+        search = next(each for each in searches["methods"] if each["name"] == name)
+        best = min((trial for trial in search["trials"] if trial["score"]), key=lambda each: each["score"])
         pairs = (each.split("=") for each in best["values"])
         chosen = ", ".join(f"{key.rpartition('.')[2]} {float(value):.3g}" for key, value in pairs)
-        both = " → ".join(f"{each[name]:.2f}" for each in means)
-        row = [name, chosen, f"{both}: {show_difference(default[name], tuned[name], ends, 2)}"]
+        perplexities = " → ".join(f"{each[name]:.2f}" for each in means)
+        row = [name, chosen, f"{perplexities}: {show_difference(default[name], tuned[name], ends, 2)}"]
         row += [f"{ranks[0].index(name) + 1} → {ranks[1].index(name) + 1}"]
         row += [show_difference(default[name], tuned[name], "FG/nats", 3)]
         row += [show_difference(default[name], tuned[name], "endtask/MF1", 1)]

@@ -15,17 +15,17 @@ from measuring import ROOT, save, spread, wait_until_quiet
 def time_demo() -> dict[str, float]:
     """The seconds of one run and of its phases. Raises RuntimeError where it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        about = os.environ | {"CPT_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | {"CPT_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, str(ROOT / "run.py"), f"hydra.run.dir={folder}/run"]
-        began = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, env=about, capture_output=True, text=True)
-        seconds = time.perf_counter() - began
-        if done.returncode:
-            raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-2000:]}")
+        start_time = time.perf_counter()
+        process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        seconds = time.perf_counter() - start_time
+        if process.returncode:
+            raise RuntimeError(f"exit code {process.returncode}: {process.stderr[-2000:]}")
         phases = json.loads(Path(folder, "run", "scores.json").read_text(encoding="utf-8"))["phases"]
-    found = {**phases["start"], "train": sum(phases["learn"].values())}
-    found["evaluate"] = sum(phases["score"].values())
-    return {"wall": seconds, **found, "imports, files, report": seconds - sum(found.values())}
+    phase_seconds = {**phases["start"], "train": sum(phases["learn"].values())}
+    phase_seconds["evaluate"] = sum(phases["score"].values())
+    return {"wall": seconds, **phase_seconds, "imports, files, report": seconds - sum(phase_seconds.values())}
 
 
 def main() -> None:

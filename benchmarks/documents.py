@@ -42,35 +42,35 @@ def measure(documents: int, workers: int | None) -> dict[str, Any]:
     from cpt.data.packing import pack
     from cpt.models.loading import train_tokenizer
 
-    found: dict[str, Any] = {"documents": documents}
+    results: dict[str, Any] = {"documents": documents}
     with tempfile.TemporaryDirectory(dir=ROOT / "outputs") as folder:
-        place = Path(folder)
-        write_documents(place / "root" / NAME / "all.txt", documents)
-        found["bytes"] = (place / "root" / NAME / "all.txt").stat().st_size
-        with (place / "root" / NAME / "all.txt").open(encoding="utf-8") as file:
-            some = [line for _, line in zip(range(20_000), file, strict=False)]
-        tokenizer = train_tokenizer(iter([some]), vocabulary=VOCABULARY, objective="causal")
+        work_folder = Path(folder)
+        write_documents(work_folder / "root" / NAME / "all.txt", documents)
+        results["bytes"] = (work_folder / "root" / NAME / "all.txt").stat().st_size
+        with (work_folder / "root" / NAME / "all.txt").open(encoding="utf-8") as file:
+            sample = [line for _, line in zip(range(20_000), file, strict=False)]
+        tokenizer = train_tokenizer(iter([sample]), vocabulary=VOCABULARY, objective="causal")
 
-        def note(phase: str, began: float) -> None:
+        def note(phase: str, start_time: float) -> None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE
-            found[phase] = {"seconds": time.perf_counter() - began, "peak_mb": peak}
+            results[phase] = {"seconds": time.perf_counter() - start_time, "peak_mb": peak}
 
         note("start", time.perf_counter())
-        began = time.perf_counter()
-        corpus = read_corpus(place, place / "cache")
-        note("read", began)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
+        corpus = read_corpus(work_folder, work_folder / "cache")
+        note("read", start_time)
+        start_time = time.perf_counter()
         how: dict[str, Any] = {"tokenizer": tokenizer, "tokenizer_digest": "", "workers": workers}
-        packed = pack(corpus, "train", length=LENGTH, name=NAME, cache=place / "packed", **how)
-        note("pack", began)
-        began = time.perf_counter()
+        packed = pack(corpus, "train", length=LENGTH, name=NAME, cache=work_folder / "packed", **how)
+        note("pack", start_time)
+        start_time = time.perf_counter()
         lengths = packed.row_lengths
         for batch in range(BATCHES):
-            places = np.arange(batch * BATCH, (batch + 1) * BATCH) % len(packed)
-            packed.ids(shuffle(places, len(packed), stream=key("documents")))
-        note("batches", began)
-        found |= {"rows": len(packed), "tokens": int(lengths.sum())}
-    return found
+            positions = np.arange(batch * BATCH, (batch + 1) * BATCH) % len(packed)
+            packed.ids(shuffle(positions, len(packed), stream=key("documents")))
+        note("batches", start_time)
+        results |= {"rows": len(packed), "tokens": int(lengths.sum())}
+    return results
 
 
 def main() -> None:
@@ -87,8 +87,8 @@ def main() -> None:
     rows, busy = [], foreign_cores()
     for documents in map(int, chosen.documents.split(",")):
         line = [sys.executable, __file__, "--one", str(documents), "--workers", str(chosen.workers)]
-        said = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
-        rows.append(json.loads(said.splitlines()[-1]))
+        output = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
+        rows.append(json.loads(output.splitlines()[-1]))
         print(json.dumps(rows[-1]), flush=True)
     save("documents", {"workers": chosen.workers, "foreign_cores": busy, "sizes": rows}, out=chosen.out)
 

@@ -97,13 +97,13 @@ class Course:
             return classifier.Classifier(model, classes=CLASSES, dropout=self.dropout, frozen=False)
 
 
-def ours(made: classifier.Classifier, job: FinetuneJob) -> Run:
+def ours(model: classifier.Classifier, job: FinetuneJob) -> Run:
     """An epoch of cpt's, with its bar."""
-    optimizer, schedule = classifier.make_optimizer(made, job)
+    optimizer, schedule = classifier.make_optimizer(model, job)
 
     def run() -> None:
         with progress_bar("cpt", total=job.steps, hidden=False) as bar:
-            for _ in classifier.train_epoch(made, job, optimizer, schedule, seed=SEED, epoch=1):
+            for _ in classifier.train_epoch(model, job, optimizer, schedule, seed=SEED, epoch=1):
                 bar.update()
 
     return run
@@ -112,16 +112,16 @@ def ours(made: classifier.Classifier, job: FinetuneJob) -> Run:
 class WithLoss(nn.Module):
     """The same classifier as the Trainer calls it."""
 
-    def __init__(self, made: classifier.Classifier) -> None:
+    def __init__(self, model: classifier.Classifier) -> None:
         super().__init__()
-        self.made = made
+        self.made = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.made({"input_ids": input_ids, "attention_mask": attention_mask})
         return {"loss": functional.cross_entropy(logits.float(), labels), "logits": logits}
 
 
-def theirs(made: classifier.Classifier, job: FinetuneJob) -> Run:
+def theirs(model: classifier.Classifier, job: FinetuneJob) -> Run:
     """An epoch of the Trainer's over the same rows in the same order, with its bar."""
     order = [row for rows in job.batches(SEED, 1) for row in rows]
     rows = [{"input_ids": job.train.ids[r].tolist(), "labels": int(job.train.labels[r])} for r in order]
@@ -140,11 +140,11 @@ def theirs(made: classifier.Classifier, job: FinetuneJob) -> Run:
     )
     tokenizer = train_tokenizer(iter(["a b"]), vocabulary=300, objective="masked")
     trainer = Trainer(
-        model=WithLoss(made),
+        model=WithLoss(model),
         args=settings,
         train_dataset=rows,
         data_collator=DataCollatorWithPadding(tokenizer),
-        optimizers=classifier.make_optimizer(made, job),
+        optimizers=classifier.make_optimizer(model, job),
     )
     return trainer.train
 
@@ -161,34 +161,34 @@ def equality(course: Course) -> dict[str, float]:
     """The largest difference of a weight after an epoch of each, and the largest change of one."""
     model, ends = course.model(), {}
     for name in ("cpt", "hf"):
-        subject, made = SUBJECTS[name][0], course.start(model)
-        subject(made, course.job())()
-        ends[name] = torch.cat([value.detach().flatten() for value in made.parameters()])
-    began = torch.cat([value.detach().flatten() for value in course.start(model).parameters()])
+        subject, subject_model = SUBJECTS[name][0], course.start(model)
+        subject(subject_model, course.job())()
+        ends[name] = torch.cat([value.detach().flatten() for value in subject_model.parameters()])
+    initial_weights = torch.cat([value.detach().flatten() for value in course.start(model).parameters()])
     return {
         "apart": (ends["cpt"] - ends["hf"]).abs().max().item(),
-        "moved": (ends["cpt"] - began).abs().max().item(),
+        "moved": (ends["cpt"] - initial_weights).abs().max().item(),
     }
 
 
 def timed(run: Run) -> dict[str, float]:
     gc.collect()
-    wall, cpu, all_cores = time.perf_counter(), time.process_time(), busy()
+    wall, cpu, busy_before = time.perf_counter(), time.process_time(), busy()
     result = run()
-    found = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-    own = getattr(result, "metrics", {}).get("train_runtime", found["wall"])
-    foreign = (busy() - all_cores - found["cpu"]) / found["wall"]
-    return found | {"own": own, "foreign_cores": foreign}
+    seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    own_clock_seconds = getattr(result, "metrics", {}).get("train_runtime", seconds["wall"])
+    foreign = (busy() - busy_before - seconds["cpu"]) / seconds["wall"]
+    return seconds | {"own": own_clock_seconds, "foreign_cores": foreign}
 
 
 def play(course: Course, rounds: int) -> dict[str, list[dict[str, float]]]:
     """The times of each subject, round by round; the first round is not counted."""
     model, jobs = course.model(), {name: course.job(**chosen) for name, (_, chosen) in SUBJECTS.items()}
-    made = {name: course.start(model) for name in SUBJECTS}
+    models = {name: course.start(model) for name in SUBJECTS}
     chunks: dict[str, list[dict[str, float]]] = {name: [] for name in SUBJECTS}
     for turn in range(rounds + 1):
         for name in rotated(list(SUBJECTS), turn):
-            chunks[name].append(timed(SUBJECTS[name][0](made[name], jobs[name])))
+            chunks[name].append(timed(SUBJECTS[name][0](models[name], jobs[name])))
     return {name: times[1:] for name, times in chunks.items()}
 
 

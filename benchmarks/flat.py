@@ -48,16 +48,16 @@ class Sight:
     disk: int  # bytes of the run folder
 
 
-def look(process: int, folder: Path, *, row: int, began: float) -> Sight:
-    place = Path("/proc") / str(process)
-    facts = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
+def look(process: int, folder: Path, *, row: int, start_time: float) -> Sight:
+    proc_folder = Path("/proc") / str(process)
+    facts = dict(line.split(":", 1) for line in (proc_folder / "status").read_text().splitlines())
     return Sight(
         row=row,
-        seconds=time.monotonic() - began,
-        processor=processor_seconds(place),
+        seconds=time.monotonic() - start_time,
+        processor=processor_seconds(proc_folder),
         memory=int(facts["RssAnon"].split()[0]) * 1024,
         mapped=int(facts["RssFile"].split()[0]) * 1024,
-        files=len(list((place / "fd").iterdir())),
+        files=len(list((proc_folder / "fd").iterdir())),
         threads=int(facts["Threads"]),
         disk=sum(disk_bytes(folder)),
     )
@@ -65,14 +65,14 @@ def look(process: int, folder: Path, *, row: int, began: float) -> Sight:
 
 def disk_bytes(folder: Path) -> Iterator[int]:
     """Of each file that is there: the run removes some meanwhile."""
-    for place, _, names in os.walk(folder):
+    for directory, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                yield (Path(place) / name).stat().st_blocks * BLOCK
+                yield (Path(directory) / name).stat().st_blocks * BLOCK
 
 
-def processor_seconds(place: Path) -> float:
-    user, system = (place / "stat").read_text().rpartition(")")[2].split()[11:13]
+def processor_seconds(proc_folder: Path) -> float:
+    user, system = (proc_folder / "stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
@@ -84,25 +84,25 @@ def count_rows(folder: Path) -> int:
         return 0
 
 
-def start(folder: Path, given: Sequence[str], *, log: Path) -> subprocess.Popen:
-    line = [sys.executable, "run.py", *given, f"hydra.run.dir={folder}"]
+def start(folder: Path, overrides: Sequence[str], *, log: Path) -> subprocess.Popen:
+    line = [sys.executable, "run.py", *overrides, f"hydra.run.dir={folder}"]
     with log.open("ab") as file:
         return subprocess.Popen(line, cwd=ROOT, stdout=file, stderr=file)
 
 
-def watch(folder: Path, given: Sequence[str], *, until: int | None = None) -> list[Sight]:
+def watch(folder: Path, overrides: Sequence[str], *, until: int | None = None) -> list[Sight]:
     """Sights of a run after each of its rows, to its end or to a row, at which it is killed.
 
     Raises RuntimeError for a run that fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    began, sights = time.monotonic(), []
-    process, rows = start(folder, given, log=folder.with_suffix(".log")), count_rows(folder)
+    start_time, sights = time.monotonic(), []
+    process, rows = start(folder, overrides, log=folder.with_suffix(".log")), count_rows(folder)
     while process.poll() is None:
         time.sleep(POLL_S)
-        found = count_rows(folder)
-        if found > rows and process.poll() is None:
-            rows = found
-            sights.append(look(process.pid, folder, row=rows, began=began))
+        num_rows = count_rows(folder)
+        if num_rows > rows and process.poll() is None:
+            rows = num_rows
+            sights.append(look(process.pid, folder, row=rows, start_time=start_time))
         if until is not None and rows >= until:
             time.sleep(1.0)  # into the next domain
             process.send_signal(signal.SIGKILL)
@@ -117,41 +117,41 @@ def take_prints(folder: Path) -> dict[str, str]:
     """Hashes of what a finished run has measured and of its last weights."""
     scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
     (*_, last) = sorted((folder / "stages").glob("*.pt"))
-    told = json.dumps([scores[name] for name in ("rows", "nll", "metrics", "modules", "stored", "flops")])
+    text = json.dumps([scores[name] for name in ("rows", "nll", "metrics", "modules", "stored", "flops")])
     return {
-        "scores": hashlib.blake2b(told.encode(), digest_size=8).hexdigest(),
+        "scores": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
         "weights": hashlib.blake2b(last.read_bytes(), digest_size=8).hexdigest(),
     }
 
 
-def learn_killed(folder: Path, given: Sequence[str], domains: int) -> list[int]:
+def learn_killed(folder: Path, overrides: Sequence[str], domains: int) -> list[int]:
     """The rows that a run had when it was killed, each time; finished in the end."""
     shutil.rmtree(folder, ignore_errors=True)
-    found = []
+    rows_when_killed = []
     for share in KILLED_AT:
-        watch(folder, given, until=round(share * domains))
-        found.append(count_rows(folder))
-    watch(folder, given)
-    return found
+        watch(folder, overrides, until=round(share * domains))
+        rows_when_killed.append(count_rows(folder))
+    watch(folder, overrides)
+    return rows_when_killed
 
 
 def compare_ends(sights: Sequence[Sight]) -> dict[str, Any]:
     """Medians over some domains at the beginning (from the 10th on) and at the end, and their ratio."""
-    pairs = {later.row: (before, later) for before, later in pairwise(sights)}
+    pairs = {current.row: (previous, current) for previous, current in pairwise(sights)}
     early, late = (
         [pairs[row] for row in span if row in pairs]
         for span in (range(FEW + 1, 2 * FEW + 1), range(sights[-1].row - FEW, sights[-1].row))
     )
 
-    def tell(name: str, before: Sight, later: Sight) -> float:
-        now = getattr(later, name)
-        return (now - getattr(before, name)) / (later.row - before.row) if name in CLOCKS else now
+    def tell(name: str, previous: Sight, current: Sight) -> float:
+        value = getattr(current, name)
+        return (value - getattr(previous, name)) / (current.row - previous.row) if name in CLOCKS else value
 
-    found = {}
+    ends = {}
     for name in (*CLOCKS, "memory", "mapped", "files", "threads"):
         first, last = (statistics.median(tell(name, *pair) for pair in pairs) for pairs in (early, late))
-        found[name] = {"early": first, "late": last, "ratio": last / first}
-    return found
+        ends[name] = {"early": first, "late": last, "ratio": last / first}
+    return ends
 
 
 def count_cells(folder: Path) -> tuple[int, int]:
@@ -160,20 +160,20 @@ def count_cells(folder: Path) -> tuple[int, int]:
     return sum(cell is not None for row in scores["nll"] for cell in row), sum(map(len, scores["nll"]))
 
 
-def widen(folder: Path, given: Sequence[str]) -> dict[str, Any]:
+def widen(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Seconds to fill the matrix of a finished run, and its cells before and after."""
-    before, began = count_cells(folder), time.monotonic()
-    watch(folder, [*given, *WIDE])
-    return {"before": before, "after": count_cells(folder), "seconds": time.monotonic() - began}
+    before, start_time = count_cells(folder), time.monotonic()
+    watch(folder, [*overrides, *WIDE])
+    return {"before": before, "after": count_cells(folder), "seconds": time.monotonic() - start_time}
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    for name, each in found["ends"].items():
-        yield f"{name:10}{each['early']:>16,.2f}{each['late']:>16,.2f}{each['ratio']:>8.3f}"
-    if "killed" in found:
-        yield f"killed after rows {found['killed']['rows']}: same {found['killed']['same']}"
-    if "widened" in found:
-        yield f"cells {found['widened']['before']} -> {found['widened']['after']}"
+def lines(results: Mapping[str, Any]) -> Iterator[str]:
+    for name, figures in results["ends"].items():
+        yield f"{name:10}{figures['early']:>16,.2f}{figures['late']:>16,.2f}{figures['ratio']:>8.3f}"
+    if "killed" in results:
+        yield f"killed after rows {results['killed']['rows']}: same {results['killed']['same']}"
+    if "widened" in results:
+        yield f"cells {results['widened']['before']} -> {results['widened']['after']}"
 
 
 def main() -> None:
@@ -186,24 +186,27 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
     chosen = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": str(chosen.threads), "HF_HUB_OFFLINE": "1"}
-    given = ["experiment=m2d2_mini", f"domains.root={chosen.root.absolute()}", "order=random"]
-    given += ["save_all_stages=true", *chosen.config]
+    overrides = ["experiment=m2d2_mini", f"domains.root={chosen.root.absolute()}", "order=random"]
+    overrides += ["save_all_stages=true", *chosen.config]
     straight = chosen.runs / "straight"
-    kept = straight.with_suffix(".json")
-    if not kept.exists():
+    record_file = straight.with_suffix(".json")
+    if not record_file.exists():
         shutil.rmtree(straight, ignore_errors=True)
-        seen = {"sights": [asdict(each) for each in watch(straight, given)], "prints": take_prints(straight)}
-        kept.write_text(json.dumps(seen), encoding="utf-8")
-    seen = json.loads(kept.read_text(encoding="utf-8"))
-    sights = [Sight(**each) for each in seen["sights"]]
-    found: dict[str, Any] = {"ends": compare_ends(sights), **seen}
+        record = {
+            "sights": [asdict(each) for each in watch(straight, overrides)],
+            "prints": take_prints(straight),
+        }
+        record_file.write_text(json.dumps(record), encoding="utf-8")
+    record = json.loads(record_file.read_text(encoding="utf-8"))
+    sights = [Sight(**each) for each in record["sights"]]
+    results: dict[str, Any] = {"ends": compare_ends(sights), **record}
     if "killed" in chosen.parts:
-        rows = learn_killed(chosen.runs / "killed", given, len(sights) - 1)
-        found["killed"] = {"rows": rows, "same": take_prints(chosen.runs / "killed") == seen["prints"]}
+        rows = learn_killed(chosen.runs / "killed", overrides, len(sights) - 1)
+        results["killed"] = {"rows": rows, "same": take_prints(chosen.runs / "killed") == record["prints"]}
     if "widened" in chosen.parts:
-        found["widened"] = widen(straight, given)
-    print("\n".join(lines(found)))
-    save("flat", {"options": {"config": chosen.config, "threads": chosen.threads}, **found}, out=chosen.out)
+        results["widened"] = widen(straight, overrides)
+    print("\n".join(lines(results)))
+    save("flat", {"options": {"config": chosen.config, "threads": chosen.threads}, **results}, out=chosen.out)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def measure_ladder(name: str, stage: "Stage") -> Iterator[dict[str, Any]]:
     yield {
         "operations": counts,
         "subjects": {
-            each: describe(each, run, lane=lane, counts=counts, peaks=stage.peaks) for each in run["chunks"]
+            subject: describe(subject, run, lane=lane, counts=counts, peaks=stage.peaks)
+            for subject in run["chunks"]
         },
         "chunks": run["chunks"],
     }
@@ -62,9 +63,9 @@ def measure_ladder(name: str, stage: "Stage") -> Iterator[dict[str, Any]]:
 def measure_packing(stage: "Stage") -> Iterator[dict[str, Any]]:
     """Steps of the same examples, padded to the longest and sharing rows."""
     lane = stage.lane(Size("gpt2", 512, 64))
-    how = ("domains=tasks", "domains/template=o_lora", "method=joint", COARSE)
+    common_overrides = ("domains=tasks", "domains/template=o_lora", "method=joint", COARSE)
     work = {
-        name: partial(climb, lane=lane, overrides=[*how, f"domains.packing={name}"], dense=False)
+        name: partial(climb, lane=lane, overrides=[*common_overrides, f"domains.packing={name}"], dense=False)
         for name in PACKINGS
     }
     run = played(work, lane, patience=0.0)
@@ -91,19 +92,19 @@ def measure_methods(stage: "Stage", names: Sequence[str]) -> Iterator[dict[str, 
     course = Sequel(**stage.rhythm, cache=lane.cache, first=4, shape=shape, model="given")
     work = {
         name: partial(perform, course=course, overrides=subjects()[name], dense=False)
-        for name in [NCL, *(each for each in names if each != NCL)]
+        for name in [NCL, *(method for method in names if method != NCL)]
     }
-    found: dict[str, Any] = {"subjects": {}, "failed": {}}
+    results: dict[str, Any] = {"subjects": {}, "failed": {}}
     for group in groups(list(work), together=stage.together):
         stage.check_time()
         try:
             run = played({name: work[name] for name in group}, course, patience=0.0)
         except RuntimeError as error:
-            found["failed"][", ".join(group)] = str(error)[-2000:]
+            results["failed"][", ".join(group)] = str(error)[-2000:]
         else:
             figures = group_figures(run, chunk=course.chunk)
-            found["subjects"] = figures | found["subjects"]
-        yield found
+            results["subjects"] = figures | results["subjects"]
+        yield results
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ class Stage:
 
     def check_time(self) -> None:
         """Raises TimeoutError where too little is left."""
-        if (left := self.until - time.monotonic()) < AT_LEAST:
+        if (remaining_seconds := self.until - time.monotonic()) < AT_LEAST:
             raise TimeoutError(
-                f"{left:.0f} s were left; a part begins with {AT_LEAST:.0f} or more (--minutes)"
+                f"{remaining_seconds:.0f} s were left; a part begins with {AT_LEAST:.0f} or more (--minutes)"
             )
 
 
@@ -137,29 +138,34 @@ def perform_parts(stage: Stage, chosen: argparse.Namespace) -> Iterator[tuple[st
     parts = {name: partial(measure_ladder, name) for name in SIZES}
     parts |= {METHODS: partial(measure_methods, names=chosen.methods), PACKED: measure_packing}
     for name in chosen.parts:
-        began, found = time.monotonic(), {}
+        start_time, results = time.monotonic(), {}
         try:
             stage.check_time()
-            for found in parts[name](stage):
-                yield name, found | {"seconds": time.monotonic() - began}
+            for results in parts[name](stage):
+                yield name, results | {"seconds": time.monotonic() - start_time}
         except (RuntimeError, TimeoutError, ValueError) as error:
-            yield name, found | {"failed": str(error)[-3000:], "seconds": time.monotonic() - began}
+            yield name, results | {"failed": str(error)[-3000:], "seconds": time.monotonic() - start_time}
 
 
-def shown(name: str, found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{name}: {found['seconds']:.0f} s"
-    if found.get("failed"):
-        yield f"failed: {found['failed']}"
-    if "isolated_over_none" in found:
-        yield "isolated over none: {median:.3f} [{low:.3f}, {high:.3f}]".format(**found["isolated_over_none"])
-    for subject, each in found.get("subjects", {}).items():
-        ratio = each.get("faster_than_first") or each["over_ncl"]
+def shown(name: str, results: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{name}: {results['seconds']:.0f} s"
+    if results.get("failed"):
+        yield f"failed: {results['failed']}"
+    if "isolated_over_none" in results:
+        yield "isolated over none: {median:.3f} [{low:.3f}, {high:.3f}]".format(
+            **results["isolated_over_none"]
+        )
+    for subject, figures in results.get("subjects", {}).items():
+        ratio = figures.get("faster_than_first") or figures["over_ncl"]
         numbers = [
-            f"{1000 * each['step_s']:.1f}",
-            *(f"{1000 * each[key]:.1f}" if key in each else "" for key in ("p50_s", "p95_s")),
-            f"{each['tokens_per_s']:,.0f}" if "tokens_per_s" in each else "",
-            *(f"{each[key]:.3f}" if key in each else "" for key in ("mfu_executed", "mfu_dense_equivalent")),
-            f"{each.get('peak_device', 0) / 2**30:.2f}",
+            f"{1000 * figures['step_s']:.1f}",
+            *(f"{1000 * figures[key]:.1f}" if key in figures else "" for key in ("p50_s", "p95_s")),
+            f"{figures['tokens_per_s']:,.0f}" if "tokens_per_s" in figures else "",
+            *(
+                f"{figures[key]:.3f}" if key in figures else ""
+                for key in ("mfu_executed", "mfu_dense_equivalent")
+            ),
+            f"{figures.get('peak_device', 0) / 2**30:.2f}",
         ]
         yield ROW.format(subject, *numbers, "{median:.3f} [{low:.3f}, {high:.3f}]".format(**ratio))
 
@@ -167,7 +173,9 @@ def shown(name: str, found: Mapping[str, Any]) -> Iterator[str]:
 def options() -> argparse.Namespace:
     parser = arguments(__doc__.split("\n\n")[0])
     parts = [*SIZES, METHODS, PACKED]
-    methods = [each for each in subjects() if "," not in each and "+" not in each]  # no variants of them
+    methods = [
+        method for method in subjects() if "," not in method and "+" not in method
+    ]  # no variants of them
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no part is begun")
@@ -182,7 +190,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     chosen = options()
-    began = time.monotonic()
+    start_time = time.monotonic()
     if not chosen.dry and not torch.cuda.is_available():
         sys.exit("there is no GPU; allowed: --dry, which tries the same on a processor at toy size")
     device = "cpu" if chosen.dry else "cuda"
@@ -191,16 +199,16 @@ def main() -> None:
     peaks = {name: peak_of(dtype, side=SIDE[device], device=device) for name, dtype in UNITS[device].items()}
     rhythm = {"threads": chosen.threads, "rounds": chosen.repeats, "chunk": chosen.steps, "device": device}
     stage = Stage(
-        device, chosen.cache, rhythm, chosen.together, began + 60 * chosen.minutes, chosen.dry, peaks
+        device, chosen.cache, rhythm, chosen.together, start_time + 60 * chosen.minutes, chosen.dry, peaks
     )
     results: dict[str, Any] = {
         "options": {"steps": chosen.steps, "repeats": chosen.repeats, "dry": chosen.dry}
     }
     results |= {"gpu": name_device(device), "peak": peaks, "bandwidth": bandwidth(device=device), "parts": {}}
-    print({name: each for name, each in results.items() if name != "parts"}, machine()["versions"])
-    for name, found in perform_parts(stage, chosen):
-        print("\n".join(shown(name, found)), flush=True)
-        results["parts"][name] = found
+    print({name: value for name, value in results.items() if name != "parts"}, machine()["versions"])
+    for name, part_results in perform_parts(stage, chosen):
+        print("\n".join(shown(name, part_results)), flush=True)
+        results["parts"][name] = part_results
         if chosen.out or not chosen.dry:
             save("gpu", results, out=chosen.out)
 

@@ -98,8 +98,8 @@ class Ground:
     def optimizer(self, model: torch.nn.Module) -> tuple[Optimizer, LambdaLR]:
         """The optimizer and schedule of the plan, for all parameters of a model."""
         matrices = [p for p in model.parameters() if p.ndim >= 2]
-        others = [p for p in model.parameters() if p.ndim < 2]
-        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         chosen, schedule, steps = self.plan.optim, self.plan.lr_scheduler, self.steps
         optimizer = chosen.load()(groups, **chosen.arguments)
         return optimizer, LambdaLR(

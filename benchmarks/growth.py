@@ -70,24 +70,24 @@ def count(
     method: str, size: str, *, root: Path, domains: list[str], chosen: argparse.Namespace
 ) -> dict[str, Any]:
     """What a method is said to take, and what it took where domains were learned."""
-    given = [*ALWAYS, *model_of(size, Path(chosen.cache)), f"domains.root={root}", f"method={method}"]
-    given += [f"cache_dir={chosen.cache}", f"order=[{','.join(domains)}]", *chosen.config]
+    overrides = [*ALWAYS, *model_of(size, Path(chosen.cache)), f"domains.root={root}", f"method={method}"]
+    overrides += [f"cache_dir={chosen.cache}", f"order=[{','.join(domains)}]", *chosen.config]
     with tempfile.TemporaryDirectory() as folder:
-        said = json.loads(start(given, Path(folder) / "run", "plan=json", threads=chosen.threads))
-        peaks = [said["memory"][stage]["peak"] for stage in ("first", "last")]
-        stored, further = [each["stored"] for each in said["stages"]], max(1, len(domains) - 1)
-        found = {
+        plan = json.loads(start(overrides, Path(folder) / "run", "plan=json", threads=chosen.threads))
+        peaks = [plan["memory"][stage]["peak"] for stage in ("first", "last")]
+        stored, further = [stage_plan["stored"] for stage_plan in plan["stages"]], max(1, len(domains) - 1)
+        figures = {
             "by_domain": {"memory": (peaks[1] - peaks[0]) // further, "stored": stored[-1] - stored[-2]},
-            "at_the_end": said["stages"][-1].get("stored"),
-            "trained_parameters": said["trained_parameters"],
+            "at_the_end": plan["stages"][-1].get("stored"),
+            "trained_parameters": plan["trained_parameters"],
         }
         if not chosen.learned:
-            return found
-        few = [*given, f"order=[{','.join(domains[: chosen.learned])}]"]
-        start(few, Path(folder) / "done", threads=chosen.threads)
+            return figures
+        learned_overrides = [*overrides, f"order=[{','.join(domains[: chosen.learned])}]"]
+        start(learned_overrides, Path(folder) / "done", threads=chosen.threads)
         scores = json.loads((Path(folder) / "done" / "scores.json").read_text(encoding="utf-8"))
-        return found | {
-            "said": [each["stored"] for each in said["stages"][1 : len(scores["stored"])]],
+        return figures | {
+            "said": [stage_plan["stored"] for stage_plan in plan["stages"][1 : len(scores["stored"])]],
             "measured": scores["stored"][1:],
         }
 
@@ -95,11 +95,11 @@ def count(
 def lines(figures: dict[str, dict[str, Any]], domains: int) -> Iterator[str]:
     heads = ("in memory, B", "in its state, B", f"after {domains}, B", "said = measured")
     yield ROW.format("size", "method", *heads)
-    for size, found in figures.items():
-        for method, each in found.items():
-            grown = [f"{each['by_domain'][kind]:,}" for kind in ("memory", "stored")]
-            same = str(each["said"] == each["measured"]) if "measured" in each else "–"
-            yield ROW.format(size, method, *grown, f"{each['at_the_end']:,}", same)
+    for size, by_method in figures.items():
+        for method, growth in by_method.items():
+            grown = [f"{growth['by_domain'][kind]:,}" for kind in ("memory", "stored")]
+            agreement = str(growth["said"] == growth["measured"]) if "measured" in growth else "–"
+            yield ROW.format(size, method, *grown, f"{growth['at_the_end']:,}", agreement)
 
 
 def main() -> None:
@@ -122,13 +122,13 @@ def main() -> None:
         for size in chosen.sizes:
             for method in chosen.methods:
                 try:
-                    found = count(method, size, root=root, domains=names, chosen=chosen)
+                    growth = count(method, size, root=root, domains=names, chosen=chosen)
                 except SystemExit as error:
                     failed[f"{size} {method}"] = str(error)
                     print(f"{size} {method} failed: {error}", flush=True)
                     continue
-                figures.setdefault(size, {})[method] = found
-                print(f"{size} {method}: {found['by_domain']['stored']:,} bytes by domain", flush=True)
+                figures.setdefault(size, {})[method] = growth
+                print(f"{size} {method}: {growth['by_domain']['stored']:,} bytes by domain", flush=True)
     print("\n".join(lines(figures, chosen.domains)))
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
     save("growth", {"options": settings, "subjects": figures, "failed": failed}, out=chosen.out)

@@ -45,12 +45,12 @@ class Timed(Callback):
     def time(self, owner: Any, name: str) -> None:
         call = getattr(owner, name)
 
-        def timed(*args: Any, **how: Any) -> Any:
-            began = time.perf_counter()
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start_time = time.perf_counter()
             try:
-                return call(*args, **how)
+                return call(*args, **kwargs)
             finally:
-                self.own += time.perf_counter() - began
+                self.own += time.perf_counter() - start_time
 
         object.__setattr__(owner, name, timed)
 
@@ -64,17 +64,20 @@ class Timed(Callback):
 
 def measure(cache: str, shape: list[str], *, clipped: bool, steps: int) -> dict[str, float]:
     clip = [] if clipped else ["trainer.gradient_clip_val=null"]
-    place = ground(cache, *shape, f"trainer.steps={steps}", *clip)
-    place.module.activate(0)
-    timed = Timed(place.module, clipped=clipped)
+    workload = ground(cache, *shape, f"trainer.steps={steps}", *clip)
+    workload.module.activate(0)
+    timed = Timed(workload.module, clipped=clipped)
     fitting = make_trainer(
-        place.machine.lightning_arguments(place.plan.trainer),
+        workload.machine.lightning_arguments(workload.plan.trainer),
         label="guard",
         steps=steps,
         callbacks=[timed.guard, timed],
     )
-    fitting.fit(place.module, datamodule=place.data)
-    shares = [own / whole for own, whole in zip(timed.guarding, timed.steps, strict=True)][steps // 5 :]
+    fitting.fit(workload.module, datamodule=workload.data)
+    shares = [
+        guard_seconds / step_seconds
+        for guard_seconds, step_seconds in zip(timed.guarding, timed.steps, strict=True)
+    ][steps // 5 :]
     return {
         "share": statistics.median(shares),
         "guard_ms": 1000 * statistics.median(timed.guarding),
@@ -85,15 +88,15 @@ def measure(cache: str, shape: list[str], *, clipped: bool, steps: int) -> dict[
 def main() -> None:
     parser = common_arguments(__doc__)
     parser.add_argument("--steps", type=int, default=50)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    found = {}
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    results = {}
     for name, shape in SHAPES.items():
         for clipped in (True, False):
             label = f"{name}, {'clipped' if clipped else 'not clipped'}"
-            found[label] = measure(given.cache, shape, clipped=clipped, steps=given.steps)
-            print(label, json.dumps(found[label]), flush=True)
-    Path(given.out or RESULTS / "guard.json").write_text(json.dumps(found, indent=1) + "\n")
+            results[label] = measure(options.cache, shape, clipped=clipped, steps=options.steps)
+            print(label, json.dumps(results[label]), flush=True)
+    Path(options.out or RESULTS / "guard.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -62,11 +62,11 @@ class Lane(Rhythm):
 
 def climb(beat: Beat, *, lane: Lane, overrides: Sequence[str], dense: bool) -> dict[str, int]:
     """A rung: the training of `python run.py method=ncl`; gives the bytes that it needs on the device."""
-    place = lane.ground(*overrides)
+    workload = lane.ground(*overrides)
     if dense:
-        place.module.losses = partial(dense_losses, place.module)
+        workload.module.losses = partial(dense_losses, workload.module)
     beat.enter()
-    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
     return held()
 
 
@@ -83,7 +83,10 @@ def held() -> dict[str, int]:
 def rungs(lane: Lane) -> dict[str, Subject]:
     """The subjects of a size."""
     masked = OBJECTIVES[lane.size.model] == "masked"
-    ladder = {name: partial(climb, lane=lane, overrides=each, dense=masked) for name, each in RUNGS.items()}
+    ladder = {
+        name: partial(climb, lane=lane, overrides=overrides, dense=masked)
+        for name, overrides in RUNGS.items()
+    }
     if masked:  # of a causal model every place is scored
         ladder[SPARSE] = partial(climb, lane=lane, overrides=RUNGS[FULL], dense=False)
     return ladder | {name: partial(ride, lane=lane, bf16=HF[name]) for name in lane.size.trainers}
@@ -91,9 +94,9 @@ def rungs(lane: Lane) -> dict[str, Subject]:
 
 def operations(lane: Lane, *, dense: bool) -> int:
     """Operations of a step, forward and backward, counted on one sample."""
-    place = lane.ground("trainer.batch_size=1", "trainer.accelerator=cpu")
-    batch = next(iter(place.loader()))
-    losses = partial(dense_losses, place.module) if dense else place.module.losses
+    workload = lane.ground("trainer.batch_size=1", "trainer.accelerator=cpu")
+    batch = next(iter(workload.loader()))
+    losses = partial(dense_losses, workload.module) if dense else workload.module.losses
     with OperationCounter() as counter:
         losses(batch)["lm"].backward()
     return counter.total * lane.batch
@@ -105,15 +108,17 @@ def describe(
     chunks, report = run["chunks"], run["reports"][name]
     steps = [step for chunk in chunks[name] for step in chunk["steps"]]
     wall = statistics.median(chunk["wall"] for chunk in chunks[name]) / lane.chunk
-    done = counts["executed" if name == SPARSE or OBJECTIVES[lane.size.model] == "causal" else "dense"]
+    num_operations = counts[
+        "executed" if name == SPARSE or OBJECTIVES[lane.size.model] == "causal" else "dense"
+    ]
     best = peaks.get("bf16-mixed", peaks["32-true"])
-    firsts, ours = ([chunk["wall"] for chunk in chunks[each]] for each in (FIRST, name))
+    firsts, ours = ([chunk["wall"] for chunk in chunks[subject]] for subject in (FIRST, name))
     return {
         "step_s": wall,
         "p50_s": float(np.percentile(steps, 50)),
         "p95_s": float(np.percentile(steps, 95)),
         "tokens_per_s": lane.batch * lane.size.length / wall,
-        "mfu_executed": done / wall / best,
+        "mfu_executed": num_operations / wall / best,
         "mfu_dense_equivalent": counts["dense"] / wall / best,
         "faster_than_first": paired(ours, firsts),
         "peak_device": report["peak_device"],

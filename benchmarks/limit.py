@@ -63,20 +63,20 @@ REST = "copies, sums, casts"
 
 def median_of(work: Callable[[], Any]) -> float:
     """Seconds that some work takes; the first time is not counted."""
-    taken = []
+    durations = []
     for _ in range(REPEATS + 1):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         work()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken[1:])
+        durations.append(time.perf_counter() - start_time)
+    return statistics.median(durations[1:])
 
 
 def peak_of(dtype: torch.dtype, *, side: int = SIDE, device: str = "cpu") -> float:
     """Operations per second of a large matrix product."""
-    one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / median_of(lambda: one @ other)
+    first_matrix, second_matrix = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / median_of(lambda: first_matrix @ second_matrix)
 
 
 def bandwidth(*, device: str = "cpu") -> float:
@@ -88,10 +88,10 @@ def bandwidth(*, device: str = "cpu") -> float:
 
 def operations(course: Course) -> int:
     """Floating-point operations of a step, forward and backward."""
-    place = course.ground()
-    batch = next(iter(place.loader()))
+    workload = course.ground()
+    batch = next(iter(workload.loader()))
     with OperationCounter() as counter:
-        place.module.losses(batch)["lm"].backward()
+        workload.module.losses(batch)["lm"].backward()
     return counter.total
 
 
@@ -122,61 +122,73 @@ class Clocked(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         for name, part in module.model.named_modules():
-            phase = next((each for each, names in FORWARD.items() if name.split(".")[-1] in names), None)
+            phase = next(
+                (forward_part for forward_part, names in FORWARD.items() if name.split(".")[-1] in names),
+                None,
+            )
             blocks = isinstance(part, torch.nn.ModuleList)  # they, and what has them, are called like parts
             blocks |= any(isinstance(child, torch.nn.ModuleList) for child in part.children())
             if phase is not None and not blocks:
                 part.register_forward_pre_hook(self.enter)
                 part.register_forward_hook(partial(self.leave, phase))
 
-    def enter(self, *given: Any) -> None:
+    def enter(self, *hook_arguments: Any) -> None:
         if not self.inside:
             self.since = time.perf_counter()
         self.inside += 1
 
-    def leave(self, phase: str, *given: Any) -> None:
+    def leave(self, phase: str, *hook_arguments: Any) -> None:
         self.inside -= 1
         if not self.inside:
-            now = time.perf_counter()
-            self.seconds[phase] += now - self.since
-            self.since = now
+            current_time = time.perf_counter()
+            self.seconds[phase] += current_time - self.since
+            self.since = current_time
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
         self.loss += time.perf_counter() - self.since  # the head was the last part
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        taken = trainer.profiler.recorded_durations
+        durations = trainer.profiler.recorded_durations
         for phase, key in LIGHTNING.items():
-            self.lightning[phase] = sum(sum(each) for name, each in taken.items() if name.endswith(key))
+            self.lightning[phase] = sum(
+                sum(seconds) for name, seconds in durations.items() if name.endswith(key)
+            )
 
 
 def phases(course: Course, *overrides: str) -> dict[str, float]:
     """The share of each phase in the time of cpt's steps, by the clock; `logging, loop` is what Lightning
     spends between them."""
-    place, clock = course.ground("+trainer.profiler=simple", *overrides), Clocked()
-    fit(place, place.data.domain, steps=place.steps, callbacks=[clock])
-    data, forward, backward, stepping, whole = (clock.lightning[name] for name in LIGHTNING)
+    workload, clock = course.ground("+trainer.profiler=simple", *overrides), Clocked()
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[clock])
+    data, forward, backward, stepping, total_seconds = (clock.lightning[name] for name in LIGHTNING)
     seconds = {"data": data, **clock.seconds, "loss": clock.loss}
     seconds["rest of the forward pass"] = forward - sum(clock.seconds.values()) - clock.loss
     seconds |= {"backward": backward, "optimizer, clipping": stepping - forward - backward}
-    seconds["logging, loop"] = whole - data - stepping
-    return {phase: taken / whole for phase, taken in seconds.items()}
+    seconds["logging, loop"] = total_seconds - data - stepping
+    return {phase: phase_seconds / total_seconds for phase, phase_seconds in seconds.items()}
 
 
 def kinds(course: Course, *overrides: str) -> dict[str, float]:
     """The share of each kind of operation in the time of cpt's steps; what no operation of torch takes is
     Python's."""
-    place, watched = course.ground(*overrides), Profiled(first=5)
-    fit(place, place.data.domain, steps=place.steps, callbacks=[watched])
+    workload, profiled = course.ground(*overrides), Profiled(first=5)
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[profiled])
     seconds = dict.fromkeys([*OPERATIONS, REST], 0.0)
-    for event in watched.profile.key_averages():
+    for event in profiled.profile.key_averages():
         name = event.key
         if not name.startswith(("aten::", "enumerate(")):
             continue
-        kind = next((each for each, keys in OPERATIONS.items() if any(key in name for key in keys)), REST)
+        kind = next(
+            (
+                operation_kind
+                for operation_kind, keys in OPERATIONS.items()
+                if any(key in name for key in keys)
+            ),
+            REST,
+        )
         seconds[kind] += event.self_cpu_time_total / 1e6
-    seconds["Python, Lightning"] = max(0.0, watched.wall - sum(seconds.values()))
-    return {kind: taken / watched.wall for kind, taken in seconds.items()}
+    seconds["Python, Lightning"] = max(0.0, profiled.wall - sum(seconds.values()))
+    return {kind: kind_seconds / profiled.wall for kind, kind_seconds in seconds.items()}
 
 
 def shown(results: Mapping[str, Any]) -> str:
@@ -188,8 +200,10 @@ def shown(results: Mapping[str, Any]) -> str:
         for name, each in results["subjects"].items()
     ]
     for split in ("phases", "operations_by_kind"):
-        for precision, found in results[split].items():
-            lines.append(f"{precision}: " + ", ".join(f"{name} {share:.1%}" for name, share in found.items()))
+        for precision, shares in results[split].items():
+            lines.append(
+                f"{precision}: " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+            )
     return "\n".join(lines)
 
 
@@ -228,8 +242,8 @@ def main() -> None:
             }
             for name, each in seconds.items()
         },
-        "phases": {name: phases(course, *given) for name, given in WAYS.items()},
-        "operations_by_kind": {name: kinds(course, *given) for name, given in WAYS.items()},
+        "phases": {name: phases(course, *overrides) for name, overrides in WAYS.items()},
+        "operations_by_kind": {name: kinds(course, *overrides) for name, overrides in WAYS.items()},
         "load": run["load"],
     }
     print(shown(results))

@@ -45,25 +45,27 @@ def split_corpora(corpora: Path, root: Path) -> None:
         lines = (corpora / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
         split = split_documents(map(json.loads, lines))
         for part, documents in split.items():
-            write_lines(root / domain / f"{part}.jsonl", [{"text": each["text"]} for each in documents])
+            write_lines(
+                root / domain / f"{part}.jsonl", [{"text": document["text"]} for document in documents]
+            )
         if domain == "debian":
-            counts = Counter(each["label"] for each in split["train"])
+            counts = Counter(document["label"] for document in split["train"])
             sections = {label for label, _ in counts.most_common(SECTIONS)}
             for part, file in {"train": "train", "valid": "dev", "test": "test"}.items():
-                examples = [each for each in split[part] if each["label"] in sections]
+                examples = [document for document in split[part] if document["label"] in sections]
                 write_lines(root / "endtasks" / domain / f"{file}.jsonl", examples)
 
 
 def split_documents(documents: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """90, 5 and 5 % of the documents whose second line is new, by a hash of it."""
     split: dict[str, list[dict[str, Any]]] = {"train": [], "valid": [], "test": []}
-    seen = set[int]()
+    digests = set[int]()
     for document in documents:
-        first, _, rest = document["text"].partition("\n")
-        place = key("linux_texts", (rest or first).strip().partition("\n")[0])
-        if place not in seen:
-            seen.add(place)
-            share = place % 100
+        first, _, body = document["text"].partition("\n")
+        digest = key("linux_texts", (body or first).strip().partition("\n")[0])
+        if digest not in digests:
+            digests.add(digest)
+            share = digest % 100
             split["test" if share < 5 else "valid" if share < 10 else "train"].append(document)
     return split
 

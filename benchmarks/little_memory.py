@@ -69,38 +69,45 @@ def is_told(words: str) -> bool:
     return line is not None and MEMORY.search(line) is not None
 
 
-def of_a_run(place: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+def of_a_run(folder: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
     """A run in which an allocation fails, or none does."""
-    given, run = [f"method={runs.shuffled(runs.METHODS, number)}", *runs.GIVEN], home / "run"
-    expected, (most, limit, field) = runs.whole(place, given), LIMITS[kind]
-    arguments, script, room = runs.command(place, run, *given), home / "limited.py", draw.randint(0, most)
+    overrides, run = [f"method={runs.shuffled(runs.METHODS, number)}", *runs.GIVEN], home / "run"
+    expected, (max_room, limit, field) = runs.whole(folder, overrides), LIMITS[kind]
+    arguments, script, room = (
+        runs.command(folder, run, *overrides),
+        home / "limited.py",
+        draw.randint(0, max_room),
+    )
     script.write_text(LIMITED.format(root=str(ROOT), room=room, limit=limit, field=field))
     process = runs.begin(arguments, run, script=script)
     wait_for(lambda: not process.is_alive() or OWN_WORDS.search(runs.said(run)))
     code, words = wait_for_exit(process, seconds=OWN_S), runs.said(run)
-    own = OWN_WORDS.search(words) is not None
-    told = {
-        "method": given[0],
+    has_own_words = OWN_WORDS.search(words) is not None
+    result = {
+        "method": overrides[0],
         "room_mib": room,
         "code": code,
-        "own_words": own,
+        "own_words": has_own_words,
         "line": runs.one_line(words),
     }
-    told |= runs.again(arguments, run, expected)
-    left = code == 0 or (code == 1 and is_told(words)) or (code != 0 and own)
-    return told | {"fine": left and told["same"], "last": words}
+    result |= runs.again(arguments, run, expected)
+    is_expected_end = code == 0 or (code == 1 and is_told(words)) or (code != 0 and has_own_words)
+    return result | {"fine": is_expected_end and result["same"], "last": words}
 
 
-def of_tokenization(place: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+def of_tokenization(folder: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
     """The largest of the processes that tokenize is killed."""
     for seed, (name, words) in enumerate(VOCABULARIES.items()):
-        path = place / "long" / name / "all.txt"
+        path = folder / "long" / name / "all.txt"
         if not path.exists():
             path.parent.mkdir(parents=True)
             path.write_text("\n".join(sentences(words, count=30_000, seed=seed)) + "\n")
     run, script = home / "run", home / "several.py"
-    given = [*runs.GIVEN, "data.preprocessing_num_workers=2", f"domains.root={place / 'long'}"]
-    expected, arguments = runs.whole(place, given), runs.command(place, run, *given, cache=home / "cache")
+    overrides = [*runs.GIVEN, "data.preprocessing_num_workers=2", f"domains.root={folder / 'long'}"]
+    expected, arguments = (
+        runs.whole(folder, overrides),
+        runs.command(folder, run, *overrides, cache=home / "cache"),
+    )
     script.write_text(SMALL_SHARDS)
     process = runs.begin(arguments, run, script=script)
 
@@ -109,41 +116,47 @@ def of_tokenization(place: Path, home: Path, number: int, draw: random.Random, k
 
     wait_for(lambda: workers() or not process.is_alive())
     process.join(draw.uniform(0, 1))
-    members, found = runs.family(process.pid), workers()
-    kill_largest(found)
+    members, worker_pids = runs.family(process.pid), workers()
+    kill_largest(worker_pids)
     code = wait_for_exit(process, seconds=runs.HANGS_S)
-    words, gone = runs.said(run), runs.have_left(members)
-    told = {"workers": len(found), "code": code, "gone": gone, "line": runs.one_line(words)}
-    told |= runs.again(arguments, run, expected)
-    left = code == 0 or (code == 1 and is_told(words))
-    return told | {"fine": bool(left and gone and told["same"] and found), "last": words}
+    words, have_ended = runs.said(run), runs.have_left(members)
+    result = {"workers": len(worker_pids), "code": code, "gone": have_ended, "line": runs.one_line(words)}
+    result |= runs.again(arguments, run, expected)
+    is_expected_end = code == 0 or (code == 1 and is_told(words))
+    return result | {
+        "fine": bool(is_expected_end and have_ended and result["same"] and worker_pids),
+        "last": words,
+    }
 
 
-def of_a_sweep(place: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+def of_a_sweep(folder: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
     """The largest job of a sweep is killed: the sweep says so, and fails."""
     methods = sorted({runs.shuffled(runs.METHODS, number + turn) for turn in (0, 5)})
-    arguments, log = runs.sweep_of(place, home, methods), home / "log"
+    arguments, log = runs.sweep_of(folder, home, methods), home / "log"
     process = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
     wait_for(lambda: len(runs.family(process.pid)) > 1 or not process.is_alive())
     process.join(draw.uniform(0.5, 8))
     jobs = runs.family(process.pid)[1:]
     kill_largest(jobs)
-    code, gone = wait_for_exit(process), runs.have_left(jobs)
+    code, have_ended = wait_for_exit(process), runs.have_left(jobs)
     words = log.read_text(errors="replace")
-    then = wait_for_exit(start_script(ROOT / "run.py", *arguments, cwd=home, log=log))
-    told = {"methods": methods, "jobs": len(jobs), "code": code, "gone": gone, "then": then}
-    told["unlike"] = runs.unlike(place, home, methods)
-    failed = (code == 1 and "memory" in words) or not jobs
-    return told | {"fine": failed and gone and then == 0 and not told["unlike"], "last": words}
+    rerun_code = wait_for_exit(start_script(ROOT / "run.py", *arguments, cwd=home, log=log))
+    result = {"methods": methods, "jobs": len(jobs), "code": code, "gone": have_ended, "then": rerun_code}
+    result["unlike"] = runs.unlike(folder, home, methods)
+    is_failed = (code == 1 and "memory" in words) or not jobs
+    return result | {
+        "fine": is_failed and have_ended and rerun_code == 0 and not result["unlike"],
+        "last": words,
+    }
 
 
-def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    kind, home = KINDS[number % len(KINDS)], place / f"memory-{number}"
+def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    kind, home = KINDS[number % len(KINDS)], folder / f"memory-{number}"
     home.mkdir()
     of = {"tokenising": of_tokenization, "sweep": of_a_sweep}.get(kind, of_a_run)
-    told = {"kind": kind} | of(place, home, number, draw, kind)
+    result = {"kind": kind} | of(folder, home, number, draw, kind)
     shutil.rmtree(home)
-    return told | {"last": "" if told["fine"] else told["last"][-1500:]}
+    return result | {"last": "" if result["fine"] else result["last"][-1500:]}
 
 
 def main() -> int:
@@ -152,19 +165,19 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "memory.json")
-    given, found, began = parser.parse_args(), [], time.monotonic()
+    options, results, start_time = parser.parse_args(), [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        numbers = range(given.first, given.first + given.trials)
-        for each in run_trials(trial, Path(folder), numbers, seed=given.seed):
-            found.append(each)
-            print(json.dumps(each), flush=True)
-        fine, seconds = sum(each["fine"] for each in found), round(time.monotonic() - began)
-        told = {"campaign": "memory", "asked": given.trials, "seed": given.seed, "made": len(found)}
-        told |= {"fine": fine, "seconds": seconds, "trials": found}
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(told, indent=1).replace(f"{folder}/", "") + "\n")
-    print(f"memory: {fine} of {len(found)} fine, {seconds} s")
-    return int(fine < len(found))
+        numbers = range(options.first, options.first + options.trials)
+        for result in run_trials(trial, Path(folder), numbers, seed=options.seed):
+            results.append(result)
+            print(json.dumps(result), flush=True)
+        fine, seconds = sum(result["fine"] for result in results), round(time.monotonic() - start_time)
+        report = {"campaign": "memory", "asked": options.trials, "seed": options.seed, "made": len(results)}
+        report |= {"fine": fine, "seconds": seconds, "trials": results}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1).replace(f"{folder}/", "") + "\n")
+    print(f"memory: {fine} of {len(results)} fine, {seconds} s")
+    return int(fine < len(results))
 
 
 if __name__ == "__main__":

@@ -42,23 +42,23 @@ def write_domains(root: Path, count: int) -> None:
 def mean_costs(sights: list[Sight]) -> dict[str, float]:
     """Seconds of the processor by domain, a mean over the early and the late half of the domains; the first
     ten and the last, which the whole matrix is scored after, left out."""
-    own = [each for each in sights if FEW < each.row < sights[-1].row]
-    first, middle, last = own[0], own[len(own) // 2], own[-1]
+    counted_sights = [sight for sight in sights if FEW < sight.row < sights[-1].row]
+    first, middle, last = counted_sights[0], counted_sights[len(counted_sights) // 2], counted_sights[-1]
     pairs = ((first, middle), (middle, last))
     early, late = ((end.processor - begin.processor) / max(1, end.row - begin.row) for begin, end in pairs)
     return {"early": early, "late": late, "ratio": late / early}
 
 
-def measure(place: Path, method: str, domains: int) -> dict[str, Any]:
+def measure(folder: Path, method: str, domains: int) -> dict[str, Any]:
     """A run of one method."""
-    write_domains(place / "texts", domains)
-    places = [f"domains.root={place / 'texts'}", f"cache_dir={place / 'cache'}"]
-    sights = watch(place / "run", [*places, *SMALL, *GIVEN, f"method={method}"])
+    write_domains(folder / "texts", domains)
+    paths = [f"domains.root={folder / 'texts'}", f"cache_dir={folder / 'cache'}"]
+    sights = watch(folder / "run", [*paths, *SMALL, *GIVEN, f"method={method}"])
     ends = compare_ends(sights) | {"mean": mean_costs(sights)}
-    twentieth = min(sights, key=lambda each: abs(each.row - 2 * FEW))
+    twentieth = min(sights, key=lambda sight: abs(sight.row - 2 * FEW))
     disk = (sights[-1].disk - twentieth.disk) / max(1, sights[-1].row - twentieth.row)
-    found = {"method": method, "domains": domains, "ends": ends, "disk_per_domain": disk}
-    return found | {"flat": all(ends[name]["ratio"] <= MOST for name in FLAT)}
+    results = {"method": method, "domains": domains, "ends": ends, "disk_per_domain": disk}
+    return results | {"flat": all(ends[name]["ratio"] <= MOST for name in FLAT)}
 
 
 def main() -> int:
@@ -66,16 +66,16 @@ def main() -> int:
     parser.add_argument("--domains", type=int, default=1000)
     parser.add_argument("--methods", nargs="+", default=["ncl"])
     parser.add_argument("--out", type=Path, default=RESULTS / "long.json")
-    given = parser.parse_args()
-    found = []
-    for method in given.methods:
+    options = parser.parse_args()
+    results = []
+    for method in options.methods:
         with tempfile.TemporaryDirectory() as folder:
-            found.append(measure(Path(folder), method, given.domains))
-        for name, each in found[-1]["ends"].items():
+            results.append(measure(Path(folder), method, options.domains))
+        for name, each in results[-1]["ends"].items():
             print(f"{method:10}{name:10}{each['early']:>16,.3f}{each['late']:>16,.3f}{each['ratio']:>8.3f}")
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps({"campaign": "long", "runs": found}, indent=1) + "\n")
-    return 0 if all(each["flat"] for each in found) else 1
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"campaign": "long", "runs": results}, indent=1) + "\n")
+    return 0 if all(each["flat"] for each in results) else 1
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def find_similar(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 def name_orders(orders: Sequence[Sequence[str]]) -> list[str]:
     similar = find_similar(map(tuple, orders))
-    return ["similar" if tuple(each) == similar else "random" for each in orders]
+    return ["similar" if tuple(order) == similar else "random" for order in orders]
 
 
 def losses(run: MeasuredRun, row: str) -> dict[str, float]:
@@ -81,8 +81,10 @@ def main() -> None:
 
 
 def parts(section: RunSection) -> Iterator[str]:
-    told = [order_of(run) for run in section.runs if run.scores.similarity]  # not of published ones
-    similar = find_similar(told or map(order_of, section.runs))
+    recorded_orders = [
+        order_of(run) for run in section.runs if run.scores.similarity
+    ]  # not of published ones
+    similar = find_similar(recorded_orders or map(order_of, section.runs))
     groups = {group.name: Studied(group, similar) for group in section.groups}
     (study.IMAGES / PICTURE).write_bytes(draw_places(groups))
     first = section.runs[0].scores
@@ -102,18 +104,18 @@ def tabulate_findings(groups: Mapping[str, Studied]) -> Block:
 
     Fields of one run share its weights and are no independent pairs. The unit is therefore a run, with the
     mean over its fields; of so few runs there is no test, but the range."""
-    ncl, one = groups["ncl"], groups["one"]
+    ncl, individual = groups["ncl"], groups["one"]
     cells = [
         tabulate_finding(
             "sequential training beats individual training on each domain (CPT below FT)",
             mean_by_run(ncl, "own"),
-            mean_by_run(one, "own"),
+            mean_by_run(individual, "own"),
             direction=-1,
         ),
         tabulate_finding(
             "individual training beats the base model (FT below ZS)",
-            mean_by_run(one, "own"),
-            mean_by_run(one, "base"),
+            mean_by_run(individual, "own"),
+            mean_by_run(individual, "base"),
             direction=-1,
         ),
         tabulate_finding(
@@ -130,9 +132,9 @@ def tabulate_findings(groups: Mapping[str, Studied]) -> Block:
         ),
     ]
     for order in ORDERS:
-        later, earlier = forgotten_by_half(ncl.runs(order))
+        second_half, first_half = forgotten_by_half(ncl.runs(order))
         text = f"later checkpoints forget more of the previous eight domains, {order} order"
-        cells.append(tabulate_finding(text, later, earlier, direction=1))
+        cells.append(tabulate_finding(text, second_half, first_half, direction=1))
     head = ["claim", "difference, mean over runs", "lowest and highest run", "runs in the claimed direction"]
     return Block(title="Published claims", head=head, cells=cells, num_word_columns=2)
 
@@ -178,8 +180,8 @@ def mean_by_field(studied: Studied, order: str, row: str) -> dict[Hashable, floa
 def forgotten_by_half(runs: Sequence[MeasuredRun]) -> tuple[dict[Hashable, float], dict[Hashable, float]]:
     """Forgetting, nats, of the domains before a stage that were measured then: means over the stages in the
     second half of the order, and over those in the first, by seed."""
-    later: dict[Hashable, float] = {}
-    earlier: dict[Hashable, float] = {}
+    second_half: dict[Hashable, float] = {}
+    first_half: dict[Hashable, float] = {}
     for run in runs:
         scores, just_learned = run.scores, list(run.scores.diagonal.values())
         forgetting = []
@@ -189,9 +191,9 @@ def forgotten_by_half(runs: Sequence[MeasuredRun]) -> tuple[dict[Hashable, float
                 forgetting.append(float(np.nanmean(losses_before - just_learned[: row - 1])))
 
         middle = -(-len(forgetting) // 2)
-        earlier[run.pair[1]] = float(np.mean(forgetting[:middle]))
-        later[run.pair[1]] = float(np.mean(forgetting[middle:]))
-    return later, earlier
+        first_half[run.pair[1]] = float(np.mean(forgetting[:middle]))
+        second_half[run.pair[1]] = float(np.mean(forgetting[middle:]))
+    return second_half, first_half
 
 
 def tabulate_levels(groups: Mapping[str, Studied]) -> Block:
@@ -199,15 +201,15 @@ def tabulate_levels(groups: Mapping[str, Studied]) -> Block:
     cells = []
     for (name, studied), order in product(groups.items(), ORDERS):
         if runs := studied.runs(order):
-            told = [[run.scores.metrics.get(metric) for run in runs] for metric in SHOWN]
-            cells.append([name, order, *map(show_metric, told)])
+            metrics = [[run.scores.metrics.get(metric) for run in runs] for metric in SHOWN]
+            cells.append([name, order, *map(show_metric, metrics)])
     head = ["method", "order", "just trained", "final", "forgetting", "general text"]
     return Block(title="Losses in nats: mean over domains", head=head, cells=cells, num_word_columns=2)
 
 
-def show_metric(found: Sequence[Mapping | None]) -> str:
-    known = [each["nats"] for each in found if each is not None and each["nats"] is not None]
-    return f"{np.mean(known):.3f}" if len(known) == len(found) else "–"
+def show_metric(metrics: Sequence[Mapping | None]) -> str:
+    values = [metric["nats"] for metric in metrics if metric is not None and metric["nats"] is not None]
+    return f"{np.mean(values):.3f}" if len(values) == len(metrics) else "–"
 
 
 def tabulate_orders(groups: Mapping[str, Studied]) -> Block:
@@ -228,30 +230,31 @@ def draw_places(groups: Mapping[str, Studied]) -> bytes:
     """How much of each domain is forgotten at the end, by its place in the order."""
     drawn = make_figure((11, 4.2))
     for axes, order in zip(drawn.subplots(1, 2, sharey=True), ORDERS, strict=True):
-        for place, (name, studied) in enumerate(groups.items()):
+        for number, (name, studied) in enumerate(groups.items()):
             runs = [] if studied.group.trains_from_base else studied.runs(order)
             if runs:
                 lost = np.mean([list(forgotten(run).values()) for run in runs], axis=0)
                 line = np.convolve(lost, np.ones(SMOOTHED) / SMOOTHED, mode="valid")
                 axes.plot(np.arange(len(line)) + SMOOTHED // 2 + 1, line, label=literal(name, width=30),
-                          color=series_style(place).colour, linestyle=series_style(place).dashes)  # fmt: skip
+                          color=series_style(number).colour,
+                          linestyle=series_style(number).dashes)  # fmt: skip
         axes.axhline(0, color="0.6", linewidth=0.8)
         axes.set(title=f"{order} order", xlabel=f"position in the order (moving mean of {SMOOTHED})")
     axes.figure.axes[0].set_ylabel("final forgetting, nats")
     handles = {
         name: line
-        for each in drawn.axes
-        for line, name in zip(*each.get_legend_handles_labels(), strict=True)
+        for panel in drawn.axes
+        for line, name in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     axes.legend(handles.values(), handles, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    told = "; ".join(f"{name}: {np.mean(mean_lost(studied)):+.3f} nats" for name, studied in groups.items())
-    return make_png(drawn, description=f"Final forgetting by position in the order. Means: {told}")
+    means = "; ".join(f"{name}: {np.mean(mean_lost(studied)):+.3f} nats" for name, studied in groups.items())
+    return make_png(drawn, description=f"Final forgetting by position in the order. Means: {means}")
 
 
 def forgotten(run: MeasuredRun) -> dict[str, float]:
     """What the last model has lost on each domain since it was learned."""
-    own = losses(run, "own")
-    return {name: loss - own[name] for name, loss in losses(run, "last").items()}
+    just_learned = losses(run, "own")
+    return {name: loss - just_learned[name] for name, loss in losses(run, "last").items()}
 
 
 def mean_lost(studied: Studied) -> list[float]:

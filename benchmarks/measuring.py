@@ -39,10 +39,10 @@ def foreign_cores(*, seconds: float = 1.0) -> float:
 def wait_until_quiet(patience: float) -> float:
     """Waits until other processes leave the machine alone, at most `patience` seconds; gives the seconds
     waited."""
-    began = time.monotonic()
-    while time.monotonic() - began < patience and foreign_cores() > QUIET_CORES:
+    start_time = time.monotonic()
+    while time.monotonic() - start_time < patience and foreign_cores() > QUIET_CORES:
         time.sleep(1.0)
-    return time.monotonic() - began
+    return time.monotonic() - start_time
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
@@ -103,5 +103,5 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, Mapping):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: rounded(element) for name, element in value.items()}
+    return [rounded(element) for element in value] if isinstance(value, list | tuple) else value

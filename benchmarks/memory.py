@@ -76,40 +76,40 @@ def measure(method: str, size: str, *, chosen: argparse.Namespace) -> dict[str, 
     """Bytes that a run was said to need, and needed."""
     with tempfile.TemporaryDirectory() as folder:
         model = chosen.model or make_model(size, Path(chosen.cache))
-        given = [
+        overrides = [
             *(f"model={CHOICES.get(size, 'hf')}", f"model.name_or_path={model}"),
             *(*ALWAYS, f"method={method}", f"trainer.steps={chosen.steps}", f"cache_dir={chosen.cache}"),
             *chosen.config,
         ]
         run = Path(folder) / "run"
-        said = json.loads(start(given, run, "plan=json", threads=chosen.threads))
-        start(given, run, threads=chosen.threads)
+        plan = json.loads(start(overrides, run, "plan=json", threads=chosen.threads))
+        start(overrides, run, threads=chosen.threads)
         scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
-    needed, memory = max(scores["memory"]), said["memory"]["last"]
+    needed_bytes, planned_memory = max(scores["memory"]), plan["memory"]["last"]
     return {
-        "said": memory["peak"],
-        "needed": needed,
-        "ratio": memory["peak"] / needed,
-        "of_learning": {"first": said["memory"]["first"], "last": memory},
+        "said": planned_memory["peak"],
+        "needed": needed_bytes,
+        "ratio": planned_memory["peak"] / needed_bytes,
+        "of_learning": {"first": plan["memory"]["first"], "last": planned_memory},
         "by_stage": scores["memory"],
-        "stored": {"said": said["stages"][-1].get("stored"), "measured": scores["stored"][-1]},
-        "seconds": {"said": said["seconds"], "measured": scores["phases"]},
+        "stored": {"said": plan["stages"][-1].get("stored"), "measured": scores["stored"][-1]},
+        "seconds": {"said": plan["seconds"], "measured": scores["phases"]},
     }
 
 
-def start(given: list[str], folder: Path, *more: str, threads: int) -> str:
+def start(overrides: list[str], folder: Path, *extra_overrides: str, threads: int) -> str:
     """The output of a run in a process of its own; raises CalledProcessError where it fails."""
-    command = [sys.executable, str(ROOT / "run.py"), *given, *more, f"hydra.run.dir={folder}"]
+    command = [sys.executable, str(ROOT / "run.py"), *overrides, *extra_overrides, f"hydra.run.dir={folder}"]
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    if ended.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
-    return ended.stdout
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{process.stdout[-2000:]}{process.stderr[-2000:]}")
+    return process.stdout
 
 
-def line(size: str, method: str, found: dict[str, Any]) -> str:
-    mib = [f"{found[name] / 2**20:,.0f}" for name in ("said", "needed")]
-    return ROW.format(size, method, *mib, f"{found['ratio']:.3f}", verdict(found["ratio"]))
+def line(size: str, method: str, figures: dict[str, Any]) -> str:
+    mib = [f"{figures[name] / 2**20:,.0f}" for name in ("said", "needed")]
+    return ROW.format(size, method, *mib, f"{figures['ratio']:.3f}", verdict(figures["ratio"]))
 
 
 def verdict(ratio: float) -> str:
@@ -140,13 +140,13 @@ def main() -> None:
     failed: dict[str, str] = {}
     for size, method in itertools.product(chosen.sizes, chosen.methods):
         try:
-            found = measure(method, size, chosen=chosen)
+            results = measure(method, size, chosen=chosen)
         except SystemExit as error:
             failed[f"{size} {method}"] = str(error)
             print(f"{size} {method} failed: {error}", flush=True)
         else:
-            figures.setdefault(size, {})[method] = found
-            print(line(size, method, found), flush=True)
+            figures.setdefault(size, {})[method] = results
+            print(line(size, method, results), flush=True)
         save("memory", {"options": settings, "subjects": figures, "failed": failed}, out=chosen.out)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

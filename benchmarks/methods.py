@@ -52,8 +52,8 @@ class Sequel(Rhythm):
     model: str = "roberta"  # of ground.SHAPES
 
     def ground(self, overrides: list[str]) -> Ground:
-        given = (accelerator(self.device), f"trainer.steps={self.steps}", *self.shape, *overrides)
-        return ground(self.cache, *given, shape=self.model)
+        all_overrides = (accelerator(self.device), f"trainer.steps={self.steps}", *self.shape, *overrides)
+        return ground(self.cache, *all_overrides, shape=self.model)
 
 
 class StepMemory(Callback):
@@ -73,16 +73,16 @@ class StepMemory(Callback):
 
 def perform(beat: Beat, *, course: Sequel, overrides: list[str], dense: bool) -> dict[str, Any]:
     """The part of one subject; gives what its method keeps and needs."""
-    place = course.ground(overrides)
+    workload = course.ground(overrides)
     if dense:
-        place.module.losses = partial(dense_losses, place.module)
-    first, second = place.data
+        workload.module.losses = partial(dense_losses, workload.module)
+    first, second = workload.data
     beat.enter()
-    fit(place, first, steps=course.first)
+    fit(workload, first, steps=course.first)
     memory = StepMemory()
-    fit(place, second, steps=course.steps, callbacks=[memory, Pulse(beat)])
-    most = max(memory.before, memory.peak, peak())
-    return {**needs(place.module), "peak": most, "peak_of_steps": memory.peak}
+    fit(workload, second, steps=course.steps, callbacks=[memory, Pulse(beat)])
+    peak_bytes = max(memory.before, memory.peak, peak())
+    return {**needs(workload.module), "peak": peak_bytes, "peak_of_steps": memory.peak}
 
 
 def dense_losses(module: ContinualMethod, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -92,11 +92,11 @@ def dense_losses(module: ContinualMethod, batch: Mapping[str, torch.Tensor]) -> 
 
 def needs(module: ContinualMethod) -> dict[str, int]:
     """Bytes beyond the model that are saved, and that are held; trained parameters; peak bytes on a GPU."""
-    held = extra(dict(module.named_buffers()))
+    buffers = extra(dict(module.named_buffers()))
     on_device = {"peak_device": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}
     return {
         "state": stored_bytes(module.state_dict(), own_names(module.model)),
-        "held": sum(held.values()),
+        "held": sum(buffers.values()),
         "trainable": trained_parameters(module),
         **on_device,
     }
@@ -104,7 +104,9 @@ def needs(module: ContinualMethod) -> dict[str, int]:
 
 def extra(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
     """Bytes of what is not the model's by where they are: what has two names is kept once."""
-    return {each.data_ptr(): each.nbytes for name, each in tensors.items() if not name.startswith("model.")}
+    return {
+        tensor.data_ptr(): tensor.nbytes for name, tensor in tensors.items() if not name.startswith("model.")
+    }
 
 
 def peak() -> int:
@@ -118,7 +120,7 @@ def subjects() -> dict[str, list[str]]:
     """The config of every subject by its name: each method there is, and the variants of these."""
     names = sorted(path.stem for path in (CONF / "method").glob("*.yaml") if path.stem not in EXCLUDED)
     methods = {name: [f"method={name}"] for name in (NCL, *(name for name in names if name != NCL))}
-    return methods | {name: each for name, each in VARIANTS.items() if all(map(exists, each))}
+    return methods | {name: overrides for name, overrides in VARIANTS.items() if all(map(exists, overrides))}
 
 
 def exists(override: str) -> bool:
@@ -131,16 +133,19 @@ def exists(override: str) -> bool:
 def groups(names: list[str], *, together: int) -> Iterator[list[str]]:
     """The subjects in groups of at most so many and much the same size, the references in each."""
     references = [name for name in (NCL, DENSE) if name in names]
-    others = [name for name in names if name not in references]
-    count = max(1, math.ceil(len(others) / (together - len(references))))
-    return ([*references, *others[start::count]] for start in range(count))
+    compared_names = [name for name in names if name not in references]
+    count = max(1, math.ceil(len(compared_names) / (together - len(references))))
+    return ([*references, *compared_names[start::count]] for start in range(count))
 
 
 def group_figures(run: Mapping[str, Any], *, chunk: int) -> dict[str, dict[str, Any]]:
     """The figures of every subject of a group, of the undisturbed rounds."""
     chunks, reports = run["chunks"], run["reports"]
     rounds = undisturbed(chunks)
-    seconds = {name: statistics.median(each) / chunk for name, each in times(chunks, rounds, "wall").items()}
+    seconds = {
+        name: statistics.median(durations) / chunk
+        for name, durations in times(chunks, rounds, "wall").items()
+    }
     return {
         name: {
             "step_s": seconds[name],
@@ -159,13 +164,17 @@ def ratios(chunks: Chunks, rounds: list[int], name: str) -> dict[str, dict[str, 
     """A subject's time over that of each reference, by wall and by processor time."""
     wall, cpu = (times(chunks, rounds, kind) for kind in ("wall", "cpu"))
     over = {"over_ncl": (wall, NCL), "over_dense": (wall, DENSE), "over_ncl_by_cpu_time": (cpu, NCL)}
-    return {key: paired(each[ref], each[name]) for key, (each, ref) in over.items() if ref in each}
+    return {
+        key: paired(subject_times[ref], subject_times[name])
+        for key, (subject_times, ref) in over.items()
+        if ref in subject_times
+    }
 
 
 def shown(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """The table; memory in MiB."""
     lines = [ROW.format("subject", "ms/step", "over ncl", "", "target", "", *HEADINGS)]
-    return "\n".join([*lines, *(row(name, each) for name, each in figures.items())])
+    return "\n".join([*lines, *(row(name, subject_figures) for name, subject_figures in figures.items())])
 
 
 def row(name: str, figures: Mapping[str, Any]) -> str:
@@ -212,12 +221,12 @@ def options(names: list[str]) -> argparse.Namespace:
 def parts(course: Sequel, chosen: list[str]) -> dict[str, Subject]:
     """What every chosen subject's process does. Each is tried as far as its first step: an error ends the
     benchmark here, and the cache is filled."""
-    configs = {name: each for name, each in subjects().items() if name in (NCL, *chosen)}
+    configs = {name: config for name, config in subjects().items() if name in (NCL, *chosen)}
     for overrides in configs.values():
         course.ground(overrides)
     return {
-        name: partial(perform, course=course, overrides=each, dense=name == DENSE)
-        for name, each in configs.items()
+        name: partial(perform, course=course, overrides=config, dense=name == DENSE)
+        for name, config in configs.items()
     }
 
 
@@ -225,8 +234,14 @@ def main() -> None:
     chosen = options(list(subjects()))
     prepare(chosen.threads)
     shared = {name: getattr(chosen, name) for name in ("cache", "threads", "first", "device")}
-    given = ["model=hf", f"model.name_or_path={chosen.model}", "model.pretraining.head_steps=0"]
-    shape = (*SHAPE, *chosen.config) if chosen.model is None else (*given, *COMMON, *chosen.config)
+    checkpoint_overrides = [
+        "model=hf",
+        f"model.name_or_path={chosen.model}",
+        "model.pretraining.head_steps=0",
+    ]
+    shape = (
+        (*SHAPE, *chosen.config) if chosen.model is None else (*checkpoint_overrides, *COMMON, *chosen.config)
+    )
     model = "roberta" if chosen.model is None else "given"
     course = Sequel(**shared, rounds=chosen.repeats, chunk=chosen.steps, shape=shape, model=model)
     work = parts(course, chosen.methods)

@@ -17,27 +17,31 @@ from tests.conftest import SMALL  # noqa: E402
 from tests.support.wrong_options import AT_ONCE, ON_THE_MODEL  # noqa: E402
 
 
-def seconds(given: str, folder: str, *, size: list[str]) -> float:
+def seconds(text: str, folder: str, *, size: list[str]) -> float:
     """Until a start with these overrides has ended, in one line."""
-    overrides = [given] if "{" in given else [each.replace("=(", "='('") for each in given.split()]
+    overrides = [text] if "{" in text else [override.replace("=(", "='('") for override in text.split()]
     command = [sys.executable, str(ROOT / "run.py"), *size, *overrides]
-    began = time.perf_counter()
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    took = time.perf_counter() - began
-    assert ended.returncode and len(ended.stderr.splitlines()) == 1, (given, ended.stderr)
-    return took
+    start_time = time.perf_counter()
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    duration = time.perf_counter() - start_time
+    assert process.returncode and len(process.stderr.splitlines()) == 1, (text, process.stderr)
+    return duration
 
 
 def main() -> None:
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, table, size in (("at_once", AT_ONCE, []), ("on_the_model", ON_THE_MODEL, SMALL)):
-            took = {given: seconds(given, folder, size=size) for given in table}
-            slowest = max(took, key=took.get)
-            figures = {"count": len(took), "median": median(took.values()), "most": took[slowest]}
-            found[name] = figures | {"slowest": slowest}
-            print(name, found[name])
-    save("options", found, out=None)
+            durations = {text: seconds(text, folder, size=size) for text in table}
+            slowest = max(durations, key=durations.get)
+            figures = {
+                "count": len(durations),
+                "median": median(durations.values()),
+                "most": durations[slowest],
+            }
+            results[name] = figures | {"slowest": slowest}
+            print(name, results[name])
+    save("options", results, out=None)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Subject:
 
     def step(self) -> dict[str, float]:
         """Makes the next step; gives its seconds, its loss, and the places that the model was run on."""
-        wall, cpu, all_cores = time.perf_counter(), time.process_time(), busy()
+        wall, cpu, busy_before = time.perf_counter(), time.process_time(), busy()
         batch = self.stream[self.number % len(self.stream)]
         loss = self.made.module.losses(batch)["lm"]
         loss.backward()
@@ -49,23 +49,23 @@ class Subject:
         self.optimizer.zero_grad()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         self.number += 1
-        present = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        attention_mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         return {
             "wall": wall,
-            "foreign_cores": (busy() - all_cores - cpu) / wall,
+            "foreign_cores": (busy() - busy_before - cpu) / wall,
             "loss": loss.item(),
-            "tokens": int(present.sum()),
+            "tokens": int(attention_mask.sum()),
             "places": batch.get("layout", batch["input_ids"]).numel(),
         }
 
 
 def play(subjects: dict[str, Subject], steps: int) -> dict[str, list[dict[str, float]]]:
     """The steps of each, in turns; the first two are not counted."""
-    made: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
+    records: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
     for turn in range(steps + 2):
         for name in rotated(list(subjects), turn):
-            made[name].append(subjects[name].step())
-    return {name: each[2:] for name, each in made.items()}
+            records[name].append(subjects[name].step())
+    return {name: subject_records[2:] for name, subject_records in records.items()}
 
 
 def summary(steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def summary(steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     def column(packing: str, name: str) -> list[float]:
         return [each[name] for each in steps[packing]]
 
-    def rate(packing: str, below: str) -> float:
-        return sum(column(packing, "tokens")) / sum(column(packing, below))
+    def rate(packing: str, denominator: str) -> float:
+        return sum(column(packing, "tokens")) / sum(column(packing, denominator))
 
     per_token = [[each["wall"] / each["tokens"] for each in made] for made in steps.values()]
     same = column("document_mask", "tokens") == column(next(iter(steps)), "tokens")
@@ -104,16 +104,16 @@ def make_subjects(chosen: argparse.Namespace, extra: Sequence[str]) -> dict[str,
     }
 
 
-def draw_documents(root: Path, folder: Path, names: Sequence[str], most: int) -> None:
+def draw_documents(root: Path, folder: Path, names: Sequence[str], max_documents: int) -> None:
     """Writes the documents of some domains, and of the general text, into a folder as domains=das6 has it: of
     each file so many at most, evenly."""
-    for name in (*(f"corpora/{each}" for each in names), "general"):
+    for name in (*(f"corpora/{domain}" for domain in names), "general"):
         for file in sorted((root / name).glob("*.jsonl.gz")):
             with gzip.open(file, "rt") as lines:
                 documents = list(lines)
-            own = folder / name / file.name.removesuffix(".gz")
-            own.parent.mkdir(parents=True, exist_ok=True)
-            own.write_text("".join(documents[:: -(-len(documents) // most)]))
+            target = folder / name / file.name.removesuffix(".gz")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text("".join(documents[:: -(-len(documents) // max_documents)]))
 
 
 def make_readers(chosen: argparse.Namespace, names: Sequence[str], folder: Path) -> dict[str, Subject]:
@@ -157,8 +157,8 @@ def main() -> None:
         steps = play(subjects, chosen.steps)
         results[name] = summary(steps) | {"steps": steps}
         print(name, {key: value for key, value in results[name].items() if key != "steps"})
-    places = ("cache", "out", "root", "documents")
-    settings = {name: value for name, value in vars(chosen).items() if name not in places}
+    unrecorded = ("cache", "out", "root", "documents")
+    settings = {name: value for name, value in vars(chosen).items() if name not in unrecorded}
     save(
         "packing_documents" if chosen.documents else "packing",
         {"options": settings, "mixtures": results},

@@ -46,31 +46,39 @@ ROWS: dict[str, dict[str, list[str]]] = {  # what protects: by what it acts on
 HEAD = ["what protects", "of a random movement", "gradient", "update", "frozen", "a penalty"]
 
 
-def learn(given: Sequence[str], *, steps: int, folder: Path, threads: int) -> list[list[float]]:
+def learn(overrides: Sequence[str], *, steps: int, folder: Path, threads: int) -> list[list[float]]:
     """The leaks of a run's rows."""
     line = [
         *(sys.executable, "run.py", "experiment=smoke", "order=[sympy,networkx]", f"trainer.steps={steps}"),
-        *("eval.max_tokens=1000", "optim.weight_decay=0.1", "logger=none", *given, f"hydra.run.dir={folder}"),
+        *(
+            "eval.max_tokens=1000",
+            "optim.weight_decay=0.1",
+            "logger=none",
+            *overrides,
+            f"hydra.run.dir={folder}",
+        ),
     ]
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
-    if ended.returncode:
-        raise SystemExit(f"{' '.join(line)}\n{ended.stderr[-2000:]}")
+    process = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(line)}\n{process.stderr[-2000:]}")
     return json.loads((folder / "scores.json").read_text(encoding="utf-8"))["protected_movement"]
 
 
-def tabulate(found: Mapping[str, Mapping[str, list[float]]]) -> Iterator[str]:
+def tabulate(movements: Mapping[str, Mapping[str, list[float]]]) -> Iterator[str]:
     yield f"| {' | '.join(HEAD)} |"
     yield f"| :-- |{' --: |' * (len(HEAD) - 1)}"
-    for name, ways in found.items():
-        random = next(iter(ways.values()))[1]
-        cells = [f"{ways[way][0]:.1e}" if way in ways else "" for way in HEAD[2:]]
+    for name, leaks in movements.items():
+        random = next(iter(leaks.values()))[1]
+        cells = [f"{leaks[target][0]:.1e}" if target in leaks else "" for target in HEAD[2:]]
         yield f"| {name} | {random:.3f} | {' | '.join(cells)} |"
 
 
 def write_page(lines: Iterator[str]) -> None:
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.split(END)[1]}", "utf-8")
+    before, remainder = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(
+        f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{remainder.split(END)[1]}", "utf-8"
+    )
 
 
 def main() -> None:
@@ -79,15 +87,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
     chosen = parser.parse_args()
-    found: dict[str, dict[str, Any]] = {}
-    for name, ways in ROWS.items():
-        for way, given in ways.items():
+    movements: dict[str, dict[str, Any]] = {}
+    for name, variants in ROWS.items():
+        for target, overrides in variants.items():
             with tempfile.TemporaryDirectory() as folder:
-                leaks = learn(given, steps=chosen.steps, folder=Path(folder) / "run", threads=chosen.threads)
-            found.setdefault(name, {})[way] = leaks[-1]
-            print(f"{name}, {way}: {leaks[-1]}", flush=True)
-    write_page(tabulate(found))
-    save("protection", {"options": {"steps": chosen.steps}, "leaks": found}, out=chosen.out)
+                leaks = learn(
+                    overrides, steps=chosen.steps, folder=Path(folder) / "run", threads=chosen.threads
+                )
+            movements.setdefault(name, {})[target] = leaks[-1]
+            print(f"{name}, {target}: {leaks[-1]}", flush=True)
+    write_page(tabulate(movements))
+    save("protection", {"options": {"steps": chosen.steps}, "leaks": movements}, out=chosen.out)
 
 
 if __name__ == "__main__":

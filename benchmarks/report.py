@@ -29,15 +29,15 @@ def main() -> None:
         seconds = [one(Path(top)) for _ in range(options.repeats)]
         page = Path(top) / "comparison.html"
         sizes = {path.suffix[1:]: path.stat().st_size for path in sorted(page.parent.glob("comparison.*"))}
-    told = {
+    results = {
         "work": {"runs": folders, "domains": options.domains, "predictions": options.predictions},
         "seconds": {**spread(seconds), "raw": seconds},
         "bytes": sizes,
         "targets": TARGETS,
         "foreign_cores_at_the_start": foreign,
     }
-    print(json.dumps({key: told[key] for key in ("work", "seconds", "bytes")}, indent=1))
-    print(save("report", told, out=options.out))
+    print(json.dumps({key: results[key] for key in ("work", "seconds", "bytes")}, indent=1))
+    print(save("report", results, out=options.out))
 
 
 def arguments() -> argparse.Namespace:
@@ -52,11 +52,11 @@ def arguments() -> argparse.Namespace:
 
 def one(top: Path) -> float:
     """Wall seconds of the command, the start of Python included."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "cpt.report", str(top)]
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def choices() -> Iterator[tuple[str, str, int, int]]:
@@ -71,7 +71,7 @@ def made(top: Path, *, runs: int, domains: int, predictions: bool) -> int:
     for number, (method, mask, order, seed) in enumerate(islice(choices(), runs)):
         folder = top / f"{number:03d}"
         folder.mkdir()
-        names = [f"domain_{place:02d}" for place in range(domains)]
+        names = [f"domain_{index:02d}" for index in range(domains)]
         learned = names if order == 0 else names[::-1]
         scores = measured(learned, draw=draw, method=method, mask=mask, seed=seed)
         scores.save(folder / "scores.json")
@@ -104,7 +104,7 @@ def measured(learned: list[str], *, draw: np.random.Generator, method: str, mask
         flops=[0, *draw.integers(10**12, 4 * 10**12, size=count).tolist()],
         memory=[10**9] * len(rows),
         trained=[0, *[10**6] * count],
-        stored=[place * 10**6 for place in range(len(rows))],
+        stored=[index * 10**6 for index in range(len(rows))],
         phases={"learn": {name: float(draw.uniform(50, 90)) for name in learned}},
         endtasks=endtasks(learned, draw=draw, rows=len(rows)),
         alone=method == "one",
@@ -130,9 +130,9 @@ def endtasks(learned: list[str], *, draw: np.random.Generator, rows: int) -> dic
 
 def config(**choice: int | str) -> str:
     """As long as a real one."""
-    given = "\n".join(f"{key}: {value}" for key, value in choice.items() if key != "method")
-    others = "\n".join(f"  setting_{number}: {number}" for number in range(120))
-    return f"{given}\nmethod:\n  name: {choice['method']}\ntrainer:\n{others}\n"
+    choice_lines = "\n".join(f"{key}: {value}" for key, value in choice.items() if key != "method")
+    setting_lines = "\n".join(f"  setting_{number}: {number}" for number in range(120))
+    return f"{choice_lines}\nmethod:\n  name: {choice['method']}\ntrainer:\n{setting_lines}\n"
 
 
 def write_predictions(folder: Path, scores: Scores, *, draw: np.random.Generator) -> None:
@@ -144,7 +144,7 @@ def write_predictions(folder: Path, scores: Scores, *, draw: np.random.Generator
     names = np.array(["a", "b", "c", "d"])
     for task, seed in product(scores.endtasks["tasks"], scores.endtasks["seeds"]):
         columns = {
-            "id": [str(place) for place in range(EXAMPLES)],
+            "id": [str(index) for index in range(EXAMPLES)],
             "label": names[draw.integers(4, size=EXAMPLES)],
         }
         columns["prediction"] = names[draw.integers(4, size=EXAMPLES)]

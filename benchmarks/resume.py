@@ -58,32 +58,32 @@ class After(Callback):
 
 def until_reached(work: Callable[[], Any]) -> float:
     """Seconds until work raises Reached."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         work()
     except Reached:
-        return time.perf_counter() - began
+        return time.perf_counter() - start_time
     raise RuntimeError("the fit went past its end")
 
 
-def fit(place: Ground, callbacks: list[Callback], *, resumed: Path | None) -> float:
+def fit(workload: Ground, callbacks: list[Callback], *, resumed: Path | None) -> float:
     """Seconds that cpt's fit of the current domain takes until a callback ends it."""
     fitting = make_trainer(
-        place.machine.lightning_arguments(place.plan.trainer),
+        workload.machine.lightning_arguments(workload.plan.trainer),
         label="resume",
-        steps=place.steps,
+        steps=workload.steps,
         callbacks=callbacks,
     )
     path = str(resumed) if resumed else None
     return until_reached(
-        lambda: fitting.fit(place.module, datamodule=place.data, ckpt_path=path, weights_only=True)
+        lambda: fitting.fit(workload.module, datamodule=workload.data, ckpt_path=path, weights_only=True)
     )
 
 
-def checkpoint(place: Ground, folder: Path, *, step: int) -> Path:
+def checkpoint(workload: Ground, folder: Path, *, step: int) -> Path:
     """What cpt saves after a step."""
     path = folder / f"{step}.ckpt"
-    fit(place, [StepCheckpoint(path, every=step, guard=NanGuard()), After(step)], resumed=None)
+    fit(workload, [StepCheckpoint(path, every=step, guard=NanGuard()), After(step)], resumed=None)
     return path
 
 
@@ -108,24 +108,32 @@ def forward(counters: dict[str, Any], *, by: int) -> None:
             counters[name] = value + by
 
 
-def check_moved(place: Ground, first: Path) -> None:
+def check_moved(workload: Ground, first: Path) -> None:
     """Raises RuntimeError unless the moved counters are those of a run that was trained so far."""
-    real = torch.load(checkpoint(place, first.parent, step=CHECKED), weights_only=True)
-    made = torch.load(moved(first, step=CHECKED), weights_only=True)
+    trained_state = torch.load(checkpoint(workload, first.parent, step=CHECKED), weights_only=True)
+    moved_state = torch.load(moved(first, step=CHECKED), weights_only=True)
     schedules = [
-        [{name: each[name] for name in ("last_epoch", "_step_count")} for each in state["lr_schedulers"]]
-        for state in (real, made)
+        [
+            {name: scheduler[name] for name in ("last_epoch", "_step_count")}
+            for scheduler in state["lr_schedulers"]
+        ]
+        for state in (trained_state, moved_state)
     ]
-    same = real["loops"] == made["loops"] and real["global_step"] == made["global_step"]
-    if not same or schedules[0] != schedules[1]:
-        raise RuntimeError(f"moved: {made['loops']} {schedules[1]}, trained: {real['loops']} {schedules[0]}")
+    is_same = (
+        trained_state["loops"] == moved_state["loops"]
+        and trained_state["global_step"] == moved_state["global_step"]
+    )
+    if not is_same or schedules[0] != schedules[1]:
+        raise RuntimeError(
+            f"moved: {moved_state['loops']} {schedules[1]}, trained: {trained_state['loops']} {schedules[0]}"
+        )
 
 
-def resumed_at(place: Ground, path: Path | None, *, step: int) -> float:
+def resumed_at(workload: Ground, path: Path | None, *, step: int) -> float:
     """Seconds to the first batch; raises RuntimeError if it is not the batch of that step."""
     first = FirstBatch()
-    seconds = fit(place, [first], resumed=path)
-    expected = place.stream()[step]
+    seconds = fit(workload, [first], resumed=path)
+    expected = workload.stream()[step]
     if (first.number, first.step) != (step, step) or not torch.equal(
         first.batch["input_ids"], expected["input_ids"]
     ):
@@ -133,19 +141,20 @@ def resumed_at(place: Ground, path: Path | None, *, step: int) -> float:
     return seconds
 
 
-def ours(place: Ground, folder: Path, *, repeats: int, patience: float) -> dict[str, Any]:
+def ours(workload: Ground, folder: Path, *, repeats: int, patience: float) -> dict[str, Any]:
     """Seconds by place in the domain, in turns; `fresh` starts without a checkpoint."""
-    first = checkpoint(place, folder, step=SAVED)
-    check_moved(place, first)
-    steps = {f"{share:.0%}": max(SAVED, round(share * place.steps)) for share in PLACES}
+    first = checkpoint(workload, folder, step=SAVED)
+    check_moved(workload, first)
+    steps = {f"{share:.0%}": max(SAVED, round(share * workload.steps)) for share in PLACES}
     starts = {name: (moved(first, step=step), step) for name, step in steps.items()} | {"fresh": (None, 0)}
     seconds: dict[str, list[float]] = {name: [] for name in starts}
     for number in range(repeats + 1):  # the first round is not counted
         patience -= wait_until_quiet(patience)
         for name in rotated(list(starts), number):
-            seconds[name].append(resumed_at(place, starts[name][0], step=starts[name][1]))
+            seconds[name].append(resumed_at(workload, starts[name][0], step=starts[name][1]))
     return {
-        name: {**spread(each[1:]), "all": each[1:], "step": starts[name][1]} for name, each in seconds.items()
+        name: {**spread(durations[1:]), "all": durations[1:], "step": starts[name][1]}
+        for name, durations in seconds.items()
     }
 
 
@@ -156,30 +165,30 @@ class FirstStep(TrainerCallback):
         raise Reached
 
 
-def hf(place: Ground, rows: Any, folder: Path, *, steps: int, resumed: bool) -> float:
+def hf(workload: Ground, rows: Any, folder: Path, *, steps: int, resumed: bool) -> float:
     """Seconds of the Hugging Face Trainer until its first step begins, or of its first step."""
     settings = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps if resumed else 1,
-        per_device_train_batch_size=place.plan.trainer.batch_size,
+        per_device_train_batch_size=workload.plan.trainer.batch_size,
         save_steps=1,
         save_strategy="no" if resumed else "steps",
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
     )
-    work = Trainer(
-        model=place.module.model,
+    trainer = Trainer(
+        model=workload.module.model,
         args=settings,
         train_dataset=rows,
-        data_collator=DataCollatorForLanguageModeling(place.start.tokenizer),
+        data_collator=DataCollatorForLanguageModeling(workload.start.tokenizer),
         callbacks=[FirstStep()] if resumed else [],
     )
     path = str(folder / HF_CHECKPOINT) if resumed else None
     if not resumed:
-        work.train()
+        trainer.train()
         return 0.0
-    return until_reached(lambda: work.train(resume_from_checkpoint=path))
+    return until_reached(lambda: trainer.train(resume_from_checkpoint=path))
 
 
 def move_hf(folder: Path, *, step: int) -> None:
@@ -189,21 +198,26 @@ def move_hf(folder: Path, *, step: int) -> None:
     path.write_text(json.dumps({**state, "global_step": step}))
 
 
-def theirs(place: Ground, folder: Path, *, steps: int, streamed: bool, repeats: int) -> dict[str, Any]:
+def theirs(workload: Ground, folder: Path, *, steps: int, streamed: bool, repeats: int) -> dict[str, Any]:
     """Seconds of the Hugging Face Trainer at step 1 and at 90 % of one epoch of `steps` batches."""
-    size = place.plan.trainer.batch_size
-    text = place.stream().texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids")
+    size = workload.plan.trainer.batch_size
+    text = workload.stream().texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids")
     rows: Dataset = text.select([number % len(text) for number in range(steps * size)])
     rows = rows.to_iterable_dataset() if streamed else rows
-    hf(place, rows, folder, steps=steps, resumed=False)
+    hf(workload, rows, folder, steps=steps, resumed=False)
     seconds: dict[int, list[float]] = {1: [], round(0.9 * steps): []}
     for _ in range(repeats):
-        for step, each in seconds.items():
+        for step, durations in seconds.items():
             move_hf(folder, step=step)
-            each.append(hf(place, rows, folder, steps=steps, resumed=True))
-    (least, most) = seconds.values()
-    per_step = (min(most) - min(least)) / (round(0.9 * steps) - 1)
-    return {"steps": steps, "0%": spread(least), "90%": spread(most), "s_per_million_steps": 1e6 * per_step}
+            durations.append(hf(workload, rows, folder, steps=steps, resumed=True))
+    (first_seconds, late_seconds) = seconds.values()
+    per_step = (min(late_seconds) - min(first_seconds)) / (round(0.9 * steps) - 1)
+    return {
+        "steps": steps,
+        "0%": spread(first_seconds),
+        "90%": spread(late_seconds),
+        "s_per_million_steps": 1e6 * per_step,
+    }
 
 
 def main() -> None:
@@ -215,20 +229,26 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     sizes = ("model.max_seq_length=128", "trainer.batch_size=16", f"trainer.steps={chosen.steps}")
-    place = ground(chosen.cache, *sizes)
-    before, began = busy(), time.perf_counter()
+    workload = ground(chosen.cache, *sizes)
+    before, start_time = busy(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        seconds = ours(place, Path(folder), repeats=chosen.repeats, patience=chosen.patience)
+        seconds = ours(workload, Path(folder), repeats=chosen.repeats, patience=chosen.patience)
         scales = {"map": (chosen.hf_steps, False), "streamed": (chosen.hf_streamed_steps, True)}
-        others = {
-            name: theirs(place, Path(folder) / name, steps=steps, streamed=streamed, repeats=3)
+        hf_seconds = {
+            name: theirs(workload, Path(folder) / name, steps=steps, streamed=streamed, repeats=3)
             for name, (steps, streamed) in scales.items()
         }
     cost = seconds["90%"]["median"] - seconds["0%"]["median"]
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
-    results = {"options": settings, "cpt": seconds, "cost_of_90%": cost, "target_s": TARGET_S, "hf": others}
+    results = {
+        "options": settings,
+        "cpt": seconds,
+        "cost_of_90%": cost,
+        "target_s": TARGET_S,
+        "hf": hf_seconds,
+    }
     print(json.dumps(results, indent=1))
-    print(f"the machine used {(busy() - before) / (time.perf_counter() - began):.2f} cores")
+    print(f"the machine used {(busy() - before) / (time.perf_counter() - start_time):.2f} cores")
     save("resume", results, out=chosen.out)
 
 

@@ -42,9 +42,9 @@ class Scoring:
         data.asked = [domain.name for domain in data.domains]
         arguments = self.place.machine.lightning_arguments(self.place.plan.trainer)
         fitting = make_trainer(arguments | {"precision": self.precision}, label="")
-        begun = Mark()
+        start_mark = Mark()
         fitting.validate(module, datamodule=data, verbose=False)
-        self.seconds.append(begun.seconds_to(Mark()))
+        self.seconds.append(start_mark.seconds_to(Mark()))
         self.losses = {
             text: float(nll.sum() / count.sum()) for text, (nll, count) in module.document_losses().items()
         }
@@ -58,7 +58,7 @@ def measure(subjects: Mapping[str, Scoring], *, rounds: int, patience: float) ->
             subjects[name]()
     seconds = {name: each.seconds[1:] for name, each in subjects.items()}
     first = subjects[FIRST].losses
-    apart = {
+    distances = {
         name: max(abs(value - first[text]) for text, value in each.losses.items())
         for name, each in subjects.items()
     }
@@ -67,7 +67,7 @@ def measure(subjects: Mapping[str, Scoring], *, rounds: int, patience: float) ->
         "over_rows_in_their_order": {
             name: paired(each, seconds[FIRST]) for name, each in seconds.items() if name != FIRST
         },
-        "losses_apart": apart,
+        "losses_apart": distances,
     }
 
 
@@ -86,18 +86,18 @@ def main() -> None:
     chosen = options()
     prepare(chosen.threads)
     keep_free()
-    place = ground(
+    workload = ground(
         chosen.cache,
         *("domains=tasks", f"domains.root={chosen.root}", "domains.format=jsonl"),
         *(f"domains/template={chosen.template}", f"order=[{','.join(chosen.tasks)}]"),
         *(f"model.max_seq_length={chosen.length}", f"eval.max_tokens={chosen.tokens}"),
         shape="gpt2",
     )
-    subjects = {name: Scoring(place, *how) for name, how in HOW.items()}
-    found = measure(subjects, rounds=chosen.rounds, patience=chosen.patience)
-    print(*(f"{name}: {value}" for name, value in found.items()), sep="\n")
+    subjects = {name: Scoring(workload, *how) for name, how in HOW.items()}
+    results = measure(subjects, rounds=chosen.rounds, patience=chosen.patience)
+    print(*(f"{name}: {value}" for name, value in results.items()), sep="\n")
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out", "root")}
-    save("scoring", {"options": settings, **found}, out=chosen.out)
+    save("scoring", {"options": settings, **results}, out=chosen.out)
 
 
 if __name__ == "__main__":

@@ -50,22 +50,22 @@ def measure(shape: str, *, chosen: argparse.Namespace) -> dict[str, Any]:
     course.ground()
     equal = equality(play(check, ["cpt", "hf", "dense"], patience=0.0)["reports"])
     run = joined([play(course, names, patience=chosen.patience) for _ in range(chosen.casts)])
-    found = summary(run, course, ours="cpt, quick dropout")
-    wall = times(run["chunks"], found["rounds"], "wall")
-    over = {name: paired(each, wall[REFERENCE]) for name, each in wall.items() if name != REFERENCE}
+    figures = summary(run, course, ours="cpt, quick dropout")
+    wall = times(run["chunks"], figures["rounds"], "wall")
+    over = {name: paired(durations, wall[REFERENCE]) for name, durations in wall.items() if name != REFERENCE}
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
     facts = {"options": settings, "machine": machine(), "equal_work": equal, "over_trainer": over}
-    return {**found, **facts, "chunks": run["chunks"]}
+    return {**figures, **facts, "chunks": run["chunks"]}
 
 
 def table(shapes: Mapping[str, Mapping[str, Any]]) -> str:
     """Tokens/s and the ratio to the Trainer with its interval, by program and model."""
-    used = [shape for shape in SHAPES if shape in shapes]
-    heads = " | ".join(SHAPES[shape] for shape in used)
-    lines = [f"| tokens/s (ratio to the `Trainer`) | {heads} |", f"| :-- |{' :-- |' * len(used)}"]
+    measured_shapes = [shape for shape in SHAPES if shape in shapes]
+    heads = " | ".join(SHAPES[shape] for shape in measured_shapes)
+    lines = [f"| tokens/s (ratio to the `Trainer`) | {heads} |", f"| :-- |{' :-- |' * len(measured_shapes)}"]
     for name, label in LABELS.items():
         cells = []
-        for shape in used:
+        for shape in measured_shapes:
             speed, over = shapes[shape]["tokens_per_s"], shapes[shape]["over_trainer"]
             ratio = "{median:.2f} [{low:.2f}, {high:.2f}]".format(**over[name]) if name in over else "1"
             cells.append(f"{speed[name]:,.0f} ({ratio})" if name in speed else "–")
@@ -75,16 +75,18 @@ def table(shapes: Mapping[str, Mapping[str, Any]]) -> str:
 
 def draw(shapes: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Bars of the ratios to the Trainer with their intervals, a panel per model."""
-    used = [shape for shape in SHAPES if shape in shapes]
-    drawn, panels = plt.subplots(1, len(used), figsize=(3.4 * len(used) + 2, 3.6), sharey=True, squeeze=False)
+    measured_shapes = [shape for shape in SHAPES if shape in shapes]
+    drawn, panels = plt.subplots(
+        1, len(measured_shapes), figsize=(3.4 * len(measured_shapes) + 2, 3.6), sharey=True, squeeze=False
+    )
     names = [name for name in LABELS if name != REFERENCE][::-1]
-    for shape, axes in zip(used, panels[0], strict=True):
+    for shape, axes in zip(measured_shapes, panels[0], strict=True):
         over = shapes[shape]["over_trainer"]
-        for place, name in enumerate(names):
+        for position, name in enumerate(names):
             if name in over:
                 ratio, is_cpt = over[name], name.startswith("cpt")
-                around = [[ratio["median"] - ratio["low"]], [ratio["high"] - ratio["median"]]]
-                axes.barh(place, ratio["median"], xerr=around, color="#0072b2" if is_cpt else "#999999")
+                interval = [[ratio["median"] - ratio["low"]], [ratio["high"] - ratio["median"]]]
+                axes.barh(position, ratio["median"], xerr=interval, color="#0072b2" if is_cpt else "#999999")
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_title(SHAPES[shape], fontsize=10)
         axes.set_xlabel("tokens/s over the Trainer")
@@ -116,9 +118,9 @@ def main() -> None:
         save("side_by_side", {"shapes": shapes}, out=chosen.out)
         print(table(shapes), flush=True)
     if path == FILE:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        written = f"{before}{BEGIN}\n{table(shapes)}\n\n{END}{rest.partition(END)[2]}"
-        PAGE.write_text(written, encoding="utf-8")
+        before, _, remainder = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        page_text = f"{before}{BEGIN}\n{table(shapes)}\n\n{END}{remainder.partition(END)[2]}"
+        PAGE.write_text(page_text, encoding="utf-8")
         draw(shapes, FIGURE)
 
 

@@ -61,10 +61,10 @@ class Mark:
             self.event.synchronize()
         return self
 
-    def seconds_to(self, other: "Mark") -> float:
-        if self.event is None or other.event is None:
-            return other.time - self.time
-        return self.event.elapsed_time(other.event) / 1000
+    def seconds_to(self, end: "Mark") -> float:
+        if self.event is None or end.event is None:
+            return end.time - self.time
+        return self.event.elapsed_time(end.event) / 1000
 
 
 class Beat:
@@ -81,13 +81,13 @@ class Beat:
     def __call__(self, loss: Any, scored: int) -> None:
         self.losses.append(loss.detach())
         self.scored.append(scored)
-        since = len(self.losses) - WARMUP
-        if since < 0:
+        counted_steps = len(self.losses) - WARMUP
+        if counted_steps < 0:
             return
-        at = since % (self.rhythm.untimed + self.rhythm.chunk)
-        if at == 0:
+        position = counted_steps % (self.rhythm.untimed + self.rhythm.chunk)
+        if position == 0:
             self.pause()
-        if at == self.rhythm.untimed:
+        if position == self.rhythm.untimed:
             self.begin()
         else:
             self.marks.append(Mark())
@@ -102,7 +102,7 @@ class Beat:
         last = Mark().reached()
         wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
         marks = [*self.marks, last]
-        steps = [one.seconds_to(other) for one, other in zip(marks, marks[1:], strict=False)]
+        steps = [start.seconds_to(end) for start, end in zip(marks, marks[1:], strict=False)]
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         self.pipe.send({"wall": wall, "cpu": cpu, "steps": steps})
@@ -214,20 +214,26 @@ def joined(casts: list[dict[str, Any]]) -> dict[str, Any]:
     chunks = {
         name: [chunk for cast in casts for chunk in cast["chunks"][name]] for name in casts[0]["chunks"]
     }
-    load = [each for cast in casts for each in cast["load"]]
+    load = [average for cast in casts for average in cast["load"]]
     return {"chunks": chunks, "reports": casts[0]["reports"], "load": load}
 
 
 def undisturbed(chunks: Chunks) -> list[int]:
     """The rounds in which other processes left the machine alone; all rounds if those are too few."""
     rounds = list(range(len(next(iter(chunks.values())))))
-    quiet = [n for n in rounds if max(each[n]["foreign_cores"] for each in chunks.values()) <= QUIET_CORES]
+    quiet = [
+        n
+        for n in rounds
+        if max(subject_chunks[n]["foreign_cores"] for subject_chunks in chunks.values()) <= QUIET_CORES
+    ]
     return quiet if len(quiet) >= FEWEST_ROUNDS else rounds
 
 
 def times(chunks: Chunks, rounds: list[int], kind: str) -> dict[str, list[float]]:
     """One figure of every subject's chunks in some of the rounds: `wall`, `cpu` or `foreign_cores`."""
-    return {name: [each[number][kind] for number in rounds] for name, each in chunks.items()}
+    return {
+        name: [subject_chunks[number][kind] for number in rounds] for name, subject_chunks in chunks.items()
+    }
 
 
 def prepare(threads: int) -> None:

@@ -58,8 +58,8 @@ def describe_runs(section: RunSection) -> str:
     """Number of the runs and of their test examples."""
     first = section.runs[0].scores
     examples = {task: facts["examples"] for task, facts in first.answers["tasks"].items()}
-    asked = ", ".join(f"{task} {count}" for task, count in examples.items())
-    runs = f"{len(section.runs)} runs in {len(section.groups)} groups; test examples: {asked}. Orders:"
+    counts = ", ".join(f"{task} {count}" for task, count in examples.items())
+    runs = f"{len(section.runs)} runs in {len(section.groups)} groups; test examples: {counts}. Orders:"
     return f"{runs}\n\n{study.list_orders(section.runs)}"
 
 
@@ -71,23 +71,23 @@ def tabulate_levels(section: RunSection) -> Block:
     cells = []
     for task, facts in first.items():
         chance = f"{100 * facts['chance']:.1f} ({100 * facts['majority']:.1f})"
-        own = mean_of(groups["ncl"], task, own=True)
-        last = [mean_of(runs, task, own=False) for runs in groups.values()]
-        levels = (bags[task], own, *last)
-        cells.append([task, chance, *(f"{100 * each:.1f}" for each in levels)])
+        just_trained = mean_of(groups["ncl"], task, just_trained=True)
+        last = [mean_of(runs, task, just_trained=False) for runs in groups.values()]
+        levels = (bags[task], just_trained, *last)
+        cells.append([task, chance, *(f"{100 * level:.1f}" for level in levels)])
     head = ["task", "chance (majority)", "bag of words", "ncl, just trained"]
     head += [f"{name}, final" for name in groups]
     return Block(title="Accuracy by task, %", head=head, cells=cells)
 
 
-def mean_of(runs: Sequence[MeasuredRun], task: str, *, own: bool) -> float:
+def mean_of(runs: Sequence[MeasuredRun], task: str, *, just_trained: bool) -> float:
     """The mean over runs of a task's score in its own row or in the last."""
-    found = []
+    scores = []
     for run in runs:
         column = list(run.scores.answers["tasks"]).index(task)
-        row = run.scores.rows.index(task) if own else -1
-        found.append(matrix_of(run.scores.answers)[row, column])
-    return float(sum(found) / len(found))
+        row = run.scores.rows.index(task) if just_trained else -1
+        scores.append(matrix_of(run.scores.answers)[row, column])
+    return float(sum(scores) / len(scores))
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ TARGET_S = 3.0
 
 def answered(command: list[str], *, code: int, folder: str) -> dict[str, float]:
     """Wall and processor seconds of one start; raises RuntimeError for another exit code."""
-    before, began = os.times(), time.perf_counter()
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
-    wall, after = time.perf_counter() - began, os.times()
-    if done.returncode != code:
-        raise RuntimeError(f"exit code {done.returncode}, not {code}: {done.stderr[-2000:]}")
-    used = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"wall": wall, "cpu": used}
+    before, start_time = os.times(), time.perf_counter()
+    process = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
+    wall, after = time.perf_counter() - start_time, os.times()
+    if process.returncode != code:
+        raise RuntimeError(f"exit code {process.returncode}, not {code}: {process.stderr[-2000:]}")
+    cpu_seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    return {"wall": wall, "cpu": cpu_seconds}
 
 
 def rounds(repeats: int, patience: float) -> dict[str, list[dict[str, float]]]:
@@ -39,12 +39,12 @@ def rounds(repeats: int, patience: float) -> dict[str, list[dict[str, float]]]:
             for name in rotated(list(COMMANDS), number):
                 command, code = COMMANDS[name]
                 times[name].append(answered(command, code=code, folder=folder))
-    return {name: each[1:] for name, each in times.items()}
+    return {name: starts[1:] for name, starts in times.items()}
 
 
 def summary(times: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return {
-        name: {kind: spread([each[kind] for each in starts]) for kind in ("wall", "cpu")}
+        name: {kind: spread([start[kind] for start in starts]) for kind in ("wall", "cpu")}
         for name, starts in times.items()
     }
 
@@ -55,8 +55,8 @@ def main() -> None:
     chosen = parser.parse_args()
     times = rounds(chosen.repeats, chosen.patience)
     seconds = summary(times)
-    for name, each in seconds.items():
-        print("{:8}{median:.2f} s [{least:.2f}, {most:.2f}]".format(name, **each["wall"]))
+    for name, figures in seconds.items():
+        print("{:8}{median:.2f} s [{least:.2f}, {most:.2f}]".format(name, **figures["wall"]))
     slowest = max(statistics.median(start["wall"] for start in starts) for starts in times.values())
     print(f"target: {TARGET_S} s, {'met' if slowest <= TARGET_S else 'missed'}")
     results = {"options": {"repeats": chosen.repeats}, "target_s": TARGET_S, "seconds": seconds, "all": times}

@@ -36,12 +36,12 @@ FEW = 10  # domains of which a folder can have the names
 LEFT_OUT = ("loading", "versions", "similarity")
 
 
-def read_arguments(name: str, about: str) -> argparse.Namespace:
-    return check_arguments(make_parser(name, about))
+def read_arguments(name: str, description: str) -> argparse.Namespace:
+    return check_arguments(make_parser(name, description))
 
 
-def make_parser(name: str, about: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=about)
+def make_parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--root", type=Path, help="the data; see above")
     parser.add_argument("--model", help="a Hugging Face name or folder, for studies that take one")
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / name, help="the run folders")
@@ -80,17 +80,17 @@ def make_study(
     scores = scores or experiment
     published = SCORES / f"{scores}.jsonl.gz"
     if options.add and published.exists():
-        present = {identify(run.scores.run) for run in find_finished(options.runs)}
-        rows = [row for row in read_scores(published) if identify(row["run"]) not in present]
+        existing_runs = {identify(run.scores.run) for run in find_finished(options.runs)}
+        rows = [row for row in read_scores(published) if identify(row["run"]) not in existing_runs]
         restore_runs(rows, options.runs / "published", experiment, name_orders)
-        sweeps = list_missing(sweeps, experiment, present | {identify(row["run"]) for row in rows})
+        sweeps = list_missing(sweeps, experiment, existing_runs | {identify(row["run"]) for row in rows})
     if options.published:
         restore_runs(read_scores(published), options.runs, experiment, name_orders)
     if not options.report_only:
         run_sweeps(options, experiment, sweeps)
-    found = find_runs([options.runs])
-    runs = measure_runs([run for run in found.runs if run.scores.run["finished"]])
-    if not runs or (not options.add and len(runs) < sum(map(len, found))):
+    loaded = find_runs([options.runs])
+    runs = measure_runs([run for run in loaded.runs if run.scores.run["finished"]])
+    if not runs or (not options.add and len(runs) < sum(map(len, loaded))):
         sys.exit(f"{options.runs} has no runs, or unfinished or damaged ones; nothing is written")
     report.main([os.path.relpath(options.runs), "--out", str(options.runs), "--name", "comparison"])
     if not options.published:
@@ -103,10 +103,10 @@ def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Se
     """Every sweep, also after one with a job that failed; exits if one did."""
     failed = 0
     for sweep in sweeps:
-        given = [f"name={options.runs.name}", f"domains.root={options.root}"]
-        given += [f"model.name_or_path={options.model}"] * (options.model is not None)
+        overrides = [f"name={options.runs.name}", f"domains.root={options.root}"]
+        overrides += [f"model.name_or_path={options.model}"] * (options.model is not None)
         jobs = [f"hydra.launcher.jobs={options.jobs}"] * (options.jobs is not None)
-        line = [sys.executable, "run.py", "-m", f"experiment={experiment}", *given, *jobs, *sweep]
+        line = [sys.executable, "run.py", "-m", f"experiment={experiment}", *overrides, *jobs, *sweep]
         failed += subprocess.run(line, cwd=ROOT, check=False).returncode != 0
     if failed:
         sys.exit(f"{failed} sweeps have failed jobs; run the same command again to retry them")
@@ -120,25 +120,30 @@ def identify(run: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def drop_checkpoint(variant: str) -> str:
     """A run's options without the folder of its checkpoint, which is another on each machine."""
-    return "; ".join(each for each in variant.split("; ") if not each.startswith("model.name_or_path="))
+    return "; ".join(option for option in variant.split("; ") if not option.startswith("model.name_or_path="))
 
 
 def list_missing(
-    sweeps: Iterable[Sequence[str]], experiment: str, present: Collection[tuple[Any, ...]]
+    sweeps: Iterable[Sequence[str]], experiment: str, existing_runs: Collection[tuple[Any, ...]]
 ) -> Iterator[Sequence[str]]:
     """The jobs of sweeps over methods, their options, seeds and orders that are not present, one a sweep."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for sweep in sweeps:
-            overrides = (each.partition("=") for each in sweep)
+            overrides = (override.partition("=") for override in sweep)
             choices = [[f"{key}={value}" for value in values.split(",")] for key, _, values in overrides]
             for job in product(*choices):
                 cfg = compose("config", [f"experiment={experiment}", "domains.root=FOLDER", *job])
-                chosen = dict(each.split("=", 1) for each in job)
+                chosen = dict(override.split("=", 1) for override in job)
                 run = {name: chosen.get(name, "none") for name in ("method", "mask", "replay")}
                 order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) else cfg.order
-                options = [each.removeprefix("method.") for each in job if each.startswith("method.")]
+                options = [
+                    override.removeprefix("method.") for override in job if override.startswith("method.")
+                ]
                 variant = "; ".join(sorted(options))
-                if identify({**run, "variant": variant, "seed": cfg.seed, "order": order}) not in present:
+                if (
+                    identify({**run, "variant": variant, "seed": cfg.seed, "order": order})
+                    not in existing_runs
+                ):
                     yield job
 
 
@@ -165,13 +170,13 @@ def restore_runs(
     """Writes run folders of published scores, each with the config that gives such a run today."""
     named = name_orders([each["run"]["order"] for each in published])
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        for found, order in zip(published, named, strict=True):
-            scores = dict(found) | {"versions": {}, "loading": ""}
+        for published_scores, order in zip(published, named, strict=True):
+            scores = dict(published_scores) | {"versions": {}, "loading": ""}
             run = scores["run"]
             chosen = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
             sections = ("trainer.", "optim.", "model.", "domains.", "eval.")  # all else is said of the method
-            said = [each for each in run["variant"].split("; ") if each]
-            chosen += [each if each.startswith(sections) else f"method.{each}" for each in said]
+            options = [each for each in run["variant"].split("; ") if each]
+            chosen += [each if each.startswith(sections) else f"method.{each}" for each in options]
             cfg = compose(
                 "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]
             )
@@ -180,8 +185,8 @@ def restore_runs(
             orders = cfg.domains.orders or ()
             numbered = orders.items() if isinstance(orders, Mapping | DictConfig) else enumerate(orders)
             cfg.order = next((number for number, each in numbered if list(each) == run["order"]), order)
-            place = "-".join(run["order"]) if len(run["order"]) <= FEW else digest(run["order"])
-            folder = into / "_".join((*chosen, place)).replace("=", "-")
+            order_name = "-".join(run["order"]) if len(run["order"]) <= FEW else digest(run["order"])
+            folder = into / "_".join((*chosen, order_name)).replace("=", "-")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
             OmegaConf.save(OmegaConf.create(plain_config(cfg)), folder / "config.yaml")
@@ -194,9 +199,9 @@ def find_finished(folder: Path) -> list[MeasuredRun]:
 def write_section(page: Path, name: str, parts: Iterable[str]) -> None:
     """Replaces what is between a study's marks in a page; the prose around them is written by hand."""
     begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
-    before, rest = page.read_text(encoding="utf-8").split(begin)
-    after = rest.split(end)[1]
-    wrapped = "\n\n".join(each if each[:1] in "|#<" or "\n" in each else fill(each, 100) for each in parts)
+    before, remainder = page.read_text(encoding="utf-8").split(begin)
+    after = remainder.split(end)[1]
+    wrapped = "\n\n".join(part if part[:1] in "|#<" or "\n" in part else fill(part, 100) for part in parts)
     page.write_text(f"{before}{begin}\n\n{wrapped}\n\n{end}{after}", encoding="utf-8")
 
 
@@ -207,11 +212,11 @@ def tabulate(section: RunSection, measures: Mapping[str, tuple[str, int]], *, ti
     for group in section.groups:
         row = [group.name, str(len(group.runs))]
         for key, (_, digits) in measures.items():
-            found = find_spreads(section, key).get(group.name)
-            shown = "–" if found is None else f"{scale(key) * found.mean:.{digits}f}"
-            if found is not None and not math.isnan(found.sd):
-                shown += f" ± {scale(key) * found.sd:.{digits}f}"
-            row.append(shown)
+            spread = find_spreads(section, key).get(group.name)
+            cell = "–" if spread is None else f"{scale(key) * spread.mean:.{digits}f}"
+            if spread is not None and not math.isnan(spread.sd):
+                cell += f" ± {scale(key) * spread.sd:.{digits}f}"
+            row.append(cell)
         cells.append(row)
     head = ["method", "runs", *(name for name, _ in measures.values())]
     return markdown(Block(title=title, head=head, cells=cells), picture="")
@@ -226,12 +231,14 @@ def tabulate_contrasts(
     for group in section.groups:
         row = []
         for key, (_, digits) in measures.items():
-            if (found := find_contrasts(section, key).get(group.name)) is None:
+            if (contrast := find_contrasts(section, key).get(group.name)) is None:
                 row += ["–", "–"]
                 continue
-            mean, low, high = (f"{scale(key) * x:+.{digits}f}" for x in (found.mean, found.low, found.high))
-            row.append(f"{mean} [{low}, {high}]" if math.isfinite(found.low) else mean)
-            row.append("–" if math.isnan(found.p_t_holm) else f"{found.p_t_holm:.2g}")
+            mean, low, high = (
+                f"{scale(key) * x:+.{digits}f}" for x in (contrast.mean, contrast.low, contrast.high)
+            )
+            row.append(f"{mean} [{low}, {high}]" if math.isfinite(contrast.low) else mean)
+            row.append("–" if math.isnan(contrast.p_t_holm) else f"{contrast.p_t_holm:.2g}")
         if any(cell != "–" for cell in row):
             cells.append([group.name, *row])
     head = ["method", *(each for name, _ in measures.values() for each in (f"Δ {name}", "p (t, Holm)"))]

@@ -43,7 +43,7 @@ class Course(Rhythm):
     config: tuple[str, ...] = ()  # overrides
 
     def ground(self, *overrides: str) -> Ground:
-        place = ground(
+        workload = ground(
             self.cache,
             *self.config,
             f"model.max_seq_length={self.length}",
@@ -55,9 +55,11 @@ class Course(Rhythm):
             shape=self.shape,
         )
         if self.equal:
-            for each in (each for each in place.module.modules() if isinstance(each, torch.nn.Dropout)):
-                each.p = 0.0
-        return place
+            for layer in (
+                layer for layer in workload.module.modules() if isinstance(layer, torch.nn.Dropout)
+            ):
+                layer.p = 0.0
+        return workload
 
 
 class Pulse(Callback):
@@ -71,68 +73,68 @@ class Pulse(Callback):
 
 
 def fit(
-    place: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callback] = (), keeping: bool = True
+    workload: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callback] = (), keeping: bool = True
 ) -> None:
     """Learns a domain as `python run.py` does, with its bar, checkpoint callback, guard and curves. The
     checkpoint of the last step is written when `callbacks` have heard of it, as others write none. `keeping`
     says whether the heap keeps what a step frees, as it does there."""
     if keeping:
         keep_free()
-    options, guard = place.plan.trainer, NanGuard()
-    place.data.enter(domain)
-    place.module.setup_stage(domain)
-    place.module.train()
+    options, guard = workload.plan.trainer, NanGuard()
+    workload.data.enter(domain)
+    workload.module.setup_stage(domain)
+    workload.module.train()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         last = StepCheckpoint(folder / "last.ckpt", every=options.checkpoint_every, guard=guard)
-        about = {"name": "bench", "group": "bench", "job_type": "bench", "tags": [], "config": {}}
-        with track(place.plan.logger.flags, folder, about=about) as loggers:
+        run_metadata = {"name": "bench", "group": "bench", "job_type": "bench", "tags": [], "config": {}}
+        with track(workload.plan.logger.flags, folder, about=run_metadata) as loggers:
             how = {"loggers": loggers, "steps": steps, "callbacks": [guard, *callbacks, last]}
-            fitting = make_trainer(place.machine.lightning_arguments(options), label=domain.name, **how)
-            with use_quick_dropout(place.machine.quick_dropout):
-                fitting.fit(place.module, datamodule=place.data)
+            fitting = make_trainer(workload.machine.lightning_arguments(options), label=domain.name, **how)
+            with use_quick_dropout(workload.machine.quick_dropout):
+                fitting.fit(workload.module, datamodule=workload.data)
 
 
 def cpt(course: Course, beat: Beat) -> None:
     """The training of `python run.py method=ncl`."""
-    place = course.ground()
-    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
+    workload = course.ground()
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
 
 
 def fleeting(course: Course, beat: Beat) -> None:
     """The same with the C heap as it comes."""
-    place = course.ground()
-    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)], keeping=False)
+    workload = course.ground()
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)], keeping=False)
 
 
 def coarse(course: Course, beat: Beat) -> None:
     """The same with trainer.precision=bf16-mixed."""
-    place = course.ground("trainer.precision=bf16-mixed", "trainer.attn_implementation=eager")
-    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
+    workload = course.ground("trainer.precision=bf16-mixed", "trainer.attn_implementation=eager")
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
 
 
 def quick(course: Course, beat: Beat, *, precision: str = "32-true") -> None:
     """The same with trainer.quick_dropout=true."""
-    place = course.ground(f"trainer.precision={precision}", *QUICK)
-    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
+    workload = course.ground(f"trainer.precision={precision}", *QUICK)
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
 
 
 def sequel(course: Course, beat: Beat, *, method: str) -> None:
     """A method with quick dropout, in a domain after the first: it has importances then, or a Fisher."""
-    about = ("order=[sympy,networkx]", "trainer.importance_samples=32", *QUICK)
-    place = course.ground(f"method={method}", *about)
-    first, second = place.data
-    fit(place, first, steps=FIRST)
-    fit(place, second, steps=place.steps, callbacks=[Pulse(beat)])
+    overrides = ("order=[sympy,networkx]", "trainer.importance_samples=32", *QUICK)
+    workload = course.ground(f"method={method}", *overrides)
+    first, second = workload.data
+    fit(workload, first, steps=FIRST)
+    fit(workload, second, steps=workload.steps, callbacks=[Pulse(beat)])
 
 
 def loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> None:
     """A training loop of a few lines on cpt's batches."""
-    place = course.ground()
-    model, clip = place.module.model, place.plan.trainer.gradient_clip_val
-    optimizer, schedule = place.optimizer(model)
-    for batch in place.loader():
-        loss = loss_of(place.module, batch)
+    workload = course.ground()
+    model, clip = workload.module.model, workload.plan.trainer.gradient_clip_val
+    optimizer, schedule = workload.optimizer(model)
+    for batch in workload.loader():
+        loss = loss_of(workload.module, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -171,14 +173,14 @@ def hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             beat(losses[-1], scored[state.global_step - 1])
 
-    place, losses, scored = course.ground(), [], []
+    workload, losses, scored = course.ground(), [], []
     beat.enter()
-    model, options = place.module.model, place.plan.trainer
+    model, options = workload.module.model, workload.plan.trainer
     model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss))
     seq2seq = course.shape == "t5"
     settings = (Seq2SeqTrainingArguments if seq2seq else TrainingArguments)(
         output_dir=tempfile.mkdtemp(),
-        max_steps=place.steps,
+        max_steps=workload.steps,
         per_device_train_batch_size=course.batch,
         max_grad_norm=options.gradient_clip_val,
         train_sampling_strategy="sequential",
@@ -189,13 +191,13 @@ def hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
         use_cpu=course.device == "cpu",
         bf16=bf16,
     )
-    rows, collator = batches(place) if course.equal or seq2seq else unmasked(place)
+    rows, collator = batches(workload) if course.equal or seq2seq else unmasked(workload)
     (Seq2SeqTrainer if seq2seq else Trainer)(
         model=model,
         args=settings,
         train_dataset=rows,
         data_collator=counting(collator, scored),
-        optimizers=place.optimizer(model),
+        optimizers=workload.optimizer(model),
         callbacks=[Pulse()],
     ).train()
 
@@ -216,57 +218,61 @@ def llama_factory(course: Course, beat: Beat) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             beat(losses[-1], course.batch * (course.length - 1))
 
-    place, losses = course.ground(), []
+    workload, losses = course.ground(), []
     beat.enter()
-    folder, rows = Path(tempfile.mkdtemp()), place.stream().texts[0].rows["ids"][:]
-    texts = place.start.tokenizer.batch_decode(rows, skip_special_tokens=True)
+    folder, rows = Path(tempfile.mkdtemp()), workload.stream().texts[0].rows["ids"][:]
+    texts = workload.start.tokenizer.batch_decode(rows, skip_special_tokens=True)
     lines = (json.dumps({"text": text}) for text in texts)
     (folder / "domain.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    about = {"domain": {"file_name": "domain.jsonl", "columns": {"prompt": "text"}}}
-    (folder / "dataset_info.json").write_text(json.dumps(about), encoding="utf-8")
-    place.module.model.save_pretrained(folder / "model")
-    place.start.tokenizer.save_pretrained(folder / "model")
-    given = {
-        **{"stage": "pt", "finetuning_type": "full", "do_train": True, "max_steps": place.steps},
+    dataset_info = {"domain": {"file_name": "domain.jsonl", "columns": {"prompt": "text"}}}
+    (folder / "dataset_info.json").write_text(json.dumps(dataset_info), encoding="utf-8")
+    workload.module.model.save_pretrained(folder / "model")
+    workload.start.tokenizer.save_pretrained(folder / "model")
+    arguments = {
+        **{"stage": "pt", "finetuning_type": "full", "do_train": True, "max_steps": workload.steps},
         **{"model_name_or_path": str(folder / "model"), "output_dir": str(folder / "out")},
         **{"dataset": "domain", "dataset_dir": str(folder), "cutoff_len": course.length},
         **{"per_device_train_batch_size": course.batch, "gradient_accumulation_steps": 1},
-        **{"learning_rate": place.plan.optim.arguments["lr"], "lr_scheduler_type": "linear"},
-        **{"max_grad_norm": place.plan.trainer.gradient_clip_val, "use_cpu": course.device == "cpu"},
+        **{"learning_rate": workload.plan.optim.arguments["lr"], "lr_scheduler_type": "linear"},
+        **{"max_grad_norm": workload.plan.trainer.gradient_clip_val, "use_cpu": course.device == "cpu"},
         **{"save_strategy": "no", "report_to": "none", "logging_steps": 10},
     }
-    run_exp(given, callbacks=[Pulse()])
+    run_exp(arguments, callbacks=[Pulse()])
 
 
-def unmasked(place: Ground) -> tuple[Any, Any]:
+def unmasked(workload: Ground) -> tuple[Any, Any]:
     """cpt's rows in cpt's order, and the collator that masks them, or makes labels of them."""
     import numpy as np
     from transformers import DataCollatorForLanguageModeling
 
-    stream = place.stream()
+    stream = workload.stream()
     order = stream.locate(np.arange(len(stream) * stream.batch_size))[1]
     texts = stream.texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids").select(order)
     first = stream[0]
-    masked = place.start.objective_name == "masked"
-    original = place.start.objective.restore(first)["input_ids"]
+    masked = workload.start.objective_name == "masked"
+    original = workload.start.objective.restore(first)["input_ids"]
     if texts[: stream.batch_size]["input_ids"] != original.tolist():
         raise RuntimeError("the rows are not those of cpt")
-    rate = place.start.objective.rate if masked else None
-    return texts, DataCollatorForLanguageModeling(place.start.tokenizer, mlm=masked, mlm_probability=rate)
+    rate = workload.start.objective.rate if masked else None
+    return texts, DataCollatorForLanguageModeling(workload.start.tokenizer, mlm=masked, mlm_probability=rate)
 
 
-def batches(place: Ground) -> tuple[Any, Any]:
+def batches(workload: Ground) -> tuple[Any, Any]:
     """cpt's very batches, row by row, and the collator that only stacks them."""
     import torch
     from transformers import default_data_collator
 
-    stream = place.stream()
-    whole = [stream[number] for number in range(len(stream))]
-    for batch in whole:
+    stream = workload.stream()
+    all_batches = [stream[number] for number in range(len(stream))]
+    for batch in all_batches:
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
-        batch["labels"] = labels_for(place.module, batch)
-    names = [name for name in (*INPUTS, "labels") if name in whole[0]]
-    rows = [{name: batch[name][row] for name in names} for batch in whole for row in range(stream.batch_size)]
+        batch["labels"] = labels_for(workload.module, batch)
+    names = [name for name in (*INPUTS, "labels") if name in all_batches[0]]
+    rows = [
+        {name: batch[name][row] for name in names}
+        for batch in all_batches
+        for row in range(stream.batch_size)
+    ]
     return rows, default_data_collator
 
 

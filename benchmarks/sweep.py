@@ -25,17 +25,17 @@ def main() -> None:
         sweep(Path(folder), seeds=1)  # the texts and the base model are made, the files are in memory
         rounds = [measured(Path(folder), f"round{n}", jobs=options.jobs) for n in range(options.rounds)]
         foreign = foreign_cores()  # what others use of the machine: figures are of a quiet one where it is 0
-    overhead = [each["overhead"] for each in rounds]
-    skipped = [each["skipped"] for each in rounds]
+    overhead = [figures["overhead"] for figures in rounds]
+    skipped = [figures["skipped"] for figures in rounds]
     results = {
         "command": f"python benchmarks/sweep.py --jobs {options.jobs} --rounds {options.rounds}",
         "jobs": options.jobs,
         "waited": waited,
         "foreign_cores": foreign,
         "overhead_per_job": spread(overhead),
-        "run": spread([each["run"] for each in rounds]),
+        "run": spread([figures["run"] for figures in rounds]),
         "finished_before_per_job": spread(skipped),
-        "sweep_of_finished": spread([each["again"] for each in rounds]),
+        "sweep_of_finished": spread([figures["again"] for figures in rounds]),
     }
     print(json.dumps(results, indent=1))
     save("sweep", results, out=options.out)
@@ -54,14 +54,14 @@ def parsed() -> argparse.Namespace:
 
 def measured(folder: Path, name: str, *, jobs: int) -> dict[str, float]:
     """Of one sweep: seconds per job beyond the run, of the run itself, and of a finished one given again."""
-    whole = sweep(folder, name=name, seeds=jobs)
+    sweep_seconds = sweep(folder, name=name, seeds=jobs)
     runs = [json.loads(path.read_text())["seconds"] for path in folder.glob(f"outputs/{name}/*/scores.json")]
-    again, one = sweep(folder, name=name, seeds=jobs), sweep(folder, name=name, seeds=1)
+    repeated_seconds, single_seconds = sweep(folder, name=name, seeds=jobs), sweep(folder, name=name, seeds=1)
     return {
-        "overhead": (whole - sum(runs)) / jobs,
+        "overhead": (sweep_seconds - sum(runs)) / jobs,
         "run": statistics.median(runs),
-        "again": again,
-        "skipped": (again - one) / max(1, jobs - 1),
+        "again": repeated_seconds,
+        "skipped": (repeated_seconds - single_seconds) / max(1, jobs - 1),
     }
 
 
@@ -74,9 +74,9 @@ def sweep(folder: Path, *, seeds: int, name: str = "first") -> float:
         "hydra.launcher.jobs=1",
         f"seed={','.join(map(str, range(seeds)))}",
     ]
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     subprocess.run(command, cwd=folder, env=dict(os.environ), stdout=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 if __name__ == "__main__":

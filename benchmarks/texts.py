@@ -53,22 +53,22 @@ def made_lines(lines: list[str]) -> Iterator[str]:
     yield from lines
     while True:
         for line in lines:
-            own = line.split()
-            for _ in range(1 + len(own) // 20):
-                own[draw.randrange(len(own))] = words[int(draw.random() * len(words))]
-            yield " ".join(own)
+            line_words = line.split()
+            for _ in range(1 + len(line_words) // 20):
+                line_words[draw.randrange(len(line_words))] = words[int(draw.random() * len(words))]
+            yield " ".join(line_words)
 
 
 def write_text(root: Path, megabytes: int, files: Sequence[str]) -> None:
     """A domain of so many MB, one file of it, and a little general text."""
-    path, left = root / NAME / "all.txt", megabytes * 10**6
+    path, remaining_bytes = root / NAME / "all.txt", megabytes * 10**6
     path.parent.mkdir(parents=True)
     lines = given_lines(files)
     with path.open("w", encoding="utf-8") as file:
         for line in made_lines(lines):
             file.write(line + "\n")
-            left -= len(line.encode()) + 1
-            if left <= 0:
+            remaining_bytes -= len(line.encode()) + 1
+            if remaining_bytes <= 0:
                 return
 
 
@@ -80,20 +80,20 @@ def prepare(chosen: argparse.Namespace) -> Path:
     def make(folder: Path) -> None:
         write_text(folder / "root", chosen.megabytes, chosen.text)
         with (folder / "root" / NAME / "all.txt").open(encoding="utf-8") as file:
-            some = [line for _, line in zip(range(20_000), file, strict=False)]
-        train_tokenizer(iter([some]), vocabulary=chosen.vocabulary, objective="causal").save_pretrained(
+            sample = [line for _, line in zip(range(20_000), file, strict=False)]
+        train_tokenizer(iter([sample]), vocabulary=chosen.vocabulary, objective="causal").save_pretrained(
             folder / "tokenizer"
         )
 
     return make_once(Path(chosen.cache) / "texts" / f"{chosen.megabytes}-{chosen.vocabulary}", make=make)
 
 
-def read_corpus(place: Path, cache: Path) -> Any:
+def read_corpus(text_folder: Path, cache: Path) -> Any:
     from cpt.data.corpus import make_corpus
     from cpt.data.sources.texts import Texts
 
     source = Texts(
-        **{"root": str(place / "root"), "folder": ".", "column": "text", "document": "line"},
+        **{"root": str(text_folder / "root"), "folder": ".", "column": "text", "document": "line"},
         **{"general": None, "orders": None, "held_out": HELD_OUT, "score_on": "test"},
     )
     return make_corpus(source, NAME, cache=cache)
@@ -119,9 +119,10 @@ def rows_of_recipe(corpus: Any, tokenizer: Any, folder: Path, *, length: int, wo
 
     def group_texts(examples: dict) -> dict:
         joined = {name: list(chain(*each)) for name, each in examples.items()}
-        whole = len(joined["input_ids"]) // length * length
+        num_tokens = len(joined["input_ids"]) // length * length
         cut = {
-            name: [each[at : at + length] for at in range(0, whole, length)] for name, each in joined.items()
+            name: [each[at : at + length] for at in range(0, num_tokens, length)]
+            for name, each in joined.items()
         }
         return cut | {"labels": cut["input_ids"].copy()}
 
@@ -139,22 +140,28 @@ def perform(chosen: argparse.Namespace) -> None:
     """Makes the rows of a subject and prints what it took; this process does nothing else."""
     from transformers import AutoTokenizer
 
-    place, cache = Path(chosen.place), Path(chosen.cache)
+    text_folder, cache = Path(chosen.place), Path(chosen.cache)
     (kind, workers, _), tokenizer = (
         SUBJECTS[chosen.subject],
-        AutoTokenizer.from_pretrained(place / "tokenizer"),
+        AutoTokenizer.from_pretrained(text_folder / "tokenizer"),
     )
-    began = time.perf_counter()
-    corpus = read_corpus(place, cache)
-    read, began = time.perf_counter() - began, time.perf_counter()
-    before, all_cores = os.times(), busy()
+    start_time = time.perf_counter()
+    corpus = read_corpus(text_folder, cache)
+    read, start_time = time.perf_counter() - start_time, time.perf_counter()
+    before, busy_before = os.times(), busy()
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         rows = {"cpt": rows_of_cpt, "recipe": rows_of_recipe}[kind]
-        made = rows(corpus, tokenizer, Path(folder) / "rows", length=chosen.length, workers=workers)
-    wall, after = time.perf_counter() - began, os.times()
-    used = sum(after[:4]) - sum(before[:4])
-    found = {"wall": wall, "cpu": used, "tokens": made, "read": read, "bytes": corpus.facts["bytes"]["train"]}
-    print(json.dumps(found | {"foreign_cores": (busy() - all_cores - used) / wall}))
+        num_tokens = rows(corpus, tokenizer, Path(folder) / "rows", length=chosen.length, workers=workers)
+    wall, after = time.perf_counter() - start_time, os.times()
+    cpu_seconds = sum(after[:4]) - sum(before[:4])
+    results = {
+        "wall": wall,
+        "cpu": cpu_seconds,
+        "tokens": num_tokens,
+        "read": read,
+        "bytes": corpus.facts["bytes"]["train"],
+    }
+    print(json.dumps(results | {"foreign_cores": (busy() - busy_before - cpu_seconds) / wall}))
 
 
 class Watched:
@@ -169,10 +176,10 @@ class Watched:
     def watch(self) -> None:
         while self.process.poll() is None:
             sizes = {number: memory_of(number) for number in tree(self.process.pid)}
-            own = sizes.pop(self.process.pid, (0, 0))
-            self.first = max(self.first, own[0])
+            own_memory = sizes.pop(self.process.pid, (0, 0))
+            self.first = max(self.first, own_memory[0])
             self.other = max([self.other, *(size for size, _ in sizes.values())])
-            self.together = max(self.together, own[1] + sum(share for _, share in sizes.values()))
+            self.together = max(self.together, own_memory[1] + sum(share for _, share in sizes.values()))
             time.sleep(SAMPLED_S)
 
 
@@ -194,41 +201,53 @@ def memory_of(number: int) -> tuple[int, int]:
         text = Path(f"/proc/{number}/smaps_rollup").read_text()
     except OSError:
         return 0, 0
-    told = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines()[1:]}
-    return told["Rss"], told["Pss"]
+    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in text.splitlines()[1:]}
+    return fields["Rss"], fields["Pss"]
 
 
-def measure(subject: str, place: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+def measure(subject: str, text_folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     """What a subject took in a process of its own."""
-    command = [sys.executable, __file__, "--subject", subject, "--place", str(place), "--cache", chosen.cache]
+    command = [
+        sys.executable,
+        __file__,
+        "--subject",
+        subject,
+        "--place",
+        str(text_folder),
+        "--cache",
+        chosen.cache,
+    ]
     command += ["--length", str(chosen.length), "--megabytes", str(chosen.megabytes)]
     threads = {"TOKENIZERS_PARALLELISM": str(SUBJECTS[subject][2]).lower()}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | threads, text=True, **pipes)
     watched = Watched(process)
-    told, errors = process.communicate()
+    output, errors = process.communicate()
     watched.thread.join()
     if process.returncode:
         raise SystemExit(f"{subject}: exit code {process.returncode}\n{errors[-2000:]}")
-    found = json.loads(told.splitlines()[-1])
+    results = json.loads(output.splitlines()[-1])
     memory = {"together": watched.together, "first": watched.first, "other": watched.other}
-    return found | {"memory": memory, "mb_per_cpu_s": found["bytes"] / found["cpu"] / 1e6}
+    return results | {"memory": memory, "mb_per_cpu_s": results["bytes"] / results["cpu"] / 1e6}
 
 
 def summary(times: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Medians by subject, and ratios over the recipe."""
     return {
         name: {
-            "wall": spread([each["wall"] for each in rounds]),
-            "cpu": spread([each["cpu"] for each in rounds]),
-            "mb_per_cpu_s": spread([each["mb_per_cpu_s"] for each in rounds]),
+            "wall": spread([figures["wall"] for figures in rounds]),
+            "cpu": spread([figures["cpu"] for figures in rounds]),
+            "mb_per_cpu_s": spread([figures["mb_per_cpu_s"] for figures in rounds]),
             "over_recipe": {
-                kind: paired([each[kind] for each in rounds], [each[kind] for each in times["recipe"]])
+                kind: paired(
+                    [figures[kind] for figures in rounds], [figures[kind] for figures in times["recipe"]]
+                )
                 for kind in ("cpu", "wall")
                 if "recipe" in times
             },
             "memory": {
-                kind: max(each["memory"][kind] for each in rounds) for kind in ("together", "first", "other")
+                kind: max(figures["memory"][kind] for figures in rounds)
+                for kind in ("together", "first", "other")
             },
             "tokens": rounds[0]["tokens"],
         }
@@ -236,13 +255,13 @@ def summary(times: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(results: dict[str, Any]) -> Iterator[str]:
     yield ROW.format("", "wall, s", "cpu, s", "MB/cpu s", "over recipe", "memory, MB", "a worker's")
-    for name, each in found.items():
-        ratio = f"{each['over_recipe']['cpu']['median']:.2f}" if each["over_recipe"] else "–"
-        seconds = [f"{each[kind]['median']:.1f}" for kind in ("wall", "cpu")]
-        memory = [f"{each['memory'][kind] / 1e6:,.0f}" for kind in ("together", "other")]
-        yield ROW.format(name, *seconds, f"{each['mb_per_cpu_s']['median']:.2f}", ratio, *memory)
+    for name, figures in results.items():
+        ratio = f"{figures['over_recipe']['cpu']['median']:.2f}" if figures["over_recipe"] else "–"
+        seconds = [f"{figures[kind]['median']:.1f}" for kind in ("wall", "cpu")]
+        memory = [f"{figures['memory'][kind] / 1e6:,.0f}" for kind in ("together", "other")]
+        yield ROW.format(name, *seconds, f"{figures['mb_per_cpu_s']['median']:.2f}", ratio, *memory)
 
 
 def arguments() -> argparse.Namespace:
@@ -269,18 +288,18 @@ def main() -> None:
     if chosen.subject:
         perform(chosen)
         return
-    place = prepare(chosen)
+    text_folder = prepare(chosen)
     times: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen.subjects}
     for number in range(chosen.rounds):
         for name in rotated(chosen.subjects, number):
             wait_until_quiet(chosen.patience)
-            times[name].append(measure(name, place, chosen))
+            times[name].append(measure(name, text_folder, chosen))
             print(f"{name}: {times[name][-1]['cpu']:.1f} s of processor time", flush=True)
-    found = summary(times)
-    print("\n".join(lines(found)))
+    results = summary(times)
+    print("\n".join(lines(results)))
     unsaid = ("cache", "out", "text", "subject", "place")
     settings = {name: value for name, value in vars(chosen).items() if name not in unsaid}
-    save("texts", {"options": settings, "subjects": found, "rounds": times}, out=chosen.out)
+    save("texts", {"options": settings, "subjects": results, "rounds": times}, out=chosen.out)
 
 
 if __name__ == "__main__":

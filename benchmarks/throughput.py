@@ -28,13 +28,13 @@ def equality(steps: dict[str, Any]) -> dict[str, Any]:
     ours = steps["cpt"]["losses"]
 
     def distance(name: str) -> dict[str, Any]:
-        apart = [abs(a - b) for a, b in zip(ours, steps[name]["losses"], strict=True)]
-        same = steps[name]["scored"] == steps["cpt"]["scored"]
+        differences = [abs(a - b) for a, b in zip(ours, steps[name]["losses"], strict=True)]
+        has_same_scored = steps[name]["scored"] == steps["cpt"]["scored"]
         return {
-            "first": apart[0],
-            "most": max(apart),
+            "first": differences[0],
+            "most": max(differences),
             "scored": sum(steps[name]["scored"]),
-            "same_scored": same,
+            "same_scored": has_same_scored,
         }
 
     return {"loss": [ours[0], ours[-1]], "distance": {name: distance(name) for name in steps}}
@@ -43,12 +43,12 @@ def equality(steps: dict[str, Any]) -> dict[str, Any]:
 def timed(chunks: Chunks, rounds: list[int], *, tokens: int, ours: str) -> dict[str, Any]:
     """Tokens/s, and how much faster cpt is by wall and by processor time, over some of the rounds."""
     wall, cpu = (times(chunks, rounds, kind) for kind in ("wall", "cpu"))
-    others = [name for name in chunks if name != ours]
+    compared_names = [name for name in chunks if name != ours]
     return {
         "rounds": rounds,
-        "tokens_per_s": {name: tokens / statistics.median(each) for name, each in wall.items()},
-        "cpt_over": {name: paired(wall[ours], wall[name]) for name in others},
-        "cpt_over_by_cpu_time": {name: paired(cpu[ours], cpu[name]) for name in others},
+        "tokens_per_s": {name: tokens / statistics.median(durations) for name, durations in wall.items()},
+        "cpt_over": {name: paired(wall[ours], wall[name]) for name in compared_names},
+        "cpt_over_by_cpu_time": {name: paired(cpu[ours], cpu[name]) for name in compared_names},
         "foreign_cores": spread(sum(times(chunks, rounds, "foreign_cores").values(), [])),
     }
 
@@ -56,7 +56,7 @@ def timed(chunks: Chunks, rounds: list[int], *, tokens: int, ours: str) -> dict[
 def medians(chunks: Chunks, rounds: list[int], *, ours: str) -> dict[str, float]:
     """Median ratios of one cast's rounds."""
     wall = times(chunks, rounds, "wall")
-    return {name: paired(wall[ours], each)["median"] for name, each in wall.items() if name != ours}
+    return {name: paired(wall[ours], durations)["median"] for name, durations in wall.items() if name != ours}
 
 
 def summary(run: dict[str, Any], course: Course, *, ours: str = "cpt") -> dict[str, Any]:
@@ -83,11 +83,13 @@ def shown(results: dict[str, Any]) -> str:
         times = "{median:.3f} [{low:.3f}, {high:.3f}]".format(**ratio) if ratio else ""
         work = f"{results['scored_tokens'][name]:9}{results['mean_loss'][name]:11.4f}"
         lines.append(f"{name:22}{speed:10.0f}{work}   {times}")
-    for name, apart in results["equal_work"]["distance"].items():
-        lines.append(f"equal work, {name}: {apart}")
-    used, load = len(results["rounds"]), spread(results["load"])
-    lines.append(f"of {used} of {len(results['load'])} rounds; load average {load}")
-    lines += [f"cast {number}: {each}" for number, each in enumerate(results["by_cast"], start=1)]
+    for name, distance in results["equal_work"]["distance"].items():
+        lines.append(f"equal work, {name}: {distance}")
+    num_rounds, load = len(results["rounds"]), spread(results["load"])
+    lines.append(f"of {num_rounds} of {len(results['load'])} rounds; load average {load}")
+    lines += [
+        f"cast {number}: {cast_ratios}" for number, cast_ratios in enumerate(results["by_cast"], start=1)
+    ]
     lines.append(f"cores that others used meanwhile {results['foreign_cores']}")
     return "\n".join(lines)
 
@@ -117,15 +119,15 @@ def main() -> None:
     shared = {name: getattr(chosen, name) for name in ("cache", "threads", "batch", "length", "fused")}
     shared |= {"shape": chosen.shape, "config": tuple(chosen.config)}
     if chosen.model is not None:
-        given = ("model=hf", f"model.name_or_path={chosen.model}", "model.pretraining.head_steps=0")
-        shared |= {"shape": "given", "config": (*given, *chosen.config)}
+        overrides = ("model=hf", f"model.name_or_path={chosen.model}", "model.pretraining.head_steps=0")
+        shared |= {"shape": "given", "config": (*overrides, *chosen.config)}
         chosen.model = Path(chosen.model).name
     course = Course(**shared, rounds=chosen.repeats, chunk=chosen.steps, equal=False)
     check = Course(**shared, rounds=1, chunk=chosen.check_steps, equal=True)
-    for each in (course, check):
-        each.ground()  # fills the cache
-    alike = [name for name in names if name in USUAL]
-    equal = equality(play(check, alike, patience=0.0)["reports"])
+    for prepared_course in (course, check):
+        prepared_course.ground()  # fills the cache
+    compared_names = [name for name in names if name in USUAL]
+    equal = equality(play(check, compared_names, patience=0.0)["reports"])
     run = joined([play(course, names, patience=chosen.patience) for _ in range(chosen.casts)])
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
     results = {"options": settings, "equal_work": equal, **summary(run, course), "chunks": run["chunks"]}
