@@ -22,7 +22,7 @@ from torch import Tensor
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.core.config import CONF
 from cpt.data.corpora import Corpora
-from cpt.data.sources.base import read_example
+from cpt.data.sources.examples import read_example
 from cpt.evaluation.finetune import scores_of
 from cpt.evaluation.finetune_tasks import LabelledExample, plan_endtasks
 from cpt.trainer.plan import make_plan

@@ -19,8 +19,8 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import replacing
 from cpt.core.output import run_program
 from cpt.data.sources import hub, readers
-from cpt.data.sources.base import NOT_DOMAINS, parse_name
 from cpt.data.sources.files import splits_by_name
+from cpt.data.sources.m2d2 import NOT_DOMAINS, parse_name
 from cpt.data.sources.tasks import read_json, read_records, text_field
 
 COUNTS = ("domains", "train", "valid", "test", "MB")  # columns of the table

@@ -20,8 +20,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cpt.data.sources.base import ASSISTANT, SPLIT, BadExampleError, Example
+from cpt.data.sources.base import SPLIT
 from cpt.data.sources.chats import LABEL_KEYS, TEMPLATE_OPTIONS
+from cpt.data.sources.examples import ASSISTANT, BadExampleError, Example
 from cpt.data.text_encoder import TextEncoder
 
 # Around a control token that a text of the chat spells: private characters of Unicode's last plane.

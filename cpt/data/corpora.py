@@ -19,7 +19,7 @@ from cpt.data.tokenized_tasks import Encoder, encode_corpus
 from cpt.data.tokenizer_hash import rows_digest, tokenizer_digest
 
 log = logging.getLogger(__name__)
-SHOWN = 3  # pairs that a message names
+MAX_SHOWN = 3  # pairs of texts, or texts, that a message names
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,10 @@ class Corpora:
 
     @classmethod
     def read(cls, source: Source, order: Sequence[str], *, cache: Path, workers: int | None = None) -> Self:
+        """The texts of domains in their order, and the general text; logs which held-out documents are also
+        trained on."""
         by_name = {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)}
-        if (shared := find_shared(by_name)) and is_first_process():
-            few = ", ".join(f"{count} of {held} in {trained}" for held, trained, count in shared[:SHOWN])
-            more = f" and {len(shared) - SHOWN} more pairs" * (len(shared) > SHOWN)
-            told = "Held-out documents in the training text of other domains bias the losses: %s%s"
-            log.warning(told, few, more)
+        log_shared(by_name)
         log_near_duplicates(by_name)
         return cls(
             by_name,
@@ -97,7 +95,9 @@ class Corpora:
     def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """A hash of what decides the rows of the domains: the tokenizer, and its template for examples."""
         tokenizer_hash = tokenizer_digest(tokenizer)
-        return tokenizer_hash if self.encoding is None else with_template(tokenizer_hash, tokenizer)
+        if self.encoding is None:
+            return tokenizer_hash
+        return with_template(tokenizer_hash, tokenizer)
 
 
 def with_template(tokenizer_hash: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -106,41 +106,71 @@ def with_template(tokenizer_hash: str, tokenizer: PreTrainedTokenizerBase) -> st
     return digest([tokenizer_hash, template]) if template else tokenizer_hash
 
 
+def log_shared(corpora: Mapping[str, Corpus]) -> None:
+    """Warns of held-out documents of a text that are in the training text of another."""
+    pairs = find_shared(corpora)
+    if not pairs or not is_first_process():
+        return
+    shown = ", ".join(f"{pair.count} of {pair.held_out} in {pair.trained}" for pair in pairs[:MAX_SHOWN])
+    more = f" and {len(pairs) - MAX_SHOWN} more pairs" if len(pairs) > MAX_SHOWN else ""
+    log.warning("Held-out documents in the training text of other domains bias the losses: %s%s", shown, more)
+
+
 def log_near_duplicates(corpora: Mapping[str, Corpus]) -> None:
     """Warns of texts whose held-out documents are almost in their training text, those with the largest
     share first."""
     shares: dict[str, float] = {}
-    counts: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for name, corpus in corpora.items():
-        near = corpus.facts["near_duplicates"]
-        if near["found"]:
-            shares[name] = near["found"] / near["compared"]
-            counts[name] = f"{near['found']} of {near['compared']} ({shares[name]:.1%}) of {name}"
-            if near["train_share"] < 1:
-                counts[name] += f" in {near['train_share']:.0%} of the training text"
-    if not counts or not is_first_process():
+        facts = corpus.facts["near_duplicates"]
+        if not facts["found"]:
+            continue
+        shares[name] = facts["found"] / facts["compared"]
+        descriptions[name] = f"{facts['found']} of {facts['compared']} ({shares[name]:.1%}) of {name}"
+        if facts["train_share"] < 1:
+            descriptions[name] += f" in {facts['train_share']:.0%} of the training text"
+    if not shares or not is_first_process():
         return
 
     names = sorted(shares, key=lambda name: -shares[name])
-    more = f" and {len(names) - SHOWN} more texts" if len(names) > SHOWN else ""
-    message = "Held-out documents with a near-duplicate in their domain's training text bias the losses: "
-    message += "%s%s (of a sample; similarity .5 or more)"
-    log.warning(message, "; ".join(counts[name] for name in names[:SHOWN]), more)
-
-
-def find_shared(corpora: Mapping[str, Corpus]) -> list[tuple[str, str, int]]:
-    """(text, other text, number) of held-out documents of a text in the training text of another, the most
-    first; of a document that several hold out one is counted."""
-    names = list(corpora)
-    held, trained = (
-        [corpora[name].keys(*splits) for name in names] for splits in (("valid", "test"), ("train",))
+    more = f" and {len(names) - MAX_SHOWN} more texts" if len(names) > MAX_SHOWN else ""
+    log.warning(
+        "Held-out documents with a near-duplicate in their domain's training text bias the losses: "
+        "%s%s (of a sample; similarity .5 or more)",
+        "; ".join(descriptions[name] for name in names[:MAX_SHOWN]),
+        more,
     )
-    keys, first = np.unique(np.concatenate(held), return_index=True)
-    holders = np.repeat(np.arange(len(names)), [len(each) for each in held])[first]
+
+
+@dataclass(frozen=True)
+class SharedDocuments:
+    """Held-out documents of a text that are in the training text of another."""
+
+    held_out: str
+    trained: str
+    count: int
+
+
+def find_shared(corpora: Mapping[str, Corpus]) -> list[SharedDocuments]:
+    """The pairs of texts that share documents, the most first; of a document that several texts hold out one
+    is counted."""
+    names = list(corpora)
+    held_out_keys = [corpora[name].keys("valid", "test") for name in names]
+    train_keys = [corpora[name].keys("train") for name in names]
+
+    # Each key once, and the text that holds it out first.
+    keys, first_positions = np.unique(np.concatenate(held_out_keys), return_index=True)
+    text_of_position = np.repeat(np.arange(len(names)), [len(text_keys) for text_keys in held_out_keys])
+    holders = text_of_position[first_positions]
+
     counts = np.zeros((len(names), len(names)), np.int64)
-    for number, own in enumerate(trained):
-        places = np.minimum(np.searchsorted(keys, own), len(keys) - 1)
-        np.add.at(counts, (holders[places[keys[places] == own]], number), 1)
+    for column, text_keys in enumerate(train_keys):
+        positions = np.minimum(np.searchsorted(keys, text_keys), len(keys) - 1)
+        is_held_out = keys[positions] == text_keys
+        np.add.at(counts, (holders[positions[is_held_out]], column), 1)
     np.fill_diagonal(counts, 0)
-    pairs = [(names[a], names[b], int(counts[a, b])) for a, b in np.argwhere(counts)]
-    return sorted(pairs, key=lambda pair: -pair[2])
+
+    pairs = []
+    for row, column in np.argwhere(counts):
+        pairs.append(SharedDocuments(names[row], names[column], int(counts[row, column])))
+    return sorted(pairs, key=lambda pair: -pair.count)

@@ -23,12 +23,13 @@ from cpt.data.near_duplicates import (
     NearDuplicates,
     count_near_duplicates,
 )
-from cpt.data.sources.base import EXAMPLES, Source, log_skipped, read_example, stamp_of
+from cpt.data.sources.base import EXAMPLES, Source, stamp_of
+from cpt.data.sources.examples import log_skipped, read_example
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
-BATCH, BYTES = 10_000, 1 << 20  # documents, or what comes first, that are written at once
+BATCH, MAX_WAITING = 10_000, 1 << 20  # documents, and bytes: what is written at once, whichever comes first
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Corpus:
     def documents(self, split: str, shard: int = 0, shards: int = 1) -> Dataset:
         """The documents of a split, or a shard of them, memory-mapped, with a column `text`."""
         chosen = np.flatnonzero(np.load(self.folder / "splits.npy", mmap_mode="r") == SPLITS.index(split))
-        begin, end = len(chosen) * shard // shards, len(chosen) * (shard + 1) // shards
+        begin = len(chosen) * shard // shards
+        end = len(chosen) * (shard + 1) // shards
         return Dataset.from_file(str(self.folder / "documents.arrow")).select(chosen[begin:end])
 
     def keys(self, *splits: str) -> np.ndarray:
@@ -70,33 +72,47 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     return Corpus(folder, facts)
 
 
+class DocumentWriter:
+    """Writes documents to an Arrow file, about MAX_WAITING bytes at once."""
+
+    def __init__(self, path: Path) -> None:
+        features = Features({"text": Value("large_string")})
+        self.writer = ArrowWriter(path=str(path), features=features, writer_batch_size=BATCH)
+        self.waiting = 0  # bytes that are not on disk yet
+
+    def write(self, raw: bytes) -> None:
+        """Adds a document in UTF-8."""
+        self.writer.write({"text": raw.decode()})
+        self.waiting += len(raw)
+        if self.waiting >= MAX_WAITING:
+            self.writer.write_examples_on_file()
+            self.waiting = 0
+
+
 def write_corpus(source: Source, name: str, folder: Path) -> None:
     """Reads the text of a domain into a folder, compares its splits, and logs what was read."""
-    waiting = 0  # bytes that are not on disk yet
-
-    def keep(raw: bytes) -> None:
-        nonlocal waiting
-        writer.write({"text": raw.decode()})
-        waiting += len(raw)
-        if waiting >= BYTES:
-            writer.write_examples_on_file()
-            waiting = 0
-
-    path, features = str(folder / "documents.arrow"), Features({"text": Value("large_string")})
-    with ArrowWriter(path=path, features=features, writer_batch_size=BATCH) as writer:
-        splits, facts, contradicted, keys = read_documents(source, name, keep=keep)
-        writer.finalize()
-    np.save(folder / "splits.npy", splits)
-    np.save(folder / "keys.npy", keys)
+    documents = DocumentWriter(folder / "documents.arrow")
+    with documents.writer:
+        content = read_documents(source, name, keep=documents.write)
+        documents.writer.finalize()
+    facts = content.facts
+    np.save(folder / "splits.npy", content.splits)
+    np.save(folder / "keys.npy", content.keys)
     facts["near_duplicates"] = asdict(compare_splits(Corpus(folder, facts), name, kind=source.form(name)))
     (folder / "facts.json").write_text(json.dumps(facts))
 
-    if contradicted:
-        log.warning("Keeping first answers in %s: %d questions have different ones", name, contradicted)
-    counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
-    message = "Read %s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies"
-    size, copies = sum(facts["bytes"].values()) / 1e6, (facts["duplicates"], facts["held_out_copies"])
-    log.info(message, name, size, counts, *copies)
+    if content.num_contradicted:
+        log.warning(
+            "Keeping first answers in %s: %d questions have different ones", name, content.num_contradicted
+        )
+    log.info(
+        "Read %s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies",
+        name,
+        sum(facts["bytes"].values()) / 1e6,
+        ", ".join(f"{count} {split}" for split, count in facts["documents"].items()),
+        facts["duplicates"],
+        facts["held_out_copies"],
+    )
 
 
 def compare_splits(corpus: Corpus, name: str, *, kind: str) -> NearDuplicates:
@@ -128,60 +144,128 @@ def compared_texts(documents: Dataset, kind: str) -> Iterator[str]:
                 yield document
 
 
+@dataclass(frozen=True)
+class CorpusContent:
+    """What is found out about the documents of a domain while they are read."""
+
+    splits: np.ndarray  # [documents] int8: index in SPLITS, DROPPED or SPARED
+    keys: np.ndarray  # [documents] uint64: hashes by which documents are equal
+    facts: dict[str, Any]  # as JSON: digests, documents and bytes per split, copies left out
+    num_contradicted: int  # questions with several answers
+
+
+class DocumentHashes:
+    """Hashes of the documents of a domain in their order: 25 bytes of each are in memory."""
+
+    def __init__(self) -> None:
+        self.documents = array("Q")  # of all of a document
+        self.keys = array("Q")  # of what decides whether two are equal
+        self.answers = array("Q")  # of an example's answer; of text nothing
+        self.splits = array("b")  # index in SPLITS, as the source has it
+        self.sizes = array("q")  # bytes
+
+    def add_text(self, split: str, raw: bytes) -> None:
+        """A document of text in UTF-8. Equal are texts of the same words."""
+        self.documents.append(hash_bytes(raw))
+        self.keys.append(hash_bytes(" ".join(raw.decode().split()).encode()))
+        self.splits.append(SPLITS.index(split))
+        self.sizes.append(len(raw))
+
+    def add_example(self, split: str, raw: bytes) -> None:
+        """An example as a document in UTF-8. Equal are examples of the same question."""
+        example = read_example(raw.decode())
+        self.documents.append(hash_bytes(raw))
+        self.keys.append(hash_bytes(example.question.encode()))
+        self.answers.append(hash_bytes(example.target.encode()))
+        self.splits.append(SPLITS.index(split))
+
+        texts = [example.source, example.target, *(turn.content for turn in example.turns[:-1])]
+        self.sizes.append(len("".join(texts).encode()))
+
+
+def hash_bytes(value: bytes) -> int:
+    """A 64-bit hash."""
+    return int.from_bytes(hashlib.blake2b(value, digest_size=8).digest(), "little")
+
+
 def read_documents(
     source: Source, name: str, *, keep: Callable[[bytes], None] = lambda raw: None
-) -> tuple[np.ndarray, dict[str, Any], int, np.ndarray]:
-    """The split of each document of a domain, in UTF-8 given to `keep`; the facts of the text: digests,
-    documents and bytes per split, copies left out; how many questions have several answers; and the hashes
-    by which documents are equal.
+) -> CorpusContent:
+    """Reads the documents of a domain, in UTF-8 given to `keep`, and finds the split of each.
 
     Equal are texts of the same words, and examples of the same question. With a `class_limit` those training
     examples of each answer stay whose question has the smallest hash under the seed."""
-    asks, held_out = source.form(name) == EXAMPLES, source.held_out
-    hashed = {each: array("Q") for each in ("document", "key", "answer")}  # 25 bytes of a text in memory
-    numbers, lengths = array("b"), array("q")
-    for split, text in chain.from_iterable(map(source.read, source.members(name))):
+    is_examples = source.form(name) == EXAMPLES
+    members = source.members(name)
+    hashes = DocumentHashes()
+    add_document = hashes.add_example if is_examples else hashes.add_text
+    for split, text in chain.from_iterable(map(source.read, members)):
         raw = text.encode(errors="replace")  # repaired where it is not Unicode
         keep(raw)
-        known_by, size = {"document": raw, "key": " ".join(raw.decode().split()).encode()}, len(raw)
-        if asks:
-            example = read_example(raw.decode())
-            known_by |= {"key": example.question.encode(), "answer": example.target.encode()}
-            said = (example.source, example.target, *(turn.content for turn in example.turns[:-1]))
-            size = len("".join(said).encode())
-        for each, value in known_by.items():
-            digest = hashlib.blake2b(value, digest_size=8).digest()
-            hashed[each].append(int.from_bytes(digest, "little"))
-        numbers.append(SPLITS.index(split))
-        lengths.append(size)
-    documents, keys, answers = map(np.asarray, hashed.values())
-    given, sizes = np.asarray(numbers), np.asarray(lengths)
-    if asks:
-        splits = assign(keys, given, name=name, held_out=held_out)
-        train = np.flatnonzero(splits == 0)
-        order = sample_keys(key("per class", int(held_out["seed"])), keys[train])
-        ranked = train[np.argsort(order, kind="stable")]
+        add_document(split, raw)
+
+    documents = np.asarray(hashes.documents)
+    keys = np.asarray(hashes.keys)
+    answers = np.asarray(hashes.answers)
+    source_splits = np.asarray(hashes.splits)
+    if is_examples:
+        splits = assign(keys, source_splits, name=name, held_out=source.held_out)
         if source.class_limit is not None:
-            grouped = ranked[np.argsort(answers[ranked], kind="stable")]
-            _, first, counts = np.unique(answers[grouped], return_index=True, return_counts=True)
-            splits[grouped[np.arange(len(grouped)) - np.repeat(first, counts) >= source.class_limit]] = SPARED
+            seed = int(source.held_out["seed"])
+            limit_classes(splits, keys, answers, limit=source.class_limit, seed=seed)
     else:
-        hint = " (domains.document=line or paragraph makes more of a .txt file)"
-        splits = assign(documents, given, name=name, held_out=held_out, hint=hint, known_by=keys)
-    held_out_copies = int(((splits == DROPPED) & (given > 0)).sum())
-    facts = {
+        splits = assign(
+            documents,
+            source_splits,
+            name=name,
+            held_out=source.held_out,
+            hint=" (domains.document=line or paragraph makes more of a .txt file)",
+            keys=keys,
+        )
+
+    facts = describe_splits(splits, documents, source_splits, np.asarray(hashes.sizes))
+    skipped = [source.skipped[member] for member in members if source.skipped.get(member)]
+    if skipped:
+        facts["skipped"] = join_skipped(skipped)
+    return CorpusContent(splits, keys, facts, count_contradicted(keys, answers))
+
+
+def limit_classes(
+    splits: np.ndarray, keys: np.ndarray, answers: np.ndarray, *, limit: int, seed: int
+) -> None:
+    """Marks the training examples of each answer beyond `limit` as SPARED, by the hashes of the questions
+    under the seed."""
+    train = np.flatnonzero(splits == 0)
+    order = sample_keys(key("per class", seed), keys[train])
+    ranked = train[np.argsort(order, kind="stable")]
+    grouped = ranked[np.argsort(answers[ranked], kind="stable")]  # by answer, then by rank
+    _, first, counts = np.unique(answers[grouped], return_index=True, return_counts=True)
+    rank_in_class = np.arange(len(grouped)) - np.repeat(first, counts)
+    splits[grouped[rank_in_class >= limit]] = SPARED
+
+
+def describe_splits(
+    splits: np.ndarray, documents: np.ndarray, source_splits: np.ndarray, sizes: np.ndarray
+) -> dict[str, Any]:
+    """The facts of a text, from the split, the hash, the split of the source and the bytes of each
+    document."""
+    num_dropped = int((splits == DROPPED).sum())
+    num_held_out_copies = int(((splits == DROPPED) & (source_splits > 0)).sum())
+    return {
         "digest": hashlib.blake2b(documents.tobytes() + splits.tobytes(), digest_size=8).hexdigest(),
         "train_digest": hashlib.blake2b(documents[splits == 0].tobytes(), digest_size=8).hexdigest(),
         "documents": {split: int((splits == number).sum()) for number, split in enumerate(SPLITS)},
         "bytes": {split: int(sizes[splits == number].sum()) for number, split in enumerate(SPLITS)},
-        "duplicates": int((splits == DROPPED).sum()) - held_out_copies,
-        "held_out_copies": held_out_copies,
+        "duplicates": num_dropped - num_held_out_copies,
+        "held_out_copies": num_held_out_copies,
     }
-    skipped = {member: source.skipped.get(member) for member in source.members(name)}
-    if any(skipped.values()):
-        facts["skipped"] = join_skipped(filter(None, skipped.values()))
-    questions = np.unique(np.stack([keys[: len(answers)], answers]), axis=1)[0]
-    return splits, facts, int((np.unique(questions, return_counts=True)[1] > 1).sum()), keys
+
+
+def count_contradicted(keys: np.ndarray, answers: np.ndarray) -> int:
+    """How many questions have several answers; `answers` is empty for text."""
+    different = np.unique(np.stack([keys[: len(answers)], answers]), axis=1)
+    _, num_answers = np.unique(different[0], return_counts=True)
+    return int((num_answers > 1).sum())
 
 
 def join_skipped(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -196,41 +280,60 @@ def join_skipped(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, 
 
 def assign(
     hashes: np.ndarray,
-    given: np.ndarray,
+    source_splits: np.ndarray,
     *,
     name: str,
     held_out: Mapping[str, Any],
     hint: str = "",
-    known_by: np.ndarray | None = None,
+    keys: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The split of each document, [documents] int8; DROPPED for copies, which are `known_by` the same,
-    SPARED for held-out documents beyond the most. Of equal documents the first stays, in train rather than
-    in valid or test. A split that the source does not give is held out of train, by hashes. ValueError for
-    an empty split."""
+    """The split of each document, [documents] int8; DROPPED for copies, which have the same key, SPARED for
+    held-out documents beyond the maximum. Of equal documents the first stays, in train rather than in valid
+    or test. A split that the source does not have is held out of train, by hashes. `keys` are by default the
+    hashes. ValueError for an empty split."""
     if not len(hashes):
         raise ValueError(f"domain {name} has no text: its files are empty")
-    known_by, seed = hashes if known_by is None else known_by, int(held_out["seed"])
-    order = np.argsort(given, kind="stable")
-    order = order[np.argsort(known_by[order], kind="stable")]
-    shared = known_by[order]
-    first = order[np.append(True, shared[1:] != shared[:-1])]
-    splits = np.full(len(given), DROPPED, np.int8)
-    splits[first] = given[first]
+    keys = hashes if keys is None else keys
+    seed = int(held_out["seed"])
 
-    def ranked(split: int, purpose: str) -> np.ndarray:
-        own = np.flatnonzero(splits == split)
-        return own[np.argsort(sample_keys(key(purpose, seed), hashes[own]), kind="stable")]
+    splits = np.full(len(source_splits), DROPPED, np.int8)
+    originals = find_originals(keys, source_splits)
+    splits[originals] = source_splits[originals]
 
-    train, taken = ranked(0, "split"), 0
-    for split in (each for each in (1, 2) if not (given == each).any()):
+    train = rank_by_hash(splits, 0, hashes, stream=key("split", seed))
+    begin = 0
+    for split in (1, 2):
+        if (source_splits == split).any():
+            continue
         count = max(1, round(held_out[SPLITS[split]] * len(train)))
-        splits[train[taken : taken + count]] = split
-        taken += count
-    for split in (1, 2) if held_out.get("max_documents") else ():
-        splits[ranked(split, "most")[held_out["max_documents"] :]] = SPARED
-    left = [int((splits == split).sum()) for split in range(len(SPLITS))]
-    if min(left) == 0:
-        found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
-        told = f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found})"
-        raise ValueError(f"{told}. Allowed: at least one for each, all different{hint}")
+        splits[train[begin : begin + count]] = split
+        begin += count
+    max_documents = held_out.get("max_documents")
+    if max_documents:
+        for split in (1, 2):
+            ranked = rank_by_hash(splits, split, hashes, stream=key("most", seed))
+            splits[ranked[max_documents:]] = SPARED
+
+    counts = [int((splits == split).sum()) for split in range(len(SPLITS))]
+    if min(counts) == 0:
+        listed = ", ".join(f"{count} {split}" for count, split in zip(counts, SPLITS, strict=True))
+        raise ValueError(
+            f"domain {name} has {len(source_splits)} documents, too few to train, validate and test on "
+            f"({listed}). Allowed: at least one for each, all different{hint}"
+        )
     return splits
+
+
+def find_originals(keys: np.ndarray, source_splits: np.ndarray) -> np.ndarray:
+    """The positions of the documents that are no copies: the first of each key, of train before valid before
+    test."""
+    order = np.argsort(source_splits, kind="stable")
+    order = order[np.argsort(keys[order], kind="stable")]
+    sorted_keys = keys[order]
+    return order[np.append(True, sorted_keys[1:] != sorted_keys[:-1])]
+
+
+def rank_by_hash(splits: np.ndarray, split: int, hashes: np.ndarray, *, stream: int) -> np.ndarray:
+    """The positions of the documents of a split, in an order that their hashes decide."""
+    positions = np.flatnonzero(splits == split)
+    return positions[np.argsort(sample_keys(stream, hashes[positions]), kind="stable")]

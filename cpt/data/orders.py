@@ -16,7 +16,7 @@ import xxhash
 
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import unknown_name
-from cpt.data.sources.base import parse_name
+from cpt.data.sources.m2d2 import parse_name
 
 SWAPPED = "swapped"  # alone, or after another word: the second half first
 BY_TEXTS = ("similar", "similar_tree", "dissimilar")

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from cpt.data.sources.base import ASSISTANT, AUTO, NONE, USER
+from cpt.data.sources.base import AUTO, NONE
+from cpt.data.sources.examples import ASSISTANT, USER
 from cpt.data.text_encoder import frame_of, special_tokens_of
 
 log = logging.getLogger(__name__)

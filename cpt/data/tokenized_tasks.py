@@ -28,19 +28,17 @@ from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
 from cpt.data.packing import PADDING, Packed, padding_id
 from cpt.data.separator import terminator
-from cpt.data.sources.base import (
+from cpt.data.sources.base import NONE, SPLIT, Encoding
+from cpt.data.sources.chats import SYSTEM
+from cpt.data.sources.examples import (
     ASSISTANT,
-    NONE,
-    SPLIT,
     USER,
     BadExampleError,
     BadExamples,
-    Encoding,
     Example,
     log_skipped,
     read_example,
 )
-from cpt.data.sources.chats import SYSTEM
 from cpt.data.text_encoder import TextEncoder
 
 log = logging.getLogger(__name__)

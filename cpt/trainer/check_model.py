@@ -19,7 +19,8 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_first_process
 from cpt.data.chats import ChatEncoder
 from cpt.data.separator import choose_separator
-from cpt.data.sources.base import ASSISTANT, AUTO, NONE, USER, Example, Turn
+from cpt.data.sources.base import AUTO, NONE
+from cpt.data.sources.examples import ASSISTANT, USER, Example, Turn
 from cpt.data.text_format import TextFormat, make_text_format
 from cpt.data.tokenized_tasks import Encoder
 from cpt.methods.base import ContinualMethod

@@ -15,7 +15,8 @@ from cpt.core.cache import artifact_damage, make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key, shuffle
 from cpt.data import orders
-from cpt.data.sources.base import EXAMPLES, GENERAL, Source, read_example, stamp_of
+from cpt.data.sources.base import EXAMPLES, GENERAL, Source, stamp_of
+from cpt.data.sources.examples import read_example
 from cpt.trainer.plan import Plan
 
 if TYPE_CHECKING:

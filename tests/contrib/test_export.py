@@ -7,7 +7,7 @@ import pytest
 
 from cpt.contrib.lm_eval_export.__main__ import main
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_task
-from cpt.data.sources.base import Example
+from cpt.data.sources.examples import Example
 from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples, write_tasks
 
 

@@ -8,8 +8,9 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from cpt.data.chats import ChatCounts, ChatEncoder, sequences_of
-from cpt.data.sources.base import (
-    SPLIT,
+from cpt.data.sources.base import SPLIT
+from cpt.data.sources.chats import IgnoredKeys, read_chat
+from cpt.data.sources.examples import (
     BadExampleError,
     BadExamples,
     Example,
@@ -17,7 +18,6 @@ from cpt.data.sources.base import (
     read_example,
     write_example,
 )
-from cpt.data.sources.chats import IgnoredKeys, read_chat
 from cpt.data.text_encoder import TextEncoder
 from tests.support import chat_templates
 from tests.support.chat_templates import BACKENDS, TEMPLATES, chat_tokenizer

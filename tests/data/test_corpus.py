@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus
-from cpt.data.corpora import Corpora, find_shared
+from cpt.data.corpora import Corpora, SharedDocuments, find_shared
 from cpt.data.corpus import SPLITS, assign, read_documents
 from cpt.data.sources.base import TextOptions
 from tests.support.data_fixtures import HELD_OUT, TEXT_SOURCE, make_prose
@@ -102,7 +102,7 @@ def test_copies_are_left_out_and_counted_and_text_that_is_no_unicode_is_mended(t
     # White space makes no other document.
     plain = [*as_train(["a b", "c d", "e f", "g h"]), ("test", "i j"), ("test", "k l")]
     copies = [("test", "a  b\n"), ("train", "c\u00a0d"), ("train", "\te f "), ("valid", "i\nj")]
-    assert read_documents(Given(plain + copies), "x")[0].tolist() == [0, 0, 0, 0, -1, 2, -1, -1, -1, 1]
+    assert read_documents(Given(plain + copies), "x").splits.tolist() == [0, 0, 0, 0, -1, 2, -1, -1, -1, 1]
 
 
 def test_too_few_documents_are_refused_and_nothing_is_left(tmp_path):
@@ -138,7 +138,7 @@ def test_held_out_documents_in_the_training_text_of_another_domain_are_told(tmp_
         for at, text in enumerate(splits[name])
     ]
     texts = Corpora.read(source, ["a", "b"], cache=tmp_path)
-    assert find_shared(texts.by_name) == [("a", "b", 4)]  # one of the five is held out of b, too
+    assert find_shared(texts.by_name) == [SharedDocuments("a", "b", 4)]  # one of the five is held out of b, too
     assert "bias the losses: 4 of a in b" in caplog.text
 
 

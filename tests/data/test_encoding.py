@@ -8,7 +8,8 @@ from transformers import ByT5Tokenizer
 
 from cpt.data import tokenized_tasks, tokenizer_hash
 from cpt.data.corpora import Corpora
-from cpt.data.sources.base import Encoding, Example, Turn, read_example, write_example
+from cpt.data.sources.base import Encoding
+from cpt.data.sources.examples import Example, Turn, read_example, write_example
 from cpt.data.text_encoder import TextEncoder
 from cpt.data.text_format import TextFormat
 from cpt.data.tokenized_tasks import Encoder

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.data.sources.base import Example
+from cpt.data.sources.examples import Example
 from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.evaluation.task_answers import rank_choices, score_choices, write_answers
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers

@@ -13,7 +13,8 @@ from cpt.data.collate import UNSCORED, Rows, Sizes, labels_of
 from cpt.data.corpus import make_corpus
 from cpt.data.replay import Samples
 from cpt.data.sampler import stack_rows
-from cpt.data.sources.base import CONCAT, EXAMPLES, write_example
+from cpt.data.sources.base import CONCAT, EXAMPLES
+from cpt.data.sources.examples import write_example
 from cpt.data.tokenized_tasks import encode_corpus
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Seq2SeqAnswers, Span, draw_composition
 from tests.support.data_fixtures import HELD_OUT, bos_tokenizer, make_rows

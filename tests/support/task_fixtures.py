@@ -8,7 +8,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cpt.data.sources.base import Encoding, Example, Turn
+from cpt.data.sources.base import Encoding
+from cpt.data.sources.examples import Example, Turn
 from cpt.data.tokenized_tasks import Encoder
 from tests.conftest import VOCABULARIES, sentences
 from tests.support.data_fixtures import (

@@ -44,7 +44,8 @@ from cpt.data.options import Domain
 from cpt.data.packing import ConcatPacker, Packed, mark_documents, padding_id
 from cpt.data.replay import ReplayPool, ReplaySource, to_fraction
 from cpt.data.separator import default_end
-from cpt.data.sources.base import GENERAL, Example
+from cpt.data.sources.base import GENERAL
+from cpt.data.sources.examples import Example
 from cpt.data.text_encoder import frame_of
 from cpt.data.text_format import TextFormat
 from cpt.evaluation.predictions import file_name

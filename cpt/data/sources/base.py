@@ -1,16 +1,11 @@
 """Where the text of the domains comes from: a source lists its domains and reads one by documents, of which
-an example of a supervised task is one.
+an example of a supervised task is one."""
 
-M2D2 (Reid et al., EMNLP 2022) lists 239 names: 22 coarse domains, 214 fine ones, and three that are not
-domains. Some are misspelt there (`General_referece`, `Human_activites`); these are the real ones."""
-
-import json
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from fnmatch import translate
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -18,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Gt, Lt, MinLen, Predicate
 
 from cpt.core.config import digest
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import (
     Allowed,
     Count,
@@ -33,168 +28,17 @@ from cpt.core.schema import (
     option,
     read_options,
 )
+from cpt.data.sources.examples import BadExamples
+from cpt.data.sources.m2d2 import parse_name
 
 log = logging.getLogger(__name__)
 GENERAL = "general"
-USER, ASSISTANT = "user", "assistant"  # roles of a chat
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, CONCAT, DOCUMENT_MASK = "none", "concat", "document_mask"  # see Source.packing
 AUTO, SPLIT, PARSE = "auto", "split", "parse"  # see Source.separator, special_tokens and bos_in_rows
 PACKINGS = {TEXT: (CONCAT, DOCUMENT_MASK, NONE), EXAMPLES: (NONE, DOCUMENT_MASK)}  # the default first
 FORMAT = 7  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
-LONGEST_NAME = 200  # bytes: names are part of file names
-NOT_DOMAINS = ("eval_sets", "only_text", "only_txt2")
-COARSE_OF_WIKIPEDIA = {
-    *("Culture_and_the_arts", "General_referece", "Health_and_fitness", "History_and_events"),
-    *("Human_activites", "Mathematics_and_logic", "Natural_and_physical_sciences"),
-    *("Philosophy_and_thinking", "Religion_and_belief_systems", "Society_and_social_sciences"),
-    "Technology_and_applied_sciences",
-}
-
-
-class BadExampleError(ValueError):
-    """One example that cannot be used, which `domains.on_bad_example=skip` leaves out. `kind` says what is
-    wrong with it in the words that all such examples share."""
-
-    def __init__(self, message: str, kind: str = "") -> None:
-        super().__init__(message)
-        self.kind = kind or message
-
-
-@dataclass
-class BadExamples:
-    """Collects the bad examples of a text, by kind: their number and the message of the first. Unless they
-    are skipped, the first one is raised."""
-
-    is_skipping: bool
-    counts: Counter[str] = field(default_factory=Counter)
-    first_messages: dict[str, str] = field(default_factory=dict)
-
-    def add(self, error: BadExampleError) -> None:
-        """Counts an example. Raises BadExampleError where bad examples stop the run."""
-        if not self.is_skipping:
-            raise BadExampleError(
-                f"{error} (domains.on_bad_example=skip leaves it out)", error.kind
-            ) from error
-        self.counts[error.kind] += 1
-        self.first_messages.setdefault(error.kind, str(error))
-
-    @property
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """By kind, as JSON: {"count": number of examples, "first": message}."""
-        return {
-            kind: {"count": count, "first": self.first_messages[kind]}
-            for kind, count in sorted(self.counts.items())
-        }
-
-
-OnBadExample = Literal["stop", "skip"]
-
-
-def reject_record(bad: BadExamples, error: ValueError) -> None:
-    """Adds a record of a file that cannot be read to the bad examples. Raises BadExampleError where these
-    stop the run."""
-    bad.add(BadExampleError(str(error), "a row that cannot be read"))
-
-
-def log_skipped(text: str, skipped: Mapping[str, Mapping[str, Any]]) -> None:
-    """Logs one line for each kind of `BadExamples.facts`."""
-    for kind, facts in skipped.items():
-        message = "Skipping %d examples of %s (domains.on_bad_example=skip): %s; the first: %s"
-        log.warning(message, facts["count"], text, kind, facts["first"])
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A message of a chat. `details` are its other keys that chat templates may use, like `tool_calls`."""
-
-    role: str
-    content: str
-    details: Mapping[str, Any] = field(default_factory=dict)
-    is_scored: bool = True  # of an assistant's turn: whether its tokens contribute to the loss
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The turn as a chat template takes it."""
-        return {"role": self.role, "content": self.content, **self.details}
-
-    @property
-    def is_answer(self) -> bool:
-        return self.role == ASSISTANT and self.is_scored
-
-    def to_json(self) -> list[str] | dict[str, Any]:
-        """[role, content] of a plain turn, else all fields."""
-        if not self.details and self.is_scored:
-            return [self.role, self.content]
-        return {name: getattr(self, name) for name in ("role", "content", "details", "is_scored")}
-
-    @classmethod
-    def from_json(cls, value: list[str] | dict[str, Any]) -> "Turn":
-        if isinstance(value, dict):
-            return cls(**value)
-        role, content = value
-        return cls(role, content)
-
-
-@dataclass(frozen=True)
-class Example:
-    """A `source` with its `target`. `text` is the span (begin, end) of the source that truncation may cut.
-    `choices` are all answers of a closed task. A chat has `turns` instead of a source, and maybe `tools`."""
-
-    id: str
-    source: str
-    target: str
-    task: str
-    choices: tuple[str, ...] = ()
-    text: tuple[int, int] = (0, 0)
-    turns: tuple[Turn, ...] = ()
-    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the functions that the assistant may call
-    # Further variables of the chat template.
-    template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def question(self) -> str:
-        """What decides whether two examples ask the same."""
-        if not self.turns:
-            return self.source
-        asked: list[Any] = [turn.to_json() for turn in self.turns[:-1]]
-        if self.tools:
-            asked.append({"tools": self.tools})
-        if self.template_options:
-            asked.append({"template_options": self.template_options})
-        return json.dumps(asked)
-
-
-def write_example(example: Example) -> str:
-    """An example as a document of a corpus: one line of JSON."""
-    values = {each.name: getattr(example, each.name) for each in fields(example)}
-    values["turns"] = [turn.to_json() for turn in example.turns]
-    if not example.tools:
-        del values["tools"]
-    if not example.template_options:
-        del values["template_options"]
-    return json.dumps(values, ensure_ascii=False)
-
-
-def read_example(document: str) -> Example:
-    values = json.loads(document)
-    for name in ("choices", "text", "tools"):
-        if name in values:
-            values[name] = tuple(values[name])
-    values["turns"] = tuple(map(Turn.from_json, values["turns"]))
-    return Example(**values)
-
-
-@dataclass(frozen=True)
-class RawExample:
-    """A row of a data set, before a template asks it: the template's fields and the answer, or a chat."""
-
-    fields: Mapping[str, str]
-    target: str
-    id: str = ""
-    turns: tuple[Turn, ...] = ()
-    tools: tuple[Mapping[str, Any], ...] = ()
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+MAX_NAME_BYTES = 200  # names are part of file names
 
 
 def as_expression(pattern: str) -> str | None:
@@ -205,8 +49,8 @@ def as_expression(pattern: str) -> str | None:
 def is_domain_lists(value: Any) -> bool:
     """Whether it is a list of orders, or orders by their numbers."""
     if isinstance(value, Mapping):
-        return all(fits(each, Number) for each in value) and is_domain_lists(list(value.values()))
-    return isinstance(value, list | tuple) and all(fits(each, TextList) for each in value)
+        return all(fits(number, Number) for number in value) and is_domain_lists(list(value.values()))
+    return isinstance(value, list | tuple) and all(fits(order, TextList) for order in value)
 
 
 NamePattern = Annotated[Text, Predicate(lambda text: is_pattern(as_expression(text) or ""))]
@@ -286,11 +130,15 @@ class Source(Options, ABC):
     def __post_init__(self) -> None:
         read_options(HeldOut, self.held_out, section="held_out")
         kind = self.form("")
-        if self.packing not in (None, *PACKINGS[kind]):
-            allowed = f"{', '.join(PACKINGS[kind])} of domains of {kind}"
-            raise ValueError(f"packing={self.packing} is invalid. Allowed: {allowed}")
+        packings = PACKINGS[kind]
+        if self.packing is not None and self.packing not in packings:
+            raise InvalidOptionError(
+                "packing", self.packing, allowed=f"{', '.join(packings)} of domains of {kind}"
+            )
         if self.by == "coarse" and kind == EXAMPLES:
-            raise ValueError("by=coarse is invalid: these domains are examples. Allowed: null, fine")
+            raise InvalidOptionError(
+                "by", "coarse", reason="these domains are examples", allowed="null, fine"
+            )
 
     @property
     def chats(self) -> bool:
@@ -319,10 +167,7 @@ class Source(Options, ABC):
         """Keeps the facts of a text's bad examples. Raises ValueError where no other was read."""
         self.skipped[name] = bad.facts
         if bad.counts and num_read == 0:
-            kinds = "; ".join(f"{count} × {kind}" for kind, count in bad.counts.most_common())
-            first_message = next(iter(bad.first_messages.values()))
-            reason = f"all examples of {name} are bad ({kinds}); the first: {first_message}"
-            raise ValueError(f"domains.on_bad_example=skip is invalid: {reason}. Allowed: usable examples")
+            raise bad.all_skipped(name)
 
     @property
     def isolated(self) -> bool:
@@ -332,7 +177,9 @@ class Source(Options, ABC):
     @property
     def text_packing(self) -> str:
         """How rows of text are filled: CONCAT (also general text of examples), DOCUMENT_MASK or NONE."""
-        return CONCAT if self.packing is None or self.form("") == EXAMPLES else self.packing
+        if self.packing is None or self.form("") == EXAMPLES:
+            return CONCAT
+        return self.packing
 
     @property
     def text_options(self) -> TextOptions:
@@ -346,28 +193,45 @@ class Source(Options, ABC):
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
-        """The domains, each with the names whose text it has: the names as they are; M2D2's fine domains; or
-        the coarse ones, joined of their fine ones, or the coarse name where there are none. Raises ValueError
-        where `only` leaves none."""
-        groups: dict[str, list[str]] = {}
-        parsed = [(name, *parse_name(name)) for name in (self.names if self.by else ())]
-        if self.by == "coarse":
-            for name, coarse, fine in sorted(parsed, key=lambda each: each[2] is None):
-                if fine is not None or coarse not in groups:
-                    groups.setdefault(coarse, []).append(name)
-            groups = dict(sorted(groups.items()))
-        else:
-            left_out = {name for name, _, fine in parsed if fine is None}
-            groups = {name: [name] for name in self.names if name not in left_out}
+        """The domains that `only` leaves, each with the names whose text it has. Raises ValueError where it
+        leaves none."""
+        groups = self.group_names()
         if self.only is None:
             return groups
-        listed = [self.only] if isinstance(self.only, str) else self.only
-        wanted = [re.compile(as_expression(each) or translate(each)) for each in listed]
-        chosen = {name: each for name, each in groups.items() if any(one.fullmatch(name) for one in wanted)}
+
+        patterns = [self.only] if isinstance(self.only, str) else self.only
+        expressions = [re.compile(as_expression(pattern) or translate(pattern)) for pattern in patterns]
+        chosen = {}
+        for name, members in groups.items():
+            if any(expression.fullmatch(name) for expression in expressions):
+                chosen[name] = members
         if not chosen:
-            given, allowed = f"domains.only={format_value(self.only)}", ", ".join([*sorted(groups)[:8], "…"])
-            raise ValueError(f"{given} is invalid: it leaves no domain. Allowed: {allowed}")
+            raise InvalidOptionError(
+                "domains.only",
+                self.only,
+                reason="it leaves no domain",
+                allowed=", ".join([*sorted(groups)[:8], "…"]),
+            )
         return chosen
+
+    def group_names(self) -> dict[str, list[str]]:
+        """The domains before `only`, each with the names whose text it has: the names as they are; M2D2's
+        fine domains; or the coarse ones, joined of their fine ones, or the coarse name where there are
+        none."""
+        if self.by is None:
+            return {name: [name] for name in self.names}
+        parsed = [(name, *parse_name(name)) for name in self.names]
+        if self.by == "fine":
+            return {name: [name] for name, _, fine in parsed if fine is not None}
+
+        groups: dict[str, list[str]] = {}
+        for name, coarse, fine in parsed:
+            if fine is not None:
+                groups.setdefault(coarse, []).append(name)
+        for name, coarse, fine in parsed:
+            if fine is None:  # the text of a coarse domain, which its fine ones replace
+                groups.setdefault(coarse, [name])
+        return dict(sorted(groups.items()))
 
     @property
     def domains(self) -> list[str]:
@@ -378,9 +242,13 @@ class Source(Options, ABC):
         """The orders by name, of the domains that `only` leaves; as they are where it leaves none of one."""
         if self.only is None or not self.orders:
             return self.orders
-        numbered = self.orders.items() if isinstance(self.orders, Mapping) else enumerate(self.orders)
-        left = {at: [name for name in each if name in self.groups] or list(each) for at, each in numbered}
-        return left if isinstance(self.orders, Mapping) else list(left.values())
+        if isinstance(self.orders, Mapping):
+            return {number: self.restrict_order(order) for number, order in self.orders.items()}
+        return [self.restrict_order(order) for order in self.orders]
+
+    def restrict_order(self, order: Sequence[str]) -> list[str]:
+        """The domains of an order that `only` leaves, or all of them where it leaves none."""
+        return [name for name in order if name in self.groups] or list(order)
 
     def members(self, name: str) -> list[str]:
         """The names whose text a domain has: several where it is joined of them."""
@@ -390,14 +258,30 @@ class Source(Options, ABC):
         """Checks the names and, as `check`, the text of these domains; logs what `by` and `only` leave out.
         Raises ValueError for a name that cannot be a file's."""
         for name in order:
-            if not name.isprintable() or "/" in name or len(name.encode(errors="replace")) > LONGEST_NAME:
-                allowed = f"printable Unicode without /, at most {LONGEST_NAME} bytes"
-                raise ValueError(f"the domain name {name!r:.90} is invalid. Allowed: {allowed}")
-        used = {member for name in self.domains for member in self.members(name)}
-        if unused := [name for name in self.names if name not in used]:
-            told = "Leaving out %d of %d domains, like %s (domains.by=%s, domains.only=%s)"
-            log.info(told, len(unused), len(self.names), unused[0], self.by, format_value(self.only))
-        self.check([member for name in order for member in self.members(name)])
+            num_bytes = len(name.encode(errors="replace"))
+            if not name.isprintable() or "/" in name or num_bytes > MAX_NAME_BYTES:
+                raise ValueError(
+                    f"the domain name {name!r:.90} is invalid. Allowed: "
+                    f"printable Unicode without /, at most {MAX_NAME_BYTES} bytes"
+                )
+        used: set[str] = set()
+        for members in self.groups.values():
+            used.update(members)
+        unused = [name for name in self.names if name not in used]
+        if unused:
+            log.info(
+                "Leaving out %d of %d domains, like %s (domains.by=%s, domains.only=%s)",
+                len(unused),
+                len(self.names),
+                unused[0],
+                self.by,
+                format_value(self.only),
+            )
+
+        members_of_order: list[str] = []
+        for name in order:
+            members_of_order += self.members(name)
+        self.check(members_of_order)
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
         """Raises ValueError for text of these domains, or general text, that cannot be read."""
@@ -413,17 +297,8 @@ class Source(Options, ABC):
 
 def stamp_of(source: Source, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
-    joined = [[member, source.fingerprint(member)] for member in source.members(name)]
-    known_by = joined[0][1] if source.members(name) == [name] else joined
-    return f"{name}-{digest([FORMAT, known_by, dict(source.held_out)])}"
-
-
-def parse_name(name: str) -> tuple[str, str | None]:
-    """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for fine
-    of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one."""
-    if name in NOT_DOMAINS:
-        raise ValueError(f"{name} is in M2D2's list and is no domain. Allowed: domains.ignore=[{name}]")
-    if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
-        return name.removesuffix("_l1"), None
-    coarse, _, fine = name.partition("__" if "__" in name else ".")
-    return coarse, fine or coarse
+    members = source.members(name)
+    fingerprints: Any = [[member, source.fingerprint(member)] for member in members]
+    if members == [name]:
+        fingerprints = fingerprints[0][1]
+    return f"{name}-{digest([FORMAT, fingerprints, dict(source.held_out)])}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cpt.data.sources.base import ASSISTANT, USER, BadExampleError, RawExample, Turn
+from cpt.data.sources.examples import ASSISTANT, USER, BadExampleError, RawExample, Turn
 
 SYSTEM, TOOL = "system", "tool"
 SHAREGPT_ROLES = {"human": USER, "gpt": ASSISTANT, "observation": TOOL, "function_response": TOOL}

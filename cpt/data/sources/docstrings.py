@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from cpt.core.randomness import key
 from cpt.core.schema import Allowed, Text, config, option
-from cpt.data.sources.base import GENERAL, RawExample, Source
+from cpt.data.sources.base import GENERAL, Source
+from cpt.data.sources.examples import RawExample
 from cpt.data.sources.files import stamps
 
 GENERAL_PACKAGES = ("stdlib", "numpy")

@@ -14,8 +14,9 @@ import pyarrow as pa
 from cpt.core.exceptions import format_value
 from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.schema import Options, Text, config, option, read_options
-from cpt.data.sources.base import GENERAL, BadExamples, OnBadExample, Source, reject_record
+from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
+from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
 from cpt.data.sources.files import cause, splits_by_name, stamps
 from cpt.data.sources.readers import Oddities, clean_documents, column_texts
 

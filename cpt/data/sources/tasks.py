@@ -21,19 +21,17 @@ from cpt.core.randomness import key, shuffle
 from cpt.core.schema import Allowed, Count, Folder, Options, Text, TextList, config, option, read_options
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources import files as text_files
-from cpt.data.sources.base import (
-    GENERAL,
+from cpt.data.sources.base import GENERAL, Encoding, Source
+from cpt.data.sources.chats import IgnoredKeys, read_chat
+from cpt.data.sources.examples import (
     BadExampleError,
     BadExamples,
-    Encoding,
     Example,
     OnBadExample,
     RawExample,
-    Source,
     reject_record,
     write_example,
 )
-from cpt.data.sources.chats import IgnoredKeys, read_chat
 
 log = logging.getLogger(__name__)
 Layout = Literal["cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv"]

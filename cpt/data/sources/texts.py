@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cpt.core.schema import Allowed, Folder, Text, TextList, check_names, config, option
-from cpt.data.sources.base import GENERAL, BadExamples, OnBadExample, Source, reject_record
+from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
+from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
 from cpt.data.sources.files import (
     ABOUT_DATA,
     MAX_SHOWN,

@@ -14,9 +14,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from cpt.data.corpus import SPLITS, make_corpus
-from cpt.data.sources.base import GENERAL, NOT_DOMAINS, stamp_of
+from cpt.data.sources.base import GENERAL, stamp_of
 from cpt.data.sources.docstrings import prose
 from cpt.data.sources.hub import Hub
+from cpt.data.sources.m2d2 import NOT_DOMAINS
 from cpt.data.sources.texts import Texts
 from tests.conftest import ROOT
 from tests.support.data_fixtures import SHARED

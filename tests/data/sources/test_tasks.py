@@ -10,7 +10,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from cpt.data.corpus import make_corpus
-from cpt.data.sources.base import Turn, read_example
+from cpt.data.sources.examples import Turn, read_example
 from cpt.data.tokenized_tasks import read_examples
 
 ANSWERS = ["bad", "good"]
