@@ -78,18 +78,31 @@ class EncodingCounts:
         """Logs a line for each thing that happened."""
         text = f"{name}, {split}"
         if self.cut:
-            message = "Truncating in %s %d of %d examples to model.max_seq_length=%d (domains.truncate=%s)%s"
             lost = f": {self.lost_answers} answers of long chats are left out" if self.lost_answers else ""
-            values = (self.cut, self.examples, encoder.length, encoder.encoding.truncate, lost)
-            log.info(message, text, *values)
-        if self.divided:
-            reason = "earlier turns are rendered or tokenized differently in later prompts"
             log.info(
-                "Dividing %d of %d chats of %s by answers: %s", self.divided, self.examples, text, reason
+                "Truncating in %s %d of %d examples to model.max_seq_length=%d (domains.truncate=%s)%s",
+                text,
+                self.cut,
+                self.examples,
+                encoder.length,
+                encoder.encoding.truncate,
+                lost,
+            )
+        if self.divided:
+            log.info(
+                "Dividing %d of %d chats of %s by answers: "
+                "earlier turns are rendered or tokenized differently in later prompts",
+                self.divided,
+                self.examples,
+                text,
             )
         if self.spelling:
-            message = "Spelling out control tokens as plain text in %d of %d chats of %s"
-            log.warning(message, self.spelling, self.examples, text)
+            log.warning(
+                "Spelling out control tokens as plain text in %d of %d chats of %s",
+                self.spelling,
+                self.examples,
+                text,
+            )
         if self.unused_keys:
             keys = ", ".join(f"{key} ({count})" for key, count in self.unused_keys.items())
             log.warning(
@@ -132,10 +145,10 @@ class Encoder:
 
     def __post_init__(self) -> None:
         if not self.tokenizer.is_fast and self.encoding.truncate != "released":
-            told = (
-                f"the tokenizer {self.tokenizer.name_or_path} has no fast version, by which examples are cut"
+            raise ValueError(
+                f"the tokenizer {self.tokenizer.name_or_path} has no fast version, by which examples are "
+                "cut. Allowed: another model, or domains.truncate=released"
             )
-            raise ValueError(f"{told}. Allowed: another model, or domains.truncate=released")
 
     @cached_property
     def chats(self) -> ChatEncoder:
@@ -174,9 +187,9 @@ class Encoder:
                 continue
             yield from rows
 
-    def encode_pair(self, example: Example, question: list[int], whole: list[int]) -> EncodedExample:
+    def encode_pair(self, example: Example, question: list[int], joint_ids: list[int]) -> EncodedExample:
         """The row of a question and its answer, from the ids of the question and of both."""
-        answer = self.answer_of(example.target, question, whole)
+        answer = self.answer_of(example.target, question, joint_ids)
         prompt, cut = self.fit(example, question, answer)
         marks = [False] * len(prompt) + [True] * len(answer)
         return EncodedExample(prompt + answer, marks, cut, example)
@@ -244,9 +257,11 @@ class Encoder:
         question = turns[-2].content if has_question else ""
         words = self.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
         if len(words) <= num_over:
-            reason = f"example {example.id} of {example.task}: its last answer and what may not be cut "
-            allowed = f"model.max_seq_length={self.length}"
-            raise BadExampleError(f"{reason}take {num_tokens} tokens. Allowed: {allowed}", "too many tokens")
+            raise BadExampleError(
+                f"example {example.id} of {example.task}: its last answer and what may not be cut take "
+                f"{num_tokens} tokens. Allowed: model.max_seq_length={self.length}",
+                "too many tokens",
+            )
         shorter = self.tokenizer.decode(words[:-num_over], clean_up_tokenization_spaces=False)
         shorter = shorter.rstrip("\ufffd")
         if len(shorter) >= len(question):
@@ -277,22 +292,29 @@ class Encoder:
             return TaskPrompt(example, row.ids[:begin], [], reference)
         (question,) = self.ids_of([example.source])
         texts = [*example.choices, example.target]
-        wholes = self.together([(example.source, text) for text in texts])
-        *choices, reference = (
-            self.answer_of(text, question, whole) for text, whole in zip(texts, wholes, strict=True)
-        )
-        return TaskPrompt(example, self.fit(example, question, reference)[0], choices, reference)
+        joint_ids = self.together([(example.source, text) for text in texts])
+        answers = []
+        for text, ids in zip(texts, joint_ids, strict=True):
+            answers.append(self.answer_of(text, question, ids))
+        *choices, reference = answers
+        prompt, _ = self.fit(example, question, reference)
+        return TaskPrompt(example, prompt, choices, reference)
 
     def together(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """The ids of questions with their answers; none for an encoder-decoder, which reads them apart."""
-        return [[]] * len(pairs) if self.seq2seq else self.ids_of([" ".join(pair) for pair in pairs])
+        if self.seq2seq:
+            return [[] for _ in pairs]
+        return self.ids_of([" ".join(pair) for pair in pairs])
 
     def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of questions with the special tokens around them; those spelled out in a text stay text."""
         if not texts:
             return []
         encoded = self.text_encoder.encode(list(texts))
-        return encoded if self.seq2seq else [ids[: len(ids) - len(self.frame[1])] for ids in encoded]
+        if self.seq2seq:
+            return encoded
+        _, suffix = self.frame  # which follows the answer
+        return [ids[: len(ids) - len(suffix)] for ids in encoded]
 
     @property
     def frame(self) -> tuple[list[int], list[int]]:
@@ -302,42 +324,66 @@ class Encoder:
     def ending(self) -> list[int]:
         return self.frame[1] or terminator(self.tokenizer)
 
-    def answer_of(self, text: str, question: list[int], whole: list[int]) -> list[int]:
-        """The ids of an answer: what follows the question in `whole`; on its own where a token spans both."""
+    def answer_of(self, text: str, question: list[int], joint_ids: list[int]) -> list[int]:
+        """The ids of an answer: what follows the question in `joint_ids`, which are those of both; its own
+        where a token spans both."""
         if self.seq2seq:
             ids = self.text_encoder.encode_target(text)
             return ids if self.frame[1] else [*ids, *self.ending]
-        if question and whole[: len(question)] == question and len(whole) > len(question):
-            return [*whole[len(question) :], *self.ending]
+        num_question = len(question)
+        if question and joint_ids[:num_question] == question and len(joint_ids) > num_question:
+            return [*joint_ids[num_question:], *self.ending]
         return [*ids_within(self.text_encoder.encode_body, f" {text}"), *self.ending]
 
     def fit(self, example: Example, question: list[int], answer: list[int]) -> tuple[list[int], int]:
-        """The question's ids, cut so that every answer fits, and how many are cut."""
-        if (longest := self.longest.get(example.choices)) is None:
-            lengths = (len(self.answer_of(each, [], [])) for each in example.choices)
-            longest = self.longest[example.choices] = max(lengths, default=0)
-        room = self.length - (0 if self.seq2seq else max(len(answer), longest))
-        over, needed = len(question) - room, ""
-        if self.seq2seq and len(answer) > self.length:
-            needed = f"its answer alone takes {len(answer)} tokens"
-        elif over <= 0:
-            return question, 0
-        elif self.encoding.truncate == "released" and room > 0:
-            return question[:room], over
+        """The question's ids, cut so that every answer fits, and how many are cut. Raises BadExampleError
+        where what may not be cut does not fit."""
+        room = self.length
+        if self.seq2seq:  # the decoder has as much room for the answer
+            if len(answer) > self.length:
+                raise self.too_long(example, f"its answer alone takes {len(answer)} tokens")
         else:
-            offsets = self.text_encoder.offsets(example.source)[: len(question)]
-            first, last = example.text
-            inside = [at for at, (start, stop) in enumerate(offsets) if first <= start < stop <= last]
-            begin, end = (inside[0], inside[-1] + 1) if inside else (0, 0)  # the text among the ids
-            kept = end - begin - over
-            if kept >= 0:
-                head = kept if self.encoding.truncate == "tail" else (kept + 1) // 2
-                return question[: begin + head] + question[begin + head + over :], over
-            tokens = len(question) - (end - begin) + self.length - room
-            needed = f"its answer and what may not be cut take {tokens} tokens"
-        told = f"model.max_seq_length={self.length} is invalid: in example {example.id} of {example.task}"
-        message = f"{told} {needed}. Allowed: a larger one, or a shorter domains/template=…"
-        raise BadExampleError(message, "too many tokens")
+            room -= max(len(answer), self.longest_choice(example.choices))
+
+        num_over = len(question) - room
+        if num_over <= 0:
+            return question, 0
+        if self.encoding.truncate == "released" and room > 0:
+            return question[:room], num_over
+
+        begin, end = self.find_text(example, len(question))
+        num_kept = end - begin - num_over  # of the text's tokens
+        if num_kept < 0:
+            num_fixed = len(question) - (end - begin) + self.length - room
+            raise self.too_long(example, f"its answer and what may not be cut take {num_fixed} tokens")
+        num_head = num_kept if self.encoding.truncate == "tail" else (num_kept + 1) // 2
+        cut_begin = begin + num_head
+        return question[:cut_begin] + question[cut_begin + num_over :], num_over
+
+    def longest_choice(self, choices: tuple[str, ...]) -> int:
+        """Tokens of the longest of the choices; computed once for all examples of a task."""
+        if choices not in self.longest:
+            lengths = [len(self.answer_of(choice, [], [])) for choice in choices]
+            self.longest[choices] = max(lengths, default=0)
+        return self.longest[choices]
+
+    def find_text(self, example: Example, num_ids: int) -> tuple[int, int]:
+        """Begin and end of the text that may be cut, among the first `num_ids` of the question; (0, 0) where
+        no token is within it."""
+        text_begin, text_end = example.text
+        inside = []
+        for position, (start, stop) in enumerate(self.text_encoder.offsets(example.source)[:num_ids]):
+            if text_begin <= start < stop <= text_end:
+                inside.append(position)
+        return (inside[0], inside[-1] + 1) if inside else (0, 0)
+
+    def too_long(self, example: Example, problem: str) -> BadExampleError:
+        """The error of an example that does not fit."""
+        return BadExampleError(
+            f"model.max_seq_length={self.length} is invalid: in example {example.id} of {example.task} "
+            f"{problem}. Allowed: a larger one, or a shorter domains/template=…",
+            "too many tokens",
+        )
 
 
 @dataclass(frozen=True)
@@ -367,7 +413,8 @@ def write_examples(
     path: Path, rows: Iterable[EncodedExample], *, tokenizer: PreTrainedTokenizerBase
 ) -> EncodingCounts:
     """Writes encoded examples as an Arrow file; returns how many they are, and what was cut of them."""
-    special, counts = set(tokenizer.all_special_ids), EncodingCounts()
+    special = set(tokenizer.all_special_ids)
+    counts = EncodingCounts()
     previous: Example | None = None
     num_rows = 0  # of the same example
     with ArrowWriter(path=str(path), features=Features(ROW_FEATURES)) as writer:
@@ -413,7 +460,7 @@ def encode_corpus(
     is the key of what the tokenizer and its template make of them. Raises
     ValueError where no example of the split can be used."""
     options = [asdict(encoder.encoding), encoder.length, encoder.seq2seq]
-    made_of = ["examples", CACHE_VERSION, corpus.facts["digest"], split, rows_digest, options]
+    cache_key = digest(["examples", CACHE_VERSION, corpus.facts["digest"], split, rows_digest, options])
 
     def make(folder: Path) -> None:
         documents = corpus.documents(split)
@@ -430,28 +477,25 @@ def encode_corpus(
 
         counts = write_examples(folder / ROWS_FILE, rows(), tokenizer=encoder.tokenizer)
         if not counts.examples:
-            kinds = "; ".join(f"{count} × {kind}" for kind, count in bad.counts.most_common())
-            first = next(iter(bad.first_messages.values()), "")
-            reason = f"all examples of {name}, {split} are bad ({kinds}); the first: {first}"
-            raise ValueError(f"domains.on_bad_example=skip is invalid: {reason}. Allowed: usable examples")
+            raise bad.all_skipped(f"{name}, {split}")
         counts.spelling = chat_counts.num_spelling
         counts.unused_keys = dict(chat_counts.unused_keys)
         counts.skipped = bad.facts
         (folder / COUNTS_FILE).write_text(json.dumps(asdict(counts)))
 
-    folder = make_once(cache / "packed" / f"{name}-{split}-{digest(made_of)}", make=make)
+    folder = make_once(cache / "packed" / f"{name}-{split}-{cache_key}", make=make)
     counts = EncodingCounts(**json.loads((folder / COUNTS_FILE).read_text()))
     if is_first_process():
         counts.log(name, split, encoder)
     return replace(open_examples(folder / ROWS_FILE, encoder.tokenizer), skipped=counts.skipped)
 
 
-def read_examples(corpus: Corpus, split: str, *, most: int | None = None) -> Iterator[Example]:
-    """The examples of a split in their order; with `most`, that many of them, drawn at random but always the
-    same: a file may be sorted by its answers."""
+def read_examples(corpus: Corpus, split: str, *, max_examples: int | None = None) -> Iterator[Example]:
+    """The examples of a split in their order; with `max_examples`, at most that many of them, drawn at random
+    but always the same: a file may be sorted by its answers."""
     documents = corpus.documents(split)
-    if most is not None and most < len(documents):
-        drawn = shuffle(np.arange(most), len(documents), stream=key("examples", split))
+    if max_examples is not None and max_examples < len(documents):
+        drawn = shuffle(np.arange(max_examples), len(documents), stream=key("examples", split))
         documents = documents.select(np.sort(drawn))
-    batches = documents.iter(batch_size=16)
-    return (read_example(text) for few in batches for text in few["text"])
+    for batch in documents.iter(batch_size=16):
+        yield from map(read_example, batch["text"])

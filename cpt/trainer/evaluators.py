@@ -89,7 +89,9 @@ def read_questions(
     questions: dict[str, list[TaskPrompt]] = {}
     skipped = []
     for task in plan.order:
-        examples = read_examples(corpora.by_name[task], plan.source.score_on, most=options.max_documents)
+        examples = read_examples(
+            corpora.by_name[task], plan.source.score_on, max_examples=options.max_documents
+        )
         prompts = list(encoder.prompts(examples))
         has_choices = all(prompt.example.choices for prompt in prompts)
         measure = options.known_by.get(task)

@@ -138,7 +138,9 @@ def test_held_out_documents_in_the_training_text_of_another_domain_are_told(tmp_
         for at, text in enumerate(splits[name])
     ]
     texts = Corpora.read(source, ["a", "b"], cache=tmp_path)
-    assert find_shared(texts.by_name) == [SharedDocuments("a", "b", 4)]  # one of the five is held out of b, too
+    assert find_shared(texts.by_name) == [
+        SharedDocuments("a", "b", 4)
+    ]  # one of the five is held out of b, too
     assert "bias the losses: 4 of a in b" in caplog.text
 
 

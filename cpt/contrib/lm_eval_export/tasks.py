@@ -170,7 +170,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
     written = []
     left_out = []
     for task in plan.order:
-        examples = read_examples(corpora.by_name[task], plan.source.score_on, most=max_documents)
+        examples = read_examples(corpora.by_name[task], plan.source.score_on, max_examples=max_documents)
         exported = export_task(folder, task, texts.encoder.prompts(examples), texts)
         if exported is None:
             left_out.append(task)

@@ -36,19 +36,25 @@ TASK_PACKAGES = {  # of each task
     "pandas": ("pandas",),
 }
 TASK_CLASSES, TASK_EXAMPLES = 4, 300  # classes of a task, examples of a class
-LEFT_OUT_FOLDERS = {"tests", "test", "_tests", "idlelib", "lib2to3", "__pycache__", "_vendor"}
-LEFT_OUT_FOLDERS |= {"site-packages", "dist-packages"}
+LEFT_OUT_FOLDERS = {
+    "tests",
+    "test",
+    "_tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+    "_vendor",
+    "site-packages",
+    "dist-packages",
+}
 LEFT_OUT_SECTIONS = {"references", "reference", "bibliography", "see also"}
 MIN_WORDS, MIN_LETTERS, MIN_FUNCTION_WORDS = 8, 0.82, 0.08
 MIN_DOCUMENT_WORDS, MIN_SUMMARY_WORDS = 20, 5
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_FUNCTION_WORDS = {
-    *("a", "an", "and", "any", "are", "as", "at", "be", "been", "both", "but", "by", "can", "each", "for"),
-    *("from", "given", "has", "have", "if", "in", "into", "is", "it", "its", "may", "must", "no", "not"),
-    *("of", "on", "one", "or", "should", "such", "than", "that", "the", "their", "then", "these", "this"),
-    *("those", "to", "used", "using", "was", "were", "when", "where", "whether", "which", "will", "with"),
-    *("you", "your"),
-}
+_ENGLISH = """a an and any are as at be been both but by can each for from given has have if in into is it its
+    may must no not of on one or should such than that the their then these this those to used using was were
+    when where whether which will with you your"""
+_FUNCTION_WORDS = set(_ENGLISH.split())
 
 _FENCE = re.compile(r" *```\w*$")
 _DOCTEST_OR_TABLE = re.compile(r" *(?:>>> |In \[\d|[=-]{2,}(?: +[=-]{2,})+$|\+[-=+]{2,}\+$)")
@@ -77,8 +83,17 @@ _NOT_ENGLISH = re.compile(
     r"|\b(?:19|20)\d\d\b.*\b(?:pp?\. ?\d|[Vv]ol\. ?\d|ISBN|doi:)"
 )
 
-_TEX = {"leq": "<=", "le": "<=", "geq": ">=", "ge": ">=", "cdot": "*", "times": "x"}
-_TEX |= dict.fromkeys(["dots", "ldots", "cdots"], "...")
+_TEX = {
+    "leq": "<=",
+    "le": "<=",
+    "geq": ">=",
+    "ge": ">=",
+    "cdot": "*",
+    "times": "x",
+    "dots": "...",
+    "ldots": "...",
+    "cdots": "...",
+}
 _TEX_STYLE = re.compile(r"\\(?:left|right|text\w*|operatorname|math\w+|[bB]igg?|quad)(?![a-zA-Z])|\\[,;! ]")
 _MATH = re.compile(r":math:`([^`]+)`|\$+(?!\s)([^$]+?)(?<!\s)\$+(?!\w)")
 _MARKUP = (  # a sign in every match, the pattern, its replacement
@@ -128,32 +143,46 @@ def read_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Iterator[tuple[str,
 def modules(package: str) -> dict[Path, str]:
     """The source files of an installed package ("stdlib": Python's) without tests, sorted, each with its
     import name (of Python's own below stdlib). Raises ValueError if there are none."""
-    if package == "stdlib":
-        roots = [Path(sysconfig.get_paths()["stdlib"])]
-    else:  # only a top-level name is found without importing: find_spec("a.b") imports a
-        spec = importlib.util.find_spec(package) if package.isidentifier() else None
-        file = [spec.origin] if spec and spec.origin and spec.has_location else []
-        roots = [Path(root) for root in (spec and spec.submodule_search_locations) or file]
-    found = {}
-    for root in roots:
+    sources = {}
+    for root in package_roots(package):
         paths = [root] if root.is_file() and root.suffix == ".py" else []
         for folder, inner, names in os.walk(root):
             inner[:] = set(inner) - LEFT_OUT_FOLDERS
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
         for path in sorted(paths):
             parts = path.relative_to(root).with_suffix("").parts if path != root else ()
-            found[path] = ".".join([package, *(part for part in parts if part != "__init__")])
-    if not found:
-        told = f"domains.packages: {package} is invalid: it has no Python sources"
-        raise ValueError(f"{told}. Allowed: stdlib, or the import name of an installed package")
-    return found
+            sources[path] = ".".join([package, *(part for part in parts if part != "__init__")])
+    if not sources:
+        raise ValueError(
+            f"domains.packages: {package} is invalid: it has no Python sources. "
+            "Allowed: stdlib, or the import name of an installed package"
+        )
+    return sources
+
+
+def package_roots(package: str) -> list[Path]:
+    """The folders of a package, or the file that it is."""
+    if package == "stdlib":
+        return [Path(sysconfig.get_paths()["stdlib"])]
+    if (
+        not package.isidentifier()
+    ):  # only a top-level name is found without importing: find_spec("a.b") imports a
+        return []
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return []
+    if spec.submodule_search_locations:
+        return [Path(location) for location in spec.submodule_search_locations]
+    return [Path(spec.origin)] if spec.origin and spec.has_location else []
 
 
 def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """The module (pandas.core.frame) and the paragraphs of each file, each once; ValueError as `modules`."""
     seen: set[str] = set()
-    for package, found in {package: modules(package) for package in packages}.items():
-        for path, module in tqdm(found.items(), desc=f"reading {package}", disable=None, leave=False):
+    sources = {package: modules(package) for package in packages}  # all of them, before any is read
+    for package, package_modules in sources.items():
+        bar = tqdm(package_modules.items(), desc=f"reading {package}", disable=None, leave=False)
+        for path, module in bar:
             for texts in texts_of_file(path):
                 paragraphs = dict.fromkeys(chain.from_iterable(map(prose, texts)))
                 new = [paragraph for paragraph in paragraphs if paragraph not in seen]
@@ -192,8 +221,10 @@ def docstrings(source: str) -> Iterator[str]:
                 gc.enable()
     while stack:
         node = stack.pop()
-        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
-            yield text
+        if isinstance(node, DOCUMENTED):
+            text = ast.get_docstring(node, clean=False)
+            if text:
+                yield text
         for name in ("cases", "finalbody", "orelse", "handlers", "body"):  # the first in a file on top
             stack += reversed(getattr(node, name, ()))
 
@@ -208,30 +239,52 @@ def running_lines(lines: Iterable[str]) -> Iterator[str]:
     """Lines of a docstring; empty for what is no running text: code blocks, doctests and tables (until a
     blank line), literal blocks and directives (but notes, warnings and version changes), headings,
     references."""
-    fenced = in_table = False
-    block, kept = None, []
+    text_lines = blank_blocks(blank_tables(lines))
+    is_left_out = False
+    for line, next_line in pairwise([*text_lines, ""]):
+        is_heading = bool(line and _UNDERLINE.match(next_line))
+        if is_heading:
+            is_left_out = line.strip().lower() in LEFT_OUT_SECTIONS
+        yield "" if is_left_out or is_heading or _UNDERLINE.match(line) else line
+
+
+def blank_tables(lines: Iterable[str]) -> Iterator[str]:
+    """Lines; empty for those of fenced code, doctests and tables."""
+    is_fenced = False
+    is_table = False
     for line in lines:
-        fence = bool(_FENCE.match(line))
-        fenced = fenced != fence
-        line = "" if fenced or fence else line
-        in_table = bool(line) and (in_table or bool(_DOCTEST_OR_TABLE.match(line)))
-        line = "" if in_table or _ROW.match(line) else line
-        if block is not None and (not line or _indent(line) > block):
-            kept.append("")
+        is_fence = bool(_FENCE.match(line))
+        is_fenced = is_fenced != is_fence
+        is_code = is_fenced or is_fence
+        is_blank = is_code or not line
+        is_table = not is_blank and (is_table or bool(_DOCTEST_OR_TABLE.match(line)))
+        yield "" if is_blank or is_table or _ROW.match(line) else line
+
+
+def blank_blocks(lines: Iterable[str]) -> list[str]:
+    """Lines; empty for those of literal blocks and directives, which deeper lines continue. A note becomes a
+    list item."""
+    text_lines = []
+    block_indent = None  # of the line that a block belongs to
+    for line in lines:
+        if block_indent is not None and (not line or _indent(line) > block_indent):
+            text_lines.append("")
             continue
-        note, directive = _NOTE.match(line), _DIRECTIVE.match(line)
-        literal = line.endswith("::") and not directive
-        block = _indent(line) if literal or (directive and not note) else None
-        if note:  # as a list item, which deeper lines continue
-            kept.append(f"{note[1]}* {note[2]}" if note[2] else "")
+
+        block_indent = None
+        note = _NOTE.match(line)
+        is_directive = bool(_DIRECTIVE.match(line))
+        if note:
+            text_lines.append(f"{note[1]}* {note[2]}" if note[2] else "")
+        elif is_directive:
+            block_indent = _indent(line)
+            text_lines.append("")
+        elif line.endswith("::"):
+            block_indent = _indent(line)
+            text_lines.append(line[:-1])
         else:
-            kept.append("" if directive else line[:-1] if literal else line)
-    left_out = False
-    for line, below in pairwise([*kept, ""]):
-        heading = bool(line and _UNDERLINE.match(below))
-        if heading:
-            left_out = line.strip().lower() in LEFT_OUT_SECTIONS
-        yield "" if left_out or heading or _UNDERLINE.match(line) else line
+            text_lines.append(line)
+    return text_lines
 
 
 def _indent(line: str) -> int:
@@ -242,19 +295,29 @@ def paragraphs(lines: Iterable[str]) -> Iterator[str]:
     """Joins wrapped lines; a blank line, a list item or another indentation starts the next paragraph."""
     current: list[str] = []
     for line in [*lines, ""]:
-        if current and line:
-            last = current[-1]
-            wrapped = len(last) > 50 and not _SENTENCE_END.search(last)  # a line break that means nothing
-            starts = bool(_ITEM.match(line) or _TERM.match(line) or _TERM.match(last))
-            deeper = _indent(line) - _indent(last)
-            hangs = len(current) == 1 and (_ITEM.match(last) or _LABEL.match(last))
-            goes_on = deeper > 0 and (hangs or (wrapped and not line.lstrip()[0].isupper()))
-            starts |= bool(_LABEL.match(line) and not wrapped) or bool(deeper and not goes_on)
-        if current and (not line or starts):
-            yield _ITEM.sub("", " ".join(each.strip() for each in current), count=1)
+        if current and (not line or starts_paragraph(line, current)):
+            joined = " ".join(current_line.strip() for current_line in current)
+            yield _ITEM.sub("", joined, count=1)
             current = []
         if line:
             current.append(line)
+
+
+def starts_paragraph(line: str, current: Sequence[str]) -> bool:
+    """Whether a line is the first of a paragraph, after the lines of the current one."""
+    last = current[-1]
+    if _ITEM.match(line) or _TERM.match(line) or _TERM.match(last):
+        return True
+    is_wrapped = len(last) > 50 and not _SENTENCE_END.search(last)  # a line break that means nothing
+    if _LABEL.match(line) and not is_wrapped:
+        return True
+
+    deeper = _indent(line) - _indent(last)
+    if deeper == 0:
+        return False
+    is_hanging = len(current) == 1 and (_ITEM.match(last) or _LABEL.match(last))
+    is_continued = is_hanging or (is_wrapped and not line.lstrip()[0].isupper())
+    return deeper < 0 or not is_continued
 
 
 def plain_text(text: str) -> str:
@@ -274,68 +337,80 @@ def plain_text(text: str) -> str:
 
 def is_prose(text: str) -> bool:
     """Whether it is long, mostly letters, worded like English and neither opens nor ends in mid-sentence."""
-    words, visible = text.split(), "".join(text.split())
+    words = text.split()
+    visible = "".join(words)
     if len(words) < MIN_WORDS or _NOT_ENGLISH.search(text) or _TERM.match(text):
         return False
     if sum(map(str.isalpha, visible)) < MIN_LETTERS * len(visible):
         return False
     if sum(word.lower() in _FUNCTION_WORDS for word in words) < MIN_FUNCTION_WORDS * len(words):
         return False
-    ended = bool(_SENTENCE_END.search(text))
+    is_ended = bool(_SENTENCE_END.search(text))
     if text[0].islower() or text[0] == "_":
-        return ended and bool(_BARE_NAME.match(text))
-    return ended or not (text.endswith(",") or words[-1].lower() in _FUNCTION_WORDS)
+        return is_ended and bool(_BARE_NAME.match(text))
+    return is_ended or not (text.endswith(",") or words[-1].lower() in _FUNCTION_WORDS)
 
 
 def subpackages(documents: Iterable[tuple[str, Sequence[str]]]) -> dict[str, str]:
     """The first-level sub-package of each module, by the paragraphs of each; one that holds more than half of
     all paragraphs is divided into its own, as pandas.core is."""
-    sizes, total, parts_of = Counter[tuple[str, ...]](), 0, {}
-    for module, found in documents:
-        parts_of[module] = parts = tuple(module.split("."))
-        sizes.update({parts[:depth]: len(found) for depth in range(2, len(parts))})
-        total += len(found)
+    num_paragraphs = Counter[tuple[str, ...]]()  # by the first components of a module's name
+    total = 0
+    components_of = {}
+    for module, paragraphs in documents:
+        components = tuple(module.split("."))
+        components_of[module] = components
+        for depth in range(2, len(components)):
+            num_paragraphs[components[:depth]] += len(paragraphs)
+        total += len(paragraphs)
+
     labels = {}
-    for module, parts in parts_of.items():
+    for module, components in components_of.items():
         depth = 2
-        while depth < len(parts) and 2 * sizes[parts[:depth]] > total:
+        while depth < len(components) and 2 * num_paragraphs[components[:depth]] > total:
             depth += 1
-        labels[module] = ".".join(parts[:depth])
+        labels[module] = ".".join(components[:depth])
     return labels
 
 
 def names_in(labels: Iterable[str]) -> re.Pattern[str]:
     """What matches the names in labels, as words or as words of an identifier."""
-    names = sorted({re.escape(name) for label in labels for name in label.split(".")}, key=len, reverse=True)
+    escaped: set[str] = set()
+    for label in labels:
+        escaped.update(map(re.escape, label.split(".")))
+    names = sorted(escaped, key=len, reverse=True)
     return re.compile(rf"(?<![^\W_])(?:{'|'.join(names)})(?![^\W_])", re.IGNORECASE)
 
 
 def package_task(name: str) -> Iterator[RawExample]:
     """First paragraphs of docstrings with their package or part of one, whose names are blanked out."""
-    found: list[tuple[str, str]] = []
+    labelled: list[tuple[str, str]] = []  # paragraph, label
     for package in TASK_PACKAGES[name]:
         summaries = package_summaries(package)
-        parts = subpackages((module, [text]) for module, text in summaries)
-        whole = name == "package"
-        labels = (package if whole else parts[module].rpartition(".")[2] for module, _ in summaries)
-        found += zip((text for _, text in summaries), labels, strict=True)
-    sizes = Counter(label for _, label in found)
+        labels = subpackages((module, [text]) for module, text in summaries)
+        for module, text in summaries:
+            label = package if name == "package" else labels[module].rpartition(".")[2]
+            labelled.append((text, label))
+
+    sizes = Counter(label for _, label in labelled)
     classes = sorted(label for label, _ in sizes.most_common(TASK_CLASSES))
-    names, taken = names_in(classes), Counter[str]()
-    for text, label in sorted(found, key=lambda each: key("package task", *each)):
-        taken[label] += 1
-        if label in classes and taken[label] <= TASK_EXAMPLES:
-            yield RawExample({"text": names.sub("_", text)}, label)
+    class_names = names_in(classes)
+    num_examples = Counter[str]()
+    for text, label in sorted(labelled, key=lambda example: key("package task", *example)):
+        num_examples[label] += 1
+        if label in classes and num_examples[label] <= TASK_EXAMPLES:
+            yield RawExample({"text": class_names.sub("_", text)}, label)
 
 
 @cache
 def package_summaries(package: str) -> list[tuple[str, str]]:
     """The module and the first paragraph of each docstring of a package, each paragraph once."""
-    found: dict[str, str] = {}
+    module_of_summary: dict[str, str] = {}
     bar = tqdm(modules(package).items(), desc=f"reading {package}", disable=None, leave=False)
     for path, module in bar:
         for text in chain.from_iterable(texts_of_file(path)):
-            summary = plain_text(next(paragraphs(map(str.rstrip, cleandoc(text).splitlines())), ""))
+            lines = map(str.rstrip, cleandoc(text).splitlines())
+            summary = plain_text(next(paragraphs(lines), ""))
             if len(summary.split()) >= MIN_SUMMARY_WORDS:
-                found.setdefault(summary, module)
-    return [(module, summary) for summary, module in found.items()]
+                module_of_summary.setdefault(summary, module)
+    return [(module, summary) for summary, module in module_of_summary.items()]

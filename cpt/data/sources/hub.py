@@ -5,13 +5,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from glob import glob
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.schema import Options, Text, config, option, read_options
 from cpt.data.sources.base import GENERAL, Source
@@ -54,16 +53,18 @@ class Hub(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.names:
-            allowed = "'+domains.catalogue.news={path: ag_news}'"
-            raise ValueError(f"catalogue={{}} is invalid: it names no domain. Allowed: {allowed}")
+            raise InvalidOptionError(
+                "catalogue",
+                "{}",
+                reason="it names no domain",
+                allowed="'+domains.catalogue.news={path: ag_news}'",
+            )
         for name, entry in self.catalogue.items():
             if not isinstance(entry, Mapping):
-                raise ValueError(
-                    f"catalogue.{name}={format_value(entry)} is invalid. Allowed: {{path: ag_news, …}}"
-                )
+                raise InvalidOptionError(f"catalogue.{name}", entry, allowed="{path: ag_news, …}")
             read_options(Entry, entry, section=f"catalogue.{name}")
-        if self.general not in (None, *self.catalogue):
-            raise ValueError(f"general={self.general} is invalid. Allowed: null, {', '.join(self.catalogue)}")
+        if self.general is not None and self.general not in self.catalogue:
+            raise InvalidOptionError("general", self.general, allowed=f"null, {', '.join(self.catalogue)}")
 
     @property
     def names(self) -> list[str]:
@@ -79,8 +80,9 @@ class Hub(Source):
         try:
             yield from self.read_entry(name, entry)
         except (datasets.exceptions.DatasetsError, *UNREADABLE) as error:
-            message = f"domains.catalogue.{name}.path={entry['path']} is invalid: {cause(error)}"
-            raise ValueError(message) from error
+            raise ValueError(
+                f"domains.catalogue.{name}.path={entry['path']} is invalid: {cause(error)}"
+            ) from error
 
     def read_entry(self, name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """(split, document) of a data set. Raises ValueError for one without files, splits that say which to
@@ -91,18 +93,21 @@ class Hub(Source):
         try:
             split_names, load = open_set(entry, streaming=self.streaming)
         except datasets.inspect.SplitsNotFoundError as error:
-            message = f"domains.catalogue.{name} is invalid: no file and no split found for path={path}"
-            raise ValueError(f"{message}. Allowed: what datasets.load_dataset takes") from error
+            raise ValueError(
+                f"domains.catalogue.{name} is invalid: no file and no split found for path={path}. "
+                "Allowed: what datasets.load_dataset takes"
+            ) from error
         except ValueError as error:  # a configuration that is missing or unknown
             raise ValueError(f"domains.catalogue.{name} is invalid: {cause(error)}") from error
 
         splits = entry.get("splits") or choose_splits(path, split_names)
-        unread = [each for each in split_names if each not in splits.values()]
+        unread = [split_name for split_name in split_names if split_name not in splits.values()]
         if unread and not entry.get("splits"):
             log.info("Leaving out splits of %s: %s (splits of its entry)", path, ", ".join(unread))
 
         bad = BadExamples(is_skipping=self.on_bad_example == "skip")
-        oddities, num_read = Oddities(), 0
+        oddities = Oddities()
+        num_read = 0
         for split, split_name in splits.items():
             position = f"{path} ({split_name})"
             rows = ((position, row) for row in self.progress(position, load(split_name)))
@@ -110,7 +115,8 @@ class Hub(Source):
             for text in clean_documents(texts, position, oddities=oddities):
                 num_read += 1
                 yield split, text
-        if changes := oddities.describe():
+        changes = oddities.describe()
+        if changes:
             log.warning("Reading %s: %s", name, changes)
         self.record_skipped(name, bad, num_read=num_read)
 
@@ -125,45 +131,62 @@ class Hub(Source):
                 yield row
 
     def fingerprint(self, name: str) -> Any:
-        if (entry := self.entry(name)) is None:
+        entry = self.entry(name)
+        if entry is None:
             return stamp_docs()
-        patterns = chain.from_iterable((split_files(entry) or {}).values())
-        local = [entry["path"], *(path for each in patterns for path in sorted(glob(each, recursive=True)))]
-        found = (each for path in map(Path, local) for each in (path, *sorted(path.rglob("*"))))
-        made_of = [self.column, entry, stamps(filter(Path.is_file, found))]
+        values = [self.column, entry, stamps(local_files(entry))]
         if self.on_bad_example == "skip":
-            made_of.append(self.on_bad_example)
-        return made_of
+            values.append(self.on_bad_example)
+        return values
 
     def entry(self, name: str) -> Mapping[str, Any] | None:
         """The catalogue's entry of a domain, with the path of a folder in full; None for general text that is
         not in it."""
         entry = self.catalogue.get(self.general or "") if name == GENERAL else self.catalogue[name]
-        return None if entry is None else {**entry, "path": os.path.expanduser(entry["path"])}
+        if entry is None:
+            return None
+        return {**entry, "path": os.path.expanduser(entry["path"])}
+
+
+def local_files(entry: Mapping[str, Any]) -> Iterator[Path]:
+    """The files on this machine that an entry names: by its path, then by `data_files`."""
+    paths = [entry["path"]]
+    for patterns in (split_files(entry) or {}).values():
+        for pattern in patterns:
+            paths += sorted(glob(pattern, recursive=True))
+    for path in map(Path, paths):
+        for inner in (path, *sorted(path.rglob("*"))):
+            if inner.is_file():
+                yield inner
 
 
 def choose_splits(path: str, names: Sequence[str]) -> dict[str, str]:
     """The names of a data set's splits by train, valid and test. Raises ValueError where none has such a
     name, or several have the same meaning."""
     by_split = splits_by_name(names)
-    if not by_split or any(len(alike) > 1 for alike in by_split.values()):
-        told = f"domains.catalogue: {path} has the splits {', '.join(names)}"
-        allowed = "train, test, and one of valid, validation, dev, val"
-        which = "or to say which to read, like splits={train: all}"
-        raise ValueError(f"{told}. Allowed: {allowed}, {which}")
-    return {split: alike[0] for split, alike in by_split.items()}
+    if not by_split or any(len(synonyms) > 1 for synonyms in by_split.values()):
+        raise ValueError(
+            f"domains.catalogue: {path} has the splits {', '.join(names)}. "
+            "Allowed: train, test, and one of valid, validation, dev, val, "
+            "or to say which to read, like splits={train: all}"
+        )
+    return {split: synonyms[0] for split, synonyms in by_split.items()}
 
 
 def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], Callable[[str], Any]]:
     """The names of a data set's splits, and what gives the rows of one."""
     from datasets import Dataset, get_dataset_split_names, load_dataset, load_from_disk
 
-    path, name, files = entry["path"], entry.get("name"), split_files(entry)
-    if not any((Path(path) / each).is_file() for each in SAVED):
+    path = entry["path"]
+    is_saved = any((Path(path) / file_name).is_file() for file_name in SAVED)
+    if not is_saved:
+        name = entry.get("name")
+        files = split_files(entry)
         load_split = partial(load_dataset, path, name, data_files=files, streaming=streaming)
         return get_dataset_split_names(path, name, data_files=files), lambda split: load_split(split=split)
-    found = load_from_disk(path)
-    splits = {"train": found} if isinstance(found, Dataset) else found
+
+    loaded = load_from_disk(path)
+    splits = {"train": loaded} if isinstance(loaded, Dataset) else loaded
 
     def load(split: str) -> Any:
         if split not in splits:
@@ -177,5 +200,7 @@ def split_files(entry: Mapping[str, Any]) -> dict[str, list[str]] | None:
     """The files that `data_files` names, by split, in Python's own types; train where there are no splits."""
     files: Any = entry.get("data_files") or {}
     by_split = files if isinstance(files, Mapping) else {"train": files}
-    lists = {str(name): [each] if isinstance(each, str) else list(each) for name, each in by_split.items()}
+    lists = {}
+    for split, paths in by_split.items():
+        lists[str(split)] = [paths] if isinstance(paths, str) else list(paths)
     return lists or None

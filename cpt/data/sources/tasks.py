@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import key, shuffle
 from cpt.core.schema import Allowed, Count, Folder, Options, Text, TextList, config, option, read_options
 from cpt.data.sources import docstrings, readers
@@ -54,10 +55,11 @@ SPLIT_WORDS = {
 # In LFPT5's draws: other names of data sets, and a label that is misspelt there once.
 RENAMED = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers": "yahoo"}
 SPELLING = {"thlete": "athlete"}
-MOST_CHOICES, PER_CHOICE = 50, 2  # of a closed set: the most answers, and how often each occurs on average
+# Of a closed set of answers: how many it has at most, and how often each occurs on average at least.
+MAX_CHOICES, MIN_PER_CHOICE = 50, 2
 FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
 CHATS_FORMAT = 3  # raise it when other turns are read of the same files
-MADE = {*FIELDS} - {"instruction", "text"}  # by the template itself
+TEMPLATE_FIELDS = set(FIELDS) - {"instruction", "text"}  # that the template fills in itself
 
 
 def named_split(name: str) -> str | None:
@@ -90,37 +92,67 @@ def suffixes_of(layout: str) -> tuple[str, ...]:
 
 def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]]:
     """(data set, split, file) below a folder."""
-    split: str | None
-    if layout == "cl_benchmark":  # TASK/dataset/{train,dev,test,labels}.json: O-LoRA, EMNLP Findings 2023
-        for split in ("train", "dev", "test"):
-            for path in sorted(root.glob(f"*/*/{split}.json")):
-                yield path.parent.name.lower(), split, path
-    elif layout == "superni":  # …/task/{train,dev,test}.json or …/task.json: Wang et al., EMNLP 2022
-        for path in sorted(root.rglob("*.json")):
-            split = path.stem.lower()
-            yield (path.parent.name, split, path) if split in SPLIT_NAMES else (path.stem, "train", path)
-    elif layout == "alpaca":  # {train,dev,test}/task.json, with twins in _T5: Feng et al., ACL 2025
-        for path in sorted(root.glob("*/*.json")):
-            if (split := named_split(path.parent.name)) and not path.stem.endswith("_T5"):
-                yield path.stem, split, path
-    elif layout == "fewshot_tsv":  # dataset/draw/{train,valid,test}.txt, the draws together: LFPT5, ICLR 2022
-        for path in sorted(root.glob("*/*/*.txt")):
-            name = path.parents[1].name.removesuffix("_csv")
-            yield RENAMED.get(name, name), named_split(path.stem), path
-    else:  # dataset/…/file, or a file in the folder itself
-        for top in sorted(path for path in root.iterdir() if path.name[0] != "."):
-            if not top.is_dir():
-                if text_files.kind(top) not in suffixes_of(layout):
-                    continue
-                if is_split_file(top):
-                    allowed = f"{root}/TASK/{top.name}, or files of one task each"
-                    raise ValueError(f"{top} is in no task's folder. Allowed: {allowed}")
-                yield text_files.bare_name(top), None, top
-                continue
-            for path in sorted(text_files.walk(top)):
+    match layout:
+        case "cl_benchmark":
+            yield from find_cl_benchmark(root)
+        case "superni":
+            yield from find_superni(root)
+        case "alpaca":
+            yield from find_alpaca(root)
+        case "fewshot_tsv":
+            yield from find_fewshot(root)
+        case _:
+            yield from find_in_folders(root, layout)
+
+
+def find_cl_benchmark(root: Path) -> Iterator[tuple[str, str | None, Path]]:
+    """TASK/dataset/{train,dev,test,labels}.json: O-LoRA, EMNLP Findings 2023."""
+    for split in SPLIT_NAMES:
+        for path in sorted(root.glob(f"*/*/{split}.json")):
+            yield path.parent.name.lower(), split, path
+
+
+def find_superni(root: Path) -> Iterator[tuple[str, str | None, Path]]:
+    """…/task/{train,dev,test}.json or …/task.json: Wang et al., EMNLP 2022."""
+    for path in sorted(root.rglob("*.json")):
+        split = path.stem.lower()
+        if split in SPLIT_NAMES:
+            yield path.parent.name, split, path
+        else:
+            yield path.stem, "train", path
+
+
+def find_alpaca(root: Path) -> Iterator[tuple[str, str | None, Path]]:
+    """{train,dev,test}/task.json, with twins in _T5: Feng et al., ACL 2025."""
+    for path in sorted(root.glob("*/*.json")):
+        split = named_split(path.parent.name)
+        if split and not path.stem.endswith("_T5"):
+            yield path.stem, split, path
+
+
+def find_fewshot(root: Path) -> Iterator[tuple[str, str | None, Path]]:
+    """dataset/draw/{train,valid,test}.txt, the draws together: LFPT5, ICLR 2022."""
+    for path in sorted(root.glob("*/*/*.txt")):
+        name = path.parents[1].name.removesuffix("_csv")
+        yield RENAMED.get(name, name), named_split(path.stem), path
+
+
+def find_in_folders(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]]:
+    """dataset/…/file, or a file of a data set in the folder itself. Raises ValueError for a file in the
+    folder that is named as a split."""
+    for entry in sorted(path for path in root.iterdir() if path.name[0] != "."):
+        if entry.is_dir():
+            for path in sorted(text_files.walk(entry)):
                 if text_files.kind(path) in suffixes_of(layout):
                     text_files.refuse_unreadable(path)
-                    yield top.name, named_split(str(path.relative_to(top))), path
+                    yield entry.name, named_split(str(path.relative_to(entry))), path
+        elif text_files.kind(entry) in suffixes_of(layout):
+            if is_split_file(entry):
+                raise ValueError(
+                    f"{entry} is in no task's folder. Allowed: {root}/TASK/{entry.name}, or files of one "
+                    "task each"
+                )
+            yield text_files.bare_name(entry), None, entry
 
 
 def read_records(
@@ -138,14 +170,11 @@ def read_records(
     if layout == "fewshot_tsv":
         yield from read_tsv(path, bad=bad)
         return
+
     rows: Iterator[readers.Row]
     definition = ""
     if layout == "superni":
-        whole = read_json(path)
-        if not isinstance(whole, Mapping) or not isinstance(whole.get("Instances"), list):
-            raise ValueError(f"{path} has no Instances. Allowed: an object with Definition and Instances")
-        definition = first_of(whole.get("Definition"), f"{path}: Definition")
-        rows = ((f"{path}, instance {at}", row) for at, row in enumerate(whole["Instances"], start=1))
+        definition, rows = read_superni(path)
     else:
         rows = readers.table_rows(path, reject=partial(reject_record, bad))
 
@@ -161,6 +190,16 @@ def read_records(
             continue
         row_id = row.get(id_column) if id_column else None
         yield replace(record, id="" if row_id is None else str(row_id))
+
+
+def read_superni(path: Path) -> tuple[str, Iterator[readers.Row]]:
+    """The definition of a task, and its instances as rows."""
+    task = read_json(path)
+    if not isinstance(task, Mapping) or not isinstance(task.get("Instances"), list):
+        raise ValueError(f"{path} has no Instances. Allowed: an object with Definition and Instances")
+    definition = first_of(task.get("Definition"), f"{path}: Definition")
+    instances = enumerate(task["Instances"], start=1)
+    return definition, ((f"{path}, instance {number}", instance) for number, instance in instances)
 
 
 def list_counts(counts: Counter[str]) -> str:
@@ -207,8 +246,8 @@ def read_row(
 
 def first_of(value: Any, where: str) -> str:
     """A text, or the first of several; empty for null. Raises ValueError for anything else."""
-    value = next(iter(value), None) if isinstance(value, list) else value
-    return "" if value is None else as_text(value, where)
+    first = next(iter(value), None) if isinstance(value, list) else value
+    return "" if first is None else as_text(first, where)
 
 
 def as_text(value: Any, where: str) -> str:
@@ -239,7 +278,7 @@ def check_date(text: str) -> None:
     except ValueError:
         is_date = False
     if not is_date:
-        raise ValueError(f"date={text} is invalid. Allowed: null, or a day YYYY-MM-DD")
+        raise InvalidOptionError("date", text, allowed="null, or a day YYYY-MM-DD")
 
 
 @config
@@ -258,37 +297,66 @@ class Template(Options):
     tasks: Mapping[str, str] = option("task of datasets whose path does not contain it")
     unasked: TextList = option("tasks whose text contains the question")
 
-    def check_fields(self, own: Sequence[str]) -> None:
-        """Raises ValueError for a template with unmatched braces, or a field that no row has."""
-        known = dict.fromkeys((*FIELDS, *own), "")
-        places = {name: getattr(self, name) or "" for name in ("source", "without_text", "question")}
-        places |= {f"prefixes.{name}": each for name, each in self.prefixes.items()}
-        for place, text in places.items():
+    def check_fields(self, columns: Sequence[str]) -> None:
+        """Raises ValueError for a template with unmatched braces, or with a field that is neither one of
+        FIELDS nor a column of the files."""
+        empty_fields = dict.fromkeys((*FIELDS, *columns), "")
+        formats = {
+            "source": self.source,
+            "without_text": self.without_text or "",
+            "question": self.question,
+        }
+        for name, prefix in self.prefixes.items():
+            formats[f"prefixes.{name}"] = prefix
+
+        for option_name, text in formats.items():
             try:
-                text.format_map(known)
+                text.format_map(empty_fields)
             except (ValueError, LookupError, AttributeError) as error:
-                told = f"template.{place}={text!r} is invalid: {error!r} in its {{fields}}. Allowed: "
-                raise ValueError(told + ", ".join(f"{{{name}}}" for name in known)) from error
+                raise InvalidOptionError(
+                    f"template.{option_name}",
+                    repr(text),
+                    reason=f"{error!r} in its {{fields}}",
+                    allowed=", ".join(f"{{{field}}}" for field in empty_fields),
+                ) from error
         if self.source.count("{text}") > 1:
-            raise ValueError(f"template.source={self.source!r} is invalid. Allowed: {{text}} at most once")
+            raise InvalidOptionError("template.source", repr(self.source), allowed="{text} at most once")
 
     def ask(
         self, fields: Mapping[str, str], *, task: str, dataset: str, choices: Sequence[str], seed: int
     ) -> tuple[str, tuple[int, int]]:
         """The question, and the span of the text in it. Shuffled options depend on seed and text alone."""
         values = {"instruction": self.instructions.get(task, ""), **fields, "task": task, "dataset": dataset}
-        text, order = values["text"], np.arange(len(choices))
+        text = values["text"]
+        order = np.arange(len(choices))
         if self.options == "shuffled" and choices:
             order = shuffle(order, len(choices), stream=key("options", seed, task, text))
-        values["options"] = self.separator.join(choices[int(at)] for at in order)
+        values["options"] = self.separator.join(choices[int(position)] for position in order)
         values["prefix"] = self.prefixes.get(self.names, "").format_map(values)
         values["question"] = "" if task in self.unasked else self.question.format_map(values)
+
         if not text.strip() and self.without_text is not None:
             return self.without_text.format_map(values).rstrip(), (0, 0)
-        before, found, after = self.source.partition("{text}")
-        begin = before.format_map(values)
-        source = (begin + text * bool(found) + after.format_map(values)).rstrip()
-        return source, (len(begin), min(len(begin) + len(text), len(source))) if found else (0, 0)
+        before, placeholder, after = self.source.partition("{text}")
+        beginning = before.format_map(values)
+        ending = after.format_map(values)
+        if not placeholder:
+            return (beginning + ending).rstrip(), (0, 0)
+        source = (beginning + text + ending).rstrip()
+        text_end = min(len(beginning) + len(text), len(source))
+        return source, (len(beginning), text_end)
+
+
+def check_columns(columns: Mapping[str, str | None]) -> None:
+    """Raises ValueError for tables without the columns of a text and a target, and for a column with the name
+    of a field that the template fills in."""
+    if not (columns.get("text") and columns.get("target")):
+        raise InvalidOptionError("columns", dict(columns), allowed="the columns of text and target")
+    for name in sorted(TEMPLATE_FIELDS.intersection(columns)):
+        raise ValueError(
+            f"columns.{name} is invalid: {{{name}}} is made by the template. "
+            "Allowed: another name for the field, which its source then has"
+        )
 
 
 @config
@@ -315,18 +383,16 @@ class Tasks(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.root is not None and not Path(self.root).is_dir():
-            raise ValueError(f"root={self.root} is invalid: there is no such folder. Allowed: a folder")
-        columns = self.columns if self.root is not None and self.format in TABLES else None
-        if columns is not None and not (columns.get("text") and columns.get("target")):
-            raise ValueError(f"columns={dict(columns)} is invalid. Allowed: the columns of text and target")
-        if made := sorted(MADE.intersection(columns or ())):
-            told = f"columns.{made[0]} is invalid: {{{made[0]}}} is made by the template"
-            raise ValueError(f"{told}. Allowed: another name for the field, which its source then has")
-        self.prompt.check_fields([name for name in columns or () if name not in ("target", "id")])
+            raise InvalidOptionError("root", self.root, reason="there is no such folder", allowed="a folder")
+        columns: Mapping[str, str | None] = {}
+        if self.root is not None and self.format in TABLES:
+            columns = self.columns
+            check_columns(columns)
+        self.prompt.check_fields([name for name in columns if name not in ("target", "id")])
         if self.date is not None:
             check_date(self.date)
         if not self.names:
-            raise ValueError(f"root={self.root} is invalid. Allowed: a folder of tasks")
+            raise InvalidOptionError("root", self.root, allowed="a folder of tasks")
 
     @cached_property
     def prompt(self) -> Template:
@@ -352,21 +418,31 @@ class Tasks(Source):
     @cached_property
     def files(self) -> dict[str, list[tuple[str, Path]]]:
         """The files of each data set, with their splits; those of dev are not read."""
-        found: dict[str, list[tuple[str, Path]]] = {}
-        with text_files.naming_file(Path(self.root or "")):
-            if self.root:
-                entries = [*Path(self.root).glob("*"), *Path(self.root).glob("*/*")]
-                text_files.refuse_dangling(entries, remedy="no such link")
-            for name, split, path in find_files(Path(self.root), self.format) if self.root else ():
-                found.setdefault(name, []).append((split or "train", path))
-        if self.root and not found:
-            given = f"format={self.format} is invalid: {self.root} has no data set in this layout"
-            raise ValueError(f"{given}. Allowed: {', '.join(get_args(Layout))}")
-        for name, each in found.items() if self.format == "cl_benchmark" else ():
-            if len(folders := sorted({str(path.parent) for _, path in each})) > 1:
-                told = f"{name} is the name of {len(folders)} data sets ({', '.join(folders)})"
-                raise ValueError(f"{told}. Allowed: one folder for each name")
-        return {name: each for name, each in found.items() if name != self.general}
+        if not self.root:
+            return {}
+        root = Path(self.root)
+        files: dict[str, list[tuple[str, Path]]] = {}
+        with text_files.naming_file(root):
+            text_files.refuse_dangling([*root.glob("*"), *root.glob("*/*")], remedy="no such link")
+            for name, split, path in find_files(root, self.format):
+                files.setdefault(name, []).append((split or "train", path))
+        if not files:
+            raise InvalidOptionError(
+                "format",
+                self.format,
+                reason=f"{self.root} has no data set in this layout",
+                allowed=", ".join(get_args(Layout)),
+            )
+
+        if self.format == "cl_benchmark":
+            for name, dataset_files in files.items():
+                folders = sorted({str(path.parent) for _, path in dataset_files})
+                if len(folders) > 1:
+                    raise ValueError(
+                        f"{name} is the name of {len(folders)} data sets ({', '.join(folders)}). "
+                        "Allowed: one folder for each name"
+                    )
+        return {name: dataset_files for name, dataset_files in files.items() if name != self.general}
 
     @property
     def names(self) -> list[str]:
@@ -374,95 +450,106 @@ class Tasks(Source):
 
     def labels_of(self, name: str) -> Path | None:
         """The file that lists the labels of a data set; None where the layout has none."""
-        has_labels = self.root is not None and self.format == "cl_benchmark"
-        return self.files[name][0][1].with_name("labels.json") if has_labels else None
+        if self.root is None or self.format != "cl_benchmark":
+            return None
+        _, path = self.files[name][0]
+        return path.with_name("labels.json")
 
     def task_of(self, name: str) -> str:
         """The task of a data set: as its place says, as the template says, else its own name."""
-        path = self.labels_of(name)
-        return path.parents[1].name if path else self.prompt.tasks.get(name.lower(), name)
+        labels_path = self.labels_of(name)
+        if labels_path is not None:
+            return labels_path.parents[1].name
+        return self.prompt.tasks.get(name.lower(), name)
 
     def check(self, order: Sequence[str]) -> None:
-        asks = "{instruction}" in self.prompt.question and self.root is not None
-        known = {*self.prompt.unasked, *self.prompt.instructions}
-        for name in order if asks and self.format not in ("messages", "superni", "alpaca") else ():
-            if (task := self.task_of(name)) not in known:
-                given = f"domains/template={self.prompt.name} is invalid: no instruction for {task} of {name}"
-                allowed = f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…)"
-                raise ValueError(f"{given}. Allowed: {allowed}, or domains/template=plain")
-        unread = [path for name in order for split, path in self.files.get(name, ()) if split == "dev"]
+        self.check_instructions(order)
+        unread = []
+        for name in order:
+            unread += [path for split, path in self.files.get(name, ()) if split == "dev"]
         if unread and not self.chats:
-            instead = "what is tuned on is held out from train (domains.held_out.valid)"
-            log.info("Ignoring %d files of development splits, like %s: %s", len(unread), unread[0], instead)
+            log.info(
+                "Ignoring %d files of development splits, like %s: %s",
+                len(unread),
+                unread[0],
+                "what is tuned on is held out from train (domains.held_out.valid)",
+            )
         self.log_ignored()
         if self.general_folder is None:
             log.info("General text: Python's documentation (domains.root=%s has no folder of it)", self.root)
 
+    def check_instructions(self, order: Sequence[str]) -> None:
+        """Raises ValueError for a task that the template has no instruction for, where it asks with one and
+        the files have none."""
+        has_instructions = self.root is None or self.format in ("messages", "superni", "alpaca")
+        if has_instructions or "{instruction}" not in self.prompt.question:
+            return
+        for name in order:
+            task = self.task_of(name)
+            if task not in self.prompt.unasked and task not in self.prompt.instructions:
+                raise InvalidOptionError(
+                    "domains/template",
+                    self.prompt.name,
+                    reason=f"no instruction for {task} of {name}",
+                    allowed=(
+                        f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…), "
+                        "or domains/template=plain"
+                    ),
+                )
+
     def log_ignored(self) -> None:
         """Logs the number of files of other kinds than those of the layout."""
-        folder, suffixes = Path(self.root or ""), suffixes_of(self.format)
         if self.root is None:
             return
-        read = {self.general, *(path.name for path in folder.iterdir() if path.name.startswith("."))}
-        others = [
-            path
-            for path in text_files.walk(folder)
-            if path.relative_to(folder).parts[0] not in read and text_files.kind(path) not in suffixes
-        ]
-        if others:
-            message = "Ignoring %d files that are no %s (domains.format=%s): %s"
-            log.info(message, len(others), " or ".join(suffixes), self.format, text_files.shown(others))
+        root = Path(self.root)
+        suffixes = suffixes_of(self.format)
+        hidden = [path.name for path in root.iterdir() if path.name.startswith(".")]
+        skipped_entries = {self.general, *hidden}
+        ignored = []
+        for path in text_files.walk(root):
+            is_of_task = path.relative_to(root).parts[0] not in skipped_entries
+            if is_of_task and text_files.kind(path) not in suffixes:
+                ignored.append(path)
+        if ignored:
+            log.info(
+                "Ignoring %d files that are no %s (domains.format=%s): %s",
+                len(ignored),
+                " or ".join(suffixes),
+                self.format,
+                text_files.shown(ignored),
+            )
 
     @property
     def general_folder(self) -> Path | None:
-        folder = Path(self.root or "") / (self.general or "")
-        return folder if self.root and self.general and folder.is_dir() else None
+        """The folder of the general text; None where there is none."""
+        if not self.root or not self.general:
+            return None
+        folder = Path(self.root) / self.general
+        return folder if folder.is_dir() else None
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         if name == GENERAL:
-            if (own := self.general_folder) is None:
-                yield from docstrings.read_docs()
-            else:
-                yield from readers.read_folder(own, name, column="text", document="auto")
+            yield from self.read_general()
             return
-        choices, task = self.choices_of(name), self.task_of(name)
+        choices = self.choices_of(name)
+        task = self.task_of(name)
         bad = BadExamples(is_skipping=self.on_bad_example == "skip")
         ignored_keys = IgnoredKeys()
-        num_read, num_dropped = 0, 0
+        num_read = 0
+        num_dropped = 0
         for split, number, record in self.records(name, bad=bad, ignored_keys=ignored_keys):
             is_empty = not record.target.strip()
-            if is_empty or (choices and record.target not in choices):
-                if self.unknown == "drop":
-                    num_dropped += 1
-                    continue
-                found = f"example {number} of {name}, {split}: its answer {record.target!r:.60} is not one"
-                allowed = f"{', '.join(choices) or 'a text'} (domains.unknown=drop leaves it out)"
-                kind = "an empty answer" if is_empty else "an answer that is not among the choices"
-                bad.add(BadExampleError(f"{found} of the choices. Allowed: {allowed}", kind))
-                continue
-            example_id = record.id or f"{name}-{split}-{number}"
-            source, span = "", (0, 0)
-            if not record.turns:
-                source, span = self.prompt.ask(
-                    record.fields,
-                    task=task,
-                    dataset=name,
-                    choices=choices,
-                    seed=int(self.held_out["seed"]),
-                )
-            num_read += 1
-            example = Example(
-                example_id,
-                source,
-                record.target,
-                task,
-                choices,
-                span,
-                record.turns,
-                record.tools,
-                record.template_options,
-            )
-            yield split, write_example(example)
+            is_outside = bool(choices) and record.target not in choices
+            if (is_empty or is_outside) and self.unknown == "drop":
+                num_dropped += 1
+            elif is_empty or is_outside:
+                where = f"example {number} of {name}, {split}"
+                bad.add(refuse_answer(record.target, where, choices))
+            else:
+                num_read += 1
+                row_id = record.id or f"{name}-{split}-{number}"
+                example = self.make_example(record, row_id, task=task, dataset=name, choices=choices)
+                yield split, write_example(example)
 
         if num_dropped:
             log.info("Dropping %d examples of %s with an answer outside the choices", num_dropped, name)
@@ -473,6 +560,36 @@ class Tasks(Source):
             keys = list_counts(ignored_keys.of_rows)
             log.info("Leaving out keys of rows in %s that are not read: %s", name, keys)
         self.record_skipped(name, bad, num_read=num_read)
+
+    def read_general(self) -> Iterator[tuple[str, str]]:
+        """The documents of the general text."""
+        folder = self.general_folder
+        if folder is None:
+            return docstrings.read_docs()
+        return readers.read_folder(folder, GENERAL, column="text", document="auto")
+
+    def make_example(
+        self, record: RawExample, row_id: str, *, task: str, dataset: str, choices: tuple[str, ...]
+    ) -> Example:
+        """The example of a row: its question by the template, or a chat as it is."""
+        source = ""
+        span = (0, 0)
+        if not record.turns:
+            seed = int(self.held_out["seed"])
+            source, span = self.prompt.ask(
+                record.fields, task=task, dataset=dataset, choices=choices, seed=seed
+            )
+        return Example(
+            id=row_id,
+            source=source,
+            target=record.target,
+            task=task,
+            choices=choices,
+            text=span,
+            turns=record.turns,
+            tools=record.tools,
+            template_options=record.template_options,
+        )
 
     def records(
         self, name: str, *, bad: BadExamples, ignored_keys: IgnoredKeys
@@ -505,32 +622,64 @@ class Tasks(Source):
         """The answers of a closed task; none where they are open."""
         if self.choices == "none" or self.chats:
             return ()
-        if (path := self.labels_of(name)) is not None:
-            if not isinstance(labels := read_json(path), list) or not labels:
-                raise ValueError(f"{path} has {labels!r:.60}; needed: a list of labels")
+        labels_path = self.labels_of(name)
+        if labels_path is not None:
+            labels = read_json(labels_path)
+            if not isinstance(labels, list) or not labels:
+                raise ValueError(f"{labels_path} has {labels!r:.60}; needed: a list of labels")
             return tuple(map(str, labels))
-        answers: Counter[str] = Counter()
+
+        # Rows with other answers count as well for the bound: reading ends early for open answers.
+        all_answers: set[str] = set()
+        train_counts: Counter[str] = Counter()
         bad = BadExamples(is_skipping=self.on_bad_example == "skip")
         for split, _, record in self.records(name, bad=bad, ignored_keys=IgnoredKeys()):
-            answers[record.target] += split == "train" and bool(record.target.strip())
-            if len(answers) > 2 * MOST_CHOICES:
+            all_answers.add(record.target)
+            if split == "train" and record.target.strip():
+                train_counts[record.target] += 1
+            if len(all_answers) > 2 * MAX_CHOICES:
                 return ()
-        answers = +answers
-        closed = len(answers) <= MOST_CHOICES and PER_CHOICE * len(answers) <= answers.total()
-        return tuple(sorted(answers)) if closed else ()
+        is_closed = (
+            len(train_counts) <= MAX_CHOICES and MIN_PER_CHOICE * len(train_counts) <= train_counts.total()
+        )
+        return tuple(sorted(train_counts)) if is_closed else ()
 
     def fingerprint(self, name: str) -> Any:
         if name == GENERAL:
-            if (folder := self.general_folder) is None:
+            folder = self.general_folder
+            if folder is None:
                 return docstrings.stamp_docs()
             return text_files.stamps(text_files.files_of(folder))
-        how: list[Any] = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
+
+        options: list[Any] = [
+            dict(self.template),
+            dict(self.columns),
+            self.format,
+            self.choices,
+            self.unknown,
+        ]
         if self.chats:
-            how.append(CHATS_FORMAT)
+            options.append(CHATS_FORMAT)
         if self.on_bad_example == "skip":
-            how.append(self.on_bad_example)
+            options.append(self.on_bad_example)
+
         if self.root is None:
-            found = [text_files.stamps(docstrings.modules(each)) for each in docstrings.TASK_PACKAGES[name]]
-            return [how, self.class_limit, [docstrings.TASK_CLASSES, docstrings.TASK_EXAMPLES, found]]
+            packages = docstrings.TASK_PACKAGES[name]
+            package_stamps = [text_files.stamps(docstrings.modules(package)) for package in packages]
+            sizes = [docstrings.TASK_CLASSES, docstrings.TASK_EXAMPLES, package_stamps]
+            return [options, self.class_limit, sizes]
         paths = [path for _, path in self.read_files(name)]
-        return [how, self.class_limit, text_files.stamps([*paths, *filter(None, [self.labels_of(name)])])]
+        labels_path = self.labels_of(name)
+        if labels_path is not None:
+            paths.append(labels_path)
+        return [options, self.class_limit, text_files.stamps(paths)]
+
+
+def refuse_answer(answer: str, where: str, choices: Sequence[str]) -> BadExampleError:
+    """The error of an answer that is empty, or none of the choices."""
+    kind = "an answer that is not among the choices" if answer.strip() else "an empty answer"
+    return BadExampleError(
+        f"{where}: its answer {answer!r:.60} is not one of the choices. "
+        f"Allowed: {', '.join(choices) or 'a text'} (domains.unknown=drop leaves it out)",
+        kind,
+    )

@@ -144,11 +144,11 @@ def test_fewer_examples_are_a_fixed_draw_of_a_sorted_file(source, tmp_path):
         ordered = sorted(rows(count, first=count), key=lambda row: row["label"])
         put(tmp_path / "root" / "a" / f"{split}.jsonl", ordered, lines=True)
     corpus = make_corpus(source(), "a", cache=tmp_path)
-    few, again = ([*read_examples(corpus, "test", most=20)] for _ in range(2))
+    few, again = ([*read_examples(corpus, "test", max_examples=20)] for _ in range(2))
     assert few == again and len(few) == 20 and {each.target for each in few} == {"good", "bad"}
     whole = [*read_examples(corpus, "test")]
     assert few == [each for each in whole if each in few]
-    assert [*read_examples(corpus, "test", most=60)] == whole
+    assert [*read_examples(corpus, "test", max_examples=60)] == whole
 
 
 def test_an_answer_that_is_no_choice_and_two_data_sets_of_one_name_are_refused(source, tmp_path):
