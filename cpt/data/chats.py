@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from jinja2 import TemplateError
@@ -122,8 +123,10 @@ class ChatEncoder:
         tokenizer has none."""
         name = "tool_use" if example.tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
-            reason = f"the tokenizer {self.name} has no chat template, and example {example.id} is a chat"
-            raise ValueError(f"{reason}. Allowed: the tokenizer of an instruction-tuned model")
+            raise ValueError(
+                f"the tokenizer {self.name} has no chat template, and example {example.id} is a chat. "
+                "Allowed: the tokenizer of an instruction-tuned model"
+            )
         return self.templates[name]
 
     def used_options(self, example: Example, template: str) -> dict[str, Any]:
@@ -157,12 +160,13 @@ class ChatEncoder:
         texts = []
         for _, text, (begin, end) in pieces:
             texts += [text[:begin], text[:end]]
-        encoded = iter(self.ids_of_all(texts))
+        encoded = self.ids_of_all(texts)
         answers = []
-        for number, text, (begin, end) in pieces:
-            prompt, whole = next(encoded), next(encoded)
-            ids = whole[len(prompt) :]
-            if whole[: len(prompt)] != prompt:  # a token spans the boundary
+        for (number, text, (begin, end)), prompt, joint_ids in zip(
+            pieces, encoded[::2], encoded[1::2], strict=True
+        ):
+            ids = joint_ids[len(prompt) :]
+            if joint_ids[: len(prompt)] != prompt:  # a token spans the boundary
                 ids = self.ids_after(text[begin:end])
             if not ids:
                 raise self.refuse_unscored(example)
@@ -172,8 +176,11 @@ class ChatEncoder:
         return answers
 
     def refuse_unscored(self, example: Example) -> BadExampleError:
-        reason = f"example {example.id}: the chat template of {self.name} marks no token as the {ASSISTANT}'s"
-        return BadExampleError(f"{reason}. Allowed: answers that are not empty", "no token of an answer")
+        return BadExampleError(
+            f"example {example.id}: the chat template of {self.name} marks no token as the {ASSISTANT}'s. "
+            "Allowed: answers that are not empty",
+            "no token of an answer",
+        )
 
     def ids_of_all(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of texts most of which begin alike. Control tokens divide a text into sections that are
@@ -182,10 +189,15 @@ class ChatEncoder:
             return []
         if any(MARK.search(text) for text in texts):
             return [self.ids_of_marked(text) for text in texts]
-        divided = [self.sections(text) for text in texts]
-        sections = list(dict.fromkeys(section for each in divided for section in each))
-        ids_of_section = dict(zip(sections, self.ids_of(sections), strict=True))
-        joined = [[token for section in each for token in ids_of_section[section]] for each in divided]
+        sections_by_text = [self.sections(text) for text in texts]
+        different = list(dict.fromkeys(chain.from_iterable(sections_by_text)))
+        ids_of_section = dict(zip(different, self.ids_of(different), strict=True))
+        joined = []
+        for sections in sections_by_text:
+            ids: list[int] = []
+            for section in sections:
+                ids += ids_of_section[section]
+            joined.append(ids)
         longest = max(range(len(texts)), key=lambda index: len(texts[index]))
         if joined[longest] == self.ids_of([texts[longest]])[0]:
             return joined
@@ -248,7 +260,8 @@ def ids_within(encode: Callable[[str], list[int]], text: str) -> list[int]:
     """The ids that `encode` gives of a text that follows another: without the blank that SentencePiece puts
     before a text."""
     for anchor in ANCHORS:
-        anchor_ids, ids = encode(anchor), encode(anchor + text)
+        anchor_ids = encode(anchor)
+        ids = encode(anchor + text)
         if ids[: len(anchor_ids)] == anchor_ids:
             return ids[len(anchor_ids) :]
     return encode(text)
@@ -279,7 +292,7 @@ def replace_texts(value: Any, change: Callable[[str], str]) -> Any:
             changed[changed_key] = entry if is_name else replace_texts(entry, change)
         return changed
     if isinstance(value, list | tuple):
-        return [replace_texts(each, change) for each in value]
+        return [replace_texts(element, change) for element in value]
     return value
 
 
@@ -308,8 +321,11 @@ class RenderedChat:
         text = json.dumps(unmarked, ensure_ascii=False)
         is_marked = json.dumps(marked, ensure_ascii=False) != text
         if is_marked and MARK.search(text):
-            reason = f"example {example.id}: a turn has a control token and the character U+10FFFC or FFFD"
-            raise BadExampleError(f"{reason}. Allowed: text without them", "private characters in a turn")
+            raise BadExampleError(
+                f"example {example.id}: a turn has a control token and the character U+10FFFC or FFFD. "
+                "Allowed: text without them",
+                "private characters in a turn",
+            )
         messages, tools, options = marked
         chat = cls(example, encoder, template, messages, tools, options, is_marked)
         return chat.with_argument_texts() if chat.needs_argument_texts() else chat
@@ -346,17 +362,20 @@ class RenderedChat:
         except RENDER_ERRORS as error:
             raise self.refuse(error) from error
         if MARK.search(MARKED_TOKEN.sub("", text)):
-            reason = f"example {self.example.id}: the chat template of {self.encoder.name} cuts a turn within"
             raise BadExampleError(
-                f"{reason} a control token. Allowed: text without it", "a control token in a turn"
+                f"example {self.example.id}: the chat template of {self.encoder.name} cuts a turn within a "
+                "control token. Allowed: text without it",
+                "a control token in a turn",
             )
         return str(text)
 
     def refuse(self, error: Exception) -> BadExampleError:
         cause = " ".join(str(error).split())
-        reason = f"the chat template of {self.encoder.name} does not take the turns of example"
-        kind = f"turns that the chat template does not take: {cause}"
-        return BadExampleError(f"{reason} {self.example.id}: {cause}. Allowed: roles that it knows", kind)
+        return BadExampleError(
+            f"the chat template of {self.encoder.name} does not take the turns of example "
+            f"{self.example.id}: {cause}. Allowed: roles that it knows",
+            f"turns that the chat template does not take: {cause}",
+        )
 
     def find_answer(self, number: int) -> tuple[str, list[Span]]:
         """The text of a chat up to its answer of that number, and where the answer is in it: as
@@ -364,10 +383,10 @@ class RenderedChat:
         if GENERATION.search(self.template):
             return self.find_marked_answer(number)
         if number == 0:
-            reason = f"example {self.example.id} begins with the {ASSISTANT}, as no prompt of"
-            allowed = "a first turn of the user, or weight=0 of this one"
             raise BadExampleError(
-                f"{reason} {self.encoder.name} does. Allowed: {allowed}", f"a first turn of the {ASSISTANT}"
+                f"example {self.example.id} begins with the {ASSISTANT}, as no prompt of {self.encoder.name} "
+                "does. Allowed: a first turn of the user, or weight=0 of this one",
+                f"a first turn of the {ASSISTANT}",
             )
         before = self.render(number, generation_prompt=True)
         text = self.render(number + 1)
@@ -383,16 +402,17 @@ class RenderedChat:
         question = str(self.messages[number - 1]["content"]).strip()
         begin = before.rfind(question) if question else -1
         end_of_prompt = before[begin:]
-        place = text.rfind(end_of_prompt) if begin >= 0 else -1
-        answer = text[place + len(end_of_prompt) :]
-        if place < 0 or condense(self.messages[number]["content"]) not in condense(answer):
-            reason = f"the chat template of {self.encoder.name} changes earlier turns"
-            allowed = "one whose answers begin with its generation prompt, or has {% generation %}"
+        prompt_position = text.rfind(end_of_prompt) if begin >= 0 else -1
+        answer_begin = prompt_position + len(end_of_prompt)
+        answer = text[answer_begin:]
+        if prompt_position < 0 or condense(self.messages[number]["content"]) not in condense(answer):
             raise BadExampleError(
-                f"{reason} or its generation prompt (in example {self.example.id}). Allowed: {allowed}",
+                f"the chat template of {self.encoder.name} changes earlier turns or its generation prompt "
+                f"(in example {self.example.id}). Allowed: "
+                "one whose answers begin with its generation prompt, or has {% generation %}",
                 "an answer that does not begin with the generation prompt",
             )
-        return place + len(end_of_prompt)
+        return answer_begin
 
     def find_marked_answer(self, number: int) -> tuple[str, list[Span]]:
         """The same by the marks of the template: those after the text of the turns before."""
@@ -407,7 +427,8 @@ class RenderedChat:
             )
         except RENDER_ERRORS as error:
             raise self.refuse(error) from error
-        text, before = texts[0], self.render(number) if number else ""
+        text = texts[0]
+        before = self.render(number) if number else ""
         if text.startswith(before):
             marked = [(begin, end) for begin, end in spans[0] if len(before) <= begin < end]
         else:
@@ -424,22 +445,23 @@ class RenderedChat:
     def check_use(self, text_of_answer: Mapping[int, str]) -> list[str]:
         """The keys of names and ids that the template leaves out. Raises BadExampleError where it leaves out
         a turn, an answer's text, calls, thoughts or tools. The texts up to scored answers are by number."""
-        turns, unused_keys = self.example.turns, []
+        turns = self.example.turns
+        unused_keys = []
         last = max(text_of_answer)
         for number, turn in enumerate(turns[: last + 1]):
-            shown = number  # the answer before which, or as which, the template has to print the turn
-            while turns[shown].role != ASSISTANT:
-                shown += 1
-            text = text_of_answer.get(shown) or self.render(shown + 1)
+            answer = number  # before which, or as which, the template has to print the turn
+            while turns[answer].role != ASSISTANT:
+                answer += 1
+            text = text_of_answer.get(answer) or self.render(answer + 1)
             content = condense(self.messages[number]["content"])
             if content not in condense(text):
                 is_scored = number in text_of_answer
-                if is_scored or not self.is_changed_by(number, shown, content=OTHER_TEXT):
+                if is_scored or not self.is_changed_by(number, answer, content=OTHER_TEXT):
                     self.refuse_unused(
                         f"the text of turn {number + 1} ({turn.role})", f"a turn of {turn.role}"
                     )
             for key in turn.details:
-                if self.is_changed_by(number, shown, without=key):
+                if self.is_changed_by(number, answer, removed_key=key):
                     continue
                 if key not in LABEL_KEYS:
                     self.refuse_unused(f"{key!r} of turn {number + 1} ({turn.role})", key)
@@ -451,23 +473,23 @@ class RenderedChat:
         return unused_keys
 
     def is_changed_by(
-        self, number: int, shown: int, *, content: str | None = None, without: str | None = None
+        self, number: int, last: int, *, content: str | None = None, removed_key: str | None = None
     ) -> bool:
-        """Whether the text up to turn `shown` changes with the content of a turn, or without a key of it."""
-        message = {key: value for key, value in self.messages[number].items() if key != without}
+        """Whether the text up to turn `last` changes with the content of a turn, or without a key of it."""
+        message = {key: value for key, value in self.messages[number].items() if key != removed_key}
         if content is not None:
             message["content"] = content
-        messages = [*self.messages[:number], message, *self.messages[number + 1 : shown + 1]]
+        messages = [*self.messages[:number], message, *self.messages[number + 1 : last + 1]]
         try:
-            return self.render_messages(messages, self.tools) != self.render(shown + 1)
+            return self.render_messages(messages, self.tools) != self.render(last + 1)
         except BadExampleError:
             return True
 
-    def refuse_unused(self, what: str, kind: str) -> None:
-        reason = f"example {self.example.id}: the chat template of {self.encoder.name} does not print {what}"
-        allowed = "a template that does, or chats without it"
+    def refuse_unused(self, unused: str, kind: str) -> None:
         raise BadExampleError(
-            f"{reason}. Allowed: {allowed}", f"{kind} that the chat template does not print"
+            f"example {self.example.id}: the chat template of {self.encoder.name} does not print {unused}. "
+            "Allowed: a template that does, or chats without it",
+            f"{kind} that the chat template does not print",
         )
 
     def argument_objects(self) -> list[dict[str, Any]]:
@@ -486,7 +508,7 @@ class RenderedChat:
             text = self.render(len(self.messages))
         except BadExampleError as error:
             return isinstance(error.__cause__, TypeError)
-        return any(str(each) in text for each in arguments)
+        return any(str(argument) in text for argument in arguments)
 
     def with_argument_texts(self) -> "RenderedChat":
         messages = copy.deepcopy(self.messages)

@@ -121,8 +121,10 @@ class ConcatPacker:
         return self.writer.table(rows)
 
     def finish(self) -> pa.Table:
-        rest, self.rest = self.rest, self.rest[:, :0]
-        return self.writer.table([self.writer.begin(rest)] if rest.shape[1] else [])
+        """The last row, of the tokens that do not fill one."""
+        rows = [self.writer.begin(self.rest)] if self.rest.shape[1] else []
+        self.rest = self.rest[:, :0]
+        return self.writer.table(rows)
 
 
 class DocumentPacker:
@@ -134,22 +136,24 @@ class DocumentPacker:
     def __init__(
         self, length: int, special: Sequence[int], row_start: int | None = None, *, open_rows: int
     ) -> None:
-        self.length, self.open_rows = length, open_rows
+        self.length = length
+        self.open_rows = open_rows  # at most; 0: each document has rows of its own
         self.writer = RowWriter(special, row_start)
         self.documents = 0
         self.open: list[np.ndarray] = []  # rows [3, t], the oldest first
 
     def add(self, ids: np.ndarray, sizes: np.ndarray) -> pa.Table:
         """The rows that are done with further documents: ids [tokens], and how many each has [documents]."""
-        tokens, done = mark_documents(ids, sizes, self.documents), []
+        tokens = mark_documents(ids, sizes, self.documents)
+        closed_rows = []
         self.documents += len(sizes)
         for end, size in zip(np.cumsum(sizes), sizes, strict=True):
             begin = end - size
             while begin < end:
                 piece_end = min(end, begin + self.writer.room(tokens[0, begin], self.length))
-                done += self.place(self.writer.begin(tokens[:, begin:piece_end]))
+                closed_rows += self.place(self.writer.begin(tokens[:, begin:piece_end]))
                 begin = piece_end
-        return self.writer.table(done)
+        return self.writer.table(closed_rows)
 
     def place(self, piece: np.ndarray) -> list[np.ndarray]:
         """The rows [3, t] that are done with a piece [3, t] of a document, no longer than a row."""
@@ -159,15 +163,21 @@ class DocumentPacker:
         if len(fitting) and fitting.max():
             best = int(fitting.argmax())
             self.open[best] = np.concatenate([self.open[best], piece], axis=1)
-            return [self.open.pop(best)] if filled[best] + size == self.length else []
+            is_full = filled[best] + size == self.length
+            return [self.open.pop(best)] if is_full else []
         if size == self.length or not self.open_rows:
             return [piece]
-        done = [self.open.pop(int(filled.argmax()))] if len(filled) == self.open_rows else []
+
+        closed_rows = []
+        if len(self.open) == self.open_rows:  # the fullest makes room
+            closed_rows.append(self.open.pop(int(filled.argmax())))
         self.open.append(piece)
-        return done
+        return closed_rows
 
     def finish(self) -> pa.Table:
-        rows, self.open = self.open, []
+        """The rows that are still open."""
+        rows = self.open
+        self.open = []
         return self.writer.table(rows)
 
 
@@ -209,7 +219,7 @@ class Packed:
     @cached_property
     def row_lengths(self) -> np.ndarray:
         """Tokens of each row without padding, [rows] int64."""
-        sizes = [np.diff(each.offsets.to_numpy()) for each in self.lists("ids")]
+        sizes = [np.diff(lists.offsets.to_numpy()) for lists in self.lists("ids")]
         return np.concatenate(sizes).astype(np.int64)
 
     @cached_property
@@ -217,11 +227,12 @@ class Packed:
         """Documents in each row, [rows] int64: runs of equal numbers; no row is empty."""
         counts = []
         for lists in self.lists("documents"):
-            values, offsets = lists.flatten().to_numpy(), lists.offsets.to_numpy() - lists.offsets[0].as_py()
-            begins = np.ones(len(values), np.int64)
-            begins[1:] = values[1:] != values[:-1]
-            begins[offsets[:-1]] = 1
-            counts.append(np.add.reduceat(begins, offsets[:-1]))
+            documents = lists.flatten().to_numpy()
+            row_begins = lists.offsets.to_numpy()[:-1] - lists.offsets[0].as_py()
+            is_begin = np.ones(len(documents), np.int64)
+            is_begin[1:] = documents[1:] != documents[:-1]
+            is_begin[row_begins] = 1  # also where the row before ends with the same document
+            counts.append(np.add.reduceat(is_begin, row_begins))
         return np.concatenate(counts)
 
     @property
@@ -265,11 +276,11 @@ class Packed:
 
     def table(self, rows: np.ndarray, name: str, filler: int) -> np.ndarray:
         """Lists of a column, [B, length] int64, filled up."""
-        lists = self.columns[name][rows.tolist()].column(name).combine_chunks()
-        lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
-        values, ends = lists.flatten().to_numpy(), np.diff(lists.offsets.to_numpy())
+        column = self.columns[name][rows.tolist()].column(name).combine_chunks()
+        lists = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+        lengths = np.diff(lists.offsets.to_numpy())
         table = np.full((len(rows), self.length), filler, np.int64)
-        table[np.arange(self.length) < ends[:, None]] = values
+        table[np.arange(self.length) < lengths[:, None]] = lists.flatten().to_numpy()
         return table
 
     def lists(self, name: str) -> Iterator[pa.ListArray]:
@@ -286,11 +297,13 @@ def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[s
     the whole. The rows are drawn by the name."""
     sizes = {name: int(text.row_lengths.sum()) for name, text in texts.items()}
     smallest = min(sizes, key=lambda name: (sizes[name], name))
-    budget, balanced = sizes[smallest] if tokens is None else tokens, dict(texts)
-    for name in (name for name, size in sizes.items() if size > budget):
-        drawn = texts[name].draw_rows(budget, stream=key("balanced", name))
-        balanced[name] = replace(texts[name], rows=texts[name].rows.select(drawn))
-    log.info("Cutting the domains to %d tokens, at least those of %s", budget, smallest)
+    max_tokens = sizes[smallest] if tokens is None else tokens
+    balanced = dict(texts)
+    for name, text in texts.items():
+        if sizes[name] > max_tokens:
+            drawn = text.draw_rows(max_tokens, stream=key("balanced", name))
+            balanced[name] = replace(text, rows=text.rows.select(drawn))
+    log.info("Cutting the domains to %d tokens, at least those of %s", max_tokens, smallest)
     return balanced
 
 
@@ -340,9 +353,10 @@ def pack(
                 "delete it, and the text is read again"
             )
 
-    made_of = [FORMAT, corpus.facts["digest"], split, format.digest, length]
-    made_of += [] if packing == CONCAT else [packing]
-    folder = make_once(cache / "packed" / f"{name}-{split}-{digest(made_of)}", make=write)
+    key_values = [FORMAT, corpus.facts["digest"], split, format.digest, length]
+    if packing != CONCAT:
+        key_values.append(packing)
+    folder = make_once(cache / "packed" / f"{name}-{split}-{digest(key_values)}", make=write)
     return Packed(
         rows=Dataset.from_file(str(folder / ROWS)),
         length=length,

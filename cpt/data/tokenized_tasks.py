@@ -45,8 +45,12 @@ log = logging.getLogger(__name__)
 CACHE_VERSION = 4
 ROWS_FILE, COUNTS_FILE = "rows.arrow", "counts.json"
 ROW_FEATURES = {
-    **{name: ListOf(Value("int32")) for name in ("ids", "answers")},
-    **{name: Value("int32") for name in ("text_tokens", "answer_tokens", "lengths", "bytes")},
+    "ids": ListOf(Value("int32")),
+    "answers": ListOf(Value("int32")),
+    "text_tokens": Value("int32"),
+    "answer_tokens": Value("int32"),
+    "lengths": Value("int32"),
+    "bytes": Value("int32"),
 }
 
 
@@ -217,7 +221,8 @@ class Encoder:
         """The row of some answers of a chat. The oldest exchanges are cut, then the last question's end."""
         part = replace(example, turns=example.turns[: answers[-1].turn + 1])
         ids, marks = self.chat_row(answers)
-        num_tokens, num_answers = len(ids), len(answers)
+        num_tokens = len(ids)
+        num_answers = len(answers)
         while len(ids) > self.length:
             part = self.shorten_chat(part, num_tokens=len(ids))
             answers = sequences_of(self.scored_answers(part, scored_turns))[-1]
@@ -229,7 +234,8 @@ class Encoder:
         ids = answers[-1].whole
         marks = [False] * len(ids)
         for answer in answers:
-            begin, end = len(answer.prompt), len(answer.whole)
+            begin = len(answer.prompt)
+            end = len(answer.whole)
             marks[begin:end] = [True] * (end - begin)
         if ids[-1] in self.tokenizer.all_special_ids:
             return ids, marks

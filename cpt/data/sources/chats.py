@@ -19,9 +19,23 @@ WEIGHT_KEYS = ("weight", "train")
 KNOWN_KEYS = {"role", "content", "tool_calls", FUNCTION_CALL, *REASONING_KEYS, *LABEL_KEYS, *WEIGHT_KEYS}
 TEMPLATE_OPTIONS = "chat_template_kwargs"  # a row's further variables of the chat template
 RENDERING_KEYS = {  # of `apply_chat_template`, which cpt sets itself
-    *("conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
-    *("add_generation_prompt", "continue_final_message", "sanitize_control_tokens", "tokenizer_kwargs"),
-    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "self"),
+    "self",
+    "conversation",
+    "conversations",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "sanitize_control_tokens",
+    "tokenizer_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
     "return_assistant_tokens_mask",
 }
 ROW_KEYS = {"id", "tools", "functions", TEMPLATE_OPTIONS}  # read of rows of each form
@@ -46,12 +60,16 @@ def read_chat(row: Any, where: str, ignored_keys: IgnoredKeys) -> RawExample:
     while turns and not turns[-1].is_answer:
         turns.pop()
     if not turns:
-        message = f"{where} has no turn of the {ASSISTANT} to train on. Allowed: {MESSAGES_FORM}"
-        raise BadExampleError(message, f"no turn of the {ASSISTANT}")
+        raise BadExampleError(
+            f"{where} has no turn of the {ASSISTANT} to train on. Allowed: {MESSAGES_FORM}",
+            f"no turn of the {ASSISTANT}",
+        )
     for turn in turns:
         if turn.is_answer and not turn.content.strip() and not turn.details:
-            message = f"{where}: an answer of the {ASSISTANT} is empty. Allowed: a text, tool_calls, weight=0"
-            raise BadExampleError(message, "an empty answer")
+            raise BadExampleError(
+                f"{where}: an answer of the {ASSISTANT} is empty. Allowed: a text, tool_calls, weight=0",
+                "an empty answer",
+            )
     last = turns[-1]
     target = last.content
     if not target.strip():
@@ -93,15 +111,23 @@ def read_turns(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -
             yield read_turn(message, where, ignored_keys)
 
 
+def is_list_of_objects(value: Any) -> bool:
+    """Whether it is a list of JSON objects."""
+    return isinstance(value, list) and all(isinstance(element, Mapping) for element in value)
+
+
 def list_of_messages(row: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
     messages = row.get(key)
     if messages is None:
-        message = f"{where} has no turn of the {ASSISTANT}: no {key!r}. Allowed: {MESSAGES_FORM}"
-        raise BadExampleError(message, f"no {key}")
-    if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
-        allowed = f"{MESSAGES_FORM}; or domains.format=jsonl with domains.columns for texts"
-        message = f"{where}: {key!r} is not a list of messages: {messages!r:.60}. Allowed: {allowed}"
-        raise BadExampleError(message, f"{key} that is not a list of messages")
+        raise BadExampleError(
+            f"{where} has no turn of the {ASSISTANT}: no {key!r}. Allowed: {MESSAGES_FORM}", f"no {key}"
+        )
+    if not is_list_of_objects(messages):
+        raise BadExampleError(
+            f"{where}: {key!r} is not a list of messages: {messages!r:.60}. Allowed: {MESSAGES_FORM}; "
+            "or domains.format=jsonl with domains.columns for texts",
+            f"{key} that is not a list of messages",
+        )
     return messages
 
 
@@ -169,8 +195,10 @@ def text_of_part(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type", part) if isinstance(part, Mapping) else part
-    message = f"{where}: a content part of type {kind!r:.60} is no text. Allowed: {{type: text, text: …}}"
-    raise BadExampleError(message, "a content part that is no text")
+    raise BadExampleError(
+        f"{where}: a content part of type {kind!r:.60} is no text. Allowed: {{type: text, text: …}}",
+        "a content part that is no text",
+    )
 
 
 def read_weight(message: Mapping[str, Any], where: str) -> bool:
@@ -179,8 +207,10 @@ def read_weight(message: Mapping[str, Any], where: str) -> bool:
     for key in WEIGHT_KEYS:
         value = message.get(key)
         if value is not None and not (isinstance(value, bool | int | float) and value in (0, 1)):
-            reason = f"{where}: {key}={value!r:.60} of a message is invalid"
-            raise BadExampleError(f"{reason}. Allowed: 0 or 1 (false or true)", f"a {key} that is not 0 or 1")
+            raise BadExampleError(
+                f"{where}: {key}={value!r:.60} of a message is invalid. Allowed: 0 or 1 (false or true)",
+                f"a {key} that is not 0 or 1",
+            )
         is_scored = is_scored and (value is None or bool(value))
     return is_scored
 
@@ -198,14 +228,17 @@ def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, An
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            reason = f"{where}: a tool call has no function name: {call!r:.80}"
-            allowed = "{type: function, function: {name, arguments}}"
-            raise BadExampleError(f"{reason}. Allowed: {allowed}", "a tool call without a name")
+            raise BadExampleError(
+                f"{where}: a tool call has no function name: {call!r:.80}. "
+                "Allowed: {type: function, function: {name, arguments}}",
+                "a tool call without a name",
+            )
         arguments = parsed_json(function.get("arguments") or {})
         if not isinstance(arguments, Mapping):
-            reason = f"{where}: the arguments of {function['name']} are no JSON object: {arguments!r:.60}"
             raise BadExampleError(
-                f"{reason}. Allowed: an object, or its JSON", "arguments that are no JSON object"
+                f"{where}: the arguments of {function['name']} are no JSON object: {arguments!r:.60}. "
+                "Allowed: an object, or its JSON",
+                "arguments that are no JSON object",
             )
         other_keys = {
             key: value for key, value in call.items() if key not in ("function", "name", "arguments")
@@ -223,11 +256,12 @@ def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], .
     if not tools and row.get("functions"):
         functions = parsed_json(row["functions"])
         if isinstance(functions, list):
-            tools = [{"type": "function", "function": each} for each in functions]
-    if not isinstance(tools, list) or not all(isinstance(each, Mapping) for each in tools):
-        reason = f"{where}: 'tools' is not a list of JSON schemas: {tools!r:.60}"
+            tools = [{"type": "function", "function": function} for function in functions]
+    if not is_list_of_objects(tools):
         raise BadExampleError(
-            f"{reason}. Allowed: [{{type: function, function: {{…}}}}, …]", "tools of another form"
+            f"{where}: 'tools' is not a list of JSON schemas: {tools!r:.60}. "
+            "Allowed: [{type: function, function: {…}}, …]",
+            "tools of another form",
         )
     return tuple(tools)
 
@@ -237,17 +271,18 @@ def read_template_options(row: Mapping[str, Any], where: str, ignored_keys: Coun
     cpt sets itself in `ignored_keys`. Raises BadExampleError where they are no object."""
     options = parsed_json(row.get(TEMPLATE_OPTIONS) or {})
     if not isinstance(options, Mapping):
-        reason = f"{where}: {TEMPLATE_OPTIONS!r} is no object: {options!r:.60}"
         raise BadExampleError(
-            f"{reason}. Allowed: {{enable_thinking: false}}", f"{TEMPLATE_OPTIONS} that is no object"
+            f"{where}: {TEMPLATE_OPTIONS!r} is no object: {options!r:.60}. "
+            "Allowed: {enable_thinking: false}",
+            f"{TEMPLATE_OPTIONS} that is no object",
         )
-    used = {}
+    used_options = {}
     for name, value in options.items():
         if name in RENDERING_KEYS:
             ignored_keys[f"{TEMPLATE_OPTIONS}.{name}"] += 1
         elif value is not None:  # tables have null for what a row lacks
-            used[str(name)] = value
-    return used
+            used_options[str(name)] = value
+    return used_options
 
 
 def parsed_json(value: Any) -> Any:

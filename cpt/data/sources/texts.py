@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import Allowed, Folder, Text, TextList, check_names, config, option
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
@@ -56,12 +58,16 @@ class Texts(Source):
         with naming_file(self.corpora):
             is_folder = self.corpora.is_dir()
         if not is_folder or not self.names:
-            reason = "it has no sub-folder of a domain" if is_folder else f"there is no folder {self.corpora}"
-            allowed = "a folder with a sub-folder for each domain"
-            raise ValueError(f"root={self.root} is invalid: {reason}. Allowed: {allowed}")
+            missing_folder = f"there is no folder {self.corpora}"
+            raise InvalidOptionError(
+                "root",
+                self.root,
+                reason="it has no sub-folder of a domain" if is_folder else missing_folder,
+                allowed="a folder with a sub-folder for each domain",
+            )
         check_names(self.columns or (), (*self.names, GENERAL), section="columns")
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
-            raise ValueError(f"general={self.general} is invalid. Allowed: null, a folder in {self.root}")
+            raise InvalidOptionError("general", self.general, allowed=f"null, a folder in {self.root}")
 
     @property
     def corpora(self) -> Path:
@@ -86,7 +92,8 @@ class Texts(Source):
         """Whether a pattern is for a path below root, or for the name of a folder that it is in."""
         inner = os.path.relpath(path, self.root)
         names = (*inner.split(os.sep), inner)
-        return any(fnmatch(name, pattern) for pattern in self.ignore or () for name in names)
+        pairs = product(names, self.ignore or ())
+        return any(fnmatch(name, pattern) for name, pattern in pairs)
 
     def check(self, order: Sequence[str]) -> None:
         for name in (*order, GENERAL):
@@ -108,21 +115,26 @@ class Texts(Source):
         """Raises ValueError where the names of all files of a domain say that they are held out."""
         splits = [split_of(path.relative_to(folder)) or "train" for path in paths]
         if "train" not in splits and self.by != "coarse":  # which joins folders
-            message = f"{folder} has no file to train on: by their names all {len(paths)} are held out"
-            example = paths[0].relative_to(folder)
-            allowed = "a file whose name says train, or no split"
-            raise ValueError(f"{message}, like {example} ({splits[0]}). Allowed: {allowed}")
+            raise ValueError(
+                f"{folder} has no file to train on: by their names all {len(paths)} are held out, "
+                f"like {paths[0].relative_to(folder)} ({splits[0]}). "
+                "Allowed: a file whose name says train, or no split"
+            )
 
     def log_left_out(self) -> None:
         """Logs the files and hidden folders next to the domains."""
         loose = [path for path in self.entries.values() if not path.is_dir()]
         texts = [path for path in loose if kind(path) in SUFFIXES and not ABOUT_DATA.fullmatch(path.name)]
-        others = [path for path in loose if path not in texts]
+        other_files = [path for path in loose if path not in texts]
         if texts:
-            message = "Ignoring %d text files of %s in no domain's folder: %s"
-            log.warning(message, len(texts), self.corpora, shown(texts))
-        if others:
-            log.info("Ignoring files of %s in no domain's folder: %s", self.corpora, shown(others))
+            log.warning(
+                "Ignoring %d text files of %s in no domain's folder: %s",
+                len(texts),
+                self.corpora,
+                shown(texts),
+            )
+        if other_files:
+            log.info("Ignoring files of %s in no domain's folder: %s", self.corpora, shown(other_files))
         with naming_file(self.corpora):
             hidden = [path for path in sorted(self.corpora.glob(".*")) if path.is_dir()]
         if hidden:
@@ -151,10 +163,10 @@ class Texts(Source):
         folder = self.folder_of(name)
         if folder is None:
             return stamp_docs()
-        made_of = [self.column_of(name), self.document, stamps(files_of(folder, ignored=self.ignored))]
+        values = [self.column_of(name), self.document, stamps(files_of(folder, ignored=self.ignored))]
         if self.on_bad_example == "skip":
-            made_of.append(self.on_bad_example)
-        return made_of
+            values.append(self.on_bad_example)
+        return values
 
     def column_of(self, name: str) -> str:
         """The column of the text in the tables of a domain."""
