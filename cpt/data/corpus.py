@@ -29,7 +29,9 @@ from cpt.data.sources.examples import log_skipped, read_example
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
-BATCH, MAX_WAITING = 10_000, 1 << 20  # documents, and bytes: what is written at once, whichever comes first
+# Documents are written at once when there are so many of them, or so many bytes.
+BATCH = 10_000
+MAX_WAITING = 1 << 20
 
 
 @dataclass(frozen=True)

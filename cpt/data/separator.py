@@ -17,13 +17,37 @@ from cpt.data.text_encoder import frame_of, special_tokens_of
 log = logging.getLogger(__name__)
 # Ends of documents in the pre-training of public models; the first that a vocabulary has is taken.
 DOCUMENT_ENDS = (
-    *("<|endoftext|>", "<|end_of_text|>", "<eos>", "<|end_of_document|>", "<EOS_TOKEN>", "<|eos|>", "[EOS]"),
-    *("<｜end▁of▁sentence｜>", "<|end_of_sentence|>", "<|endofdocument|>", "<eod>", "<|eod|>", "</s>"),
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<eos>",
+    "<|end_of_document|>",
+    "<EOS_TOKEN>",
+    "<|eos|>",
+    "[EOS]",
+    "<｜end▁of▁sentence｜>",
+    "<|end_of_sentence|>",
+    "<|endofdocument|>",
+    "<eod>",
+    "<|eod|>",
+    "</s>",
 )
 TURN_ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<turn|>", "<|end|>"),
-    *("<|return|>", "<|END_OF_TURN_TOKEN|>", "[|endofturn|]", "<|endofturn|>", "<|assistant_end|>"),
-    *("<|role_end|>", "<|end_of_turn|>", "<end_of_utterance>"),
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|eot|>",
+    "<|eom|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end|>",
+    "<|return|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "[|endofturn|]",
+    "<|endofturn|>",
+    "<|assistant_end|>",
+    "<|role_end|>",
+    "<|end_of_turn|>",
+    "<end_of_utterance>",
 )
 QUESTION, ANSWER = "a question", "an answer"  # of the chat that a template is tried with
 

@@ -37,9 +37,11 @@ def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> 
         end = begin + len(bare)
         if framed[begin:end] == bare:
             return framed[:begin], framed[end:]
-    reason = f"the tokenizer {tokenizer.name_or_path} changes a text around which it puts tokens"
-    allowed = "one that gives the same ids with add_special_tokens=true and false"
-    raise ValueError(f"{reason}: {bare} is not in {framed}. Allowed: {allowed}")
+    raise ValueError(
+        f"the tokenizer {tokenizer.name_or_path} changes a text around which it puts tokens: "
+        f"{bare} is not in {framed}. "
+        "Allowed: one that gives the same ids with add_special_tokens=true and false"
+    )
 
 
 def encodable_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
@@ -163,7 +165,7 @@ class TextEncoder:
         if self.backend_without_special is not None:
             begin, end = self.frame
             encoding = self.backend_without_special.encode(text, add_special_tokens=False)
-            return [*[(0, 0)] * len(begin), *encoding.offsets, *[(0, 0)] * len(end)]
+            return [(0, 0)] * len(begin) + encoding.offsets + [(0, 0)] * len(end)
         encoded = self.tokenizer(text, split_special_tokens=True, return_offsets_mapping=True, verbose=False)
         return list(encoded["offset_mapping"])
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
+from cpt.core.exceptions import InvalidOptionError
 from cpt.data.separator import choose_separator, default_end
 from cpt.data.sources.base import SPLIT, TextOptions
 from cpt.data.text_encoder import TextEncoder, frame_of
@@ -76,11 +77,17 @@ def choose_row_start(
     is no BOS or the model is not causal."""
     bos = tokenizer.bos_token_id
     if requested is True:
-        problem = "" if bos is not None else f"the tokenizer {tokenizer.name_or_path} has no BOS token"
         if not is_causal:
-            problem = "the model is not causal"
-        if problem:
-            raise ValueError(f"domains.bos_in_rows=true is invalid: {problem}. Allowed: auto, false")
+            raise InvalidOptionError(
+                "domains.bos_in_rows", True, reason="the model is not causal", allowed="auto, false"
+            )
+        if bos is None:
+            raise InvalidOptionError(
+                "domains.bos_in_rows",
+                True,
+                reason=f"the tokenizer {tokenizer.name_or_path} has no BOS token",
+                allowed="auto, false",
+            )
         return bos
     if requested is False or not (is_causal and is_checkpoint) or bos is None:
         return None

@@ -48,12 +48,15 @@ class TokenizeBatch:
     format: TextFormat
 
     def __call__(self, documents: pa.Table) -> pa.Table:
-        encoder, unknown_token = self.format.encoder, unknown_id(self.format.tokenizer)
+        encoder = self.format.encoder
+        unknown_token = unknown_id(self.format.tokenizer)
         texts = documents.column("text")
         begin, end = encoder.frame
 
-        ids, ends = array("i"), [0]
-        body_sizes, unknown = [], []
+        ids = array("i")
+        ends = [0]
+        body_sizes = []
+        unknown = []
         for document in encoder.encode(texts.to_pylist()):
             body = document[len(begin) : len(document) - len(end)]
             body_sizes.append(len(body))

@@ -16,11 +16,27 @@ from cpt.core.config import digest
 # Attributes of a tokenizer without a fast version that do not decide its ids: where it came from, what it has
 # computed so far, how it renders chats, and truncation and padding, which cpt does itself.
 IRRELEVANT = {
-    *("name_or_path", "init_inputs", "init_kwargs", "files_loaded", "backend", "verbose"),
-    *("deprecation_warnings", "tokens_trie", "_in_target_context_manager", "_processor_class"),
-    *("chat_template", "response_template", "chat_control_tokens"),
-    *("_special_tokens_map", "_extra_special_tokens"),  # hashed by name, and with their flags as added tokens
-    *("model_max_length", "model_input_names", "padding_side", "truncation_side", "_pad_token_type_id"),
+    "name_or_path",
+    "init_inputs",
+    "init_kwargs",
+    "files_loaded",
+    "backend",
+    "verbose",
+    "deprecation_warnings",
+    "tokens_trie",
+    "_in_target_context_manager",
+    "_processor_class",
+    "chat_template",
+    "response_template",
+    "chat_control_tokens",
+    # Special tokens are hashed by name, and with their flags as added tokens.
+    "_special_tokens_map",
+    "_extra_special_tokens",
+    "model_max_length",
+    "model_input_names",
+    "padding_side",
+    "truncation_side",
+    "_pad_token_type_id",
 }
 LIBRARIES = ("transformers", "sentencepiece")  # whose code is the algorithm of a slow tokenizer
 NESTING = 4  # levels of objects and containers inside a slow tokenizer that are read

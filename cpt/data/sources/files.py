@@ -226,8 +226,10 @@ def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = No
     for path in files.text:
         refuse_unreadable(path)
     if not files.text:
-        reason = f"{folder} has no {' '.join(SUFFIXES)} file"
-        raise ValueError(f"{reason}; each sub-folder is a domain, but for domains.ignore=[{folder.name}]")
+        raise ValueError(
+            f"{folder} has no {' '.join(SUFFIXES)} file; "
+            f"each sub-folder is a domain, but for domains.ignore=[{folder.name}]"
+        )
     return files
 
 
@@ -257,11 +259,12 @@ def refuse_unknown(paths: list[Path]) -> None:
     if not paths:
         return
     first = paths[0]
-    others = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+    further = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
     pattern = f"*{''.join(first.suffixes[-2:])}" if first.suffix else first.name
-    allowed = f"{' '.join(SUFFIXES)}, also {' '.join(PACKED)}"
-    remedy = f"leave out what is not text: domains.ignore=[{pattern}]"
-    raise ValueError(f"{first}{others} is not a file of text. Allowed: {allowed}, or {remedy}")
+    raise ValueError(
+        f"{first}{further} is not a file of text. Allowed: {' '.join(SUFFIXES)}, also {' '.join(PACKED)}, "
+        f"or leave out what is not text: domains.ignore=[{pattern}]"
+    )
 
 
 def refuse_unreadable(path: Path) -> None:
@@ -269,15 +272,17 @@ def refuse_unreadable(path: Path) -> None:
     a download that failed."""
     with naming_file(path):
         if not path.is_file():
-            allowed = f"{' '.join(SUFFIXES)}, also {' '.join(PACKED)}"
-            remedy = f"leave out what is not text: domains.ignore=[{path.name}]"
             raise ValueError(
-                f"{path} is a link to nothing, or no plain file. Allowed: {allowed}, or {remedy}"
+                f"{path} is a link to nothing, or no plain file. Allowed: "
+                f"{' '.join(SUFFIXES)}, also {' '.join(PACKED)}, "
+                f"or leave out what is not text: domains.ignore=[{path.name}]"
             )
         suffix = path.suffix.lower()
         if suffix in HEADED and path.stat().st_size == 0:
-            remedy = f"a complete {suffix} file, or domains.ignore=[{path.name}]"
-            raise ValueError(f"{path} is damaged: it has 0 bytes. Allowed: {remedy}")
+            raise ValueError(
+                f"{path} is damaged: it has 0 bytes. "
+                f"Allowed: a complete {suffix} file, or domains.ignore=[{path.name}]"
+            )
 
 
 def refuse_dangling(paths: Iterable[Path], *, remedy: str) -> None:
@@ -285,8 +290,10 @@ def refuse_dangling(paths: Iterable[Path], *, remedy: str) -> None:
     remedy stands for its name. Hidden paths are skipped."""
     for path in paths:
         if path.is_symlink() and not path.exists() and not path.name.startswith("."):
-            reason = f"{path} is a link to {os.readlink(path)}, which does not exist"
-            raise ValueError(f"{reason}. Allowed: an existing folder, or {remedy.format(path.name)}")
+            raise ValueError(
+                f"{path} is a link to {os.readlink(path)}, which does not exist. "
+                f"Allowed: an existing folder, or {remedy.format(path.name)}"
+            )
 
 
 def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:

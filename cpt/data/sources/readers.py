@@ -278,8 +278,9 @@ def lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
             try:
                 text = line.decode("utf-8")
             except UnicodeDecodeError as error:
-                position = f"line {number}, byte {error.start + 1} ({error.reason})"
-                raise ValueError(f"{path} is not UTF-8: {position}") from error
+                raise ValueError(
+                    f"{path} is not UTF-8: line {number}, byte {error.start + 1} ({error.reason})"
+                ) from error
             if text.startswith(MARK):
                 if number > 1:  # that of the whole file is usual
                     num_marks += 1
@@ -299,9 +300,9 @@ def explaining_zstd(path: Path) -> Iterator[None]:
     except OSError as error:
         if "too much memory" not in str(error):
             raise
-        remedy = f"zstd -d --long=31 {path.name}, then compress it without --long"
         raise ValueError(
-            f"{path} cannot be read: its zstd window is over 128 MiB. Allowed: {remedy}"
+            f"{path} cannot be read: its zstd window is over 128 MiB. "
+            f"Allowed: zstd -d --long=31 {path.name}, then compress it without --long"
         ) from error
 
 
@@ -323,8 +324,10 @@ def refuse_binary(path: Path, number: int, line: bytes) -> None:
         raise ValueError(f"{path} is not UTF-8: it looks like UTF-16. Allowed: UTF-8")
     is_many = num_control >= MIN_CONTROL and num_control > MAX_CONTROL_SHARE * len(line)
     if is_many or not text.strip():
-        reason = f"{path}, line {number} has {num_control} NULs or other control characters"
-        raise ValueError(f"{reason}: it is damaged or no text. Allowed: text in UTF-8")
+        raise ValueError(
+            f"{path}, line {number} has {num_control} NULs or other control characters: "
+            "it is damaged or no text. Allowed: text in UTF-8"
+        )
 
 
 def split_units(text: Iterator[str], unit: str) -> Iterator[str]:
@@ -391,8 +394,10 @@ def parse_json(text: str, path: Path, number: int) -> Any:
     try:
         return DECODER.decode(text)
     except ValueError as error:  # also a number of more digits than Python reads
-        message = f"{path}, line {number} is not JSON: {getattr(error, 'msg', error)}"
-        raise ValueError(f"{message}. Allowed: a value on each line, or one array of values") from error
+        raise ValueError(
+            f"{path}, line {number} is not JSON: {getattr(error, 'msg', error)}. "
+            "Allowed: a value on each line, or one array of values"
+        ) from error
 
 
 def csv_rows(
