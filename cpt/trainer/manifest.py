@@ -89,7 +89,7 @@ class Manifest:
             stamp = stamp_of(plan.source, name)
             facts: Mapping[str, Any]
             if reads_all:
-                _, facts, *_ = read_documents(plan.source, name)
+                facts = read_documents(plan.source, name).facts
             else:
                 facts = make_corpus(plan.source, name, cache=Path(plan.run.cache_dir)).facts
             if facts["digest"] == self.texts[name]["digest"]:
