@@ -29,9 +29,8 @@ from cpt.data.sources.examples import log_skipped, read_example
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
-# Documents are written at once when there are so many of them, or so many bytes.
-BATCH = 10_000
-MAX_WAITING = 1 << 20
+BATCH = 10_000  # documents that are written at once, or fewer:
+MAX_WAITING = 1 << 20  # bytes of documents after which they are written
 
 
 @dataclass(frozen=True)

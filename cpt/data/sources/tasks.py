@@ -521,7 +521,7 @@ class Tasks(Source):
 
     @property
     def general_folder(self) -> Path | None:
-        """The folder of the general text; None where there is none."""
+        """The folder of the general text; None if the tasks have none."""
         if not self.root or not self.general:
             return None
         folder = Path(self.root) / self.general
