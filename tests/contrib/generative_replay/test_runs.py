@@ -62,7 +62,7 @@ def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypat
     made, seen = TrainStream.__getitem__, {}
 
     def noted(stream, number):
-        batch, (parts, rows, _) = made(stream, number), stream.samples(number)
+        batch, (parts, rows, _) = made(stream, number), stream.locate_step(number)
         new = rows[parts < len(stream.names)].tolist()
         seen[name, stream.names[0], number] = (batch["domains"].tolist(), new)
         return batch
@@ -205,7 +205,7 @@ def test_valid_examples_are_replayed_and_learned_to_be_written_again(
     made, rows, streams = TrainStream.__getitem__, defaultdict(list), {}
 
     def noted(stream, number):
-        rows[stream.names[0]] += stream.samples(number)[0].tolist()
+        rows[stream.names[0]] += stream.locate_step(number)[0].tolist()
         streams[stream.names[0]] = stream
         return made(stream, number)
 
