@@ -18,30 +18,32 @@ def rows(folder, task):
 @pytest.mark.parametrize("seq2seq", [False, True])
 @pytest.mark.parametrize("style", STYLES)
 def test_the_tokens_of_every_style_are_ours_and_what_differs_is_told(style, seq2seq, tmp_path):
-    made, examples = encoder(STYLES[style](), seq2seq=seq2seq), some_examples(20)
-    texts = HarnessTexts(made)
-    found = export_task(tmp_path, "TC", map(made.prompt, examples), texts)
-    assert (found.name, found.examples, found.differing) == ("cpt_TC", 20, [])
+    task_encoder, examples = encoder(STYLES[style](), seq2seq=seq2seq), some_examples(20)
+    texts = HarnessTexts(task_encoder)
+    exported = export_task(tmp_path, "TC", map(task_encoder.prompt, examples), texts)
+    assert (exported.name, exported.examples, exported.differing) == ("cpt_TC", 20, [])
     for row, example in zip(rows(tmp_path, "TC"), examples, strict=True):
         assert row["id"] == example.id and row["question"].endswith(example.source)
         assert row["choices"] == [texts.choice(label) for label in LABELS]
         assert LABELS[row["answer"]] == example.target
     if style == "opened" and not seq2seq:  # a special token that is spelled out
-        special = made.tokenizer.eos_token
+        special = task_encoder.tokenizer.eos_token
         odd = Example("odd", f"What is {special} for?\nAnswer:", LABELS[0], "TC", LABELS)
-        assert export_task(tmp_path, "TC", map(made.prompt, [*examples, odd]), texts).differing == ["odd"]
+        assert export_task(tmp_path, "TC", map(task_encoder.prompt, [*examples, odd]), texts).differing == [
+            "odd"
+        ]
 
 
 @pytest.mark.slow
 def test_the_command_line_writes_a_run_s_tasks_and_says_how_to_ask_them(cache, tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     tasks = write_tasks(tmp_path / "texts", ("food", "law"), train=60, test=24)
-    given = ["domains=tasks", f"domains.root={tasks}", f"cache_dir={cache}", "model=tiny_gpt2"]
+    options = ["domains=tasks", f"domains.root={tasks}", f"cache_dir={cache}", "model=tiny_gpt2"]
     out = tmp_path / "my out"
-    main([str(out), *given, "model.vocab_size=300", "order=[law]", "answers.max_documents=5"])
+    main([str(out), *options, "model.vocab_size=300", "order=[law]", "answers.max_documents=5"])
     first, second = capsys.readouterr().out.splitlines()
     assert first == "cpt_law: 5 examples"
-    asked = ["benchmark=lm_eval", f"benchmark.include='{out}'", "benchmark.tasks=[cpt_tasks]"]
-    assert shlex.split(second) == asked
+    harness_options = ["benchmark=lm_eval", f"benchmark.include='{out}'", "benchmark.tasks=[cpt_tasks]"]
+    assert shlex.split(second) == harness_options
     ids = {row["id"] for row in rows(out, "law")}
-    assert len(ids) == 5 and ids != {f"law-test-{place}" for place in range(5)}  # a draw
+    assert len(ids) == 5 and ids != {f"law-test-{number}" for number in range(5)}  # a draw

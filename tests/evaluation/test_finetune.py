@@ -11,7 +11,7 @@ from transformers import get_linear_schedule_with_warmup
 
 from cpt.adapters import soft_prompt as prompt
 from cpt.adapters.gates import Gate
-from cpt.evaluation import finetune as subject
+from cpt.evaluation import finetune
 from cpt.evaluation.finetune import Classifier, EncodedExamples, FinetuneJob, encode_examples, scores_of
 from cpt.evaluation.finetune_tasks import FinetuneOptions, LabelledExample
 from tests.support.endtask_fixtures import model, rows, tokenizer
@@ -31,13 +31,13 @@ def words():
 
 
 def job(words, *, dev=False, name="law", train=60, **changes):
-    made, how = {"dev": None}, {"length": 24, "classes": CLASSES, "types": False}
+    splits, encoding = {"dev": None}, {"length": 24, "classes": CLASSES, "types": False}
     for seed, (split, count) in enumerate({"train": train, "test": 30, "dev": 16 * dev}.items()):
-        given = rows("law", count=count, seed=seed)
-        given = [LabelledExample(row["id"], row["text"], None, row["label"]) for row in given]
-        made |= {split: encode_examples(given, words, **how)} if given else {}
+        examples = rows("law", count=count, seed=seed)
+        examples = [LabelledExample(row["id"], row["text"], None, row["label"]) for row in examples]
+        splits |= {split: encode_examples(examples, words, **encoding)} if examples else {}
     settings, pad = FinetuneOptions(**SETTINGS | changes), words.pad_token_id
-    return FinetuneJob(name, **made, classes=2, settings=settings, pad=pad, eval_batch_size=7)
+    return FinetuneJob(name, **splits, classes=2, settings=settings, pad=pad, eval_batch_size=7)
 
 
 def classifier(start, *, classes=2, dropout=0.0):
@@ -45,67 +45,74 @@ def classifier(start, *, classes=2, dropout=0.0):
 
 
 @pytest.fixture
-def kept(monkeypatch):
-    seen, whole = [], subject.predict
+def prediction_log(monkeypatch):
+    """Of each call of `predict`: the number of examples, and a copy of the model."""
+    predictions = []
+    predict = finetune.predict
 
-    def keep(made, work, given):
-        seen.append((len(given), deepcopy(made)))
-        return whole(made, work, given)
+    def log_prediction(trained_model, endtask_job, task_split):
+        predictions.append((len(task_split), deepcopy(trained_model)))
+        return predict(trained_model, endtask_job, task_split)
 
-    monkeypatch.setattr(subject, "predict", keep)
-    return seen
+    monkeypatch.setattr(finetune, "predict", log_prediction)
+    return predictions
 
 
-def tuned(start, work, *, seed=3, step=list):
-    return subject.fine_tune(start, work, seed=seed, device=CPU, step=step)
+def tuned(start, endtask_job, *, seed=3, step=list):
+    return finetune.fine_tune(start, endtask_job, seed=seed, device=CPU, step=step)
 
 
 def test_a_task_that_a_word_tells_is_learned(words):
-    work, steps = job(words, epochs=6, train=100, precision="bf16-mixed"), []
+    endtask_job, steps = job(words, epochs=6, train=100, precision="bf16-mixed"), []
     start = model("roberta", words, dropout=0.1).bfloat16()
     assert {value.dtype for value in classifier(start).parameters()} == {torch.float32}
-    found, epoch = tuned(start, work, step=lambda: steps.append(1))
-    assert scores_of(torch.from_numpy(found), work.test.labels, 2)["accuracy"] > 0.8
-    assert (epoch, len(steps)) == (6, work.steps) == (6, 6 * 13)
+    predicted_labels, epoch = tuned(start, endtask_job, step=lambda: steps.append(1))
+    assert scores_of(torch.from_numpy(predicted_labels), endtask_job.test.labels, 2)["accuracy"] > 0.8
+    assert (epoch, len(steps)) == (6, endtask_job.steps) == (6, 6 * 13)
 
 
-def test_fine_tuning_is_a_plain_loop(words, kept):
-    work, start = job(words, epochs=2, dropout=0.0), model("roberta", words)
-    tuned(start, work)
-    with subject.forked_generators(CPU, "end task", "law", 3):
-        made = classifier(start).train()
-    optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3, weight_decay=0.01, foreach=False)
-    schedule = get_linear_schedule_with_warmup(optimizer, 0, work.steps)
-    for chosen in (batch for epoch in (1, 2) for batch in work.batches(3, epoch)):
-        batch = work.train.batch(chosen, pad=work.pad, device=CPU)
-        nn.functional.cross_entropy(made(batch), batch["labels"]).backward()
+def test_fine_tuning_is_a_plain_loop(words, prediction_log):
+    endtask_job, start = job(words, epochs=2, dropout=0.0), model("roberta", words)
+    tuned(start, endtask_job)
+    with finetune.forked_generators(CPU, "end task", "law", 3):
+        reference = classifier(start).train()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=3e-3, weight_decay=0.01, foreach=False)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, endtask_job.steps)
+    for chosen in (batch for epoch in (1, 2) for batch in endtask_job.batches(3, epoch)):
+        batch = endtask_job.train.batch(chosen, pad=endtask_job.pad, device=CPU)
+        nn.functional.cross_entropy(reference(batch), batch["labels"]).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    ((_, found),) = kept
-    for (name, ours), theirs in zip(found.named_parameters(), made.parameters(), strict=True):
+    ((_, tuned_model),) = prediction_log
+    for (name, ours), theirs in zip(tuned_model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5, msg=name)
-    assert (found.dense.bias - classifier(start).dense.bias).abs().max() > 1e-3
-    _, schedule = subject.make_optimizer(classifier(start), job(words, warmup_ratio=0.5))
+    assert (tuned_model.dense.bias - classifier(start).dense.bias).abs().max() > 1e-3
+    _, schedule = finetune.make_optimizer(classifier(start), job(words, warmup_ratio=0.5))
     assert schedule.get_last_lr()[0] < 0.2 * 3e-3
 
 
-def test_the_same_seed_and_task_give_the_same_bits(words, kept):
+def test_the_same_seed_and_task_give_the_same_bits(words, prediction_log):
     start = model("roberta", words, dropout=0.1)
     for seed, name in [(3, "law"), (4, "law"), (3, "food"), (3, "law")]:
         torch.rand(7)
         tuned(start, job(words, name=name, epochs=1), seed=seed)
-    states = [torch.cat([value.flatten() for value in made.state_dict().values()]) for _, made in kept]
-    assert [torch.equal(states[0], each) for each in states[1:]] == [False, False, True]
+    states = [
+        torch.cat([value.flatten() for value in tuned_model.state_dict().values()])
+        for _, tuned_model in prediction_log
+    ]
+    assert [torch.equal(states[0], state) for state in states[1:]] == [False, False, True]
 
 
-def test_frozen_trains_the_head_alone_and_otherwise_all_but_closed_gates(words, kept):
+def test_frozen_trains_the_head_alone_and_otherwise_all_but_closed_gates(words, prediction_log):
     start = model("roberta", words, dropout=0.3)
     tuned(start, job(words, epochs=1, frozen=True))
-    ((_, made),) = kept
-    body = {f"roberta.{name}": value for name, value in made.body.state_dict().items()}
+    ((_, tuned_model),) = prediction_log
+    body = {f"roberta.{name}": value for name, value in tuned_model.body.state_dict().items()}
     assert all(torch.equal(value, start.state_dict()[name]) for name, value in body.items())
-    assert not any(part.training for part in made.body.modules()) and made.out.bias.abs().max() > 0
+    assert (
+        not any(part.training for part in tuned_model.body.modules()) and tuned_model.out.bias.abs().max() > 0
+    )
     start.requires_grad_(False).roberta.encoder.layer[0].add_module("gate", Gate(4, s_max=400.0))
     fixed = {name for name, p in classifier(start).named_parameters() if not p.requires_grad}
     assert fixed == {"body.encoder.layer.0.gate.e"}
@@ -113,57 +120,63 @@ def test_frozen_trains_the_head_alone_and_otherwise_all_but_closed_gates(words, 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "t5"])
 def test_padding_changes_no_logit_of_the_first_the_last_or_the_mean_token(kind, words):
-    made, data, hidden = classifier(model(kind, words), classes=3, dropout=0.5).eval(), job(words).train, []
+    endtask_model, data, hidden = (
+        classifier(model(kind, words), classes=3, dropout=0.5).eval(),
+        job(words).train,
+        [],
+    )
     assert len({len(ids) for ids in data.ids[:12]}) > 1
-    made.body.register_forward_hook(lambda m, a, out: hidden.append(out.last_hidden_state))
+    endtask_model.body.register_forward_hook(lambda m, a, out: hidden.append(out.last_hidden_state))
     with torch.no_grad():
-        together = made(data.batch(range(12), pad=words.pad_token_id, device=CPU))
-        alone = torch.cat([made(data.batch([row], pad=words.pad_token_id, device=CPU)) for row in range(12)])
+        together = endtask_model(data.batch(range(12), pad=words.pad_token_id, device=CPU))
+        single_logits = torch.cat(
+            [endtask_model(data.batch([row], pad=words.pad_token_id, device=CPU)) for row in range(12)]
+        )
         read = {"bert": lambda states: states[0], "gpt2": lambda states: states[-1]}
         pool = read.get(kind, lambda states: states.mean(0))
         states = torch.stack([pool(hidden[0][row, : len(data.ids[row])]) for row in range(12)])
-        torch.testing.assert_close(together, made.out(made.dense(states).tanh()))
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(together, endtask_model.out(endtask_model.dense(states).tanh()))
+    torch.testing.assert_close(together, single_logits, rtol=1e-4, atol=1e-6)
 
 
 def test_pairs_are_encoded_by_the_tokenizers_own_template_and_the_longer_text_is_cut(words):
     long = " ".join(["telescope"] * 30)
     pairs = [("the court", None, "bad"), ("the court", "a river", "good"), ("the court", long, "good")]
-    given = [LabelledExample(str(place), *each) for place, each in enumerate(pairs)]
-    made = encode_examples(given, words, length=16, classes=CLASSES, types=False)
-    assert made.ids[0].tolist() == words("the court")["input_ids"]
-    assert made.ids[1].tolist() == words("the court", "a river")["input_ids"]
+    examples = [LabelledExample(str(number), *pair) for number, pair in enumerate(pairs)]
+    encoded = encode_examples(examples, words, length=16, classes=CLASSES, types=False)
+    assert encoded.ids[0].tolist() == words("the court")["input_ids"]
+    assert encoded.ids[1].tolist() == words("the court", "a river")["input_ids"]
     short = words("the court", add_special_tokens=False)["input_ids"]
-    assert len(made.ids[2]) == 16 and made.ids[2].tolist()[1 : 1 + len(short)] == short
-    assert made.labels.tolist() == [0, 1, 1]
+    assert len(encoded.ids[2]) == 16 and encoded.ids[2].tolist()[1 : 1 + len(short)] == short
+    assert encoded.labels.tolist() == [0, 1, 1]
     prompted = model("gpt2", words)  # it has 48 positions, of which a prompt takes 5
-    assert subject.longest(prompted, 400) == 48 and subject.longest(prompted, 24) == 24
+    assert finetune.longest(prompted, 400) == 48 and finetune.longest(prompted, 24) == 24
     prompt.attach_prompt(prompted, tokens=5, causal=True)
-    assert subject.longest(prompted, 400) == 43
+    assert finetune.longest(prompted, 400) == 43
 
 
 def test_predictions_stand_in_the_order_of_the_file(words):
-    work, made = job(words), classifier(model("roberta", words), dropout=0.5)
+    endtask_job, endtask_model = job(words), classifier(model("roberta", words), dropout=0.5)
     with torch.no_grad():
-        batches = [work.test.batch([row], pad=words.pad_token_id, device=CPU) for row in range(30)]
-        logits = torch.cat([made.eval()(batch) for batch in batches])
-        made.out.bias -= logits.median(0).values
+        batches = [endtask_job.test.batch([row], pad=words.pad_token_id, device=CPU) for row in range(30)]
+        logits = torch.cat([endtask_model.eval()(batch) for batch in batches])
+        endtask_model.out.bias -= logits.median(0).values
     expected = (logits - logits.median(0).values).argmax(-1)
-    assert torch.equal(subject.predict(made.train(), work, work.test), expected)
+    assert torch.equal(finetune.predict(endtask_model.train(), endtask_job, endtask_job.test), expected)
     assert len(set(expected.tolist())) == 2
     # A class with neither an example nor a prediction has no part in the macro average.
-    for found, macro in (([0, 0, 1, 0], (0.8 + 2 / 3) / 2), ([0, 2, 1, 0], (0.5 + 2 / 3 + 0) / 3)):
-        scores = scores_of(torch.tensor(found), torch.tensor([0, 0, 1, 1]), 3)
+    for predicted, macro in (([0, 0, 1, 0], (0.8 + 2 / 3) / 2), ([0, 2, 1, 0], (0.5 + 2 / 3 + 0) / 3)):
+        scores = scores_of(torch.tensor(predicted), torch.tensor([0, 0, 1, 1]), 3)
         assert scores["macro_f1"] == pytest.approx(macro, abs=1e-6)
 
 
-def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, kept, monkeypatch):
+def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, prediction_log, monkeypatch):
     score = iter([0.2, 0.7, 0.7, 0.1])
-    monkeypatch.setattr(subject, "scores_of", lambda *_: {"macro_f1": next(score), "accuracy": 0.0})
+    monkeypatch.setattr(finetune, "scores_of", lambda *_: {"macro_f1": next(score), "accuracy": 0.0})
     _, epoch = tuned(model("roberta", words), job(words, dev=True, select="dev", epochs=4))
-    assert epoch == 2 and [count for count, _ in kept] == [16] * 4 + [30]
-    last, *others = (kept[place][1].out.weight for place in (4, 1, 3))
-    assert [torch.equal(last, each) for each in others] == [True, False]
+    assert epoch == 2 and [count for count, _ in prediction_log] == [16] * 4 + [30]
+    last, *epoch_weights = (prediction_log[index][1].out.weight for index in (4, 1, 3))
+    assert [torch.equal(last, weights) for weights in epoch_weights] == [True, False]
     with pytest.raises(ValueError, match=r"end task law, seed 3, are not finite at step \d+ of epoch 1"):
         tuned(model("roberta", words), job(words, lr=1e30))
 
@@ -172,12 +185,16 @@ def test_every_row_stands_in_one_batch_which_is_a_function_of_seed_and_epoch():
     ids = [torch.ones(n, dtype=torch.long) for n in np.random.default_rng(0).integers(3, 60, 103)]
     train, padded = EncodedExamples(ids=ids, types=None, labels=torch.zeros(103)), {}
     for grouped in (1, 4, 100):
-        how = {"settings": SimpleNamespace(batch_size=8, grouped=grouped, epochs=1), "eval_batch_size": 8}
-        work = FinetuneJob("law", train, None, train, classes=2, pad=0, **how)
-        batches = work.batches(0, 1)
-        assert sorted(np.concatenate(batches)) == list(range(103)) and len(batches) == work.steps == 13
+        settings = SimpleNamespace(batch_size=8, grouped=grouped, epochs=1)
+        endtask_job = FinetuneJob(
+            "law", train, None, train, classes=2, pad=0, settings=settings, eval_batch_size=8
+        )
+        batches = endtask_job.batches(0, 1)
+        assert sorted(np.concatenate(batches)) == list(range(103)) and len(batches) == endtask_job.steps == 13
         assert sorted(map(len, batches)) == [7] + [8] * 12
-        same, seed, epoch = ([*map(list, work.batches(*each))] for each in ((0, 1), (1, 1), (0, 2)))
-        assert [*map(list, batches)] == same != seed and same != epoch
+        first_batches, seed, epoch = (
+            [*map(list, endtask_job.batches(*seed_and_epoch))] for seed_and_epoch in ((0, 1), (1, 1), (0, 2))
+        )
+        assert [*map(list, batches)] == first_batches != seed and first_batches != epoch
         padded[grouped] = sum(len(batch) * max(len(ids[row]) for row in batch) for batch in batches)
     assert padded[100] < 0.75 * padded[1]  # near lengths together

@@ -27,14 +27,24 @@ def plan(root, *, names=("food", "law", "space"), order=("law", "food"), **overr
 
 @pytest.mark.skipif(not DAS6.is_dir(), reason="the data of das6-mini are not here")
 def test_the_preset_is_the_protocol_of_das_and_its_split_reproduces():
-    own = {"pubmed": {"path": "pubmed", "splits": "das"}}
-    task = plan_endtasks(options("das6", root=DAS6, tasks=own), SIX, SIX).source.task("pubmed")
+    own_split = {"pubmed": {"path": "pubmed", "splits": "das"}}
+    task = plan_endtasks(options("das6", root=DAS6, tasks=own_split), SIX, SIX).source.task("pubmed")
     assert (len(task.train), len(task.test), len(task.classes)) == (2667, 7394, 13) and not task.dev
-    found = plan_endtasks(options("das6", root=DAS6), SIX, SIX)
-    settings = [found.source.settings(name) for name in SIX]
-    assert found.tasks == SIX and [each.epochs for each in settings] == [5, 10, 5, 15, 10, 15]
-    assert [each.metric for each in settings] == ["macro_f1"] * 4 + ["micro_f1", "macro_f1"]
-    task = found.source.task("restaurant")
+    endtask_plan = plan_endtasks(options("das6", root=DAS6), SIX, SIX)
+    settings = [endtask_plan.source.settings(name) for name in SIX]
+    assert endtask_plan.tasks == SIX and [settings_of_task.epochs for settings_of_task in settings] == [
+        5,
+        10,
+        5,
+        15,
+        10,
+        15,
+    ]
+    assert [settings_of_task.metric for settings_of_task in settings] == ["macro_f1"] * 4 + [
+        "micro_f1",
+        "macro_f1",
+    ]
+    task = endtask_plan.source.task("restaurant")
     assert (len(task.train), len(task.test), len(task.classes)) == (3451, 1120, 3)
     assert (task.train[0].text, task.train[0].text_pair) == ("staff", "But the staff was so horrible to us.")
 
@@ -42,8 +52,8 @@ def test_the_preset_is_the_protocol_of_das_and_its_split_reproduces():
 def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_values(root):
     assert plan_endtasks(options("none"), ["law"], ["law"]) is None
     assert plan(root, order=["space", "food"]).tasks == ["food"]
-    found = plan(root, epochs=5, tasks={"law": {"epochs": 7, "metric": "accuracy"}})
-    law, food = map(found.source.settings, found.tasks)
+    endtask_plan = plan(root, epochs=5, tasks={"law": {"epochs": 7, "metric": "accuracy"}})
+    law, food = map(endtask_plan.source.settings, endtask_plan.tasks)
     assert (law.epochs, law.metric, food.epochs, food.metric) == (7, "accuracy", 5, "macro_f1")
     with pytest.raises(ValueError, match=r"no task is of a domain of order=\[space\]. Allowed: food"):
         plan(root, order=["space"])
@@ -52,17 +62,17 @@ def test_tasks_are_those_of_learned_domains_in_their_order_each_with_its_own_val
 
 
 def test_every_format_gives_the_same_examples_and_no_other_is_read(root, tmp_path):
-    made = rows("law", count=10, seed=5)
+    examples = rows("law", count=10, seed=5)
     folders = [tmp_path / name for name in ("jsonl.gz", "json", "csv", "parquet")]
     for folder in folders:
         folder.mkdir()
     for split in ("train", "test"):
-        write(folders[0] / f"{split}.jsonl.gz", made)
-        (folders[1] / f"{split}.json").write_text(json.dumps(made))
-        pd.DataFrame(made).to_csv(folders[2] / f"{split}.csv", index=False)
-        pd.DataFrame(made).to_parquet(folders[3] / f"{split}-00000-of-00001.parquet")
-    plans = [plan(root, tasks={"law": {"path": str(each)}}, columns={"id": "id"}) for each in folders]
-    assert len({each.source.task("law").content for each in plans}) == 1
+        write(folders[0] / f"{split}.jsonl.gz", examples)
+        (folders[1] / f"{split}.json").write_text(json.dumps(examples))
+        pd.DataFrame(examples).to_csv(folders[2] / f"{split}.csv", index=False)
+        pd.DataFrame(examples).to_parquet(folders[3] / f"{split}-00000-of-00001.parquet")
+    plans = [plan(root, tasks={"law": {"path": str(folder)}}, columns={"id": "id"}) for folder in folders]
+    assert len({endtask_plan.source.task("law").content for endtask_plan in plans}) == 1
     folder = root / "endtasks" / "law"
     (folder / "test.jsonl").unlink()
     (folder / "test.jsonl.gz").write_bytes(b"no gzip")
@@ -78,27 +88,27 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("split", "given", "message"), WRONG)
-def test_wrong_examples_are_told(root, split, given, message):
-    write(root / "endtasks" / "law" / f"{split}.jsonl", given)
+@pytest.mark.parametrize(("split", "examples", "message"), WRONG)
+def test_wrong_examples_are_told(root, split, examples, message):
+    write(root / "endtasks" / "law" / f"{split}.jsonl", examples)
     with pytest.raises(ValueError, match=message):
         plan(root).source.task("law")
 
 
 def test_a_sample_of_a_task_is_the_same_in_every_run_and_dev_may_stand_for_test(root):
-    whole, other = plan(root).source.task("law"), {"law": {"max_train_samples": 5}}
-    some = plan(root, max_train_samples=4, max_eval_samples=3, tasks=other)
-    for name, most in {"law": 5, "food": 4}.items():
-        task, everything = some.source.task(name), plan(root).source.task(name)
-        assert (len(task.train), len(task.test), task.classes) == (most, 3, everything.classes)
-        chosen = [each for each in everything.train if each in task.train]
-        assert chosen == task.train != everything.train[:most]
-        assert some.source.task(name).content == task.content
-    assert plan(root, max_train_samples=10**6).source.task("law").digest(1) == whole.digest(1)
+    full_task, overrides = plan(root).source.task("law"), {"law": {"max_train_samples": 5}}
+    sampled_plan = plan(root, max_train_samples=4, max_eval_samples=3, tasks=overrides)
+    for name, num_train in {"law": 5, "food": 4}.items():
+        task, everything = sampled_plan.source.task(name), plan(root).source.task(name)
+        assert (len(task.train), len(task.test), task.classes) == (num_train, 3, everything.classes)
+        chosen = [example for example in everything.train if example in task.train]
+        assert chosen == task.train != everything.train[:num_train]
+        assert sampled_plan.source.task(name).content == task.content
+    assert plan(root, max_train_samples=10**6).source.task("law").digest(1) == full_task.digest(1)
     # Dev is evaluated where asked, and test is then not read.
     (root / "endtasks/law/test.jsonl").write_text("not readable")
     task = plan(root, score_on="dev").source.task("law")
-    assert task.test == plan(root, score_on="dev", select="dev").source.task("law").dev != whole.test
+    assert task.test == plan(root, score_on="dev", select="dev").source.task("law").dev != full_task.test
     (root / "endtasks/law/dev.jsonl").unlink()
     with pytest.raises(ValueError, match="endtask.score_on=dev is invalid: the end task law has no dev"):
         plan(root, score_on="dev").source.task("law")
@@ -113,15 +123,26 @@ def test_a_digest_is_of_what_the_result_depends_on(root):
         path.write_text(path.read_text().partition("\n")[2])
 
     first, chosen = digest(), digest(select="dev")
-    others = ({"seeds": [9]}, {"when": "each"}, {"eval_batch_size": 1}, {"tasks": {"food": {"lr": 1}}})
-    assert {digest(**given) for given in others} == {first}
+    equivalent_settings = (
+        {"seeds": [9]},
+        {"when": "each"},
+        {"eval_batch_size": 1},
+        {"tasks": {"food": {"lr": 1}}},
+    )
+    assert {digest(**settings) for settings in equivalent_settings} == {first}
     shorten("dev")
     assert digest() == first
-    found = [digest(seed=2), digest(lr=1), digest(tasks={"law": {"epochs": 9}}), chosen, digest(select="dev")]
+    digests = [
+        digest(seed=2),
+        digest(lr=1),
+        digest(tasks={"law": {"epochs": 9}}),
+        chosen,
+        digest(select="dev"),
+    ]
     for split in ("test", "train"):
         shorten(split)
-        found.append(digest())
-    assert len({first, *found}) == 1 + len(found)
+        digests.append(digest())
+    assert len({first, *digests}) == 1 + len(digests)
 
 
 def test_a_data_set_of_the_hub(tmp_path):
@@ -138,9 +159,9 @@ def test_a_data_set_of_the_hub(tmp_path):
         entry["columns"] = {"text": "sentence", "text_pair": "other", "label": "class"}
         return plan_endtasks(options("hub", tasks={"law": entry}), ["law"], ["law"]).source.task("law")
 
-    found = read("test")
-    assert found.classes == ["no", "yes"]
-    assert [(e.text, e.text_pair, e.label) for e in found.test] == [("a b", None, "yes"), ("a b", "c", "no")]
+    task = read("test")
+    assert task.classes == ["no", "yes"]
+    assert [(e.text, e.text_pair, e.label) for e in task.test] == [("a b", None, "yes"), ("a b", "c", "no")]
     with pytest.raises(ValueError, match=r"^endtask\.tasks\.law, path=.*: Unknown split"):
         read("nowhere")
     with pytest.raises(ValueError, match=r"\(validation\), row 1: the label is None"):

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow  # the harness takes eight seconds to be read in
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = write_choice_task(tmp_path_factory.mktemp("tasks"), count=COUNT)
-    return write_task(place, "say_word", count=6, kind="generate_until", answer=GENERATION)
+    tasks_folder = write_choice_task(tmp_path_factory.mktemp("tasks"), count=COUNT)
+    return write_task(tasks_folder, "say_word", count=6, kind="generate_until", answer=GENERATION)
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +41,17 @@ def model(words):
     return model
 
 
-def harness(folder, *tasks, **given):
-    return Harness(make_options(*tasks, include=str(folder), **given))
+def harness(folder, *tasks, **options):
+    return Harness(make_options(*tasks, include=str(folder), **options))
 
 
 def rank_choices(model, words, text, choices):
     scores = []
     for choice in choices:
-        before, whole = words([text, f"{text} {choice}"], add_special_tokens=False)["input_ids"]
-        logits = model(torch.tensor([whole])).logits[0]
-        places = range(len(before), len(whole))
-        scores.append(sum(log_softmax(logits[at - 1], -1)[whole[at]].item() for at in places))
+        before, text_ids = words([text, f"{text} {choice}"], add_special_tokens=False)["input_ids"]
+        logits = model(torch.tensor([text_ids])).logits[0]
+        positions = range(len(before), len(text_ids))
+        scores.append(sum(log_softmax(logits[at - 1], -1)[text_ids[at]].item() for at in positions))
     return int(np.argmax(scores))
 
 
@@ -59,20 +59,27 @@ def rank_choices(model, words, text, choices):
 def test_accuracy_is_that_of_the_likeliest_choice_with_the_tokenizer_of_a_masked_model(folder, model):
     words = endtask_fixtures.tokenizer()
     assert words("a")["input_ids"][-1] == words.eos_token_id
-    found = harness(folder, "next_word", max_documents=0.5).measure("next_word", model, words, step=list)
+    measurement = harness(folder, "next_word", max_documents=0.5).measure(
+        "next_word", model, words, step=list
+    )
     model.eval()
     rows = make_rows(count=COUNT, seed=0)[: COUNT // 2]
     ranked = [rank_choices(model, words, row["text"], row["choices"]) for row in rows]
-    right = [place == row["label"] for place, row in zip(ranked, rows, strict=True)]
-    acc = found["metrics"]["acc"]
+    right = [choice == row["label"] for choice, row in zip(ranked, rows, strict=True)]
+    acc = measurement["metrics"]["acc"]
     assert acc["value"] == pytest.approx(np.mean(right)) and 0 < np.mean(right) < 1
     assert acc["error"] == pytest.approx(np.std(right, ddof=1) / len(rows) ** 0.5)
-    assert acc["higher"] and list(found["metrics"]) == ["acc", "acc_norm"]
-    assert {"chance": 0.25, "examples": COUNT // 2, "shots": 0, "version": "3.0"}.items() <= found.items()
+    assert acc["higher"] and list(measurement["metrics"]) == ["acc", "acc_norm"]
+    assert {
+        "chance": 0.25,
+        "examples": COUNT // 2,
+        "shots": 0,
+        "version": "3.0",
+    }.items() <= measurement.items()
 
 
 def test_weights_generators_and_tokenizer_stay_and_nothing_is_said(folder, model, words, capfd):
-    each, words = harness(folder, "next_word", "say_word", shots=2), deepcopy(words)
+    tested_harness, words = harness(folder, "next_word", "say_word", shots=2), deepcopy(words)
     words.pad_token = None  # the harness looks for another
     model.train()
     before, entries = {name: value.clone() for name, value in model.state_dict().items()}, len(words)
@@ -83,22 +90,22 @@ def test_weights_generators_and_tokenizer_stay_and_nothing_is_said(folder, model
     states = []
     for names in ((), ("next_word", "say_word", "next_word")):
         random.seed(5), np.random.seed(5), torch.manual_seed(5)
-        found = [each.measure(name, model, words, step=list) for name in names]
+        measurements = [tested_harness.measure(name, model, words, step=list) for name in names]
         states.append(draw())
     assert states[0] == states[1] and all(part.training for part in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert (len(words), words.pad_token) == (entries, None)
-    assert found[0] == found[2], "the same shots are drawn each time"
+    assert measurements[0] == measurements[2], "the same shots are drawn each time"
     plain = harness(folder, "next_word").measure("next_word", model, words, step=list)
-    assert found[0]["shots"] == 2 and found[0]["metrics"] != plain["metrics"]
-    assert found[1]["metrics"].keys() == {"exact_match"} and found[1]["chance"] is None
+    assert measurements[0]["shots"] == 2 and measurements[0]["metrics"] != plain["metrics"]
+    assert measurements[1]["metrics"].keys() == {"exact_match"} and measurements[1]["chance"] is None
     assert capfd.readouterr() == ("", "")
 
 
 def test_what_decides_a_number_is_in_its_digest(folder, tmp_path):
     plain = harness(folder, "next_word").digest("next_word")
     assert harness(folder, "next_word", batch_size=1, when="each").digest("next_word") == plain
-    others = [{"shots": 1}, {"max_documents": 3}, {"max_length": 9}]
-    digests = {harness(folder, "next_word", **given).digest("next_word") for given in others}
+    changed_settings = [{"shots": 1}, {"max_documents": 3}, {"max_length": 9}]
+    digests = {harness(folder, "next_word", **settings).digest("next_word") for settings in changed_settings}
     changed = harness(write_choice_task(tmp_path, count=COUNT - 1), "next_word").digest("next_word")
     assert len(digests | {plain, changed}) == 5

@@ -47,8 +47,8 @@ def layout(*, rows=("base", "a", "b", "c"), domains=TEXTS):
     return Layout(rows=list(rows), domains=list(domains), tokens=sizes[0], bytes=sizes[1])
 
 
-def made(*, nll=NLL, rows=("base", "a", "b", "c"), domains=TEXTS):
-    made = Scores(
+def make_scores(*, nll=NLL, rows=("base", "a", "b", "c"), domains=TEXTS):
+    scores = Scores(
         **vars(layout(rows=rows, domains=domains)),
         nll=nll.tolist(),
         scored=[15, 8, 12, 9][: len(domains)],
@@ -57,42 +57,44 @@ def made(*, nll=NLL, rows=("base", "a", "b", "c"), domains=TEXTS):
         config_hash="c",
         versions={"numpy": "2"},
     )
-    made.measure()
-    return made
+    scores.measure()
+    return scores
 
 
-def measured(nll, **about):
-    return {name: float(value) for name, value in metrics.compute_means(nll, layout=layout(**about)).items()}
+def measured(nll, **options):
+    return {
+        name: float(value) for name, value in metrics.compute_means(nll, layout=layout(**options)).items()
+    }
 
 
 def test_an_interval_over_few_documents_covers_the_mean():
-    only = layout(rows=["base"], domains=["a"])
-    for documents, least in ((3, 0.85), (5, 0.9), (12, 0.9)):
+    one_cell = layout(rows=["base"], domains=["a"])
+    for documents, min_coverage in ((3, 0.85), (5, 0.9), (12, 0.9)):
         draw, hits = np.random.default_rng(documents), 0
         for _ in range(400):
             counts = draw.integers(20, 60, documents).astype(float)
             sums = (5 + draw.normal(0, 1, documents)) * counts
-            low, high = bounds_of([sums[None]], [counts], layout=only, replicates=200)["ZS"]["nats"]
+            low, high = bounds_of([sums[None]], [counts], layout=one_cell, replicates=200)["ZS"]["nats"]
             hits += low <= 5 <= high
-        assert hits / 400 > least
-    assert np.isnan(bounds_of([sums[None, :2]], [counts[:2]], layout=only)["ZS"]["nats"]).all()
+        assert hits / 400 > min_coverage
+    assert np.isnan(bounds_of([sums[None, :2]], [counts[:2]], layout=one_cell)["ZS"]["nats"]).all()
     names = [*DOMAINS, "general"]  # and over few of many domains
-    many = Layout(rows=["base", "d0", "d1"], domains=names, tokens=[9] * 21, bytes=[9] * 21)
+    layout_of_twenty = Layout(rows=["base", "d0", "d1"], domains=names, tokens=[9] * 21, bytes=[9] * 21)
     draw, counts, hits = np.random.default_rng(0), [np.full(3, 9.0)] * 21, Counter()
     for _ in range(150):
         sums = [9 * (5 + draw.normal(0, 0.3, (1, 3)) + draw.normal(0, 0.05, (3, 3))) for _ in names]
-        found = bounds_of(sums, counts, layout=many, replicates=200)
+        intervals = bounds_of(sums, counts, layout=layout_of_twenty, replicates=200)
         for name, mean in {"general_drift": 0, "FG": 0, "LC": 5}.items():
-            low, high = found[name]["nats"]
+            low, high = intervals[name]["nats"]
             hits[name] += low <= mean <= high
     assert min(hits.values()) / 150 > 0.88, hits
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 1, 3]])
 def test_each_metric_by_hand_whatever_the_order_of_columns(order):
-    columns = [TEXTS[place] for place in order]
+    columns = [TEXTS[column] for column in order]
     assert measured(NLL[:, order], domains=columns) == pytest.approx({k: v[0] for k, v in BY_HAND.items()})
-    scores = made(nll=NLL[:, order], domains=columns)
+    scores = make_scores(nll=NLL[:, order], domains=columns)
     medians = {name: metric["median"]["nats"] for name, metric in scores.metrics.items()}
     assert medians == pytest.approx({k: v[1] for k, v in BY_HAND.items()}) and set(medians) == set(METRICS)
 
@@ -106,10 +108,12 @@ PRESENT = [
 
 
 def test_a_metric_without_its_terms_is_absent_and_general_text_is_in_no_average():
-    for rows, columns, present in PRESENT:
-        found = made(nll=NLL[: len(rows), : len(columns)], rows=rows, domains=columns).metrics
-        assert set(found) == present
-        assert all(np.isfinite(x) for units in found.values() for x in map(units.get, UNITS))
+    for rows, columns, expected_metrics in PRESENT:
+        computed_metrics = make_scores(
+            nll=NLL[: len(rows), : len(columns)], rows=rows, domains=columns
+        ).metrics
+        assert set(computed_metrics) == expected_metrics
+        assert all(np.isfinite(x) for units in computed_metrics.values() for x in map(units.get, UNITS))
     nll = np.array([[1.0, 9.0, 9.0], [3.0, 9.0, 9.0], [2.8, 5.0, 9.0], [2.5, 5.5, 6.0]])
     assert measured(nll, domains=["a", "b", "c"])["FG_max"] == pytest.approx((-0.3 + 0.5) / 2)
     before, after = measured(NLL), measured(NLL + np.array([0, 0, 0, 1.0]) * np.arange(4)[:, None])
@@ -120,13 +124,13 @@ def test_units_and_intransigence_by_hand():
     units = metrics.in_units(NLL, layout=layout())
     assert units["perplexity"][1, 0] == pytest.approx(np.e**3)
     assert units["bits_per_byte"][2, 1] == pytest.approx(4.0 * 50 / 150 / 0.6931471805599453)
-    found = metrics.compute_values(NLL, layout=layout())
-    assert found["LC"]["perplexity"] == pytest.approx((np.e**3.9 + np.e**4.3 + np.e**5) / 3)
-    assert found["general_drift"]["bits_per_byte"] == pytest.approx(0.75 * 60 / 180 / np.log(2))
-    assert found["FG_max"]["perplexity"] == pytest.approx((np.e**3.9 - np.e**3 + np.e**4.3 - np.e**3.8) / 2)
-    assert made().metrics["LC"]["median"]["perplexity"] == pytest.approx(np.exp(4.3))
-    one = np.array([2.5, 4.1, 4.7])
-    assert metrics.intransigence(np.array([3.0, 4.0, 5.0]), one=one) == pytest.approx(0.7 / 3)
+    values = metrics.compute_values(NLL, layout=layout())
+    assert values["LC"]["perplexity"] == pytest.approx((np.e**3.9 + np.e**4.3 + np.e**5) / 3)
+    assert values["general_drift"]["bits_per_byte"] == pytest.approx(0.75 * 60 / 180 / np.log(2))
+    assert values["FG_max"]["perplexity"] == pytest.approx((np.e**3.9 - np.e**3 + np.e**4.3 - np.e**3.8) / 2)
+    assert make_scores().metrics["LC"]["median"]["perplexity"] == pytest.approx(np.exp(4.3))
+    single_domain_nll = np.array([2.5, 4.1, 4.7])
+    assert metrics.intransigence(np.array([3.0, 4.0, 5.0]), one=single_domain_nll) == pytest.approx(0.7 / 3)
 
 
 def test_each_policy_chooses_what_it_says():
@@ -140,36 +144,46 @@ def test_each_policy_chooses_what_it_says():
     assert chosen(4, columns="seen") == ["d0", "d1", "d2", "d3", "general"]
     assert chosen(4, columns="near:3") == ["d1", "d2", "d3", "d4", "general"]
     assert chosen(1, columns="near:2") == ["d0", "d1", "d2", "general"]
-    drawn, again = ([chosen(number, columns="sample:3") for number in range(1, 10)] for _ in range(2))
-    assert [len(each) for each in drawn] == [5] * 9 and len({*map(tuple, drawn)}) > 5 and drawn == again
+    drawn, drawn_again = ([chosen(number, columns="sample:3") for number in range(1, 10)] for _ in range(2))
+    assert (
+        [len(texts) for texts in drawn] == [5] * 9 and len({*map(tuple, drawn)}) > 5 and drawn == drawn_again
+    )
     assert chosen(5, rows="every:4", columns="seen") == chosen(5, rows="last") == ["d4", "general"]
-    for when, due in {"last": [0, 7], "each": range(8), "every:3": [0, 3, 6, 7]}.items():
-        assert [number for number in range(8) if is_due(when, number, stages=7)] == list(due)
+    for policy, due in {"last": [0, 7], "each": range(8), "every:3": [0, 3, 6, 7]}.items():
+        assert [number for number in range(8) if is_due(policy, number, stages=7)] == list(due)
 
 
 def test_what_is_missing_enters_no_mean_and_is_counted():
     names = TEXTS[:3] + ["d", "general"]
-    about = Layout(rows=["base", *names[:4]], domains=names, tokens=[100] * 5, bytes=[100] * 5)
-    whole = np.random.default_rng(0).normal(4, 1, (5, 5))
-    some = whole.copy()
-    some[1, 1:4], some[2, 3], some[3, 0] = np.nan, np.nan, np.nan
-    found, full = (metrics.compute_means(each, layout=about) for each in (some, whole))
+    scores_layout = Layout(rows=["base", *names[:4]], domains=names, tokens=[100] * 5, bytes=[100] * 5)
+    full_matrix = np.random.default_rng(0).normal(4, 1, (5, 5))
+    sparse_matrix = full_matrix.copy()
+    sparse_matrix[1, 1:4], sparse_matrix[2, 3], sparse_matrix[3, 0] = np.nan, np.nan, np.nan
+    sparse_means, full = (
+        metrics.compute_means(matrix, layout=scores_layout) for matrix in (sparse_matrix, full_matrix)
+    )
     for name in ("ZS", "CPT", "LC", "FG", "general_drift"):
-        assert found[name] == pytest.approx(full[name])
-    gained = np.mean([whole[0, 2] - whole[2, 2], whole[0, 3] - whole[3, 3]])
-    assert [found["FWT_gem"], found["FWT_zs"]] == pytest.approx([gained] * 2)  # of the first stage nothing
-    best = [min(whole[1, 0], whole[2, 0]), min(whole[2, 1], whole[3, 1]), min(whole[2, 2], whole[3, 2])]
-    assert found["FG_max"] == pytest.approx(np.mean(whole[4, :3] - best))
-    told = metrics.summarise_matrix(some, layout=about)
-    assert (told["FWT_zs"]["terms"], told["FWT_gem"]["terms"]) == ([2, 6], [2, 3])
-    assert "terms" not in told["LC"]
-    sums = [np.repeat(some[:, [column]], 5, axis=1) * 10 for column in range(5)]
-    bounds = bounds_of(sums, [np.full(5, 10)] * 5, layout=about)["FWT_zs"]["nats"]
+        assert sparse_means[name] == pytest.approx(full[name])
+    gained = np.mean([full_matrix[0, 2] - full_matrix[2, 2], full_matrix[0, 3] - full_matrix[3, 3]])
+    assert [sparse_means["FWT_gem"], sparse_means["FWT_zs"]] == pytest.approx(
+        [gained] * 2
+    )  # of the first stage nothing
+    best = [
+        min(full_matrix[1, 0], full_matrix[2, 0]),
+        min(full_matrix[2, 1], full_matrix[3, 1]),
+        min(full_matrix[2, 2], full_matrix[3, 2]),
+    ]
+    assert sparse_means["FG_max"] == pytest.approx(np.mean(full_matrix[4, :3] - best))
+    summary = metrics.summarise_matrix(sparse_matrix, layout=scores_layout)
+    assert (summary["FWT_zs"]["terms"], summary["FWT_gem"]["terms"]) == ([2, 6], [2, 3])
+    assert "terms" not in summary["LC"]
+    sums = [np.repeat(sparse_matrix[:, [column]], 5, axis=1) * 10 for column in range(5)]
+    bounds = bounds_of(sums, [np.full(5, 10)] * 5, layout=scores_layout)["FWT_zs"]["nats"]
     assert bounds == pytest.approx([gained] * 2)
-    some[2, 2] = some[3, 3] = np.nan
-    assert np.isnan(metrics.compute_means(some, layout=about)["FWT_gem"])
-    some[4, 0] = 800.0  # an overflow is not taken for a missing cell
-    values = metrics.compute_values(some, layout=about)["LC"]
+    sparse_matrix[2, 2] = sparse_matrix[3, 3] = np.nan
+    assert np.isnan(metrics.compute_means(sparse_matrix, layout=scores_layout)["FWT_gem"])
+    sparse_matrix[4, 0] = 800.0  # an overflow is not taken for a missing cell
+    values = metrics.compute_values(sparse_matrix, layout=scores_layout)["LC"]
     assert values["perplexity"] == np.inf and np.isfinite(values["nats"])
 
 
@@ -184,23 +198,27 @@ def documents(*, seed, size, rows=4, columns=4):
     return sums, counts
 
 
-def bounds_of(sums, counts, **how):
-    return metrics.find_intervals(sums, counts=counts, **{"layout": layout(), "replicates": 100} | how)
+def bounds_of(sums, counts, **options):
+    return metrics.find_intervals(sums, counts=counts, **{"layout": layout(), "replicates": 100} | options)
 
 
 def test_the_bootstrap_is_deterministic_paired_and_alike_in_any_chunks(monkeypatch):
-    given = documents(seed=1, size=100)
-    first = bounds_of(*given, replicates=300)
-    assert first == bounds_of(*given, replicates=300) != bounds_of(*given, replicates=300, seed=1)
+    sums_and_counts = documents(seed=1, size=100)
+    first = bounds_of(*sums_and_counts, replicates=300)
+    assert (
+        first
+        == bounds_of(*sums_and_counts, replicates=300)
+        != bounds_of(*sums_and_counts, replicates=300, seed=1)
+    )
     width = {name: np.ptp(first[name]["nats"]) for name in METRICS}
     assert width["FG"] < width["LC"] / 4 and width["general_drift"] < width["ZS"] / 4
-    whole = bounds_of(*given)
+    intervals = bounds_of(*sums_and_counts)
     for budget in (1, 7 * 100, 100 * 100 - 1):
         monkeypatch.setattr(metrics, "MAX_ARRAY_SIZE", budget)
-        parts = bounds_of(*given)
+        parts = bounds_of(*sums_and_counts)
         for name, unit in itertools.product(METRICS, UNITS):
-            assert parts[name][unit] == pytest.approx(whole[name][unit], rel=1e-9)
-    sums, counts = given  # documents without scored tokens count for nothing
+            assert parts[name][unit] == pytest.approx(intervals[name][unit], rel=1e-9)
+    sums, counts = sums_and_counts  # documents without scored tokens count for nothing
     padded = [np.append(s, np.zeros((4, 5)), axis=1) for s in sums]
     assert bounds_of(padded, [np.append(c, np.zeros(5, int)) for c in counts]) == bounds_of(sums, counts)
     with pytest.raises(ValueError, match="a: none of 100 documents has a scored token"):
@@ -211,8 +229,8 @@ def test_an_interval_is_that_of_a_plain_bootstrap_and_columns_are_drawn_apart():
     sums, counts = documents(seed=3, size=30, columns=1)
     widths = []
     for names in (["a"], ["a", "b"]):
-        only = layout(rows=["base"], domains=names)
-        bounds = bounds_of([sums[0][:1]] * len(names), counts * len(names), layout=only, replicates=4000)
+        one_row = layout(rows=["base"], domains=names)
+        bounds = bounds_of([sums[0][:1]] * len(names), counts * len(names), layout=one_row, replicates=4000)
         widths.append(bounds["ZS"]["nats"])
     drawn = np.random.default_rng(4).integers(30, size=(4000, 30))
     plain = np.percentile(sums[0][0][drawn].sum(1) / counts[0][drawn].sum(1), [2.5, 97.5])
@@ -223,20 +241,23 @@ def test_an_interval_is_that_of_a_plain_bootstrap_and_columns_are_drawn_apart():
 
 def test_the_file_is_a_contract_and_what_is_not_finite_is_null_in_it(tmp_path):
     path = tmp_path / "scores.json"
-    made().save(path)
-    assert Scores.load(path) == made()
+    make_scores().save(path)
+    assert Scores.load(path) == make_scores()
     data = json.loads(path.read_text())
     assert [*data] == [key_of(column) for column in fields(Scores)] and data["nll"] == NLL.tolist()
     SCHEMA.check_schema(SCHEMA.schema)
     SCHEMA.validate(data)
     diverged = NLL.copy()
     diverged[3, 0], diverged[3, 1] = np.nan, 800.0
-    made(nll=diverged).save(path)
+    make_scores(nll=diverged).save(path)
     assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
-    back = Scores.load(path)
-    assert np.isnan(back.matrix[3, 0]) and [back.metrics["LC"][unit] for unit in UNITS] == [None] * 3
-    assert back.metrics["LC"]["median"]["nats"] == 800.0  # of infinity, 800 and 5
-    assert back.metrics["CPT"]["nats"] == 4.0
+    loaded_scores = Scores.load(path)
+    assert (
+        np.isnan(loaded_scores.matrix[3, 0])
+        and [loaded_scores.metrics["LC"][unit] for unit in UNITS] == [None] * 3
+    )
+    assert loaded_scores.metrics["LC"]["median"]["nats"] == 800.0  # of infinity, 800 and 5
+    assert loaded_scores.metrics["CPT"]["nats"] == 4.0
 
 
 DAMAGE = {
@@ -251,12 +272,12 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("said", DAMAGE)
-def test_a_bad_file_is_one_line_that_says_what_to_do(tmp_path, said):
-    path, harm = tmp_path / "scores.json", DAMAGE[said]
-    made().save(path)
+@pytest.mark.parametrize("message", DAMAGE)
+def test_a_bad_file_is_one_line_that_says_what_to_do(tmp_path, message):
+    path, harm = tmp_path / "scores.json", DAMAGE[message]
+    make_scores().save(path)
     data = json.loads(path.read_text())
     path.write_text(harm(data) if callable(harm) else json.dumps(data | harm))
-    with pytest.raises(ValueError, match=said) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         Scores.load(path)
     assert str(raised.value).startswith(f"{path}: ") and "\n" not in str(raised.value)

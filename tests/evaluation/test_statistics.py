@@ -13,8 +13,8 @@ def interval(values):
     return tuple(intervals_of_means(np.array([values], float))[0].tolist())
 
 
-def against_nothing(values, **how):
-    return compare_pairs(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0), **how)
+def against_nothing(values, **options):
+    return compare_pairs(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0), **options)
 
 
 def all_signs(values):
@@ -41,18 +41,26 @@ def test_the_interval_is_that_of_t_and_of_many_series_that_of_each():
     for size in (3, 10):
         intervals = intervals_of_means(series[:, :size])
         assert [tuple(bounds) for bounds in intervals.tolist()] == [interval(row[:size]) for row in series]
-    for few in ([3.0, 4.0], [3.0], []):
-        assert np.isnan(interval(few)).all()
+    for sample in ([3.0, 4.0], [3.0], []):
+        assert np.isnan(interval(sample)).all()
     assert interval([0.1 * 3] * 8 + [0.3]) == pytest.approx((0.3, 0.3))
 
 
 def test_the_p_value_of_all_signs():
     values, baseline = {"a": 3.0, "b": 5.0, "c": 2.0, "d": 4.0}, {"a": 2.0, "b": 3.0, "c": 2.5, "d": 1.0}
     differences = [1.0, 2.0, -0.5, 3.0]
-    found = compare_pairs(values, baseline)
-    assert (found.mean, found.n, found.p) == (pytest.approx(5.5 / 4), 4, all_signs(differences))
-    assert (found.low, found.high) == interval(differences) and found.low < found.mean < found.high
-    assert found.p_t == pytest.approx(stats.ttest_rel(list(values.values()), list(baseline.values())).pvalue)
+    difference = compare_pairs(values, baseline)
+    assert (difference.mean, difference.n, difference.p) == (
+        pytest.approx(5.5 / 4),
+        4,
+        all_signs(differences),
+    )
+    assert (difference.low, difference.high) == interval(
+        differences
+    ) and difference.low < difference.mean < difference.high
+    assert difference.p_t == pytest.approx(
+        stats.ttest_rel(list(values.values()), list(baseline.values())).pvalue
+    )
     draws = np.random.default_rng(2).normal(0.3, 1, 12).tolist()
     assert against_nothing(draws).p == all_signs(draws), "up to twelve pairs it is exact"
     rounded = [0.1, 0.1 * 3, 0.9, 0.1, 0.7]  # the sums of one sign differ in their last bit
@@ -60,41 +68,41 @@ def test_the_p_value_of_all_signs():
 
 
 def test_the_difference_is_over_what_both_have():
-    found = compare_pairs({1: 2.0, 2: 4.0, 3: None, 5: 7.0}, {2: 1.0, 1: 1.0, 3: 1.0, 4: 9.0})
-    assert (found.mean, found.n, found.p, found.p_t) == (2.0, 2, 0.5, None)
-    assert np.isnan([found.low, found.high]).all()
+    difference = compare_pairs({1: 2.0, 2: 4.0, 3: None, 5: 7.0}, {2: 1.0, 1: 1.0, 3: 1.0, 4: 9.0})
+    assert (difference.mean, difference.n, difference.p, difference.p_t) == (2.0, 2, 0.5, None)
+    assert np.isnan([difference.low, difference.high]).all()
     nothing = compare_pairs({1: 2.0}, {2: 1.0})
     assert nothing.n == 0 and np.isnan([nothing.mean, nothing.low, nothing.high, nothing.p]).all()
-    same = dict.fromkeys(range(8), 1.0)
-    assert compare_pairs(same, same) == (0, 0, 0, 1, 8, None)
+    ones_by_seed = dict.fromkeys(range(8), 1.0)
+    assert compare_pairs(ones_by_seed, ones_by_seed) == (0, 0, 0, 1, 8, None)
 
 
 def test_many_pairs_are_flipped_at_random():
     draws = np.random.default_rng(1).normal(0.15, 1, 13).tolist()
-    found = against_nothing(draws)
-    assert found.p == pytest.approx(all_signs(draws), abs=0.02) and found.p != all_signs(draws)
-    assert against_nothing(draws) == found
-    assert against_nothing(draws, seed=1).p != found.p, "other signs are drawn"
+    difference = against_nothing(draws)
+    assert difference.p == pytest.approx(all_signs(draws), abs=0.02) and difference.p != all_signs(draws)
+    assert against_nothing(draws) == difference
+    assert against_nothing(draws, seed=1).p != difference.p, "other signs are drawn"
     assert against_nothing([1.0 + key for key in range(60)]).p == 1 / (FLIPS + 1)
 
 
 def test_examples_as_plain_resampling():
     generator = np.random.default_rng(4)
     difference = (generator.random(80) < 0.6).astype(float) - (generator.random(80) < 0.5)
-    found = compare_differences([difference])
-    assert (found.mean, found.n) == (pytest.approx(difference.mean()), 80)
+    comparison = compare_differences([difference])
+    assert (comparison.mean, comparison.n) == (pytest.approx(difference.mean()), 80)
     drawn = difference[generator.integers(80, size=(20_000, 80))].mean(1)
-    assert [found.low, found.high] == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=0.0126)
+    assert [comparison.low, comparison.high] == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=0.0126)
     flipped = (difference * generator.choice([-1, 1], size=(20_000, 80))).mean(1)
-    assert found.p == pytest.approx(np.mean(abs(flipped) >= abs(difference.mean()) - 1e-12), abs=0.02)
-    assert compare_differences([difference]) == found
+    assert comparison.p == pytest.approx(np.mean(abs(flipped) >= abs(difference.mean()) - 1e-12), abs=0.02)
+    assert compare_differences([difference]) == comparison
 
 
 def test_p_over_tasks_is_that_of_all_signs_and_tasks_weigh_alike():
     law, food = np.array([1.0, 1, 1, 0, 1]), np.array([1, 0.0, 1])
-    found = compare_differences([law, food])
-    assert (found.mean, found.n) == (pytest.approx((0.8 + 2 / 3) / 2), 8)
-    assert found.p == pytest.approx(all_signs([*law / 5, *food / 3]), abs=0.006)
+    comparison = compare_differences([law, food])
+    assert (comparison.mean, comparison.n) == (pytest.approx((0.8 + 2 / 3) / 2), 8)
+    assert comparison.p == pytest.approx(all_signs([*law / 5, *food / 3]), abs=0.006)
     assert compare_differences([]).n == compare_differences([np.empty(0)]).n == 0
     assert mcnemar(4, 1) == mcnemar(1, 4) == pytest.approx(2 * (1 + 5) / 2**5)
     assert mcnemar(3, 3) == mcnemar(0, 0) == 1

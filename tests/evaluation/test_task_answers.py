@@ -40,13 +40,16 @@ def questions(count=9):
     lengths = [int(torch.randint(2, 14, (), generator=draw)) for _ in range(count)]
     prompts = [torch.randint(5, 60, (length,), generator=draw).tolist() for length in lengths]
     examples = [Example(str(n), "", CHOICES[n % 3], "t", CHOICES) for n in range(count)]
-    return [TaskPrompt(*each, ANSWERS, [END]) for each in zip(examples, prompts, strict=True)]
+    return [
+        TaskPrompt(*example_and_prompt, ANSWERS, [END])
+        for example_and_prompt in zip(examples, prompts, strict=True)
+    ]
 
 
 def logits_after(model, prompt, answer):
     if model.config.is_encoder_decoder:
-        taken = torch.tensor([[PAD, *answer]])
-        return model(input_ids=torch.tensor([prompt]), decoder_input_ids=taken).logits[0, -1]
+        decoder_ids = torch.tensor([[PAD, *answer]])
+        return model(input_ids=torch.tensor([prompt]), decoder_input_ids=decoder_ids).logits[0, -1]
     return model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, -1]
 
 
@@ -59,15 +62,15 @@ def log_likelihood(model, prompt, answer):
 def test_the_choice_is_that_of_the_largest_likelihood(kind):
     build, objective = MODELS[kind]
     for seed in range(2):
-        model, told = build(seed), []
-        sums = score_choices(model, objective, questions(), batch_size=4, step=told.append)
+        model, step_counts = build(seed), []
+        sums = score_choices(model, objective, questions(), batch_size=4, step=step_counts.append)
         best, best_mean = rank_choices(questions(), sums)
-        for question, found, found_mean in zip(questions(), best, best_mean, strict=True):
+        for question, choice, found_mean in zip(questions(), best, best_mean, strict=True):
             sums = [log_likelihood(model, question.ids, answer) for answer in ANSWERS]
-            means = [each / len(answer) for each, answer in zip(sums, ANSWERS, strict=True)]
-            assert found == CHOICES[sums.index(max(sums))]
+            means = [total / len(answer) for total, answer in zip(sums, ANSWERS, strict=True)]
+            assert choice == CHOICES[sums.index(max(sums))]
             assert found_mean == CHOICES[means.index(max(means))]
-        assert sum(told) == 27
+        assert sum(step_counts) == 27
     assert len({*best, *best_mean}) > 1
 
 
@@ -76,16 +79,22 @@ def by_hand(model, tokenizer):
     """What a loop over tokens writes to every question, at most six."""
     texts = {}
     for number, question in enumerate(questions()):
-        written = []
-        while len(written) < 6 and END not in written:
-            written.append(int(logits_after(model, question.ids, written).argmax()))
-        texts[number] = tokenizer.decode(written, skip_special_tokens=True).strip()
+        answer_ids = []
+        while len(answer_ids) < 6 and END not in answer_ids:
+            answer_ids.append(int(logits_after(model, question.ids, answer_ids).argmax()))
+        texts[number] = tokenizer.decode(answer_ids, skip_special_tokens=True).strip()
     return texts
 
 
-def written_by(model, tokenizer, *, batch_size=4, most=6):
-    how = {"batch_size": batch_size, "max_new_tokens": most, "step": lambda count: None}
-    return write_answers(model, tokenizer, questions(), **how)
+def written_by(model, tokenizer, *, batch_size=4, max_new_tokens=6):
+    return write_answers(
+        model,
+        tokenizer,
+        questions(),
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        step=lambda count: None,
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -97,17 +106,23 @@ def test_what_is_written_is_greedy_in_any_batch_whatever_the_checkpoint_says(kin
         for batch_size in (1, 4, 20):
             assert written_by(model, tokenizer, batch_size=batch_size) == expected
         differing |= {*expected.values()}
-        own = model.generation_config  # many are saved with a penalty or a beam
-        own.repetition_penalty, own.forced_bos_token_id, own.num_beams = 5.0, 7, 3
-        assert written_by(model, tokenizer) == expected and model.generation_config is own
+        generation_config = model.generation_config  # many are saved with a penalty or a beam
+        (
+            generation_config.repetition_penalty,
+            generation_config.forced_bos_token_id,
+            generation_config.num_beams,
+        ) = 5.0, 7, 3
+        assert written_by(model, tokenizer) == expected and model.generation_config is generation_config
     assert len(differing) > 1
 
 
 def test_an_answer_ends_with_the_positions_of_the_model():
     tokenizer, model = framed_tokenizer(), causal()
-    whole = written_by(model, tokenizer, most=40, batch_size=1)
+    long_answers = written_by(model, tokenizer, max_new_tokens=40, batch_size=1)
     model.config.max_position_embeddings = 16
     model.transformer.wpe.weight.data = model.transformer.wpe.weight.data[:16]
     model.transformer.wpe.num_embeddings = 16
-    short = written_by(model, tokenizer, most=40, batch_size=1)
-    assert all(whole[number].startswith(text) for number, text in short.items()) and short != whole
+    short = written_by(model, tokenizer, max_new_tokens=40, batch_size=1)
+    assert (
+        all(long_answers[number].startswith(text) for number, text in short.items()) and short != long_answers
+    )

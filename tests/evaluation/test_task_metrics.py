@@ -18,18 +18,20 @@ NAN = np.nan
 A = np.array([[NAN] * 3, [0.80, NAN, NAN], [0.70, 0.60, NAN], [0.75, 0.50, 0.90]])
 
 
-def given(matrix=A, *, metric="macro_f1", when="each", seeds=(0, 1), tasks=TASKS, apart=0.02):
+def make_endtask_scores(
+    matrix=A, *, metric="macro_f1", policy="each", seeds=(0, 1), tasks=TASKS, seed_spread=0.02
+):
     """End tasks whose seeds lie around a matrix; accuracy is 0.01 higher, micro-F1 0.02."""
-    cube = np.asarray(matrix)[..., None] + apart * np.linspace(-1, 1, len(seeds))
+    cube = np.asarray(matrix)[..., None] + seed_spread * np.linspace(-1, 1, len(seeds))
     kinds = {"macro_f1": cube, "accuracy": cube + 0.01, "micro_f1": cube + 0.02}
-    told = {"when": when, "tasks": list(tasks), "seeds": list(seeds), "hash": "0a1b", "seconds": 12.5}
-    told |= {"classes": dict.fromkeys(tasks, 3), "examples": dict.fromkeys(tasks, 6)}
-    told["metric"] = dict.fromkeys(tasks, metric) if isinstance(metric, str) else metric
-    return told | {"scores": {kind: np.where(np.isnan(x), None, x).tolist() for kind, x in kinds.items()}}
+    scores = {"when": policy, "tasks": list(tasks), "seeds": list(seeds), "hash": "0a1b", "seconds": 12.5}
+    scores |= {"classes": dict.fromkeys(tasks, 3), "examples": dict.fromkeys(tasks, 6)}
+    scores["metric"] = dict.fromkeys(tasks, metric) if isinstance(metric, str) else metric
+    return scores | {"scores": {kind: np.where(np.isnan(x), None, x).tolist() for kind, x in kinds.items()}}
 
 
-def summarised(matrix=A, *, rows=ROWS, **how):
-    return task_metrics.summarise_endtasks(given(matrix, **how), rows)
+def summarised(matrix=A, *, rows=ROWS, **options):
+    return task_metrics.summarise_endtasks(make_endtask_scores(matrix, **options), rows)
 
 
 def test_the_numbers_by_hand():
@@ -57,9 +59,9 @@ def test_the_forget_rate_needs_a_later_stage_and_all_terms_and_the_last_column_n
 
 
 def test_the_final_score_is_that_of_the_last_row_measured_and_the_diagonal_goes_by_name():
-    alone = np.where(np.eye(4, 3, -1) > 0, A, NAN)  # `one`: each domain from the base
-    assert summarised(alone, when="last")["MF1"] == pytest.approx(2.3 / 3)
-    assert "forget_rate" not in summarised(alone, when="last")
+    diagonal = np.where(np.eye(4, 3, -1) > 0, A, NAN)  # `one`: each domain from the base
+    assert summarised(diagonal, policy="last")["MF1"] == pytest.approx(2.3 / 3)
+    assert "forget_rate" not in summarised(diagonal, policy="last")
     assert task_metrics.last_measured(A[:3]) == [2, 2, None] and np.isnan(task_metrics.pick_final(A[:3])[2])
     swapped = task_metrics.forward(A[:, [1, 0, 2]], ROWS, ["food", "law", "space"])
     assert swapped == pytest.approx([0.60, 0.80, 0.90])
@@ -70,10 +72,10 @@ def predicted(folder, row, task, seed, right, *, rows=ROWS):
     """A file of predictions: 1 is right."""
     path = folder / "endtasks" / f"{row:03d}-{rows[row]}" / f"{task}-{seed}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = {"id": [f"doc#{place}" for place in range(len(right))], "label": ["x"] * len(right)}
-    table = pa.table(columns | {"prediction": ["x" if each else "y" for each in right]})
-    about = {b"cpt": json.dumps({"digest": "0a1b", "seconds": 1.0}).encode()}
-    table = table.replace_schema_metadata(about)
+    columns = {"id": [f"doc#{index}" for index in range(len(right))], "label": ["x"] * len(right)}
+    table = pa.table(columns | {"prediction": ["x" if is_right else "y" for is_right in right]})
+    metadata = {b"cpt": json.dumps({"digest": "0a1b", "seconds": 1.0}).encode()}
+    table = table.replace_schema_metadata(metadata)
     parquet.write_table(table, path, compression="none", write_page_checksum=True)
     return path
 
@@ -82,12 +84,14 @@ def predicted(folder, row, task, seed, right, *, rows=ROWS):
 def test_damaged_predictions_are_one_line_and_missing_ones_are_left_out(tmp_path, harm):
     for seed in (0, 1):
         path = predicted(tmp_path, 3, "law", seed, [1, 0, 1, seed])
-    found = {key: each.tolist() for key, each in correct(tmp_path, ROWS, given()).items()}
-    assert found == {("law", seed): [True, False, True, bool(seed)] for seed in (0, 1)}
-    assert correct(tmp_path / "none", ROWS, given()) == correct(tmp_path, ROWS, {}) == {}
+    correct_answers = {
+        key: is_correct.tolist() for key, is_correct in correct(tmp_path, ROWS, make_endtask_scores()).items()
+    }
+    assert correct_answers == {("law", seed): [True, False, True, bool(seed)] for seed in (0, 1)}
+    assert correct(tmp_path / "none", ROWS, make_endtask_scores()) == correct(tmp_path, ROWS, {}) == {}
     path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(ValueError, match=r"law-1\.parquet: damaged predictions \(.*delete it.*$"):
-        correct(tmp_path, ROWS, given())
+        correct(tmp_path, ROWS, make_endtask_scores())
 
 
 CHOICES = ("World", "Sports", "Science or Technology")
@@ -108,8 +112,8 @@ def free(**changes):
     return answered(choices=[()] * 4, ranked=None, ranked_mean=None, **changes)
 
 
-def values(measure, given=None):
-    return MEASURES[measure].compute(given or answered()).tolist()
+def values(measure, answers=None):
+    return MEASURES[measure].compute(answers or answered()).tolist()
 
 
 def test_each_measure_by_hand():
@@ -119,15 +123,15 @@ def test_each_measure_by_hand():
     assert values("exact_match") == [1, 0, 0, 1] and values("invalid") == [0, 0, 1, 0]
     assert values("accuracy_valid")[:2] == [1, 0] and np.isnan(values("accuracy_valid")[2])
     assert values("accuracy_ranked") == [1, 0, 1, 1] and values("accuracy_ranked_mean") == [0, 1, 1, 1]
-    given = answered(written=["abc", "", "kitten", ""], references=["abd", "", "sitting", "ab"])
-    assert values("edit_similarity", given) == pytest.approx([2 / 3, 1, 1 - 3 / 7, 0])
-    given = answered(written=["A. as", " B", "C", ""], references=["A since", "B", "D", "A"])
-    assert values("first_character", given) == [1, 1, 0, 0]
+    answers = answered(written=["abc", "", "kitten", ""], references=["abd", "", "sitting", "ab"])
+    assert values("edit_similarity", answers) == pytest.approx([2 / 3, 1, 1 - 3 / 7, 0])
+    answers = answered(written=["A. as", " B", "C", ""], references=["A since", "B", "D", "A"])
+    assert values("first_character", answers) == [1, 1, 0, 0]
     # Signs and decimal points tell answers apart.
-    given = answered(choices=[("+1", "-1")] * 4, written=["-1"] * 4, references=["+1", "-1", "+1", "-1"])
-    assert values("exact_match", given) == [0, 1, 0, 1] and values("invalid", given) == [0, 0, 0, 0]
-    given = free(written=["3.5", "35", "Paris!", "-"], references=["3.5", "3.5", "paris", "+"])
-    assert values("exact_match", given) == [1, 0, 1, 0]
+    answers = answered(choices=[("+1", "-1")] * 4, written=["-1"] * 4, references=["+1", "-1", "+1", "-1"])
+    assert values("exact_match", answers) == [0, 1, 0, 1] and values("invalid", answers) == [0, 0, 0, 0]
+    answers = free(written=["3.5", "35", "Paris!", "-"], references=["3.5", "3.5", "paris", "+"])
+    assert values("exact_match", answers) == [1, 0, 1, 0]
 
 
 def test_rouge_is_that_of_the_longest_common_subsequence_and_a_guess_has_its_chance():
@@ -135,12 +139,12 @@ def test_rouge_is_that_of_the_longest_common_subsequence_and_a_guess_has_its_cha
         "the cat sat on the mat/the cat lay on a mat": (4, 12), "a b c d/d c b a": (1, 8),
         "Привет мир/привет дом": (1, 4), "x/y": (0, 2), "今天天气/今天很好": (2, 8),
     }  # fmt: skip
-    written, references = zip(*(pair.split("/") for pair in lengths), strict=True)
-    found = values("rouge_l", free(written=[*map(str.title, written)], references=references))
-    assert found == pytest.approx([2 * common / both for common, both in lengths.values()], abs=1e-6)
+    predictions, references = zip(*(pair.split("/") for pair in lengths), strict=True)
+    scores = values("rouge_l", free(written=[*map(str.title, predictions)], references=references))
+    assert scores == pytest.approx([2 * common / total for common, total in lengths.values()], abs=1e-6)
     several = answered(choices=[CHOICES, CHOICES[:2]] * 2, references=["World", "World", "World", "Sports"])
-    told = summarise_answers(several)
-    assert (told.chance, told.majority) == (pytest.approx((1 / 3 + 1 / 2) / 2), pytest.approx(3 / 4))
+    summary = summarise_answers(several)
+    assert (summary.chance, summary.majority) == (pytest.approx((1 / 3 + 1 / 2) / 2), pytest.approx(3 / 4))
     assert summarise_answers(free()).chance is None and summarise_answers(free()).majority is None
 
 
@@ -155,11 +159,11 @@ def test_the_metrics_are_those_of_the_papers_as_soon_as_their_terms_are_there():
 
 def test_intervals_are_of_examples_and_paired_between_rows():
     right = np.random.default_rng(0).integers(0, 2, (2, 400)).astype(float)
-    alike = {"a": [right[0]] * 3, "b": [right[1]] * 3}
-    found = task_metrics.compute_intervals(alike, rows=["base", "a", "b"])
-    assert found["BWT"] == [0, 0] and found["F"] == [0, 0]
+    correct_by_task = {"a": [right[0]] * 3, "b": [right[1]] * 3}
+    intervals = task_metrics.compute_intervals(correct_by_task, rows=["base", "a", "b"])
+    assert intervals["BWT"] == [0, 0] and intervals["F"] == [0, 0]
     error = 1.96 * np.sqrt(0.25 / 400 / 2)
-    assert found["AP"] == pytest.approx([right.mean() - error, right.mean() + error], abs=0.01)
+    assert intervals["AP"] == pytest.approx([right.mean() - error, right.mean() + error], abs=0.01)
 
 
 SOURCE = "About 95 species are currently accepted ."
@@ -174,17 +178,19 @@ def test_sari_is_that_of_other_programs_and_by_hand():
     expected = ((1 + 1 + 1) + (2 / 3 + 1 + 1) + (0 + 1 + 1) + (1 + 1 + 1)) / 12
     assert sari("a b", "a c c", ["a c"]) == pytest.approx(expected)
     assert sari("Das Haus ist groß.", "das haus ist GROSS .", ["das haus ist gross."]) == 1
-    given = TaskAnswers(REFERENCES[:2], [()] * 2, [REFERENCES[0], SOURCE], None, None, [SOURCE] * 2)
-    assert values("sari", given) == [1, pytest.approx(sari(SOURCE, SOURCE, REFERENCES[1:2]))]
+    answers = TaskAnswers(REFERENCES[:2], [()] * 2, [REFERENCES[0], SOURCE], None, None, [SOURCE] * 2)
+    assert values("sari", answers) == [1, pytest.approx(sari(SOURCE, SOURCE, REFERENCES[1:2]))]
 
 
 def test_examples_are_joined_by_their_ids_where_these_stand_for_the_same():
-    one = mark_examples(["a", "b", "c"], ["x", "y", "z"], [1, 0, 1])
-    first, second = join_examples([one, mark_examples(["c", "d", "a"], ["z", "y", "x"], [0, 1, 1])], what="")
+    marked = mark_examples(["a", "b", "c"], ["x", "y", "z"], [1, 0, 1])
+    first, second = join_examples(
+        [marked, mark_examples(["c", "d", "a"], ["z", "y", "x"], [0, 1, 1])], what=""
+    )
     assert first.index.tolist() == second.index.tolist() == ["a", "c"]
     assert (first["value"].tolist(), second["value"].tolist()) == ([1, 1], [1, 0])
     with pytest.raises(ValueError, match="law: other right answers for the same ids"):
-        join_examples([one, mark_examples(["a", "b"], ["x", "x"], [1, 0])], what="law")
+        join_examples([marked, mark_examples(["a", "b"], ["x", "x"], [1, 0])], what="law")
     twice = mark_examples(["a", "a"], ["x", "y"], [1, 0])
     assert join_examples([twice, twice], what="law")[1]["value"].tolist() == [1, 0], "joined by place"
     with pytest.raises(ValueError, match="law: the examples differ, and their ids do not tell them apart"):

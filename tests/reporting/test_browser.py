@@ -70,18 +70,18 @@ def test_tables_sort_by_words_and_by_numbers_and_are_filtered_together_by_a_sear
     (tmp_path / "frame.html").write_text(FRAME)
     command = [BROWSER, *OPTIONS.split(), f"--user-data-dir={tmp_path}/profile"]
     command += ["--dump-dom", (tmp_path / "frame.html").as_uri()]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    said = html.unescape(re.search(r"<pre>(.*)</pre>", ended.stdout, re.S)[1])
-    shown, searched, ticked, plain = json.loads(said)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    message = html.unescape(re.search(r"<pre>(.*)</pre>", process.stdout, re.S)[1])
+    sorted_columns, searched, ticked, plain = json.loads(message)
     expected = {
         0: (["das (order 2)", "das (order 10)", "Das + migu", "ewc", "ncl"], []),
         2: (["−0.5 ± 0.1", "9.75", "10.2 [9.0, 11.5]"], ["–", "nan"]),
         4: (["9.1e+04", "1.2e+05", "2.0e+05", "inf"], ["–"]),
     }
-    for (place, (ascending, unknown)), found in zip(expected.items(), shown, strict=True):
+    for (column, (ascending, unknown)), clicks in zip(expected.items(), sorted_columns, strict=True):
         sorted_up, sorted_down = ["ascending", ascending + unknown], ["descending", ascending[::-1] + unknown]
-        assert found == [sorted_up, sorted_down, ["none", [row[place] for row in ROWS]]]
+        assert clicks == [sorted_up, sorted_down, ["none", [row[column] for row in ROWS]]]
     names = [row[0] for row in ROWS]
-    assert [each[:2] for each in searched] == [[names[3:], 2], [[], 0], [names, 5]]
-    assert [each[2].split(" of 10")[0] for each in searched] == ["4", "0", "10"]
+    assert [result[:2] for result in searched] == [[names[3:], 2], [[], 0], [names, 5]]
+    assert [result[2].split(" of 10")[0] for result in searched] == ["4", "0", "10"]
     assert ticked == [["ewc", "das (order 10)"]] * 2 and plain == names

@@ -23,13 +23,15 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
 ):
     run = tmp_path / "secret_user" / "run"
     start(small("order=[law,food]", "optim.lr=0.01", "method=prompt"), run)
-    path, place = run / "model" / "README.md", RunDir(run)
+    path, run_dir = run / "model" / "README.md", RunDir(run)
     scores = json.loads((run / "scores.json").read_text())
     page, data = path.read_text(), ModelCard.load(path).data
     assert data.pipeline_tag == "fill-mask" and data.base_model is None and "prompt" in data.tags
-    found = {(each.dataset_name, each.metric_name): each.metric_value for each in data.eval_results}
-    assert found["food", "last"] == pytest.approx(np.exp(scores["nll"][2][1]), rel=1e-5)
-    assert found["all domains", "FG"] == pytest.approx(scores["metrics"]["FG"]["perplexity"], rel=1e-5)
+    card_metrics = {
+        (result.dataset_name, result.metric_name): result.metric_value for result in data.eval_results
+    }
+    assert card_metrics["food", "last"] == pytest.approx(np.exp(scores["nll"][2][1]), rel=1e-5)
+    assert card_metrics["all domains", "FG"] == pytest.approx(scores["metrics"]["FG"]["perplexity"], rel=1e-5)
     assert cells(page, "final (LC)")[1].startswith(f"{scores['metrics']['LC']['nats']:.4f} [")
     assert cells(page, "optim.lr") == ["0.01"] and cells(page, "model.mlm_probability") == ["0.3"]
     assert not any(private in page for private in ("secret_user", str(corpora), "/tmp", "http"))
@@ -37,13 +39,17 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
     monkeypatch.chdir(run)
     exec(code, names)  # the expression that loads the model is code
     assert names["model"].training is False and "cpt.adapters.export" in code
-    assert place.find_damaged_outputs(full=True) == []
+    assert run_dir.find_damaged_outputs(full=True) == []
     path.write_text("changed")
-    assert [each.split(" ")[0] for each in place.find_damaged_outputs(full=False)] == ["model/README.md"]
+    assert [output.split(" ")[0] for output in run_dir.find_damaged_outputs(full=False)] == [
+        "model/README.md"
+    ]
     parts = run / "model" / "parts.json"
     parts.write_text(parts.read_text() + " ")
     assert program.main([str(run)]) == 0 and path.read_text() == page
-    assert [each.split(" ")[0] for each in place.find_damaged_outputs(full=True)] == ["model/parts.json"]
+    assert [output.split(" ")[0] for output in run_dir.find_damaged_outputs(full=True)] == [
+        "model/parts.json"
+    ]
 
 
 def test_a_card_shows_no_paths_accounts_or_secrets(tmp_path):
@@ -55,8 +61,9 @@ def test_a_card_shows_no_paths_accounts_or_secrets(tmp_path):
     overrides += ["logger.entity=alice", "+callbacks.a._target_=alice.A", "model.name_or_path=own/er"]
     overrides += ["+domains.catalogue.x={path: /home/alice}"]
     base = {"origin": "hub", "revision": "0" * 40, "name": "own/er"}
-    folder, how = tmp_path / "run", {"config": config, "base": base, "variant": "x=/srv/alice"}
-    scores = save_scores(folder, endtasks=make_endtasks([[0.5, 0.5, None]] * 4), **how)
+    folder = tmp_path / "run"
+    endtasks = make_endtasks([[0.5, 0.5, None]] * 4)
+    scores = save_scores(folder, endtasks=endtasks, config=config, base=base, variant="x=/srv/alice")
     for name in (".hydra", "model"):
         (folder / name).mkdir()
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))

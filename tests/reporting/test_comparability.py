@@ -16,9 +16,9 @@ from tests.support.example_runs import NLL, make_run, make_section, save_run
 OTHER_BASE = np.array(NLL) - np.array([[0.5], [0], [0], [0]])
 
 
-def with_base(folder, weights, **given):
+def with_base(folder, weights, **options):
     """A run whose folder names the hash of its base's weights."""
-    measured = save_run(folder, **given)
+    measured = save_run(folder, **options)
     base = {"model.safetensors": [1, 2, weights], "config.json": [1, 2, str(folder)]}
     (folder / "identity.json").write_text(json.dumps({"base": base}))
     return measured
@@ -28,35 +28,35 @@ def sections(*runs):
     return build_sections(measure_runs(runs))
 
 
-def names(found):
-    return [[group.name for group in each.groups] for each in found]
+def names(compared_sections):
+    return [[group.name for group in section.groups] for section in compared_sections]
 
 
-def conditions(found):
-    return "\n".join(findings.list_conditions(found).lines)
+def conditions(section):
+    return "\n".join(findings.list_conditions(section).lines)
 
 
 def test_runs_of_bases_with_other_losses_are_in_sections_that_say_so(tmp_path):
     settings = {"model": {"name": "own", "pretraining": {"steps": 9}}}
-    others = {"model": {"name": "own", "pretraining": {"steps": 99}}}
+    other_settings = {"model": {"name": "own", "pretraining": {"steps": 99}}}
     first = [save_run(tmp_path / f"a{seed}", seed=seed, config=settings) for seed in (0, 1)]
-    other = save_run(tmp_path / "b", method="das", nll=OTHER_BASE, config=others)
-    found = sections(*first, other)
-    assert names(found) == [["ncl"], ["das"]] and found[1].baselines == {}
-    assert "base" in found[0].title and found[0].title != found[1].title
-    text = conditions(found[0])
+    other_run = save_run(tmp_path / "b", method="das", nll=OTHER_BASE, config=other_settings)
+    base_sections = sections(*first, other_run)
+    assert names(base_sections) == [["ncl"], ["das"]] and base_sections[1].baselines == {}
+    assert "base" in base_sections[0].title and base_sections[0].title != base_sections[1].title
+    text = conditions(base_sections[0])
     assert "The bases differ" in text and "(das)" in text and "model.pretraining.steps" in text
-    assert "(ncl)" in conditions(found[1])
+    assert "(ncl)" in conditions(base_sections[1])
     assert "The bases differ" not in conditions(make_section(first))
 
 
 def test_hashes_tell_bases_apart_unless_they_are_the_same_weights_in_other_files(tmp_path):
-    near = np.array(NLL) + 1e-3
-    runs = [with_base(tmp_path / "a", "1"), with_base(tmp_path / "b", "2", method="das", nll=near)]
+    close_nll = np.array(NLL) + 1e-3
+    runs = [with_base(tmp_path / "a", "1"), with_base(tmp_path / "b", "2", method="das", nll=close_nll)]
     assert names(sections(*runs)) == [["ncl"], ["das"]]
     runs = [with_base(tmp_path / "c", "1"), with_base(tmp_path / "d", "2", method="das")]
     assert len(sections(*runs)) == 1  # .bin and .safetensors
-    runs = [with_base(tmp_path / "e", "1"), with_base(tmp_path / "f", "1", method="das", nll=near)]
+    runs = [with_base(tmp_path / "e", "1"), with_base(tmp_path / "f", "1", method="das", nll=close_nll)]
     assert len(sections(*runs)) == 1  # another device or precision
     assert read_base_hash(tmp_path / "a") == read_base_hash(tmp_path / "c") != read_base_hash(tmp_path / "b")
     runs = [with_base(tmp_path / "g", "1"), with_base(tmp_path / "h", "1", method="das", nll=OTHER_BASE)]
@@ -100,15 +100,15 @@ def test_every_setting_that_decides_the_result_makes_groups_and_is_named(tmp_pat
     def config(value, seed):
         tree = {"seed": seed}
         *parents, last = key.split(".")
-        place = tree
+        subtree = tree
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+            subtree = subtree.setdefault(parent, {})
+        subtree[last] = value
         return tree
 
     runs = [save_run(tmp_path / str(i), seed=i, config=config(value, i)) for i, value in enumerate(values)]
-    found = make_section(runs)
-    assert [group.name for group in found.groups] == sorted(f"ncl, {key}={value}" for value in values)
+    section = make_section(runs)
+    assert [group.name for group in section.groups] == sorted(f"ncl, {key}={value}" for value in values)
     methods = [
         save_run(tmp_path / f"m{i}", method=f"m{i}", config=config(value, 0))
         for i, value in enumerate(values)
@@ -122,11 +122,11 @@ def test_what_is_represented_otherwise_or_only_says_how_a_run_is_carried_out_mak
     if key in ("seed", "order", "name", "variant"):
         return
     tree = [{"seed": 0}, {"seed": 1}]
-    for place, value in zip(tree, ("a", "b"), strict=True):
+    for subtree, value in zip(tree, ("a", "b"), strict=True):
         *parents, last = key.split(".")
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+            subtree = subtree.setdefault(parent, {})
+        subtree[last] = value
     runs = [save_run(tmp_path / str(i), seed=i, config=config) for i, config in enumerate(tree)]
     assert [group.name for group in make_section(runs).groups] == ["ncl"]
 
@@ -135,7 +135,8 @@ def test_auto_counts_as_what_it_became(tmp_path):
     config = {"trainer": {"precision": "auto", "attn_implementation": "auto"}}
     numerics = [{"precision": name, "attention": "sdpa"} for name in ("32-true", "bf16-mixed", "32-true")]
     runs = [
-        save_run(tmp_path / str(i), seed=i, config=config, numerics=each) for i, each in enumerate(numerics)
+        save_run(tmp_path / str(i), seed=i, config=config, numerics=run_numerics)
+        for i, run_numerics in enumerate(numerics)
     ]
     assert differing_settings(runs) == ["trainer.precision"]
     sizes = {group.name: len(group.runs) for group in make_section(runs).groups}
@@ -150,7 +151,7 @@ def test_keys_that_only_begin_like_another_are_compared():
 def test_long_lists_of_settings_are_shortened(tmp_path):
     runs = []
     for number in range(12):
-        config = {"trainer": {f"option_{place}": number for place in range(20)}}
+        config = {"trainer": {f"option_{index}": number for index in range(20)}}
         runs.append(save_run(tmp_path / str(number), method=f"m{number}", config=config))
     (line,) = (line for line in findings.list_conditions(make_section(runs)).lines if "beyond" in line)
     assert "; and 12 more." in line and "… 9 more" in line and len(line) < 1000
@@ -166,8 +167,8 @@ def test_a_difference_over_fewer_pairs_than_its_row_is_followed_by_their_number(
     counted = {name: cell.endswith(" (3)") for name, cell in row.items() if name.startswith("Δ")}
     assert row["pairs"] == "4" and True in counted.values() and False in counted.values()
     assert any(line.startswith("(k) after a difference") for line in block.lines)
-    whole = compare.tabulate_differences(make_section(runs[:-1] + [make_run(method="das", seed=3)]))
-    assert not any(line.startswith("(k) after a difference") for line in whole.lines)
+    table = compare.tabulate_differences(make_section(runs[:-1] + [make_run(method="das", seed=3)]))
+    assert not any(line.startswith("(k) after a difference") for line in table.lines)
 
 
 def test_tex_marks_means_over_fewer_runs_and_names_of_files_differ_in_more_than_case(tmp_path):

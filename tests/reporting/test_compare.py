@@ -24,18 +24,22 @@ FG = "FG/nats"
 ROWS = ["base", *DOMAINS]
 
 
-def seeds(method, shifts, **given):
-    return [make_run(f"{method}-{i}", method=method, seed=i, shift=x, **given) for i, x in enumerate(shifts)]
+def seeds(method, shifts, **options):
+    return [
+        make_run(f"{method}-{i}", method=method, seed=i, shift=x, **options) for i, x in enumerate(shifts)
+    ]
 
 
 def test_the_best_is_so_over_the_pairs_that_all_have():
     """ncl forgets less in each pair, but has another order in which all forget much."""
-    other, shifts = DOMAINS[::-1], np.linspace(0, 0.01, 8)
+    reversed_order, shifts = DOMAINS[::-1], np.linspace(0, 0.01, 8)
     runs = seeds("ncl", shifts) + seeds("ewc", shifts + 0.05)
-    runs += [make_run(f"o{i}", method="ncl", seed=i, shift=2.0, order=other) for i in range(8)]
-    (line, *_) = (each for each in build_findings(make_section(runs)).lines if "Forgets" in each)
+    runs += [make_run(f"o{i}", method="ncl", seed=i, shift=2.0, order=reversed_order) for i in range(8)]
+    (line, *_) = (
+        candidate for candidate in build_findings(make_section(runs)).lines if "Forgets" in candidate
+    )
     assert line.startswith("Forgets least: `ncl`") and "Distinguished from 1 of 1 others" in line
-    measure = next(each for each in MEASURES if each.key == FG)
+    measure = next(candidate for candidate in MEASURES if candidate.key == FG)
     part = seeds("kd", [-0.5, -0.5, -0.5])
     part[2].scores.metrics.pop("FG")  # it has diverged
     best = contrasts.find_best(
@@ -45,34 +49,39 @@ def test_the_best_is_so_over_the_pairs_that_all_have():
 
 
 def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
-    done = make_endtasks([[0.5] * 3] * 4)
+    endtasks = make_endtasks([[0.5] * 3] * 4)
     runs = []
-    for place, epochs in enumerate((5, 5, 20)):
-        config = {"seed": place, "endtask": {"epochs": epochs, "root": f"/data/{place}"}}
-        runs.append(save_run(tmp_path / str(place), config=config, seed=place, endtasks=done))
+    for seed, epochs in enumerate((5, 5, 20)):
+        config = {"seed": seed, "endtask": {"epochs": epochs, "root": f"/data/{seed}"}}
+        runs.append(save_run(tmp_path / str(seed), config=config, seed=seed, endtasks=endtasks))
     runs[1].scores.metrics["FWT_zs"]["terms"] = [1, 3]
-    found = make_section(runs)
-    assert ["endtask/MF1" in each.values for each in found.runs] == [True, True, False]
-    assert ["FWT_zs/nats" in each.values for each in found.runs] == [True, False, True]
-    told = list_conditions(found).lines
-    assert "Not compared: endtask (another protocol) of ncl." in told
-    assert "Not compared: FWT_zs (fewer cells) of ncl." in told
+    section = make_section(runs)
+    assert ["endtask/MF1" in run.values for run in section.runs] == [True, True, False]
+    assert ["FWT_zs/nats" in run.values for run in section.runs] == [True, False, True]
+    condition_lines = list_conditions(section).lines
+    assert "Not compared: endtask (another protocol) of ncl." in condition_lines
+    assert "Not compared: FWT_zs (fewer cells) of ncl." in condition_lines
 
 
 def test_differences_are_paired_by_order_and_seed_and_corrected_by_holm():
     runs = seeds("ncl", [0.0, 0.3, 0.6]) + seeds("das", [-0.1, 0.1, 0.3, 9.0])
-    found = contrasts.find_contrasts(make_section(runs), FG)
-    assert set(found) == {"das"} and (found["das"].n, found["das"].p) == (3, pytest.approx(0.25))
+    forgetting_contrasts = contrasts.find_contrasts(make_section(runs), FG)
+    assert set(forgetting_contrasts) == {"das"} and (
+        forgetting_contrasts["das"].n,
+        forgetting_contrasts["das"].p,
+    ) == (3, pytest.approx(0.25))
     forgotten = [make_scores(shift=x).metrics["FG"]["nats"] for x in (-0.1, 0.1, 0.3, 0, 0.3, 0.6)]
-    assert found["das"].mean == pytest.approx(np.mean(forgotten[:3]) - np.mean(forgotten[3:]))
+    assert forgetting_contrasts["das"].mean == pytest.approx(np.mean(forgotten[:3]) - np.mean(forgotten[3:]))
     copies = [make_run(shift=0.0), make_run("copy", shift=0.2), make_run(method="das", shift=0.5)]
     assert contrasts.find_contrasts(make_section(copies), FG)["das"].mean == pytest.approx(0.4)
     p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9}
-    differences = {name: Difference(mean=0, low=0, high=0, p=each, n=9) for name, each in p.items()}
-    found = contrasts.read_contrasts(contrasts.correct_differences(differences))
+    differences = {name: Difference(mean=0, low=0, high=0, p=p_value, n=9) for name, p_value in p.items()}
+    forgetting_contrasts = contrasts.read_contrasts(contrasts.correct_differences(differences))
     expected = {"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.9}
-    assert {name: each.p_holm for name, each in found.items()} == pytest.approx(expected)
-    assert all(math.isnan(each.p_t_holm) for each in found.values())
+    assert {name: contrast.p_holm for name, contrast in forgetting_contrasts.items()} == pytest.approx(
+        expected
+    )
+    assert all(math.isnan(contrast.p_t_holm) for contrast in forgetting_contrasts.values())
     assert contrasts.correct_differences({}).empty
 
 
@@ -80,33 +89,37 @@ DRAW = np.random.default_rng(0)
 NCL, DAS = (DRAW.random((2, 60)) < share for share in (0.4, 0.6))
 
 
-def answered(folder, last, **given):
-    told = save_answers(folder, {task: [each] * len(ROWS) for task, each in last.items()}, rows=ROWS)
-    return make_run(folder, answers=told, **given)
+def answered(folder, last, **options):
+    tasks = {task: [answers] * len(ROWS) for task, answers in last.items()}
+    return make_run(folder, answers=save_answers(folder, tasks, rows=ROWS), **options)
 
 
 def records(compared):
-    return {each["task"]: each for each in contrast_examples(compared).table.to_dict("records")}
+    return {row["task"]: row for row in contrast_examples(compared).table.to_dict("records")}
 
 
 def test_answers_to_a_task_and_to_all_by_hand_without_those_that_are_damaged_or_missing(tmp_path):
     runs = []
     for method, right in (("ncl", NCL), ("das", DAS)):
-        own = {"law": right[0], "food": right[1][:20], "space": right[0], "sea": right[0]}
-        own = {task: choose_answers(each) for task, each in own.items()}
-        runs.append(answered(tmp_path / method, own, method=method))
+        answers = {"law": right[0], "food": right[1][:20], "space": right[0], "sea": right[0]}
+        answers = {task: choose_answers(row) for task, row in answers.items()}
+        runs.append(answered(tmp_path / method, answers, method=method))
     answers_in(tmp_path / "das", ROWS, 3, "sea").unlink()
     damaged = answers_in(tmp_path / "ncl", ROWS, 3, "space")
     damaged.write_text("damaged")
-    found = contrast_examples(make_section(runs))
-    examples, (failed,) = found.table.to_dict("records"), found.unreadable
+    contrast = contrast_examples(make_section(runs))
+    examples, (failed,) = contrast.table.to_dict("records"), contrast.unreadable
     assert failed.startswith(f"{damaged}: damaged predictions") and len(examples) == 3
-    law, food, overall = ({each["task"]: each for each in examples}[task] for task in ("law", "food", ""))
-    only, other = (DAS[0] & ~NCL[0]).sum(), (NCL[0] & ~DAS[0]).sum()
+    law, food, overall = ({row["task"]: row for row in examples}[task] for task in ("law", "food", ""))
+    only_das, only_ncl = (DAS[0] & ~NCL[0]).sum(), (NCL[0] & ~DAS[0]).sum()
     assert (law["n"], food["n"], overall["n"], overall["num_tasks"]) == (60, 20, 80, 2)
-    assert (law["both"], law["only_group"], law["only_baseline"]) == ((DAS[0] & NCL[0]).sum(), only, other)
-    assert law["mean"] == pytest.approx((only - other) / 60)
-    assert law["p"] == pytest.approx(binomtest(int(only), int(only + other)).pvalue)
+    assert (law["both"], law["only_group"], law["only_baseline"]) == (
+        (DAS[0] & NCL[0]).sum(),
+        only_das,
+        only_ncl,
+    )
+    assert law["mean"] == pytest.approx((only_das - only_ncl) / 60)
+    assert law["p"] == pytest.approx(binomtest(int(only_das), int(only_das + only_ncl)).pvalue)
     assert overall["mean"] == pytest.approx((law["mean"] + food["mean"]) / 2), "tasks weigh alike"
     spread = [np.std(DAS[0] * 1.0 - NCL[0]) ** 2 / 60, np.std(DAS[1][:20] * 1.0 - NCL[1][:20]) ** 2 / 20]
     width = 2 * 1.96 * np.sqrt(sum(spread)) / 2
@@ -121,23 +134,23 @@ def test_seeds_are_averaged_by_example(tmp_path):
         for method, right in (("ncl", NCL), ("das", DAS))
         for seed in (0, 1)
     ]
-    found = records(make_section(runs))[""]
-    assert found["n"] == 60, "two seeds are no more examples"
-    assert found["mean"] == pytest.approx((DAS * 1.0 - NCL).mean())
-    assert found["only_group"] == (DAS & ~NCL).sum()
-    alone = records(make_section([runs[0], *runs[2:]]))[""]
-    assert alone["only_group"] == (DAS[0] & ~NCL[0]).sum(), "only the seed that both have"
+    record = records(make_section(runs))[""]
+    assert record["n"] == 60, "two seeds are no more examples"
+    assert record["mean"] == pytest.approx((DAS * 1.0 - NCL).mean())
+    assert record["only_group"] == (DAS & ~NCL).sum()
+    shared_seed_record = records(make_section([runs[0], *runs[2:]]))[""]
+    assert shared_seed_record["only_group"] == (DAS[0] & ~NCL[0]).sum(), "only the seed that both have"
 
 
 def test_end_tasks_are_compared_by_their_predictions(tmp_path):
-    given, runs = make_endtasks([[0.5] * 3] * 4), []
+    endtasks, runs = make_endtasks([[0.5] * 3] * 4), []
     for method, right in (("ncl", [1, 0, 0, 0]), ("das", [1, 1, 1, 0]), ("ewc", None)):
-        runs.append(save_run(tmp_path / method, method=method, endtasks=given))
+        runs.append(save_run(tmp_path / method, method=method, endtasks=endtasks))
         for task, seed in ((task, seed) for task in DOMAINS for seed in (7, 8) if right):
             predicted(tmp_path / method, 3, task, seed, right, rows=ROWS)
-    found = records(make_section(runs))
-    assert {each["group"] for each in found.values()} == {"das"}
-    assert (found[""]["mean"], found[""]["n"]) == (pytest.approx(0.5), 12)
+    examples = records(make_section(runs))
+    assert {row["group"] for row in examples.values()} == {"das"}
+    assert (examples[""]["mean"], examples[""]["n"]) == (pytest.approx(0.5), 12)
 
 
 NASTY = ["law\n", "=1+1", "+cmd|' /C calc'!A0", "\r\n=1", "a,b;\"c\"'d'"]
@@ -152,8 +165,13 @@ def test_csv_has_every_number_of_each_run_and_names_are_no_formulas(tmp_path):
         head, *lines = csv.reader(file)
     assert [len(line) for line in lines] == [len(head)] * 8
     assert not [cell for cell in sum(lines, head) if cell and cell[0] in "=+@\t\r\n"]
-    (told,) = (line for line in (dict(zip(head, line, strict=True)) for line in lines) if line["seed"] == "1")
-    assert told["folder"].endswith("/ncl-1") and (told["order"], told["group"]) == ("law food space", "ncl")
-    assert float(told["LC/perplexity"]) == make_scores(shift=0.2).metrics["LC"]["perplexity"]
-    assert float(told["compared/intransigence/nats"]) == pytest.approx((0.2 + 3.0) / 3)
-    assert told["optimized_metric"] == "123.5"
+    (run_row,) = (
+        line for line in (dict(zip(head, line, strict=True)) for line in lines) if line["seed"] == "1"
+    )
+    assert run_row["folder"].endswith("/ncl-1") and (run_row["order"], run_row["group"]) == (
+        "law food space",
+        "ncl",
+    )
+    assert float(run_row["LC/perplexity"]) == make_scores(shift=0.2).metrics["LC"]["perplexity"]
+    assert float(run_row["compared/intransigence/nats"]) == pytest.approx((0.2 + 3.0) / 3)
+    assert run_row["optimized_metric"] == "123.5"

@@ -25,29 +25,29 @@ def lines(figure):
 def test_a_plane_shows_runs_means_levels_and_the_front():
     points = {"slow": ([4e13, 4e13], [10.0, 20.0]), "fast": ([1e13, None], [30.0, 5.0])}
     points |= {"worse": ([5e13], [30.0]), "free": ([0.0], [1.0]), "joint": ([None, None], [12.0, 14.0])}
-    figure, told = comparison_figures.draw_plane(
+    figure, caption = comparison_figures.draw_plane(
         points, x_label="FLOPs", y_label="LC", is_logarithmic=True
     )  # which has no place for 0
-    marks = [each for each in figure.axes[0].collections if not each.get_label().startswith("_")]
-    means = {each.get_label(): tuple(each.get_offsets()[0]) for each in marks}
+    marks = [mark for mark in figure.axes[0].collections if not mark.get_label().startswith("_")]
+    means = {mark.get_label(): tuple(mark.get_offsets()[0]) for mark in marks}
     assert means == {"slow (2)": (4e13, 15), "fast": (1e13, 30), "worse": (5e13, 30)}
     assert list(lines(figure)["joint: 13.00"].get_ydata()) == [13, 13]
     corners = list(zip(*lines(figure)["Pareto front"].get_data(), strict=True))
-    assert corners[1:3] == [(1e13, 30), (4e13, 15)] and "The front: fast, slow." in told
+    assert corners[1:3] == [(1e13, 30), (4e13, 15)] and "The front: fast, slow." in caption
 
 
 def test_curves_are_means_over_the_domains_so_far_and_over_runs():
-    ncl, other, short, lost = (make_scores(nll=NLL) for _ in range(4))
-    other.nll[1][0] = 3.4
+    ncl, second_ncl, short, lost = (make_scores(nll=NLL) for _ in range(4))
+    second_ncl.nll[1][0] = 3.4
     short.rows, short.nll = short.rows[:2], short.nll[:2]
     lost.nll[2] = lost.nll[3] = [None] * 4
     joint = make_scores(rows=["base", "joint"], nll=[[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], method="joint")
-    groups = {"ncl": [ncl, other], "short": [ncl, short], "lost": [lost], "joint": [joint], "gone": []}
+    groups = {"ncl": [ncl, second_ncl], "short": [ncl, short], "lost": [lost], "joint": [joint], "gone": []}
     figure, _ = comparison_figures.draw_stages(groups)
     last = (2 * np.exp(3.1) + np.exp(3.0)) / 3
     expected = [np.exp([3.0, 3.4]).mean(), (np.exp(3.1) + np.exp(3.0)) / 2, last]
     np.testing.assert_allclose(lines(figure)[f"ncl (2): {last:.2f}"].get_data(), [[1, 2, 3], expected])
-    bands = [each.get_paths()[0].vertices[:, 1] for each in figure.axes[0].collections]
+    bands = [filling.get_paths()[0].vertices[:, 1] for filling in figure.axes[0].collections]
     assert max(band.max() for band in bands) == pytest.approx(np.exp(3.4))
     assert np.isfinite(lines(figure)[f"short (2): {last:.2f}"].get_ydata()).tolist() == [True] * 3
     assert np.isfinite(lines(figure)["lost: 20.09"].get_ydata()).tolist() == [True, False, False]
@@ -58,8 +58,8 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs():
 def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_has_none(tmp_path):
     runs = []
     for seed, (number, order) in itertools.product((0, 1), enumerate((DOMAINS, DOMAINS[::-1]))):
-        config, about = {"order": number, "seed": seed}, {"order": order, "seed": seed}
-        runs.append(save_run(tmp_path / f"{number}-{seed}", config=config, **about))
+        config, identity = {"order": number, "seed": seed}, {"order": order, "seed": seed}
+        runs.append(save_run(tmp_path / f"{number}-{seed}", config=config, **identity))
         losses = [(step, text, 5 - step / 10 + seed) for text in order for step in (0, 5, 9)]
         curve = "".join(f"{step},train/lm/{text},{loss}\n" for step, text, loss in losses)
         kills = f"5,train/lm/{order[0]},99.0\n", "9,train/lm/la"  # a line that is repeated, one cut off
@@ -67,10 +67,10 @@ def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_h
     joint = make_run(tmp_path / "none", method="joint")
     figure, _ = comparison_figures.draw_curves(make_section([*runs, joint]))
     assert [axes.get_title() for axes in figure.axes] == ["order 0", "order 1"]
-    shown = {name: line for name, line in lines(figure).items() if name[0] != "_"}
-    assert set(shown) == {"ncl (4)"}
+    curves = {name: line for name, line in lines(figure).items() if name[0] != "_"}
+    assert set(curves) == {"ncl (4)"}
     # Of the first stage, a tenth of its tokens at step 0; seeds lie 1 apart.
-    points = np.array(shown["ncl (4)"].get_data())[:, :3]
+    points = np.array(curves["ncl (4)"].get_data())[:, :3]
     np.testing.assert_allclose(points, [[100, 600, 1000], [5.5, 5.0, 4.6]])
     (band, *_) = figure.axes[0].collections
     assert np.ptp(band.get_paths()[0].vertices[:, 1]) == pytest.approx(1.9)

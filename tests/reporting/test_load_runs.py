@@ -19,10 +19,10 @@ def test_runs_are_found_at_any_depth_once_and_what_is_missing_or_was_only_begun_
     for name in ("begun", "b/wandb/run", "b/rebuilt/x", ".hydra"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("seed: 0\n")
-    found = load_runs.find_runs([tmp_path, tmp_path / "nowhere", tmp_path / "b" / ".." / "a"])
-    assert sorted(each.folder.name for each in found.runs) == ["1", "b"]
-    assert [folder.name for folder in found.started] == ["begun"]
-    assert [told.endswith("nowhere: no such folder") for told in found.damaged] == [True]
+    found_runs = load_runs.find_runs([tmp_path, tmp_path / "nowhere", tmp_path / "b" / ".." / "a"])
+    assert sorted(run.folder.name for run in found_runs.runs) == ["1", "b"]
+    assert [folder.name for folder in found_runs.started] == ["begun"]
+    assert [complaint.endswith("nowhere: no such folder") for complaint in found_runs.damaged] == [True]
 
 
 def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
@@ -37,23 +37,27 @@ def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
 def test_what_is_not_finite_or_was_not_counted_is_not_measured():
     diverged = np.array(NLL)
     diverged[3, 0] = np.nan
-    (only,) = measure_runs([make_run(nll=diverged, costs=False)])
-    assert not {"LC/nats", "FG/nats", "cost/tokens", "cost/flops", "cost/memory"} & set(only.values)
-    assert "CPT/nats" in only.values
+    (run,) = measure_runs([make_run(nll=diverged, costs=False)])
+    assert not {"LC/nats", "FG/nats", "cost/tokens", "cost/flops", "cost/memory"} & set(run.values)
+    assert "CPT/nats" in run.values
 
 
 def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions():
-    alone = np.array(NLL)
-    ones = [make_run(method="one", nll=alone - less, seed=seed) for seed, less in ((0, 0.1), (1, 0.4))]
-    mine = [make_run(nll=alone + seed / 20, seed=seed) for seed in (0, 1, 2)]
-    others = [
+    base_nll = np.array(NLL)
+    references = [
+        make_run(method="one", nll=base_nll - gain, seed=seed) for seed, gain in ((0, 0.1), (1, 0.4))
+    ]
+    sequences = [make_run(nll=base_nll + seed / 20, seed=seed) for seed in (0, 1, 2)]
+    unmatched = [
         make_run(model="other"),
         make_run(order=DOMAINS[::-1]),
         make_run(conditions=CONDITIONS | {"length": 128}),
     ]
-    found = [each.values.get("intransigence/nats") for each in measure_runs([*others, *ones, *mine])]
-    assert found[:5] == [None] * 5
-    assert found[5:] == pytest.approx([0.1, 0.45, 0.2])  # seed 2 has no `one` of its own
+    values = [
+        run.values.get("intransigence/nats") for run in measure_runs([*unmatched, *references, *sequences])
+    ]
+    assert values[:5] == [None] * 5
+    assert values[5:] == pytest.approx([0.1, 0.45, 0.2])  # seed 2 has no `one` of its own
 
 
 OTHERS = {
@@ -66,8 +70,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_perplexity_depends_on_makes_a_section(name):
-    alike = [make_run(seed=seed, method=method) for seed in (0, 1) for method in ("ncl", "das")]
-    first, second = build_sections(measure_runs([*alike, make_run(method="das", **OTHERS[name])]))
+    comparable_runs = [make_run(seed=seed, method=method) for seed in (0, 1) for method in ("ncl", "das")]
+    first, second = build_sections(measure_runs([*comparable_runs, make_run(method="das", **OTHERS[name])]))
     assert [len(first.runs), len(second.runs)] == [4, 1]
     assert second.baselines == {} and first.title != second.title
 
@@ -90,17 +94,17 @@ def test_labels_models_values_and_configs_make_groups(tmp_path):
     assert sorted(names(runs)) == ["ncl, trainer.steps=5", "ncl, trainer.steps=9"]
     assert differing_settings(runs) == ["trainer.steps"]
     configs = [{"seed": s, "order": s, "mask": {"seed": s}, "domains": {"root": f"/{s}"}} for s in (0, 1, 2)]
-    runs = [save_run(tmp_path / str(each["seed"]), config=each, seed=each["seed"]) for each in configs]
+    runs = [save_run(tmp_path / str(tree["seed"]), config=tree, seed=tree["seed"]) for tree in configs]
     assert names(runs) == ["ncl"]  # what follows the seed does not
 
 
 def test_the_baseline_shares_model_and_orders_and_most_values():
     values = ("lr=1", "lr=2")
     runs = [make_run(method=m, variant=v, shift=i / 9) for m in ("ncl", "das") for i, v in enumerate(values)]
-    found = {
+    baselines = {
         name: group.name for name, group in make_section([*runs, make_run(method="ewc")]).baselines.items()
     }
-    assert found == {"das (lr=1)": "ncl (lr=1)", "das (lr=2)": "ncl (lr=2)"}
+    assert baselines == {"das (lr=1)": "ncl (lr=1)", "das (lr=2)": "ncl (lr=2)"}
     chosen = make_section(runs, baseline="ncl (lr=1)").baselines
     assert {group.name for group in chosen.values()} == {"ncl (lr=1)"} and len(chosen) == 3
     runs = [make_run(), make_run(method="das", model="large"), make_run(method="ewc", order=DOMAINS[::-1])]

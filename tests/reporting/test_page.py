@@ -46,7 +46,7 @@ def rendered(text):
 
 
 def inner(tokens):
-    return {each.type for token in tokens if token.type == "inline" for each in token.children}
+    return {child.type for token in tokens if token.type == "inline" for child in token.children}
 
 
 def test_markdown_shows_names_as_they_are():
@@ -55,12 +55,18 @@ def test_markdown_shows_names_as_they_are():
         text = markdown(block, picture="p.png")
         assert all(line.count("|") == 3 for line in text.splitlines() if line.startswith("|"))
         cells = [token for token in rendered(text) if token.type == "inline"]
-        told = [re.sub(" +", " ", "".join(each.content for each in cell.children)) for cell in cells]
-        wanted = [f"T {name} T", "group", name, name, f"1 {name}", "x", "2"]
-        assert told == [re.sub(" +", " ", strip_controls(each)).strip() for each in wanted]
+        cell_texts = [
+            re.sub(" +", " ", "".join(name_text.content for name_text in cell.children)) for cell in cells
+        ]
+        expected_texts = [f"T {name} T", "group", name, name, f"1 {name}", "x", "2"]
+        assert cell_texts == [
+            re.sub(" +", " ", strip_controls(name_text)).strip() for name_text in expected_texts
+        ]
         assert inner(cells) <= {"text", "text_special"}
-        shown = align_columns(Block(head=block.head, cells=block.cells))  # for a console
-        assert len(shown.splitlines()) == 3 and not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown)
+        console_text = align_columns(Block(head=block.head, cells=block.cells))  # for a console
+        assert len(console_text.splitlines()) == 3 and not re.search(
+            r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", console_text
+        )
         tokens = rendered(markdown(Block(lines=[name, f"`one`: {name}"]), picture=""))
         assert {token.type for token in tokens} <= {"inline", "paragraph_open", "paragraph_close"}
         assert inner(tokens) <= {"text", "text_special", "code_inline"}
@@ -68,8 +74,8 @@ def test_markdown_shows_names_as_they_are():
 
 def test_a_page_has_no_element_from_a_name(tmp_path):
     def tags(names):
-        same = [dict.fromkeys(("title", "fold_label", "code"), name) for name in names]
-        blocks = [Block(lines=[x["title"]], head=[x["title"]], cells=[[x["title"]]], **x) for x in same]
+        arguments = [dict.fromkeys(("title", "fold_label", "code"), name) for name in names]
+        blocks = [Block(lines=[x["title"]], head=[x["title"]], cells=[[x["title"]]], **x) for x in arguments]
         html = page(tmp_path, *blocks, title=names[1])
         assert html.count("</script>") == 1
         return {*re.findall(r"<(\w+)", html)}

@@ -41,11 +41,18 @@ def swept(tmp_path):
     for number, order in enumerate((DOMAINS, DOMAINS[::-1])):
         for seed in (0, 1):
             for method, gain in (("ncl", 0.0), ("das", 0.2 + 0.001 * seed)):
-                own, last = [[0.8, None, None], [None, 0.8, None]], [0.5 + gain + 0.01 * seed, 0.6, 0.7]
-                given = make_endtasks([[None] * 3, *own, last], when="each", tasks=order)
+                diagonal, last = [[0.8, None, None], [None, 0.8, None]], [0.5 + gain + 0.01 * seed, 0.6, 0.7]
+                endtasks = make_endtasks([[None] * 3, *diagonal, last], when="each", tasks=order)
                 config = {"order": number, "seed": seed, "method": {"strength": 5.0 if gain else None}}
-                about = {"method": method, "order": order, "seed": seed, "shift": -gain, "config": config}
-                save_scores(tmp_path / "swept" / f"{method}-{number}-{seed}", endtasks=given, **about)
+                save_scores(
+                    tmp_path / "swept" / f"{method}-{number}-{seed}",
+                    method=method,
+                    order=order,
+                    seed=seed,
+                    shift=-gain,
+                    config=config,
+                    endtasks=endtasks,
+                )
     return tmp_path / "swept"
 
 
@@ -89,9 +96,12 @@ def test_the_numbers_of_tables_are_those_of_the_frames_and_marks_those_of_the_te
 
 @pytest.mark.parametrize("name", NASTY)
 def test_names_in_tables_are_nothing_but_names(name, tmp_path):
-    given = make_endtasks([[None] * 3] * 3 + [[0.5] * 3], tasks=[name, *DOMAINS[1:]])
-    about = {"order": [name, "food", "space"], "endtasks": given}
-    runs = [make_run(method=method, seed=seed, **about) for method in ("ncl", name) for seed in (0, 1)]
+    endtasks = make_endtasks([[None] * 3] * 3 + [[0.5] * 3], tasks=[name, *DOMAINS[1:]])
+    order = [name, "food", "space"]
+    runs = []
+    for method in ("ncl", name):
+        for seed in (0, 1):
+            runs.append(make_run(method=method, seed=seed, order=order, endtasks=endtasks))
     for path in write_tables([make_section(runs)], tmp_path):
         rows = re.sub(r"(?s).*\\toprule|\\bottomrule.*", "", path.read_text()).replace("\\midrule", "")
         assert len({re.sub(r"\\&", "", row).count("&") for row in rows.split("\\\\\n") if row.strip()}) == 1
@@ -125,19 +135,24 @@ def test_shipped_rows_are_of_known_methods_and_measures():
 def test_a_difference_is_ours_minus_what_was_published(tmp_path, capsys, no_figures):
     variants = {"ncl": "trainer.devices=4", "das": "contrast=0", "one": ""}
     for method, seed in itertools.product(variants, range(3)):
-        about = {"method": method, "seed": seed, "variant": variants[method]}
-        about |= {"config": {"order": 0, "seed": seed, "method": {"form": "x"}}}
         save_scores(
-            tmp_path / f"{method}-{seed}", endtasks=make_endtasks([[0.75 + seed / 100] * 3] * 4), **about
+            tmp_path / f"{method}-{seed}",
+            method=method,
+            seed=seed,
+            variant=variants[method],
+            config={"order": 0, "seed": seed, "method": {"form": "x"}},
+            endtasks=make_endtasks([[0.75 + seed / 100] * 3] * 4),
         )
     assert main([str(tmp_path), "--published", "das6"]) == 0
     rows = parse_table(capsys.readouterr().out, "Published numbers")
     # 75, 76 and 77: mean 76, t(0.975, 2) / sqrt(3) = 2.4841 either way
     assert rows["ncl (trainer.devices=4)"][-3:] == ["76.00 ± 1.00", "80.77", "-4.77 [-7.25, -2.29]"]
     assert not [name for name in rows if name.startswith(("das", "one"))]  # an ablation is not that method
-    other = {"name": "mine", "groups": ["one"], "source": "S", "table": None, "page": 4}
-    other |= {"values": {"endtask/MF1": 40.0}, "settings": {"method.form": "x"}, "orders": None}
-    (tmp_path / "own.json").write_text(json.dumps({"rows": [other, other | {"settings": {"seed": 9}}]}))
+    published_row = {"name": "mine", "groups": ["one"], "source": "S", "table": None, "page": 4}
+    published_row |= {"values": {"endtask/MF1": 40.0}, "settings": {"method.form": "x"}, "orders": None}
+    (tmp_path / "own.json").write_text(
+        json.dumps({"rows": [published_row, published_row | {"settings": {"seed": 9}}]})
+    )
     assert main([str(tmp_path), "--published", str(tmp_path / "own.json")]) == 0
     output = capsys.readouterr().out
     assert parse_table(output, "Published numbers")["one"][:2] == ["mine", "S, page 4"]
@@ -146,7 +161,7 @@ def test_a_difference_is_ours_minus_what_was_published(tmp_path, capsys, no_figu
 
 def test_another_name_or_form_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "other.json").write_text('{"rows": [{"name": "x"}]}')
-    for given in ("das7", str(tmp_path / "other.json")):
-        assert main([str(tmp_path), "--published", given]) == 1
+    for published in ("das7", str(tmp_path / "other.json")):
+        assert main([str(tmp_path), "--published", published]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"cpt: --published {given} is invalid") and "Allowed: das6, long_" in line
+        assert line.startswith(f"cpt: --published {published} is invalid") and "Allowed: das6, long_" in line

@@ -17,13 +17,13 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting import comparison_figures, run_page
 from cpt.reporting.console import format_scores
 from cpt.reporting.frames import SUMMARIZED, escape_name, summarize_scores, tabulate, tidy_scores
-from tests.evaluation.test_task_metrics import given
+from tests.evaluation.test_task_metrics import make_endtask_scores
 from tests.support.example_runs import DOMAINS, NLL, make_endtasks, make_scores, save_scores
 from tests.support.harness_tasks import make_benchmarks
 from tests.support.task_answers import choose_answers, save_answers, write_answers
 
 pytestmark = pytest.mark.slow
-KEPT = Path(__file__).parent / "snapshots"
+SNAPSHOTS = Path(__file__).parent / "snapshots"
 ROWS = ["base", *DOMAINS]
 RIGHT = ([0, 0, 1, 1, 0, 1], [1, 1, 1, 0, 1, 1], [1, 0, 0, 1, 1, 1], [1, 0, 1, 1, 0, 1])
 
@@ -35,8 +35,8 @@ def check_snapshot(name, text):
     ]
     text = "\n".join(stable_lines) + "\n"
     if os.environ.get("SNAPSHOTS") == "write":
-        (KEPT / name).write_text(text)
-    assert text == (KEPT / name).read_text()
+        (SNAPSHOTS / name).write_text(text)
+    assert text == (SNAPSHOTS / name).read_text()
 
 
 def measured(scores):
@@ -50,8 +50,8 @@ def measured(scores):
 
 def test_a_report_of_a_run_that_has_everything(tmp_path):
     tasks = {
-        "law": [choose_answers(each) for each in RIGHT],
-        "food": [choose_answers(each[::-1]) for each in RIGHT],
+        "law": [choose_answers(answers) for answers in RIGHT],
+        "food": [choose_answers(answers[::-1]) for answers in RIGHT],
     }
     tasks["space"] = [write_answers(["a b"] * 3, ["a b", f"a {row}", "c"]) for row in "wbxb"]
     parts = [{}, {"law": {"law": 1.0}, "general": {"base": 1.0}}, {}, {name: {name: 1.0} for name in DOMAINS}]
@@ -76,12 +76,14 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
         "similarity": like,
         "benchmarks": named,
         "activity_seconds": phases,
-        "endtasks": given(tasks=DOMAINS),
+        "endtasks": make_endtask_scores(tasks=DOMAINS),
     }
     about |= {"monitor": {"law": stage | {"budget": budget}, "space": stage}}
     folder = tmp_path / "run"
-    told = save_answers(folder, tasks, rows=ROWS) | {"intervals": {"AP": [0.1, 0.9]}}
-    save_scores(tmp_path / "scores", answers=told, flops=[0, 2 * 10**12, 3 * 10**12, 4 * 10**12], **about)
+    answer_summary = save_answers(folder, tasks, rows=ROWS) | {"intervals": {"AP": [0.1, 0.9]}}
+    save_scores(
+        tmp_path / "scores", answers=answer_summary, flops=[0, 2 * 10**12, 3 * 10**12, 4 * 10**12], **about
+    )
     scores = measured(Scores.load(tmp_path / "scores" / "scores.json"))
     scores.modules = parts
     lines = [f"{at},train/{name}/{text},{value}" for text in ("law", "food") for at in (1, 3)
@@ -94,8 +96,8 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
     run_page.write_report(folder, scores)
     check_snapshot("report.md", (folder / "report.md").read_text())
     check_snapshot("console.txt", format_scores(scores))
-    numbers = itertools.groupby(summarize_scores(scores).items(), lambda each: each[0].split("/")[0])
-    lines = ["  ".join(f"{key} {x:.6g}" for key, x in each) for _, each in numbers]
+    numbers = itertools.groupby(summarize_scores(scores).items(), lambda answers: answers[0].split("/")[0])
+    lines = ["  ".join(f"{key} {x:.6g}" for key, x in answers) for _, answers in numbers]
     check_snapshot("summary.txt", "\n".join(lines))
     rounded = [t.map(lambda x: f"{x:.6g}" if isinstance(x, float) else x) for t in tabulate(scores).values()]
     check_snapshot("tables.csv", "\n".join(table.to_csv(index=False) for table in rounded))
@@ -105,29 +107,31 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(comparison_figures, "build_figures", lambda section: [])
     shifts = {"ncl": 0.0, "das": -0.2, "demix": -0.5, "one": -3.0, "joint": 0.0}
     shifts |= {"ewc-1": -0.1, "ewc-9": -0.15}
-    for place, (name, shift) in enumerate(shifts.items()):
-        for seed in range(3 if place < 3 else 2):
+    for number, (name, shift) in enumerate(shifts.items()):
+        for seed in range(3 if number < 3 else 2):
             method, _, strength = name.partition("-")
-            own = {"method": method, "seed": seed, "shift": shift + 0.01 * (seed * (place + 2) % 5)}
-            own |= {"needs_domain": method == "demix", "flops": [0, *[10**9 + 10**8 * place] * 3]}
-            own |= {"endtasks": make_endtasks([[None] * 3] * 3 + [[0.5 + place / 10, 0.6, 0.7 - seed / 10]])}
+            options = {"method": method, "seed": seed, "shift": shift + 0.01 * (seed * (number + 2) % 5)}
+            options |= {"needs_domain": method == "demix", "flops": [0, *[10**9 + 10**8 * number] * 3]}
+            options |= {
+                "endtasks": make_endtasks([[None] * 3] * 3 + [[0.5 + number / 10, 0.6, 0.7 - seed / 10]])
+            }
             config = {"seed": seed, "method": {"name": method}, "trainer": {"steps": 5 + (name == "das")}}
             if strength:
-                own |= {"variant": f"strength={strength}"}
+                options |= {"variant": f"strength={strength}"}
                 config["method"]["strength"] = int(strength)
             if method == "joint":
-                own |= {"nll": [NLL[0], NLL[3]], "rows": ["base", "joint"], "endtasks": None}
-                own |= {"flops": [0, 10**9]}
+                options |= {"nll": [NLL[0], NLL[3]], "rows": ["base", "joint"], "endtasks": None}
+                options |= {"flops": [0, 10**9]}
             folder = tmp_path / f"{name}-{seed}"
-            if place < 2:
-                answered = [choose_answers(RIGHT[0])] * 3 + [choose_answers(np.roll(RIGHT[place + 1], seed))]
-                values = [0.5, None, None, 0.5 + place / 20 + seed / 50]
-                own |= {"benchmarks": make_benchmarks({"a": values})}
-                own |= {
+            if number < 2:
+                answered = [choose_answers(RIGHT[0])] * 3 + [choose_answers(np.roll(RIGHT[number + 1], seed))]
+                values = [0.5, None, None, 0.5 + number / 20 + seed / 50]
+                options |= {"benchmarks": make_benchmarks({"a": values})}
+                options |= {
                     "answers": save_answers(tmp_path / "kept" / folder.name, {"law": answered}, rows=ROWS)
                 }
-            save_scores(folder, config=config, **own)
-            if place < 2:
+            save_scores(folder, config=config, **options)
+            if number < 2:
                 (tmp_path / "kept" / folder.name / "answers").rename(folder / "answers")
     save_scores(tmp_path / "other", conditions={"score_on": "valid", "length": 128}, seed=1)
     save_scores(tmp_path / "half", nll=NLL[:3], finished=False)
@@ -149,9 +153,9 @@ LACKING = {
 }
 
 
-@pytest.mark.parametrize("about", LACKING.values(), ids=LACKING)
-def test_a_report_of_a_run_that_lacks_something(tmp_path, about):
-    scores = make_scores(**about)
+@pytest.mark.parametrize("options", LACKING.values(), ids=LACKING)
+def test_a_report_of_a_run_that_lacks_something(tmp_path, options):
+    scores = make_scores(**options)
     scores.save(tmp_path / "scores.json")
     (tmp_path / "config.yaml").write_text("seed: 0  # a < b\n")
     run_page.write_report(tmp_path)
@@ -176,10 +180,10 @@ def test_every_value_is_a_finite_number_however_little_was_measured():
     scores.measure()
     scores.metrics["ZS"]["nats"] = None  # as a file has what is not finite
     scores.metrics["ZS"]["interval"] = {unit: [None, 2.0] for unit in UNITS}
-    found = summarize_scores(scores)
-    assert all(type(value) is float and math.isfinite(value) for value in found.values())
-    assert not {"LC/nats", "ppl/law/final", "ppl/food/final", "ZS/nats", "ZS/nats/low"} & set(found)
-    assert found["ZS/nats/high"] == 2
+    summary = summarize_scores(scores)
+    assert all(type(value) is float and math.isfinite(value) for value in summary.values())
+    assert not {"LC/nats", "ppl/law/final", "ppl/food/final", "ZS/nats", "ZS/nats/low"} & set(summary)
+    assert summary["ZS/nats/high"] == 2
 
 
 @pytest.mark.parametrize("pair", [("law", "law/macro_f1"), ("MF1", "forward"), ("a/b", "a%2Fb")])

@@ -11,53 +11,61 @@ from tests.support.kill_callback import KilledError, Killer
 from tests.support.method_fixtures import DROPOUT, equal_tensors, load_model_weights
 
 
-def seen(*looks):
+def record_looks(*looks):
     """After looks at the general text: at each its rise and the upper end."""
-    made = BudgetRecord({"general": 0.1})
+    record = BudgetRecord({"general": 0.1})
     for step, look in enumerate(looks):
-        made.add(step, {"general": look})
-    return made
+        record.add(step, {"general": look})
+    return record
 
 
 def losses(**means):
     """Of three documents with ten tokens each, nats and tokens."""
-    return {text: np.array([[10.0 * each for each in values], [10.0] * 3]) for text, values in means.items()}
+    return {text: np.array([[10.0 * nll for nll in values], [10.0] * 3]) for text, values in means.items()}
 
 
 def test_over_the_budget_it_goes_back_and_a_stage_without_any_ends():
-    found = seen((0, 0), *[(0.05, 0.11), (0.05, float("nan"))] * 4)  # the interval counts, not the mean
-    assert found.kept == 0 and not found.ended and len(found.acts) == 8
-    made = BudgetRecord({"general": 0.1})
-    made.add(0, {"general": (0, 0)})
-    assert made.add(5, {"general": (0.05, 0.098)}, way=0.25) and made.ways == [1, 0.25] and made.kept == 5
-    found = seen((0.11, 0.12))  # spent before the first step
-    assert found.kept is None and found.ended and len(found.acts) == 1
+    record = record_looks(
+        (0, 0), *[(0.05, 0.11), (0.05, float("nan"))] * 4
+    )  # the interval counts, not the mean
+    assert record.kept == 0 and not record.ended and len(record.acts) == 8
+    resumed_record = BudgetRecord({"general": 0.1})
+    resumed_record.add(0, {"general": (0, 0)})
+    assert (
+        resumed_record.add(5, {"general": (0.05, 0.098)}, way=0.25)
+        and resumed_record.ways == [1, 0.25]
+        and resumed_record.kept == 5
+    )
+    record = record_looks((0.11, 0.12))  # spent before the first step
+    assert record.kept is None and record.ended and len(record.acts) == 1
 
 
 def test_the_run_page_has_the_drift_of_the_kept_step_and_how_often_the_weights_went_back():
-    record = seen((0, 0), (0.05, 0.08), (0.05, 0.11))
+    record = record_looks((0, 0), (0.05, 0.08), (0.05, 0.11))
     assert record.summarize([0, 1, 2]) == "general +0.080 of 0.100; kept step 1; gone back 1 times"
-    record = seen((0.11, 0.12))
+    record = record_looks((0.11, 0.12))
     assert record.summarize([0]) == "general +0.120 of 0.100; kept step None; gone back 0 times"
 
 
 def test_the_scarcer_of_two_decides_and_each_stage_adds_its_share():
-    made = BudgetRecord({"general": 0.1, "past": 0.2})
-    assert made.add(0, {"general": (0, 0.08), "past": (0, 0.12)}) and made.spent == pytest.approx(0.8)
-    assert not made.add(1, {"general": (0, 0.02), "past": (0, 0.21)})
+    record = BudgetRecord({"general": 0.1, "past": 0.2})
+    assert record.add(0, {"general": (0, 0.08), "past": (0, 0.12)}) and record.spent == pytest.approx(0.8)
+    assert not record.add(1, {"general": (0, 0.02), "past": (0, 0.21)})
     options = DriftBudget(general=0.06, past=0.3)
     assert options.allow(1, stages=3) == pytest.approx({"general": 0.02, "past": 0.1})
     assert options.allow(3, stages=3) == pytest.approx(options.bounds)
 
 
 def test_drift_is_of_the_general_text_and_the_mean_of_past_ones_to_the_upper_end_over_documents():
-    began = losses(general=[4, 4, 4], one=[1, 1, 1], two=[2, 2, 2], mine=[9, 9, 9])
-    now = losses(general=[4.1, 4.1, 4.1], one=[1.5, 1.5, 1.5], two=[1.9, 1.9, 1.9], mine=[5, 5, 5])
-    found = find_drift(["general", "past"], began, now, stage_texts=["mine"])
-    assert found["general"] == pytest.approx((0.1, 0.1)) and found["past"] == pytest.approx((0.2, 0.2))
-    assert find_drift(["past"], began, {"mine": now["mine"]}, stage_texts=["mine"]) == {}
-    now = losses(general=[4, 4, 4.3])
-    assert find_drift(["general"], began, now, stage_texts=[])["general"] == pytest.approx((0.1, 0.3))
+    first_losses = losses(general=[4, 4, 4], one=[1, 1, 1], two=[2, 2, 2], mine=[9, 9, 9])
+    current_losses = losses(general=[4.1, 4.1, 4.1], one=[1.5, 1.5, 1.5], two=[1.9, 1.9, 1.9], mine=[5, 5, 5])
+    drift = find_drift(["general", "past"], first_losses, current_losses, stage_texts=["mine"])
+    assert drift["general"] == pytest.approx((0.1, 0.1)) and drift["past"] == pytest.approx((0.2, 0.2))
+    assert find_drift(["past"], first_losses, {"mine": current_losses["mine"]}, stage_texts=["mine"]) == {}
+    current_losses = losses(general=[4, 4, 4.3])
+    assert find_drift(["general"], first_losses, current_losses, stage_texts=[])["general"] == pytest.approx(
+        (0.1, 0.3)
+    )
 
 
 TWO = ["order=[law,food]", "trainer.steps=12", "monitor.every=2", "monitor.max_tokens=400"]
@@ -77,52 +85,52 @@ def rises(scores):
 
 
 def test_it_is_held_where_it_would_not_have_been(small, start, tmp_path):
-    given = [*TWO, *STEEP, "domains.score_on=valid", "logger=csv", "trainer.log_every_n_steps=1"]
-    start(small(*given, "monitor.every=null"), tmp_path / "free")
+    common_options = [*TWO, *STEEP, "domains.score_on=valid", "logger=csv", "trainer.log_every_n_steps=1"]
+    start(small(*common_options, "monitor.every=null"), tmp_path / "free")
     free = scores_of(tmp_path / "free")
     column = free["domains"].index("general")
     assert free["nll"][1][column] - free["nll"][0][column] > 0.4 and rises(free)[1] > 0.3
-    held = ["monitor.every=3", "monitor.max_tokens=1000000", "budget=drift"]
-    held += ["budget.general=0.8", "budget.past=0.3"]
-    start(small(*given, *held), tmp_path)
-    found = scores_of(tmp_path)
-    general, past = rises(found)
+    budget_options = ["monitor.every=3", "monitor.max_tokens=1000000", "budget=drift"]
+    budget_options += ["budget.general=0.8", "budget.past=0.3"]
+    start(small(*common_options, *budget_options), tmp_path)
+    scores = scores_of(tmp_path)
+    general, past = rises(scores)
     assert general <= 0.8 and past <= 0.3 and "Budget of drift" in (tmp_path / "report.md").read_text()
-    for number, (stage, seen) in enumerate(found["monitor"].items(), start=1):
-        budget, kept = seen["budget"], seen["steps"].index(seen["budget"]["kept"])
+    for number, (stage, monitored) in enumerate(scores["monitor"].items(), start=1):
+        budget, kept_look = monitored["budget"], monitored["steps"].index(monitored["budget"]["kept"])
         assert budget["allowed"]["general"] == pytest.approx(0.4 * number)
-        assert budget["drift"]["general"][kept][1] <= 0.4 * number
-        drift = found["nll"][found["rows"].index(stage)][column] - found["nll"][0][column]
-        assert drift == pytest.approx(budget["drift"]["general"][kept][0], abs=1e-4)  # weights went back
-    assert "past" not in found["monitor"]["law"]["budget"]["drift"]
-    assert past == pytest.approx(budget["drift"]["past"][kept][0], abs=1e-4)
+        assert budget["drift"]["general"][kept_look][1] <= 0.4 * number
+        drift = scores["nll"][scores["rows"].index(stage)][column] - scores["nll"][0][column]
+        assert drift == pytest.approx(budget["drift"]["general"][kept_look][0], abs=1e-4)  # weights went back
+    assert "past" not in scores["monitor"]["law"]["budget"]["drift"]
+    assert past == pytest.approx(budget["drift"]["past"][kept_look][0], abs=1e-4)
     assert any("back to" in act for act in budget["acts"])
 
 
 def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run_is(small, start, tmp_path):
-    every = ["order=[law]", "trainer.steps=8", *DROPOUT, "monitor.past=0"]
-    start(small(*every), tmp_path / "free")
-    start(small(*every, "budget=drift", "budget.general=9"), tmp_path / "held")
+    options = ["order=[law]", "trainer.steps=8", *DROPOUT, "monitor.past=0"]
+    start(small(*options), tmp_path / "free")
+    start(small(*options, "budget=drift", "budget.general=9"), tmp_path / "held")
     assert scores_of(tmp_path / "held")["monitor"]["law"]["steps"] == [0, 2, 4, 6, 8]
     assert equal_tensors(load_model_weights(tmp_path / "free"), load_model_weights(tmp_path / "held"))
     with pytest.raises(ValueError, match="budget.general"):
-        start(small(*every, "budget=drift", "budget.general=8"), tmp_path / "held")
+        start(small(*options, "budget=drift", "budget.general=8"), tmp_path / "held")
 
 
 def test_killed_it_ends_with_the_same_bits(small, start, killing, tmp_path):
-    given = ["method=ewc", *TWO, *STEEP, *DROPOUT, "budget=drift"]
-    given += ["budget.general=0.05", "budget.past=0.2"]
-    given += ["trainer.checkpoint_every=3", "trainer.steps=8"]
-    start(small(*given), tmp_path / "whole")
-    whole = scores_of(tmp_path / "whole")
-    last = whole["monitor"]["food"]["steps"][-1]
+    options = ["method=ewc", *TWO, *STEEP, *DROPOUT, "budget=drift"]
+    options += ["budget.general=0.05", "budget.past=0.2"]
+    options += ["trainer.checkpoint_every=3", "trainer.steps=8"]
+    start(small(*options), tmp_path / "whole")
+    undisturbed = scores_of(tmp_path / "whole")
+    last = undisturbed["monitor"]["food"]["steps"][-1]
     for step in sorted({min(5, last), last}):
         killing(Killer(step=step, domain="food"))
         with pytest.raises(KilledError):
-            start(small(*given), tmp_path / "killed")
+            start(small(*options), tmp_path / "killed")
     killing(None)
-    start(small(*given), tmp_path / "killed")
+    start(small(*options), tmp_path / "killed")
     killed = scores_of(tmp_path / "killed")
-    assert all(whole[name] == killed[name] for name in ("nll", "monitor", "seen", "rates", "metrics"))
+    assert all(undisturbed[name] == killed[name] for name in ("nll", "monitor", "seen", "rates", "metrics"))
     assert equal_tensors(load_model_weights(tmp_path / "whole"), load_model_weights(tmp_path / "killed"))
-    assert any(whole["monitor"][stage]["budget"]["acts"] for stage in ("law", "food"))
+    assert any(undisturbed["monitor"][stage]["budget"]["acts"] for stage in ("law", "food"))

@@ -32,46 +32,50 @@ from tests.support.task_fixtures import LABELS
 LENGTH = 8
 
 
-def job(name: str, *, tokens: int, wanted: int) -> WritingJob:
-    return WritingJob(name, 0, [], wanted, tokens, 0)
+def job(name: str, *, tokens: int, num_tokens_wanted: int) -> WritingJob:
+    return WritingJob(name, 0, [], num_tokens_wanted, tokens, 0)
 
 
 def write_samples(folder: Path, name: str, samples: list[Sample]) -> None:
-    sample_file(folder, name, "jsonl").write_text("".join(json.dumps(vars(each)) + "\n" for each in samples))
+    sample_file(folder, name, "jsonl").write_text(
+        "".join(json.dumps(vars(sample)) + "\n" for sample in samples)
+    )
 
 
-def made(seed: int, count: int = 60) -> list[Sample]:
+def make_samples(seed: int, count: int = 60) -> list[Sample]:
     draw = np.random.default_rng(seed)
-    found = []
+    samples = []
     for number in range(count):
-        ended = bool(draw.random() < 0.6)
-        size = int(draw.integers(1, LENGTH)) if ended else LENGTH
-        ids = [1000 + 10 * number + place for place in range(size)]
-        found.append(Sample(ids, min(2, size), ended, float(draw.random()), f"text {number}"))
-    return found
+        is_ended = bool(draw.random() < 0.6)
+        size = int(draw.integers(1, LENGTH)) if is_ended else LENGTH
+        ids = [1000 + 10 * number + position for position in range(size)]
+        samples.append(Sample(ids, min(2, size), is_ended, float(draw.random()), f"text {number}"))
+    return samples
 
 
 @pytest.mark.parametrize(("tokens", "drop"), [(1, 0.9), (137, 0.0), (200, 0.9)])
 def test_the_budget_is_met_to_the_token(tokens, drop):
-    samples = made(3, count=900)
-    sizes, nll = (np.array([getattr(each, name) for each in samples]) for name in ("size", "nll"))
-    wanted = round(tokens / (1 - drop) + 0.49)
-    kept = choose_texts(sizes, nll, tokens=tokens, wanted=wanted, cut=True)
-    assert kept[kept > 0].sum() == tokens
-    asked = int(np.searchsorted(np.cumsum(sizes), wanted)) + 1  # the first that come to what is wanted
-    assert (kept[asked:] == -1).all() and (kept[:asked] >= 0).all()
-    if drop and (kept == 0).any():
-        assert nll[kept > 0].max() <= nll[kept == 0].min()
-        left = sizes[kept == 0].sum() + (sizes - kept)[kept > 0].sum()
-        assert left == pytest.approx(drop * wanted, abs=2 * LENGTH)
+    samples = make_samples(3, count=900)
+    sizes, nll = (np.array([getattr(sample, name) for sample in samples]) for name in ("size", "nll"))
+    num_tokens_wanted = round(tokens / (1 - drop) + 0.49)
+    kept_sizes = choose_texts(sizes, nll, tokens=tokens, wanted=num_tokens_wanted, cut=True)
+    assert kept_sizes[kept_sizes > 0].sum() == tokens
+    num_asked = (
+        int(np.searchsorted(np.cumsum(sizes), num_tokens_wanted)) + 1
+    )  # the first that come to what is wanted
+    assert (kept_sizes[num_asked:] == -1).all() and (kept_sizes[:num_asked] >= 0).all()
+    if drop and (kept_sizes == 0).any():
+        assert nll[kept_sizes > 0].max() <= nll[kept_sizes == 0].min()
+        num_dropped = sizes[kept_sizes == 0].sum() + (sizes - kept_sizes)[kept_sizes > 0].sum()
+        assert num_dropped == pytest.approx(drop * num_tokens_wanted, abs=2 * LENGTH)
 
 
 def test_valid_examples_are_kept_up_to_the_budget():
     sizes, nll = np.array([5, 6, 7, 8, 9, 5]), np.array([0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
     valid = np.array([True, False, True, True, True, True])
 
-    def chosen(valid, **how):
-        return np.flatnonzero(choose_texts(sizes, nll, valid=valid, **how) > 0).tolist()
+    def chosen(valid, **budget):
+        return np.flatnonzero(choose_texts(sizes, nll, valid=valid, **budget) > 0).tolist()
 
     assert chosen(valid, tokens=20, wanted=20) == [0, 2, 3]  # of the first 4
     assert chosen(valid, tokens=19, wanted=19) == [0, 2]
@@ -82,30 +86,30 @@ def test_valid_examples_are_kept_up_to_the_budget():
 
 def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
     """Ended texts one after another with their ends, a broken-off one in a row of its own."""
-    samples, tokenizer, tokens = made(5), bare_tokenizer(), 301
+    samples, tokenizer, tokens = make_samples(5), bare_tokenizer(), 301
     end = tokenizer.eos_token_id
     write_samples(tmp_path, "a/b", samples)
     text_format = SimpleNamespace(row_start=None)
     run = SimpleNamespace(
         tokenizer=tokenizer, length=LENGTH, sampling=SimpleNamespace(end=end), text_format=text_format
     )
-    facts = TextWriter.keep(run, tmp_path, job("a/b", tokens=tokens, wanted=tokens))
+    facts = TextWriter.keep(run, tmp_path, job("a/b", tokens=tokens, num_tokens_wanted=tokens))
     data = Dataset.from_file(str(sample_file(tmp_path, "a/b", "arrow")))
     rows = Packed(data, LENGTH, 0, facts["texts"], facts["bytes"])
-    lengths, every = rows.row_lengths, np.arange(len(rows))
+    lengths, row_indices = rows.row_lengths, np.arange(len(rows))
     assert lengths.sum() == tokens == facts["tokens"]
-    ids = [row[:size].tolist() for row, size in zip(rows.ids(every), lengths, strict=True)]
-    left, packed, alone = tokens, [], []
+    ids = [row[:size].tolist() for row, size in zip(rows.ids(row_indices), lengths, strict=True)]
+    remaining_tokens, packed, cut_rows = tokens, [], []
     for sample in samples:
-        whole = [*sample.ids, *[end] * sample.ended]
-        if left and sample.ended and len(whole) <= left:
-            packed += whole
-        elif left:
-            alone.append(whole[:left])
-        left -= min(left, len(whole))
-    assert [row for row in ids if row in alone] == alone
-    assert [each for row in ids if row not in alone for each in row] == packed
-    documents = rows.document_of(every)
+        sample_ids = [*sample.ids, *[end] * sample.ended]
+        if remaining_tokens and sample.ended and len(sample_ids) <= remaining_tokens:
+            packed += sample_ids
+        elif remaining_tokens:
+            cut_rows.append(sample_ids[:remaining_tokens])
+        remaining_tokens -= min(remaining_tokens, len(sample_ids))
+    assert [row for row in ids if row in cut_rows] == cut_rows
+    assert [token for row in ids if row not in cut_rows for token in row] == packed
+    documents = rows.document_of(row_indices)
     assert len(set(documents[documents >= 0].tolist())) == facts["texts"]
 
 
@@ -144,8 +148,8 @@ def test_files_that_grow_resume_at_the_last_commit_or_restart_where_they_do_not_
     files.close()
     DAMAGE[harm](tmp_path)
     files = Growing(tmp_path, ("rows", "counts"), form=1)
-    found = files.place, (tmp_path / "rows").read_bytes()
-    assert found == ((None, b"") if harm != "nothing" else ({"number": 1}, b"first second "))
+    restored = files.place, (tmp_path / "rows").read_bytes()
+    assert restored == ((None, b"") if harm != "nothing" else ({"number": 1}, b"first second "))
     files.close()
 
 
@@ -157,32 +161,32 @@ CONTEXTS = np.random.default_rng(0).integers(4, ENTRIES, (40, 5)).tolist()
 def model():
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_head=2, n_layer=2, vocab_size=VOCABULARY, n_positions=64)
-    made = GPT2LMHeadModel(config).eval()
+    gpt2 = GPT2LMHeadModel(config).eval()
     with torch.no_grad():
-        made.transformer.wte.weight.mul_(5)  # sharp enough for texts to differ from chance
-    made.generation_config.repetition_penalty = 5.0  # a checkpoint's habits are not this run's
-    made.generation_config.eos_token_id = 7
-    return made
+        gpt2.transformer.wte.weight.mul_(5)  # sharp enough for texts to differ from chance
+    gpt2.generation_config.repetition_penalty = 5.0  # a checkpoint's habits are not this run's
+    gpt2.generation_config.eos_token_id = 7
+    return gpt2
 
 
 def numbers(count):
     return torch.from_numpy(draws(sample_keys(key("texts"), np.arange(count)), 20, stream=key("tokens")))
 
 
-def by_hand(model, context, uniforms, how):
+def by_hand(model, context, uniforms, sampling):
     """A text, token by token, by whole forward passes in double precision."""
     ids, nll = list(context), []
     for uniform in uniforms.tolist():
         logits = model(torch.tensor([ids])).logits[0, -1].double()
-        logits[how.entries :] = -torch.inf
-        probabilities = (logits / how.temperature).softmax(-1).numpy()
+        logits[sampling.entries :] = -torch.inf
+        probabilities = (logits / sampling.temperature).softmax(-1).numpy()
         order = np.argsort(-probabilities, kind="stable")
         upper = np.cumsum(probabilities[order])
-        kept = int((upper - probabilities[order] < how.top_p).sum())
-        token = int(order[np.searchsorted(upper, uniform * upper[kept - 1], side="right")])
+        num_kept = int((upper - probabilities[order] < sampling.top_p).sum())
+        token = int(order[np.searchsorted(upper, uniform * upper[num_kept - 1], side="right")])
         ids.append(token)
         nll.append(-logits.log_softmax(-1)[token].item())
-        if token == how.end:
+        if token == sampling.end:
             break
     return ids[len(context) :], float(np.mean(nll))
 
@@ -190,12 +194,12 @@ def by_hand(model, context, uniforms, how):
 @torch.no_grad()
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
 def test_texts_are_those_of_a_walk_by_hand_in_any_batch(model, temperature, top_p):
-    how, uniforms = Sampling(temperature=temperature, top_p=top_p, entries=ENTRIES, end=END), numbers(40)
-    found = sample_texts(model, CONTEXTS, uniforms, sampling=how)
-    assert any(END in ids for ids, _ in found) and len({len(ids) for ids, _ in found}) > 1
-    for (ids, nll), context, row in zip(found[:8], CONTEXTS, uniforms, strict=False):
-        expected, mean = by_hand(model, context, row, how)
+    sampling, uniforms = Sampling(temperature=temperature, top_p=top_p, entries=ENTRIES, end=END), numbers(40)
+    samples = sample_texts(model, CONTEXTS, uniforms, sampling=sampling)
+    assert any(END in ids for ids, _ in samples) and len({len(ids) for ids, _ in samples}) > 1
+    for (ids, nll), context, row in zip(samples[:8], CONTEXTS, uniforms, strict=False):
+        expected, mean = by_hand(model, context, row, sampling)
         assert ids == expected and nll == pytest.approx(mean, abs=1e-4)
     cuts = [slice(at, at + 7) for at in range(0, 40, 7)]
-    parts = [sample_texts(model, CONTEXTS[at], uniforms[at], sampling=how) for at in cuts]
-    assert [ids for part in parts for ids, _ in part] == [ids for ids, _ in found]
+    parts = [sample_texts(model, CONTEXTS[at], uniforms[at], sampling=sampling) for at in cuts]
+    assert [ids for part in parts for ids, _ in part] == [ids for ids, _ in samples]
