@@ -33,45 +33,47 @@ def twice(home: Path, arguments: list[str], moment: float, *, killed: bool, seco
     if killed:
         first.kill()
         first.join()
-    return [wait_for_exit(each, seconds=seconds) for each in (first, start(home, arguments, "log-2"))]
+    return [wait_for_exit(process, seconds=seconds) for process in (first, start(home, arguments, "log-2"))]
 
 
-def of_a_run(place: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
-    given, killed = [f"method={runs.shuffled(runs.METHODS, number)}", *GIVEN], kind == "stale lock"
-    expected, home = runs.whole(place, given), place / f"twice-{number}"
-    cache = home / "cache" if number // len(KINDS) % 4 == 0 else place / "cache"
+def of_a_run(folder: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+    options, killed = [f"method={runs.shuffled(runs.METHODS, number)}", *GIVEN], kind == "stale lock"
+    expected, home = runs.run_undisturbed(folder, options), folder / f"twice-{number}"
+    cache = home / "cache" if number // len(KINDS) % 4 == 0 else folder / "cache"
     home.mkdir()
-    arguments = runs.command(place, home / "run", *given, cache=cache)
+    arguments = runs.command(folder, home / "run", *options, cache=cache)
     moment = draw.uniform(0, expected["seconds"])
     first, second = codes = twice(home, arguments, moment, killed=killed, seconds=runs.HANGS_S)
     logs = [home / "log-1", home / "log-2"]  # a first that was killed at once has none
     words = [log.read_text() if log.exists() else "" for log in logs]
     line = runs.one_line(words[1])
-    told: dict[str, Any] = {"kind": kind, "method": given[0], "codes": codes, "line": line}
-    told["same"] = (home / "run" / "scores.json").exists() and runs.bits(home / "run") == expected["bits"]
+    outcome: dict[str, Any] = {"kind": kind, "method": options[0], "codes": codes, "line": line}
+    outcome["same"] = (home / "run" / "scores.json").exists() and runs.bits(home / "run") == expected["bits"]
     refused = not killed and second == GO_ON and bool(line and REFUSED.search(line))
-    told["fine"] = told["same"] and (first == 0 or killed) and (second == 0 or refused)
-    told["last"] = "" if told["fine"] else "".join(each[-1500:] for each in words)
+    outcome["fine"] = outcome["same"] and (first == 0 or killed) and (second == 0 or refused)
+    outcome["last"] = "" if outcome["fine"] else "".join(words_of_start[-1500:] for words_of_start in words)
     shutil.rmtree(home)
-    return told
+    return outcome
 
 
-def of_a_sweep(place: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
-    home = place / f"sweeps-{number}"
+def of_a_sweep(folder: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+    home = folder / f"sweeps-{number}"
     home.mkdir()
-    arguments = runs.sweep_of(place, home, METHODS)
-    latest = 4 + 2 * sum(runs.whole(place, [f"method={name}", *runs.GIVEN])["seconds"] for name in METHODS)
+    arguments = runs.sweep_of(folder, home, METHODS)
+    latest = 4 + 2 * sum(
+        runs.run_undisturbed(folder, [f"method={name}", *runs.GIVEN])["seconds"] for name in METHODS
+    )
     moment, killed = draw.uniform(0.5, latest), kind == "sweep again"
     codes = twice(home, arguments, moment, killed=killed, seconds=2 * runs.HANGS_S)
     # A job that another sweep is at is left to it; the same command again does what is missing.
-    then = wait_for_exit(start(home, arguments, "log-2"), seconds=2 * runs.HANGS_S)
-    told = {"kind": kind, "codes": codes, "then": then, "unlike": runs.unlike(place, home, METHODS)}
-    told["fine"] = then == 0 and not told["unlike"]
-    told["last"] = "" if told["fine"] else (home / "log-2").read_text()[-1500:]
+    final_code = wait_for_exit(start(home, arguments, "log-2"), seconds=2 * runs.HANGS_S)
+    outcome = {"kind": kind, "codes": codes, "then": final_code, "unlike": runs.unlike(folder, home, METHODS)}
+    outcome["fine"] = final_code == 0 and not outcome["unlike"]
+    outcome["last"] = "" if outcome["fine"] else (home / "log-2").read_text()[-1500:]
     shutil.rmtree(home)
-    return told
+    return outcome
 
 
-def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
+def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     kind = KINDS[number % len(KINDS)]
-    return (of_a_sweep if "sweep" in kind else of_a_run)(place, number, draw, kind)
+    return (of_a_sweep if "sweep" in kind else of_a_run)(folder, number, draw, kind)

@@ -38,8 +38,8 @@ HARMS = ("flip", "cut", "empty", "gone")
 def disk(at: Path, size: str) -> Iterator[None]:
     """A file system of its own. Raises CalledProcessError where that may not be had."""
     at.mkdir(parents=True, exist_ok=True)
-    how = ["mount", "-t", "tmpfs", "-o", f"size={size}", "campaign", at]
-    subprocess.run(how, check=True, capture_output=True)
+    mount_command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "campaign", at]
+    subprocess.run(mount_command, check=True, capture_output=True)
     try:
         yield
     finally:
@@ -50,14 +50,17 @@ def remount(at: Path, option: str) -> bool:
     return subprocess.run(["mount", "-o", f"remount,{option}", at], capture_output=True).returncode == 0
 
 
-def on_disk(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
+def on_disk(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     which, kind = [*MOST_KIB][number // 2 % len(MOST_KIB)], draw.choice(("full", "full", "read-only"))
-    home = place / f"disk-{number}"
+    home = folder / f"disk-{number}"
     at, size = home / which, f"{draw.randint(4, MOST_KIB[which])}k" if kind == "full" else LARGE
-    expected, cache = runs.whole(place, GIVEN), at / "cache" if which == "cache" else place / "cache"
+    expected, cache = (
+        runs.run_undisturbed(folder, GIVEN),
+        at / "cache" if which == "cache" else folder / "cache",
+    )
     run = (at if which == "outputs" else home) / "run"
-    arguments, log = runs.command(place, run, *GIVEN, cache=cache), home / "log"
-    told: dict[str, Any] = {"fault": kind, "disk": which, "size": size}
+    arguments, log = runs.command(folder, run, *GIVEN, cache=cache), home / "log"
+    outcome: dict[str, Any] = {"fault": kind, "disk": which, "size": size}
     temporary = {"TMPDIR": str(at)} if which == "tmp" else {}
     try:
         with disk(at, size), mock.patch.dict(os.environ, temporary):
@@ -67,98 +70,110 @@ def on_disk(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
                 runs.wait_for(lambda: remount(at, "ro") or not process.is_alive())
             code = wait_for_exit(process, seconds=runs.HANGS_S)
             words = log.read_text()
-            told |= {"code": code, "line": runs.one_line(words)}
+            outcome |= {"code": code, "line": runs.one_line(words)}
             remount(at, f"rw,size={LARGE}")
-            again = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
-            told["then"] = wait_for_exit(again, seconds=runs.HANGS_S)
-            told["same"] = told["then"] == 0 and runs.bits(run) == expected["bits"]
-            named = code == 1 and told["line"] is not None and str(at) in told["line"]
-            told["fine"] = told["same"] and (code == 0 or named)
-            told["last"] = "" if told["fine"] else words[-1500:]
+            second_start = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
+            outcome["then"] = wait_for_exit(second_start, seconds=runs.HANGS_S)
+            outcome["same"] = outcome["then"] == 0 and runs.bits(run) == expected["bits"]
+            named = code == 1 and outcome["line"] is not None and str(at) in outcome["line"]
+            outcome["fine"] = outcome["same"] and (code == 0 or named)
+            outcome["last"] = "" if outcome["fine"] else words[-1500:]
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    return told
+    return outcome
 
 
-def half_done(place: Path) -> Path:
-    home = place / "half"
+def half_done(folder: Path) -> Path:
+    home = folder / "half"
     if not home.exists():
-        arguments = runs.command(place, home / "run", *GIVEN, cache=home / "cache")
-        process, seen = runs.begin(arguments, home / "run"), home / "run" / "checkpoints" / "002-food.ckpt"
-        if not runs.wait_for(lambda: seen.exists() or not process.is_alive()):
-            raise RuntimeError(runs.said(home / "run"))
+        arguments = runs.command(folder, home / "run", *GIVEN, cache=home / "cache")
+        process, checkpoint = (
+            runs.begin(arguments, home / "run"),
+            home / "run" / "checkpoints" / "002-food.ckpt",
+        )
+        if not runs.wait_for(lambda: checkpoint.exists() or not process.is_alive()):
+            raise RuntimeError(runs.read_log(home / "run"))
         process.kill()
         wait_for_exit(process)
     return home
 
 
-def all_done(place: Path) -> Path:
-    home = place / "done"
+def all_done(folder: Path) -> Path:
+    home = folder / "done"
     if not home.exists():
-        shutil.copytree(half_done(place), home)
-        arguments = runs.command(place, home / "run", *GIVEN, cache=home / "cache")
+        shutil.copytree(half_done(folder), home)
+        arguments = runs.command(folder, home / "run", *GIVEN, cache=home / "cache")
         if runs.complete(arguments, home / "run"):
-            raise RuntimeError(runs.said(home / "run"))
+            raise RuntimeError(runs.read_log(home / "run"))
     return home
 
 
 def kinds(home: Path) -> dict[str, list[Path]]:
     """The files of a run and its cache, by kind: the name, with each number a star."""
-    found: dict[str, list[Path]] = {}
+    files_by_kind: dict[str, list[Path]] = {}
     for path in sorted(home.rglob("*")):
-        inside = path.relative_to(home)
-        if path.is_file() and path.stat().st_size and path.suffix != ".lock" and len(inside.parts) > 1:
-            found.setdefault(NUMBER.sub("*", str(inside)), []).append(path)
-    return found
+        relative_path = path.relative_to(home)
+        if path.is_file() and path.stat().st_size and path.suffix != ".lock" and len(relative_path.parts) > 1:
+            files_by_kind.setdefault(NUMBER.sub("*", str(relative_path)), []).append(path)
+    return files_by_kind
 
 
-def harm(path: Path, how: str, draw: random.Random) -> None:
+def harm(path: Path, harm_kind: str, draw: random.Random) -> None:
     data = bytearray(path.read_bytes())
-    if how == "gone":
+    if harm_kind == "gone":
         path.unlink()
         return
-    if how == "flip":
+    if harm_kind == "flip":
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data if how == "flip" else data[: draw.randrange(len(data)) if how == "cut" else 0])
+    path.write_bytes(
+        data if harm_kind == "flip" else data[: draw.randrange(len(data)) if harm_kind == "cut" else 0]
+    )
 
 
 def verify(home: Path, path: Path) -> bool:
     """Whether `python -m cpt.verify` names the file, or its folder."""
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         main([str(home / "run"), str(home / "cache")])
-    lines = told.getvalue().splitlines()[:-1]
+    lines = output.getvalue().splitlines()[:-1]
     return any(path.name in line or str(path.parent) in line for line in lines)
 
 
-def damaged(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    source = (half_done, all_done)[number // 2 % 2](place)
-    expected, home = runs.whole(place, GIVEN), place / f"damaged-{number}"
+def damaged(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    source = (half_done, all_done)[number // 2 % 2](folder)
+    expected, home = runs.run_undisturbed(folder, GIVEN), folder / f"damaged-{number}"
     shutil.copytree(source, home)
-    found = kinds(home)
-    kind = runs.shuffled(sorted(found), number // 4)
-    path, how = draw.choice(found[kind]), draw.choice(HARMS)
-    whole, since = path.read_bytes(), len(runs.said(home / "run").encode())
-    harm(path, how, draw)
-    told: dict[str, Any] = {"fault": how, "kind": kind, "of": source.name, "verified": verify(home, path)}
-    run, arguments = home / "run", runs.command(place, home / "run", *GIVEN, cache=home / "cache")
-    told["code"] = runs.complete(arguments, run)
-    words = runs.said(run, since)
-    told["line"] = runs.one_line(words)
+    files_by_kind = kinds(home)
+    kind = runs.shuffled(sorted(files_by_kind), number // 4)
+    path, harm_kind = draw.choice(files_by_kind[kind]), draw.choice(HARMS)
+    original, log_size = path.read_bytes(), len(runs.read_log(home / "run").encode())
+    harm(path, harm_kind, draw)
+    outcome: dict[str, Any] = {
+        "fault": harm_kind,
+        "kind": kind,
+        "of": source.name,
+        "verified": verify(home, path),
+    }
+    run, arguments = home / "run", runs.command(folder, home / "run", *GIVEN, cache=home / "cache")
+    outcome["code"] = runs.complete(arguments, run)
+    words = runs.read_log(run, log_size)
+    outcome["line"] = runs.one_line(words)
     of_stage = "stages" in path.parts
-    seen = told["verified"] or not of_stage  # a finished run has no need of it
-    if told["code"] or of_stage:
+    is_detected = outcome["verified"] or not of_stage  # a finished run has no need of it
+    if outcome["code"] or of_stage:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(whole)
-    if told["code"]:
-        seen = told["code"] == 1 and told["line"] is not None and str(path.parent) in told["line"]
-        told |= runs.again(arguments, run, expected)
+        path.write_bytes(original)
+    if outcome["code"]:
+        is_detected = (
+            outcome["code"] == 1 and outcome["line"] is not None and str(path.parent) in outcome["line"]
+        )
+        outcome |= runs.run_again(arguments, run, expected)
     else:
-        told["same"] = runs.bits(run) == expected["bits"]
-    told["fine"] = seen and told["same"]
-    told["last"] = "" if told["fine"] else words[-1500:]
+        outcome["same"] = runs.bits(run) == expected["bits"]
+    outcome["fine"] = is_detected and outcome["same"]
+    outcome["last"] = "" if outcome["fine"] else words[-1500:]
     shutil.rmtree(home, ignore_errors=True)
-    return told
+    return outcome
 
 
-def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    return (damaged, on_disk)[number % 2](place, number, draw)
+def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    return (damaged, on_disk)[number % 2](folder, number, draw)

@@ -30,15 +30,15 @@ TRIALS |= {"slurm": 10}
 Trial = Callable[[Path, int, random.Random], dict[str, Any]]
 
 
-def run_trials(trial: Trial, place: Path, numbers: Iterable[int], *, seed: int) -> Iterator[dict[str, Any]]:
+def run_trials(trial: Trial, folder: Path, numbers: Iterable[int], *, seed: int) -> Iterator[dict[str, Any]]:
     """What each trial gives, with its number. `place` is a folder that the trials share."""
     for number in numbers:
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            found = trial(place, number, random.Random(f"{seed} {number}"))
+            outcome = trial(folder, number, random.Random(f"{seed} {number}"))
         except Exception as error:
-            found = {"fine": False, "error": "".join(traceback.format_exception(error))[-2000:]}
-        yield {"number": number, **found, "seconds": round(time.monotonic() - began, 2)}
+            outcome = {"fine": False, "error": "".join(traceback.format_exception(error))[-2000:]}
+        yield {"number": number, **outcome, "seconds": round(time.monotonic() - start, 2)}
 
 
 def main() -> int:
@@ -52,40 +52,47 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no trial after so many")
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(ROOT)}/NAME.json")
     parser.add_argument("--keep", type=Path, help="a folder to work in that stays; default: a temporary one")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     # A shell ignores both for what runs in the background, and so would the runs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    module = import_module(f"tests.campaigns.{given.name}")
+    module = import_module(f"tests.campaigns.{arguments.name}")
     if hasattr(module, "missing") and module.missing():
-        print(f"{given.name}: skipped, {module.missing()}")
+        print(f"{arguments.name}: skipped, {module.missing()}")
         return 0
-    trial, trials = module.trial, given.trials or TRIALS[given.name]
-    numbers = given.only or range(given.first, given.first + trials)
-    out = given.out or RESULTS / f"{given.name}.json"
-    began, found = time.monotonic(), []
+    trial, trials = module.trial, arguments.trials or TRIALS[arguments.name]
+    numbers = arguments.only or range(arguments.first, arguments.first + trials)
+    out = arguments.out or RESULTS / f"{arguments.name}.json"
+    start, outcomes = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
-        place = given.keep or Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
+        work_folder = arguments.keep or Path(folder)
+        work_folder.mkdir(parents=True, exist_ok=True)
         try:
             bar = tqdm(
-                run_trials(trial, place, numbers, seed=given.seed), total=len(numbers), desc=given.name
+                run_trials(trial, work_folder, numbers, seed=arguments.seed),
+                total=len(numbers),
+                desc=arguments.name,
             )
-            for each in bar:
-                found.append(each)
-                bar.set_postfix(fine=sum(one["fine"] for one in found))
-                if not each["fine"]:
-                    bar.write(json.dumps(each), file=sys.stdout)
-                if time.monotonic() - began > given.seconds:
+            for outcome in bar:
+                outcomes.append(outcome)
+                bar.set_postfix(fine=sum(finished_outcome["fine"] for finished_outcome in outcomes))
+                if not outcome["fine"]:
+                    bar.write(json.dumps(outcome), file=sys.stdout)
+                if time.monotonic() - start > arguments.seconds:
                     break
             bar.close()
         finally:  # while the folder is there: daemons are ended by their pid files
             if hasattr(module, "close"):
-                module.close(place)
-    told = {"campaign": given.name, "asked": trials, "seed": given.seed, "made": len(found)}
-    told |= {"fine": sum(each["fine"] for each in found), "seconds": round(time.monotonic() - began)}
+                module.close(work_folder)
+    summary = {"campaign": arguments.name, "asked": trials, "seed": arguments.seed, "made": len(outcomes)}
+    summary |= {
+        "fine": sum(outcome["fine"] for outcome in outcomes),
+        "seconds": round(time.monotonic() - start),
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
-    written = json.dumps(told | {"trials": found}, indent=1).replace(f"{place}/", "")  # no machine's paths
-    out.write_text(written + "\n")
-    print("{campaign}: {fine} of {made} fine, {asked} asked, {seconds} s".format(**told))
-    return 0 if found and told["fine"] == told["made"] else 1
+    report = json.dumps(summary | {"trials": outcomes}, indent=1).replace(
+        f"{work_folder}/", ""
+    )  # no machine's paths
+    out.write_text(report + "\n")
+    print("{campaign}: {fine} of {made} fine, {asked} asked, {seconds} s".format(**summary))
+    return 0 if outcomes and summary["fine"] == summary["made"] else 1

@@ -23,43 +23,49 @@ def kill_at(process: Any, moment: float, draw: random.Random) -> dict[str, Any]:
     if not process.is_alive():
         return {}
     members = runs.family(process.pid)
-    rank, began = draw.randrange(len(members)), time.monotonic()
+    rank, start = draw.randrange(len(members)), time.monotonic()
     runs.kill(members[rank])
-    left = runs.have_left(members)
-    took = round(time.monotonic() - began, 2)
-    for each in members:
-        runs.kill(each)
+    have_left = runs.have_left(members)
+    seconds = round(time.monotonic() - start, 2)
+    for member in members:
+        runs.kill(member)
     wait_for_exit(process)
-    return {"rank": rank, "of": len(members), "left": left, "left_after_s": took}
+    return {"rank": rank, "of": len(members), "left": have_left, "left_after_s": seconds}
 
 
-def of_a_run(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
+def of_a_run(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     method, two = runs.shuffled(runs.METHODS, number), number % 3 == 2
-    given = [f"method={method}", *runs.GIVEN, *(runs.DDP if two else ())]
-    given += runs.endtasks_of(place) if draw.random() < 0.2 else []
-    expected, home = runs.whole(place, given, twin=two), place / f"kills-{number}"
-    own, run = draw.random() < 0.3, home / "run"
-    arguments = runs.command(place, run, *given, cache=home / "cache" if own else place / "cache")
-    latest = expected["seconds"] * (1.5 if own else 1)
+    options = [f"method={method}", *runs.GIVEN, *(runs.DDP if two else ())]
+    options += runs.endtasks_of(folder) if draw.random() < 0.2 else []
+    expected, home = runs.run_undisturbed(folder, options, twin=two), folder / f"kills-{number}"
+    has_own_cache, run = draw.random() < 0.3, home / "run"
+    arguments = runs.command(
+        folder, run, *options, cache=home / "cache" if has_own_cache else folder / "cache"
+    )
+    latest = expected["seconds"] * (1.5 if has_own_cache else 1)
     kills = [
         kill_at(runs.begin(arguments, run, twin=two), draw.uniform(0, latest), draw)
         for _ in range(draw.randint(1, 3))
     ]
-    told = {"method": method, "processes": 1 + two, "own cache": own, "kills": kills}
-    told |= runs.again(arguments, run, expected, twin=two)
-    told["damage"] = list(damage_in_run(run))
-    told["fine"] = told["same"] and not told["damage"] and all(each.get("left", True) for each in kills)
-    told["last"] = "" if told["fine"] else runs.said(run)[-1500:]
+    outcome = {"method": method, "processes": 1 + two, "own cache": has_own_cache, "kills": kills}
+    outcome |= runs.run_again(arguments, run, expected, twin=two)
+    outcome["damage"] = list(damage_in_run(run))
+    outcome["fine"] = (
+        outcome["same"] and not outcome["damage"] and all(kill.get("left", True) for kill in kills)
+    )
+    outcome["last"] = "" if outcome["fine"] else runs.read_log(run)[-1500:]
     shutil.rmtree(home)
-    return told
+    return outcome
 
 
-def of_a_sweep(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
+def of_a_sweep(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     methods = sorted({runs.shuffled(runs.METHODS, number + turn) for turn in (0, 5)})
-    home, kills = place / f"sweep-{number}", []
+    home, kills = folder / f"sweep-{number}", []
     home.mkdir()
-    arguments, log = runs.sweep_of(place, home, methods), home / "log"
-    longest = 4 + 2 * sum(runs.whole(place, [f"method={name}", *runs.GIVEN])["seconds"] for name in methods)
+    arguments, log = runs.sweep_of(folder, home, methods), home / "log"
+    longest = 4 + 2 * sum(
+        runs.run_undisturbed(folder, [f"method={name}", *runs.GIVEN])["seconds"] for name in methods
+    )
     for _ in range(draw.randint(1, 2)):
         process = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
         process.join(draw.uniform(0.5, longest))
@@ -68,16 +74,16 @@ def of_a_sweep(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
         members = runs.family(process.pid)
         runs.kill(victim := draw.choice(members))
         of_sweep = victim == process.pid  # which no job outlives; that of a job goes on with the others
-        left = runs.have_left(members) if of_sweep else True
-        kills.append({"killed": "sweep" if of_sweep else "job", "of": len(members), "left": left})
+        have_left = runs.have_left(members) if of_sweep else True
+        kills.append({"killed": "sweep" if of_sweep else "job", "of": len(members), "left": have_left})
         wait_for_exit(process)
     code = wait_for_exit(start_script(ROOT / "run.py", *arguments, cwd=home, log=log))
-    told = {"sweep": methods, "kills": kills, "code": code, "unlike": runs.unlike(place, home, methods)}
-    told["fine"] = not told["unlike"] and code == 0 and all(each["left"] for each in kills)
-    told["last"] = "" if told["fine"] else log.read_text()[-1500:]
-    shutil.rmtree(home) if told["fine"] else home.rename(place / f"unlike-{number}")
-    return told
+    outcome = {"sweep": methods, "kills": kills, "code": code, "unlike": runs.unlike(folder, home, methods)}
+    outcome["fine"] = not outcome["unlike"] and code == 0 and all(kill["left"] for kill in kills)
+    outcome["last"] = "" if outcome["fine"] else log.read_text()[-1500:]
+    shutil.rmtree(home) if outcome["fine"] else home.rename(folder / f"unlike-{number}")
+    return outcome
 
 
-def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    return (of_a_sweep if number % 5 == 4 else of_a_run)(place, number, draw)
+def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    return (of_a_sweep if number % 5 == 4 else of_a_run)(folder, number, draw)

@@ -47,8 +47,8 @@ def spoil() -> None:
     value, of_a_weight = float(plan["value"]), plan["place"] == "weight"
 
     def digest(module: Any) -> str:
-        every = (each.detach().reshape(-1).contiguous() for each in module.parameters())
-        weights = b"".join(each.view(torch.uint8).numpy().tobytes() for each in every)
+        parameters_on_cpu = (parameter.detach().reshape(-1).contiguous() for parameter in module.parameters())
+        weights = b"".join(parameter.view(torch.uint8).numpy().tobytes() for parameter in parameters_on_cpu)
         return hashlib.sha256(weights).hexdigest()
 
     def keep(module: Any) -> None:
@@ -70,14 +70,16 @@ def spoil() -> None:
         self.guard.add_losses({"lm": loss.new_tensor(value)})
         return loss + value
 
-    def optimizer_step(self: Any, *given: Any, **others: Any) -> None:
+    def optimizer_step(self: Any, *arguments: Any, **options: Any) -> None:
         bad, before = is_here(self), digest(self)
-        step(self, *given, **others)
+        step(self, *arguments, **options)
         if bad and not of_a_weight:
             notes["moved"] += digest(self) != before
         if bad and of_a_weight and self.global_rank == plan["rank"] and not notes["met"]:
             notes["met"] = True
-            trained = next(each for each in self.parameters() if each.requires_grad and each.numel())
+            trained = next(
+                parameter for parameter in self.parameters() if parameter.requires_grad and parameter.numel()
+            )
             trained.data.view(-1)[0] = value
         notes["weights"] = digest(self)
         keep(self)
@@ -96,42 +98,42 @@ def spoilt(arguments: list[str], run: Path, plan: dict[str, Any]) -> int:
 def finite(run: Path) -> bool:
     states = [load_stage(path) for path in run.glob("stages/*.pt")]
     states += [torch.load(path, weights_only=True)["state_dict"] for path in run.glob("checkpoints/*.ckpt")]
-    floats = [each for state in states for each in state.values() if each.is_floating_point()]
-    return all(bool(each.isfinite().all()) for each in floats)
+    floats = [value for state in states for value in state.values() if value.is_floating_point()]
+    return all(bool(value.isfinite().all()) for value in floats)
 
 
 def judge(run: Path, plan: dict[str, Any], code: int) -> dict[str, Any]:
     """What a spoilt start has left: by the notes of its processes, the scores and the weights."""
     notes = [json.loads(path.read_text()) for path in sorted(run.parent.glob("notes-*.json"))]
-    told = {"code": code, "met": any(each["met"] for each in notes), "finite": finite(run)}
-    told["moved"] = sum(each["moved"] for each in notes)
-    told["alike"] = len({each["weights"] for each in notes}) <= 1
-    log = runs.said(run)
+    outcome = {"code": code, "met": any(note["met"] for note in notes), "finite": finite(run)}
+    outcome["moved"] = sum(note["moved"] for note in notes)
+    outcome["alike"] = len({note["weights"] for note in notes}) <= 1
+    log = runs.read_log(run)
     if code:
-        told["line"] = runs.LINE.findall(log)[:1]
-        fine = code == 1 and "Traceback" not in log and bool(told["line"]) and told["met"]
+        outcome["line"] = runs.LINE.findall(log)[:1]
+        fine = code == 1 and "Traceback" not in log and bool(outcome["line"]) and outcome["met"]
     else:
         ends = plan["policy"] == "stop" or (plan["place"] == "weight" and plan["policy"] == "skip")
-        told["skipped"] = sum(json.loads((run / "scores.json").read_text())["skipped"])
-        fine = bool(told["skipped"]) and not ends if told["met"] else told["skipped"] == 0
-    fine = fine and told["finite"] and not told["moved"] and (told["alike"] or bool(code))
-    return told | {"fine": fine, "last": "" if fine else log[-1500:]}
+        outcome["skipped"] = sum(json.loads((run / "scores.json").read_text())["skipped"])
+        fine = bool(outcome["skipped"]) and not ends if outcome["met"] else outcome["skipped"] == 0
+    fine = fine and outcome["finite"] and not outcome["moved"] and (outcome["alike"] or bool(code))
+    return outcome | {"fine": fine, "last": "" if fine else log[-1500:]}
 
 
-def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
+def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     plan = {"place": PLACES[number % 3], "policy": POLICIES[number // 3 % 3], "processes": 1 + number % 2}
     plan |= {"value": draw.choice(("nan", "inf", "-inf")), "rank": draw.randrange(plan["processes"])}
     plan |= {"step": draw.randrange(STEPS), "stage": draw.randrange(2)}
     plan["method"] = runs.shuffled(LEARNING, number)
-    two, home = plan["processes"] > 1, place / f"nonfinite-{number}"
-    given = [f"method={plan['method']}", f"trainer.steps={STEPS}", f"on_nonfinite={plan['policy']}"]
-    given += runs.DDP if two else ()
-    expected, run = runs.whole(place, given, twin=two), home / "run"
-    arguments = runs.command(place, run, *given)
-    told = plan | judge(run, plan, spoilt(arguments, run, plan))
-    if told["code"]:
-        told |= runs.again(arguments, run, expected, twin=two)
-        told["fine"] = told["fine"] and told["same"]
-        told["last"] = "" if told["fine"] else runs.said(run)[-1500:]
+    two, home = plan["processes"] > 1, folder / f"nonfinite-{number}"
+    options = [f"method={plan['method']}", f"trainer.steps={STEPS}", f"on_nonfinite={plan['policy']}"]
+    options += runs.DDP if two else ()
+    expected, run = runs.run_undisturbed(folder, options, twin=two), home / "run"
+    arguments = runs.command(folder, run, *options)
+    outcome = plan | judge(run, plan, spoilt(arguments, run, plan))
+    if outcome["code"]:
+        outcome |= runs.run_again(arguments, run, expected, twin=two)
+        outcome["fine"] = outcome["fine"] and outcome["same"]
+        outcome["last"] = "" if outcome["fine"] else runs.read_log(run)[-1500:]
     shutil.rmtree(home)
-    return told
+    return outcome

@@ -28,29 +28,29 @@ HANGS_S, LEAVES_S = 120, 60.0  # LEAVES_S: within which a process has to leave w
 LINE = re.compile(r"^cpt: .*$", re.MULTILINE)
 
 
-def command(place: Path, run: Path, *given: str, cache: Path | None = None) -> list[str]:
+def command(folder: Path, run: Path, *options: str, cache: Path | None = None) -> list[str]:
     """The arguments of a run of two domains in a folder, on the small texts of the tests."""
     for seed, (name, words) in enumerate(VOCABULARIES.items()):
-        path = place / "texts" / name / "all.txt"
+        path = folder / "texts" / name / "all.txt"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(sentences(words, count=120, seed=seed)) + "\n")
-    places = [f"domains.root={place / 'texts'}", f"cache_dir={cache or place / 'cache'}"]
-    return ["domains=texts", *places, f"hydra.run.dir={run}", *SMALL, "order=[law,food]", *given]
+    folder_options = [f"domains.root={folder / 'texts'}", f"cache_dir={cache or folder / 'cache'}"]
+    return ["domains=texts", *folder_options, f"hydra.run.dir={run}", *SMALL, "order=[law,food]", *options]
 
 
-def endtasks_of(place: Path) -> list[str]:
+def endtasks_of(folder: Path) -> list[str]:
     for domain in ("law", "food"):
-        if not (place / "tasks" / "endtasks" / domain).exists():
-            write_task(place / "tasks", domain)
-    quick = QUICK | {"root": place / "tasks", "when": "each", "seeds": "[1,2]", "epochs": 2}
+        if not (folder / "tasks" / "endtasks" / domain).exists():
+            write_task(folder / "tasks", domain)
+    quick = QUICK | {"root": folder / "tasks", "when": "each", "seeds": "[1,2]", "epochs": 2}
     return ["endtask=texts", *(f"endtask.{name}={value}" for name, value in quick.items())]
 
 
-def sweep_of(place: Path, home: Path, methods: Sequence[str], *, cache: Path | None = None) -> list[str]:
-    given = command(place, home / "unused", *GIVEN, f"method={','.join(methods)}", cache=cache)
-    kept = [each for each in given if not each.startswith("hydra.run.dir=")]
-    return ["-m", *kept, "name=sweep", "hydra.launcher.jobs=2"]
+def sweep_of(folder: Path, home: Path, methods: Sequence[str], *, cache: Path | None = None) -> list[str]:
+    run_options = command(folder, home / "unused", *GIVEN, f"method={','.join(methods)}", cache=cache)
+    sweep_options = [option for option in run_options if not option.startswith("hydra.run.dir=")]
+    return ["-m", *sweep_options, "name=sweep", "hydra.launcher.jobs=2"]
 
 
 def begin(
@@ -65,10 +65,10 @@ def log_of(run: Path) -> Path:
     return run.with_name(f"{run.name}.log")
 
 
-def said(run: Path, since: int = 0) -> str:
-    """What a run's starts have said, from a place in the log on."""
+def read_log(run: Path, offset: int = 0) -> str:
+    """What a run's starts have said, from an offset in the log on."""
     path = log_of(run)
-    text = path.read_bytes()[since:].decode(errors="replace") if path.exists() else ""
+    text = path.read_bytes()[offset:].decode(errors="replace") if path.exists() else ""
     return text.replace("\r", "\n")
 
 
@@ -76,7 +76,7 @@ def complete(arguments: Sequence[str], run: Path, *, twin: bool = False, script:
     return wait_for_exit(begin(arguments, run, twin=twin, script=script), seconds=HANGS_S)
 
 
-def again(arguments: Sequence[str], run: Path, expected: dict[str, Any], *, twin: bool = False) -> dict:
+def run_again(arguments: Sequence[str], run: Path, expected: dict[str, Any], *, twin: bool = False) -> dict:
     code = complete(arguments, run, twin=twin)
     return {"then": code, "same": code == 0 and bits(run) == expected["bits"]}
 
@@ -85,49 +85,49 @@ def bits(run: Path) -> str:
     """A hash of what a finished run knows: matrix, metrics, end tasks, the last stage, the exported model."""
     scores = json.loads((run / "scores.json").read_text())
     assert scores["run"]["finished"], f"{run} is not finished"
-    told = [scores["nll"], scores["metrics"], scores["endtasks"].get("scores")]
-    found = hashlib.sha256(json.dumps(told).encode())
+    results = [scores["nll"], scores["metrics"], scores["endtasks"].get("scores")]
+    digest = hashlib.sha256(json.dumps(results).encode())
     if stages := sorted((run / "stages").glob("*.pt")):
         for name, value in sorted(load_stage(stages[-1]).items()):
-            found.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     for path in sorted(run.glob("model/*.safetensors")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
-WHOLES: dict[tuple, dict[str, Any]] = {}
+UNDISTURBED: dict[tuple, dict[str, Any]] = {}
 
 
-def whole(place: Path, given: Sequence[str], *, twin: bool = False) -> dict[str, Any]:
+def run_undisturbed(folder: Path, options: Sequence[str], *, twin: bool = False) -> dict[str, Any]:
     """The bits of a run that nobody disturbed, and its seconds; made once."""
-    known = (str(place), *given, twin)
-    if known not in WHOLES:
-        run, began = place / "wholes" / str(len(WHOLES)), time.monotonic()
-        if complete(command(place, run, *given), run, twin=twin) != 0:
-            raise RuntimeError(f"a whole run of {given} failed: {said(run)[-600:]}")
-        WHOLES[known] = {"bits": bits(run), "seconds": time.monotonic() - began}
-    return WHOLES[known]
+    key = (str(folder), *options, twin)
+    if key not in UNDISTURBED:
+        run, start = folder / "wholes" / str(len(UNDISTURBED)), time.monotonic()
+        if complete(command(folder, run, *options), run, twin=twin) != 0:
+            raise RuntimeError(f"a whole run of {options} failed: {read_log(run)[-600:]}")
+        UNDISTURBED[key] = {"bits": bits(run), "seconds": time.monotonic() - start}
+    return UNDISTURBED[key]
 
 
-def unlike(place: Path, home: Path, methods: Sequence[str]) -> list[str]:
+def unlike(folder: Path, home: Path, methods: Sequence[str]) -> list[str]:
     """The methods of a sweep whose jobs have not ended with the bits of a run that nobody disturbed."""
     wrong = []
     for name in methods:  # a folder of a sweep has a method's name with dots
         path = next(home.glob(f"outputs/sweep/{name.replace('_', '.')}_*/scores.json"), None)
-        if not path or bits(path.parent) != whole(place, [f"method={name}", *GIVEN])["bits"]:
+        if not path or bits(path.parent) != run_undisturbed(folder, [f"method={name}", *GIVEN])["bits"]:
             wrong.append(name)
     return wrong
 
 
 def one_line(text: str) -> str | None:
     """The only line of an error that a user is to see; None where there is a traceback, none or several."""
-    found = LINE.findall(text.replace("\r", "\n"))
-    return found[0] if len(found) == 1 and "Traceback" not in text else None
+    lines = LINE.findall(text.replace("\r", "\n"))
+    return lines[0] if len(lines) == 1 and "Traceback" not in text else None
 
 
 def family(pid: int) -> list[int]:
     children = read_proc(f"{pid}/task/{pid}/children").split()
-    return [pid, *(each for child in children for each in family(int(child)))]
+    return [pid, *(descendant for child in children for descendant in family(int(child)))]
 
 
 def kill(pid: int) -> None:

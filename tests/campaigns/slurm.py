@@ -51,18 +51,18 @@ def missing() -> str:
     return missing_programs()
 
 
-def cluster_in(place: Path) -> SlurmCluster:
-    if place not in CLUSTERS:
-        CLUSTERS[place] = SlurmCluster(place / "slurm")
-        CLUSTERS[place].start()
+def cluster_in(folder: Path) -> SlurmCluster:
+    if folder not in CLUSTERS:
+        CLUSTERS[folder] = SlurmCluster(folder / "slurm")
+        CLUSTERS[folder].start()
         os.environ["PYTHONPATH"] = str(ROOT)
-        CLUSTERS[place].environment["PYTHONPATH"] = str(ROOT)
-    return CLUSTERS[place]
+        CLUSTERS[folder].environment["PYTHONPATH"] = str(ROOT)
+    return CLUSTERS[folder]
 
 
-def close(place: Path) -> None:
+def close(folder: Path) -> None:
     """Ends the daemons of the trials in a folder: they would hold the ports of the next campaign."""
-    cluster = CLUSTERS.pop(place, None)
+    cluster = CLUSTERS.pop(folder, None)
     if cluster is not None:
         cluster.stop()
 
@@ -73,15 +73,17 @@ def batch_script(arguments: list[str], *, nodes: int, tasks: int) -> str:
     script = re.search(r"^#!/bin/bash\n.*?(?=^```)", page, re.DOTALL | re.MULTILINE)
     assert script is not None
     resources = f"#SBATCH --nodes={nodes} --ntasks-per-node={tasks} --cpus-per-task=1"
-    command = " ".join(["srun", sys.executable, str(ROOT / "run.py"), *(f"'{each}'" for each in arguments)])
+    command = " ".join(
+        ["srun", sys.executable, str(ROOT / "run.py"), *(f"'{argument}'" for argument in arguments)]
+    )
     text = re.sub(r"^#SBATCH --nodes=.*$", resources, script[0], flags=re.MULTILINE)
     text = re.sub(r"^srun .*$", lambda match: command, text, flags=re.MULTILINE)
     return text.replace("#SBATCH --signal", "#SBATCH --time=30 --signal")
 
 
 def wait_for_training(run: Path) -> None:
-    if not runs.wait_for(lambda: IN_A_STAGE.search(runs.said(run)), seconds=ENDS_S):
-        raise RuntimeError(f"no training: {runs.said(run)[-600:]}")
+    if not runs.wait_for(lambda: IN_A_STAGE.search(runs.read_log(run)), seconds=ENDS_S):
+        raise RuntimeError(f"no training: {runs.read_log(run)[-600:]}")
 
 
 def wait_for_end(cluster: SlurmCluster, job: str) -> str:
@@ -104,7 +106,7 @@ def disturb(cluster: SlurmCluster, event: str, job: str, run: Path) -> None:
     elif event == "script at its time limit":
         # USR1 comes 120 seconds before the limit: at once, where that is a minute.
         cluster.run("scontrol", "update", f"jobid={job}", "timelimit=1")
-        runs.wait_for(lambda: STOPPED.search(runs.said(run)), seconds=ENDS_S)
+        runs.wait_for(lambda: STOPPED.search(runs.read_log(run)), seconds=ENDS_S)
         cluster.run("scontrol", "update", f"jobid={job}", "timelimit=30")
     elif event == "script on a failed node":
         node = cluster.field(job, "NodeList")
@@ -113,18 +115,18 @@ def disturb(cluster: SlurmCluster, event: str, job: str, run: Path) -> None:
         cluster.start_node(node)
 
 
-def of_a_script(cluster: SlurmCluster, place: Path, number: int, moment: float) -> dict[str, Any]:
+def of_a_script(cluster: SlurmCluster, folder: Path, number: int, moment: float) -> dict[str, Any]:
     event = EVENTS[number % len(EVENTS)]
     strategy = event.partition(" ")[0] if event.endswith(("by srun", "by srun requeued")) else ""
     steps = {"script at its time limit": LONG, "script on a failed node": SAVING}.get(event, STEPS)
-    given = ["method=ncl", *steps]
-    given += [f"strategy={strategy}", "trainer.accelerator=cpu"] if strategy else []
-    expected = runs.whole(place, given, twin=bool(strategy))
-    run = place / f"slurm-{number}" / "run"
+    options = ["method=ncl", *steps]
+    options += [f"strategy={strategy}", "trainer.accelerator=cpu"] if strategy else []
+    expected = runs.run_undisturbed(folder, options, twin=bool(strategy))
+    run = folder / f"slurm-{number}" / "run"
     run.mkdir(parents=True)
 
     # Two processes: tasks of one node (DDP), or of two (FSDP); devices and nodes follow srun.
-    arguments = runs.command(place, run, *given)
+    arguments = runs.command(folder, run, *options)
     shape = {"ddp": (1, 2), "fsdp": (2, 1)}.get(strategy, (1, 1))
     script = run.with_name("job.sh")
     script.write_text(batch_script(arguments, nodes=shape[0], tasks=shape[1]))
@@ -135,21 +137,21 @@ def of_a_script(cluster: SlurmCluster, place: Path, number: int, moment: float) 
     disturb(cluster, event, job, run)
 
     state = wait_for_end(cluster, job)
-    found: dict[str, Any] = {"event": event, "moment": round(moment, 2), "state": state}
-    found |= {"restarts": cluster.field(job, "Restarts"), "stops": len(STOPPED.findall(runs.said(run)))}
+    outcome: dict[str, Any] = {"event": event, "moment": round(moment, 2), "state": state}
+    outcome |= {"restarts": cluster.field(job, "Restarts"), "stops": len(STOPPED.findall(runs.read_log(run)))}
     if event == "script cancelled":
-        found["then"] = runs.complete(arguments, run)
+        outcome["then"] = runs.complete(arguments, run)
     is_ended = state == ("CANCELLED" if event == "script cancelled" else "COMPLETED")
-    found["same"] = (run / "scores.json").exists() and runs.bits(run) == expected["bits"]
+    outcome["same"] = (run / "scores.json").exists() and runs.bits(run) == expected["bits"]
     restarts = {"script cancelled": "0", "ddp by srun": "0"}.get(event, "1")
-    found["fine"] = is_ended and found["same"] and found["restarts"] == restarts
-    found["last"] = "" if found["fine"] else runs.said(run)[-1500:]
-    return found
+    outcome["fine"] = is_ended and outcome["same"] and outcome["restarts"] == restarts
+    outcome["last"] = "" if outcome["fine"] else runs.read_log(run)[-1500:]
+    return outcome
 
 
-def start_sweep(cluster: SlurmCluster, place: Path, home: Path) -> subprocess.Popen[bytes]:
-    given = runs.command(place, home / "unused", *STEPS, f"method={','.join(METHODS)}")
-    arguments = [each for each in given if not each.startswith("hydra.run.dir=")]
+def start_sweep(cluster: SlurmCluster, folder: Path, home: Path) -> subprocess.Popen[bytes]:
+    run_options = runs.command(folder, home / "unused", *STEPS, f"method={','.join(METHODS)}")
+    arguments = [option for option in run_options if not option.startswith("hydra.run.dir=")]
     resources = {"gpus_per_node": 0, "cpus_per_task": 1, "mem_gb": 1, "timeout_min": 30}
     arguments += [f"hydra.launcher.{name}={value}" for name, value in resources.items()]
     command = [sys.executable, str(ROOT / "run.py"), "-m", "hydra/launcher=slurm", "name=sweep", *arguments]
@@ -167,12 +169,12 @@ def is_training(home: Path) -> bool:
     return console.exists() and IN_A_STAGE.search(console.read_text().replace("\r", "\n")) is not None
 
 
-def of_a_sweep(cluster: SlurmCluster, place: Path, number: int, moment: float) -> dict[str, Any]:
+def of_a_sweep(cluster: SlurmCluster, folder: Path, number: int, moment: float) -> dict[str, Any]:
     event = EVENTS[number % len(EVENTS)]
-    expected = {name: runs.whole(place, [f"method={name}", *STEPS])["bits"] for name in METHODS}
-    home = place / f"slurm-{number}"
+    expected = {name: runs.run_undisturbed(folder, [f"method={name}", *STEPS])["bits"] for name in METHODS}
+    home = folder / f"slurm-{number}"
     home.mkdir()
-    sweep = start_sweep(cluster, place, home)
+    sweep = start_sweep(cluster, folder, home)
     if not runs.wait_for(lambda: is_training(home), seconds=ENDS_S):
         raise RuntimeError(f"no training: {(home / 'log').read_text()[-600:]}")
     time.sleep(moment)
@@ -186,27 +188,34 @@ def of_a_sweep(cluster: SlurmCluster, place: Path, number: int, moment: float) -
     else:
         sweep.send_signal(signal.SIGKILL)
         codes.append(sweep.wait())
-        sweep = start_sweep(cluster, place, home)
+        sweep = start_sweep(cluster, folder, home)
     codes.append(sweep.wait(ENDS_S))
-    found: dict[str, Any] = {"event": event, "moment": round(moment, 2), "codes": codes, "jobs": len(numbers)}
+    outcome: dict[str, Any] = {
+        "event": event,
+        "moment": round(moment, 2),
+        "codes": codes,
+        "jobs": len(numbers),
+    }
     if event == "sweep with a cancelled job":
-        codes.append(start_sweep(cluster, place, home).wait(ENDS_S))
+        codes.append(start_sweep(cluster, folder, home).wait(ENDS_S))
 
     log = (home / "log").read_text()
-    found["submitted"] = sum(int(count) for count in re.findall(r"Submitted (\d+) jobs?:", log))
-    found["same"] = all(
+    outcome["submitted"] = sum(int(count) for count in re.findall(r"Submitted (\d+) jobs?:", log))
+    outcome["same"] = all(
         (find_run(home, name) / "scores.json").exists() and runs.bits(find_run(home, name)) == expected[name]
         for name in METHODS
     )
-    wanted = {"sweep preempted": ([0], 2), "sweep with a cancelled job": ([1, 0], 3)}
-    found["fine"] = found["same"] and (codes, found["submitted"]) == wanted.get(event, ([-9, 0], 2))
-    found["last"] = "" if found["fine"] else log[-1500:]
-    return found
+    expected_by_event = {"sweep preempted": ([0], 2), "sweep with a cancelled job": ([1, 0], 3)}
+    outcome["fine"] = outcome["same"] and (codes, outcome["submitted"]) == expected_by_event.get(
+        event, ([-9, 0], 2)
+    )
+    outcome["last"] = "" if outcome["fine"] else log[-1500:]
+    return outcome
 
 
-def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    cluster = cluster_in(place)
+def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    cluster = cluster_in(folder)
     moment = draw.uniform(0, 1)
     if EVENTS[number % len(EVENTS)].startswith("sweep"):
-        return of_a_sweep(cluster, place, number, moment)
-    return of_a_script(cluster, place, number, moment)
+        return of_a_sweep(cluster, folder, number, moment)
+    return of_a_script(cluster, folder, number, moment)

@@ -43,8 +43,8 @@ def begin(arguments: list[str], run: Path, *, port: int, processes: int = 2, nod
     agent += [f"--rdzv-endpoint=127.0.0.1:{port}", str(ROOT / "run.py"), *arguments]
     agent += [f"trainer.devices={processes}", f"trainer.num_nodes={nodes}"]
     with runs.log_of(run).open("ab") as log:
-        said = {"stdout": log, "stderr": subprocess.STDOUT, "env": os.environ | OWN_STORES}
-        return [subprocess.Popen(agent, cwd=run.parent, **said) for _ in range(nodes)]
+        streams = {"stdout": log, "stderr": subprocess.STDOUT, "env": os.environ | OWN_STORES}
+        return [subprocess.Popen(agent, cwd=run.parent, **streams) for _ in range(nodes)]
 
 
 def end(agents: list[Any]) -> list[int]:
@@ -54,40 +54,43 @@ def end(agents: list[Any]) -> list[int]:
             codes.append(agent.wait(runs.HANGS_S))
         except subprocess.TimeoutExpired:
             with suppress(psutil.NoSuchProcess):
-                for each in psutil.Process(agent.pid).children(recursive=True):
-                    each.kill()
+                for process in psutil.Process(agent.pid).children(recursive=True):
+                    process.kill()
             agent.kill()
             codes.append(agent.wait())
     return codes
 
 
-def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
+def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     event, strategy = EVENTS[number % 3], STRATEGIES[number // 3 % 2]
-    given, run = [f"strategy={strategy}", *STEPS], place / f"torchrun-{number}"
+    options, run = [f"strategy={strategy}", *STEPS], folder / f"torchrun-{number}"
     port = FIRST_PORT + 10 * number
-    expected, arguments = runs.whole(place, given, twin=True), runs.command(place, run, *given)
-    found: dict[str, Any] = {"event": event, "strategy": strategy}
+    expected, arguments = (
+        runs.run_undisturbed(folder, options, twin=True),
+        runs.command(folder, run, *options),
+    )
+    outcome: dict[str, Any] = {"event": event, "strategy": strategy}
     if event == "nodes":
         codes = end(begin(arguments, run, port=port, processes=1, nodes=2))
-        return found | {"codes": codes, "fine": codes == [0, 0] and runs.bits(run) == expected["bits"]}
+        return outcome | {"codes": codes, "fine": codes == [0, 0] and runs.bits(run) == expected["bits"]}
     agents = begin(arguments, run, port=port)
-    runs.wait_for(lambda: IN_A_STAGE.search(runs.said(run)) or agents[0].poll() is not None)
+    runs.wait_for(lambda: IN_A_STAGE.search(runs.read_log(run)) or agents[0].poll() is not None)
     time.sleep(moment := draw.uniform(0, 2))
     children = psutil.Process(agents[0].pid).children()
-    workers = [each for each in children if "run.py" in " ".join(each.cmdline())]
-    found |= {"moment": round(moment, 2), "workers": len(workers)}
+    workers = [process for process in children if "run.py" in " ".join(process.cmdline())]
+    outcome |= {"moment": round(moment, 2), "workers": len(workers)}
     if event == "kill":
         runs.kill(draw.choice(workers).pid)
         codes = end(agents)
-        again = "Resuming" in runs.said(run)
+        is_resumed = "Resuming" in runs.read_log(run)
         fine = codes == [0] and runs.bits(run) == expected["bits"]
-        return found | {"codes": codes, "resumed": again, "fine": fine}
+        return outcome | {"codes": codes, "resumed": is_resumed, "fine": fine}
     agents[0].send_signal(name := draw.choice([signal.SIGUSR1, signal.SIGTERM]))
     codes, state = end(agents), json.loads((run / "progress.json").read_text())["state"]
-    found |= {"signal": name.name, "codes": codes, "state": state, "processes": draw.choice([1, 4])}
-    (then,) = end(begin(arguments, run, port=port + 1, processes=found["processes"]))
-    undisturbed = place / "wholes" / str([*runs.WHOLES].index((str(place), *given, True)))
-    ends = [json.loads((each / "scores.json").read_text())["nll"] for each in (run, undisturbed)]
+    outcome |= {"signal": name.name, "codes": codes, "state": state, "processes": draw.choice([1, 4])}
+    (final_code,) = end(begin(arguments, run, port=port + 1, processes=outcome["processes"]))
+    undisturbed = folder / "wholes" / str([*runs.UNDISTURBED].index((str(folder), *options, True)))
+    ends = [json.loads((process / "scores.json").read_text())["nll"] for process in (run, undisturbed)]
     far = float(np.abs(np.subtract(*ends)).max())
-    fine = state == "preempted" and then == 0 and far < NEAR
-    return found | {"then": then, "nats": round(far, 6), "fine": fine}
+    fine = state == "preempted" and final_code == 0 and far < NEAR
+    return outcome | {"then": final_code, "nats": round(far, 6), "fine": fine}

@@ -18,19 +18,19 @@ from tests.support.kill_callback import KilledError, Killer
 SCHEMA = Draft202012Validator(json.loads((ROOT / "cpt/evaluation/scores.schema.json").read_text()))
 
 
-def command(corpora: Path, cache: Path, *given: str) -> list[str]:
-    return ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]", *given]
+def command(corpora: Path, cache: Path, *options: str) -> list[str]:
+    return ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]", *options]
 
 
 def scores_of(folder: Path) -> Scores:
     return Scores.load(folder / "scores.json")
 
 
-def told_by(folder: Path) -> dict[str, Any]:
+def read_scores(folder: Path) -> dict[str, Any]:
     """The scores as a reader without cpt sees them, valid by the published schema."""
-    told = json.loads((folder / "scores.json").read_text())
-    SCHEMA.validate(told)
-    return told
+    scores = json.loads((folder / "scores.json").read_text())
+    SCHEMA.validate(scores)
+    return scores
 
 
 def state_of(folder: Path, stage: int = -1) -> dict[str, Tensor]:
@@ -38,25 +38,27 @@ def state_of(folder: Path, stage: int = -1) -> dict[str, Tensor]:
     return load_stage(path)
 
 
-def same_state(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return [*one] == [*other] and all(torch.equal(each, other[name]) for name, each in one.items())
+def same_state(state: dict[str, Tensor], other_state: dict[str, Tensor]) -> bool:
+    return [*state] == [*other_state] and all(
+        torch.equal(tensor, other_state[name]) for name, tensor in state.items()
+    )
 
 
-def assert_same_bits(one: Path, other: Path) -> None:
-    assert same_state(state_of(one), state_of(other))
-    assert told_by(one)["nll"] == told_by(other)["nll"]
+def assert_same_bits(run: Path, other_run: Path) -> None:
+    assert same_state(state_of(run), state_of(other_run))
+    assert read_scores(run)["nll"] == read_scores(other_run)["nll"]
 
 
 def answers_of(folder: Path) -> dict[str, list]:
-    found = sorted((folder / "answers").rglob("*.parquet"))
-    return {str(path.relative_to(folder)): pq.read_table(path).to_pylist() for path in found}
+    paths = sorted((folder / "answers").rglob("*.parquet"))
+    return {str(path.relative_to(folder)): pq.read_table(path).to_pylist() for path in paths}
 
 
 def times(folder: Path) -> dict[str, int]:
     """When each file was written, but for those that say that a process is at work."""
-    own = (".lock", "progress.json")
-    found = [each for each in folder.rglob("*") if each.is_file() and each.name not in own]
-    return {str(each): each.stat().st_mtime_ns for each in found}
+    volatile_names = (".lock", "progress.json")
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in volatile_names]
+    return {str(path): path.stat().st_mtime_ns for path in paths}
 
 
 def killed(start: Any, killing: Any, cfg: Any, folder: Path, *, step: int, domain: str | None = None) -> None:
@@ -66,5 +68,5 @@ def killed(start: Any, killing: Any, cfg: Any, folder: Path, *, step: int, domai
     killing(None)
 
 
-def die(*args: Any, **how: Any) -> None:
+def die(*args: Any, **options: Any) -> None:
     raise KilledError

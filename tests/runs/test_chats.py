@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cpt.models.loading import train_tokenizer
 from cpt.trainer import chat_date
 from tests.conftest import VOCABULARIES, sentences
-from tests.runs.reading import answers_of, told_by
+from tests.runs.reading import answers_of, read_scores
 
 DOMAINS = ("food", "law")
 TEMPLATE = (
@@ -28,9 +28,9 @@ def write_chats(root):
     for name, (split, count) in product(DOMAINS, {"train": 60, "test": 10}.items()):
         draw, rows = random.Random(10 * (name == "law") + (split == "test")), []
         for number in range(count):
-            asked = draw.choices(VOCABULARIES[name].split(), k=draw.randint(4, 8))
-            turns = {"system": f"You know {name}.", "user": f"{' '.join(asked)} {number}?"}
-            turns |= {"assistant": f"It is {asked[0]}."}
+            question_words = draw.choices(VOCABULARIES[name].split(), k=draw.randint(4, 8))
+            turns = {"system": f"You know {name}.", "user": f"{' '.join(question_words)} {number}?"}
+            turns |= {"assistant": f"It is {question_words[0]}."}
             messages = [{"role": role, "content": content} for role, content in turns.items()]
             rows.append(json.dumps({"messages": messages}))
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -55,14 +55,19 @@ def test_chats_are_learned_and_answered(composed, corpora, cache, start, tmp_pat
     write_chats(tmp_path / "texts")
     (tmp_path / "texts" / "general").symlink_to(corpora / "general")
     write_checkpoint(tmp_path / "decoder")
-    given = [f"domains.root={tmp_path / 'texts'}", f"model.name_or_path={tmp_path / 'decoder'}"]
-    given += ["model.max_seq_length=128", "trainer.steps=30", "trainer.batch_size=8", "optim.lr=1e-2"]
-    given += ["trainer.checkpoint_every=4", "answers.max_new_tokens=12", "logger=none", f"cache_dir={cache}"]
-    start(composed("domains=instructions", "model=hf", *given), tmp_path / "run")
-    scores = told_by(tmp_path / "run")
+    options = [f"domains.root={tmp_path / 'texts'}", f"model.name_or_path={tmp_path / 'decoder'}"]
+    options += ["model.max_seq_length=128", "trainer.steps=30", "trainer.batch_size=8", "optim.lr=1e-2"]
+    options += [
+        "trainer.checkpoint_every=4",
+        "answers.max_new_tokens=12",
+        "logger=none",
+        f"cache_dir={cache}",
+    ]
+    start(composed("domains=instructions", "model=hf", *options), tmp_path / "run")
+    scores = read_scores(tmp_path / "run")
     assert scores["run"]["finished"] and scores["run"]["objective"] == "causal"
     assert scores["domains"] == [*DOMAINS, "general"]
-    assert all(scores["nll"][2][place] < scores["nll"][0][place] - 1 for place in (0, 1))
+    assert all(scores["nll"][2][column] < scores["nll"][0][column] - 1 for column in (0, 1))
     answers, files = scores["answers"]["tasks"], answers_of(tmp_path / "run")
     assert answers["law"]["measures"]["rouge_l"][-1] > 0.3 > answers["law"]["measures"]["rouge_l"][0]
     last = files["answers/002-law/law.parquet"]
@@ -94,22 +99,22 @@ def test_bad_chats_are_counted_and_the_date_stays_that_of_the_first_start(
     with (tmp_path / "texts" / "law" / "train.jsonl").open("a") as file:
         for messages in UNUSABLE.values():
             file.write("\n" + json.dumps({"messages": messages}))
-    given = [
+    options = [
         f"domains.root={tmp_path / 'texts'}",
         f"model.name_or_path={tmp_path / 'decoder'}",
         "order=[law]",
     ]
-    given += ["model.max_seq_length=128", "trainer.steps=2", "trainer.batch_size=4", "answers=none"]
-    given += ["logger=none", f"cache_dir={cache}"]
+    options += ["model.max_seq_length=128", "trainer.steps=2", "trainer.batch_size=4", "answers=none"]
+    options += ["logger=none", f"cache_dir={cache}"]
 
-    def configured(*more):
-        return composed("domains=instructions", "model=hf", *given, *more)
+    def configured(*overrides):
+        return composed("domains=instructions", "model=hf", *options, *overrides)
 
     with pytest.raises(ValueError, match=r"train.jsonl, line 61.*is empty.*on_bad_example=skip"):
         start(configured(), tmp_path / "stopped")
     start(configured("domains.on_bad_example=skip"), tmp_path / "run")
     today = datetime.date.today().isoformat()
-    assert told_by(tmp_path / "run")["texts"]["law"]["skipped"] == dict.fromkeys(UNUSABLE, 1)
+    assert read_scores(tmp_path / "run")["texts"]["law"]["skipped"] == dict.fromkeys(UNUSABLE, 1)
     assert f"date: '{today}'" in (tmp_path / "run" / "config.yaml").read_text()
     assert all("Skipping 1 examples of law" in caplog.text and kind in caplog.text for kind in UNUSABLE)
 
@@ -118,7 +123,7 @@ def test_bad_chats_are_counted_and_the_date_stays_that_of_the_first_start(
     (tmp_path / "run" / "report.html").unlink()  # so that it is started again
     start(configured("domains.on_bad_example=skip"), tmp_path / "run")
     assert f"prints a date: {today}" in caplog.text and "2031" not in caplog.text
-    assert json.loads(scores)["nll"] == told_by(tmp_path / "run")["nll"]
+    assert json.loads(scores)["nll"] == read_scores(tmp_path / "run")["nll"]
     with pytest.raises(ValueError, match=f"domains.date: {today} -> 2031-05-06"):
         start(configured("domains.on_bad_example=skip", "domains.date=2031-05-06"), tmp_path / "run")
     with pytest.raises(ValueError, match="date=2031-13-06 is invalid"):

@@ -14,7 +14,7 @@ from cpt.methods.base import ContinualMethod
 from cpt.trainer.loop import ContinualTrainer
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.stage import StageTrainer
-from tests.runs.reading import assert_same_bits, killed, times, told_by
+from tests.runs.reading import assert_same_bits, killed, read_scores, times
 from tests.support.campaign import run_few
 from tests.support.kill_callback import KilledError
 
@@ -23,39 +23,39 @@ FLIPS = 5
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
+def shared_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("damage")
 
 
 @pytest.fixture
-def config(small, places):
-    return lambda *overrides: small(ORDER, f"cache_dir={places / 'cache'}", *overrides)
+def config(small, shared_folder):
+    return lambda *overrides: small(ORDER, f"cache_dir={shared_folder / 'cache'}", *overrides)
 
 
 @pytest.fixture
-def done(places, config, start):
-    if not (places / "run").exists():
-        start(config(), places / "run")
-    return places / "run"
+def finished_run(shared_folder, config, start):
+    if not (shared_folder / "run").exists():
+        start(config(), shared_folder / "run")
+    return shared_folder / "run"
 
 
 @pytest.fixture
-def again(places, done, tmp_path):
-    shutil.copytree(places / "cache", tmp_path / "cache")
-    subprocess.run(["cp", "-a", done, tmp_path / "run"], check=True)  # with its hard links
+def copied_run(shared_folder, finished_run, tmp_path):
+    shutil.copytree(shared_folder / "cache", tmp_path / "cache")
+    subprocess.run(["cp", "-a", finished_run, tmp_path / "run"], check=True)  # with its hard links
     return tmp_path / "run"
 
 
 @pytest.fixture
-def begun(places, done, config, start, killing, tmp_path):
-    if not (places / "begun").exists():
-        killed(start, killing, config(), places / "begun", step=3, domain="food")
-    return shutil.copytree(places / "begun", tmp_path / "begun")
+def begun_run(shared_folder, finished_run, config, start, killing, tmp_path):
+    if not (shared_folder / "begun").exists():
+        killed(start, killing, config(), shared_folder / "begun", step=3, domain="food")
+    return shutil.copytree(shared_folder / "begun", tmp_path / "begun")
 
 
-def flip(path, place=None):
+def flip(path, position=None):
     data = bytearray(path.read_bytes())
-    data[len(data) // 2 if place is None else place] ^= 1
+    data[len(data) // 2 if position is None else position] ^= 1
     path.write_bytes(data)
 
 
@@ -64,11 +64,11 @@ def cut(path):
 
 
 HARMS = {"gone": os.unlink, "cut off": cut, "a bit": flip}
-KEPT = ["checksums.json", "model/model.safetensors", "documents/001.npz", "stages/002.pt"]
-GOES_ON = ["scores.json", "config.yaml", "identity.json", "documents/001.npz", "stages/001.pt"]
-GOES_ON.append("checkpoints/002-food.ckpt")
-ROWS = [("finished", name, how) for name in KEPT for how in HARMS]
-ROWS += [("begun", name, how) for name in GOES_ON for how in HARMS]
+FINISHED_FILES = ["checksums.json", "model/model.safetensors", "documents/001.npz", "stages/002.pt"]
+BEGUN_FILES = ["scores.json", "config.yaml", "identity.json", "documents/001.npz", "stages/001.pt"]
+BEGUN_FILES.append("checkpoints/002-food.ckpt")
+ROWS = [("finished", name, harm) for name in FINISHED_FILES for harm in HARMS]
+ROWS += [("begun", name, harm) for name in BEGUN_FILES for harm in HARMS]
 ROWS.remove(("begun", "scores.json", "a bit"))  # which has no checksum
 FEW = {row for row in ROWS if row[2] == ("a bit" if row[0] == "finished" else "cut off")}
 FEW.add(("finished", "stages/002.pt", "gone"))
@@ -80,18 +80,23 @@ UNSEEN = {("gone", name) for name in ("scores.json", "stages/001.pt", "checkpoin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", run_few(ROWS, FEW), ids=map(" ".join, ROWS))
-def test_a_damaged_file_of_a_run_is_made_again_or_refused(row, done, request, config, start, monkeypatch):
+def test_a_damaged_file_of_a_run_is_made_again_or_refused(
+    row, finished_run, request, config, start, monkeypatch
+):
     """A finished run learns nothing; one that goes on ends with the same bits. A refusal is one line that
     names the file's folder, and leaves all files."""
-    of, name, how = row
-    run = request.getfixturevalue("again" if of == "finished" else "begun")
-    HARMS[how](run / name)
+    of, name, harm = row
+    run = request.getfixturevalue("copied_run" if of == "finished" else "begun_run")
+    HARMS[harm](run / name)
     binary = name not in ("config.yaml", "identity.json")
-    assert verify.main([str(run)]) == 1 or not binary or (how, name) in UNSEEN
+    assert verify.main([str(run)]) == 1 or not binary or (harm, name) in UNSEEN
     if of == "finished":
         monkeypatch.setattr(StageTrainer, "train", None)
     before = {path: time for path, time in times(run).items() if "identity" not in path}
-    refused = (of, name) == ("finished", "model/model.safetensors") and how != "gone"  # the stage's file, too
+    refused = (of, name) == (
+        "finished",
+        "model/model.safetensors",
+    ) and harm != "gone"  # the stage's file, too
     try:
         start(config("verify_inputs=full"), run)
     except ValueError as error:
@@ -100,27 +105,30 @@ def test_a_damaged_file_of_a_run_is_made_again_or_refused(row, done, request, co
         assert not refused or "run/stages/002.1.linked" in str(error)
         return
     assert not refused
-    assert told_by(run)["nll"] == told_by(done)["nll"] and told_by(run)["metrics"] == told_by(done)["metrics"]
+    assert (
+        read_scores(run)["nll"] == read_scores(finished_run)["nll"]
+        and read_scores(run)["metrics"] == read_scores(finished_run)["metrics"]
+    )
     if of == "finished" and name in UNREAD:
-        shutil.copy(done / name, run / name)  # no other file of the run has gone
-    assert_same_bits(run, done)
+        shutil.copy(finished_run / name, run / name)  # no other file of the run has gone
+    assert_same_bits(run, finished_run)
     assert verify.main([str(run)]) == 0
-    for each in ("model/model.safetensors", "model/tokenizer.json"):
-        assert (run / each).read_bytes() == (done / each).read_bytes()
+    for file_name in ("model/model.safetensors", "model/tokenizer.json"):
+        assert (run / file_name).read_bytes() == (finished_run / file_name).read_bytes()
 
 
-def test_a_folder_of_a_stage_without_its_file_goes_unless_the_stage_is_committed(begun):
+def test_a_folder_of_a_stage_without_its_file_goes_unless_the_stage_is_committed(begun_run):
     for folder in ("001.1.linked", "001.2.shards", "002.1.shards"):
-        (begun / "stages" / folder).mkdir()
-    (begun / "stages" / "001.pt").unlink()
-    RunDir(begun).clean()
-    assert {each.name for each in (begun / "stages").iterdir()} == {"001.1.linked", "001.2.shards"}
+        (begun_run / "stages" / folder).mkdir()
+    (begun_run / "stages" / "001.pt").unlink()
+    RunDir(begun_run).clean()
+    assert {path.name for path in (begun_run / "stages").iterdir()} == {"001.1.linked", "001.2.shards"}
 
 
 def test_a_kill_while_a_lost_model_is_exported_again_leaves_the_last_stage(
-    again, done, start, config, monkeypatch
+    copied_run, finished_run, start, config, monkeypatch
 ):
-    (again / "model" / "config.json").unlink()
+    (copied_run / "model" / "config.json").unlink()
 
     def half_written(module, folder, order):
         (folder / "model.safetensors").write_bytes(b"half")
@@ -128,24 +136,24 @@ def test_a_kill_while_a_lost_model_is_exported_again_leaves_the_last_stage(
 
     with monkeypatch.context() as patch, pytest.raises(KilledError):
         patch.setattr(ContinualMethod, "export", half_written)
-        start(config(), again)
-    assert verify.main([str(again)]) == 1
-    start(config(), again)
-    assert_same_bits(again, done)
-    for each in ("model/model.safetensors", "model/config.json"):
-        assert (again / each).read_bytes() == (done / each).read_bytes()
+        start(config(), copied_run)
+    assert verify.main([str(copied_run)]) == 1
+    start(config(), copied_run)
+    assert_same_bits(copied_run, finished_run)
+    for file_name in ("model/model.safetensors", "model/config.json"):
+        assert (copied_run / file_name).read_bytes() == (finished_run / file_name).read_bytes()
 
 
-def test_a_file_of_something_else_is_refused(begun, config, start):
-    others = [("config.yaml", b"\xff", "is damaged"), ("config.yaml", b"- a", "is damaged")]
-    torch.save([torch.ones(2)], begun / "other")
-    others += [("stages/001.pt", (begun / "other").read_bytes(), "")]
-    for name, data, why in others:
-        whole = (begun / name).read_bytes()
-        (begun / name).write_bytes(data)
-        with pytest.raises(ValueError, match=rf"{begun / name} {why}.*(delete|restore it)"):
-            start(config(), begun)
-        (begun / name).write_bytes(whole)
+def test_a_file_of_something_else_is_refused(begun_run, config, start):
+    replacements = [("config.yaml", b"\xff", "is damaged"), ("config.yaml", b"- a", "is damaged")]
+    torch.save([torch.ones(2)], begun_run / "other")
+    replacements += [("stages/001.pt", (begun_run / "other").read_bytes(), "")]
+    for name, data, reason in replacements:
+        original = (begun_run / name).read_bytes()
+        (begun_run / name).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{begun_run / name} {reason}.*(delete|restore it)"):
+            start(config(), begun_run)
+        (begun_run / name).write_bytes(original)
 
 
 def test_a_folder_that_is_deleted_while_it_is_trained_ends_the_run_at_the_next_row(
@@ -164,13 +172,13 @@ def test_a_folder_that_is_deleted_while_it_is_trained_ends_the_run_at_the_next_r
     assert committed == [0]
 
 
-def test_verify_names_what_is_damaged_and_touches_nothing_else(again, tmp_path, capsys):
+def test_verify_names_what_is_damaged_and_touches_nothing_else(copied_run, tmp_path, capsys):
     assert verify.main([str(tmp_path)]) == 0 and "folders: 0 damaged" in capsys.readouterr().out
-    harmed = [*(tmp_path / "cache").glob("base/*/model.safetensors"), again / "stages" / "002.pt"]
+    harmed = [*(tmp_path / "cache").glob("base/*/model.safetensors"), copied_run / "stages" / "002.pt"]
     harmed += [*(tmp_path / "cache").glob("corpora/food-*/documents.arrow")]
     for path in harmed:
         flip(path)
-    assert verify.main([str(tmp_path), str(again)]) == 1
+    assert verify.main([str(tmp_path), str(copied_run)]) == 1
     *lines, last = capsys.readouterr().out.splitlines()
     assert last.endswith(": 3 damaged") and len(lines) == 3
     (tmp_path / "empty").mkdir()
@@ -179,24 +187,24 @@ def test_verify_names_what_is_damaged_and_touches_nothing_else(again, tmp_path, 
         assert any(path.name in line and remedy in line for line in lines), path
 
 
-def test_no_flipped_bit_of_the_cache_is_used(again, config, start, tmp_path, caplog):
+def test_no_flipped_bit_of_the_cache_is_used(copied_run, config, start, tmp_path, caplog):
     draw, cache = random.Random(0), tmp_path / "cache"
     start(config("trainer.steps=1"), tmp_path / "whole")
     for number in range(FLIPS):
         files = [path for path in sorted(cache.rglob("*")) if path.is_file() and path.suffix != ".lock"]
         path = draw.choice(files)
-        place = draw.randrange(path.stat().st_size)
-        flip(path, place)
+        position = draw.randrange(path.stat().st_size)
+        flip(path, position)
         caplog.clear()
         start(config(f"cache_dir={cache}", "trainer.steps=1"), tmp_path / f"{number}")
-        told = any(
+        is_reported = any(
             f"{path.relative_to(cache).parts[1]}, which is damaged" in line for line in caplog.messages
         )
-        assert verify.main([str(cache)]) == 1 - told
-        if not told:  # nobody has opened it: only making the base reads what it was made of
+        assert verify.main([str(cache)]) == 1 - is_reported
+        if not is_reported:  # nobody has opened it: only making the base reads what it was made of
             assert "general-train" in str(path)
-            flip(path, place)
-        assert told_by(tmp_path / f"{number}")["nll"] == told_by(tmp_path / "whole")["nll"]
+            flip(path, position)
+        assert read_scores(tmp_path / f"{number}")["nll"] == read_scores(tmp_path / "whole")["nll"]
 
 
 def test_pictures_of_the_page_and_diagnostics_are_verified(tmp_path, capsys):

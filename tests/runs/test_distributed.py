@@ -12,7 +12,7 @@ from transformers import AutoModelForMaskedLM
 
 from cpt.core.tensors import load_tensors
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
-from tests.runs.reading import answers_of, assert_same_bits, command, state_of, told_by
+from tests.runs.reading import answers_of, assert_same_bits, command, read_scores, state_of
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.forked_scripts import start_script, wait_for_exit
@@ -80,20 +80,22 @@ main()
 """
 
 
-def launch(folder: Path, out: Path, *given: str, death: int = -1, starts=False) -> int:
+def launch(folder: Path, out: Path, *options: str, death: int = -1, starts=False) -> int:
     """A run in `folder / "run"`, watched from within; gives its exit code.
 
     The second process is a fork of the first unless it `starts`, which orders sets in another way."""
     out.mkdir(parents=True)
     script, log = folder / f"{out.name}.py", out / "log"
     script.write_text(SCRIPT.format(root=str(ROOT), out=str(out), death=death))
-    twin = not starts and any(each in given for each in (DDP[0], "strategy=fsdp"))
-    place = f"hydra.run.dir={folder / 'run'}"
-    return wait_for_exit(start_script(script, *given, place, cwd=folder, log=log, twin=twin), seconds=180)
+    twin = not starts and any(option in options for option in (DDP[0], "strategy=fsdp"))
+    run_dir_option = f"hydra.run.dir={folder / 'run'}"
+    return wait_for_exit(
+        start_script(script, *options, run_dir_option, cwd=folder, log=log, twin=twin), seconds=180
+    )
 
 
-def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, **how: Any) -> int:
-    return launch(folder, out, *command(corpora, cache, *SMALL, *overrides), **how)
+def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, **options: Any) -> int:
+    return launch(folder, out, *command(corpora, cache, *SMALL, *overrides), **options)
 
 
 def batches(out: Path, rank: int) -> list:
@@ -101,11 +103,13 @@ def batches(out: Path, rank: int) -> list:
     return [batch for batch in map(json.loads, lines) if batch[0] != ["general"]]
 
 
-def assert_shared(whole: list, parts: list[list], *, seen=sorted) -> None:
-    assert len(whole) == len(parts[0]) == len(parts[1])
-    for (names, number, rows), (_, first, mine), (_, second, theirs) in zip(whole, *parts, strict=True):
-        assert number == first == second and len(mine) == len(theirs) == len(rows) // 2
-        assert seen(mine + theirs) == seen(rows), names
+def assert_shared(single_batches: list, parts: list[list], *, normalize=sorted) -> None:
+    assert len(single_batches) == len(parts[0]) == len(parts[1])
+    for (names, number, rows), (_, first, first_rows), (_, second, second_rows) in zip(
+        single_batches, *parts, strict=True
+    ):
+        assert number == first == second and len(first_rows) == len(second_rows) == len(rows) // 2
+        assert normalize(first_rows + second_rows) == normalize(rows), names
 
 
 def assert_agree(out: Path, count: int) -> None:
@@ -113,10 +117,12 @@ def assert_agree(out: Path, count: int) -> None:
     assert first == second and len({*first}) == count
 
 
-def assert_scored_alike(one: Path, two: Path, *, rel: float = 1e-5) -> None:
-    alone, together = told_by(one), told_by(two)
-    assert together["rows"] == alone["rows"] and together["scored"] == alone["scored"]
-    for row, expected in zip(together["nll"], alone["nll"], strict=True):
+def assert_scored_alike(single_run: Path, shared_run: Path, *, rel: float = 1e-5) -> None:
+    single_scores, shared_scores = read_scores(single_run), read_scores(shared_run)
+    assert (
+        shared_scores["rows"] == single_scores["rows"] and shared_scores["scored"] == single_scores["scored"]
+    )
+    for row, expected in zip(shared_scores["nll"], single_scores["nll"], strict=True):
         assert row == pytest.approx(expected, rel=rel)
 
 
@@ -130,56 +136,68 @@ def endtasks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one(corpora, cache, tmp_path_factory, endtasks):
+def single_run(corpora, cache, tmp_path_factory, endtasks):
     folder = tmp_path_factory.mktemp("one")
     assert run(folder, folder / "out", *endtasks, corpora=corpora, cache=cache) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
-def two(corpora, cache, tmp_path_factory, endtasks):
+def shared_run(corpora, cache, tmp_path_factory, endtasks):
     """Killed within the second domain and started again; what it had left then lies in `left`."""
-    folder, given = tmp_path_factory.mktemp("two"), [*DDP, *endtasks]
-    assert run(folder, folder / "first", *given, corpora=corpora, cache=cache, death=4) != 0
-    assert told_by(folder / "run")["rows"] == ["base", "law"]
+    folder, options = tmp_path_factory.mktemp("two"), [*DDP, *endtasks]
+    assert run(folder, folder / "first", *options, corpora=corpora, cache=cache, death=4) != 0
+    assert read_scores(folder / "run")["rows"] == ["base", "law"]
     shutil.copytree(folder / "run", folder / "left" / "run")
-    code = run(folder, folder / "second", *given, corpora=corpora, cache=cache)
+    code = run(folder, folder / "second", *options, corpora=corpora, cache=cache)
     assert code == 0, (folder / "second" / "log").read_text()
     return folder
 
 
-def assert_learned_alike(one: Path, two: Path, *, seen=sorted) -> None:
-    whole = batches(one / "out", 0)
-    assert len(whole) == 12
-    assert_shared(whole[:10], [batches(two / "first", rank)[:10] for rank in (0, 1)], seen=seen)
-    assert_shared(whole[10:], [batches(two / "second", rank) for rank in (0, 1)], seen=seen)
+def assert_learned_alike(single_run: Path, shared_run: Path, *, normalize=sorted) -> None:
+    single_batches = batches(single_run / "out", 0)
+    assert len(single_batches) == 12
+    assert_shared(
+        single_batches[:10],
+        [batches(shared_run / "first", rank)[:10] for rank in (0, 1)],
+        normalize=normalize,
+    )
+    assert_shared(
+        single_batches[10:], [batches(shared_run / "second", rank) for rank in (0, 1)], normalize=normalize
+    )
     for out in ("first", "second"):
-        assert_agree(two / out, 1)
-    assert_scored_alike(one / "run", two / "run")
+        assert_agree(shared_run / out, 1)
+    assert_scored_alike(single_run / "run", shared_run / "run")
 
 
-def test_two_processes_learn_as_one(one, two):
-    assert_learned_alike(one, two)
+def test_two_processes_learn_as_one(single_run, shared_run):
+    assert_learned_alike(single_run, shared_run)
 
 
-def test_two_processes_score_as_one(one, two):
-    assert_scored_alike(one / "run", two / "run")
-    alone, together = told_by(one / "run"), told_by(two / "run")
-    for kind, rows in together["endtasks"]["scores"].items():
-        expected = alone["endtasks"]["scores"][kind]
+def test_two_processes_score_as_one(single_run, shared_run):
+    assert_scored_alike(single_run / "run", shared_run / "run")
+    single_scores, shared_scores = read_scores(single_run / "run"), read_scores(shared_run / "run")
+    for kind, rows in shared_scores["endtasks"]["scores"].items():
+        expected = single_scores["endtasks"]["scores"][kind]
         assert [[None in task for task in row] for row in rows] == [[True] * 2, [False, True], [False] * 2]
         pairs = zip(sum(sum(rows, []), []), sum(sum(expected, []), []), strict=True)
-        assert all(found == pytest.approx(score, abs=0.11) for found, score in pairs)  # 2 of 20 examples
-    assert together["seen"] == alone["seen"] and together["trained"] == alone["trained"]
-    assert together["flops"] == pytest.approx(alone["flops"], rel=1e-6) and min(together["memory"][1:]) > 1e8
+        assert all(value == pytest.approx(score, abs=0.11) for value, score in pairs)  # 2 of 20 examples
+    assert (
+        shared_scores["seen"] == single_scores["seen"]
+        and shared_scores["trained"] == single_scores["trained"]
+    )
+    assert (
+        shared_scores["flops"] == pytest.approx(single_scores["flops"], rel=1e-6)
+        and min(shared_scores["memory"][1:]) > 1e8
+    )
 
 
-def test_a_run_goes_on_with_another_number_of_processes(one, two, corpora, cache, endtasks):
+def test_a_run_goes_on_with_another_number_of_processes(single_run, shared_run, corpora, cache, endtasks):
     """Killed with two processes within a domain, it goes on with one, and with the same order of samples."""
-    assert run(two / "left", two / "left" / "out", *endtasks, corpora=corpora, cache=cache) == 0
-    assert batches(two / "left" / "out", 0) == batches(one / "out", 0)[10:]
-    assert_scored_alike(one / "run", two / "left" / "run")
-    assert told_by(two / "left" / "run")["seen"] == told_by(one / "run")["seen"]
+    assert run(shared_run / "left", shared_run / "left" / "out", *endtasks, corpora=corpora, cache=cache) == 0
+    assert batches(shared_run / "left" / "out", 0) == batches(single_run / "out", 0)[10:]
+    assert_scored_alike(single_run / "run", shared_run / "left" / "run")
+    assert read_scores(shared_run / "left" / "run")["seen"] == read_scores(single_run / "run")["seen"]
 
 
 @pytest.mark.campaign
@@ -188,13 +206,13 @@ def test_statistics_are_those_of_all_processes(launched):
     method += ["trainer.accumulate_grad_batches=2"]
     # What is dropped is each process's own draw; fewer samples would be the first of each micro-batch.
     method += ["method.contrast_dropout=1e-9", "method.contrast_samples=1"]
-    one, two = launched("one", *method), launched("two", *DDP, *method, starts=True)
-    assert_agree(two.parent / "out-1", 2)
-    assert_scored_alike(one, two, rel=1e-4)
-    alone, together = state_of(one), state_of(two)
-    for name in (name for name in alone if not name.startswith("model.")):
-        atol = 1e-3 * alone[name].abs().max().item()
-        torch.testing.assert_close(together[name], alone[name], rtol=2e-2, atol=atol)
+    single_run, shared_run = launched("one", *method), launched("two", *DDP, *method, starts=True)
+    assert_agree(shared_run.parent / "out-1", 2)
+    assert_scored_alike(single_run, shared_run, rel=1e-4)
+    single_state, shared_state = state_of(single_run), state_of(shared_run)
+    for name in (name for name in single_state if not name.startswith("model.")):
+        atol = 1e-3 * single_state[name].abs().max().item()
+        torch.testing.assert_close(shared_state[name], single_state[name], rtol=2e-2, atol=atol)
 
 
 PARTS = {
@@ -212,37 +230,42 @@ def test_two_processes_agree_and_are_as_one(method, small, start, launched, tmp_
     """On what is drawn, where an expert begins and which parts score a text, a projected gradient, a grown
     model and a peer; the memory of A-GEM alone is each process's own."""
     options = {**PARTS, **SEAMS}[method]
-    two = launched("two", *DDP, *options)
-    assert_agree(two.parent / "out-0", 2)
+    shared_run = launched("two", *DDP, *options)
+    assert_agree(shared_run.parent / "out-0", 2)
     start(small(ORDER, *options), tmp_path / "alone")
     if method != "agem":
-        assert_scored_alike(tmp_path / "alone", two, rel=1e-4)
-        alone, together = told_by(tmp_path / "alone"), told_by(two)
-        for row, expected in zip(together["modules"], alone["modules"], strict=True):
+        assert_scored_alike(tmp_path / "alone", shared_run, rel=1e-4)
+        single_scores, shared_scores = read_scores(tmp_path / "alone"), read_scores(shared_run)
+        for row, expected in zip(shared_scores["modules"], single_scores["modules"], strict=True):
             assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
 
 
 def unpadded(rows: list) -> list:
     """Rows without what fills them up, 0 or 1: a process pads to its own longest."""
     return sorted(
-        [[each for each in ids if each > 1], [each for each in labels if each != -100]]
+        [[token for token in ids if token > 1], [token for token in labels if token != -100]]
         for ids, labels in rows
     )
 
 
 def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_path):
     root = write_tasks(tmp_path, ("law", "food"), train=60, test=25)
-    given = [*SMALL_T5, "domains=tasks", f"domains.root={root}", "answers.max_new_tokens=6"]
-    given += ["answers.batch_size=7", "model.max_seq_length=64", ORDER, f"cache_dir={cache}"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert launch(one, one / "out", *given) == 0, (one / "out" / "log").read_text()
-    assert launch(two, two / "first", *given, *DDP, death=4) != 0
-    assert launch(two, two / "second", *given, *DDP) == 0, (two / "second" / "log").read_text()
-    assert_learned_alike(one, two, seen=unpadded)
-    found = answers_of(two / "run")
-    assert len(found) == 6 and found == answers_of(one / "run")
-    mine, theirs = told_by(two / "run")["answers"], told_by(one / "run")["answers"]
-    assert all(mine[name] == theirs[name] for name in ("tasks", "metrics", "intervals"))
+    options = [*SMALL_T5, "domains=tasks", f"domains.root={root}", "answers.max_new_tokens=6"]
+    options += ["answers.batch_size=7", "model.max_seq_length=64", ORDER, f"cache_dir={cache}"]
+    single_run, shared_run = tmp_path / "one", tmp_path / "two"
+    assert launch(single_run, single_run / "out", *options) == 0, (single_run / "out" / "log").read_text()
+    assert launch(shared_run, shared_run / "first", *options, *DDP, death=4) != 0
+    assert launch(shared_run, shared_run / "second", *options, *DDP) == 0, (
+        shared_run / "second" / "log"
+    ).read_text()
+    assert_learned_alike(single_run, shared_run, normalize=unpadded)
+    shared_answers = answers_of(shared_run / "run")
+    assert len(shared_answers) == 6 and shared_answers == answers_of(single_run / "run")
+    shared_record, single_record = (
+        read_scores(shared_run / "run")["answers"],
+        read_scores(single_run / "run")["answers"],
+    )
+    assert all(shared_record[name] == single_record[name] for name in ("tasks", "metrics", "intervals"))
 
 
 FSDP = "strategy=fsdp"
@@ -254,9 +277,9 @@ def launched(tmp_path, corpora, cache):
     """Runs a command in a folder by its name, to its end unless it is to die; gives the run's folder."""
     count = itertools.count()
 
-    def go(name: str, *given: str, small=SMALL, death: int = -1, starts=False) -> Path:
+    def go(name: str, *options: str, small=SMALL, death: int = -1, starts=False) -> Path:
         folder, out = tmp_path / name, tmp_path / name / f"out-{next(count)}"
-        words = command(corpora, cache, "trainer.accelerator=cpu", *small, *given)
+        words = command(corpora, cache, "trainer.accelerator=cpu", *small, *options)
         code = launch(folder, out, *words, death=death, starts=starts)
         assert (code == 0) == (death < 0), (out / "log").read_text()
         return folder / "run"
@@ -264,16 +287,19 @@ def launched(tmp_path, corpora, cache):
     return go
 
 
-def assert_same(one: Path, other: Path, *, weights: float = WEIGHTS, nats: float = NATS) -> None:
-    expected, found = state_of(one), state_of(other)
-    assert expected.keys() == found.keys()
+def assert_same(run: Path, other_run: Path, *, weights: float = WEIGHTS, nats: float = NATS) -> None:
+    expected, state = state_of(run), state_of(other_run)
+    assert expected.keys() == state.keys()
     for name in (name for name in expected if name.startswith("model.")):
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=weights, msg=name)
-    then, now = told_by(one), told_by(other)
-    for row, same in zip(now["nll"], then["nll"], strict=True):
-        assert row == pytest.approx(same, abs=nats)
-    assert min(then["nll"][0][column] - then["nll"][2][column] for column in (0, 1)) > 50 * NATS  # learned
-    assert (now["trained"], now["stored"]) == (then["trained"], then["stored"])
+        torch.testing.assert_close(state[name], expected[name], rtol=0, atol=weights, msg=name)
+    expected_scores, scores = read_scores(run), read_scores(other_run)
+    for row, expected_row in zip(scores["nll"], expected_scores["nll"], strict=True):
+        assert row == pytest.approx(expected_row, abs=nats)
+    assert (
+        min(expected_scores["nll"][0][column] - expected_scores["nll"][2][column] for column in (0, 1))
+        > 50 * NATS
+    )  # learned
+    assert (scores["trained"], scores["stored"]) == (expected_scores["trained"], expected_scores["stored"])
 
 
 PLAIN = "ncl l2 kd replay lora ema wise_ft one migu adapter olora inclora prompt cpt_plugin osf recadam"
@@ -300,15 +326,15 @@ METHODS = {
 # What LoRA adds stays whole in each process, and stands in the stage's file beside the shards.
 @pytest.mark.parametrize("method", run_few(METHODS, ["parts on disk"]))
 def test_shared_out_weights_are_those_of_one_process(method, launched):
-    alone, how = launched("alone", *METHODS[method]), [FSDP, *METHODS[method]]
-    folder = launched("sharded", *how, death=3)
-    kept = load_tensors(folder / "stages" / "001.pt")
-    assert kept["shards"] and (
-        method != "parts on disk" or any(name.startswith("domain_params.0:") for name in kept)
+    single_run, options = launched("alone", *METHODS[method]), [FSDP, *METHODS[method]]
+    folder = launched("sharded", *options, death=3)
+    stage = load_tensors(folder / "stages" / "001.pt")
+    assert stage["shards"] and (
+        method != "parts on disk" or any(name.startswith("domain_params.0:") for name in stage)
     )
-    launched("sharded", *how)
-    near = 1e-5 if method == "osf" else WEIGHTS  # singular vectors are less exact
-    assert_same(alone, folder, weights=near)
+    launched("sharded", *options)
+    tolerance = 1e-5 if method == "osf" else WEIGHTS  # singular vectors are less exact
+    assert_same(single_run, folder, weights=tolerance)
 
 
 # Where a process draws for itself: dropout, its part of a memory; tables that are tied, two stacks.
@@ -317,47 +343,54 @@ TIED = [METHODS[name] for name in ("ncl", "migu", "inclora", "ewc")]
 STEPS, KINDS = ["accumulate_grad_batches=2", "gradient_clip_val=0.05"], ["gradient_checkpointing", "compile"]
 HALF = ["trainer.precision=bf16-true"]
 OTHERS = [  # options, those of the run beside it, sizes of the model, how far weights and losses may be apart
-    *((given, ["strategy=ddp", *given], SMALL, 1e-5, NATS) for given in DRAWN),
-    *((given, given, small, 1e-5, NATS) for small in (SMALL_GPT2, SMALL_T5) for given in TIED),
-    *(([f"trainer.{each}"], [f"trainer.{each}"], SMALL, WEIGHTS, NATS) for each in STEPS),
-    *(([f"trainer.{each}=true"], [], SMALL, WEIGHTS, NATS) for each in KINDS),
+    *((options, ["strategy=ddp", *options], SMALL, 1e-5, NATS) for options in DRAWN),
+    *((options, options, SMALL_GPT2, 1e-5, NATS) for options in TIED),
+    *((options, options, SMALL_T5, 1e-5, NATS) for options in TIED),
+    *(([f"trainer.{option}"], [f"trainer.{option}"], SMALL, WEIGHTS, NATS) for option in STEPS),
+    *(([f"trainer.{option}=true"], [], SMALL, WEIGHTS, NATS) for option in KINDS),
     (["trainer.reshard_after_forward=false"], [], SMALL, WEIGHTS, NATS),
     (HALF, HALF, SMALL, 3e-2, 2e-2),
 ]
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(("given", "beside", "small", "weights", "nats"), OTHERS)
+@pytest.mark.parametrize(("options", "other_options", "small", "weights", "nats"), OTHERS)
 def test_shared_out_weights_are_those_of_ddp_of_other_models_and_of_steps_of_all_kinds(
-    given, beside, small, weights, nats, launched
+    options, other_options, small, weights, nats, launched
 ):
-    other, sharded = launched("other", *beside, small=small), launched("sharded", FSDP, *given, small=small)
-    assert_same(other, sharded, weights=weights, nats=nats)
+    other_run, sharded = (
+        launched("other", *other_options, small=small),
+        launched("sharded", FSDP, *options, small=small),
+    )
+    assert_same(other_run, sharded, weights=weights, nats=nats)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("method", ["ewc", "kd", "demix", "moments carried"])
 def test_what_is_shared_out_may_rest_on_the_cpu(method, launched):
-    how = [FSDP, *METHODS[method]]
-    plain = launched("plain", *how)
-    launched("killed", *how, "trainer.offload_method_state=true", death=3)
-    assert_same_bits(launched("killed", *how, "trainer.offload_method_state=true"), plain)
+    options = [FSDP, *METHODS[method]]
+    plain = launched("plain", *options)
+    launched("killed", *options, "trainer.offload_method_state=true", death=3)
+    assert_same_bits(launched("killed", *options, "trainer.offload_method_state=true"), plain)
 
 
 @pytest.mark.campaign
 def test_a_process_holds_its_share_and_the_export_is_whole_and_a_kill_changes_no_bit(launched, tmp_path):
     """Of weights, moments, anchor and Fisher half each; the model for others is a plain one."""
-    how = [FSDP, "method=ewc", "optim.state_across_domains=moments"]
-    through, folder = launched("through", *how), launched("killed", *how, death=3)
-    assert told_by(folder)["rows"] == ["base", "law"]
-    sizes = [each.stat().st_size for each in (folder / "checkpoints").glob("*.1.shards/*.distcp")]
+    options = [FSDP, "method=ewc", "optim.state_across_domains=moments"]
+    through, folder = launched("through", *options), launched("killed", *options, death=3)
+    assert read_scores(folder)["rows"] == ["base", "law"]
+    sizes = [shard.stat().st_size for shard in (folder / "checkpoints").glob("*.1.shards/*.distcp")]
     assert len(sizes) == 2 and 0.8 < sizes[0] / sizes[1] < 1.25
-    assert_same_bits(launched("killed", *how), through)
+    assert_same_bits(launched("killed", *options), through)
     for rank in (0, 1):
         (path,) = (tmp_path / "through").glob(f"out-*/held-{rank}.json")
-        held = json.loads(path.read_text())
-        for kind, (everything, own) in held.items():
-            assert everything > 10_000 and own == pytest.approx(everything / 2, rel=0.05), (kind, rank)
+        bytes_by_kind = json.loads(path.read_text())
+        for kind, (everything, process_bytes) in bytes_by_kind.items():
+            assert everything > 10_000 and process_bytes == pytest.approx(everything / 2, rel=0.05), (
+                kind,
+                rank,
+            )
     exported, state = AutoModelForMaskedLM.from_pretrained(folder / "model").state_dict(), state_of(folder)
     assert all(torch.equal(weight, state[f"model.{name}"]) for name, weight in exported.items())
 
@@ -365,6 +398,6 @@ def test_a_process_holds_its_share_and_the_export_is_whole_and_a_kill_changes_no
 @pytest.mark.campaign
 @pytest.mark.parametrize(("first", "second"), [(FSDP, None), ("strategy=ddp", FSDP)])
 def test_a_killed_run_goes_on_in_another_way(first, second, launched):
-    alone, folder = launched("alone", "method=kd"), launched("killed", first, "method=kd", death=3)
+    single_run, folder = launched("alone", "method=kd"), launched("killed", first, "method=kd", death=3)
     launched("killed", *filter(None, [second]), "method=kd")
-    assert_same(alone, folder)
+    assert_same(single_run, folder)

@@ -32,10 +32,10 @@ def swept(*overrides):
     config = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
     lines = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     return {
-        each.key_or_group: list(each.sweep_string_iterator())
-        if each.is_sweep_override()
-        else [each.get_value_element_as_str()]
-        for each in OverridesParser.create().parse_overrides(lines)
+        override.key_or_group: list(override.sweep_string_iterator())
+        if override.is_sweep_override()
+        else [override.get_value_element_as_str()]
+        for override in OverridesParser.create().parse_overrides(lines)
     }
 
 
@@ -65,8 +65,8 @@ def test_an_experiment_has_a_plan_with_each_value_it_sweeps_and_the_commands_it_
 def check_command(composed, command):
     """The first job of a command composes and has valid options; its data are not there."""
     words = [re.sub("FOLDER|…", "there", word) for word in shlex.split(command)]
-    given = [word for word in words if not word.startswith(("-", "hydra"))]
-    cfg = composed(*(word if "[" in word else word.partition(",")[0] for word in given))
+    override_words = [word for word in words if not word.startswith(("-", "hydra"))]
+    cfg = composed(*(word if "[" in word else word.partition(",")[0] for word in override_words))
     try:
         read_sections(cfg)
     except ValueError as error:

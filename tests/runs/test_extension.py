@@ -40,9 +40,9 @@ SAME_SCORES = (
 )
 
 
-def assert_same_runs(run, other) -> None:
-    assert_same_bits(run, other)
-    scores, other_scores = scores_of(run), scores_of(other)
+def assert_same_runs(run, other_run) -> None:
+    assert_same_bits(run, other_run)
+    scores, other_scores = scores_of(run), scores_of(other_run)
     for name in SAME_SCORES:
         assert getattr(scores, name) == getattr(other_scores, name), name
     assert scores.run == other_scores.run and scores.run["finished"]
@@ -124,9 +124,11 @@ def test_the_config_of_an_extended_run_is_that_of_all_its_domains(start, small, 
     options = ["domains.only=[law,space]", "order=0", FEW]
     start(small(*options, f"extend={tmp_path / 'one'}"), tmp_path / "two")
     assert RunDir(tmp_path / "two").stored_config()["domains.only"] == ["law", "space"]
-    one, two = re.escape(str(tmp_path / "one")), re.escape(f"{tmp_path / 'one'}-space")
-    line = f"^{one} has learned law .new: space. and stays as it is. "
-    with pytest.raises(ValueError, match=f"{line}Allowed: 'extend={one}' 'hydra.run.dir={two}' learns"):
+    run_pattern, extended_pattern = re.escape(str(tmp_path / "one")), re.escape(f"{tmp_path / 'one'}-space")
+    line = f"^{run_pattern} has learned law .new: space. and stays as it is. "
+    with pytest.raises(
+        ValueError, match=f"{line}Allowed: 'extend={run_pattern}' 'hydra.run.dir={extended_pattern}' learns"
+    ):
         start(small(*options), tmp_path / "one")
 
 

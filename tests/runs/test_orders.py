@@ -25,8 +25,8 @@ def of_pairs(small, tmp_path):
         lines = sentences(VOCABULARIES[words], count=60 * (1 + (words == "space")), seed=seed)
         (tmp_path / "pairs" / name).mkdir(parents=True)
         (tmp_path / "pairs" / name / "all.txt").write_text("\n".join(lines) + "\n")
-    places = [f"domains.root={tmp_path / 'pairs'}", f"cache_dir={tmp_path / 'cache'}"]
-    return lambda *given: small(*places, "trainer.steps=2", "model.pretraining.steps=2", *given)
+    folders = [f"domains.root={tmp_path / 'pairs'}", f"cache_dir={tmp_path / 'cache'}"]
+    return lambda *overrides: small(*folders, "trainer.steps=2", "model.pretraining.steps=2", *overrides)
 
 
 def groups(order) -> list[str]:
@@ -36,26 +36,26 @@ def groups(order) -> list[str]:
 def test_domains_of_one_kind_are_learned_one_after_another(of_pairs, monkeypatch, tmp_path):
     plan = make_plan(of_pairs("order=similar"))
     assert load_cached_order(plan) is None
-    found = order_domains(plan)
-    assert sorted(found.order) == plan.order != found.order
-    matrix = found.similarity.matrix
+    similar_order = order_domains(plan)
+    assert sorted(similar_order.order) == plan.order != similar_order.order
+    matrix = similar_order.similarity.matrix
     assert np.allclose(np.diagonal(matrix), 1) and (matrix == matrix.T).all()
     monkeypatch.setattr("cpt.trainer.domain_order.write_similarity", None)  # of the same texts it is known
     tree, far, swapped = (
-        order_domains(make_plan(of_pairs(f"order={how}"))).order
-        for how in ("similar_tree", "dissimilar", "similar_swapped")
+        order_domains(make_plan(of_pairs(f"order={order_name}"))).order
+        for order_name in ("similar_tree", "dissimilar", "similar_swapped")
     )
-    assert order_domains(plan).order == load_cached_order(plan).order == found.order
-    for close in (found.order, tree):
+    assert order_domains(plan).order == load_cached_order(plan).order == similar_order.order
+    for close in (similar_order.order, tree):
         assert groups(close)[::2] == groups(close)[1::2]
-    assert far[0] == found.order[0] and groups(far)[0] != groups(far)[1]
-    assert swapped == [*found.order[3:], *found.order[:3]]
-    for other in ("domains.embedding_samples=5", "domains.held_out.seed=1"):
-        assert load_cached_order(make_plan(of_pairs("order=similar", other))) is None
+    assert far[0] == similar_order.order[0] and groups(far)[0] != groups(far)[1]
+    assert swapped == [*similar_order.order[3:], *similar_order.order[:3]]
+    for option in ("domains.embedding_samples=5", "domains.held_out.seed=1"):
+        assert load_cached_order(make_plan(of_pairs("order=similar", option))) is None
     monkeypatch.undo()
     (file,) = (tmp_path / "cache" / "similarity").glob("*/similarity.json")
     file.write_text(file.read_text()[:-20])
-    assert load_cached_order(plan) is None and order_domains(plan).order == found.order  # made again
+    assert load_cached_order(plan) is None and order_domains(plan).order == similar_order.order  # made again
 
 
 def test_a_run_keeps_its_order_and_similarity_also_after_a_kill(start, of_pairs, killing, tmp_path):
@@ -64,12 +64,14 @@ def test_a_run_keeps_its_order_and_similarity_also_after_a_kill(start, of_pairs,
     killed(start, killing, cfg, run, step=1, domain=order[2])
     start(cfg, run)
     scores = scores_of(run)
-    told = scores.similarity
-    assert told["names"] == scores.run["order"] == scores.domains[:-1] == order
-    by_name = np.argsort(told["names"])
-    matrix = np.array(told["matrix"])[np.ix_(by_name, by_name)]
-    again = Similarity(sorted(told["names"]), matrix, np.array(told["general"])[by_name])
-    assert arrange_domains("similar", again) == order and told["embedding"] == "tfidf"
+    similarity = scores.similarity
+    assert similarity["names"] == scores.run["order"] == scores.domains[:-1] == order
+    by_name = np.argsort(similarity["names"])
+    matrix = np.array(similarity["matrix"])[np.ix_(by_name, by_name)]
+    stored_similarity = Similarity(
+        sorted(similarity["names"]), matrix, np.array(similarity["general"])[by_name]
+    )
+    assert arrange_domains("similar", stored_similarity) == order and similarity["embedding"] == "tfidf"
     assert is_done(cfg, run) and not is_done(of_pairs("order=dissimilar"), run)
     shutil.rmtree(cache / "similarity")
     assert not is_done(cfg, run)  # as far as is known without reading
@@ -83,14 +85,14 @@ def tokens(data) -> dict[str, int]:
 
 def test_balanced_domains_are_learned_for_as_many_steps_but_for_a_row(of_pairs):
     budget = ["trainer.steps=null", "trainer.epochs=1", "replay=general"]
-    whole, cut = (
+    undivided, cut = (
         build_method_fixture(of_pairs(*budget)).data,
         build_method_fixture(of_pairs(*budget, "domains.balanced=true")).data,
     )
     sizes = [count for name, count in tokens(cut).items() if name != "general"]
     length = next(iter(cut.train.values())).length
-    assert min(tokens(whole).values()) <= min(sizes) and max(sizes) - min(sizes) < length
-    assert tokens(whole)["sky.one"] > 1.5 * tokens(cut)["sky.one"]
-    assert tokens(whole)["general"] == tokens(cut)["general"]
-    steps, before = ([data.steps(domain) for domain in data.domains] for data in (cut, whole))
+    assert min(tokens(undivided).values()) <= min(sizes) and max(sizes) - min(sizes) < length
+    assert tokens(undivided)["sky.one"] > 1.5 * tokens(cut)["sky.one"]
+    assert tokens(undivided)["general"] == tokens(cut)["general"]
+    steps, before = ([data.steps(domain) for domain in data.domains] for data in (cut, undivided))
     assert max(steps) - min(steps) <= 1 < max(before) - min(before)

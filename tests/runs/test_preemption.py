@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from cpt import status
 from cpt.core.preemption import GO_ON
 from tests.conftest import ROOT, SMALL
-from tests.runs.reading import command, killed, told_by
+from tests.runs.reading import command, killed, read_scores
 from tests.support.campaign import run_few
 from tests.support.forked_scripts import send_signal, start_script, wait_for, wait_for_exit
 
@@ -25,16 +25,16 @@ DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
 SAID = re.compile(r"cpt: stopped by (SIG\w+)(?: (.*))?; run the same command again to continue")
 
 
-def begun(words, folder, *, seen, twin=False):
+def begin(words, folder, *, condition, twin=False):
     process = start_script(ROOT / "run.py", *words, cwd=folder, log=folder / "log", twin=twin)
-    wait_for(lambda: seen() or not process.is_alive())
+    wait_for(lambda: condition() or not process.is_alive())
     assert process.is_alive(), (folder / "log").read_text()
     return process
 
 
-def stopped(words, folder, *, seen, number, rank=0, twin=False):
-    """Starts a run, sends it a signal as soon as `seen()`; gives its exit code and what it said."""
-    process = begun(words, folder, seen=seen, twin=twin)
+def stopped(words, folder, *, condition, number, rank=0, twin=False):
+    """Starts a run, sends it a signal as soon as `condition()`; gives its exit code and what it said."""
+    process = begin(words, folder, condition=condition, twin=twin)
     send_signal(process, number, rank=rank)
     code = wait_for_exit(process, seconds=60)
     lines = [match for match in map(SAID.search, (folder / "log").read_text().splitlines()) if match]
@@ -44,7 +44,7 @@ def stopped(words, folder, *, seen, number, rank=0, twin=False):
 def finished(words, folder, *, twin=False):
     process = start_script(ROOT / "run.py", *words, cwd=folder, log=folder / "log", twin=twin)
     assert wait_for_exit(process, seconds=120) == 0, (folder / "log").read_text()[-2000:]
-    scores = told_by(run_folder(folder))
+    scores = read_scores(run_folder(folder))
     return [scores["nll"], scores["metrics"]], load_file(run_folder(folder) / "model" / "model.safetensors")
 
 
@@ -58,42 +58,53 @@ def log_says(folder, words):
 
 
 @pytest.fixture(scope="module")
-def given(corpora, cache):
+def run_command(corpora, cache):
     return command(corpora, cache, *SMALL, "trainer.steps=50", "trainer.checkpoint_every=20")
 
 
 @pytest.fixture(scope="module")
-def whole(given, tmp_path_factory):
-    return finished(given, tmp_path_factory.mktemp("whole"))
+def undisturbed(run_command, tmp_path_factory):
+    return finished(run_command, tmp_path_factory.mktemp("whole"))
 
 
-def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(whole, given, tmp_path):
-    process = begun(given, tmp_path, seen=lambda: any(tmp_path.glob("outputs/*/*/checkpoints/*")))
+def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(undisturbed, run_command, tmp_path):
+    process = begin(run_command, tmp_path, condition=lambda: any(tmp_path.glob("outputs/*/*/checkpoints/*")))
     running = status.read_status(run_folder(tmp_path))
     process.kill()
     process.join()
     killed = status.read_status(run_folder(tmp_path))
     assert (running.state, running.process.pid, killed.state) == ("running", process.pid, "killed")
-    code, lines = stopped(given, tmp_path, seen=log_says(tmp_path, "food (2/2)"), number=signal.SIGINT)
+    code, lines = stopped(
+        run_command, tmp_path, condition=log_says(tmp_path, "food (2/2)"), number=signal.SIGINT
+    )
     assert (code, [line[1] for line in lines]) == (GO_ON, ["SIGINT"])
-    left = status.read_status(run_folder(tmp_path))
-    told = re.fullmatch(r"after step (\d+) of 50 of food", lines[0][2])
-    assert (left.state, left.why) == ("preempted", f"stopped by SIGINT {lines[0][2]}")
-    assert left.done == pytest.approx((50 + int(told[1])) / 100, abs=1e-4)
+    run_status = status.read_status(run_folder(tmp_path))
+    step_match = re.fullmatch(r"after step (\d+) of 50 of food", lines[0][2])
+    assert (run_status.state, run_status.why) == ("preempted", f"stopped by SIGINT {lines[0][2]}")
+    assert run_status.done == pytest.approx((50 + int(step_match[1])) / 100, abs=1e-4)
     (checkpoint,) = run_folder(tmp_path).glob("checkpoints/*-food.ckpt")
-    assert torch.load(checkpoint, weights_only=True)["global_step"] == left.heartbeat.step == int(told[1])
-    (scores, weights), (expected, own) = finished(given, tmp_path), whole
-    assert scores == expected and all(torch.equal(weights[name], value) for name, value in own.items())
+    assert (
+        torch.load(checkpoint, weights_only=True)["global_step"]
+        == run_status.heartbeat.step
+        == int(step_match[1])
+    )
+    (scores, weights), (expected, expected_weights) = finished(run_command, tmp_path), undisturbed
+    assert scores == expected and all(
+        torch.equal(weights[name], value) for name, value in expected_weights.items()
+    )
 
 
 @pytest.mark.parametrize("rank", run_few([0, 1], [1]))
-def test_all_processes_leave_and_go_on_together(rank, whole, given, tmp_path):
-    start, seen = [*given, *DDP], log_says(tmp_path, "law (1/2)")
-    code, lines = stopped(start, tmp_path, seen=seen, number=signal.SIGTERM, rank=rank, twin=True)
+def test_all_processes_leave_and_go_on_together(rank, undisturbed, run_command, tmp_path):
+    start, condition = [*run_command, *DDP], log_says(tmp_path, "law (1/2)")
+    code, lines = stopped(start, tmp_path, condition=condition, number=signal.SIGTERM, rank=rank, twin=True)
     assert code == GO_ON
     assert len(lines) == 1 and re.fullmatch(r"after step \d+ of 50 of law", lines[0][2])
     (nll, _), _ = finished(start, tmp_path, twin=True)
-    assert all(row == pytest.approx(own, rel=1e-3) for row, own in zip(nll, whole[0][0], strict=True))
+    assert all(
+        row == pytest.approx(expected_row, rel=1e-3)
+        for row, expected_row in zip(nll, undisturbed[0][0], strict=True)
+    )
 
 
 # Processes without a run
@@ -132,14 +143,18 @@ with heed_signals():
 
 
 def test_a_signal_after_the_end_of_a_run_changes_nothing():
-    done = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    completed = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, capture_output=True, text=True)
+    assert (completed.returncode, completed.stderr) == (0, "")
 
 
 def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored():
-    how = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    how["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with subprocess.Popen([sys.executable, "-c", WAITING], **how) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    ) as process:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGHUP)
         time.sleep(0.1)
@@ -158,9 +173,11 @@ def test_a_second_signal_ends_at_once_and_what_is_ignored_stays_ignored():
 
 @pytest.mark.parametrize("mode", ["before", "within"])
 def test_a_signal_while_libraries_are_read_in(mode):
-    done = subprocess.run([sys.executable, "-c", IMPORTS, mode], cwd=ROOT, capture_output=True, text=True)
-    said = "cpt: stopped by SIGTERM; run the same command again to continue\n"
-    assert (done.returncode, done.stderr) == (GO_ON, said)
+    completed = subprocess.run(
+        [sys.executable, "-c", IMPORTS, mode], cwd=ROOT, capture_output=True, text=True
+    )
+    message = "cpt: stopped by SIGTERM; run the same command again to continue\n"
+    assert (completed.returncode, completed.stderr) == (GO_ON, message)
 
 
 def test_the_batch_script_ends_with_the_code_of_the_run_and_requeues_at_75_alone(tmp_path):
@@ -171,8 +188,8 @@ def test_the_batch_script_ends_with_the_code_of_the_run_and_requeues_at_75_alone
         (tmp_path / stub).chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     for code in (0, 1, 137, GO_ON):
-        given = {"PATH": path, "CODE": str(code), "SLURM_JOB_ID": "7"}
-        assert subprocess.run(["bash", "-c", script], cwd=tmp_path, env=given).returncode == code
+        environment = {"PATH": path, "CODE": str(code), "SLURM_JOB_ID": "7"}
+        assert subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment).returncode == code
         assert (tmp_path / "told").exists() == (code == GO_ON)
     assert (tmp_path / "told").read_text() == "requeue 7\n"
 

@@ -13,7 +13,7 @@ from cpt.evaluation.monitor import MonitorOptions, MonitorRecord
 from cpt.gradient_masks.base import GradientMask
 from cpt.trainer.callbacks import CustomCallbacks
 from cpt.trainer.protected_movement import protected_shares
-from tests.runs.reading import assert_same_bits, killed, same_state, state_of, told_by
+from tests.runs.reading import assert_same_bits, killed, read_scores, same_state, state_of
 from tests.support.method_fixtures import DROPOUT, load_model_weights
 
 TWO = "order=[law,food]"
@@ -104,7 +104,7 @@ def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, start
     killed(start, killing, small(*given), tmp_path / "ours", step=4, domain="food")
     start(small(*given), tmp_path / "ours")
     start(small(*given, "method.apply_to=gradient"), tmp_path / "theirs")
-    ours, theirs = (told_by(tmp_path / name)["protected_movement"] for name in ("ours", "theirs"))
+    ours, theirs = (read_scores(tmp_path / name)["protected_movement"] for name in ("ours", "theirs"))
     for (leak, random), (more, alike) in zip(ours[1:], theirs[1:], strict=True):
         assert leak < 1e-3 and more > max(100 * leak, 1e-2)
         assert random == pytest.approx(alike, rel=0.5) and random > 0.02
@@ -114,9 +114,9 @@ def test_what_protects_nothing_for_a_whole_domain_has_none_and_ewc_once_it_knows
     start, small, tmp_path
 ):
     start(small(*FEW, "mask=migu", "trainer.steps=1"), tmp_path / "migu")
-    assert told_by(tmp_path / "migu")["protected_movement"] == [[], [], []]
+    assert read_scores(tmp_path / "migu")["protected_movement"] == [[], [], []]
     start(small(*FEW, "method=ewc"), tmp_path / "ewc")
-    base, first, second = told_by(tmp_path / "ewc")["protected_movement"]
+    base, first, second = read_scores(tmp_path / "ewc")["protected_movement"]
     assert base == first == []
     assert 0 < second[0] < 1 and second[1] == pytest.approx(0.05, abs=0.02)
 
@@ -163,7 +163,7 @@ def test_looking_changes_no_bit(small, start, tmp_path):
     for name, how in (("plain", []), ("watched", EVERY)):
         start(small("method=demix", *THREE, *DROPOUT, *how), tmp_path / name)
     assert_same_bits(tmp_path / "watched", tmp_path / "plain")
-    one, other = told_by(tmp_path / "plain"), told_by(tmp_path / "watched")
+    one, other = read_scores(tmp_path / "plain"), read_scores(tmp_path / "watched")
     assert all(one[name] == other[name] for name in ("flops", "seen", "config_hash"))
     assert one["monitor"] == {} and list(other["monitor"]) == ["law", "food", "space"]
     last = other["monitor"]["space"]
@@ -175,7 +175,7 @@ def test_looking_changes_no_bit(small, start, tmp_path):
 def test_what_is_looked_at_is_validation_text(small, start, tmp_path):
     how = ["monitor.every=3", "monitor.max_tokens=1000000", "domains.score_on=valid"]
     start(small("method=ncl", "order=[law,food]", *DROPOUT, *how), tmp_path)
-    found = told_by(tmp_path)
+    found = read_scores(tmp_path)
     column = found["domains"].index("general")
     for row, stage in enumerate(["law", "food"], start=1):
         looks = found["monitor"][stage]["nll"]["general"]
@@ -187,7 +187,7 @@ def test_patience_with_the_best_weights(small, start, tmp_path):
     how = ["order=[law]", "optim.lr=0.05", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
     ending = ["monitor.every=1", "monitor.patience=3", "monitor.keep=best", "trainer.steps=30"]
     start(small(*how, *ending), tmp_path / "best")
-    watched = told_by(tmp_path / "best")["monitor"]["law"]
+    watched = read_scores(tmp_path / "best")["monitor"]["law"]
     assert watched["ended"] and watched["kept"] == watched["steps"][int(np.argmin(watched["nll"]["law"]))]
     assert watched["steps"][-1] == watched["kept"] + 3
     start(small(*how, f"trainer.steps={watched['kept']}"), tmp_path / "short")
@@ -199,12 +199,12 @@ def test_a_stage_that_ended_early_is_the_same_after_any_kill(small, start, killi
     given += ["monitor.every=2", "monitor.patience=1", "monitor.keep=best", "monitor.stop=0.01"]
     given += ["optim.lr=0.1"]
     start(small(*given), tmp_path / "whole")
-    whole = told_by(tmp_path / "whole")
+    whole = read_scores(tmp_path / "whole")
     last = whole["monitor"]["food"]["steps"][-1]
     assert last < 12 and whole["monitor"]["food"]["ended"] and whole["run"]["finished"]
     for step in (1, last):
         killed(start, killing, small(*given), tmp_path / "killed", step=step, domain="food")
     start(small(*given), tmp_path / "killed")
-    found = told_by(tmp_path / "killed")
+    found = read_scores(tmp_path / "killed")
     assert all(whole[name] == found[name] for name in ("nll", "monitor", "seen", "flops", "rates", "metrics"))
     assert same_state(state_of(tmp_path / "whole"), state_of(tmp_path / "killed"))

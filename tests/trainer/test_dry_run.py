@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
-from tests.runs.reading import assert_same_bits, killed, scores_of, times, told_by
+from tests.runs.reading import assert_same_bits, killed, read_scores, scores_of, times
 from tests.support.campaign import run_few
 
 METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
@@ -126,7 +126,7 @@ def test_a_matched_run_takes_the_operations_of_ncl(given, start, small, tmp_path
     steps = json.loads((tmp_path / "matched" / "matched.json").read_text())["steps"]
     assert f"operations of ncl: trainer.steps={steps}, " in caplog.text
     assert (steps > 20) == (given == "lora")  # the steps of ncl
-    ncl, matched = (sum(told_by(tmp_path / name)["flops"]) for name in ("ncl", "matched"))
+    ncl, matched = (sum(read_scores(tmp_path / name)["flops"]) for name in ("ncl", "matched"))
     assert matched == pytest.approx(ncl, rel=0.5 / steps + 0.02)  # rounded to a whole step
 
 

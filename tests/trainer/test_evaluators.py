@@ -24,7 +24,7 @@ from cpt.train import is_done
 from cpt.trainer import preflight
 from cpt.trainer.finetune_evaluator import FinetuneEvaluator
 from cpt.trainer.task_evaluator import TaskEvaluator
-from tests.runs.reading import assert_same_bits, told_by
+from tests.runs.reading import assert_same_bits, read_scores
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.harness_tasks import FakeHarness, sum_weights
 from tests.support.task_fixtures import write_tasks
@@ -46,7 +46,7 @@ def asked(small_gpt2, place, start):
         given = ["domains=tasks", f"domains.root={place / 'tasks'}", "model.max_seq_length=64"]
         given += ["answers.max_new_tokens=4"] * ("answers=none" not in overrides)
         start(small_gpt2(*given, "save_all_stages=true", "trainer.steps=4", *overrides), folder)
-        return told_by(folder)
+        return read_scores(folder)
 
     return run
 
@@ -120,7 +120,7 @@ def probed(small_gpt2, start, tmp_path, monkeypatch):
     def go(*overrides, when="last", folder=tmp_path):
         asked = [f"benchmark.when={when}", "benchmark=lm_eval", "benchmark.tasks=[say,ask]"] if when else []
         start(small_gpt2("order=[law,food]", "trainer.steps=4", *asked, *overrides), folder)
-        return told_by(folder)
+        return read_scores(folder)
 
     return go
 
@@ -213,7 +213,7 @@ def run(small, start, root, noted):
     def go(*overrides, when="last", **more):
         given = asked_for(root, when, **more) if when else []
         start(small("order=[law,food]", "trainer.steps=2", *overrides, *given), root / "run")
-        return told_by(root / "run")
+        return read_scores(root / "run")
 
     return go
 
@@ -235,7 +235,7 @@ def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, roo
     noted.deadly = {(2, "food")}
     with pytest.raises(KeyError):
         run("save_all_stages=true", when="each")
-    assert not told_by(root / "run")["run"]["finished"]
+    assert not read_scores(root / "run")["run"]["finished"]
     lost, damaged = (root / "run" / "endtasks").rglob("*.parquet")
     lost.unlink()
     damaged.write_bytes(damaged.read_bytes()[:200])

@@ -11,7 +11,7 @@ from cpt.methods.base import ContinualMethod
 from cpt.models.loading import load_model
 from cpt.trainer import stage
 from cpt.trainer.export_check import check_export, draw_sample
-from tests.runs.reading import told_by
+from tests.runs.reading import read_scores
 from tests.support.method_fixtures import build_method_fixture
 
 ORDER = "order=[law]"
@@ -111,8 +111,8 @@ def test_a_run_whose_export_is_wrong_fails_and_the_same_command_exports_again(
         patch.setattr(ContinualMethod, "export", export_other_weights)
         with pytest.raises(ValueError, match="is not the trained one: on law its loss is "):
             start(cfg, folder)
-    assert not told_by(folder)["run"]["finished"]
+    assert not read_scores(folder)["run"]["finished"]
     with monkeypatch.context() as patch:
         patch.setattr(stage.StageTrainer, "train", None)  # nothing is trained again
         start(cfg, folder)
-    assert told_by(folder)["run"]["finished"]
+    assert read_scores(folder)["run"]["finished"]

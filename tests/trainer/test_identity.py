@@ -9,7 +9,7 @@ import pytest
 from cpt.data.sources import texts as module
 from cpt.train import is_done
 from cpt.trainer import preflight
-from tests.runs.reading import killed, told_by
+from tests.runs.reading import killed, read_scores
 
 ORDER = "order=[law,food]"
 
@@ -30,7 +30,7 @@ def config(small, texts):
 def run(config, start, tmp_path):
     def go(*overrides):
         start(config(*overrides), tmp_path / "run")
-        return told_by(tmp_path / "run")
+        return read_scores(tmp_path / "run")
 
     return go
 
@@ -75,7 +75,7 @@ def test_text_that_only_looks_changed_goes_on_and_texts_may_move(
     assert run(ORDER) == scores
     texts.rename(tmp_path / "moved")
     start(config(ORDER, f"domains.root={tmp_path / 'moved'}"), tmp_path / "run")
-    assert told_by(tmp_path / "run") == scores
+    assert read_scores(tmp_path / "run") == scores
 
 
 def test_new_and_vanished_domains_are_told_by_name(run, config, start, killing, texts, corpora, tmp_path):

@@ -23,7 +23,7 @@ from cpt.trainer.preflight import prepare
 from cpt.trainer.read_config import read_sections
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
-from tests.runs.reading import told_by
+from tests.runs.reading import read_scores
 from tests.support.data_fixtures import tokenizer_with_template
 from tests.support.wrong_options import AT_ONCE, ON_A_CAUSAL, ON_A_DECODER, ON_THE_MODEL, is_refused
 
@@ -77,7 +77,7 @@ def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(small, s
     ids = find_sentinel_ids(words)
     assert len(ids) == 100 and ids[0] == len(words) - 1
     assert model.get_input_embeddings().num_embeddings == len(words) and is_tied(model)
-    scores = told_by(tmp_path / "run")
+    scores = read_scores(tmp_path / "run")
     assert scores["run"]["objective"] == "span" and scores["nll"][1] != scores["nll"][0]
 
 
@@ -228,7 +228,7 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
     assert changed == trained and all(torch.equal(base[n], given[n]) for n in {*base} - trained)
     monkeypatch.setattr("cpt.trainer.base_model.pretrain", None)  # another run takes it from the cache
     start(small(*options, "seed=1"), tmp_path / "other")
-    assert told_by(tmp_path / "other")["nll"][0] == told_by(tmp_path / "run")["nll"][0]
+    assert read_scores(tmp_path / "other")["nll"][0] == read_scores(tmp_path / "run")["nll"][0]
 
 
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))

@@ -12,7 +12,7 @@ from cpt.trainer import auto, check_model, log_settings
 from cpt.trainer.auto import choose_devices, choose_num_workers, choose_precision
 from cpt.trainer.plan import make_plan
 from cpt.trainer.step_checkpoint import StepCheckpoint
-from tests.runs.reading import told_by
+from tests.runs.reading import read_scores
 from tests.support.method_fixtures import build_method_fixture
 
 ONE = "order=[law]"
@@ -127,4 +127,4 @@ def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatc
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     start(small("trainer.precision=bf16-mixed", ONE), tmp_path / "run")
-    assert told_by(tmp_path / "run")["numerics"] == {"precision": "bf16-mixed", "attention": "eager"}
+    assert read_scores(tmp_path / "run")["numerics"] == {"precision": "bf16-mixed", "attention": "eager"}
