@@ -100,8 +100,8 @@ def test_a_tokenizer_without_a_fast_version_and_one_without_a_base_are_saved(tmp
 def test_a_tokenizer_that_cannot_be_loaded_as_it_was_is_an_error(target, monkeypatch):
     tokenizer = tokenizer_with_template("$A", eos_token="</s>")
     save_tokenizer(tokenizer, base="", folder=target)
-    other = tokenizer_with_template("</s> $A", eos_token="</s>")
-    assert describe_difference(other, target).startswith("other ids for ")
-    monkeypatch.setattr(base_files, "load_tokenizer", lambda folder: other)
+    other_tokenizer = tokenizer_with_template("</s> $A", eos_token="</s>")
+    assert describe_difference(other_tokenizer, target).startswith("other ids for ")
+    monkeypatch.setattr(base_files, "load_tokenizer", lambda folder: other_tokenizer)
     with pytest.raises(ValueError, match="^the tokenizer in .* is not that of training: other ids for "):
         save_tokenizer(tokenizer, base="", folder=target)

@@ -95,8 +95,10 @@ def test_processes_may_read_texts_in_other_folders(small, monkeypatch):
     monkeypatch.setattr(common_settings, "gather_objects", lambda value: hashes.append(value) or [value])
     common_settings.check_same_settings(plan)
     assert "root" in plan.settings["domains"]
-    moved = replace(plan, settings=plan.settings | {"domains": plan.settings["domains"] | {"root": "other"}})
-    common_settings.check_same_settings(moved)
+    moved_plan = replace(
+        plan, settings=plan.settings | {"domains": plan.settings["domains"] | {"root": "other"}}
+    )
+    common_settings.check_same_settings(moved_plan)
     copied = replace(
         plan, settings=plan.settings | {"model": plan.settings["model"] | {"name_or_path": "copy"}}
     )

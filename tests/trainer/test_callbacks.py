@@ -24,12 +24,12 @@ COUNTING = f"+callbacks.mine._target_={HERE}.Counting"
 class Counting(Callback):
     """Counts what it sees, its state; ends the run at a batch of the next one's choice."""
 
-    made: list["Counting"] = []
+    instances: list["Counting"] = []
     stop_at = None
 
     def __init__(self) -> None:
         self.batches, self.stages, self.losses = 0, [], 0.0
-        Counting.made.append(self)
+        Counting.instances.append(self)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, *args) -> None:
         self.batches += 1
@@ -50,7 +50,7 @@ class Counting(Callback):
 def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
     small, start, tmp_path, monkeypatch
 ):
-    Counting.made.clear()
+    Counting.instances.clear()
     cfg = small(TWO, COUNTING, "+callbacks.other=null")
     start(cfg, tmp_path / "whole")
     for number in (3, 6, 7):
@@ -59,9 +59,9 @@ def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
             start(cfg, tmp_path / "killed")
     monkeypatch.setattr(Counting, "stop_at", None)
     start(cfg, tmp_path / "killed")
-    whole, *_, resumed = Counting.made
-    assert len(Counting.made) == 5 and (whole.batches, whole.stages) == (12, ["law", "food"])
-    assert resumed.state_dict() == whole.state_dict()
+    first, *_, resumed = Counting.instances
+    assert len(Counting.instances) == 5 and (first.batches, first.stages) == (12, ["law", "food"])
+    assert resumed.state_dict() == first.state_dict()
     (state := tmp_path / "killed" / "callbacks" / "001.pt").write_bytes(b"PK")
     assert verify.main([str(tmp_path / "killed")]) == 1
     with pytest.raises(ValueError, match=f"{state} is truncated or damaged"):
@@ -86,10 +86,10 @@ class Half(GradientMask):
 def test_it_is_the_share_of_the_squared_way():
     model = nn.Linear(3, 2, bias=False)
     method = SimpleNamespace(model=model, protected_subspace=Half(model).protected_subspace)
-    began = {"weight": method.model.weight.detach().clone()}
+    initial_weights = {"weight": method.model.weight.detach().clone()}
     with torch.no_grad():
         method.model.weight += torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 2.0]])
-    leak, random = protected_shares(method, began, seed=0)
+    leak, random = protected_shares(method, initial_weights, seed=0)
     assert leak == pytest.approx(1 / 9)
     assert 0.1 < random < 0.9
     assert protected_shares(method, {"weight": method.model.weight.detach().clone()}, seed=0) == []
@@ -100,14 +100,14 @@ SOFT = "method=das method.units=[heads,neurons,outputs,tokens] method.contrast=0
 
 @pytest.mark.parametrize("method", [SOFT, "method=osf"], ids=["das", "osf"])
 def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, start, killing, small, tmp_path):
-    given = [*FEW, *method.split()]
-    killed(start, killing, small(*given), tmp_path / "ours", step=4, domain="food")
-    start(small(*given), tmp_path / "ours")
-    start(small(*given, "method.apply_to=gradient"), tmp_path / "theirs")
+    options = [*FEW, *method.split()]
+    killed(start, killing, small(*options), tmp_path / "ours", step=4, domain="food")
+    start(small(*options), tmp_path / "ours")
+    start(small(*options, "method.apply_to=gradient"), tmp_path / "theirs")
     ours, theirs = (read_scores(tmp_path / name)["protected_movement"] for name in ("ours", "theirs"))
-    for (leak, random), (more, alike) in zip(ours[1:], theirs[1:], strict=True):
-        assert leak < 1e-3 and more > max(100 * leak, 1e-2)
-        assert random == pytest.approx(alike, rel=0.5) and random > 0.02
+    for (leak, random), (other_leak, other_random) in zip(ours[1:], theirs[1:], strict=True):
+        assert leak < 1e-3 and other_leak > max(100 * leak, 1e-2)
+        assert random == pytest.approx(other_random, rel=0.5) and random > 0.02
 
 
 def test_what_protects_nothing_for_a_whole_domain_has_none_and_ewc_once_it_knows_what_matters(
@@ -126,11 +126,11 @@ OFF = {"every": None, "max_tokens": 2000, "past": 4, "general": True, "stop": No
 EVERY = ["monitor.every=2", "monitor.max_tokens=200"]
 
 
-def options(**given):
-    return MonitorOptions(**OFF | {"keep": "last"} | given)
+def options(**changes):
+    return MonitorOptions(**OFF | {"keep": "last"} | changes)
 
 
-def seen(values):
+def record_losses(values):
     """What was watched of a stage whose texts had these losses, of three documents each."""
     watched, counts = MonitorRecord(), [9.0, 11.0, 10.0]
     looks = [
@@ -143,68 +143,70 @@ def seen(values):
 
 
 def test_a_stage_ends_when_a_text_has_risen_for_certain():
-    watched = seen({"mine": [3.0, 2.0], "past": [2.0, 2.3], "general": [4.0, 4.05]})
+    watched = record_losses({"mine": [3.0, 2.0], "past": [2.0, 2.3], "general": [4.0, 4.05]})
     assert watched.why_stop(options(every=1, stop=0.2), stage_texts=("mine",)).startswith(
         "past has risen by 0.300"
     )
     assert not watched.why_stop(options(every=1, stop=0.31), stage_texts=("mine",))
-    own = seen({"mine": [3.0, 4.0], "past": [2.0, 2.0]})  # which may rise
-    assert not own.why_stop(options(every=1, stop=0.2), stage_texts=("mine",))
+    stage_looks = record_losses({"mine": [3.0, 4.0], "past": [2.0, 2.0]})  # which may rise
+    assert not stage_looks.why_stop(options(every=1, stop=0.2), stage_texts=("mine",))
     doubted, counts = MonitorRecord(), [10.0, 10.0, 10.0]
-    began = {text: np.array([[20.0, 20.0, 20.0], counts]) for text in ("mine", "past")}
+    first_losses = {text: np.array([[20.0, 20.0, 20.0], counts]) for text in ("mine", "past")}
     risen = np.array([[30.0, 20.0, 20.0], counts])  # of one document in three
-    doubted.add(1, began, began | {"past": risen})
+    doubted.add(1, first_losses, first_losses | {"past": risen})
     low, high = doubted.rise["past"][-1]
     assert low < 0 and high > 1 and (low + high) / 2 == pytest.approx(1 / 3)
     assert not doubted.why_stop(options(every=1, stop=0.1), stage_texts=["mine"])
 
 
 def test_looking_changes_no_bit(small, start, tmp_path):
-    for name, how in (("plain", []), ("watched", EVERY)):
-        start(small("method=demix", *THREE, *DROPOUT, *how), tmp_path / name)
+    for name, monitor_options in (("plain", []), ("watched", EVERY)):
+        start(small("method=demix", *THREE, *DROPOUT, *monitor_options), tmp_path / name)
     assert_same_bits(tmp_path / "watched", tmp_path / "plain")
-    one, other = read_scores(tmp_path / "plain"), read_scores(tmp_path / "watched")
-    assert all(one[name] == other[name] for name in ("flops", "seen", "config_hash"))
-    assert one["monitor"] == {} and list(other["monitor"]) == ["law", "food", "space"]
-    last = other["monitor"]["space"]
+    plain, watched = read_scores(tmp_path / "plain"), read_scores(tmp_path / "watched")
+    assert all(plain[name] == watched[name] for name in ("flops", "seen", "config_hash"))
+    assert plain["monitor"] == {} and list(watched["monitor"]) == ["law", "food", "space"]
+    last = watched["monitor"]["space"]
     assert last["steps"] == [0, 2, 4, 6] and list(last["nll"]) == ["space", "law", "food", "general"]
     assert last["nll"]["space"][-1] < last["nll"]["space"][0]
     assert last["rise"]["law"][0] == pytest.approx([0, 0]) and not last["ended"]
 
 
 def test_what_is_looked_at_is_validation_text(small, start, tmp_path):
-    how = ["monitor.every=3", "monitor.max_tokens=1000000", "domains.score_on=valid"]
-    start(small("method=ncl", "order=[law,food]", *DROPOUT, *how), tmp_path)
-    found = read_scores(tmp_path)
-    column = found["domains"].index("general")
+    options = ["monitor.every=3", "monitor.max_tokens=1000000", "domains.score_on=valid"]
+    start(small("method=ncl", "order=[law,food]", *DROPOUT, *options), tmp_path)
+    scores = read_scores(tmp_path)
+    column = scores["domains"].index("general")
     for row, stage in enumerate(["law", "food"], start=1):
-        looks = found["monitor"][stage]["nll"]["general"]
-        assert looks[-1] == pytest.approx(found["nll"][row][column], rel=1e-5)
-        assert looks[0] == pytest.approx(found["nll"][row - 1][column], rel=1e-5)
+        looks = scores["monitor"][stage]["nll"]["general"]
+        assert looks[-1] == pytest.approx(scores["nll"][row][column], rel=1e-5)
+        assert looks[0] == pytest.approx(scores["nll"][row - 1][column], rel=1e-5)
 
 
 def test_patience_with_the_best_weights(small, start, tmp_path):
-    how = ["order=[law]", "optim.lr=0.05", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
+    options = ["order=[law]", "optim.lr=0.05", "lr_scheduler=constant", "lr_scheduler.warmup_ratio=0"]
     ending = ["monitor.every=1", "monitor.patience=3", "monitor.keep=best", "trainer.steps=30"]
-    start(small(*how, *ending), tmp_path / "best")
+    start(small(*options, *ending), tmp_path / "best")
     watched = read_scores(tmp_path / "best")["monitor"]["law"]
     assert watched["ended"] and watched["kept"] == watched["steps"][int(np.argmin(watched["nll"]["law"]))]
     assert watched["steps"][-1] == watched["kept"] + 3
-    start(small(*how, f"trainer.steps={watched['kept']}"), tmp_path / "short")
+    start(small(*options, f"trainer.steps={watched['kept']}"), tmp_path / "short")
     assert same_state(load_model_weights(tmp_path / "best"), load_model_weights(tmp_path / "short"))
 
 
 def test_a_stage_that_ended_early_is_the_same_after_any_kill(small, start, killing, tmp_path):
-    given = ["method=ewc", "order=[law,food]", "trainer.steps=12", "trainer.checkpoint_every=3", *DROPOUT]
-    given += ["monitor.every=2", "monitor.patience=1", "monitor.keep=best", "monitor.stop=0.01"]
-    given += ["optim.lr=0.1"]
-    start(small(*given), tmp_path / "whole")
-    whole = read_scores(tmp_path / "whole")
-    last = whole["monitor"]["food"]["steps"][-1]
-    assert last < 12 and whole["monitor"]["food"]["ended"] and whole["run"]["finished"]
+    options = ["method=ewc", "order=[law,food]", "trainer.steps=12", "trainer.checkpoint_every=3", *DROPOUT]
+    options += ["monitor.every=2", "monitor.patience=1", "monitor.keep=best", "monitor.stop=0.01"]
+    options += ["optim.lr=0.1"]
+    start(small(*options), tmp_path / "whole")
+    undisturbed = read_scores(tmp_path / "whole")
+    last = undisturbed["monitor"]["food"]["steps"][-1]
+    assert last < 12 and undisturbed["monitor"]["food"]["ended"] and undisturbed["run"]["finished"]
     for step in (1, last):
-        killed(start, killing, small(*given), tmp_path / "killed", step=step, domain="food")
-    start(small(*given), tmp_path / "killed")
-    found = read_scores(tmp_path / "killed")
-    assert all(whole[name] == found[name] for name in ("nll", "monitor", "seen", "flops", "rates", "metrics"))
+        killed(start, killing, small(*options), tmp_path / "killed", step=step, domain="food")
+    start(small(*options), tmp_path / "killed")
+    resumed = read_scores(tmp_path / "killed")
+    assert all(
+        undisturbed[name] == resumed[name] for name in ("nll", "monitor", "seen", "flops", "rates", "metrics")
+    )
     assert same_state(state_of(tmp_path / "whole"), state_of(tmp_path / "killed"))

@@ -22,13 +22,13 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 def test_what_is_attached_and_what_is_kept_counts_once_and_the_models_own_weights_do_not():
     method = nn.Module()
     method.model = RobertaForMaskedLM(RobertaConfig(vocab_size=50, max_position_embeddings=20, **SIZES))
-    own = own_names(method.model)
-    assert stored_bytes(method.state_dict(), own) == stored_beside(method, method.state_dict()) == 0
+    model_names = own_names(method.model)
+    assert stored_bytes(method.state_dict(), model_names) == stored_beside(method, method.state_dict()) == 0
     method.model.roberta.add_module("adapter", nn.Linear(16, 4))
     method.register_buffer("copy", torch.zeros(10))
     method.register_buffer("again", method.copy)
     method.register_buffer("passing", torch.zeros(99), persistent=False)
-    assert stored_bytes(method.state_dict(), own) == 4 * (16 * 4 + 4 + 10)
+    assert stored_bytes(method.state_dict(), model_names) == 4 * (16 * 4 + 4 + 10)
     assert stored_beside(method, method.state_dict()) == 4 * (16 * 4 + 4 + 10 + 99)
 
 
@@ -81,13 +81,13 @@ ONE = FORWARD + BACKWARD
 def fitted(*, steps=3, accumulate=1, **passes):
     compute, module = CostMonitor(), Counted({"before": 0, "step": 1, "after": 0} | passes)
     options = {"accelerator": "cpu", "accumulate_grad_batches": accumulate}
-    work = make_trainer(options, label="", steps=steps, callbacks=[compute])
-    work.fit(module)
-    return compute.stage_costs(work)
+    trainer = make_trainer(options, label="", steps=steps, callbacks=[compute])
+    trainer.fit(module)
+    return compute.stage_costs(trainer)
 
 
 @pytest.mark.parametrize(
-    ("given", "flops"),
+    ("passes", "flops"),
     [
         ({}, 3 * ONE),
         ({"step": 2}, 3 * 2 * ONE),
@@ -96,10 +96,10 @@ def fitted(*, steps=3, accumulate=1, **passes):
         ({"accumulate": 2}, 3 * 2 * ONE),
     ],
 )
-def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(given, flops):
-    found = fitted(**given)
-    assert found.flops == flops
-    assert found.tokens_read == (3 * (10 + 12) if "accumulate" in given else 10 + 12 + 10)
+def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(passes, flops):
+    stage_costs = fitted(**passes)
+    assert stage_costs.flops == flops
+    assert stage_costs.tokens_read == (3 * (10 + 12) if "accumulate" in passes else 10 + 12 + 10)
 
 
 @pytest.mark.parametrize("inference", [False, True])

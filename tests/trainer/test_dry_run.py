@@ -47,68 +47,77 @@ COMPOSED = [
 GIVEN = [*(f"method={name}" for name in METHODS), *COMPOSED]
 
 
-@pytest.mark.parametrize("given", run_few(GIVEN, ["method=joint", COMPOSED[1]]))
+@pytest.mark.parametrize("option", run_few(GIVEN, ["method=joint", COMPOSED[1]]))
 def test_bytes_steps_and_tokens_are_those_of_the_run(
-    start, composed, five, cache, planned, tmp_path, given, monkeypatch
+    start, composed, five, cache, planned, tmp_path, option, monkeypatch
 ):
     monkeypatch.setattr("cpt.trainer.finalize.link_weights", lambda path, model: None)  # the disk at the most
-    places = ["domains=texts", f"domains.root={five}", f"cache_dir={cache}", f"order=[{','.join(DOMAINS)}]"]
-    cfg = composed(*places, *SMALL, *FEW, *given.split(), "save_all_stages=true")
-    said = planned(cfg, tmp_path / "said")
+    data_options = [
+        "domains=texts",
+        f"domains.root={five}",
+        f"cache_dir={cache}",
+        f"order=[{','.join(DOMAINS)}]",
+    ]
+    cfg = composed(*data_options, *SMALL, *FEW, *option.split(), "save_all_stages=true")
+    estimate = planned(cfg, tmp_path / "said")
     start(cfg, tmp_path / "done")
-    done = scores_of(tmp_path / "done")
-    assert [each["stage"] for each in said["stages"]] == done.rows
-    stored, method = [each["stored"] for each in said["stages"]], given.removeprefix("method=")
-    assert stored[:4] == done.stored[:4]  # of the stages that were profiled
-    pairs = zip(stored, done.stored, strict=True)
-    assert all(low == now or method in GROWING and low < now for low, now in pairs)
-    assert said["lower_bound"] == (method in ("elle", "lifelong_moe"))
-    if len(done.rows) == 1:
+    scores = scores_of(tmp_path / "done")
+    assert [stage["stage"] for stage in estimate["stages"]] == scores.rows
+    stored, method = [stage["stored"] for stage in estimate["stages"]], option.removeprefix("method=")
+    assert stored[:4] == scores.stored[:4]  # of the stages that were profiled
+    pairs = zip(stored, scores.stored, strict=True)
+    assert all(low == size or method in GROWING and low < size for low, size in pairs)
+    assert estimate["lower_bound"] == (method in ("elle", "lifelong_moe"))
+    if len(scores.rows) == 1:
         return
-    assert said["trained_parameters"] == max(done.trained[:4]) and said["step_seconds"] > 0
+    assert estimate["trained_parameters"] == max(scores.trained[:4]) and estimate["step_seconds"] > 0
     files = sum(path.stat().st_size for path in (tmp_path / "done" / "stages").glob("*.pt"))
-    expected = said["disk"]["all stage files (save_all_stages=true)"]
-    assert expected == pytest.approx(files, rel=0.03) or (said["lower_bound"] and expected < files)
-    if given in COMPOSED:
+    expected = estimate["disk"]["all stage files (save_all_stages=true)"]
+    assert expected == pytest.approx(files, rel=0.03) or (estimate["lower_bound"] and expected < files)
+    if option in COMPOSED:
         return
-    assert said["memory"]["first"]["gradients"] == 4 * done.trained[1]  # of parameters in 32 bits
-    assert [each["tokens"] for each in said["stages"][1:]] == pytest.approx(done.tokens_read[1:], rel=0.05)
-    assert said["memory"]["last"]["peak"] == pytest.approx(max(done.memory), rel=0.15)
+    assert estimate["memory"]["first"]["gradients"] == 4 * scores.trained[1]  # of parameters in 32 bits
+    assert [stage["tokens"] for stage in estimate["stages"][1:]] == pytest.approx(
+        scores.tokens_read[1:], rel=0.05
+    )
+    assert estimate["memory"]["last"]["peak"] == pytest.approx(max(scores.memory), rel=0.15)
 
 
-def left(said: dict) -> dict[str, tuple[int, int]]:
-    return {each["stage"]: (each["left_steps"], each["left_scored_tokens"]) for each in said["stages"]}
+def remaining(estimate: dict) -> dict[str, tuple[int, int]]:
+    return {
+        stage["stage"]: (stage["left_steps"], stage["left_scored_tokens"]) for stage in estimate["stages"]
+    }
 
 
 def test_nothing_is_left_behind_and_cells_are_counted_as_they_are_measured(start, small, planned, tmp_path):
-    few = ["eval.rows=last", "eval.columns=near:1", "eval.max_tokens=64"]
-    cfg = small(THREE, "trainer.steps=2", *few, f"cache_dir={tmp_path / 'cache'}")
-    said = planned(cfg, tmp_path / "run")
-    assert said["state"] == "new" and said["not_included"] == ["training of the base model"]
+    eval_options = ["eval.rows=last", "eval.columns=near:1", "eval.max_tokens=64"]
+    cfg = small(THREE, "trainer.steps=2", *eval_options, f"cache_dir={tmp_path / 'cache'}")
+    estimate = planned(cfg, tmp_path / "run")
+    assert estimate["state"] == "new" and estimate["not_included"] == ["training of the base model"]
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache" / "base").exists()
     start(cfg, tmp_path / "run")
-    done, before = scores_of(tmp_path / "run"), times(tmp_path)
-    scored = dict(zip(done.domains, done.scored, strict=True))
-    for number, each in enumerate(said["stages"]):
-        measured = done.measured(number)
-        assert each["scored_texts"] == len(measured)
-        assert each["scored_tokens"] == sum(scored[text] for text in measured)
+    scores, before = scores_of(tmp_path / "run"), times(tmp_path)
+    scored = dict(zip(scores.domains, scores.scored, strict=True))
+    for number, stage in enumerate(estimate["stages"]):
+        measured = scores.measured(number)
+        assert stage["scored_texts"] == len(measured)
+        assert stage["scored_tokens"] == sum(scored[text] for text in measured)
     assert planned(cfg, tmp_path / "run")["left"] == "nothing"
     plain = {name: time for name, time in times(tmp_path).items() if not name.endswith(".lock")}
     assert plain == {name: time for name, time in before.items() if not name.endswith(".lock")}
 
 
 def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, planned, killing, tmp_path):
-    seen = small(THREE, "eval.columns=seen", "save_all_stages=true")
-    killed(start, killing, seen, tmp_path / "run", step=5, domain="food")
+    cfg = small(THREE, "eval.columns=seen", "save_all_stages=true")
+    killed(start, killing, cfg, tmp_path / "run", step=5, domain="food")
     before = times(tmp_path / "run")
-    said = planned(seen, tmp_path / "run")
-    assert times(tmp_path / "run") == before and said["state"] == "unfinished, 2 rows, last: law"
-    steps = {name: steps for name, (steps, _) in left(said).items()}
+    estimate = planned(cfg, tmp_path / "run")
+    assert times(tmp_path / "run") == before and estimate["state"] == "unfinished, 2 rows, last: law"
+    steps = {name: steps for name, (steps, _) in remaining(estimate).items()}
     assert steps == {"base": 0, "law": 0, "food": 2, "space": 6}  # a checkpoint after 4 of 6 steps
-    assert left(said)["law"][1] == 0 < left(said)["food"][1]
-    start(seen, tmp_path / "run")
-    wider = left(planned(small(THREE, "save_all_stages=true"), tmp_path / "run"))
+    assert remaining(estimate)["law"][1] == 0 < remaining(estimate)["food"][1]
+    start(cfg, tmp_path / "run")
+    wider = remaining(planned(small(THREE, "save_all_stages=true"), tmp_path / "run"))
     assert wider["law"][1] > wider["food"][1] > wider["base"][1] == wider["space"][1] == 0
     assert not any(steps for steps, _ in wider.values())
 
@@ -118,14 +127,14 @@ FEW_CELLS += ["eval.max_tokens=64"]
 COSTLY = ["das", "kd", "ewc trainer.importance_samples=64", "ncl replay=past replay.mode=append", "lora"]
 
 
-@pytest.mark.parametrize("given", run_few(COSTLY, ["kd", "lora"]))
-def test_a_matched_run_takes_the_operations_of_ncl(given, start, small, tmp_path, caplog):
+@pytest.mark.parametrize("method", run_few(COSTLY, ["kd", "lora"]))
+def test_a_matched_run_takes_the_operations_of_ncl(method, start, small, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     start(small(*FEW_CELLS), tmp_path / "ncl")
-    start(small(*FEW_CELLS, *f"method={given}".split(), "trainer.match=ncl"), tmp_path / "matched")
+    start(small(*FEW_CELLS, *f"method={method}".split(), "trainer.match=ncl"), tmp_path / "matched")
     steps = json.loads((tmp_path / "matched" / "matched.json").read_text())["steps"]
     assert f"operations of ncl: trainer.steps={steps}, " in caplog.text
-    assert (steps > 20) == (given == "lora")  # the steps of ncl
+    assert (steps > 20) == (method == "lora")  # the steps of ncl
     ncl, matched = (sum(read_scores(tmp_path / name)["flops"]) for name in ("ncl", "matched"))
     assert matched == pytest.approx(ncl, rel=0.5 / steps + 0.02)  # rounded to a whole step
 
@@ -152,6 +161,12 @@ def test_epochs_are_scaled_and_importances_alone_may_be_too_much(start, small, t
     epochs = ["trainer.steps=null", "trainer.epochs=2", "trainer.match=ncl", *FEW_CELLS[2:], "order=[law]"]
     start(small("method=kd", *epochs), tmp_path / "epochs")
     assert 1.3 < json.loads((tmp_path / "epochs/matched.json").read_text())["epochs"] < 1.8
-    few = ["method=das", *FEW_CELLS, "trainer.steps=1", "trainer.match=ncl", "trainer.importance_samples=96"]
+    options = [
+        "method=das",
+        *FEW_CELLS,
+        "trainer.steps=1",
+        "trainer.match=ncl",
+        "trainer.importance_samples=96",
+    ]
     with pytest.raises(ValueError, match=r"trainer.match=ncl is invalid: .* Allowed: null, more trainer"):
-        start(small(*few), tmp_path / "few")
+        start(small(*options), tmp_path / "few")

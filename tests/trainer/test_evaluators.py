@@ -33,19 +33,19 @@ TASKS, METRICS = ("food", "law"), {"AP", "LA", "BWT", "F", "FWT"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    place = tmp_path_factory.mktemp("asked")
-    (place / "tasks").mkdir()
-    write_tasks(place / "tasks", TASKS, train=60, test=24)
-    return place
+def tasks_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("asked")
+    (folder / "tasks").mkdir()
+    write_tasks(folder / "tasks", TASKS, train=60, test=24)
+    return folder
 
 
 @pytest.fixture
-def asked(small_gpt2, place, start):
+def run_with_answers(small_gpt2, tasks_folder, start):
     def run(folder, *overrides):
-        given = ["domains=tasks", f"domains.root={place / 'tasks'}", "model.max_seq_length=64"]
-        given += ["answers.max_new_tokens=4"] * ("answers=none" not in overrides)
-        start(small_gpt2(*given, "save_all_stages=true", "trainer.steps=4", *overrides), folder)
+        options = ["domains=tasks", f"domains.root={tasks_folder / 'tasks'}", "model.max_seq_length=64"]
+        options += ["answers.max_new_tokens=4"] * ("answers=none" not in overrides)
+        start(small_gpt2(*options, "save_all_stages=true", "trainer.steps=4", *overrides), folder)
         return read_scores(folder)
 
     return run
@@ -55,23 +55,25 @@ def read(folder, task):
     return answers_of(*load_predictions(answers_file(folder, task), ANSWER_COLUMNS, optional=[SOURCE]))
 
 
-def test_the_matrix_of_scores_is_of_the_files_and_asking_changes_no_bit(asked, tmp_path, monkeypatch):
-    whole, later = tmp_path / "whole", tmp_path / "later"
-    scores = asked(whole)
+def test_the_matrix_of_scores_is_of_the_files_and_asking_changes_no_bit(
+    run_with_answers, tmp_path, monkeypatch
+):
+    complete_folder, later_folder = tmp_path / "whole", tmp_path / "later"
+    scores = run_with_answers(complete_folder)
     answers = scores["answers"]
     assert list(answers["tasks"]) == list(TASKS) and scores["rows"] == ["base", *TASKS]
     assert set(answers["metrics"]) == METRICS == set(answers["intervals"])
-    for task, told in answers["tasks"].items():
-        assert told["examples"] == 24 and told["chance"] == 0.5 <= told["majority"] <= 1
-        assert list(told["measures"])[0] == "accuracy_ranked"
+    for task, summary in answers["tasks"].items():
+        assert summary["examples"] == 24 and summary["chance"] == 0.5 <= summary["majority"] <= 1
+        assert list(summary["measures"])[0] == "accuracy_ranked"
         for row, name in enumerate(scores["rows"]):
-            found = read(whole / "answers" / f"{row:03d}-{name}", task)
-            for measure, values in told["measures"].items():
-                each = MEASURES[measure].compute(found)
-                known = each[each == each]
-                assert values[row] == (pytest.approx(known.mean()) if len(known) else None)
-    assert asked(later, "answers=none")["answers"] == {}
-    assert_same_bits(later, whole)
+            task_answers = read(complete_folder / "answers" / f"{row:03d}-{name}", task)
+            for measure, values in summary["measures"].items():
+                correct = MEASURES[measure].compute(task_answers)
+                defined = correct[correct == correct]
+                assert values[row] == (pytest.approx(defined.mean()) if len(defined) else None)
+    assert run_with_answers(later_folder, "answers=none")["answers"] == {}
+    assert_same_bits(later_folder, complete_folder)
     save, saved, asks, ask = predictions.save_predictions, [], [], TaskEvaluator.ask
 
     def deadly(path, *args, **kwargs):
@@ -82,24 +84,34 @@ def test_the_matrix_of_scores_is_of_the_files_and_asking_changes_no_bit(asked, t
 
     with monkeypatch.context() as patched, pytest.raises(KeyError):
         patched.setattr(predictions, "save_predictions", deadly)
-        asked(later)
+        run_with_answers(later_folder)
     saved[0].write_bytes(saved[0].read_bytes()[:100])
-    monkeypatch.setattr(TaskEvaluator, "ask", lambda *given, **how: asks.append(given) or ask(*given, **how))
-    assert asked(later)["answers"] | {"seconds": 0} == answers | {"seconds": 0} and len(asks) == 4
-    assert_same_bits(later, whole)
+    monkeypatch.setattr(
+        TaskEvaluator,
+        "ask",
+        lambda *arguments, **options: asks.append(arguments) or ask(*arguments, **options),
+    )
+    assert (
+        run_with_answers(later_folder)["answers"] | {"seconds": 0} == answers | {"seconds": 0}
+        and len(asks) == 4
+    )
+    assert_same_bits(later_folder, complete_folder)
 
 
-def test_stages_that_are_not_due_are_missing(asked, tmp_path):
-    few = ["answers.written=false", "answers.max_documents=5"]
-    answers = asked(tmp_path, "answers.when=last", *few)["answers"]
+def test_stages_that_are_not_due_are_missing(run_with_answers, tmp_path):
+    options = ["answers.written=false", "answers.max_documents=5"]
+    answers = run_with_answers(tmp_path, "answers.when=last", *options)["answers"]
     assert set(answers["metrics"]) == {"AP"} == set(answers["intervals"])
-    for told in answers["tasks"].values():
-        assert told["examples"] == 5 and list(told["measures"]) == ["accuracy_ranked", "accuracy_ranked_mean"]
-        assert [value is None for value in told["measures"]["accuracy_ranked"]] == [False, True, False]
+    for summary in answers["tasks"].values():
+        assert summary["examples"] == 5 and list(summary["measures"]) == [
+            "accuracy_ranked",
+            "accuracy_ranked_mean",
+        ]
+        assert [value is None for value in summary["measures"]["accuracy_ranked"]] == [False, True, False]
 
 
-def test_a_part_answers_its_own_task_and_the_base_what_has_not_been_learned(asked, tmp_path):
-    asked(tmp_path, "method=lora", "method.per_domain=true", "optim.lr=0.05")
+def test_a_part_answers_its_own_task_and_the_base_what_has_not_been_learned(run_with_answers, tmp_path):
+    run_with_answers(tmp_path, "method=lora", "method.per_domain=true", "optim.lr=0.05")
     rows = [tmp_path / "answers" / name for name in ("000-base", "001-food", "002-law")]
     food, law = ([read(row, task) for row in rows] for task in TASKS)
     assert food[1] == food[2] != food[0]
@@ -117,17 +129,19 @@ def probed(small_gpt2, start, tmp_path, monkeypatch):
     monkeypatch.setattr(LMEvalOptions, "check_installed", lambda self: None)
     monkeypatch.setattr(preflight, "make_harness", harness)
 
-    def go(*overrides, when="last", folder=tmp_path):
-        asked = [f"benchmark.when={when}", "benchmark=lm_eval", "benchmark.tasks=[say,ask]"] if when else []
-        start(small_gpt2("order=[law,food]", "trainer.steps=4", *asked, *overrides), folder)
+    def go(*overrides, policy="last", folder=tmp_path):
+        benchmark_options = (
+            [f"benchmark.when={policy}", "benchmark=lm_eval", "benchmark.tasks=[say,ask]"] if policy else []
+        )
+        start(small_gpt2("order=[law,food]", "trainer.steps=4", *benchmark_options, *overrides), folder)
         return read_scores(folder)
 
     return go
 
 
 def times_of(folder):
-    found = sorted((folder / "benchmarks").rglob("*.json"))
-    return {str(path.relative_to(folder / "benchmarks")): path.stat().st_mtime_ns for path in found}
+    paths = sorted((folder / "benchmarks").rglob("*.json"))
+    return {str(path.relative_to(folder / "benchmarks")): path.stat().st_mtime_ns for path in paths}
 
 
 OF_BASE, OF_LAW, OF_FOOD = (
@@ -136,10 +150,12 @@ OF_BASE, OF_LAW, OF_FOOD = (
 
 
 def test_a_probe_is_measured_after_the_stages_asked_for_and_changes_nothing(probed, tmp_path):
-    plain, asked = (probed(DROPOUT, when=when, folder=tmp_path / str(when)) for when in (None, "each"))
+    plain, probed_scores = (
+        probed(DROPOUT, policy=policy, folder=tmp_path / str(policy)) for policy in (None, "each")
+    )
     assert_same_bits(tmp_path / "None", tmp_path / "each")
     assert plain["benchmarks"] == {} and [*times_of(tmp_path / "each")] == OF_BASE + OF_LAW + OF_FOOD
-    first, _, last = asked["benchmarks"]["tasks"]["say"]["values"]
+    first, _, last = probed_scores["benchmarks"]["tasks"]["say"]["values"]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "each" / "model")
     assert first != last == pytest.approx(sum_weights(exported), rel=1e-9)
 
@@ -148,29 +164,29 @@ def test_a_probe_is_measured_after_the_stages_asked_for_and_changes_nothing(prob
 def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(
     probed, tmp_path, monkeypatch, error
 ):
-    def stop(self, name, *given, **how):
+    def stop(self, name, *arguments, **options):
         if (tmp_path / "benchmarks" / "000-base" / "say.json").exists():
             monkeypatch.setattr("cpt.core.preemption.notice.number", 15 * (error is Preempted))
             raise error(15)
-        return measure(self, name, *given, **how)
+        return measure(self, name, *arguments, **options)
 
     measure = FakeHarness.measure
     with monkeypatch.context() as patched, pytest.raises(error, match="15|in the benchmark after base"):
         patched.setattr(FakeHarness, "measure", stop)
-        probed(when="every:2")
+        probed(policy="every:2")
     monkeypatch.setattr("cpt.core.preemption.notice.number", 0)
-    left = times_of(tmp_path)
-    assert [*left] == [OF_BASE[1]]
-    probed(when="every:2")
+    first_times = times_of(tmp_path)
+    assert [*first_times] == [OF_BASE[1]]
+    probed(policy="every:2")
     before = times_of(tmp_path)
-    assert [*before] == OF_BASE + OF_FOOD and left.items() <= before.items()
+    assert [*before] == OF_BASE + OF_FOOD and first_times.items() <= before.items()
     (tmp_path / "benchmarks" / OF_FOOD[0]).unlink()
     (tmp_path / "benchmarks" / OF_FOOD[1]).write_text("{")
-    probed("benchmark.batch_size=2", when="every:2")
-    again = times_of(tmp_path)
-    assert {name for name in before if again[name] != before[name]} == {*OF_FOOD}
-    probed("benchmark.max_documents=3", when="every:2")
-    assert all(when != again[name] for name, when in times_of(tmp_path).items())
+    probed("benchmark.batch_size=2", policy="every:2")
+    later_times = times_of(tmp_path)
+    assert {name for name in before if later_times[name] != before[name]} == {*OF_FOOD}
+    probed("benchmark.max_documents=3", policy="every:2")
+    assert all(time != later_times[name] for name, time in times_of(tmp_path).items())
 
 
 EACH = ["001-law/law", "002-food/food", "002-food/law"]
@@ -184,43 +200,46 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def noted(monkeypatch):
+def measured_tasks(monkeypatch):
     """What is measured: files that say on which weights, in the place of a fine-tuning; it may be deadly."""
     counted = SimpleNamespace(asked=[], deadly=())
 
-    def note(self, number, name, seed, given, *, device, step):
+    def note(self, number, name, seed, start, *, device, step):
         if (number, name) in counted.deadly:
             raise KeyError("killed")
         counted.asked.append((name, seed))
-        task, weight = self.tasks[name], sum(each.double().sum().item() for each in given.parameters())
-        said = {"digest": task.digest(seed), "seconds": 1.0, "weight": weight}
-        said |= dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), 10 * number + seed)
-        labels = [each.label for each in task.test]
-        columns = {"id": [each.id for each in task.test], "label": labels, "prediction": labels}
-        save_predictions(endtask_file(self.folder(number), name, seed), columns, about=said)
+        task, weight = (
+            self.tasks[name],
+            sum(parameter.double().sum().item() for parameter in start.parameters()),
+        )
+        metadata = {"digest": task.digest(seed), "seconds": 1.0, "weight": weight}
+        metadata |= dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), 10 * number + seed)
+        labels = [example.label for example in task.test]
+        columns = {"id": [example.id for example in task.test], "label": labels, "prediction": labels}
+        save_predictions(endtask_file(self.folder(number), name, seed), columns, about=metadata)
 
     monkeypatch.setattr(FinetuneEvaluator, "measure_task", note)
     return counted
 
 
-def asked_for(root, when, **more):
-    given = {"root": root, "when": when, "seeds": "[3]", **more}
-    return ["endtask=texts", *(f"endtask.{name}={value}" for name, value in given.items())]
+def endtask_overrides(root, policy, **changes):
+    options = {"root": root, "when": policy, "seeds": "[3]", **changes}
+    return ["endtask=texts", *(f"endtask.{name}={value}" for name, value in options.items())]
 
 
 @pytest.fixture
-def run(small, start, root, noted):
-    def go(*overrides, when="last", **more):
-        given = asked_for(root, when, **more) if when else []
-        start(small("order=[law,food]", "trainer.steps=2", *overrides, *given), root / "run")
+def run(small, start, root, measured_tasks):
+    def go(*overrides, policy="last", **changes):
+        endtask_options = endtask_overrides(root, policy, **changes) if policy else []
+        start(small("order=[law,food]", "trainer.steps=2", *overrides, *endtask_options), root / "run")
         return read_scores(root / "run")
 
     return go
 
 
 def files(root):
-    found = (root / "run" / "endtasks").rglob("*.parquet")
-    return sorted(f"{path.parent.name}/{path.stem.partition('-')[0]}" for path in found)
+    paths = (root / "run" / "endtasks").rglob("*.parquet")
+    return sorted(f"{path.parent.name}/{path.stem.partition('-')[0]}" for path in paths)
 
 
 def weight(root, name):
@@ -228,39 +247,39 @@ def weight(root, name):
     return json.loads(schema.metadata[b"cpt"])["weight"]
 
 
-def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, root, small, noted):
-    before, own = run("save_all_stages=true", when=None), ("order=[law,food]", "trainer.steps=2")
-    plain, wanted = small(*own), small(*own, *asked_for(root, "each"))
-    assert is_done(plain, root / "run") and not is_done(wanted, root / "run")
-    noted.deadly = {(2, "food")}
+def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, root, small, measured_tasks):
+    before, options = run("save_all_stages=true", policy=None), ("order=[law,food]", "trainer.steps=2")
+    plain, cfg_with_endtasks = small(*options), small(*options, *endtask_overrides(root, "each"))
+    assert is_done(plain, root / "run") and not is_done(cfg_with_endtasks, root / "run")
+    measured_tasks.deadly = {(2, "food")}
     with pytest.raises(KeyError):
-        run("save_all_stages=true", when="each")
+        run("save_all_stages=true", policy="each")
     assert not read_scores(root / "run")["run"]["finished"]
     lost, damaged = (root / "run" / "endtasks").rglob("*.parquet")
     lost.unlink()
     damaged.write_bytes(damaged.read_bytes()[:200])
-    noted.deadly = ()
-    after = run("save_all_stages=true", when="each")
-    assert files(root) == EACH and [name for name, _ in noted.asked] == ["law"] * 4 + ["food"]
+    measured_tasks.deadly = ()
+    after = run("save_all_stages=true", policy="each")
+    assert files(root) == EACH and [name for name, _ in measured_tasks.asked] == ["law"] * 4 + ["food"]
     for key in ("rows", "nll", "metrics", "trained", "seen", "flops", "optimized_metric", "run"):
         assert after[key] == before[key], key
-    assert is_done(wanted, root / "run") and is_done(plain, root / "run")
-    run("save_all_stages=true", when="diagonal", lr=0.01)  # other settings
-    assert [name for name, _ in noted.asked[5:]] == ["law", "food"]
+    assert is_done(cfg_with_endtasks, root / "run") and is_done(plain, root / "run")
+    run("save_all_stages=true", policy="diagonal", lr=0.01)  # other settings
+    assert [name for name, _ in measured_tasks.asked[5:]] == ["law", "food"]
     assert weight(root, EACH[0]) != weight(root, EACH[2])
 
 
-def test_a_part_is_measured_on_its_own_task_and_weights_that_were_not_kept_are_asked_for(run, root):
+def test_a_part_is_measured_on_its_own_task_and_weights_that_were_not_kept_are_endtask_overrides(run, root):
     run("method=demix")
     assert files(root) == EACH[1:] and weight(root, EACH[1]) != weight(root, EACH[2])
     with pytest.raises(ValueError, match=r"the weights after law were not kept"):
-        run("method=demix", when="each")
+        run("method=demix", policy="each")
 
 
 @pytest.mark.slow
 def test_end_tasks_between_the_stages_change_nothing_of_what_is_learned(small, start, root):
     quick = {name: value for name, value in QUICK.items() if name != "seeds"}
-    given = ["order=[law,food]", "trainer.steps=3", "+model.config.attention_dropout=0.1"]
-    start(small(*given), root / "plain")
-    start(small(*given, *asked_for(root, "each", **quick)), root / "asked")
+    options = ["order=[law,food]", "trainer.steps=3", "+model.config.attention_dropout=0.1"]
+    start(small(*options), root / "plain")
+    start(small(*options, *endtask_overrides(root, "each", **quick)), root / "asked")
     assert_same_bits(root / "asked", root / "plain")

@@ -49,9 +49,9 @@ def test_other_weights_are_named(cause, exported):
     rewrite(folder, FAULTS[cause])
     with pytest.raises(
         ValueError, match=f"^the exported model in .* is not the trained one: .*({cause})"
-    ) as told:
+    ) as raised:
         check()
-    assert "\n" not in str(told.value) and "the same command exports it again" in str(told.value)
+    assert "\n" not in str(raised.value) and "the same command exports it again" in str(raised.value)
 
 
 def test_a_head_that_becomes_tied_again_is_noticed(exported):
@@ -92,7 +92,7 @@ def test_nothing_of_the_module_changes(exported):
     before, generator = run.weights(), torch.get_rng_state()
     draw_sample(run.module, run.data)
     check()
-    assert all(torch.equal(before[name], each) for name, each in run.weights().items())
+    assert all(torch.equal(before[name], value) for name, value in run.weights().items())
     assert torch.equal(generator, torch.get_rng_state())
 
 
@@ -101,9 +101,9 @@ def test_a_run_whose_export_is_wrong_fails_and_the_same_command_exports_again(
 ):
     cfg, folder = small_gpt2(ORDER, "trainer.steps=2", "trainer.precision=bf16-mixed"), tmp_path / "run"
 
-    def export_other_weights(method, place, order):
-        expression = export(method, place, order)
-        rewrite(place, lambda state: state | {LAYER: 3 * state[LAYER]})
+    def export_other_weights(method, model_folder, order):
+        expression = export(method, model_folder, order)
+        rewrite(model_folder, lambda state: state | {LAYER: 3 * state[LAYER]})
         return expression
 
     export = ContinualMethod.export

@@ -44,18 +44,18 @@ def test_changed_text_is_refused_by_name_whether_finished_or_not(
 ):
     folder, food, law = tmp_path / "run", texts / "food" / "all.txt", texts / "law" / "all.txt"
     killed(start, killing, config("order=0"), folder, step=1, domain="law")
-    whole = food.read_bytes()
-    food.write_bytes(whole + b"one more document of eight words stands here.\n")
+    original = food.read_bytes()
+    food.write_bytes(original + b"one more document of eight words stands here.\n")
     with pytest.raises(ValueError, match="the text of food changed: 120 documents, .* -> 121 documents"):
         run("order=0")
-    food.write_bytes(whole)
+    food.write_bytes(original)
     scores = run("order=0")
     assert scores["rows"] == ["base", "food", "law"] and is_done(config("order=0"), folder)
     edit(food)
     assert not is_done(config("order=0"), folder)  # which a sweep asks
     with pytest.raises(ValueError, match=r"the text of food changed: 120 documents, .* -> 120 documents"):
         run("order=0")
-    food.write_bytes(whole)
+    food.write_bytes(original)
     assert run("order=0") == scores
     before = law.stat()
     edit(law)
@@ -95,18 +95,18 @@ def test_new_and_vanished_domains_are_told_by_name(run, config, start, killing, 
 def test_a_checkpoint_that_changed_is_told_by_its_file(run, config, killing, tmp_path, small, start):
     start(small("order=[law]", "trainer.steps=1"), tmp_path / "first")
     base = tmp_path / "first" / "model"
-    given = [ORDER, f"model.name_or_path={base}"]
-    killed(start, killing, config(*given), tmp_path / "run", step=1, domain="food")
+    options = [ORDER, f"model.name_or_path={base}"]
+    killed(start, killing, config(*options), tmp_path / "run", step=1, domain="food")
     for path in base.iterdir():
         os.utime(path, ns=(1, 1))
-    scores = run(*given)
+    scores = run(*options)
     weights = base / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    original = weights.read_bytes()
+    weights.write_bytes(original[:-5] + bytes([original[-5] ^ 1]) + original[-4:])
     with pytest.raises(ValueError, match=rf"model.safetensors of .*={base} changed\)"):
-        run(*given)
-    weights.write_bytes(whole)
-    assert run(*given) == scores
+        run(*options)
+    weights.write_bytes(original)
+    assert run(*options) == scores
 
 
 def test_text_that_changes_while_it_is_read_is_told(
@@ -123,9 +123,9 @@ def test_text_that_changes_while_it_is_read_is_told(
             run("order=[law]")
     killed(start, killing, config(ORDER), tmp_path / "run", step=1, domain="law")
 
-    def late(*given):
+    def late(*arguments):
         edit(texts / "law" / "all.txt")
-        return prepare(*given)
+        return prepare(*arguments)
 
     monkeypatch.setattr(preflight, "prepare", late)
     with pytest.raises(ValueError, match="with other contents .the text of law changed"):

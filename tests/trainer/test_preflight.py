@@ -29,6 +29,7 @@ from tests.support.wrong_options import AT_ONCE, ON_A_CAUSAL, ON_A_DECODER, ON_T
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 WRONG = {"small": ON_THE_MODEL, "small_gpt2": ON_A_CAUSAL, "small_t5": ON_A_DECODER}
+WRONG_OF_SIZES = [(size, option) for size in WRONG for option in WRONG[size]]
 
 
 @pytest.fixture
@@ -44,11 +45,11 @@ def unread(monkeypatch, start, tmp_path):
     return look
 
 
-@pytest.mark.parametrize(("size", "given"), [(size, given) for size in WRONG for given in WRONG[size]])
-def test_what_only_the_libraries_know_is_told_before_any_text_is_read(size, given, request, unread):
-    words = [given] if "{" in given else given.split()
+@pytest.mark.parametrize(("size", "option"), WRONG_OF_SIZES)
+def test_what_only_the_libraries_know_is_told_before_any_text_is_read(size, option, request, unread):
+    words = [option] if "{" in option else option.split()
     message = unread(request.getfixturevalue(size)(*words))
-    assert is_refused(given, message), message
+    assert is_refused(option, message), message
 
 
 def some_words():
@@ -88,31 +89,36 @@ def checkpoint(tmp_path):
 
 
 def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small, unread, tmp_path):
-    given, whole = f"model.name_or_path={checkpoint}", shutil.copytree(checkpoint, tmp_path / "whole")
-    config, weights = ((whole / name).read_bytes() for name in ("config.json", "model.safetensors"))
+    option, intact_checkpoint = (
+        f"model.name_or_path={checkpoint}",
+        shutil.copytree(checkpoint, tmp_path / "whole"),
+    )
+    config, weights = (
+        (intact_checkpoint / name).read_bytes() for name in ("config.json", "model.safetensors")
+    )
     quantized = config.replace(b"{", b'{"quantization_config": {"quant_method": "fp8"}, ', 1)
     harms = [
         ("model.safetensors", weights[:-100], "model.safetensors is truncated or damaged ("),
         ("pytorch_model.bin", b"PK\3\4cut", f"{checkpoint}/pytorch_model.bin is truncated or damaged"),
         ("pytorch_model.bin", b"version https://git-lfs.github.com/spec/v1\n", "is truncated or damaged"),
-        ("model.safetensors", None, f"{given} is invalid: it has no weights. Allowed: "),
-        ("config.json", quantized, f"{given} is invalid: its weights are quantized"),
+        ("model.safetensors", None, f"{option} is invalid: it has no weights. Allowed: "),
+        ("config.json", quantized, f"{option} is invalid: its weights are quantized"),
         ("model.safetensors.index.json", b"{}", "model.safetensors.index.json is truncated or damaged"),
-        ("adapter_config.json", b"{}", f"{given} is invalid: it has an adapter of peft"),
+        ("adapter_config.json", b"{}", f"{option} is invalid: it has an adapter of peft"),
     ]
-    for name, data, why in harms:
+    for name, data, complaint in harms:
         (checkpoint / name).write_bytes(data) if data else (checkpoint / name).unlink()
-        assert why in unread(small(given))
+        assert complaint in unread(small(option))
         shutil.rmtree(checkpoint)
-        shutil.copytree(whole, checkpoint)
+        shutil.copytree(intact_checkpoint, checkpoint)
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
-    assert f"{given} is invalid: it has no tokenizer" in unread(small(given))
-    words = AutoTokenizer.from_pretrained(whole)
+    assert f"{option} is invalid: it has no tokenizer" in unread(small(option))
+    words = AutoTokenizer.from_pretrained(intact_checkpoint)
     words.add_tokens(["contract", "section"])
     words.save_pretrained(checkpoint)
-    assert "Allowed: model.resize=true" in unread(small(given))
-    prepare(make_plan(small(given, "model.resize=true")), RunDir(checkpoint))
+    assert "Allowed: model.resize=true" in unread(small(option))
+    prepare(make_plan(small(option, "model.resize=true")), RunDir(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -134,12 +140,12 @@ def test_what_transformers_loads_and_does_not_save_is_told(
     folder = saved(tmp_path / "base", build_model(config, words, "causal", seed=0), words)
     path = folder / file
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    given = f"model.name_or_path={folder}"
+    option = f"model.name_or_path={folder}"
     if named is None:
-        prepare(make_plan(small_gpt2(given)), RunDir(tmp_path / "run"))
+        prepare(make_plan(small_gpt2(option)), RunDir(tmp_path / "run"))
         return
-    message = unread(small_gpt2(given))
-    assert message.startswith(f"{given} is invalid: {named}") and f"Allowed: {file} without it" in message
+    message = unread(small_gpt2(option))
+    assert message.startswith(f"{option} is invalid: {named}") and f"Allowed: {file} without it" in message
 
 
 def test_a_place_of_the_export_that_cannot_be_written_is_told(small, unread, tmp_path, monkeypatch):
@@ -190,9 +196,9 @@ def test_a_new_model_that_attends_to_both_sides_has_no_causal_objective(small_gp
 def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, unread):
     cfg = small(f"model.name_or_path={checkpoint}", "model.resize=true")
     lacks = {"a mask": {"eos_token": "</s>"}, "a token to separate": {"mask_token": "<mask>"}}
-    for what, tokens in lacks.items():
+    for complaint, tokens in lacks.items():
         tokenizer_with_template("$A", **tokens).save_pretrained(checkpoint)
-        assert f"the tokenizer {checkpoint} has no{what[1:]}" in unread(cfg)
+        assert f"the tokenizer {checkpoint} has no{complaint[1:]}" in unread(cfg)
 
 
 @pytest.fixture
@@ -203,9 +209,9 @@ def headless(tmp_path):
 
 
 def test_a_checkpoint_without_a_head_is_refused(headless, small, unread):
-    given = f"model.name_or_path={headless}"
-    assert unread(small(given)).startswith(f"{given} is invalid: no language-model head (5 tensors). Allow")
-    assert unread(small(given, "+model.layers=3")) == "model.layers=3 is invalid. Allowed: null, or 1 to 2"
+    option = f"model.name_or_path={headless}"
+    assert unread(small(option)).startswith(f"{option} is invalid: no language-model head (5 tensors). Allow")
+    assert unread(small(option, "+model.layers=3")) == "model.layers=3 is invalid. Allowed: null, or 1 to 2"
 
 
 @pytest.mark.parametrize("upper", [0, 1])
@@ -217,15 +223,17 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
     options += ["+model.layers=2" if upper else "+model.layers=1", "+model.pretraining.head_steps=5"]
     options += [f"+model.pretraining.head_layers={upper}"]
     start(small(*options), tmp_path / "run")
-    (made,) = (path for path in (cache / "base").glob("headless-*") if path.is_dir())
-    base, given = (AutoModelForMaskedLM.from_pretrained(path).state_dict() for path in (made, headless))
+    (completed_folder,) = (path for path in (cache / "base").glob("headless-*") if path.is_dir())
+    base, headless_state = (
+        AutoModelForMaskedLM.from_pretrained(path).state_dict() for path in (completed_folder, headless)
+    )
     random = load_model(headless, "masked").state_dict()
     changed = {name for name in base if not torch.equal(base[name], random[name])}
     blocks = 1 + upper
     assert {name.split(".")[3] for name in base if ".layer." in name} == {*map(str, range(blocks))}
     trained = {name for name in base if "lm_head" in name and "decoder.weight" not in name}
     trained |= {name for name in base if ".layer.1." in name}  # the last block, with head_layers=1
-    assert changed == trained and all(torch.equal(base[n], given[n]) for n in {*base} - trained)
+    assert changed == trained and all(torch.equal(base[n], headless_state[n]) for n in {*base} - trained)
     monkeypatch.setattr("cpt.trainer.base_model.pretrain", None)  # another run takes it from the cache
     start(small(*options, "seed=1"), tmp_path / "other")
     assert read_scores(tmp_path / "other")["nll"][0] == read_scores(tmp_path / "run")["nll"][0]
@@ -234,17 +242,17 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))
 
 
-def told(look) -> str:
+def read_complaint(look) -> str:
     with pytest.raises((ValueError, HydraException)) as raised:
         look()
     return reason(raised.value)
 
 
-@pytest.mark.parametrize("given", AT_ONCE)
-def test_a_wrong_value_is_told_with_what_is_allowed(given, composed):
-    words = [each.replace("=(", "='('") for each in given.split()]  # as on a command line
-    message = told(lambda: make_plan(composed(*words)))
-    assert is_refused(given, message), message
+@pytest.mark.parametrize("options", AT_ONCE)
+def test_a_wrong_value_is_told_with_what_is_allowed(options, composed):
+    words = [word.replace("=(", "='('") for word in options.split()]  # as on a command line
+    message = read_complaint(lambda: make_plan(composed(*words)))
+    assert is_refused(options, message), message
 
 
 @pytest.mark.slow

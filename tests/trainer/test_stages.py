@@ -32,7 +32,7 @@ from cpt.verify import damage_in_run
 from tests.runs.reading import same_state
 
 
-def killed(*args, **how):
+def killed(*args, **options):
     raise KeyboardInterrupt
 
 
@@ -50,7 +50,7 @@ def test_a_sum_over_processes_is_of_tensors_as_nccl_takes_them(monkeypatch):
 
 def test_nobody_waits_for_a_process_whose_work_after_a_stage_has_failed(monkeypatch):
     class Failing(LMEvalEvaluator):
-        def measure_requests(self, *given):
+        def measure_requests(self, *arguments):
             raise RuntimeError("no memory")
 
     store = distributed.HashStore()
@@ -80,9 +80,9 @@ def mesh(tmp_path):
 
 def test_a_row_that_is_no_number_is_not_lost_among_those_of_other_processes(mesh, monkeypatch):
     rows = distribute_tensor(torch.tensor([[1.0, torch.nan]]), mesh, [Shard(0)])
-    other = torch.ones(())
+    other_value = torch.ones(())
     # as gloo does
-    monkeypatch.setattr(sharding.distributed, "all_reduce", lambda x, op: x.copy_(torch.fmax(other, x)))
+    monkeypatch.setattr(sharding.distributed, "all_reduce", lambda x, op: x.copy_(torch.fmax(other_value, x)))
     assert not all_finite([rows]) and all_finite([rows[:, :1]])
 
 
@@ -96,36 +96,36 @@ class Method(nn.Module):
         parts = {"table": nn.Embedding(8, 4), "map": nn.Linear(4, 4), "head": nn.Linear(4, 8)}
         self.model = nn.ModuleDict(parts)
         self.model["head"].weight = self.model["table"].weight
-        self.anchor = NamedTensors({name: each + 1 for name, each in self.model.named_parameters()})
+        self.anchor = NamedTensors({name: parameter + 1 for name, parameter in self.model.named_parameters()})
         self.domain_params = DomainParams(self.model, ["map.bias"])
         self.domain_params.capture(self.model, 0)
         self.register_buffer("count", torch.tensor(seed))
 
     def share_out(self, mesh) -> "Method":
-        table, own = self.model["table"], self.model["map"]
-        for part in (table, own):
+        table, linear_map = self.model["table"], self.model["map"]
+        for part in (table, linear_map):
             part.weight = nn.Parameter(distribute_tensor(part.weight.data, mesh, [Shard(0)]))
         self.model["head"].weight = table.weight
-        shared = {"table.weight": table.weight, "map.weight": own.weight}
+        shared = {"table.weight": table.weight, "map.weight": linear_map.weight}
         self.anchor.shard(shared)
         self.domain_params.shard(shared)
         return self
 
 
-def test_shards_are_written_once_and_read_as_what_was_shared_out(mesh, tmp_path, monkeypatch):
+def test_shards_are_written_once_and_read_as_what_is_stored_shared_out(mesh, tmp_path, monkeypatch):
     path, module, expected = tmp_path / "stages" / "001.pt", Method(1).share_out(mesh), Method(1).state_dict()
     with monkeypatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", killed)
         patch.setattr(DTensor, "redistribute", killed)
         save_stage(module, path)
-    assert sorted(each.name for each in path.parent.iterdir()) == ["001.1.shards", "001.pt"]
-    whole = load_tensors(path)
-    places, bare = whole.pop(SHARDS)["places"], {"model.map.bias", "model.head.bias", "count"}
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["001.1.shards", "001.pt"]
+    stored = load_tensors(path)
+    shard_places, bare = stored.pop(SHARDS)["places"], {"model.map.bias", "model.head.bias", "count"}
     bare |= {"anchor.map/bias", "anchor.head/bias", "domain_params.0:map/bias"}
-    assert {name for name, value in whole.items() if value is not None} == bare
+    assert {name for name, value in stored.items() if value is not None} == bare
     assert same_state(load_stage(path), expected)
-    assert [["model.table.weight"], ["model.head.weight"]] in places.values()  # they are tied
-    assert len(places) == 4  # of model and anchor
+    assert [["model.table.weight"], ["model.head.weight"]] in shard_places.values()  # they are tied
+    assert len(shard_places) == 4  # of model and anchor
 
 
 def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
@@ -134,12 +134,12 @@ def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
     for step in (1, 2):
         save_sharded({"loops": step, "state_dict": {"w": table}, "optimizer_states": [optimizer]}, path)
-    assert [each.name for each in tmp_path.glob("*.shards")] == ["001-l[aw].2.shards"]
-    found, moments = load_stage(path), optimizer["state"][0]
-    [own], whole = found["optimizer_states"], table.full_tensor()
-    assert torch.equal(own["state"][0].pop("exp_avg"), moments["exp_avg"].full_tensor())
-    assert own == {**optimizer, "state": {0: {"step": moments["step"], "seen": 3}}}
-    assert found["loops"] == 2 and torch.equal(found["state_dict"]["w"], whole)
+    assert [shards.name for shards in tmp_path.glob("*.shards")] == ["001-l[aw].2.shards"]
+    checkpoint, moments = load_stage(path), optimizer["state"][0]
+    [optimizer_state], weight = checkpoint["optimizer_states"], table.full_tensor()
+    assert torch.equal(optimizer_state["state"][0].pop("exp_avg"), moments["exp_avg"].full_tensor())
+    assert optimizer_state == {**optimizer, "state": {0: {"step": moments["step"], "seen": 3}}}
+    assert checkpoint["loops"] == 2 and torch.equal(checkpoint["state_dict"]["w"], weight)
     [file] = tmp_path.glob("*.shards/*.distcp")
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"\.shards: .*distcp has \d+ bytes, .*; delete .*001-l.*\.ckpt"):
@@ -147,18 +147,20 @@ def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("written", "shared", "rests"), [(True, True, True), (True, False, False), (False, True, False)]
+    ("is_stored_shared", "shared", "rests"), [(True, True, True), (True, False, False), (False, True, False)]
 )
-def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, shared, rests):
+def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, is_stored_shared, shared, rests):
     path = tmp_path / "001.pt"
-    save_stage(Method(1).share_out(mesh) if written else Method(1), path)
-    other = Method(2)
+    save_stage(Method(1).share_out(mesh) if is_stored_shared else Method(1), path)
+    restored = Method(2)
     if shared:
-        other.share_out(mesh).register_load_state_dict_pre_hook(shard_state)
-    restore_stage(other, path, rests=rests)
-    state = {name: full_tensor(each) if shared else each for name, each in other.state_dict().items()}
+        restored.share_out(mesh).register_load_state_dict_pre_hook(shard_state)
+    restore_stage(restored, path, rests=rests)
+    state = {
+        name: full_tensor(tensor) if shared else tensor for name, tensor in restored.state_dict().items()
+    }
     assert same_state(state, Method(1).state_dict())
-    assert other.domain_params.mapped == ({"0:map/bias"} if rests else set())
+    assert restored.domain_params.mapped == ({"0:map/bias"} if rests else set())
 
 
 @pytest.mark.parametrize("function", ["checkpoint.save", "hash_files", "save_state"])
@@ -176,7 +178,7 @@ def test_a_stage_that_is_half_written_is_none_and_one_is_replaced_as_a_whole(
         before = Method(number).state_dict()
         assert same_state(load_stage(path), before) and len([*path.parent.glob("*.shards")]) == 1
     save_stage(Method(3), path)  # by one process
-    assert [each.name for each in path.parent.iterdir()] == ["001.pt"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["001.pt"]
 
 
 def export(module: Method, model, names=("table.weight", "map.bias")) -> None:
@@ -195,27 +197,29 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
     save_stage(Method(1).share_out(mesh) if shared else Method(1), path)
     export(Method(1), model)
     link_weights(path, model)
-    (folder,) = (each for each in path.parent.iterdir() if each != path)  # no shards
-    kept = load_tensors(path)
-    linked = kept.pop(LINKS)
+    (folder,) = (entry for entry in path.parent.iterdir() if entry != path)  # no shards
+    stored = load_tensors(path)
+    linked = stored.pop(LINKS)
     named = {"model.table.weight": "table.weight", "model.head.weight": "table.weight"}  # they are tied
     named |= {"model.map.bias": "map.bias", "domain_params.0:map/bias": "map.bias"}
-    found = {name: key for name, (file, key) in linked["tensors"].items() if file == "model.safetensors"}
-    assert found == named and linked["tensors"]["anchor.map/weight"][0] == "parts/law.safetensors"
-    assert all(kept[name] is None for name in linked["tensors"])
+    linked_names = {
+        name: key for name, (file, key) in linked["tensors"].items() if file == "model.safetensors"
+    }
+    assert linked_names == named and linked["tensors"]["anchor.map/weight"][0] == "parts/law.safetensors"
+    assert all(stored[name] is None for name in linked["tensors"])
     assert (folder / "model.safetensors").samefile(model / "model.safetensors")
     assert same_state(load_stage(path), expected)
     for _ in range(2):
         for rests in (True, False):
-            other = Method(2)
-            restore_stage(other, path, rests=rests)
-            assert same_state(dict(other.state_dict()), expected)
-            assert other.domain_params.mapped == ({"0:map/bias"} if rests else set())
+            restored = Method(2)
+            restore_stage(restored, path, rests=rests)
+            assert same_state(dict(restored.state_dict()), expected)
+            assert restored.domain_params.mapped == ({"0:map/bias"} if rests else set())
         check_stage(path, instead="")
         shutil.rmtree(model)  # the stage stays whole, and the model can be written anew
         export(Method(1), model, names=["map.weight"])
         link_weights(path, model)
-        assert {each.name for each in path.parent.iterdir()} > {"001.pt"} and len(
+        assert {entry.name for entry in path.parent.iterdir()} > {"001.pt"} and len(
             [*path.parent.iterdir()]
         ) == 2
         assert same_state(load_stage(path), expected)
@@ -257,7 +261,7 @@ def test_without_hard_links_the_stage_stays_as_it_is(tmp_path, monkeypatch, capl
     export(Method(1), model)
     before = path.read_bytes()
 
-    def refuse(*given):
+    def refuse(*arguments):
         raise OSError(1, "Operation not permitted")
 
     caplog.set_level("INFO")
@@ -272,8 +276,8 @@ def test_damage_is_told(mesh, tmp_path):
     save_stage(Method(1).share_out(mesh), stage)
     assert not [line for line in damage_in_run(tmp_path) if "shards" in line]
     [file] = tmp_path.glob("stages/*.shards/*.distcp")
-    whole = file.read_bytes()
-    for data in (whole[:-10], whole[:-20] + b"x" + whole[-19:], None):
+    original = file.read_bytes()
+    for data in (original[:-10], original[:-20] + b"x" + original[-19:], None):
         file.unlink() if data is None else file.write_bytes(data)
         with pytest.raises(ValueError, match=rf"001\.1\.shards: {file.name}.*; begin anew"):
             check_stage(stage, instead="begin anew")

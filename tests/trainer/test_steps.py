@@ -19,12 +19,14 @@ ONE = "order=[law]"
 
 
 @pytest.mark.parametrize(
-    ("every", "ends", "kept"),
+    ("checkpoint_every", "ends", "saved_steps"),
     [(4, None, [4, 8, 10]), (100, 3, [3])],  # of a stage that ends early
 )
-def test_the_state_is_kept_as_often_as_asked_for_and_after_the_last_step(every, ends, kept, tmp_path):
+def test_the_state_is_kept_as_often_as_asked_for_and_after_the_last_step(
+    checkpoint_every, ends, saved_steps, tmp_path
+):
     guard, steps = NanGuard(), []
-    saving = StepCheckpoint(tmp_path / "state", every=every, guard=guard)
+    saving = StepCheckpoint(tmp_path / "state", every=checkpoint_every, guard=guard)
     trainer = SimpleNamespace(global_step=0, max_steps=10, should_stop=False)
     trainer.save_checkpoint = lambda path: steps.append(trainer.global_step)
     module = SimpleNamespace(parameters=lambda: [])
@@ -32,7 +34,7 @@ def test_the_state_is_kept_as_often_as_asked_for_and_after_the_last_step(every, 
     for step in range(1, 1 + (ends or 10)):
         trainer.global_step, trainer.should_stop = step, step == ends
         saving.on_train_batch_end(trainer, module)
-    assert steps == kept
+    assert steps == saved_steps
 
 
 @pytest.mark.parametrize(
@@ -107,11 +109,11 @@ def test_rows_of_new_tokens_that_a_method_does_not_train_are_named(options, is_t
 def test_strategy_auto_takes_gpus_that_share_a_batch_evenly(gpus, batch, parts, chosen, small, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(auto, "cores", lambda: 16)
-    given = (f"trainer.batch_size={batch}", f"trainer.accumulate_grad_batches={parts}")
-    options = make_plan(small(*given)).trainer
+    batches = (f"trainer.batch_size={batch}", f"trainer.accumulate_grad_batches={parts}")
+    options = make_plan(small(*batches)).trainer
     devices, strategy = choose_devices(options)
     assert (devices, strategy, choose_num_workers(options, devices)) == chosen
-    assert choose_devices(make_plan(small(*given, "strategy=single")).trainer) == (1, "auto")
+    assert choose_devices(make_plan(small(*batches, "strategy=single")).trainer) == (1, "auto")
 
 
 def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatch):
