@@ -100,11 +100,18 @@ def summarize_groups(section: RunSection) -> DataFrame:
     return DataFrame(rows, columns=columns)
 
 
+@lru_cache(maxsize=64)
+def group_spreads(section: RunSection) -> dict[str, dict[str, Spread]]:
+    """The spreads of a section by key and by the name of the group."""
+    spreads: dict[str, dict[str, Spread]] = defaultdict(dict)
+    for group, key, *row in summarize_groups(section).itertuples(index=False):
+        spreads[key][group] = Spread(*row)
+    return spreads
+
+
 def find_spreads(section: RunSection, key: str) -> dict[str, Spread]:
     """The spread of one value by the name of the group; without groups that lack it."""
-    summary = summarize_groups(section)
-    key_summary = summary[summary["key"] == key].drop(columns="key").set_index("group")
-    return {group: Spread(*row) for group, *row in key_summary.itertuples()}
+    return group_spreads(section).get(key, {})
 
 
 def correct_holm(p_values: np.ndarray) -> np.ndarray:
@@ -140,14 +147,19 @@ def read_contrasts(contrasts: DataFrame) -> dict[str, PairedContrast]:
     return {name: PairedContrast(*row) for name, *row in contrasts.itertuples()}
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
+def group_values(section: RunSection) -> dict[str, ValuesByGroup]:
+    """The values of a section by key, by the name of the group, and by the order and seed of the run."""
+    values: dict[str, ValuesByGroup] = {}
+    for row in section.frame.itertuples():
+        by_group = values.setdefault(row.key, defaultdict(dict))
+        by_group[row.group][row.order, row.seed] = row.value
+    return values
+
+
 def find_values(section: RunSection, key: str) -> ValuesByGroup:
     """A value by the name of the group, and by the order and seed of the run."""
-    key_frame = section.frame[section.frame["key"] == key]
-    values: ValuesByGroup = defaultdict(dict)
-    for row in key_frame.itertuples():
-        values[row.group][row.order, row.seed] = row.value
-    return values
+    return group_values(section).get(key, {})
 
 
 @lru_cache(maxsize=1024)
@@ -162,6 +174,7 @@ def contrast_groups(section: RunSection, key: str) -> DataFrame:
     return correct_differences(differences)
 
 
+@lru_cache(maxsize=1024)
 def find_contrasts(section: RunSection, key: str) -> dict[str, PairedContrast]:
     """The contrast of each group with its baseline, by the group's name."""
     return read_contrasts(contrast_groups(section, key))
