@@ -172,7 +172,7 @@ def test_a_finished_run_is_read_through_and_needs_its_beginnings_to_go_on(start,
     texts.write_bytes(text_bytes)
     (tmp_path / "run/generated/kept/law.json").unlink()
     with pytest.raises(ValueError, match=r"kept/law.json is missing; restore it from a backup, or"):
-        start(small_gpt2(THREE, *options), tmp_path / "run")
+        start(small_gpt2(THREE, *options, f"extend={tmp_path / 'run'}"), tmp_path / "longer")
 
 
 EXAMPLES = ["replay=generated", "replay.past_ratio=0.25", "replay.forms=0.25", "replay.batch_size=4"]
