@@ -18,7 +18,8 @@ from tests.campaigns.frame import ROOT
 from tests.support.forked_scripts import start_script, wait_for_exit
 
 KINDS = ("twice", "stale lock", "sweep twice", "sweep again")
-GIVEN, METHODS = ("trainer.steps=20",), ("ncl", "derpp")
+GIVEN = ("trainer.steps=20",)
+METHODS = ("ncl", "derpp")
 REFUSED = re.compile(r"another process is using \S+( \(host \S+, process \d+\))?;")
 
 
@@ -37,8 +38,10 @@ def twice(home: Path, arguments: list[str], moment: float, *, killed: bool, seco
 
 
 def of_a_run(folder: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
-    options, killed = [f"method={runs.shuffled(runs.METHODS, number)}", *GIVEN], kind == "stale lock"
-    expected, home = runs.run_undisturbed(folder, options), folder / f"twice-{number}"
+    options = [f"method={runs.shuffled(runs.METHODS, number)}", *GIVEN]
+    killed = kind == "stale lock"
+    expected = runs.run_undisturbed(folder, options)
+    home = folder / f"twice-{number}"
     cache = home / "cache" if number // len(KINDS) % 4 == 0 else folder / "cache"
     home.mkdir()
     arguments = runs.command(folder, home / "run", *options, cache=cache)
@@ -63,7 +66,8 @@ def of_a_sweep(folder: Path, number: int, draw: random.Random, kind: str) -> dic
     latest = 4 + 2 * sum(
         runs.run_undisturbed(folder, [f"method={name}", *runs.GIVEN])["seconds"] for name in METHODS
     )
-    moment, killed = draw.uniform(0.5, latest), kind == "sweep again"
+    moment = draw.uniform(0.5, latest)
+    killed = kind == "sweep again"
     codes = twice(home, arguments, moment, killed=killed, seconds=2 * runs.HANGS_S)
     # A job that another sweep is at is left to it; the same command again does what is missing.
     final_code = wait_for_exit(start(home, arguments, "log-2"), seconds=2 * runs.HANGS_S)

@@ -51,15 +51,16 @@ def remount(at: Path, option: str) -> bool:
 
 
 def on_disk(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    which, kind = [*MOST_KIB][number // 2 % len(MOST_KIB)], draw.choice(("full", "full", "read-only"))
+    which = [*MOST_KIB][number // 2 % len(MOST_KIB)]
+    kind = draw.choice(("full", "full", "read-only"))
     home = folder / f"disk-{number}"
-    at, size = home / which, f"{draw.randint(4, MOST_KIB[which])}k" if kind == "full" else LARGE
-    expected, cache = (
-        runs.run_undisturbed(folder, GIVEN),
-        at / "cache" if which == "cache" else folder / "cache",
-    )
+    at = home / which
+    size = f"{draw.randint(4, MOST_KIB[which])}k" if kind == "full" else LARGE
+    expected = runs.run_undisturbed(folder, GIVEN)
+    cache = at / "cache" if which == "cache" else folder / "cache"
     run = (at if which == "outputs" else home) / "run"
-    arguments, log = runs.command(folder, run, *GIVEN, cache=cache), home / "log"
+    arguments = runs.command(folder, run, *GIVEN, cache=cache)
+    log = home / "log"
     outcome: dict[str, Any] = {"fault": kind, "disk": which, "size": size}
     temporary = {"TMPDIR": str(at)} if which == "tmp" else {}
     try:
@@ -70,7 +71,8 @@ def on_disk(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
                 runs.wait_for(lambda: remount(at, "ro") or not process.is_alive())
             code = wait_for_exit(process, seconds=runs.HANGS_S)
             words = log.read_text()
-            outcome |= {"code": code, "line": runs.one_line(words)}
+            outcome["code"] = code
+            outcome["line"] = runs.one_line(words)
             remount(at, f"rw,size={LARGE}")
             second_start = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
             outcome["then"] = wait_for_exit(second_start, seconds=runs.HANGS_S)
@@ -87,10 +89,8 @@ def half_done(folder: Path) -> Path:
     home = folder / "half"
     if not home.exists():
         arguments = runs.command(folder, home / "run", *GIVEN, cache=home / "cache")
-        process, checkpoint = (
-            runs.begin(arguments, home / "run"),
-            home / "run" / "checkpoints" / "002-food.ckpt",
-        )
+        process = runs.begin(arguments, home / "run")
+        checkpoint = home / "run" / "checkpoints" / "002-food.ckpt"
         if not runs.wait_for(lambda: checkpoint.exists() or not process.is_alive()):
             raise RuntimeError(runs.read_log(home / "run"))
         process.kill()
@@ -119,15 +119,17 @@ def kinds(home: Path) -> dict[str, list[Path]]:
 
 
 def harm(path: Path, harm_kind: str, draw: random.Random) -> None:
-    data = bytearray(path.read_bytes())
     if harm_kind == "gone":
         path.unlink()
         return
+    data = bytearray(path.read_bytes())
     if harm_kind == "flip":
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(
-        data if harm_kind == "flip" else data[: draw.randrange(len(data)) if harm_kind == "cut" else 0]
-    )
+    elif harm_kind == "cut":
+        del data[draw.randrange(len(data)) :]
+    else:
+        data.clear()
+    path.write_bytes(data)
 
 
 def verify(home: Path, path: Path) -> bool:
@@ -140,12 +142,15 @@ def verify(home: Path, path: Path) -> bool:
 
 def damaged(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     source = (half_done, all_done)[number // 2 % 2](folder)
-    expected, home = runs.run_undisturbed(folder, GIVEN), folder / f"damaged-{number}"
+    expected = runs.run_undisturbed(folder, GIVEN)
+    home = folder / f"damaged-{number}"
     shutil.copytree(source, home)
     files_by_kind = kinds(home)
     kind = runs.shuffled(sorted(files_by_kind), number // 4)
-    path, harm_kind = draw.choice(files_by_kind[kind]), draw.choice(HARMS)
-    original, log_size = path.read_bytes(), len(runs.read_log(home / "run").encode())
+    path = draw.choice(files_by_kind[kind])
+    harm_kind = draw.choice(HARMS)
+    original = path.read_bytes()
+    log_size = len(runs.read_log(home / "run").encode())
     harm(path, harm_kind, draw)
     outcome: dict[str, Any] = {
         "fault": harm_kind,
@@ -153,7 +158,8 @@ def damaged(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
         "of": source.name,
         "verified": verify(home, path),
     }
-    run, arguments = home / "run", runs.command(folder, home / "run", *GIVEN, cache=home / "cache")
+    run = home / "run"
+    arguments = runs.command(folder, home / "run", *GIVEN, cache=home / "cache")
     outcome["code"] = runs.complete(arguments, run)
     words = runs.read_log(run, log_size)
     outcome["line"] = runs.one_line(words)

@@ -25,13 +25,20 @@ for variable, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MO
     os.environ.setdefault(variable, value)
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 RESULTS = ROOT / "benchmarks" / "results" / "campaigns"
-TRIALS = {"concurrency": 60, "faults": 200, "kills": 300, "nonfinite": 100, "preemption": 200, "torchrun": 12}
-TRIALS |= {"slurm": 10}
+TRIALS = {
+    "concurrency": 60,
+    "faults": 200,
+    "kills": 300,
+    "nonfinite": 100,
+    "preemption": 200,
+    "torchrun": 12,
+    "slurm": 10,
+}
 Trial = Callable[[Path, int, random.Random], dict[str, Any]]
 
 
 def run_trials(trial: Trial, folder: Path, numbers: Iterable[int], *, seed: int) -> Iterator[dict[str, Any]]:
-    """What each trial gives, with its number. `place` is a folder that the trials share."""
+    """What each trial gives, with its number. `folder` is one that the trials share."""
     for number in numbers:
         start = time.monotonic()
         try:
@@ -60,10 +67,12 @@ def main() -> int:
     if hasattr(module, "missing") and module.missing():
         print(f"{arguments.name}: skipped, {module.missing()}")
         return 0
-    trial, trials = module.trial, arguments.trials or TRIALS[arguments.name]
+    trial = module.trial
+    trials = arguments.trials or TRIALS[arguments.name]
     numbers = arguments.only or range(arguments.first, arguments.first + trials)
     out = arguments.out or RESULTS / f"{arguments.name}.json"
-    start, outcomes = time.monotonic(), []
+    start = time.monotonic()
+    outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         work_folder = arguments.keep or Path(folder)
         work_folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +84,7 @@ def main() -> int:
             )
             for outcome in bar:
                 outcomes.append(outcome)
-                bar.set_postfix(fine=sum(finished_outcome["fine"] for finished_outcome in outcomes))
+                bar.set_postfix(fine=sum(trial_outcome["fine"] for trial_outcome in outcomes))
                 if not outcome["fine"]:
                     bar.write(json.dumps(outcome), file=sys.stdout)
                 if time.monotonic() - start > arguments.seconds:
@@ -84,15 +93,17 @@ def main() -> int:
         finally:  # while the folder is there: daemons are ended by their pid files
             if hasattr(module, "close"):
                 module.close(work_folder)
-    summary = {"campaign": arguments.name, "asked": trials, "seed": arguments.seed, "made": len(outcomes)}
-    summary |= {
+    summary = {
+        "campaign": arguments.name,
+        "asked": trials,
+        "seed": arguments.seed,
+        "made": len(outcomes),
         "fine": sum(outcome["fine"] for outcome in outcomes),
         "seconds": round(time.monotonic() - start),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    report = json.dumps(summary | {"trials": outcomes}, indent=1).replace(
-        f"{work_folder}/", ""
-    )  # no machine's paths
+    report = json.dumps(summary | {"trials": outcomes}, indent=1)
+    report = report.replace(f"{work_folder}/", "")  # no machine's paths
     out.write_text(report + "\n")
     print("{campaign}: {fine} of {made} fine, {asked} asked, {seconds} s".format(**summary))
     return 0 if outcomes and summary["fine"] == summary["made"] else 1

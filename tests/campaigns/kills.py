@@ -22,11 +22,14 @@ def kill_at(process: Any, moment: float, draw: random.Random) -> dict[str, Any]:
     process.join(moment)
     if not process.is_alive():
         return {}
+
     members = runs.family(process.pid)
-    rank, start = draw.randrange(len(members)), time.monotonic()
+    rank = draw.randrange(len(members))
+    start = time.monotonic()
     runs.kill(members[rank])
     have_left = runs.have_left(members)
     seconds = round(time.monotonic() - start, 2)
+
     for member in members:
         runs.kill(member)
     wait_for_exit(process)
@@ -34,25 +37,39 @@ def kill_at(process: Any, moment: float, draw: random.Random) -> dict[str, Any]:
 
 
 def of_a_run(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    method, two = runs.shuffled(runs.METHODS, number), number % 3 == 2
-    options = [f"method={method}", *runs.GIVEN, *(runs.DDP if two else ())]
-    options += runs.endtasks_of(folder) if draw.random() < 0.2 else []
-    expected, home = runs.run_undisturbed(folder, options, twin=two), folder / f"kills-{number}"
-    has_own_cache, run = draw.random() < 0.3, home / "run"
-    arguments = runs.command(
-        folder, run, *options, cache=home / "cache" if has_own_cache else folder / "cache"
-    )
+    method = runs.shuffled(runs.METHODS, number)
+    is_distributed = number % 3 == 2
+    home = folder / f"kills-{number}"
+    run = home / "run"
+
+    options = [f"method={method}", *runs.GIVEN]
+    if is_distributed:
+        options += runs.DDP
+    if draw.random() < 0.2:
+        options += runs.endtasks_of(folder)
+    expected = runs.run_undisturbed(folder, options, twin=is_distributed)
+
+    has_own_cache = draw.random() < 0.3
+    cache = home / "cache" if has_own_cache else folder / "cache"
+    arguments = runs.command(folder, run, *options, cache=cache)
+
+    # A run that makes the base for its own cache takes longer.
     latest = expected["seconds"] * (1.5 if has_own_cache else 1)
-    kills = [
-        kill_at(runs.begin(arguments, run, twin=two), draw.uniform(0, latest), draw)
-        for _ in range(draw.randint(1, 3))
-    ]
-    outcome = {"method": method, "processes": 1 + two, "own cache": has_own_cache, "kills": kills}
-    outcome |= runs.run_again(arguments, run, expected, twin=two)
+    kills = []
+    for _ in range(draw.randint(1, 3)):
+        process = runs.begin(arguments, run, twin=is_distributed)
+        kills.append(kill_at(process, draw.uniform(0, latest), draw))
+
+    outcome = {
+        "method": method,
+        "processes": 2 if is_distributed else 1,
+        "own cache": has_own_cache,
+        "kills": kills,
+    }
+    outcome.update(runs.run_again(arguments, run, expected, twin=is_distributed))
     outcome["damage"] = list(damage_in_run(run))
-    outcome["fine"] = (
-        outcome["same"] and not outcome["damage"] and all(kill.get("left", True) for kill in kills)
-    )
+    all_left = all(kill.get("left", True) for kill in kills)
+    outcome["fine"] = outcome["same"] and not outcome["damage"] and all_left
     outcome["last"] = "" if outcome["fine"] else runs.read_log(run)[-1500:]
     shutil.rmtree(home)
     return outcome
@@ -60,30 +77,39 @@ def of_a_run(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
 
 def of_a_sweep(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     methods = sorted({runs.shuffled(runs.METHODS, number + turn) for turn in (0, 5)})
-    home, kills = folder / f"sweep-{number}", []
+    home = folder / f"sweep-{number}"
+    log = home / "log"
     home.mkdir()
-    arguments, log = runs.sweep_of(folder, home, methods), home / "log"
-    longest = 4 + 2 * sum(
-        runs.run_undisturbed(folder, [f"method={name}", *runs.GIVEN])["seconds"] for name in methods
-    )
+    arguments = runs.sweep_of(folder, home, methods)
+    undisturbed = [runs.run_undisturbed(folder, [f"method={name}", *runs.GIVEN]) for name in methods]
+    longest = 4 + 2 * sum(run["seconds"] for run in undisturbed)
+
+    kills: list[dict[str, Any]] = []
     for _ in range(draw.randint(1, 2)):
         process = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
         process.join(draw.uniform(0.5, longest))
         if not process.is_alive():
             break
+
         members = runs.family(process.pid)
-        runs.kill(victim := draw.choice(members))
-        of_sweep = victim == process.pid  # which no job outlives; that of a job goes on with the others
-        have_left = runs.have_left(members) if of_sweep else True
-        kills.append({"killed": "sweep" if of_sweep else "job", "of": len(members), "left": have_left})
+        victim = draw.choice(members)
+        runs.kill(victim)
+        is_sweep = victim == process.pid  # which no job outlives; that of a job goes on with the others
+        have_left = runs.have_left(members) if is_sweep else True
+        kills.append({"killed": "sweep" if is_sweep else "job", "of": len(members), "left": have_left})
         wait_for_exit(process)
+
     code = wait_for_exit(start_script(ROOT / "run.py", *arguments, cwd=home, log=log))
     outcome = {"sweep": methods, "kills": kills, "code": code, "unlike": runs.unlike(folder, home, methods)}
     outcome["fine"] = not outcome["unlike"] and code == 0 and all(kill["left"] for kill in kills)
     outcome["last"] = "" if outcome["fine"] else log.read_text()[-1500:]
-    shutil.rmtree(home) if outcome["fine"] else home.rename(folder / f"unlike-{number}")
+    if outcome["fine"]:
+        shutil.rmtree(home)
+    else:
+        home.rename(folder / f"unlike-{number}")
     return outcome
 
 
 def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    return (of_a_sweep if number % 5 == 4 else of_a_run)(folder, number, draw)
+    run_trial = of_a_sweep if number % 5 == 4 else of_a_run
+    return run_trial(folder, number, draw)

@@ -22,7 +22,8 @@ from tests.campaigns import runs
 from tests.campaigns.frame import ROOT
 
 LEARNING = [name for name in runs.METHODS if name != "none"]
-POLICIES, PLACES = ("stop", "skip", "rollback"), ("loss", "gradient", "weight")
+POLICIES = ("stop", "skip", "rollback")
+PLACES = ("loss", "gradient", "weight")
 STEPS = 6  # of a domain, with a checkpoint every two
 SCRIPT = f"""
 import sys
@@ -42,9 +43,12 @@ def spoil() -> None:
     that step (`moved`), and a digest of the weights (`weights`)."""
     from cpt.methods.base import ContinualMethod
 
-    plan, notes = json.loads(os.environ["CPT_SPOILT"]), {"met": False, "moved": 0, "weights": ""}
-    training, step = ContinualMethod.training_step, ContinualMethod.optimizer_step
-    value, of_a_weight = float(plan["value"]), plan["place"] == "weight"
+    plan = json.loads(os.environ["CPT_SPOILT"])
+    notes = {"met": False, "moved": 0, "weights": ""}
+    training = ContinualMethod.training_step
+    step = ContinualMethod.optimizer_step
+    value = float(plan["value"])
+    of_a_weight = plan["place"] == "weight"
 
     def digest(module: Any) -> str:
         parameters_on_cpu = (parameter.detach().reshape(-1).contiguous() for parameter in module.parameters())
@@ -71,7 +75,8 @@ def spoil() -> None:
         return loss + value
 
     def optimizer_step(self: Any, *arguments: Any, **options: Any) -> None:
-        bad, before = is_here(self), digest(self)
+        bad = is_here(self)
+        before = digest(self)
         step(self, *arguments, **options)
         if bad and not of_a_weight:
             notes["moved"] += digest(self) != before
@@ -98,8 +103,11 @@ def spoilt(arguments: list[str], run: Path, plan: dict[str, Any]) -> int:
 def finite(run: Path) -> bool:
     states = [load_stage(path) for path in run.glob("stages/*.pt")]
     states += [torch.load(path, weights_only=True)["state_dict"] for path in run.glob("checkpoints/*.ckpt")]
-    floats = [value for state in states for value in state.values() if value.is_floating_point()]
-    return all(bool(value.isfinite().all()) for value in floats)
+    for state in states:
+        floats = [value for value in state.values() if value.is_floating_point()]
+        if not all(bool(value.isfinite().all()) for value in floats):
+            return False
+    return True
 
 
 def judge(run: Path, plan: dict[str, Any], code: int) -> dict[str, Any]:
@@ -121,14 +129,23 @@ def judge(run: Path, plan: dict[str, Any], code: int) -> dict[str, Any]:
 
 
 def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    plan = {"place": PLACES[number % 3], "policy": POLICIES[number // 3 % 3], "processes": 1 + number % 2}
-    plan |= {"value": draw.choice(("nan", "inf", "-inf")), "rank": draw.randrange(plan["processes"])}
-    plan |= {"step": draw.randrange(STEPS), "stage": draw.randrange(2)}
-    plan["method"] = runs.shuffled(LEARNING, number)
-    two, home = plan["processes"] > 1, folder / f"nonfinite-{number}"
+    processes = 1 + number % 2
+    plan = {
+        "place": PLACES[number % 3],
+        "policy": POLICIES[number // 3 % 3],
+        "processes": processes,
+        "value": draw.choice(("nan", "inf", "-inf")),
+        "rank": draw.randrange(processes),
+        "step": draw.randrange(STEPS),
+        "stage": draw.randrange(2),
+        "method": runs.shuffled(LEARNING, number),
+    }
+    two = plan["processes"] > 1
+    home = folder / f"nonfinite-{number}"
     options = [f"method={plan['method']}", f"trainer.steps={STEPS}", f"on_nonfinite={plan['policy']}"]
     options += runs.DDP if two else ()
-    expected, run = runs.run_undisturbed(folder, options, twin=two), home / "run"
+    expected = runs.run_undisturbed(folder, options, twin=two)
+    run = home / "run"
     arguments = runs.command(folder, run, *options)
     outcome = plan | judge(run, plan, spoilt(arguments, run, plan))
     if outcome["code"]:

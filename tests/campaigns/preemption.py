@@ -38,10 +38,18 @@ FIRST_PORT = 20000  # of those that trials listen at
 
 def slurm(rank: int, processes: int, *, port: int, restarts: int) -> Any:
     """The environment of a task of a SLURM job, which was queued again so many times."""
-    values = SLURM | {"PROCID": rank, "LOCALID": rank, "NTASKS": processes, "NTASKS_PER_NODE": processes}
-    values |= {"NPROCS": processes, "RESTART_COUNT": restarts}
+    values = SLURM | {
+        "PROCID": rank,
+        "LOCALID": rank,
+        "NTASKS": processes,
+        "NTASKS_PER_NODE": processes,
+        "NPROCS": processes,
+        "RESTART_COUNT": restarts,
+    }
     variables = {f"SLURM_{name}": str(value) for name, value in values.items()}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if processes > 1 else {}
+    if processes > 1:
+        variables["MASTER_ADDR"] = "127.0.0.1"
+        variables["MASTER_PORT"] = str(port)
     return mock.patch.dict(os.environ, variables)
 
 
@@ -49,23 +57,28 @@ def begin(arguments: list[str], run: Path, setup: str, *, port: int, restarts: i
     """The processes of a start: those that have no parent among them."""
     if "slurm" not in setup:
         return [runs.begin(arguments, run, twin=setup == "two")]
-    processes, started = 2 if "two" in setup else 1, []
-    for rank in range(processes):
-        with slurm(rank, processes, port=port, restarts=restarts):
-            started.append(runs.begin(arguments, run))
-    return started
+    num_tasks = 2 if "two" in setup else 1
+    tasks = []
+    for rank in range(num_tasks):
+        with slurm(rank, num_tasks, port=port, restarts=restarts):
+            tasks.append(runs.begin(arguments, run))
+    return tasks
 
 
 def leave(
     processes: list[Any], run: Path, setup: str, draw: random.Random, *, loop: str, latest: float
 ) -> dict:
     """Sends a signal in a loop; how the run ended, and nothing where it was over before."""
-    first, is_reached = processes[0], LOOPS[loop].search
+    first = processes[0]
+    is_reached = LOOPS[loop].search
     for process in processes:
         runs.wait_for(lambda task=process: has_sigterm_handler(task.pid) or not task.is_alive())
     runs.wait_for(lambda: is_reached(runs.read_log(run)) or not first.is_alive())
-    time.sleep(moment := draw.uniform(0, latest))
-    number, rank = draw.choice(SIGNALS), draw.randrange(2) if setup == "two" else 0
+    moment = draw.uniform(0, latest)
+    time.sleep(moment)
+
+    number = draw.choice(SIGNALS)
+    rank = draw.randrange(2) if setup == "two" else 0
     if rank:
         runs.wait_for(lambda: not first.is_alive() or has_sigterm_handler(find_last_child(first.pid)))
     if not first.is_alive():
@@ -73,15 +86,18 @@ def leave(
     for process in processes:  # SLURM sends it to all tasks; else one process has it
         if process.is_alive():
             send_signal(process, number, rank=rank)
+
     signal_time = time.monotonic()
     codes = [wait_for_exit(process, seconds=runs.HANGS_S) for process in processes]
-    outcome = {
+    if set(codes) == {0}:
+        return {}
+    return {
         "signal": signal.Signals(number).name,
         "rank": rank,
         "moment": round(moment, 2),
         "codes": codes,
+        "left_after_s": round(time.monotonic() - signal_time, 2),
     }
-    return {} if set(codes) == {0} else outcome | {"left_after_s": round(time.monotonic() - signal_time, 2)}
 
 
 def lost(run: Path, cache: Path, log: str) -> int | None:
@@ -89,39 +105,52 @@ def lost(run: Path, cache: Path, log: str) -> int | None:
     matches = [match for match in SAID.finditer(log) if match[1]]
     if not matches:
         return None
-    checkpoints = [*run.glob(f"checkpoints/*-{matches[-1][2]}.ckpt"), *cache.glob("base/*.partial/base.ckpt")]
-    return int(matches[-1][1]) - torch.load(checkpoints[0], weights_only=True)["global_step"]
+    _, step, domain = matches[-1].group(0, 1, 2)
+    checkpoints = [*run.glob(f"checkpoints/*-{domain}.ckpt"), *cache.glob("base/*.partial/base.ckpt")]
+    return int(step) - torch.load(checkpoints[0], weights_only=True)["global_step"]
 
 
 def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    setup, loop = SETUPS[number % len(SETUPS)], list(LOOPS)[number // len(SETUPS) % len(LOOPS)]
+    setup = SETUPS[number % len(SETUPS)]
+    loop = list(LOOPS)[number // len(SETUPS) % len(LOOPS)]
     method = runs.shuffled([name for name in runs.METHODS if name != "none"], number)
-    two, home, port = "two" in setup, folder / f"signal-{number}", FIRST_PORT + number
-    options = [f"method={method}", *STEPS, *(runs.DDP if two else ())]
-    options += runs.endtasks_of(folder) if loop == "end tasks" else []
-    expected, conditions = (
-        runs.run_undisturbed(folder, options, twin=two),
-        {"method": method, "setup": setup, "loop": loop},
-    )
-    for turn in range(6):
-        run = home / str(turn) / "run"
-        cache = home / f"cache-{turn}" if loop == "base" else folder / "cache"
-        arguments = runs.command(folder, run, *options, *["trainer.devices=2"] * two, cache=cache)
+    is_distributed = "two" in setup
+    home = folder / f"signal-{number}"
+    port = FIRST_PORT + number
+    conditions = {"method": method, "setup": setup, "loop": loop}
+
+    options = [f"method={method}", *STEPS]
+    if is_distributed:
+        options += runs.DDP
+    if loop == "end tasks":
+        options += runs.endtasks_of(folder)
+    expected = runs.run_undisturbed(folder, options, twin=is_distributed)
+    device_options = ["trainer.devices=2"] if is_distributed else []
+
+    # A signal that comes after the end of the run says nothing: the next attempt sends it sooner.
+    for attempt in range(6):
+        run = home / str(attempt) / "run"
+        cache = home / f"cache-{attempt}" if loop == "base" else folder / "cache"
+        arguments = runs.command(folder, run, *options, *device_options, cache=cache)
         processes = begin(arguments, run, setup, port=port)
-        latest = (expected["seconds"] if loop == "anywhere" else 0.25) / (1 + turn)
-        if departure := leave(processes, run, setup, draw, loop=loop, latest=latest):
-            log = runs.read_log(run)
-            outcome = (
-                conditions | departure | {"lost": lost(run, cache, log), "lines": len(SAID.findall(log))}
-            )
-            restarted = begin(arguments, run, setup, port=port + 1000, restarts=1)
-            outcome["then"] = [wait_for_exit(process, seconds=runs.HANGS_S) for process in restarted]
-            outcome["same"] = not any(outcome["then"]) and runs.bits(run) == expected["bits"]
-            is_orderly = (
-                set(outcome["codes"]) == {GO_ON} and outcome["lines"] == 1 and outcome["lost"] in (0, None)
-            )
-            outcome["fine"] = is_orderly and outcome["same"]
-            outcome["last"] = "" if outcome["fine"] else runs.read_log(run)[-1500:]
-            shutil.rmtree(home)
-            return outcome
+        latest = (expected["seconds"] if loop == "anywhere" else 0.25) / (1 + attempt)
+        departure = leave(processes, run, setup, draw, loop=loop, latest=latest)
+        if not departure:
+            continue
+
+        log = runs.read_log(run)
+        num_lines = len(SAID.findall(log))
+        num_lost = lost(run, cache, log)
+        restarted = begin(arguments, run, setup, port=port + 1000, restarts=1)
+        codes = [wait_for_exit(process, seconds=runs.HANGS_S) for process in restarted]
+        is_same = not any(codes) and runs.bits(run) == expected["bits"]
+        is_orderly = set(departure["codes"]) == {GO_ON} and num_lines == 1 and num_lost in (0, None)
+        is_fine = is_orderly and is_same
+
+        outcome = conditions | departure | {"lost": num_lost, "lines": num_lines, "then": codes}
+        outcome["same"] = is_same
+        outcome["fine"] = is_fine
+        outcome["last"] = "" if is_fine else runs.read_log(run)[-1500:]
+        shutil.rmtree(home)
+        return outcome
     return conditions | {"fine": False, "error": "the run was over before each of six signals"}

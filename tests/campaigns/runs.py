@@ -87,7 +87,8 @@ def bits(run: Path) -> str:
     assert scores["run"]["finished"], f"{run} is not finished"
     results = [scores["nll"], scores["metrics"], scores["endtasks"].get("scores")]
     digest = hashlib.sha256(json.dumps(results).encode())
-    if stages := sorted((run / "stages").glob("*.pt")):
+    stages = sorted((run / "stages").glob("*.pt"))
+    if stages:
         for name, value in sorted(load_stage(stages[-1]).items()):
             digest.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     for path in sorted(run.glob("model/*.safetensors")):
@@ -102,7 +103,8 @@ def run_undisturbed(folder: Path, options: Sequence[str], *, twin: bool = False)
     """The bits of a run that nobody disturbed, and its seconds; made once."""
     key = (str(folder), *options, twin)
     if key not in UNDISTURBED:
-        run, start = folder / "wholes" / str(len(UNDISTURBED)), time.monotonic()
+        run = folder / "wholes" / str(len(UNDISTURBED))
+        start = time.monotonic()
         if complete(command(folder, run, *options), run, twin=twin) != 0:
             raise RuntimeError(f"a whole run of {options} failed: {read_log(run)[-600:]}")
         UNDISTURBED[key] = {"bits": bits(run), "seconds": time.monotonic() - start}
@@ -127,7 +129,10 @@ def one_line(text: str) -> str | None:
 
 def family(pid: int) -> list[int]:
     children = read_proc(f"{pid}/task/{pid}/children").split()
-    return [pid, *(descendant for child in children for descendant in family(int(child)))]
+    pids = [pid]
+    for child in children:
+        pids += family(int(child))
+    return pids
 
 
 def kill(pid: int) -> None:

@@ -20,20 +20,16 @@ from tests.campaigns.frame import ROOT
 from tests.support.slurm_cluster import SlurmCluster, missing_programs
 
 EVENTS = (
-    *(
-        "script preempted",
-        "script requeued",
-        "script at its time limit",
-        "script cancelled",
-        "script on a failed node",
-    ),
-    *(
-        "ddp by srun",
-        "fsdp by srun requeued",
-        "sweep preempted",
-        "sweep with a cancelled job",
-        "sweep submitted twice",
-    ),
+    "script preempted",
+    "script requeued",
+    "script at its time limit",
+    "script cancelled",
+    "script on a failed node",
+    "ddp by srun",
+    "fsdp by srun requeued",
+    "sweep preempted",
+    "sweep with a cancelled job",
+    "sweep submitted twice",
 )
 STEPS = ("trainer.steps=600", "trainer.checkpoint_every=100000")
 LONG = ("trainer.steps=1500", "trainer.checkpoint_every=100000")  # until slurmctld, each 30 s, sees a limit

@@ -27,7 +27,8 @@ import psutil
 from tests.campaigns import runs
 from tests.campaigns.frame import ROOT
 
-EVENTS, STRATEGIES = ("kill", "signal", "nodes"), ("ddp", "fsdp")
+EVENTS = ("kill", "signal", "nodes")
+STRATEGIES = ("ddp", "fsdp")
 STEPS = ("trainer.steps=40", "trainer.checkpoint_every=10", "trainer.accelerator=cpu")
 HEARD = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 IN_A_STAGE = re.compile(r"\((1/2|2/2)\)")
@@ -42,9 +43,15 @@ def begin(arguments: list[str], run: Path, *, port: int, processes: int = 2, nod
     agent += [f"--nproc-per-node={processes}", "--rdzv-backend=c10d", f"--rdzv-id={port}"]
     agent += [f"--rdzv-endpoint=127.0.0.1:{port}", str(ROOT / "run.py"), *arguments]
     agent += [f"trainer.devices={processes}", f"trainer.num_nodes={nodes}"]
+
+    environment = os.environ | OWN_STORES
+    agents = []
     with runs.log_of(run).open("ab") as log:
-        streams = {"stdout": log, "stderr": subprocess.STDOUT, "env": os.environ | OWN_STORES}
-        return [subprocess.Popen(agent, cwd=run.parent, **streams) for _ in range(nodes)]
+        for _ in range(nodes):
+            agents.append(
+                subprocess.Popen(agent, cwd=run.parent, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            )
+    return agents
 
 
 def end(agents: list[Any]) -> list[int]:
@@ -62,35 +69,48 @@ def end(agents: list[Any]) -> list[int]:
 
 
 def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    event, strategy = EVENTS[number % 3], STRATEGIES[number // 3 % 2]
-    options, run = [f"strategy={strategy}", *STEPS], folder / f"torchrun-{number}"
+    event = EVENTS[number % 3]
+    strategy = STRATEGIES[number // 3 % 2]
+    run = folder / f"torchrun-{number}"
     port = FIRST_PORT + 10 * number
-    expected, arguments = (
-        runs.run_undisturbed(folder, options, twin=True),
-        runs.command(folder, run, *options),
-    )
+    options = [f"strategy={strategy}", *STEPS]
+    expected = runs.run_undisturbed(folder, options, twin=True)
+    arguments = runs.command(folder, run, *options)
     outcome: dict[str, Any] = {"event": event, "strategy": strategy}
     if event == "nodes":
-        codes = end(begin(arguments, run, port=port, processes=1, nodes=2))
-        return outcome | {"codes": codes, "fine": codes == [0, 0] and runs.bits(run) == expected["bits"]}
+        outcome["codes"] = end(begin(arguments, run, port=port, processes=1, nodes=2))
+        outcome["fine"] = outcome["codes"] == [0, 0] and runs.bits(run) == expected["bits"]
+        return outcome
+
     agents = begin(arguments, run, port=port)
     runs.wait_for(lambda: IN_A_STAGE.search(runs.read_log(run)) or agents[0].poll() is not None)
-    time.sleep(moment := draw.uniform(0, 2))
+    moment = draw.uniform(0, 2)
+    time.sleep(moment)
     children = psutil.Process(agents[0].pid).children()
     workers = [process for process in children if "run.py" in " ".join(process.cmdline())]
-    outcome |= {"moment": round(moment, 2), "workers": len(workers)}
+    outcome["moment"] = round(moment, 2)
+    outcome["workers"] = len(workers)
     if event == "kill":
         runs.kill(draw.choice(workers).pid)
-        codes = end(agents)
-        is_resumed = "Resuming" in runs.read_log(run)
-        fine = codes == [0] and runs.bits(run) == expected["bits"]
-        return outcome | {"codes": codes, "resumed": is_resumed, "fine": fine}
-    agents[0].send_signal(name := draw.choice([signal.SIGUSR1, signal.SIGTERM]))
-    codes, state = end(agents), json.loads((run / "progress.json").read_text())["state"]
-    outcome |= {"signal": name.name, "codes": codes, "state": state, "processes": draw.choice([1, 4])}
+        outcome["codes"] = end(agents)
+        outcome["resumed"] = "Resuming" in runs.read_log(run)
+        outcome["fine"] = outcome["codes"] == [0] and runs.bits(run) == expected["bits"]
+        return outcome
+
+    # A signal saves the run, which goes on with another number of processes.
+    signal_name = draw.choice([signal.SIGUSR1, signal.SIGTERM])
+    agents[0].send_signal(signal_name)
+    outcome["signal"] = signal_name.name
+    outcome["codes"] = end(agents)
+    outcome["state"] = json.loads((run / "progress.json").read_text())["state"]
+    outcome["processes"] = draw.choice([1, 4])
     (final_code,) = end(begin(arguments, run, port=port + 1, processes=outcome["processes"]))
+
     undisturbed = folder / "wholes" / str([*runs.UNDISTURBED].index((str(folder), *options, True)))
-    ends = [json.loads((process / "scores.json").read_text())["nll"] for process in (run, undisturbed)]
-    far = float(np.abs(np.subtract(*ends)).max())
-    fine = state == "preempted" and final_code == 0 and far < NEAR
-    return outcome | {"then": final_code, "nats": round(far, 6), "fine": fine}
+    nll = json.loads((run / "scores.json").read_text())["nll"]
+    expected_nll = json.loads((undisturbed / "scores.json").read_text())["nll"]
+    distance = float(np.abs(np.subtract(nll, expected_nll)).max())
+    outcome["then"] = final_code
+    outcome["nats"] = round(distance, 6)
+    outcome["fine"] = outcome["state"] == "preempted" and final_code == 0 and distance < NEAR
+    return outcome

@@ -26,12 +26,16 @@ TEMPLATE = (
 
 def write_chats(root):
     for name, (split, count) in product(DOMAINS, {"train": 60, "test": 10}.items()):
-        draw, rows = random.Random(10 * (name == "law") + (split == "test")), []
+        seed = (10 if name == "law" else 0) + (1 if split == "test" else 0)
+        draw = random.Random(seed)
+        rows = []
         for number in range(count):
             question_words = draw.choices(VOCABULARIES[name].split(), k=draw.randint(4, 8))
-            turns = {"system": f"You know {name}.", "user": f"{' '.join(question_words)} {number}?"}
-            turns |= {"assistant": f"It is {question_words[0]}."}
-            messages = [{"role": role, "content": content} for role, content in turns.items()]
+            messages = [
+                {"role": "system", "content": f"You know {name}."},
+                {"role": "user", "content": f"{' '.join(question_words)} {number}?"},
+                {"role": "assistant", "content": f"It is {question_words[0]}."},
+            ]
             rows.append(json.dumps({"messages": messages}))
         (root / name).mkdir(parents=True, exist_ok=True)
         (root / name / f"{split}.jsonl").write_text("\n".join(rows))
@@ -68,7 +72,8 @@ def test_chats_are_learned_and_answered(composed, corpora, cache, start, tmp_pat
     assert scores["run"]["finished"] and scores["run"]["objective"] == "causal"
     assert scores["domains"] == [*DOMAINS, "general"]
     assert all(scores["nll"][2][column] < scores["nll"][0][column] - 1 for column in (0, 1))
-    answers, files = scores["answers"]["tasks"], answers_of(tmp_path / "run")
+    answers = scores["answers"]["tasks"]
+    files = answers_of(tmp_path / "run")
     assert answers["law"]["measures"]["rouge_l"][-1] > 0.3 > answers["law"]["measures"]["rouge_l"][0]
     last = files["answers/002-law/law.parquet"]
     assert len(files) == 6

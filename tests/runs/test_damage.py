@@ -1,5 +1,6 @@
 """What is damaged, gone or half written is never used: of a run folder, of the shared cache."""
 
+import itertools
 import os
 import random
 import shutil
@@ -67,8 +68,8 @@ HARMS = {"gone": os.unlink, "cut off": cut, "a bit": flip}
 FINISHED_FILES = ["checksums.json", "model/model.safetensors", "documents/001.npz", "stages/002.pt"]
 BEGUN_FILES = ["scores.json", "config.yaml", "identity.json", "documents/001.npz", "stages/001.pt"]
 BEGUN_FILES.append("checkpoints/002-food.ckpt")
-ROWS = [("finished", name, harm) for name in FINISHED_FILES for harm in HARMS]
-ROWS += [("begun", name, harm) for name in BEGUN_FILES for harm in HARMS]
+ROWS = [*itertools.product(["finished"], FINISHED_FILES, HARMS)]
+ROWS += itertools.product(["begun"], BEGUN_FILES, HARMS)
 ROWS.remove(("begun", "scores.json", "a bit"))  # which has no checksum
 FEW = {row for row in ROWS if row[2] == ("a bit" if row[0] == "finished" else "cut off")}
 FEW.add(("finished", "stages/002.pt", "gone"))
@@ -105,10 +106,8 @@ def test_a_damaged_file_of_a_run_is_made_again_or_refused(
         assert not refused or "run/stages/002.1.linked" in str(error)
         return
     assert not refused
-    assert (
-        read_scores(run)["nll"] == read_scores(finished_run)["nll"]
-        and read_scores(run)["metrics"] == read_scores(finished_run)["metrics"]
-    )
+    assert read_scores(run)["nll"] == read_scores(finished_run)["nll"]
+    assert read_scores(run)["metrics"] == read_scores(finished_run)["metrics"]
     if of == "finished" and name in UNREAD:
         shutil.copy(finished_run / name, run / name)  # no other file of the run has gone
     assert_same_bits(run, finished_run)
@@ -159,7 +158,8 @@ def test_a_file_of_something_else_is_refused(begun_run, config, start):
 def test_a_folder_that_is_deleted_while_it_is_trained_ends_the_run_at_the_next_row(
     config, start, tmp_path, monkeypatch
 ):
-    committed, commit = [], ContinualTrainer.commit_row
+    committed = []
+    commit = ContinualTrainer.commit_row
 
     def deleting(trainer, number):
         committed.append(number)
@@ -188,7 +188,8 @@ def test_verify_names_what_is_damaged_and_touches_nothing_else(copied_run, tmp_p
 
 
 def test_no_flipped_bit_of_the_cache_is_used(copied_run, config, start, tmp_path, caplog):
-    draw, cache = random.Random(0), tmp_path / "cache"
+    draw = random.Random(0)
+    cache = tmp_path / "cache"
     start(config("trainer.steps=1"), tmp_path / "whole")
     for number in range(FLIPS):
         files = [path for path in sorted(cache.rglob("*")) if path.is_file() and path.suffix != ".lock"]

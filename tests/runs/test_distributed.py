@@ -85,7 +85,8 @@ def launch(folder: Path, out: Path, *options: str, death: int = -1, starts=False
 
     The second process is a fork of the first unless it `starts`, which orders sets in another way."""
     out.mkdir(parents=True)
-    script, log = folder / f"{out.name}.py", out / "log"
+    script = folder / f"{out.name}.py"
+    log = out / "log"
     script.write_text(SCRIPT.format(root=str(ROOT), out=str(out), death=death))
     twin = not starts and any(option in options for option in (DDP[0], "strategy=fsdp"))
     run_dir_option = f"hydra.run.dir={folder / 'run'}"
@@ -105,10 +106,12 @@ def batches(out: Path, rank: int) -> list:
 
 def assert_shared(single_batches: list, parts: list[list], *, normalize=sorted) -> None:
     assert len(single_batches) == len(parts[0]) == len(parts[1])
-    for (names, number, rows), (_, first, first_rows), (_, second, second_rows) in zip(
-        single_batches, *parts, strict=True
-    ):
-        assert number == first == second and len(first_rows) == len(second_rows) == len(rows) // 2
+    for whole_batch, first_part, second_part in zip(single_batches, *parts, strict=True):
+        names, number, rows = whole_batch
+        _, first_number, first_rows = first_part
+        _, second_number, second_rows = second_part
+        assert number == first_number == second_number
+        assert len(first_rows) == len(second_rows) == len(rows) // 2
         assert normalize(first_rows + second_rows) == normalize(rows), names
 
 
@@ -118,10 +121,10 @@ def assert_agree(out: Path, count: int) -> None:
 
 
 def assert_scored_alike(single_run: Path, shared_run: Path, *, rel: float = 1e-5) -> None:
-    single_scores, shared_scores = read_scores(single_run), read_scores(shared_run)
-    assert (
-        shared_scores["rows"] == single_scores["rows"] and shared_scores["scored"] == single_scores["scored"]
-    )
+    single_scores = read_scores(single_run)
+    shared_scores = read_scores(shared_run)
+    assert shared_scores["rows"] == single_scores["rows"]
+    assert shared_scores["scored"] == single_scores["scored"]
     for row, expected in zip(shared_scores["nll"], single_scores["nll"], strict=True):
         assert row == pytest.approx(expected, rel=rel)
 
@@ -145,7 +148,8 @@ def single_run(corpora, cache, tmp_path_factory, endtasks):
 @pytest.fixture(scope="module")
 def shared_run(corpora, cache, tmp_path_factory, endtasks):
     """Killed within the second domain and started again; what it had left then lies in `left`."""
-    folder, options = tmp_path_factory.mktemp("two"), [*DDP, *endtasks]
+    folder = tmp_path_factory.mktemp("two")
+    options = [*DDP, *endtasks]
     assert run(folder, folder / "first", *options, corpora=corpora, cache=cache, death=4) != 0
     assert read_scores(folder / "run")["rows"] == ["base", "law"]
     shutil.copytree(folder / "run", folder / "left" / "run")
@@ -157,14 +161,10 @@ def shared_run(corpora, cache, tmp_path_factory, endtasks):
 def assert_learned_alike(single_run: Path, shared_run: Path, *, normalize=sorted) -> None:
     single_batches = batches(single_run / "out", 0)
     assert len(single_batches) == 12
-    assert_shared(
-        single_batches[:10],
-        [batches(shared_run / "first", rank)[:10] for rank in (0, 1)],
-        normalize=normalize,
-    )
-    assert_shared(
-        single_batches[10:], [batches(shared_run / "second", rank) for rank in (0, 1)], normalize=normalize
-    )
+    before_kill = [batches(shared_run / "first", rank)[:10] for rank in (0, 1)]
+    assert_shared(single_batches[:10], before_kill, normalize=normalize)
+    after_kill = [batches(shared_run / "second", rank) for rank in (0, 1)]
+    assert_shared(single_batches[10:], after_kill, normalize=normalize)
     for out in ("first", "second"):
         assert_agree(shared_run / out, 1)
     assert_scored_alike(single_run / "run", shared_run / "run")
@@ -176,20 +176,18 @@ def test_two_processes_learn_as_one(single_run, shared_run):
 
 def test_two_processes_score_as_one(single_run, shared_run):
     assert_scored_alike(single_run / "run", shared_run / "run")
-    single_scores, shared_scores = read_scores(single_run / "run"), read_scores(shared_run / "run")
+    single_scores = read_scores(single_run / "run")
+    shared_scores = read_scores(shared_run / "run")
     for kind, rows in shared_scores["endtasks"]["scores"].items():
         expected = single_scores["endtasks"]["scores"][kind]
-        assert [[None in task for task in row] for row in rows] == [[True] * 2, [False, True], [False] * 2]
+        is_missing = [[None in seed_scores for seed_scores in row] for row in rows]
+        assert is_missing == [[True] * 2, [False, True], [False] * 2]
         pairs = zip(sum(sum(rows, []), []), sum(sum(expected, []), []), strict=True)
         assert all(value == pytest.approx(score, abs=0.11) for value, score in pairs)  # 2 of 20 examples
-    assert (
-        shared_scores["seen"] == single_scores["seen"]
-        and shared_scores["trained"] == single_scores["trained"]
-    )
-    assert (
-        shared_scores["flops"] == pytest.approx(single_scores["flops"], rel=1e-6)
-        and min(shared_scores["memory"][1:]) > 1e8
-    )
+    assert shared_scores["seen"] == single_scores["seen"]
+    assert shared_scores["trained"] == single_scores["trained"]
+    assert shared_scores["flops"] == pytest.approx(single_scores["flops"], rel=1e-6)
+    assert min(shared_scores["memory"][1:]) > 1e8
 
 
 def test_a_run_goes_on_with_another_number_of_processes(single_run, shared_run, corpora, cache, endtasks):
@@ -206,11 +204,15 @@ def test_statistics_are_those_of_all_processes(launched):
     method += ["trainer.accumulate_grad_batches=2"]
     # What is dropped is each process's own draw; fewer samples would be the first of each micro-batch.
     method += ["method.contrast_dropout=1e-9", "method.contrast_samples=1"]
-    single_run, shared_run = launched("one", *method), launched("two", *DDP, *method, starts=True)
+    single_run = launched("one", *method)
+    shared_run = launched("two", *DDP, *method, starts=True)
     assert_agree(shared_run.parent / "out-1", 2)
     assert_scored_alike(single_run, shared_run, rel=1e-4)
-    single_state, shared_state = state_of(single_run), state_of(shared_run)
-    for name in (name for name in single_state if not name.startswith("model.")):
+    single_state = state_of(single_run)
+    shared_state = state_of(shared_run)
+    for name in single_state:
+        if name.startswith("model."):
+            continue
         atol = 1e-3 * single_state[name].abs().max().item()
         torch.testing.assert_close(shared_state[name], single_state[name], rtol=2e-2, atol=atol)
 
@@ -235,24 +237,28 @@ def test_two_processes_agree_and_are_as_one(method, small, start, launched, tmp_
     start(small(ORDER, *options), tmp_path / "alone")
     if method != "agem":
         assert_scored_alike(tmp_path / "alone", shared_run, rel=1e-4)
-        single_scores, shared_scores = read_scores(tmp_path / "alone"), read_scores(shared_run)
+        single_scores = read_scores(tmp_path / "alone")
+        shared_scores = read_scores(shared_run)
         for row, expected in zip(shared_scores["modules"], single_scores["modules"], strict=True):
             assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
 
 
 def unpadded(rows: list) -> list:
     """Rows without what fills them up, 0 or 1: a process pads to its own longest."""
-    return sorted(
-        [[token for token in ids if token > 1], [token for token in labels if token != -100]]
-        for ids, labels in rows
-    )
+    unpadded_rows = []
+    for ids, labels in rows:
+        real_ids = [token for token in ids if token > 1]
+        real_labels = [label for label in labels if label != -100]
+        unpadded_rows.append([real_ids, real_labels])
+    return sorted(unpadded_rows)
 
 
 def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_path):
     root = write_tasks(tmp_path, ("law", "food"), train=60, test=25)
     options = [*SMALL_T5, "domains=tasks", f"domains.root={root}", "answers.max_new_tokens=6"]
     options += ["answers.batch_size=7", "model.max_seq_length=64", ORDER, f"cache_dir={cache}"]
-    single_run, shared_run = tmp_path / "one", tmp_path / "two"
+    single_run = tmp_path / "one"
+    shared_run = tmp_path / "two"
     assert launch(single_run, single_run / "out", *options) == 0, (single_run / "out" / "log").read_text()
     assert launch(shared_run, shared_run / "first", *options, *DDP, death=4) != 0
     assert launch(shared_run, shared_run / "second", *options, *DDP) == 0, (
@@ -261,10 +267,8 @@ def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_
     assert_learned_alike(single_run, shared_run, normalize=unpadded)
     shared_answers = answers_of(shared_run / "run")
     assert len(shared_answers) == 6 and shared_answers == answers_of(single_run / "run")
-    shared_record, single_record = (
-        read_scores(shared_run / "run")["answers"],
-        read_scores(single_run / "run")["answers"],
-    )
+    shared_record = read_scores(shared_run / "run")["answers"]
+    single_record = read_scores(single_run / "run")["answers"]
     assert all(shared_record[name] == single_record[name] for name in ("tasks", "metrics", "intervals"))
 
 
@@ -278,7 +282,8 @@ def launched(tmp_path, corpora, cache):
     count = itertools.count()
 
     def go(name: str, *options: str, small=SMALL, death: int = -1, starts=False) -> Path:
-        folder, out = tmp_path / name, tmp_path / name / f"out-{next(count)}"
+        folder = tmp_path / name
+        out = tmp_path / name / f"out-{next(count)}"
         words = command(corpora, cache, "trainer.accelerator=cpu", *small, *options)
         code = launch(folder, out, *words, death=death, starts=starts)
         assert (code == 0) == (death < 0), (out / "log").read_text()
@@ -288,17 +293,19 @@ def launched(tmp_path, corpora, cache):
 
 
 def assert_same(run: Path, other_run: Path, *, weights: float = WEIGHTS, nats: float = NATS) -> None:
-    expected, state = state_of(run), state_of(other_run)
+    expected = state_of(run)
+    state = state_of(other_run)
     assert expected.keys() == state.keys()
-    for name in (name for name in expected if name.startswith("model.")):
-        torch.testing.assert_close(state[name], expected[name], rtol=0, atol=weights, msg=name)
-    expected_scores, scores = read_scores(run), read_scores(other_run)
+    for name in expected:
+        if name.startswith("model."):
+            torch.testing.assert_close(state[name], expected[name], rtol=0, atol=weights, msg=name)
+
+    expected_scores = read_scores(run)
+    scores = read_scores(other_run)
     for row, expected_row in zip(scores["nll"], expected_scores["nll"], strict=True):
         assert row == pytest.approx(expected_row, abs=nats)
-    assert (
-        min(expected_scores["nll"][0][column] - expected_scores["nll"][2][column] for column in (0, 1))
-        > 50 * NATS
-    )  # learned
+    base_row, _, last_row = expected_scores["nll"]
+    assert min(base_row[column] - last_row[column] for column in (0, 1)) > 50 * NATS  # learned
     assert (scores["trained"], scores["stored"]) == (expected_scores["trained"], expected_scores["stored"])
 
 
@@ -326,7 +333,8 @@ METHODS = {
 # What LoRA adds stays whole in each process, and stands in the stage's file beside the shards.
 @pytest.mark.parametrize("method", run_few(METHODS, ["parts on disk"]))
 def test_shared_out_weights_are_those_of_one_process(method, launched):
-    single_run, options = launched("alone", *METHODS[method]), [FSDP, *METHODS[method]]
+    single_run = launched("alone", *METHODS[method])
+    options = [FSDP, *METHODS[method]]
     folder = launched("sharded", *options, death=3)
     stage = load_tensors(folder / "stages" / "001.pt")
     assert stage["shards"] and (
@@ -340,7 +348,8 @@ def test_shared_out_weights_are_those_of_one_process(method, launched):
 # Where a process draws for itself: dropout, its part of a memory; tables that are tied, two stacks.
 DRAWN = [["method=das", "mask=migu"], ["method=dga"], ["method=derpp"]]
 TIED = [METHODS[name] for name in ("ncl", "migu", "inclora", "ewc")]
-STEPS, KINDS = ["accumulate_grad_batches=2", "gradient_clip_val=0.05"], ["gradient_checkpointing", "compile"]
+STEPS = ["accumulate_grad_batches=2", "gradient_clip_val=0.05"]
+KINDS = ["gradient_checkpointing", "compile"]
 HALF = ["trainer.precision=bf16-true"]
 OTHERS = [  # options, those of the run beside it, sizes of the model, how far weights and losses may be apart
     *((options, ["strategy=ddp", *options], SMALL, 1e-5, NATS) for options in DRAWN),
@@ -358,10 +367,8 @@ OTHERS = [  # options, those of the run beside it, sizes of the model, how far w
 def test_shared_out_weights_are_those_of_ddp_of_other_models_and_of_steps_of_all_kinds(
     options, other_options, small, weights, nats, launched
 ):
-    other_run, sharded = (
-        launched("other", *other_options, small=small),
-        launched("sharded", FSDP, *options, small=small),
-    )
+    other_run = launched("other", *other_options, small=small)
+    sharded = launched("sharded", FSDP, *options, small=small)
     assert_same(other_run, sharded, weights=weights, nats=nats)
 
 
@@ -378,7 +385,8 @@ def test_what_is_shared_out_may_rest_on_the_cpu(method, launched):
 def test_a_process_holds_its_share_and_the_export_is_whole_and_a_kill_changes_no_bit(launched, tmp_path):
     """Of weights, moments, anchor and Fisher half each; the model for others is a plain one."""
     options = [FSDP, "method=ewc", "optim.state_across_domains=moments"]
-    through, folder = launched("through", *options), launched("killed", *options, death=3)
+    through = launched("through", *options)
+    folder = launched("killed", *options, death=3)
     assert read_scores(folder)["rows"] == ["base", "law"]
     sizes = [shard.stat().st_size for shard in (folder / "checkpoints").glob("*.1.shards/*.distcp")]
     assert len(sizes) == 2 and 0.8 < sizes[0] / sizes[1] < 1.25
@@ -391,13 +399,15 @@ def test_a_process_holds_its_share_and_the_export_is_whole_and_a_kill_changes_no
                 kind,
                 rank,
             )
-    exported, state = AutoModelForMaskedLM.from_pretrained(folder / "model").state_dict(), state_of(folder)
+    exported = AutoModelForMaskedLM.from_pretrained(folder / "model").state_dict()
+    state = state_of(folder)
     assert all(torch.equal(weight, state[f"model.{name}"]) for name, weight in exported.items())
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("first", "second"), [(FSDP, None), ("strategy=ddp", FSDP)])
 def test_a_killed_run_goes_on_in_another_way(first, second, launched):
-    single_run, folder = launched("alone", "method=kd"), launched("killed", first, "method=kd", death=3)
+    single_run = launched("alone", "method=kd")
+    folder = launched("killed", first, "method=kd", death=3)
     launched("killed", *filter(None, [second]), "method=kd")
     assert_same(single_run, folder)

@@ -43,8 +43,10 @@ def order_of(cfg):
     if OmegaConf.select(cfg, "domains.root") is None:
         return make_plan(cfg).order
     orders = OmegaConf.to_container(cfg.domains).get("orders")
-    names = sorted(next(iter(orders.values())) if isinstance(orders, dict) else orders[0]) if orders else []
-    return resolve_order(cfg.order, names=names, orders=orders, seed=cfg.seed) if orders else []
+    if not orders:
+        return []
+    first_order = next(iter(orders.values())) if isinstance(orders, dict) else orders[0]
+    return resolve_order(cfg.order, names=sorted(first_order), orders=orders, seed=cfg.seed)
 
 
 @pytest.mark.parametrize("name", run_few(EXPERIMENTS, {*EXPERIMENTS} - {"methods_table"}))

@@ -42,7 +42,8 @@ SAME_SCORES = (
 
 def assert_same_runs(run, other_run) -> None:
     assert_same_bits(run, other_run)
-    scores, other_scores = scores_of(run), scores_of(other_run)
+    scores = scores_of(run)
+    other_scores = scores_of(other_run)
     for name in SAME_SCORES:
         assert getattr(scores, name) == getattr(other_scores, name), name
     assert scores.run == other_scores.run and scores.run["finished"]
@@ -82,7 +83,8 @@ def test_the_source_is_needed_at_the_first_start_alone(start, small, killing, tm
 
 def test_a_kill_while_it_is_copied_leaves_no_half_of_a_run(start, small, tmp_path, monkeypatch):
     start(small(ONE, FEW), tmp_path / "one")
-    two, replaced = small(TWO, FEW, f"extend={tmp_path / 'one'}"), os.replace
+    two = small(TWO, FEW, f"extend={tmp_path / 'one'}")
+    replaced = os.replace
 
     def last_fails(old, new):
         if str(new) == str(tmp_path / "two"):
@@ -124,7 +126,8 @@ def test_the_config_of_an_extended_run_is_that_of_all_its_domains(start, small, 
     options = ["domains.only=[law,space]", "order=0", FEW]
     start(small(*options, f"extend={tmp_path / 'one'}"), tmp_path / "two")
     assert RunDir(tmp_path / "two").stored_config()["domains.only"] == ["law", "space"]
-    run_pattern, extended_pattern = re.escape(str(tmp_path / "one")), re.escape(f"{tmp_path / 'one'}-space")
+    run_pattern = re.escape(str(tmp_path / "one"))
+    extended_pattern = re.escape(f"{tmp_path / 'one'}-space")
     line = f"^{run_pattern} has learned law .new: space. and stays as it is. "
     with pytest.raises(
         ValueError, match=f"{line}Allowed: 'extend={run_pattern}' 'hydra.run.dir={extended_pattern}' learns"
@@ -134,7 +137,8 @@ def test_the_config_of_an_extended_run_is_that_of_all_its_domains(start, small, 
 
 def test_a_source_that_cannot_be_extended_is_refused_with_one_line(start, small, killing, tmp_path):
     """No run, an unfinished one, other options, another order, itself, other contents, no last stage."""
-    two, new = tmp_path / "two", tmp_path / "new"
+    two = tmp_path / "two"
+    new = tmp_path / "new"
     start(small(TWO, FEW), two)
     killed(start, killing, small(TWO), tmp_path / "half", step=3, domain="food")
 

@@ -18,11 +18,13 @@ KINDS = {"law": "law", "eats": "food", "sky": "space"}
 
 @pytest.fixture
 def of_pairs(small, tmp_path):
-    texts = {"general": "general"} | {
-        f"{kind}.{half}": KINDS[kind] for kind in KINDS for half in ("one", "two")
-    }
+    texts = {"general": "general"}
+    for kind, vocabulary in KINDS.items():
+        texts[f"{kind}.one"] = vocabulary
+        texts[f"{kind}.two"] = vocabulary
     for seed, (name, words) in enumerate(texts.items()):
-        lines = sentences(VOCABULARIES[words], count=60 * (1 + (words == "space")), seed=seed)
+        count = 120 if words == "space" else 60
+        lines = sentences(VOCABULARIES[words], count=count, seed=seed)
         (tmp_path / "pairs" / name).mkdir(parents=True)
         (tmp_path / "pairs" / name / "all.txt").write_text("\n".join(lines) + "\n")
     folders = [f"domains.root={tmp_path / 'pairs'}", f"cache_dir={tmp_path / 'cache'}"]
@@ -59,7 +61,9 @@ def test_domains_of_one_kind_are_learned_one_after_another(of_pairs, monkeypatch
 
 
 def test_a_run_keeps_its_order_and_similarity_also_after_a_kill(start, of_pairs, killing, tmp_path):
-    cfg, run, cache = of_pairs("order=similar"), tmp_path / "run", tmp_path / "cache"
+    cfg = of_pairs("order=similar")
+    run = tmp_path / "run"
+    cache = tmp_path / "cache"
     order = order_domains(make_plan(cfg)).order
     killed(start, killing, cfg, run, step=1, domain=order[2])
     start(cfg, run)
@@ -85,14 +89,13 @@ def tokens(data) -> dict[str, int]:
 
 def test_balanced_domains_are_learned_for_as_many_steps_but_for_a_row(of_pairs):
     budget = ["trainer.steps=null", "trainer.epochs=1", "replay=general"]
-    undivided, cut = (
-        build_method_fixture(of_pairs(*budget)).data,
-        build_method_fixture(of_pairs(*budget, "domains.balanced=true")).data,
-    )
+    undivided = build_method_fixture(of_pairs(*budget)).data
+    cut = build_method_fixture(of_pairs(*budget, "domains.balanced=true")).data
     sizes = [count for name, count in tokens(cut).items() if name != "general"]
     length = next(iter(cut.train.values())).length
     assert min(tokens(undivided).values()) <= min(sizes) and max(sizes) - min(sizes) < length
     assert tokens(undivided)["sky.one"] > 1.5 * tokens(cut)["sky.one"]
     assert tokens(undivided)["general"] == tokens(cut)["general"]
-    steps, before = ([data.steps(domain) for domain in data.domains] for data in (cut, undivided))
-    assert max(steps) - min(steps) <= 1 < max(before) - min(before)
+    cut_steps = [cut.steps(domain) for domain in cut.domains]
+    undivided_steps = [undivided.steps(domain) for domain in undivided.domains]
+    assert max(cut_steps) - min(cut_steps) <= 1 < max(undivided_steps) - min(undivided_steps)

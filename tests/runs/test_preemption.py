@@ -88,7 +88,8 @@ def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(undisturbed, r
         == run_status.heartbeat.step
         == int(step_match[1])
     )
-    (scores, weights), (expected, expected_weights) = finished(run_command, tmp_path), undisturbed
+    scores, weights = finished(run_command, tmp_path)
+    expected, expected_weights = undisturbed
     assert scores == expected and all(
         torch.equal(weights[name], value) for name, value in expected_weights.items()
     )
@@ -96,7 +97,8 @@ def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(undisturbed, r
 
 @pytest.mark.parametrize("rank", run_few([0, 1], [1]))
 def test_all_processes_leave_and_go_on_together(rank, undisturbed, run_command, tmp_path):
-    start, condition = [*run_command, *DDP], log_says(tmp_path, "law (1/2)")
+    start = [*run_command, *DDP]
+    condition = log_says(tmp_path, "law (1/2)")
     code, lines = stopped(start, tmp_path, condition=condition, number=signal.SIGTERM, rank=rank, twin=True)
     assert code == GO_ON
     assert len(lines) == 1 and re.fullmatch(r"after step \d+ of 50 of law", lines[0][2])

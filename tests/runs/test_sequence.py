@@ -39,8 +39,8 @@ def test_the_scores_keep_the_contract_beside_a_plain_model(finished_run, corpora
     assert (scores["domains"], scores["rows"]) == (["law", "food", "general"], ["base", "law", "food"])
     sizes = [scores[name] for name in ("tokens", "bytes", "scored")]
     assert [len(row) for row in scores["nll"]] == [3] * 3 == [len(size) for size in sizes]
-    seconds = [value for stages in scores["phases"].values() for value in stages.values()]
-    assert 0 < scores["seconds"] == pytest.approx(sum(seconds))
+    seconds = sum(sum(stages.values()) for stages in scores["phases"].values())
+    assert 0 < scores["seconds"] == pytest.approx(seconds)
     for metric in ("ZS", "CPT", "LC", "FG", "FWT_gem", "BWT_gem", "general_drift"):
         low, high = scores["metrics"][metric]["interval"]["nats"]
         assert low <= scores["metrics"][metric]["nats"] <= high
@@ -50,7 +50,8 @@ def test_the_scores_keep_the_contract_beside_a_plain_model(finished_run, corpora
     assert scores["bytes"][0] == scores["texts"]["law"]["bytes"]["test"]
     lines = (corpora / "law" / "all.txt").read_text().splitlines()
     assert sum(scores["texts"]["law"]["bytes"].values()) == sum(len(line.encode()) for line in lines)
-    model, state = AutoModelForMaskedLM.from_pretrained(finished_run / "model"), state_of(finished_run)
+    model = AutoModelForMaskedLM.from_pretrained(finished_run / "model")
+    state = state_of(finished_run)
     trained = sum(parameter.numel() for parameter in model.parameters())
     assert (scores["trained"], scores["stored"]) == ([0, trained, trained], [0, 0, 0])
     assert scores["modules"] == [{}, {}, {}] and not scores["needs_domain"]
@@ -70,10 +71,8 @@ def test_a_finished_run_is_not_learned_again_and_a_folder_of_another_config_is_r
     finished_run, small, start
 ):
     before = times(finished_run)
-    assert (
-        start(small(ORDER), finished_run) == read_scores(finished_run)["optimized_metric"]
-        and times(finished_run) == before
-    )
+    assert start(small(ORDER), finished_run) == read_scores(finished_run)["optimized_metric"]
+    assert times(finished_run) == before
     with pytest.raises(ValueError, match=r"another config \(seed: 0 -> 1\).*choose another name"):
         start(small(ORDER, "seed=1"), finished_run)
 
@@ -97,7 +96,8 @@ def test_a_checkpoint_or_a_run_is_the_base_of_another(finished_run, small, small
     assert read_scores(tmp_path / "model")["nll"][0][-1] == read_scores(finished_run)["nll"][-1][-1]
     further = small("order=[space]", "method=ewc", f"init_from={finished_run}")
     start(further, tmp_path / "second")
-    first, second = scores_of(finished_run), scores_of(tmp_path / "second")
+    first = scores_of(finished_run)
+    second = scores_of(tmp_path / "second")
     assert second.matrix[0, -1] == pytest.approx(first.matrix[-1, -1], abs=1e-6)
     assert second.run["model"] == f"{first.run['model']} from run" and second.run["method"] == "ewc"
     start(further, tmp_path / "second")  # finished already
@@ -133,12 +133,11 @@ def test_a_policy_that_is_widened_fills_what_is_missing_also_after_a_kill(
     assert sparse.measured(1) == ["law", "general"] and sparse.measured(2) == ["food", "general"]
     assert sparse.measured(0) == sparse.measured(3) == full_scores.domains
     is_measured = ~np.isnan(sparse.matrix)
-    assert (
-        np.array_equal(sparse.matrix[is_measured], full_scores.matrix[is_measured])
-        and is_measured.sum() == 12
-    )
+    assert np.array_equal(sparse.matrix[is_measured], full_scores.matrix[is_measured])
+    assert is_measured.sum() == 12
     assert sparse.metrics["LC"] == full_scores.metrics["LC"] and sparse.metrics["FWT_zs"]["nats"] is None
-    save, saved = ContinualTrainer.save_scores, []
+    save = ContinualTrainer.save_scores
+    saved = []
 
     def dying(self):
         save(self)
@@ -168,11 +167,9 @@ def test_so_many_tokens_of_each_text_are_the_same_rows_for_every_stage(full_scor
     start(small(THREE, "eval.max_tokens=64"), tmp_path / "few")
     sparse = scores_of(tmp_path / "few")
     assert all(part < full for part, full in zip(sparse.scored, full_scores.scored, strict=True))
-    assert (
-        sparse.bytes == full_scores.bytes
-        and sparse.tokens == full_scores.tokens
-        and sparse.nll != full_scores.nll
-    )
+    assert sparse.bytes == full_scores.bytes
+    assert sparse.tokens == full_scores.tokens
+    assert sparse.nll != full_scores.nll
 
 
 METHODS = ["demix", "demix method.start=previous routing@method.routing=posterior", "hat", "olora"]
@@ -181,7 +178,8 @@ OPTIONS = ["order=[food,law,space]", "trainer.steps=2", "trainer.checkpoint_ever
 
 
 def assert_alike(run: Path, other_run: Path) -> None:
-    scores, expected = read_scores(run), read_scores(other_run)
+    scores = read_scores(run)
+    expected = read_scores(other_run)
     assert all(scores[name] == expected[name] for name in ("rows", "nll", "metrics", "stored", "modules"))
     assert all(same_state(state_of(run, stage), state_of(other_run, stage)) for stage in range(3))
 
@@ -197,15 +195,15 @@ def mapped(tensor: torch.Tensor) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", run_few(METHODS, ["demix"]))
 def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_path, monkeypatch, method):
-    rested, map_stored = [], stage.map_stored
+    rested = []
+    map_stored = stage.map_stored
     options = [*f"method={method}".split(), *OPTIONS]
 
     def watched(module, path):
         map_stored(module, path)
-        for stored in (
-            module_part for module_part in module.modules() if isinstance(module_part, DomainParams)
-        ):
-            rested.append([mapped(module_part) for module_part in stored._buffers.values()])
+        for child in module.modules():
+            if isinstance(child, DomainParams):
+                rested.append([mapped(tensor) for tensor in child._buffers.values()])
 
     start(small(*options, "modules.storage=memory"), tmp_path / "memory")
     monkeypatch.setattr(stage, "map_stored", watched)

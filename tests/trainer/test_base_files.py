@@ -23,9 +23,15 @@ def make_base(folder, *, model_type: str) -> None:
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("q", "k")])
     tokenizer.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.decoder = decoders.WordPiece()
-    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
-    special |= {"cls_token": "[CLS]", "sep_token": "[SEP]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    fast_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        mask_token="[MASK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+    )
+    fast_tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "additional_chat_templates").mkdir()
@@ -82,9 +88,8 @@ def test_what_was_added_gives_the_same_ids_for_odd_text(tmp_path, target):
     texts = [*base_files.ODD_TEXTS, "a quark, antiquarks e\u0301", "QUARK  quark"]
     assert all(loaded(text)["input_ids"] == tokenizer(text)["input_ids"] for text in texts)
     config = json.loads((target / "tokenizer_config.json").read_text())
-    assert (
-        not {"is_local", "local_files_only"} & {*config} and loaded.chat_template == tokenizer.chat_template
-    )
+    assert not {"is_local", "local_files_only"} & {*config}
+    assert loaded.chat_template == tokenizer.chat_template
 
 
 def test_a_tokenizer_without_a_fast_version_and_one_without_a_base_are_saved(tmp_path, target):

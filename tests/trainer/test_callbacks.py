@@ -28,7 +28,9 @@ class Counting(Callback):
     stop_at = None
 
     def __init__(self) -> None:
-        self.batches, self.stages, self.losses = 0, [], 0.0
+        self.batches = 0
+        self.stages = []
+        self.losses = 0.0
         Counting.instances.append(self)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, *args) -> None:
@@ -44,7 +46,9 @@ class Counting(Callback):
         return {"batches": self.batches, "stages": list(self.stages), "losses": self.losses}
 
     def load_state_dict(self, state: dict) -> None:
-        self.batches, self.stages, self.losses = state["batches"], list(state["stages"]), state["losses"]
+        self.batches = state["batches"]
+        self.stages = list(state["stages"])
+        self.losses = state["losses"]
 
 
 def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
@@ -132,11 +136,13 @@ def options(**changes):
 
 def record_losses(values):
     """What was watched of a stage whose texts had these losses, of three documents each."""
-    watched, counts = MonitorRecord(), [9.0, 11.0, 10.0]
-    looks = [
-        {text: np.array([[loss[at] * count for count in counts], counts]) for text, loss in values.items()}
-        for at in range(len(next(iter(values.values()))))
-    ]
+    watched = MonitorRecord()
+    counts = [9.0, 11.0, 10.0]
+    num_looks = len(next(iter(values.values())))
+    looks = []
+    for number in range(num_looks):
+        sums = {text: [means[number] * count for count in counts] for text, means in values.items()}
+        looks.append({text: np.array([text_sums, counts]) for text, text_sums in sums.items()})
     for step, look in enumerate(looks):
         watched.add(step, looks[0], look)
     return watched
@@ -150,7 +156,8 @@ def test_a_stage_ends_when_a_text_has_risen_for_certain():
     assert not watched.why_stop(options(every=1, stop=0.31), stage_texts=("mine",))
     stage_looks = record_losses({"mine": [3.0, 4.0], "past": [2.0, 2.0]})  # which may rise
     assert not stage_looks.why_stop(options(every=1, stop=0.2), stage_texts=("mine",))
-    doubted, counts = MonitorRecord(), [10.0, 10.0, 10.0]
+    doubted = MonitorRecord()
+    counts = [10.0, 10.0, 10.0]
     first_losses = {text: np.array([[20.0, 20.0, 20.0], counts]) for text in ("mine", "past")}
     risen = np.array([[30.0, 20.0, 20.0], counts])  # of one document in three
     doubted.add(1, first_losses, first_losses | {"past": risen})
@@ -163,7 +170,8 @@ def test_looking_changes_no_bit(small, start, tmp_path):
     for name, monitor_options in (("plain", []), ("watched", EVERY)):
         start(small("method=demix", *THREE, *DROPOUT, *monitor_options), tmp_path / name)
     assert_same_bits(tmp_path / "watched", tmp_path / "plain")
-    plain, watched = read_scores(tmp_path / "plain"), read_scores(tmp_path / "watched")
+    plain = read_scores(tmp_path / "plain")
+    watched = read_scores(tmp_path / "watched")
     assert all(plain[name] == watched[name] for name in ("flops", "seen", "config_hash"))
     assert plain["monitor"] == {} and list(watched["monitor"]) == ["law", "food", "space"]
     last = watched["monitor"]["space"]

@@ -50,7 +50,8 @@ class Counted(LightningModule):
 
     def __init__(self, passes):
         super().__init__()
-        self.net, self.passes = Two(), passes
+        self.net = Two()
+        self.passes = passes
 
     def train_dataloader(self):
         mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
@@ -79,7 +80,8 @@ ONE = FORWARD + BACKWARD
 
 
 def fitted(*, steps=3, accumulate=1, **passes):
-    compute, module = CostMonitor(), Counted({"before": 0, "step": 1, "after": 0} | passes)
+    compute = CostMonitor()
+    module = Counted({"before": 0, "step": 1, "after": 0} | passes)
     options = {"accelerator": "cpu", "accumulate_grad_batches": accumulate}
     trainer = make_trainer(options, label="", steps=steps, callbacks=[compute])
     trainer.fit(module)
@@ -105,7 +107,8 @@ def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besid
 @pytest.mark.parametrize("inference", [False, True])
 def test_it_counts_what_torchs_counter_counts(inference):
     sizes = {"vocab_size": 50, "max_position_embeddings": 20, **SIZES}
-    model, ids = RobertaForMaskedLM(RobertaConfig(**sizes)).eval(), torch.randint(5, 50, (3, 8))
+    model = RobertaForMaskedLM(RobertaConfig(**sizes)).eval()
+    ids = torch.randint(5, 50, (3, 8))
     with FlopCounterMode(display=False, custom_mapping=ON_CPU) as expected, OperationCounter() as counter:
         with torch.inference_mode(inference):  # composite kernels arrive whole
             loss = model(ids, labels=ids).loss

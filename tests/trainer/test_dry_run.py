@@ -63,7 +63,8 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(
     start(cfg, tmp_path / "done")
     scores = scores_of(tmp_path / "done")
     assert [stage["stage"] for stage in estimate["stages"]] == scores.rows
-    stored, method = [stage["stored"] for stage in estimate["stages"]], option.removeprefix("method=")
+    stored = [stage["stored"] for stage in estimate["stages"]]
+    method = option.removeprefix("method=")
     assert stored[:4] == scores.stored[:4]  # of the stages that were profiled
     pairs = zip(stored, scores.stored, strict=True)
     assert all(low == size or method in GROWING and low < size for low, size in pairs)
@@ -96,7 +97,8 @@ def test_nothing_is_left_behind_and_cells_are_counted_as_they_are_measured(start
     assert estimate["state"] == "new" and estimate["not_included"] == ["training of the base model"]
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache" / "base").exists()
     start(cfg, tmp_path / "run")
-    scores, before = scores_of(tmp_path / "run"), times(tmp_path)
+    scores = scores_of(tmp_path / "run")
+    before = times(tmp_path)
     scored = dict(zip(scores.domains, scores.scored, strict=True))
     for number, stage in enumerate(estimate["stages"]):
         measured = scores.measured(number)

@@ -29,7 +29,8 @@ from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.harness_tasks import FakeHarness, sum_weights
 from tests.support.task_fixtures import write_tasks
 
-TASKS, METRICS = ("food", "law"), {"AP", "LA", "BWT", "F", "FWT"}
+TASKS = ("food", "law")
+METRICS = {"AP", "LA", "BWT", "F", "FWT"}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def tasks_folder(tmp_path_factory):
 def run_with_answers(small_gpt2, tasks_folder, start):
     def run(folder, *overrides):
         options = ["domains=tasks", f"domains.root={tasks_folder / 'tasks'}", "model.max_seq_length=64"]
-        options += ["answers.max_new_tokens=4"] * ("answers=none" not in overrides)
+        if "answers=none" not in overrides:
+            options.append("answers.max_new_tokens=4")
         start(small_gpt2(*options, "save_all_stages=true", "trainer.steps=4", *overrides), folder)
         return read_scores(folder)
 
@@ -58,7 +60,8 @@ def read(folder, task):
 def test_the_matrix_of_scores_is_of_the_files_and_asking_changes_no_bit(
     run_with_answers, tmp_path, monkeypatch
 ):
-    complete_folder, later_folder = tmp_path / "whole", tmp_path / "later"
+    complete_folder = tmp_path / "whole"
+    later_folder = tmp_path / "later"
     scores = run_with_answers(complete_folder)
     answers = scores["answers"]
     assert list(answers["tasks"]) == list(TASKS) and scores["rows"] == ["base", *TASKS]
@@ -74,7 +77,10 @@ def test_the_matrix_of_scores_is_of_the_files_and_asking_changes_no_bit(
                 assert values[row] == (pytest.approx(defined.mean()) if len(defined) else None)
     assert run_with_answers(later_folder, "answers=none")["answers"] == {}
     assert_same_bits(later_folder, complete_folder)
-    save, saved, asks, ask = predictions.save_predictions, [], [], TaskEvaluator.ask
+    save = predictions.save_predictions
+    saved = []
+    asks = []
+    ask = TaskEvaluator.ask
 
     def deadly(path, *args, **kwargs):
         save(path, *args, **kwargs)
@@ -91,10 +97,8 @@ def test_the_matrix_of_scores_is_of_the_files_and_asking_changes_no_bit(
         "ask",
         lambda *arguments, **options: asks.append(arguments) or ask(*arguments, **options),
     )
-    assert (
-        run_with_answers(later_folder)["answers"] | {"seconds": 0} == answers | {"seconds": 0}
-        and len(asks) == 4
-    )
+    assert run_with_answers(later_folder)["answers"] | {"seconds": 0} == answers | {"seconds": 0}
+    assert len(asks) == 4
     assert_same_bits(later_folder, complete_folder)
 
 
@@ -113,7 +117,8 @@ def test_stages_that_are_not_due_are_missing(run_with_answers, tmp_path):
 def test_a_part_answers_its_own_task_and_the_base_what_has_not_been_learned(run_with_answers, tmp_path):
     run_with_answers(tmp_path, "method=lora", "method.per_domain=true", "optim.lr=0.05")
     rows = [tmp_path / "answers" / name for name in ("000-base", "001-food", "002-law")]
-    food, law = ([read(row, task) for row in rows] for task in TASKS)
+    food = [read(row, "food") for row in rows]
+    law = [read(row, "law") for row in rows]
     assert food[1] == food[2] != food[0]
     assert law[0] == law[1] != law[2]
 
@@ -130,9 +135,9 @@ def probed(small_gpt2, start, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "make_harness", harness)
 
     def go(*overrides, policy="last", folder=tmp_path):
-        benchmark_options = (
-            [f"benchmark.when={policy}", "benchmark=lm_eval", "benchmark.tasks=[say,ask]"] if policy else []
-        )
+        benchmark_options = []
+        if policy is not None:
+            benchmark_options = [f"benchmark.when={policy}", "benchmark=lm_eval", "benchmark.tasks=[say,ask]"]
         start(small_gpt2("order=[law,food]", "trainer.steps=4", *benchmark_options, *overrides), folder)
         return read_scores(folder)
 
@@ -144,16 +149,15 @@ def times_of(folder):
     return {str(path.relative_to(folder / "benchmarks")): path.stat().st_mtime_ns for path in paths}
 
 
-OF_BASE, OF_LAW, OF_FOOD = (
-    [f"{stage}/{task}.json" for task in ("ask", "say")] for stage in ("000-base", "001-law", "002-food")
-)
+OF_BASE = ["000-base/ask.json", "000-base/say.json"]
+OF_LAW = ["001-law/ask.json", "001-law/say.json"]
+OF_FOOD = ["002-food/ask.json", "002-food/say.json"]
 
 
 def test_a_probe_is_measured_after_the_stages_asked_for_and_changes_nothing(probed, tmp_path):
-    plain, probed_scores = (
-        probed(DROPOUT, policy=policy, folder=tmp_path / str(policy)) for policy in (None, "each")
-    )
-    assert_same_bits(tmp_path / "None", tmp_path / "each")
+    plain = probed(DROPOUT, policy=None, folder=tmp_path / "plain")
+    probed_scores = probed(DROPOUT, policy="each", folder=tmp_path / "each")
+    assert_same_bits(tmp_path / "plain", tmp_path / "each")
     assert plain["benchmarks"] == {} and [*times_of(tmp_path / "each")] == OF_BASE + OF_LAW + OF_FOOD
     first, _, last = probed_scores["benchmarks"]["tasks"]["say"]["values"]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "each" / "model")
@@ -166,7 +170,7 @@ def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(
 ):
     def stop(self, name, *arguments, **options):
         if (tmp_path / "benchmarks" / "000-base" / "say.json").exists():
-            monkeypatch.setattr("cpt.core.preemption.notice.number", 15 * (error is Preempted))
+            monkeypatch.setattr("cpt.core.preemption.notice.number", 15 if error is Preempted else 0)
             raise error(15)
         return measure(self, name, *arguments, **options)
 
@@ -208,10 +212,8 @@ def measured_tasks(monkeypatch):
         if (number, name) in counted.deadly:
             raise KeyError("killed")
         counted.asked.append((name, seed))
-        task, weight = (
-            self.tasks[name],
-            sum(parameter.double().sum().item() for parameter in start.parameters()),
-        )
+        task = self.tasks[name]
+        weight = sum(parameter.double().sum().item() for parameter in start.parameters())
         metadata = {"digest": task.digest(seed), "seconds": 1.0, "weight": weight}
         metadata |= dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), 10 * number + seed)
         labels = [example.label for example in task.test]
@@ -248,8 +250,10 @@ def weight(root, name):
 
 
 def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, root, small, measured_tasks):
-    before, options = run("save_all_stages=true", policy=None), ("order=[law,food]", "trainer.steps=2")
-    plain, cfg_with_endtasks = small(*options), small(*options, *endtask_overrides(root, "each"))
+    before = run("save_all_stages=true", policy=None)
+    options = ("order=[law,food]", "trainer.steps=2")
+    plain = small(*options)
+    cfg_with_endtasks = small(*options, *endtask_overrides(root, "each"))
     assert is_done(plain, root / "run") and not is_done(cfg_with_endtasks, root / "run")
     measured_tasks.deadly = {(2, "food")}
     with pytest.raises(KeyError):

@@ -22,7 +22,8 @@ def exported(small_gpt2, tmp_path):
     """The check of a folder with the export of a module, and the module with its sample."""
     run = build_method_fixture(small_gpt2(ORDER, "trainer.steps=2"))
     run.learn(0)
-    sample, folder = draw_sample(run.module, run.data), tmp_path / "a 'quoted' model"
+    sample = draw_sample(run.module, run.data)
+    folder = tmp_path / "a 'quoted' model"
     expression = run.module.export(folder, ["law"])
     check = partial(check_export, folder, expression, sample, run.module, recorded=None, precision="32-true")
     return folder, check, run, sample
@@ -89,7 +90,8 @@ def test_losses_that_the_last_row_does_not_have_are_noticed(exported):
 
 def test_nothing_of_the_module_changes(exported):
     _, check, run, _ = exported
-    before, generator = run.weights(), torch.get_rng_state()
+    before = run.weights()
+    generator = torch.get_rng_state()
     draw_sample(run.module, run.data)
     check()
     assert all(torch.equal(before[name], value) for name, value in run.weights().items())
@@ -99,7 +101,8 @@ def test_nothing_of_the_module_changes(exported):
 def test_a_run_whose_export_is_wrong_fails_and_the_same_command_exports_again(
     small_gpt2, start, tmp_path, monkeypatch
 ):
-    cfg, folder = small_gpt2(ORDER, "trainer.steps=2", "trainer.precision=bf16-mixed"), tmp_path / "run"
+    cfg = small_gpt2(ORDER, "trainer.steps=2", "trainer.precision=bf16-mixed")
+    folder = tmp_path / "run"
 
     def export_other_weights(method, model_folder, order):
         expression = export(method, model_folder, order)

@@ -42,7 +42,9 @@ def edit(path):
 def test_changed_text_is_refused_by_name_whether_finished_or_not(
     run, config, start, killing, texts, corpora, tmp_path
 ):
-    folder, food, law = tmp_path / "run", texts / "food" / "all.txt", texts / "law" / "all.txt"
+    folder = tmp_path / "run"
+    food = texts / "food" / "all.txt"
+    law = texts / "law" / "all.txt"
     killed(start, killing, config("order=0"), folder, step=1, domain="law")
     original = food.read_bytes()
     food.write_bytes(original + b"one more document of eight words stands here.\n")
@@ -116,7 +118,8 @@ def test_text_that_changes_while_it_is_read_is_told(
         yield from read(*arguments, **options)
         (texts / "law" / "late.txt").write_text("late\n")
 
-    read, prepare = module.read_folder, preflight.prepare
+    read = module.read_folder
+    prepare = preflight.prepare
     with monkeypatch.context() as patched:
         patched.setattr(module, "read_folder", slowly)
         with pytest.raises(ValueError, match="the text of law changed while it was read; start again"):

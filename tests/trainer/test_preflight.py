@@ -64,7 +64,8 @@ def saved(folder, *parts):
 
 
 def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(small, start, tmp_path):
-    words, config = some_words(), {"d_model": 32, "max_position_embeddings": 40, "dropout": 0.0}
+    words = some_words()
+    config = {"d_model": 32, "max_position_embeddings": 40, "dropout": 0.0}
     for side in ("encoder", "decoder"):
         config |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 48}
     config |= {"vocab_size": len(words), "decoder_start_token_id": words.eos_token_id}
@@ -84,15 +85,14 @@ def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(small, s
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    words, config = some_words(), {"model_type": "roberta", **SIZES, "max_position_embeddings": 64}
+    words = some_words()
+    config = {"model_type": "roberta", **SIZES, "max_position_embeddings": 64}
     return saved(tmp_path / "checkpoint", build_model(config, words, "masked", seed=0), words)
 
 
 def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small, unread, tmp_path):
-    option, intact_checkpoint = (
-        f"model.name_or_path={checkpoint}",
-        shutil.copytree(checkpoint, tmp_path / "whole"),
-    )
+    option = f"model.name_or_path={checkpoint}"
+    intact_checkpoint = shutil.copytree(checkpoint, tmp_path / "whole")
     config, weights = (
         (intact_checkpoint / name).read_bytes() for name in ("config.json", "model.safetensors")
     )
@@ -204,7 +204,8 @@ def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, u
 @pytest.fixture
 def headless(tmp_path):
     """A tiny MPNet of two blocks as sentence-transformers save it: without a language-model head."""
-    words, config = some_words(), {"model_type": "mpnet", **SIZES, "max_position_embeddings": 40}
+    words = some_words()
+    config = {"model_type": "mpnet", **SIZES, "max_position_embeddings": 40}
     return saved(tmp_path / "headless", build_model(config, words, "masked", seed=3).base_model, words)
 
 

@@ -102,7 +102,8 @@ class Method(nn.Module):
         self.register_buffer("count", torch.tensor(seed))
 
     def share_out(self, mesh) -> "Method":
-        table, linear_map = self.model["table"], self.model["map"]
+        table = self.model["table"]
+        linear_map = self.model["map"]
         for part in (table, linear_map):
             part.weight = nn.Parameter(distribute_tensor(part.weight.data, mesh, [Shard(0)]))
         self.model["head"].weight = table.weight
@@ -113,14 +114,17 @@ class Method(nn.Module):
 
 
 def test_shards_are_written_once_and_read_as_what_is_stored_shared_out(mesh, tmp_path, monkeypatch):
-    path, module, expected = tmp_path / "stages" / "001.pt", Method(1).share_out(mesh), Method(1).state_dict()
+    path = tmp_path / "stages" / "001.pt"
+    module = Method(1).share_out(mesh)
+    expected = Method(1).state_dict()
     with monkeypatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", killed)
         patch.setattr(DTensor, "redistribute", killed)
         save_stage(module, path)
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["001.1.shards", "001.pt"]
     stored = load_tensors(path)
-    shard_places, bare = stored.pop(SHARDS)["places"], {"model.map.bias", "model.head.bias", "count"}
+    shard_places = stored.pop(SHARDS)["places"]
+    bare = {"model.map.bias", "model.head.bias", "count"}
     bare |= {"anchor.map/bias", "anchor.head/bias", "domain_params.0:map/bias"}
     assert {name for name, value in stored.items() if value is not None} == bare
     assert same_state(load_stage(path), expected)
@@ -129,14 +133,17 @@ def test_shards_are_written_once_and_read_as_what_is_stored_shared_out(mesh, tmp
 
 
 def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
-    path, table = tmp_path / "001-l[aw].ckpt", Method(1).share_out(mesh).model["table"].weight.detach()
+    path = tmp_path / "001-l[aw].ckpt"
+    table = Method(1).share_out(mesh).model["table"].weight.detach()
     state = {0: {"step": torch.tensor(3.0), "exp_avg": table + 1, "seen": 3}}
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
     for step in (1, 2):
         save_sharded({"loops": step, "state_dict": {"w": table}, "optimizer_states": [optimizer]}, path)
     assert [shards.name for shards in tmp_path.glob("*.shards")] == ["001-l[aw].2.shards"]
-    checkpoint, moments = load_stage(path), optimizer["state"][0]
-    [optimizer_state], weight = checkpoint["optimizer_states"], table.full_tensor()
+    checkpoint = load_stage(path)
+    moments = optimizer["state"][0]
+    (optimizer_state,) = checkpoint["optimizer_states"]
+    weight = table.full_tensor()
     assert torch.equal(optimizer_state["state"][0].pop("exp_avg"), moments["exp_avg"].full_tensor())
     assert optimizer_state == {**optimizer, "state": {0: {"step": moments["step"], "seen": 3}}}
     assert checkpoint["loops"] == 2 and torch.equal(checkpoint["state_dict"]["w"], weight)
@@ -167,7 +174,8 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, is_stored_s
 def test_a_stage_that_is_half_written_is_none_and_one_is_replaced_as_a_whole(
     function, mesh, tmp_path, monkeypatch
 ):
-    path, before = tmp_path / "stages" / "001.pt", None
+    path = tmp_path / "stages" / "001.pt"
+    before = None
     for number in (1, 2):
         module = Method(number).share_out(mesh)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -193,7 +201,9 @@ def export(module: Method, model, names=("table.weight", "map.bias")) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path):
-    path, model, expected = tmp_path / "stages" / "001.pt", tmp_path / "model", Method(1).state_dict()
+    path = tmp_path / "stages" / "001.pt"
+    model = tmp_path / "model"
+    expected = Method(1).state_dict()
     save_stage(Method(1).share_out(mesh) if shared else Method(1), path)
     export(Method(1), model)
     link_weights(path, model)
@@ -230,7 +240,8 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
 
 
 def test_equal_weights_of_a_linked_stage_can_be_changed_one_by_one(tmp_path):
-    path, module = tmp_path / "001.pt", Method(1)
+    path = tmp_path / "001.pt"
+    module = Method(1)
     save_stage(module, path)
     export(module, tmp_path / "model")
     link_weights(path, tmp_path / "model")
@@ -242,7 +253,8 @@ def test_equal_weights_of_a_linked_stage_can_be_changed_one_by_one(tmp_path):
 @pytest.mark.parametrize("function", ["save_state", "hash_files", "remove_folders"])
 def test_a_kill_while_weights_are_linked_leaves_the_stage_whole(function, tmp_path, monkeypatch):
     run = RunDir(tmp_path)
-    path, expected = run.stage_path(1), Method(1).state_dict()
+    path = run.stage_path(1)
+    expected = Method(1).state_dict()
     save_stage(Method(1), path)
     export(Method(1), run.model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -256,7 +268,8 @@ def test_a_kill_while_weights_are_linked_leaves_the_stage_whole(function, tmp_pa
 
 
 def test_without_hard_links_the_stage_stays_as_it_is(tmp_path, monkeypatch, caplog):
-    path, model = tmp_path / "001.pt", tmp_path / "model"
+    path = tmp_path / "001.pt"
+    model = tmp_path / "model"
     save_stage(Method(1), path)
     export(Method(1), model)
     before = path.read_bytes()

@@ -25,14 +25,16 @@ ONE = "order=[law]"
 def test_the_state_is_kept_as_often_as_asked_for_and_after_the_last_step(
     checkpoint_every, ends, saved_steps, tmp_path
 ):
-    guard, steps = NanGuard(), []
+    guard = NanGuard()
+    steps = []
     saving = StepCheckpoint(tmp_path / "state", every=checkpoint_every, guard=guard)
     trainer = SimpleNamespace(global_step=0, max_steps=10, should_stop=False)
     trainer.save_checkpoint = lambda path: steps.append(trainer.global_step)
     module = SimpleNamespace(parameters=lambda: [])
     saving.on_train_start(trainer, module)
     for step in range(1, 1 + (ends or 10)):
-        trainer.global_step, trainer.should_stop = step, step == ends
+        trainer.global_step = step
+        trainer.should_stop = step == ends
         saving.on_train_batch_end(trainer, module)
     assert steps == saved_steps
 
