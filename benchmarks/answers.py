@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import eq
 from pathlib import Path
 from typing import Any
 
 import torch
-from ground import DROPOUT, Ground, arguments, ground
+from ground import DROPOUT, Workload, build_workload, make_parser
 from lightning.pytorch.callbacks import Callback
-from measuring import busy, paired, rotated, save, spread, wait_until_quiet
+from measuring import compare_times, read_busy_seconds, rotate, save, summarize_times, wait_until_quiet
 from stage import prepare
 from subjects import fit
 from torch import Tensor
@@ -47,18 +48,27 @@ Times = dict[str, float]  # wall and cpu, seconds
 class Course:
     """What is learned and asked."""
 
-    place: Ground
+    workload: Workload
     begin: Mapping[str, Tensor]  # the weights that each learns from
     questions: Sequence[TaskPrompt]
-    most: int  # tokens of an answer
+    max_tokens: int  # tokens of an answer
     batch: int  # questions at once
 
 
-def now() -> Times:
+@dataclass(frozen=True)
+class Turn:
+    """A subject's times by part, its weights at the end, and the texts that it answered with."""
+
+    times: dict[str, Times]
+    weights: dict[str, Tensor]
+    texts: list[str]
+
+
+def read_clocks() -> Times:
     return {"wall": time.perf_counter(), "cpu": time.process_time()}
 
 
-def between(first: Times, last: Times) -> Times:
+def subtract_times(first: Times, last: Times) -> Times:
     return {kind: last[kind] - first[kind] for kind in first}
 
 
@@ -68,12 +78,12 @@ def learn_ours(course: Course) -> tuple[PreTrainedModel, Times]:
 
     class Pulse(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
-            ends.append(now())
+            ends.append(read_clocks())
 
-    workload = course.place
+    workload = course.workload
     workload.module.model.load_state_dict(course.begin)
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse()])
-    return workload.module.model, between(ends[0], ends[-1])
+    return workload.module.model, subtract_times(ends[0], ends[-1])
 
 
 def learn_theirs(course: Course) -> tuple[PreTrainedModel, Times]:
@@ -82,25 +92,27 @@ def learn_theirs(course: Course) -> tuple[PreTrainedModel, Times]:
 
     class Pulse(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(now())
+            ends.append(read_clocks())
 
-    workload, stream = course.place, course.place.stream()
+    workload = course.workload
+    stream = workload.stream()
     model = deepcopy(workload.module.model).train()
     model.load_state_dict(course.begin)
     batches = [stream[number] for number in range(len(stream))]
-    clip = workload.plan.trainer.gradient_clip_val
-    Seq2SeqTrainer(
+    max_norm = workload.plan.trainer.gradient_clip_val
+    trainer = Seq2SeqTrainer(
         model=model,
-        args=settings(max_steps=workload.steps, max_grad_norm=clip, per_device_train_batch_size=1),
+        args=make_settings(max_steps=workload.steps, max_grad_norm=max_norm, per_device_train_batch_size=1),
         train_dataset=[{**inputs_of(batch), "labels": labels_of(batch)} for batch in batches],
         data_collator=lambda rows: rows[0],
         optimizers=workload.optimizer(model),
         callbacks=[Pulse()],
-    ).train()
-    return model, between(ends[0], ends[-1])
+    )
+    trainer.train()
+    return model, subtract_times(ends[0], ends[-1])
 
 
-def settings(**extra_arguments: Any) -> Seq2SeqTrainingArguments:
+def make_settings(**extra_arguments: Any) -> Seq2SeqTrainingArguments:
     return Seq2SeqTrainingArguments(
         output_dir=tempfile.mkdtemp(),
         train_sampling_strategy="sequential",
@@ -116,28 +128,28 @@ def settings(**extra_arguments: Any) -> Seq2SeqTrainingArguments:
 
 def ask_ours(course: Course, model: PreTrainedModel) -> list[str]:
     """As a run asks after a stage."""
-    tokenizer = course.place.start.tokenizer
+    tokenizer = course.workload.start.tokenizer
     with set_mode(model, training=False):
         texts = write_answers(
             model,
             tokenizer,
             course.questions,
-            max_new_tokens=course.most,
+            max_new_tokens=course.max_tokens,
             batch_size=course.batch,
-            step=uncounted,
+            step=count_nothing,
         )
     return [texts[number] for number in range(len(course.questions))]
 
 
-def uncounted(count: int) -> None:
+def count_nothing(count: int) -> None:
     """No bar, as the Trainer's predictions have none here."""
 
 
 def ask_theirs(course: Course, model: PreTrainedModel) -> list[str]:
     """As `Seq2SeqTrainer.predict` writes; without references, of which the loss would be another pass."""
-    tokenizer = course.place.start.tokenizer
+    tokenizer = course.workload.start.tokenizer
     generation_config = GenerationConfig(
-        max_new_tokens=course.most,
+        max_new_tokens=course.max_tokens,
         do_sample=False,
         num_beams=1,
         eos_token_id=course.questions[0].end,
@@ -146,7 +158,7 @@ def ask_theirs(course: Course, model: PreTrainedModel) -> list[str]:
     )
     trainer = Seq2SeqTrainer(
         model=model,
-        args=settings(
+        args=make_settings(
             predict_with_generate=True,
             generation_config=generation_config,
             per_device_eval_batch_size=course.batch,
@@ -170,79 +182,93 @@ SUBJECTS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-def turn(course: Course, name: str) -> tuple[dict[str, Times], dict[str, Tensor], list[str]]:
-    """One subject learns and is asked: the times, the weights at the end, the texts."""
+def take_turn(course: Course, name: str) -> Turn:
+    """One subject learns and is asked."""
     gc.collect()
     learn, ask = SUBJECTS[name]
-    busy_before, turn_start = busy(), now()
+    busy_before = read_busy_seconds()
+    start_times = read_clocks()
     model, learning = learn(course)
-    decoding_start = now()
+
+    decoding_start = read_clocks()
     texts = ask(course, model)
-    decoding, turn_times = between(decoding_start, now()), between(turn_start, now())
-    foreign = (busy() - busy_before - turn_times["cpu"]) / turn_times["wall"]
-    total = {kind: learning[kind] + decoding[kind] for kind in learning}
-    times = {"learning": learning, "decoding": decoding, "both": total, "foreign_cores": {"wall": foreign}}
-    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-    return times, weights, texts
+    decoding = subtract_times(decoding_start, read_clocks())
+    turn_times = subtract_times(start_times, read_clocks())
+    foreign_cores = (read_busy_seconds() - busy_before - turn_times["cpu"]) / turn_times["wall"]
+    times = {
+        "learning": learning,
+        "decoding": decoding,
+        "both": {kind: learning[kind] + decoding[kind] for kind in learning},
+        "foreign_cores": {"wall": foreign_cores},
+    }
+    return Turn(times, copy_tensors(dict(model.named_parameters())), texts)
 
 
-def equality(course: Course) -> dict[str, float]:
+def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def compare_weights(course: Course) -> dict[str, float]:
     """The largest difference of a weight, the largest change of one, and the share of texts that are the
     same, and of questions that are answered rightly."""
-    ends = {name: turn(course, name)[1:] for name in SUBJECTS}
-    (our_weights, our_texts), (their_weights, their_texts) = ends["cpt"], ends["hf"]
+    ours = take_turn(course, "cpt")
+    theirs = take_turn(course, "hf")
+    targets = [question.example.target for question in course.questions]
     return {
-        "apart": max((our_weights[name] - their_weights[name]).abs().max().item() for name in our_weights),
-        "moved": max((our_weights[name] - course.begin[name]).abs().max().item() for name in our_weights),
-        "same_texts": statistics.mean(
-            our_text == their_text for our_text, their_text in zip(our_texts, their_texts, strict=True)
-        ),
-        "different_texts": len(set(our_texts)),
-        "right": statistics.mean(
-            text == question.example.target
-            for text, question in zip(our_texts, course.questions, strict=True)
-        ),
+        "apart": largest_difference(ours.weights, theirs.weights),
+        "moved": largest_difference(ours.weights, course.begin),
+        "same_texts": statistics.mean(map(eq, ours.texts, theirs.texts)),
+        "different_texts": len(set(ours.texts)),
+        "right": statistics.mean(map(eq, ours.texts, targets)),
     }
 
 
-def summary(course: Course, rounds: int, *, patience: float) -> dict[str, Any]:
+def largest_difference(weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    return max((weights[name] - reference[name]).abs().max().item() for name in weights)
+
+
+def summarize(course: Course, rounds: int, *, patience: float) -> dict[str, Any]:
     """How much faster cpt is in each part, and the times that this is of; the first round is not counted."""
     chunks: dict[str, list[dict[str, Times]]] = {name: [] for name in SUBJECTS}
     for number in range(rounds + 1):
         patience -= wait_until_quiet(patience)
-        for name in rotated(list(SUBJECTS), number):
-            chunks[name].append(turn(course, name)[0])
-    counted = {name: each[1:] for name, each in chunks.items()}
-    foreign = [each["foreign_cores"]["wall"] for every in counted.values() for each in every]
-    over = {}
+        for name in rotate(list(SUBJECTS), number):
+            chunks[name].append(take_turn(course, name).times)
+    counted = {name: turns[1:] for name, turns in chunks.items()}
+
+    foreign_cores: list[float] = []
+    for turns in counted.values():
+        foreign_cores.extend(times["foreign_cores"]["wall"] for times in turns)
+    ratios = {}
     for part in ("learning", "decoding", "both"):
         for kind in ("wall", "cpu"):
-            ours, theirs = ([each[part][kind] for each in counted[name]] for name in ("cpt", "hf"))
-            over[f"{part}_{kind}"] = paired(ours, theirs)
-    return {"cpt_over_hf": over, "foreign_cores": spread(foreign), "chunks": counted}
+            ours = [times[part][kind] for times in counted["cpt"]]
+            theirs = [times[part][kind] for times in counted["hf"]]
+            ratios[f"{part}_{kind}"] = compare_times(ours, theirs)
+    return {"cpt_over_hf": ratios, "foreign_cores": summarize_times(foreign_cores), "chunks": counted}
 
 
-def make_course(chosen: argparse.Namespace) -> Course:
-    workload = ground(
-        chosen.cache,
+def make_course(options: argparse.Namespace) -> Course:
+    workload = build_workload(
+        options.cache,
         "domains=tasks",
-        f"model.max_seq_length={chosen.length}",
-        f"trainer.batch_size={chosen.batch}",
-        f"trainer.steps={chosen.steps}",
-        f"optim.lr={chosen.lr}",
+        f"model.max_seq_length={options.length}",
+        f"trainer.batch_size={options.batch}",
+        f"trainer.steps={options.steps}",
+        f"optim.lr={options.lr}",
         *(f"{name}=0.0" for name in DROPOUT["t5"]),
         shape="t5",
     )
-    texts = Corpora.read(workload.plan.source, workload.plan.order, cache=Path(chosen.cache))
+    texts = Corpora.read(workload.plan.source, workload.plan.order, cache=Path(options.cache))
     encoder = texts.encoder(workload.start.tokenizer, workload.start.length, seq2seq=True)
     examples = read_examples(texts.by_name[workload.plan.order[0]], "test")
     questions = [*map(encoder.prompt, examples)]
-    begin = {name: value.detach().clone() for name, value in workload.module.model.state_dict().items()}
-    return Course(workload, begin, questions, chosen.tokens, chosen.questions)
+    begin = copy_tensors(workload.module.model.state_dict())
+    return Course(workload, begin, questions, options.tokens, options.questions)
 
 
-def options() -> argparse.Namespace:
-    parser = arguments("Fine-tuning and asking T5, by cpt and by the Hugging Face Seq2SeqTrainer.")
+def parse_options() -> argparse.Namespace:
+    parser = make_parser("Fine-tuning and asking T5, by cpt and by the Hugging Face Seq2SeqTrainer.")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each that are counted")
     parser.add_argument("--steps", type=int, default=40, help="steps of a turn")
     parser.add_argument("--batch", type=int, default=16, help="examples per step")
@@ -254,18 +280,18 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    chosen = options()
-    prepare(chosen.threads)
-    torch.set_num_threads(chosen.threads)
-    course = make_course(chosen)
-    equal = equality(course)
+    options = parse_options()
+    prepare(options.threads)
+    torch.set_num_threads(options.threads)
+    course = make_course(options)
+    equal = compare_weights(course)
     print("equal work", equal)
-    results = summary(course, chosen.rounds, patience=chosen.patience)
+    results = summarize(course, options.rounds, patience=options.patience)
     for part, ratio in results["cpt_over_hf"].items():
         print(f"{part:15}" + "{median:.3f} [{low:.3f}, {high:.3f}]".format(**ratio))
     print("cores that others used meanwhile", results["foreign_cores"])
-    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
-    save("answers", {"options": settings, "equal_work": equal, **results}, out=chosen.out)
+    settings = {name: value for name, value in vars(options).items() if name not in ("cache", "out")}
+    save("answers", {"options": settings, "equal_work": equal, **results}, out=options.out)
 
 
 if __name__ == "__main__":

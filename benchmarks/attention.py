@@ -9,35 +9,40 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import product
 
 import torch
-from measuring import RESULTS, paired, save, wait_until_quiet
+from measuring import RESULTS, compare_times, save, wait_until_quiet
 from torch import Tensor
 from torch.nn import functional
 
 SHAPES = [
-    *((32, 4, 64, 32), (16, 4, 128, 64), (8, 12, 256, 64)),
-    *((4, 12, 384, 64), (4, 12, 512, 64), (2, 12, 1024, 64)),
+    (32, 4, 64, 32),
+    (16, 4, 128, 64),
+    (8, 12, 256, 64),
+    (4, 12, 384, 64),
+    (4, 12, 512, 64),
+    (2, 12, 1024, 64),
 ]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DROPOUT = (0.0, 0.1)
 
 
-def eager(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+def attend_eagerly(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     """As transformers has it."""
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
     weights = scores.softmax(-1, dtype=torch.float32).to(query)
     return functional.dropout(weights, dropout) @ value
 
 
-def own(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+def attend_by_sdpa(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
 
 
-KINDS: dict[str, Callable[..., Tensor]] = {"sdpa": own, "eager": eager}
+KINDS: dict[str, Callable[..., Tensor]] = {"sdpa": attend_by_sdpa, "eager": attend_eagerly}
 
 
-def clock(kind: str, heads: list[Tensor], dropout: float, *, calls: int) -> float:
+def time_pass(kind: str, heads: list[Tensor], dropout: float, *, calls: int) -> float:
     """Seconds of a pass forward and backward."""
     start_time = time.process_time()
     for _ in range(calls):
@@ -47,24 +52,27 @@ def clock(kind: str, heads: list[Tensor], dropout: float, *, calls: int) -> floa
 
 
 def measure(shape: tuple[int, int, int, int], dropout: float, *, rounds: int) -> dict[str, dict]:
-    batch, count, length, width = shape
-    inputs = [torch.randn(batch, length, count, width).transpose(1, 2) for _ in range(3)]
-    heads = {name: [each.to(dtype) for each in inputs] for name, dtype in DTYPES.items()}
-    subjects = [(dtype, kind) for dtype in DTYPES for kind in KINDS]
-    seconds: dict[tuple[str, str], list[float]] = {each: [] for each in subjects}
-    calls = max(1, int(2e7 / (batch * count * length**2)))
+    batch, num_heads, length, width = shape
+    inputs = [torch.randn(batch, length, num_heads, width).transpose(1, 2) for _ in range(3)]
+    subjects = list(product(DTYPES, KINDS))
+    seconds: dict[tuple[str, str], list[float]] = {subject: [] for subject in subjects}
+    calls = max(1, int(2e7 / (batch * num_heads * length**2)))
+    heads = {}
+    for name, dtype in DTYPES.items():
+        heads[name] = [tensor.to(dtype) for tensor in inputs]
+
     for turn in range(rounds + 1):
         for dtype, kind in subjects:
-            pass_seconds = clock(kind, heads[dtype], dropout, calls=calls)
-            if turn:
+            pass_seconds = time_pass(kind, heads[dtype], dropout, calls=calls)
+            if turn > 0:
                 seconds[dtype, kind].append(pass_seconds)
-    return {
-        dtype: {
-            "sdpa over eager": paired(seconds[dtype, "eager"], seconds[dtype, "sdpa"]),
-            **{f"{kind}_ms": 1000 * statistics.median(seconds[dtype, kind]) for kind in KINDS},
-        }
-        for dtype in DTYPES
-    }
+
+    results = {}
+    for dtype in DTYPES:
+        results[dtype] = {"sdpa over eager": compare_times(seconds[dtype, "eager"], seconds[dtype, "sdpa"])}
+        for kind in KINDS:
+            results[dtype][f"{kind}_ms"] = 1000 * statistics.median(seconds[dtype, kind])
+    return results
 
 
 def main() -> None:
@@ -73,20 +81,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--patience", type=float, default=300, help="seconds to wait for a quiet machine")
     parser.add_argument("--out", default=str(RESULTS / "attention.json"))
-    chosen = parser.parse_args()
-    torch.set_num_threads(chosen.threads)
-    waited = wait_until_quiet(chosen.patience)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    waited = wait_until_quiet(options.patience)
     results = {}
     for shape in SHAPES:
         for dropout in DROPOUT:
             name = f"{shape[0]} x {shape[1]} heads x {shape[2]} tokens x {shape[3]}, dropout {dropout}"
-            results[name] = measure(shape, dropout, rounds=chosen.rounds)
+            results[name] = measure(shape, dropout, rounds=options.rounds)
             ratios = {
                 dtype: f"{figures['sdpa over eager']['median']:.2f}"
                 for dtype, figures in results[name].items()
             }
             print(name, ratios, flush=True)
-    save("attention", {"threads": chosen.threads, "waited": waited, "found": results}, out=chosen.out)
+    save("attention", {"threads": options.threads, "waited": waited, "found": results}, out=options.out)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def read_tasks(cfg: DictConfig) -> Iterator[tuple[str, str, Labelled, Labelled]]
         return [(example.source[slice(*example.text)], example.target) for example in read]
 
     order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) and cfg.domains.orders else cfg.order
-    if endtasks := plan_endtasks(cfg.endtask, None, order):
+    endtasks = plan_endtasks(cfg.endtask, None, order)
+    if endtasks:
         for name in endtasks.tasks:
             task = endtasks.source.task(name)
             yield name, task.settings.metric, pairs(task.train), pairs(task.test)
@@ -76,10 +77,13 @@ def read_tasks(cfg: DictConfig) -> Iterator[tuple[str, str, Labelled, Labelled]]
 
 
 def score(train: Labelled, test: Labelled, *, metric: str) -> float:
+    """The metric on test of a logistic regression on train, with the penalty that is best in five folds."""
     words = [Counter(split_words(text)) for text, _ in train]
-    documents = Counter(word for each in words for word in each)
-    columns = {word: column for column, word in enumerate(sorted(documents))}
-    idf = np.array([np.log((1 + len(words)) / (1 + documents[word])) + 1 for word in columns])
+    num_documents: Counter[str] = Counter()
+    for document_words in words:
+        num_documents.update(document_words.keys())
+    columns = {word: column for column, word in enumerate(sorted(num_documents))}
+    idf = np.array([np.log((1 + len(words)) / (1 + num_documents[word])) + 1 for word in columns])
 
     def vectors(examples: Labelled) -> Tensor:
         counts = np.zeros((len(examples), len(columns)))
@@ -90,8 +94,10 @@ def score(train: Labelled, test: Labelled, *, metric: str) -> float:
         weighted = counts * idf
         return torch.tensor(weighted / np.maximum(np.linalg.norm(weighted, axis=1, keepdims=True), 1e-9))
 
-    classes = {name: number for number, name in enumerate(sorted({label for _, label in train}))}
-    features, labels = vectors(train), torch.tensor([classes[label] for _, label in train])
+    class_names = sorted({label for _, label in train})
+    classes = {name: number for number, name in enumerate(class_names)}
+    features = vectors(train)
+    labels = torch.tensor([classes[label] for _, label in train])
     folds = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)) % FOLDS)
 
     def validate(inverse: float) -> float:

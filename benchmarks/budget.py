@@ -26,14 +26,17 @@ from cpt.evaluation.scores import Scores
 TAKEN = {"train": 300, "valid": 80, "test": 200}  # documents of each text
 GENERAL = {"train": 2000}
 SIZES = [
-    *("model.max_seq_length=64", "model.vocab_size=2048", "model.config.hidden_size=64"),
-    *(
-        "model.config.intermediate_size=96",
-        "model.config.num_attention_heads=2",
-        "model.pretraining.steps=1000",
-    ),
-    *("trainer.batch_size=16", "trainer.eval_batch_size=128", "trainer.importance_samples=16"),
-    *("trainer.checkpoint_every=100000", "domains.held_out.max_documents=200"),
+    "model.max_seq_length=64",
+    "model.vocab_size=2048",
+    "model.config.hidden_size=64",
+    "model.config.intermediate_size=96",
+    "model.config.num_attention_heads=2",
+    "model.pretraining.steps=1000",
+    "trainer.batch_size=16",
+    "trainer.eval_batch_size=128",
+    "trainer.importance_samples=16",
+    "trainer.checkpoint_every=100000",
+    "domains.held_out.max_documents=200",
 ]
 HELD = 0.95  # of the seeds
 RATES = (1 / 20, 1 / 24, 1 / 32)  # the first broke the budget in 18 of 20 seeds
@@ -42,7 +45,7 @@ RATES = (1 / 20, 1 / 24, 1 / 32)  # the first broke the budget in 18 of 20 seeds
 def main() -> None:
     options = read_arguments()
     work = Path(tempfile.mkdtemp()) if options.work is None else options.work
-    take(options.root, work / "texts")
+    copy_documents(options.root, work / "texts")
     settings = {f"rate x {rate:g}": rate for rate in options.rates} | {"budget": 1.0}
     rows: list[dict[str, Any]] = []
     for seed in range(options.seeds):
@@ -77,7 +80,7 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def take(root: Path, into: Path) -> None:
+def copy_documents(root: Path, into: Path) -> None:
     """The first documents of each text."""
     for folder in [*sorted((root / "corpora").iterdir()), root / "general"]:
         target = into / folder.relative_to(root)
@@ -94,14 +97,28 @@ def learn(options: argparse.Namespace, work: Path, name: str, rate: float, seed:
     from cpt.reporting import run_page
     from cpt.train import train
 
-    run_page.write_report = lambda *overrides: None  # pictures take longer than the learning
-    bounds = ["budget=drift", f"budget.general={options.general}", f"budget.past={options.past}"]
-    overrides = [f"seed={seed}", f"trainer.steps={options.steps}", f"optim.lr={2e-3 * rate}", "logger=none"]
-    overrides += [f"monitor.max_tokens={options.tokens}", *bounds * (name == "budget"), *options.given]
-    paths = [f"domains.root={work / 'texts'}", f"cache_dir={work / 'cache'}"]
+    run_page.write_report = lambda *arguments: None  # pictures take longer than the learning
+    bounds = []
+    if name == "budget":
+        bounds = ["budget=drift", f"budget.general={options.general}", f"budget.past={options.past}"]
+    overrides = [
+        "domains=das6",
+        f"domains.root={work / 'texts'}",
+        f"cache_dir={work / 'cache'}",
+        *SIZES,
+        f"seed={seed}",
+        f"trainer.steps={options.steps}",
+        f"optim.lr={2e-3 * rate}",
+        "logger=none",
+        f"monitor.max_tokens={options.tokens}",
+        *bounds,
+        *options.given,
+    ]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", ["domains=das6", *paths, *SIZES, *overrides])
-    folder, start_time = work / "run", time.process_time()
+        cfg = compose("config", overrides)
+
+    folder = work / "run"
+    start_time = time.process_time()
     shutil.rmtree(folder, ignore_errors=True)
     train(cfg, run_dir=folder)
     scores = Scores.load(folder / "scores.json")
@@ -112,11 +129,11 @@ def measure(scores: Scores) -> dict[str, float]:
     """Of the test text, in the mean: nats gained on each domain by its own stage, and by the end; nats that
     the general text and past domains rose by at the last row."""
     metrics = {name: metric["nats"] for name, metric in scores.metrics.items()}
-    loss, just_learned = scores.matrix, list(scores.diagonal.values())
-    before = [loss[0, scores.domains.index(name)] for name in scores.learned]
+    just_learned = list(scores.diagonal.values())
+    base = [scores.matrix[0, scores.domains.index(name)] for name in scores.learned]
     return {
-        "learned": float(np.mean(before) - np.mean(just_learned)),
-        "kept": float(np.mean(before) - metrics["LC"]),
+        "learned": float(np.mean(base) - np.mean(just_learned)),
+        "kept": float(np.mean(base) - metrics["LC"]),
         "general": float(metrics["general_drift"]),
         "past": float(metrics["FG"]),
     }
@@ -129,12 +146,14 @@ def sum_up(rows: list[dict], *, seeds: int, general: float, past: float) -> dict
     for name in dict.fromkeys(row["setting"] for row in rows):
         setting_rows = [row for row in rows if row["setting"] == name]
         within_bounds = [row["general"] <= general and row["past"] <= past for row in setting_rows]
-        means = {
-            key: float(np.mean([row[key] for row in setting_rows]))
-            for key in ("learned", "kept", "general", "past")
-        }
-        worst = {f"most {key}": max(row[key] for row in setting_rows) for key in ("general", "past")}
-        summary[name] = {"held": float(np.mean(within_bounds)), **means, **worst, "seeds": seeds}
+        figures = {"held": float(np.mean(within_bounds))}
+        for key in ("learned", "kept", "general", "past"):
+            figures[key] = float(np.mean([row[key] for row in setting_rows]))
+        for key in ("general", "past"):
+            figures[f"most {key}"] = max(row[key] for row in setting_rows)
+        figures["seeds"] = seeds
+        summary[name] = figures
+
     fixed = [figures for name, figures in summary.items() if name != "budget" and figures["held"] >= HELD]
     for key in ("learned", "kept"):
         best = max((figures[key] for figures in fixed), default=float("nan"))

@@ -15,7 +15,7 @@ import study
 
 from cpt.evaluation.task_metrics import headline, pick_final
 from cpt.reporting.page import Block, markdown
-from cpt.reporting.sections import RunSection
+from cpt.reporting.sections import RunGroup, RunSection
 
 SEEDS = "seed=0,1,2"
 DAS = ["method=das", "method.contrast_every=1", "method.contrast_samples=1"]  # the paper's form
@@ -54,9 +54,11 @@ def main() -> None:
 def parts(section: RunSection) -> Iterator[str]:
     yield describe_runs(section)
     bags = json.loads(bag_of_words.FILE.read_text(encoding="utf-8"))
-    if words := bags.get(section.runs[0].scores.run["name"]):
-        yield tabulate_tasks(section, words)
-    cells = claims.rows(section, claims.ON_TEXT)
+    experiment = section.runs[0].scores.run["name"]
+    if bags.get(experiment):
+        yield tabulate_tasks(section, bags[experiment])
+
+    cells = claims.tabulate_claims(section, claims.ON_TEXT)
     yield markdown(
         Block(title="Published claims", head=claims.HEAD, cells=cells, num_word_columns=2), picture=""
     )
@@ -71,19 +73,30 @@ def parts(section: RunSection) -> Iterator[str]:
     yield study.tabulate_contrasts(section, measures, title="Differences from ncl")
 
 
-def tabulate_tasks(section: RunSection, words: Mapping[str, float]) -> str:
+def tabulate_tasks(section: RunSection, bag: Mapping[str, float]) -> str:
     """Each task's own metric in percent: a bag of words, and the final models of the claims' methods."""
-    columns = {"bag of words": words}
-    groups = {each.name: each for each in section.groups}
-    for group in (groups[name] for name in ("none", "ncl", "das", "migu") if name in groups):
-        endtasks = [run.scores.endtasks for run in group.runs]
-        finals = [
-            dict(zip(each["tasks"], pick_final(headline(each)).mean(-1), strict=True)) for each in endtasks
-        ]
-        columns[group.name] = {task: fmean(final[task] for final in finals) for task in words}
-    cells = [[task, *(f"{100 * column[task]:.1f}" for column in columns.values())] for task in words]
+    columns = {"bag of words": bag}
+    groups = {group.name: group for group in section.groups}
+    for name in ("none", "ncl", "das", "migu"):
+        if name in groups:
+            columns[name] = mean_final_scores(groups[name])
+
+    cells = []
+    for task in bag:
+        cells.append([task, *(f"{100 * column[task]:.1f}" for column in columns.values())])
     title = "Downstream tasks: each task's own metric, %"
     return markdown(Block(title=title, head=["task", *columns], cells=cells), picture="")
+
+
+def mean_final_scores(group: RunGroup) -> dict[str, float]:
+    """The last models' mean score on each task, over the seeds of fine-tuning and the runs."""
+    by_task: dict[str, list[float]] = {}
+    for run in group.runs:
+        endtasks = run.scores.endtasks
+        finals = pick_final(headline(endtasks)).mean(-1)
+        for task, final in zip(endtasks["tasks"], finals, strict=True):
+            by_task.setdefault(task, []).append(final)
+    return {task: fmean(finals) for task, finals in by_task.items()}
 
 
 def describe_runs(section: RunSection) -> str:

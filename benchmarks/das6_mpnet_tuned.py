@@ -5,6 +5,7 @@ first has the default values, then one run on test text. The model of each first
 defaults would give again bit for bit, is scored on test text, too. Writes its part of
 docs/studies/real-encoder.md; data and weights are those of das6_mini.py. Rerun to resume."""
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import study
-from das6_tuned import METHODS, read_searches
+from das6_tuned import METHODS, format_options, read_searches
 
 from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import Block, markdown
@@ -23,7 +24,8 @@ BUDGET = 4
 SIZE = ["trainer.steps=8", "trainer.importance_samples=64", "eval.max_tokens=6000", "eval.rows=last"]
 TUNING = study.SCORES / "das6_mpnet_tuning.json"
 SCORES = study.SCORES / "das6_mpnet_tuned.jsonl.gz"
-LC, FG = "LC/perplexity", "FG/nats"
+LC = "LC/perplexity"
+FG = "FG/nats"
 
 
 def main() -> None:
@@ -33,28 +35,48 @@ def main() -> None:
     if options.published:
         study.restore_runs(study.read_scores(SCORES), options.runs / "final", "das6_mpnet", list)
     elif not options.report_only:
-        overrides = ["experiment=das6_mpnet", "endtask=none", *SIZE, f"domains.root={options.root}"]
-        overrides.append(f"model.name_or_path={options.model}")
-        tuned = [f"name={options.runs.name}", f"method={METHODS}", "--budget", str(BUDGET), "--seeds", "1"]
-        subprocess.run([sys.executable, "-m", "cpt.tune", *overrides, *tuned], cwd=study.ROOT, check=True)
-        searches = read_searches(options.runs / "tuning.json")
-        for search in (search for search in searches["methods"] if search["trials"]):
-            trials = find_trials(options.runs / "search" / search["name"], search["trials"])
-            for trial, run in zip(search["trials"], trials, strict=True):
-                trial["forgetting"] = run.values[FG]
-            scored = f"{options.runs.name}/default/{search['name']}"
-            line = [*overrides, "method=none", f"init_from={trials[0].folder}", f"name={scored}"]
-            line.append(f"hydra.run.dir=outputs/{scored}")
-            subprocess.run([sys.executable, "run.py", *line], cwd=study.ROOT, check=True)
-            (run,) = study.find_finished(options.runs / "default" / search["name"])
-            search["default_on_test"] = run.values[LC]
-        TUNING.write_text(json.dumps(searches, indent=1) + "\n", "utf-8")
-        shutil.copy(options.runs / "tuning-searches.png", study.IMAGES / "das6-mpnet-tuning.png")
+        tune_methods(options)
+
     final = study.find_finished(options.runs / "final")
     if not options.published:
         study.write_scores(SCORES, final)
     searches = json.loads(TUNING.read_text(encoding="utf-8"))
     study.write_section(study.PAGES / "real-encoder.md", "das6_mpnet_tuned", parts(searches, final))
+
+
+def tune_methods(options: argparse.Namespace) -> None:
+    """Runs the searches, scores the model of each first trial on test text, and writes what was found."""
+    overrides = ["experiment=das6_mpnet", "endtask=none", *SIZE, f"domains.root={options.root}"]
+    overrides.append(f"model.name_or_path={options.model}")
+    search_options = [
+        f"name={options.runs.name}",
+        f"method={METHODS}",
+        "--budget",
+        str(BUDGET),
+        "--seeds",
+        "1",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "cpt.tune", *overrides, *search_options], cwd=study.ROOT, check=True
+    )
+
+    searches = read_searches(options.runs / "tuning.json")
+    for search in searches["methods"]:
+        if not search["trials"]:
+            continue
+        runs = find_trials(options.runs / "search" / search["name"], search["trials"])
+        for trial, run in zip(search["trials"], runs, strict=True):
+            trial["forgetting"] = run.values[FG]
+
+        name = f"{options.runs.name}/default/{search['name']}"
+        scoring_options = ["method=none", f"init_from={runs[0].folder}", f"name={name}"]
+        scoring_options.append(f"hydra.run.dir=outputs/{name}")
+        subprocess.run([sys.executable, "run.py", *overrides, *scoring_options], cwd=study.ROOT, check=True)
+        (default_run,) = study.find_finished(options.runs / "default" / search["name"])
+        search["default_on_test"] = default_run.values[LC]
+
+    TUNING.write_text(json.dumps(searches, indent=1) + "\n", "utf-8")
+    shutil.copy(options.runs / "tuning-searches.png", study.IMAGES / "das6-mpnet-tuning.png")
 
 
 def find_trials(folder: Path, trials: Sequence[Mapping[str, Any]]) -> list[MeasuredRun]:
@@ -65,25 +87,36 @@ def find_trials(folder: Path, trials: Sequence[Mapping[str, Any]]) -> list[Measu
 
 def parts(searches: Mapping[str, Any], final: Sequence[MeasuredRun]) -> Iterator[str]:
     """The table of default and tuned methods, the lowest tuned perplexity first."""
-    tuned = {run.scores.run["method"]: run.values for run in final}
-    by_name = {each["name"]: each for each in searches["methods"]}
-    default = {name: by_name[name].get("default_on_test", values[LC]) for name, values in tuned.items()}
-    ranks = [
-        sorted(perplexities, key=perplexities.__getitem__)
-        for perplexities in (default, {n: v[LC] for n, v in tuned.items()})
-    ]
+    by_name = {search["name"]: search for search in searches["methods"]}
+    tuned = {}
+    default = {}
+    forgetting = {}
+    for run in final:
+        name = run.scores.run["method"]
+        tuned[name] = run.values[LC]
+        default[name] = by_name[name].get("default_on_test", run.values[LC])
+        forgetting[name] = run.values[FG]
+
+    default_ranks = sorted(default, key=default.__getitem__)
+    tuned_ranks = sorted(tuned, key=tuned.__getitem__)
     cells = []
-    for name in ranks[1]:
+    for name in tuned_ranks:
         trials = by_name[name]["trials"]
-        chosen = on_validation = "–"
+        tuned_options = on_validation = "–"
         if trials:
-            best = min(trials, key=lambda each: each["score"])
-            pairs = (each.split("=") for each in best["values"])
-            chosen = ", ".join(f"{key.rpartition('.')[2]} {float(value):.3g}" for key, value in pairs)
+            best = min(trials, key=lambda trial: trial["score"])
+            tuned_options = format_options(best["values"])
             on_validation = f"{trials[0]['forgetting']:.3f} → {best['forgetting']:.3f}"
-        row = [name, chosen, f"{default[name]:.2f} → {tuned[name][LC]:.2f}"]
-        row.append(f"{ranks[0].index(name) + 1} → {ranks[1].index(name) + 1}")
-        cells.append([*row, f"{tuned[name][FG]:.3f}", on_validation])
+        cells.append(
+            [
+                name,
+                tuned_options,
+                f"{default[name]:.2f} → {tuned[name]:.2f}",
+                f"{default_ranks.index(name) + 1} → {tuned_ranks.index(name) + 1}",
+                f"{forgetting[name]:.3f}",
+                on_validation,
+            ]
+        )
     head = ["method", "tuned values", "LC", "rank", "FG, nats, test text", "FG, nats, validation text"]
     yield markdown(Block(head=head, cells=cells, num_word_columns=2), picture="")
 

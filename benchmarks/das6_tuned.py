@@ -23,7 +23,10 @@ COMMAND = [
     "experiment=das6_mini",
     f"method={METHODS}",
     "optim.lr=tag(log,interval(3e-4,5e-3))",
-    *("--budget", "12", "--seeds", "3"),
+    "--budget",
+    "12",
+    "--seeds",
+    "3",
 ]
 TUNING = study.SCORES / "das6_tuning.json"
 Values = dict[str, dict[tuple, Mapping[str, float]]]  # by method, then by order and seed
@@ -31,8 +34,9 @@ Values = dict[str, dict[tuple, Mapping[str, float]]]  # by method, then by order
 
 def main() -> None:
     options = study.read_arguments("das6_tuned", str(__doc__))
-    defaults = options.runs / "default"
-    study.restore_runs(study.read_scores(study.SCORES / "das6_mini.jsonl.gz"), defaults, "das6_mini", list)
+    defaults_folder = options.runs / "default"
+    default_scores = study.read_scores(study.SCORES / "das6_mini.jsonl.gz")
+    study.restore_runs(default_scores, defaults_folder, "das6_mini", list)
     if options.published:
         published = study.read_scores(study.SCORES / "das6_tuned.jsonl.gz")
         study.restore_runs(published, options.runs / "final", "das6_mini", list)
@@ -40,17 +44,19 @@ def main() -> None:
         overrides = [f"name={options.runs.name}", f"domains.root={options.root}"]
         line = [sys.executable, "-m", "cpt.tune", *COMMAND, *overrides]
         subprocess.run(line, cwd=study.ROOT, check=True)
+
     final = study.find_finished(options.runs / "final")
     if not options.published:
         study.write_scores(study.SCORES / "das6_tuned.jsonl.gz", final)
         shutil.copy(options.runs / "tuning-searches.png", study.IMAGES / "das6-tuning.png")
         TUNING.write_text(json.dumps(read_searches(options.runs / "tuning.json"), indent=1) + "\n", "utf-8")
+
     tuned = collect_values(final)
-    plain = [run for run in study.find_finished(defaults) if not run.scores.run["variant"]]
-    default_values = {method: values for method, values in collect_values(plain).items() if method in tuned}
-    default = {
-        method: {pair: values[pair] for pair in tuned[method]} for method, values in default_values.items()
-    }
+    plain = [run for run in study.find_finished(defaults_folder) if not run.scores.run["variant"]]
+    default: Values = {}
+    for method, values in collect_values(plain).items():
+        if method in tuned:
+            default[method] = {pair: values[pair] for pair in tuned[method]}
     searches = json.loads(TUNING.read_text(encoding="utf-8"))
     study.write_section(study.PAGES / "das6.md", "das6_tuned", parts(searches, default, tuned))
 
@@ -58,7 +64,8 @@ def main() -> None:
 def read_searches(path: Any) -> dict[str, Any]:
     """The searches of tuning.json, without the final runs and their folders."""
     searches = json.loads(path.read_text(encoding="utf-8"))
-    searches["methods"] = [{k: v for k, v in search.items() if k != "runs"} for search in searches["methods"]]
+    for search in searches["methods"]:
+        search.pop("runs", None)
     return searches
 
 
@@ -73,32 +80,56 @@ def collect_values(runs: Sequence[MeasuredRun]) -> Values:
 
 def parts(searches: Mapping[str, Any], default: Values, tuned: Values) -> Iterator[str]:
     """The table of default and tuned methods, the lowest tuned perplexity first."""
-    ends = "LC/perplexity"
-    means = [
-        {name: fmean(run[ends] for run in runs.values()) for name, runs in each.items()}
-        for each in (default, tuned)
-    ]
-    ranks = [sorted(each, key=each.__getitem__) for each in means]
+    by_name = {search["name"]: search for search in searches["methods"]}
+    default_means = mean_perplexities(default)
+    tuned_means = mean_perplexities(tuned)
+    default_ranks = sorted(default_means, key=default_means.__getitem__)
+    tuned_ranks = sorted(tuned_means, key=tuned_means.__getitem__)
     cells = []
-    for name in ranks[1]:
-        search = next(each for each in searches["methods"] if each["name"] == name)
-        best = min((trial for trial in search["trials"] if trial["score"]), key=lambda each: each["score"])
-        pairs = (each.split("=") for each in best["values"])
-        chosen = ", ".join(f"{key.rpartition('.')[2]} {float(value):.3g}" for key, value in pairs)
-        perplexities = " → ".join(f"{each[name]:.2f}" for each in means)
-        row = [name, chosen, f"{perplexities}: {show_difference(default[name], tuned[name], ends, 2)}"]
-        row += [f"{ranks[0].index(name) + 1} → {ranks[1].index(name) + 1}"]
-        row += [show_difference(default[name], tuned[name], "FG/nats", 3)]
-        row += [show_difference(default[name], tuned[name], "endtask/MF1", 1)]
-        cells.append(row)
+    for name in tuned_ranks:
+        scored_trials = [trial for trial in by_name[name]["trials"] if trial["score"]]
+        best = min(scored_trials, key=lambda trial: trial["score"])
+        perplexities = f"{default_means[name]:.2f} → {tuned_means[name]:.2f}"
+        difference = show_difference(default[name], tuned[name], "LC/perplexity", 2)
+        cells.append(
+            [
+                name,
+                format_options(best["values"]),
+                f"{perplexities}: {difference}",
+                f"{default_ranks.index(name) + 1} → {tuned_ranks.index(name) + 1}",
+                show_difference(default[name], tuned[name], "FG/nats", 3),
+                show_difference(default[name], tuned[name], "endtask/MF1", 1),
+            ]
+        )
     head = ["method", "tuned values", "LC", "rank", "Δ forgetting, nats", "Δ macro-F1, points"]
     yield markdown(Block(head=head, cells=cells, num_word_columns=2), picture="")
 
 
+def mean_perplexities(values: Values) -> dict[str, float]:
+    """The mean final perplexity of each method over its runs."""
+    means = {}
+    for name, runs in values.items():
+        means[name] = fmean(run["LC/perplexity"] for run in runs.values())
+    return means
+
+
+def format_options(overrides: Sequence[str]) -> str:
+    """`lr 0.001, strength 3`: the options of a trial, without their sections."""
+    options = []
+    for override in overrides:
+        key, value = override.split("=")
+        options.append(f"{key.rpartition('.')[2]} {float(value):.3g}")
+    return ", ".join(options)
+
+
 def show_difference(default: Mapping, tuned: Mapping, key: str, digits: int) -> str:
     """`-1.2 [-1.5, -0.9]`: the mean change of the pairs with its 95 % interval."""
-    by_run = ({pair: run.get(key) for pair, run in each.items()} for each in (tuned, default))
-    mean, low, high = (f"{study.scale(key) * each:+.{digits}f}" for each in compare_pairs(*by_run)[:3])
+    difference = compare_pairs(
+        {pair: run.get(key) for pair, run in tuned.items()},
+        {pair: run.get(key) for pair, run in default.items()},
+    )
+    bounds = (difference.mean, difference.low, difference.high)
+    mean, low, high = (f"{study.scale(key) * bound:+.{digits}f}" for bound in bounds)
     return f"{mean} [{low}, {high}]"
 
 

@@ -8,8 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from ground import arguments
-from measuring import ROOT, save, spread, wait_until_quiet
+from ground import make_parser
+from measuring import ROOT, save, summarize_times, wait_until_quiet
 
 
 def time_demo() -> dict[str, float]:
@@ -29,17 +29,19 @@ def time_demo() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    chosen = parser.parse_args()
-    times = []
-    for _ in range(chosen.repeats):
-        wait_until_quiet(chosen.patience)
-        times.append(time_demo())
-    seconds = {phase: spread([each[phase] for each in times]) for phase in times[0]}
-    for phase, each in seconds.items():
-        print("{:24}{median:.1f} s [{least:.1f}, {most:.1f}]".format(phase, **each))
-    save("demo", {"options": {"repeats": chosen.repeats}, "seconds": seconds}, out=chosen.out)
+    options = parser.parse_args()
+    runs = []
+    for _ in range(options.repeats):
+        wait_until_quiet(options.patience)
+        runs.append(time_demo())
+
+    seconds = {}
+    for phase in runs[0]:
+        seconds[phase] = summarize_times([run[phase] for run in runs])
+        print("{:24}{median:.1f} s [{least:.1f}, {most:.1f}]".format(phase, **seconds[phase]))
+    save("demo", {"options": {"repeats": options.repeats}, "seconds": seconds}, out=options.out)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from ground import arguments
-from measuring import busy, paired, rotated, save, spread, wait_until_quiet
+from ground import make_parser
+from measuring import compare_times, read_busy_seconds, rotate, save, summarize_times, wait_until_quiet
 from stage import prepare
 from torch import Tensor, nn
 from torch.nn import functional
@@ -38,7 +38,9 @@ from cpt.evaluation.finetune_tasks import FinetuneOptions
 from cpt.models.loading import train_tokenizer
 
 Run = Callable[[], object]  # gives the Trainer's result, where it has one
-CPU, SEED, CLASSES = torch.device("cpu"), 7, 6
+CPU = torch.device("cpu")
+SEED = 7
+CLASSES = 6
 VOCABULARY, SHORTEST, LONGEST = 2048, 10, 60
 SIZES = {"2 x 128": (2, 128), "4 x 256": (4, 256)}
 LR, WEIGHT_DECAY = 3e-5, 0.01
@@ -68,7 +70,7 @@ class Course:
         )
         return AutoModelForMaskedLM.from_config(config)
 
-    def job(self, **chosen: Any) -> FinetuneJob:
+    def job(self, *, grouped: int = 1, precision: str = "32-true") -> FinetuneJob:
         draw = np.random.default_rng(0)
         ids = [
             torch.from_numpy(draw.integers(5, VOCABULARY, size=draw.integers(SHORTEST, LONGEST)))
@@ -81,15 +83,14 @@ class Course:
             weight_decay=WEIGHT_DECAY,
             warmup_ratio=0.0,
             batch_size=self.batch,
-            grouped=1,
+            grouped=grouped,
             max_seq_length=LONGEST,
-            precision="32-true",
+            precision=precision,
             dropout=self.dropout,
             frozen=False,
             metric="macro_f1",
             select="last",
         )
-        settings = replace(settings, **chosen)
         return FinetuneJob("task", rows, None, rows, CLASSES, settings, pad=1, eval_batch_size=64)
 
     def start(self, model: PreTrainedModel) -> classifier.Classifier:
@@ -97,7 +98,7 @@ class Course:
             return classifier.Classifier(model, classes=CLASSES, dropout=self.dropout, frozen=False)
 
 
-def ours(model: classifier.Classifier, job: FinetuneJob) -> Run:
+def make_cpt_epoch(model: classifier.Classifier, job: FinetuneJob) -> Run:
     """An epoch of cpt's, with its bar."""
     optimizer, schedule = classifier.make_optimizer(model, job)
 
@@ -114,16 +115,18 @@ class WithLoss(nn.Module):
 
     def __init__(self, model: classifier.Classifier) -> None:
         super().__init__()
-        self.made = model
+        self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.made({"input_ids": input_ids, "attention_mask": attention_mask})
+        logits = self.model({"input_ids": input_ids, "attention_mask": attention_mask})
         return {"loss": functional.cross_entropy(logits.float(), labels), "logits": logits}
 
 
-def theirs(model: classifier.Classifier, job: FinetuneJob) -> Run:
+def make_hf_epoch(model: classifier.Classifier, job: FinetuneJob) -> Run:
     """An epoch of the Trainer's over the same rows in the same order, with its bar."""
-    order = [row for rows in job.batches(SEED, 1) for row in rows]
+    order: list[int] = []
+    for batch in job.batches(SEED, 1):
+        order.extend(batch)
     rows = [{"input_ids": job.train.ids[r].tolist(), "labels": int(job.train.labels[r])} for r in order]
     settings = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
@@ -150,69 +153,89 @@ def theirs(model: classifier.Classifier, job: FinetuneJob) -> Run:
 
 
 SUBJECTS: dict[str, tuple[Callable[[classifier.Classifier, FinetuneJob], Run], dict[str, Any]]] = {
-    "cpt": (ours, {}),
-    "cpt grouped": (ours, {"grouped": 20}),
-    "cpt grouped bf16": (ours, {"grouped": 20, "precision": "bf16-mixed"}),
-    "hf": (theirs, {}),
+    "cpt": (make_cpt_epoch, {}),
+    "cpt grouped": (make_cpt_epoch, {"grouped": 20}),
+    "cpt grouped bf16": (make_cpt_epoch, {"grouped": 20, "precision": "bf16-mixed"}),
+    "hf": (make_hf_epoch, {}),
 }
 
 
-def equality(course: Course) -> dict[str, float]:
+def compare_weights(course: Course) -> dict[str, float]:
     """The largest difference of a weight after an epoch of each, and the largest change of one."""
-    model, ends = course.model(), {}
+    model = course.model()
+    weights = {}
     for name in ("cpt", "hf"):
-        subject, subject_model = SUBJECTS[name][0], course.start(model)
-        subject(subject_model, course.job())()
-        ends[name] = torch.cat([value.detach().flatten() for value in subject_model.parameters()])
-    initial_weights = torch.cat([value.detach().flatten() for value in course.start(model).parameters()])
+        subject = course.start(model)
+        make_epoch, _ = SUBJECTS[name]
+        run = make_epoch(subject, course.job())
+        run()
+        weights[name] = flatten_weights(subject)
+    initial_weights = flatten_weights(course.start(model))
     return {
-        "apart": (ends["cpt"] - ends["hf"]).abs().max().item(),
-        "moved": (ends["cpt"] - initial_weights).abs().max().item(),
+        "apart": (weights["cpt"] - weights["hf"]).abs().max().item(),
+        "moved": (weights["cpt"] - initial_weights).abs().max().item(),
     }
 
 
-def timed(run: Run) -> dict[str, float]:
+def flatten_weights(model: nn.Module) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def time_run(run: Run) -> dict[str, float]:
     gc.collect()
-    wall, cpu, busy_before = time.perf_counter(), time.process_time(), busy()
+    wall_start = time.perf_counter()
+    cpu_start = time.process_time()
+    busy_before = read_busy_seconds()
     result = run()
-    seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-    own_clock_seconds = getattr(result, "metrics", {}).get("train_runtime", seconds["wall"])
-    foreign = (busy() - busy_before - seconds["cpu"]) / seconds["wall"]
-    return seconds | {"own": own_clock_seconds, "foreign_cores": foreign}
+    wall = time.perf_counter() - wall_start
+    cpu = time.process_time() - cpu_start
+    return {
+        "wall": wall,
+        "cpu": cpu,
+        "own": getattr(result, "metrics", {}).get("train_runtime", wall),
+        "foreign_cores": (read_busy_seconds() - busy_before - cpu) / wall,
+    }
 
 
 def play(course: Course, rounds: int) -> dict[str, list[dict[str, float]]]:
     """The times of each subject, round by round; the first round is not counted."""
-    model, jobs = course.model(), {name: course.job(**chosen) for name, (_, chosen) in SUBJECTS.items()}
+    model = course.model()
+    jobs = {name: course.job(**job_options) for name, (_, job_options) in SUBJECTS.items()}
     models = {name: course.start(model) for name in SUBJECTS}
     chunks: dict[str, list[dict[str, float]]] = {name: [] for name in SUBJECTS}
     for turn in range(rounds + 1):
-        for name in rotated(list(SUBJECTS), turn):
-            chunks[name].append(timed(SUBJECTS[name][0](models[name], jobs[name])))
+        for name in rotate(list(SUBJECTS), turn):
+            make_epoch, _ = SUBJECTS[name]
+            chunks[name].append(time_run(make_epoch(models[name], jobs[name])))
     return {name: times[1:] for name, times in chunks.items()}
 
 
-def summary(course: Course, rounds: int) -> dict[str, Any]:
+def summarize(course: Course, rounds: int) -> dict[str, Any]:
     chunks = play(course, rounds)
-    kinds = {
-        kind: {name: [each[kind] for each in chunks[name]] for name in chunks}
-        for kind in ("wall", "cpu", "own")
-    }
+    speeds = {}
+    foreign_cores: list[float] = []
+    for name, chunk in chunks.items():
+        speeds[name] = course.examples / statistics.median([times["wall"] for times in chunk])
+        foreign_cores.extend(times["foreign_cores"] for times in chunk)
+
+    ratios = {}
+    for name, chunk in chunks.items():
+        if name == "hf":
+            continue
+        for kind, suffix in (("wall", ""), ("cpu", "_by_cpu_time"), ("own", "_by_its_own_clock")):
+            ours = [times[kind] for times in chunk]
+            theirs = [times[kind] for times in chunks["hf"]]
+            ratios[f"{name} over_hf{suffix}"] = compare_times(ours, theirs)
     return {
-        "examples_per_s": {n: course.examples / statistics.median(t) for n, t in kinds["wall"].items()},
-        **{
-            f"{name} over_hf{told}": paired(kinds[kind][name], kinds[kind]["hf"])
-            for name in chunks
-            if name != "hf"
-            for kind, told in (("wall", ""), ("cpu", "_by_cpu_time"), ("own", "_by_its_own_clock"))
-        },
-        "foreign_cores": spread([each["foreign_cores"] for times in chunks.values() for each in times]),
+        "examples_per_s": speeds,
+        **ratios,
+        "foreign_cores": summarize_times(foreign_cores),
         "chunks": chunks,
     }
 
 
-def options() -> argparse.Namespace:
-    parser = arguments("Fine-tuning examples/s of cpt's end tasks and of the Hugging Face Trainer.")
+def parse_options() -> argparse.Namespace:
+    parser = make_parser("Fine-tuning examples/s of cpt's end tasks and of the Hugging Face Trainer.")
     parser.add_argument("--rounds", type=int, default=9, help="fine-tunings of each")
     parser.add_argument("--examples", type=int, default=800, help="examples of a fine-tuning")
     parser.add_argument("--batch", type=int, default=16, help="examples per step")
@@ -220,19 +243,19 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    chosen = options()
-    prepare(chosen.threads)
-    torch.set_num_threads(chosen.threads)
+    options = parse_options()
+    prepare(options.threads)
+    torch.set_num_threads(options.threads)
     results: dict[str, Any] = {}
     for name, (layers, width) in SIZES.items():
-        wait_until_quiet(chosen.patience)
-        shared = {"layers": layers, "width": width, "batch": chosen.batch}
-        equal = equality(Course(**shared, examples=10 * chosen.batch, dropout=0.0))
-        course = Course(**shared, examples=chosen.examples, dropout=0.1)
-        results[name] = {"equal_work": equal, **summary(course, chosen.rounds)}
+        wait_until_quiet(options.patience)
+        shared = {"layers": layers, "width": width, "batch": options.batch}
+        equal = compare_weights(Course(**shared, examples=10 * options.batch, dropout=0.0))
+        course = Course(**shared, examples=options.examples, dropout=0.1)
+        results[name] = {"equal_work": equal, **summarize(course, options.rounds)}
         print(name, {key: value for key, value in results[name].items() if key != "chunks"})
-    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
-    save("endtask", {"options": settings, "sizes": results}, out=chosen.out)
+    settings = {name: value for name, value in vars(options).items() if name not in ("cache", "out")}
+    save("endtask", {"options": settings, "sizes": results}, out=options.out)
 
 
 if __name__ == "__main__":

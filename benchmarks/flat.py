@@ -48,7 +48,7 @@ class Sight:
     disk: int  # bytes of the run folder
 
 
-def look(process: int, folder: Path, *, row: int, start_time: float) -> Sight:
+def observe(process: int, folder: Path, *, row: int, start_time: float) -> Sight:
     proc_folder = Path("/proc") / str(process)
     facts = dict(line.split(":", 1) for line in (proc_folder / "status").read_text().splitlines())
     return Sight(
@@ -84,25 +84,27 @@ def count_rows(folder: Path) -> int:
         return 0
 
 
-def start(folder: Path, overrides: Sequence[str], *, log: Path) -> subprocess.Popen:
+def start_run(folder: Path, overrides: Sequence[str], *, log: Path) -> subprocess.Popen:
     line = [sys.executable, "run.py", *overrides, f"hydra.run.dir={folder}"]
     with log.open("ab") as file:
         return subprocess.Popen(line, cwd=ROOT, stdout=file, stderr=file)
 
 
-def watch(folder: Path, overrides: Sequence[str], *, until: int | None = None) -> list[Sight]:
+def observe_run(folder: Path, overrides: Sequence[str], *, until: int | None = None) -> list[Sight]:
     """Sights of a run after each of its rows, to its end or to a row, at which it is killed.
 
     Raises RuntimeError for a run that fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    start_time, sights = time.monotonic(), []
-    process, rows = start(folder, overrides, log=folder.with_suffix(".log")), count_rows(folder)
+    start_time = time.monotonic()
+    sights = []
+    process = start_run(folder, overrides, log=folder.with_suffix(".log"))
+    rows = count_rows(folder)
     while process.poll() is None:
         time.sleep(POLL_S)
         num_rows = count_rows(folder)
         if num_rows > rows and process.poll() is None:
             rows = num_rows
-            sights.append(look(process.pid, folder, row=rows, start_time=start_time))
+            sights.append(observe(process.pid, folder, row=rows, start_time=start_time))
         if until is not None and rows >= until:
             time.sleep(1.0)  # into the next domain
             process.send_signal(signal.SIGKILL)
@@ -129,45 +131,54 @@ def learn_killed(folder: Path, overrides: Sequence[str], domains: int) -> list[i
     shutil.rmtree(folder, ignore_errors=True)
     rows_when_killed = []
     for share in KILLED_AT:
-        watch(folder, overrides, until=round(share * domains))
+        observe_run(folder, overrides, until=round(share * domains))
         rows_when_killed.append(count_rows(folder))
-    watch(folder, overrides)
+    observe_run(folder, overrides)
     return rows_when_killed
 
 
 def compare_ends(sights: Sequence[Sight]) -> dict[str, Any]:
     """Medians over some domains at the beginning (from the 10th on) and at the end, and their ratio."""
-    pairs = {current.row: (previous, current) for previous, current in pairwise(sights)}
-    early, late = (
-        [pairs[row] for row in span if row in pairs]
-        for span in (range(FEW + 1, 2 * FEW + 1), range(sights[-1].row - FEW, sights[-1].row))
-    )
-
-    def tell(name: str, previous: Sight, current: Sight) -> float:
-        value = getattr(current, name)
-        return (value - getattr(previous, name)) / (current.row - previous.row) if name in CLOCKS else value
-
+    early_rows = range(FEW + 1, 2 * FEW + 1)
+    late_rows = range(sights[-1].row - FEW, sights[-1].row)
     ends = {}
     for name in (*CLOCKS, "memory", "mapped", "files", "threads"):
-        first, last = (statistics.median(tell(name, *pair) for pair in pairs) for pairs in (early, late))
-        ends[name] = {"early": first, "late": last, "ratio": last / first}
+        early = statistics.median(list_figures(sights, name, early_rows))
+        late = statistics.median(list_figures(sights, name, late_rows))
+        ends[name] = {"early": early, "late": late, "ratio": late / early}
     return ends
+
+
+def list_figures(sights: Sequence[Sight], name: str, rows: range) -> list[float]:
+    """One figure of a run at some of its rows: of a clock, what it ran since the sight before, by row."""
+    figures = []
+    for previous, current in pairwise(sights):
+        if current.row in rows:
+            figure = getattr(current, name)
+            if name in CLOCKS:
+                figure = (figure - getattr(previous, name)) / (current.row - previous.row)
+            figures.append(figure)
+    return figures
 
 
 def count_cells(folder: Path) -> tuple[int, int]:
     """Cells that were measured, of how many."""
     scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
-    return sum(cell is not None for row in scores["nll"] for cell in row), sum(map(len, scores["nll"]))
+    num_measured = 0
+    for row in scores["nll"]:
+        num_measured += sum(1 for cell in row if cell is not None)
+    return num_measured, sum(map(len, scores["nll"]))
 
 
 def widen(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Seconds to fill the matrix of a finished run, and its cells before and after."""
-    before, start_time = count_cells(folder), time.monotonic()
-    watch(folder, [*overrides, *WIDE])
+    before = count_cells(folder)
+    start_time = time.monotonic()
+    observe_run(folder, [*overrides, *WIDE])
     return {"before": before, "after": count_cells(folder), "seconds": time.monotonic() - start_time}
 
 
-def lines(results: Mapping[str, Any]) -> Iterator[str]:
+def format_lines(results: Mapping[str, Any]) -> Iterator[str]:
     for name, figures in results["ends"].items():
         yield f"{name:10}{figures['early']:>16,.2f}{figures['late']:>16,.2f}{figures['ratio']:>8.3f}"
     if "killed" in results:
@@ -184,29 +195,38 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=["killed", "widened"], help="beside the run itself")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
-    chosen = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": str(chosen.threads), "HF_HUB_OFFLINE": "1"}
-    overrides = ["experiment=m2d2_mini", f"domains.root={chosen.root.absolute()}", "order=random"]
-    overrides += ["save_all_stages=true", *chosen.config]
-    straight = chosen.runs / "straight"
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    overrides = [
+        "experiment=m2d2_mini",
+        f"domains.root={options.root.absolute()}",
+        "order=random",
+        "save_all_stages=true",
+        *options.config,
+    ]
+
+    straight = options.runs / "straight"
     record_file = straight.with_suffix(".json")
     if not record_file.exists():
         shutil.rmtree(straight, ignore_errors=True)
-        record = {
-            "sights": [asdict(each) for each in watch(straight, overrides)],
-            "prints": take_prints(straight),
-        }
-        record_file.write_text(json.dumps(record), encoding="utf-8")
+        sights = [asdict(sight) for sight in observe_run(straight, overrides)]
+        record_file.write_text(
+            json.dumps({"sights": sights, "prints": take_prints(straight)}), encoding="utf-8"
+        )
     record = json.loads(record_file.read_text(encoding="utf-8"))
-    sights = [Sight(**each) for each in record["sights"]]
-    results: dict[str, Any] = {"ends": compare_ends(sights), **record}
-    if "killed" in chosen.parts:
-        rows = learn_killed(chosen.runs / "killed", overrides, len(sights) - 1)
-        results["killed"] = {"rows": rows, "same": take_prints(chosen.runs / "killed") == record["prints"]}
-    if "widened" in chosen.parts:
+    sights = [Sight(**fields) for fields in record["sights"]]
+    results = {"ends": compare_ends(sights), **record}
+
+    if "killed" in options.parts:
+        rows = learn_killed(options.runs / "killed", overrides, len(sights) - 1)
+        is_same = take_prints(options.runs / "killed") == record["prints"]
+        results["killed"] = {"rows": rows, "same": is_same}
+    if "widened" in options.parts:
         results["widened"] = widen(straight, overrides)
-    print("\n".join(lines(results)))
-    save("flat", {"options": {"config": chosen.config, "threads": chosen.threads}, **results}, out=chosen.out)
+    print("\n".join(format_lines(results)))
+    settings = {"config": options.config, "threads": options.threads}
+    save("flat", {"options": settings, **results}, out=options.out)
 
 
 if __name__ == "__main__":

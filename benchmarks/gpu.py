@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground import arguments
-from ladder import COARSE, Lane, Size, climb, describe, operations, rungs
-from limit import bandwidth, peak_of
-from measuring import machine, paired, save
+from ground import make_parser
+from ladder import COARSE, Lane, Size, count_operations, describe_subject, list_rungs, train_rung
+from limit import measure_bandwidth, measure_peak
+from measuring import compare_times, describe_machine, save
 from memory import OBJECTIVES, make_model
-from methods import NCL, Sequel, group_figures, groups, perform, subjects
-from stage import played, prepare
+from methods import NCL, Sequel, compute_figures, divide_into_groups, list_subjects, measure_method
+from stage import Rhythm, play_rounds, prepare
 
 PACKINGS = ("none", "document_mask")
 TOY = {  # of --dry
@@ -42,18 +42,19 @@ SIZES = {
     "GPT-2 124M, 1024": Size("gpt2", 1024, 16),
     "GPT-2 355M, 1024": Size("gpt2_medium", 1024, 8, trainers=("Trainer, bf16",)),
 }
-METHODS, PACKED = "methods, RoBERTa-base, 128", "packing, GPT-2 124M"
+METHODS = "methods, RoBERTa-base, 128"
+PACKED = "packing, GPT-2 124M"
 
 
 def measure_ladder(name: str, stage: "Stage") -> Iterator[dict[str, Any]]:
     """Every rung of a size: tokens/s, shares of the peak, memory, seconds of a step."""
     lane = stage.lane(SIZES[name])
-    counts = {"executed": operations(lane, dense=False), "dense": operations(lane, dense=True)}
-    run = played(rungs(lane), lane, patience=0.0)
+    counts = {"executed": count_operations(lane, dense=False), "dense": count_operations(lane, dense=True)}
+    run = play_rounds(list_rungs(lane), lane, patience=0.0)
     yield {
         "operations": counts,
         "subjects": {
-            subject: describe(subject, run, lane=lane, counts=counts, peaks=stage.peaks)
+            subject: describe_subject(subject, run, lane=lane, counts=counts, peaks=stage.peaks)
             for subject in run["chunks"]
         },
         "chunks": run["chunks"],
@@ -63,91 +64,120 @@ def measure_ladder(name: str, stage: "Stage") -> Iterator[dict[str, Any]]:
 def measure_packing(stage: "Stage") -> Iterator[dict[str, Any]]:
     """Steps of the same examples, padded to the longest and sharing rows."""
     lane = stage.lane(Size("gpt2", 512, 64))
-    common_overrides = ("domains=tasks", "domains/template=o_lora", "method=joint", COARSE)
-    work = {
-        name: partial(climb, lane=lane, overrides=[*common_overrides, f"domains.packing={name}"], dense=False)
-        for name in PACKINGS
-    }
-    run = played(work, lane, patience=0.0)
-    walls = [[chunk["wall"] for chunk in run["chunks"][name]] for name in PACKINGS]
+    subjects = {}
+    for name in PACKINGS:
+        overrides = [
+            "domains=tasks",
+            "domains/template=o_lora",
+            "method=joint",
+            COARSE,
+            f"domains.packing={name}",
+        ]
+        subjects[name] = partial(train_rung, lane=lane, overrides=overrides, dense=False)
+    run = play_rounds(subjects, lane, patience=0.0)
+
+    padded, isolated = ([chunk["wall"] for chunk in run["chunks"][name]] for name in PACKINGS)
+    reports = {}
+    for name, report in run["reports"].items():
+        reports[name] = report | {"losses": report["losses"][-1]}
     yield {
-        "isolated_over_none": paired(*reversed(walls)),
-        "reports": {
-            name: report | {"losses": report["losses"][-1]} for name, report in run["reports"].items()
-        },
+        "isolated_over_none": compare_times(isolated, padded),
+        "reports": reports,
         "chunks": run["chunks"],
     }
 
 
 def measure_methods(stage: "Stage", names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Every method's step over that of ncl, in groups of processes: what is found after each of them."""
+    """Every method's step over that of ncl, in groups of processes: the results after each of them."""
     lane = stage.lane(Size("roberta", 128, 32))
-    shape = (
-        *lane.given(),
-        "trainer.num_workers=2",
-        "order=[sympy,networkx]",
-        f"trainer.importance_samples={lane.batch}",
-        COARSE,
+    course = Sequel(
+        threads=stage.rhythm.threads,
+        rounds=stage.rhythm.rounds,
+        chunk=stage.rhythm.chunk,
+        device=stage.rhythm.device,
+        cache=lane.cache,
+        first=4,
+        shape=(
+            *lane.overrides(),
+            "trainer.num_workers=2",
+            "order=[sympy,networkx]",
+            f"trainer.importance_samples={lane.batch}",
+            COARSE,
+        ),
+        model="given",
     )
-    course = Sequel(**stage.rhythm, cache=lane.cache, first=4, shape=shape, model="given")
-    work = {
-        name: partial(perform, course=course, overrides=subjects()[name], dense=False)
+    subjects = {
+        name: partial(measure_method, course=course, overrides=list_subjects()[name], dense=False)
         for name in [NCL, *(method for method in names if method != NCL)]
     }
+
     results: dict[str, Any] = {"subjects": {}, "failed": {}}
-    for group in groups(list(work), together=stage.together):
+    for group in divide_into_groups(list(subjects), together=stage.together):
         stage.check_time()
         try:
-            run = played({name: work[name] for name in group}, course, patience=0.0)
+            run = play_rounds({name: subjects[name] for name in group}, course, patience=0.0)
         except RuntimeError as error:
             results["failed"][", ".join(group)] = str(error)[-2000:]
         else:
-            figures = group_figures(run, chunk=course.chunk)
+            figures = compute_figures(run, chunk=course.chunk)
             results["subjects"] = figures | results["subjects"]
         yield results
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What all parts share: the device, its peaks, the chunks, the time that there is."""
+    """What all parts share: the chunks on the device, its peaks, the time that there is."""
 
-    device: str
     cache: str
-    rhythm: Mapping[str, Any]
+    rhythm: Rhythm
     together: int
     until: float
     dry: bool
     peaks: Mapping[str, float]
 
     def lane(self, size: Size) -> Lane:
-        changes = TOY[OBJECTIVES[size.model]] if self.dry else {}
-        size = Size(size.model, 128, 4, size.trainers) if self.dry else size
-        folder = str(make_model(size.model, Path(self.cache), **changes))
-        return Lane(**self.rhythm, cache=self.cache, size=size, folder=folder)
+        if self.dry:
+            folder = make_model(size.model, Path(self.cache), **TOY[OBJECTIVES[size.model]])
+            size = Size(size.model, 128, 4, size.trainers)
+        else:
+            folder = make_model(size.model, Path(self.cache))
+        return Lane(
+            threads=self.rhythm.threads,
+            rounds=self.rhythm.rounds,
+            chunk=self.rhythm.chunk,
+            device=self.rhythm.device,
+            cache=self.cache,
+            size=size,
+            folder=str(folder),
+        )
 
     def check_time(self) -> None:
         """Raises TimeoutError where too little is left."""
-        if (remaining_seconds := self.until - time.monotonic()) < AT_LEAST:
+        remaining_seconds = self.until - time.monotonic()
+        if remaining_seconds < AT_LEAST:
             raise TimeoutError(
                 f"{remaining_seconds:.0f} s were left; a part begins with {AT_LEAST:.0f} or more (--minutes)"
             )
 
 
-def perform_parts(stage: Stage, chosen: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def perform_parts(stage: Stage, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """The figures of every part as far as they are there, and why there are no more."""
-    parts = {name: partial(measure_ladder, name) for name in SIZES}
-    parts |= {METHODS: partial(measure_methods, names=chosen.methods), PACKED: measure_packing}
-    for name in chosen.parts:
-        start_time, results = time.monotonic(), {}
+    parts: dict[str, Any] = {name: partial(measure_ladder, name) for name in SIZES}
+    parts[METHODS] = partial(measure_methods, names=options.methods)
+    parts[PACKED] = measure_packing
+    for name in options.parts:
+        start_time = time.monotonic()
+        results: dict[str, Any] = {}
         try:
             stage.check_time()
             for results in parts[name](stage):
                 yield name, results | {"seconds": time.monotonic() - start_time}
         except (RuntimeError, TimeoutError, ValueError) as error:
-            yield name, results | {"failed": str(error)[-3000:], "seconds": time.monotonic() - start_time}
+            failure = {"failed": str(error)[-3000:], "seconds": time.monotonic() - start_time}
+            yield name, results | failure
 
 
-def shown(name: str, results: Mapping[str, Any]) -> Iterator[str]:
+def format_part(name: str, results: Mapping[str, Any]) -> Iterator[str]:
     yield f"{name}: {results['seconds']:.0f} s"
     if results.get("failed"):
         yield f"failed: {results['failed']}"
@@ -157,24 +187,24 @@ def shown(name: str, results: Mapping[str, Any]) -> Iterator[str]:
         )
     for subject, figures in results.get("subjects", {}).items():
         ratio = figures.get("faster_than_first") or figures["over_ncl"]
-        numbers = [
+        yield ROW.format(
+            subject,
             f"{1000 * figures['step_s']:.1f}",
-            *(f"{1000 * figures[key]:.1f}" if key in figures else "" for key in ("p50_s", "p95_s")),
+            f"{1000 * figures['p50_s']:.1f}" if "p50_s" in figures else "",
+            f"{1000 * figures['p95_s']:.1f}" if "p95_s" in figures else "",
             f"{figures['tokens_per_s']:,.0f}" if "tokens_per_s" in figures else "",
-            *(
-                f"{figures[key]:.3f}" if key in figures else ""
-                for key in ("mfu_executed", "mfu_dense_equivalent")
-            ),
+            f"{figures['mfu_executed']:.3f}" if "mfu_executed" in figures else "",
+            f"{figures['mfu_dense_equivalent']:.3f}" if "mfu_dense_equivalent" in figures else "",
             f"{figures.get('peak_device', 0) / 2**30:.2f}",
-        ]
-        yield ROW.format(subject, *numbers, "{median:.3f} [{low:.3f}, {high:.3f}]".format(**ratio))
+            "{median:.3f} [{low:.3f}, {high:.3f}]".format(**ratio),
+        )
 
 
-def options() -> argparse.Namespace:
-    parser = arguments(__doc__.split("\n\n")[0])
+def parse_options() -> argparse.Namespace:
+    parser = make_parser(__doc__.split("\n\n")[0])
     parts = [*SIZES, METHODS, PACKED]
     methods = [
-        method for method in subjects() if "," not in method and "+" not in method
+        method for method in list_subjects() if "," not in method and "+" not in method
     ]  # no variants of them
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
@@ -189,28 +219,40 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    chosen = options()
+    options = parse_options()
     start_time = time.monotonic()
-    if not chosen.dry and not torch.cuda.is_available():
+    if not options.dry and not torch.cuda.is_available():
         sys.exit("there is no GPU; allowed: --dry, which tries the same on a processor at toy size")
-    device = "cpu" if chosen.dry else "cuda"
-    prepare(chosen.threads)
+    device = "cpu" if options.dry else "cuda"
+    prepare(options.threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    peaks = {name: peak_of(dtype, side=SIDE[device], device=device) for name, dtype in UNITS[device].items()}
-    rhythm = {"threads": chosen.threads, "rounds": chosen.repeats, "chunk": chosen.steps, "device": device}
+
+    peaks = {}
+    for name, dtype in UNITS[device].items():
+        peaks[name] = measure_peak(dtype, side=SIDE[device], device=device)
+    rhythm = Rhythm(options.threads, options.repeats, options.steps, device=device)
     stage = Stage(
-        device, chosen.cache, rhythm, chosen.together, start_time + 60 * chosen.minutes, chosen.dry, peaks
+        cache=options.cache,
+        rhythm=rhythm,
+        together=options.together,
+        until=start_time + 60 * options.minutes,
+        dry=options.dry,
+        peaks=peaks,
     )
     results: dict[str, Any] = {
-        "options": {"steps": chosen.steps, "repeats": chosen.repeats, "dry": chosen.dry}
+        "options": {"steps": options.steps, "repeats": options.repeats, "dry": options.dry},
+        "gpu": name_device(device),
+        "peak": peaks,
+        "bandwidth": measure_bandwidth(device=device),
     }
-    results |= {"gpu": name_device(device), "peak": peaks, "bandwidth": bandwidth(device=device), "parts": {}}
-    print({name: value for name, value in results.items() if name != "parts"}, machine()["versions"])
-    for name, part_results in perform_parts(stage, chosen):
-        print("\n".join(shown(name, part_results)), flush=True)
+    print(results, describe_machine()["versions"])
+
+    results["parts"] = {}
+    for name, part_results in perform_parts(stage, options):
+        print("\n".join(format_part(name, part_results)), flush=True)
         results["parts"][name] = part_results
-        if chosen.out or not chosen.dry:
-            save("gpu", results, out=chosen.out)
+        if options.out or not options.dry:
+            save("gpu", results, out=options.out)
 
 
 def name_device(device: str) -> str:

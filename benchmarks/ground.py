@@ -73,7 +73,7 @@ ALWAYS = [
 
 
 @dataclass(frozen=True)
-class Ground:
+class Workload:
     """What cpt makes of a config, up to the point where it would train."""
 
     plan: Plan
@@ -100,14 +100,16 @@ class Ground:
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         vectors = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        chosen, schedule, steps = self.plan.optim, self.plan.lr_scheduler, self.steps
-        optimizer = chosen.load()(groups, **chosen.arguments)
+        optimizer = self.plan.optim.load()(groups, **self.plan.optim.arguments)
+
+        schedule = self.plan.lr_scheduler
+        steps = self.steps
         return optimizer, LambdaLR(
             optimizer, lambda step: schedule(Progress.in_single_domain(step, steps=steps))
         )
 
 
-def ground(cache: str, *overrides: str, shape: str = "roberta") -> Ground:
+def build_workload(cache: str, *overrides: str, shape: str = "roberta") -> Workload:
     """Text, model and module, from the cache where they are there already."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -131,10 +133,10 @@ def ground(cache: str, *overrides: str, shape: str = "roberta") -> Ground:
     module = build_method(plan, machine, start).train()
     data = build_data(plan, machine, texts, start, module)
     data.enter(next(iter(data)))
-    return Ground(plan, machine, start, module, data)
+    return Workload(plan, machine, start, module, data)
 
 
-def labels_for(module: ContinualMethod, batch: Batch) -> torch.Tensor:
+def make_labels(module: ContinualMethod, batch: Batch) -> torch.Tensor:
     """Labels [B, L] for the loss of transformers, which moves those of a causal model by one itself."""
     labels = labels_of(batch)
     if module.objective.causal:
@@ -143,12 +145,12 @@ def labels_for(module: ContinualMethod, batch: Batch) -> torch.Tensor:
     return labels
 
 
-def accelerator(device: str) -> str:
+def format_accelerator(device: str) -> str:
     """The override that puts a run on a device."""
     return "trainer.accelerator=" + {"cpu": "cpu", "cuda": "gpu"}[device]
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter

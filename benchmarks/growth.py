@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import save
-from memory import CHOICES, make_model, methods, start
+from memory import CHOICES, list_methods, make_model, run_command
 
 WORDS = [
     "the",
@@ -34,9 +34,18 @@ WORDS = [
     "morning",
 ]
 ALWAYS = [
-    *("domains=texts", "logger=none", "trainer.accelerator=cpu", "trainer.steps=1", "trainer.batch_size=2"),
-    *("trainer.eval_batch_size=2", "trainer.importance_samples=2", "trainer.checkpoint_every=1000"),
-    *("model.max_seq_length=32", "eval.rows=last", "eval.columns=seen", "eval.max_tokens=32"),
+    "domains=texts",
+    "logger=none",
+    "trainer.accelerator=cpu",
+    "trainer.steps=1",
+    "trainer.batch_size=2",
+    "trainer.eval_batch_size=2",
+    "trainer.importance_samples=2",
+    "trainer.checkpoint_every=1000",
+    "model.max_seq_length=32",
+    "eval.rows=last",
+    "eval.columns=seen",
+    "eval.max_tokens=32",
 ]
 TINY = [
     "model=tiny_gpt2",
@@ -58,41 +67,48 @@ def write_texts(root: Path, domains: int) -> list[str]:
     return names
 
 
-def model_of(size: str, cache: Path) -> list[str]:
-    return (
-        TINY
-        if size == "tiny"
-        else [f"model={CHOICES[size]}", f"model.name_or_path={make_model(size, cache)}"]
-    )
+def choose_model(size: str, cache: Path) -> list[str]:
+    """The overrides that choose a model of a size."""
+    if size == "tiny":
+        return TINY
+    return [f"model={CHOICES[size]}", f"model.name_or_path={make_model(size, cache)}"]
 
 
-def count(
-    method: str, size: str, *, root: Path, domains: list[str], chosen: argparse.Namespace
+def measure_growth(
+    method: str, size: str, *, root: Path, domains: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
     """What a method is said to take, and what it took where domains were learned."""
-    overrides = [*ALWAYS, *model_of(size, Path(chosen.cache)), f"domains.root={root}", f"method={method}"]
-    overrides += [f"cache_dir={chosen.cache}", f"order=[{','.join(domains)}]", *chosen.config]
+    overrides = [
+        *ALWAYS,
+        *choose_model(size, Path(options.cache)),
+        f"domains.root={root}",
+        f"method={method}",
+        f"cache_dir={options.cache}",
+        f"order=[{','.join(domains)}]",
+        *options.config,
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        plan = json.loads(start(overrides, Path(folder) / "run", "plan=json", threads=chosen.threads))
-        peaks = [plan["memory"][stage]["peak"] for stage in ("first", "last")]
-        stored, further = [stage_plan["stored"] for stage_plan in plan["stages"]], max(1, len(domains) - 1)
+        plan = json.loads(run_command(overrides, Path(folder) / "run", "plan=json", threads=options.threads))
+        added_memory = plan["memory"]["last"]["peak"] - plan["memory"]["first"]["peak"]
+        stored = [stage["stored"] for stage in plan["stages"]]
         figures = {
-            "by_domain": {"memory": (peaks[1] - peaks[0]) // further, "stored": stored[-1] - stored[-2]},
+            "by_domain": {
+                "memory": added_memory // max(1, len(domains) - 1),
+                "stored": stored[-1] - stored[-2],
+            },
             "at_the_end": plan["stages"][-1].get("stored"),
             "trained_parameters": plan["trained_parameters"],
         }
-        if not chosen.learned:
+        if not options.learned:
             return figures
-        learned_overrides = [*overrides, f"order=[{','.join(domains[: chosen.learned])}]"]
-        start(learned_overrides, Path(folder) / "done", threads=chosen.threads)
+
+        learned_order = f"order=[{','.join(domains[: options.learned])}]"
+        run_command([*overrides, learned_order], Path(folder) / "done", threads=options.threads)
         scores = json.loads((Path(folder) / "done" / "scores.json").read_text(encoding="utf-8"))
-        return figures | {
-            "said": [stage_plan["stored"] for stage_plan in plan["stages"][1 : len(scores["stored"])]],
-            "measured": scores["stored"][1:],
-        }
+        return figures | {"said": stored[1 : len(scores["stored"])], "measured": scores["stored"][1:]}
 
 
-def lines(figures: dict[str, dict[str, Any]], domains: int) -> Iterator[str]:
+def format_lines(figures: dict[str, dict[str, Any]], domains: int) -> Iterator[str]:
     heads = ("in memory, B", "in its state, B", f"after {domains}, B", "said = measured")
     yield ROW.format("size", "method", *heads)
     for size, by_method in figures.items():
@@ -105,7 +121,7 @@ def lines(figures: dict[str, dict[str, Any]], domains: int) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "cpt-benchmarks"
-    parser.add_argument("--methods", nargs="+", choices=methods(), default=methods())
+    parser.add_argument("--methods", nargs="+", choices=list_methods(), default=list_methods())
     parser.add_argument("--sizes", nargs="+", choices=["tiny", *CHOICES], default=["tiny"])
     parser.add_argument("--domains", type=int, default=236)
     parser.add_argument("--learned", type=int, default=0, help="domains that are really learned, to compare")
@@ -113,25 +129,25 @@ def main() -> None:
     parser.add_argument("--cache", default=str(cache), help="folder of the tokenised text and the model")
     parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all runs")
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     figures: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        names = write_texts(root, chosen.domains)
-        for size in chosen.sizes:
-            for method in chosen.methods:
+        names = write_texts(root, options.domains)
+        for size in options.sizes:
+            for method in options.methods:
                 try:
-                    growth = count(method, size, root=root, domains=names, chosen=chosen)
+                    growth = measure_growth(method, size, root=root, domains=names, options=options)
                 except SystemExit as error:
                     failed[f"{size} {method}"] = str(error)
                     print(f"{size} {method} failed: {error}", flush=True)
                     continue
                 figures.setdefault(size, {})[method] = growth
                 print(f"{size} {method}: {growth['by_domain']['stored']:,} bytes by domain", flush=True)
-    print("\n".join(lines(figures, chosen.domains)))
-    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
-    save("growth", {"options": settings, "subjects": figures, "failed": failed}, out=chosen.out)
+    print("\n".join(format_lines(figures, options.domains)))
+    settings = {name: value for name, value in vars(options).items() if name not in ("cache", "out")}
+    save("growth", {"options": settings, "subjects": figures, "failed": failed}, out=options.out)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground import arguments as common_arguments
-from ground import ground
+from ground import build_workload
+from ground import make_parser as common_arguments
 from lightning.pytorch.callbacks import Callback
 from measuring import RESULTS
 
@@ -35,7 +35,11 @@ class Timed(Callback):
     """Seconds of each step, and of what the guard did in it."""
 
     def __init__(self, module: Any, *, clipped: bool) -> None:
-        self.steps, self.guarding, self.own, self.module = [], [], 0.0, module
+        self.steps: list[float] = []
+        self.guarding: list[float] = []
+        self.guard_seconds = 0.0  # of the current step
+        self.start_time = 0.0
+        self.module = module
         self.guard = NanGuard()
         for name in ("see", "allows"):
             self.time(self.guard, name)
@@ -43,6 +47,7 @@ class Timed(Callback):
             self.time(module, "configure_gradient_clipping")
 
     def time(self, owner: Any, name: str) -> None:
+        """Has the seconds of a method's calls added to those of the guard."""
         call = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -50,21 +55,22 @@ class Timed(Callback):
             try:
                 return call(*args, **kwargs)
             finally:
-                self.own += time.perf_counter() - start_time
+                self.guard_seconds += time.perf_counter() - start_time
 
         object.__setattr__(owner, name, timed)
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self.began, self.own = time.perf_counter(), 0.0
+        self.start_time = time.perf_counter()
+        self.guard_seconds = 0.0
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.steps.append(time.perf_counter() - self.began)
-        self.guarding.append(self.own)
+        self.steps.append(time.perf_counter() - self.start_time)
+        self.guarding.append(self.guard_seconds)
 
 
 def measure(cache: str, shape: list[str], *, clipped: bool, steps: int) -> dict[str, float]:
     clip = [] if clipped else ["trainer.gradient_clip_val=null"]
-    workload = ground(cache, *shape, f"trainer.steps={steps}", *clip)
+    workload = build_workload(cache, *shape, f"trainer.steps={steps}", *clip)
     workload.module.activate(0)
     timed = Timed(workload.module, clipped=clipped)
     fitting = make_trainer(

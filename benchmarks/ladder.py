@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from ground import Ground, accelerator, ground
-from measuring import paired
+from ground import Workload, build_workload, format_accelerator
+from measuring import compare_times
 from memory import CHOICES, OBJECTIVES
 from methods import dense_losses
 from stage import Beat, Rhythm, Subject
-from subjects import Pulse, fit, hf
+from subjects import Pulse, fit, train_hf
 
 from cpt.trainer.costs import OperationCounter
 
@@ -44,57 +44,57 @@ class Lane(Rhythm):
     cache: str
     size: Size
     folder: str
-    equal: bool = False  # as of the courses that subjects.hf knows
+    equal: bool = False  # as of the courses that subjects.train_hf knows
     shape: str = "given"
 
     @property
     def batch(self) -> int:
         return self.size.batch
 
-    def ground(self, *overrides: str) -> Ground:
-        return ground(self.cache, *self.given(), *overrides, shape="given")
+    def build_workload(self, *overrides: str) -> Workload:
+        return build_workload(self.cache, *self.overrides(), *overrides, shape="given")
 
-    def given(self) -> Iterator[str]:
+    def overrides(self) -> Iterator[str]:
         yield from (f"model={CHOICES[self.size.model]}", f"model.name_or_path={self.folder}")
         yield from (f"model.max_seq_length={self.size.length}", f"trainer.batch_size={self.size.batch}")
-        yield from (f"trainer.steps={self.steps}", accelerator(self.device))
+        yield from (f"trainer.steps={self.steps}", format_accelerator(self.device))
 
 
-def climb(beat: Beat, *, lane: Lane, overrides: Sequence[str], dense: bool) -> dict[str, int]:
+def train_rung(beat: Beat, *, lane: Lane, overrides: Sequence[str], dense: bool) -> dict[str, int]:
     """A rung: the training of `python run.py method=ncl`; gives the bytes that it needs on the device."""
-    workload = lane.ground(*overrides)
+    workload = lane.build_workload(*overrides)
     if dense:
         workload.module.losses = partial(dense_losses, workload.module)
     beat.enter()
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
-    return held()
+    return read_peak_device()
 
 
-def ride(beat: Beat, *, lane: Lane, bf16: bool) -> dict[str, int]:
+def train_hf_rung(beat: Beat, *, lane: Lane, bf16: bool) -> dict[str, int]:
     """The same by the Hugging Face Trainer."""
-    hf(lane, beat, bf16=bf16)
-    return held()
+    train_hf(lane, beat, bf16=bf16)
+    return read_peak_device()
 
 
-def held() -> dict[str, int]:
+def read_peak_device() -> dict[str, int]:
     return {"peak_device": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0}
 
 
-def rungs(lane: Lane) -> dict[str, Subject]:
+def list_rungs(lane: Lane) -> dict[str, Subject]:
     """The subjects of a size."""
     masked = OBJECTIVES[lane.size.model] == "masked"
     ladder = {
-        name: partial(climb, lane=lane, overrides=overrides, dense=masked)
+        name: partial(train_rung, lane=lane, overrides=overrides, dense=masked)
         for name, overrides in RUNGS.items()
     }
     if masked:  # of a causal model every place is scored
-        ladder[SPARSE] = partial(climb, lane=lane, overrides=RUNGS[FULL], dense=False)
-    return ladder | {name: partial(ride, lane=lane, bf16=HF[name]) for name in lane.size.trainers}
+        ladder[SPARSE] = partial(train_rung, lane=lane, overrides=RUNGS[FULL], dense=False)
+    return ladder | {name: partial(train_hf_rung, lane=lane, bf16=HF[name]) for name in lane.size.trainers}
 
 
-def operations(lane: Lane, *, dense: bool) -> int:
+def count_operations(lane: Lane, *, dense: bool) -> int:
     """Operations of a step, forward and backward, counted on one sample."""
-    workload = lane.ground("trainer.batch_size=1", "trainer.accelerator=cpu")
+    workload = lane.build_workload("trainer.batch_size=1", "trainer.accelerator=cpu")
     batch = next(iter(workload.loader()))
     losses = partial(dense_losses, workload.module) if dense else workload.module.losses
     with OperationCounter() as counter:
@@ -102,25 +102,29 @@ def operations(lane: Lane, *, dense: bool) -> int:
     return counter.total * lane.batch
 
 
-def describe(
+def describe_subject(
     name: str, run: Mapping[str, Any], *, lane: Lane, counts: Mapping[str, int], peaks: Mapping[str, float]
 ) -> dict[str, Any]:
-    chunks, report = run["chunks"], run["reports"][name]
-    steps = [step for chunk in chunks[name] for step in chunk["steps"]]
-    wall = statistics.median(chunk["wall"] for chunk in chunks[name]) / lane.chunk
-    num_operations = counts[
-        "executed" if name == SPARSE or OBJECTIVES[lane.size.model] == "causal" else "dense"
-    ]
-    best = peaks.get("bf16-mixed", peaks["32-true"])
-    firsts, ours = ([chunk["wall"] for chunk in chunks[subject]] for subject in (FIRST, name))
+    chunks = run["chunks"][name]
+    report = run["reports"][name]
+    steps: list[float] = []
+    for chunk in chunks:
+        steps.extend(chunk["steps"])
+    walls = [chunk["wall"] for chunk in chunks]
+    first_walls = [chunk["wall"] for chunk in run["chunks"][FIRST]]
+    step_seconds = statistics.median(walls) / lane.chunk
+
+    is_sparse = name == SPARSE or OBJECTIVES[lane.size.model] == "causal"
+    num_operations = counts["executed" if is_sparse else "dense"]
+    peak = peaks.get("bf16-mixed", peaks["32-true"])
     return {
-        "step_s": wall,
+        "step_s": step_seconds,
         "p50_s": float(np.percentile(steps, 50)),
         "p95_s": float(np.percentile(steps, 95)),
-        "tokens_per_s": lane.batch * lane.size.length / wall,
-        "mfu_executed": num_operations / wall / best,
-        "mfu_dense_equivalent": counts["dense"] / wall / best,
-        "faster_than_first": paired(ours, firsts),
+        "tokens_per_s": lane.batch * lane.size.length / step_seconds,
+        "mfu_executed": num_operations / step_seconds / peak,
+        "mfu_dense_equivalent": counts["dense"] / step_seconds / peak,
+        "faster_than_first": compare_times(walls, first_walls),
         "peak_device": report["peak_device"],
         "scored_tokens": sum(report["scored"]),
         "mean_loss": statistics.mean(report["losses"]),

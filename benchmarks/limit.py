@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from ground import SHAPES, arguments
+from ground import SHAPES, make_parser
 from lightning.pytorch.callbacks import Callback
 from measuring import save
-from stage import played, prepare, times
+from stage import collect_times, play_rounds, prepare
 from subjects import SUBJECTS, Course, fit
 from torch.profiler import ProfilerActivity, profile
 from variants import QUICK
@@ -61,7 +61,7 @@ OPERATIONS = {  # of torch; the first that fits
 REST = "copies, sums, casts"
 
 
-def median_of(work: Callable[[], Any]) -> float:
+def time_median(work: Callable[[], Any]) -> float:
     """Seconds that some work takes; the first time is not counted."""
     durations = []
     for _ in range(REPEATS + 1):
@@ -73,22 +73,23 @@ def median_of(work: Callable[[], Any]) -> float:
     return statistics.median(durations[1:])
 
 
-def peak_of(dtype: torch.dtype, *, side: int = SIDE, device: str = "cpu") -> float:
+def measure_peak(dtype: torch.dtype, *, side: int = SIDE, device: str = "cpu") -> float:
     """Operations per second of a large matrix product."""
-    first_matrix, second_matrix = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / median_of(lambda: first_matrix @ second_matrix)
+    left_matrix = torch.randn(side, side, device=device).to(dtype)
+    right_matrix = torch.randn(side, side, device=device).to(dtype)
+    return 2 * side**3 / time_median(lambda: left_matrix @ right_matrix)
 
 
-def bandwidth(*, device: str = "cpu") -> float:
+def measure_bandwidth(*, device: str = "cpu") -> float:
     """Bytes per second that are read and written when memory is copied."""
     source = torch.zeros(MEGABYTES * 2**18, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / median_of(lambda: target.copy_(source))
+    return 2 * source.nbytes / time_median(lambda: target.copy_(source))
 
 
-def operations(course: Course) -> int:
+def count_operations(course: Course) -> int:
     """Floating-point operations of a step, forward and backward."""
-    workload = course.ground()
+    workload = course.build_workload()
     batch = next(iter(workload.loader()))
     with OperationCounter() as counter:
         workload.module.losses(batch)["lm"].backward()
@@ -99,17 +100,20 @@ class Profiled(Callback):
     """Has torch note what a step's time is spent on, behind some first steps."""
 
     def __init__(self, *, first: int) -> None:
-        self.first, self.steps, self.began, self.wall = first, 0, 0.0, 0.0
+        self.first = first
+        self.steps = 0
+        self.start_time = 0.0
+        self.wall = 0.0
         self.profile = profile(activities=[ProfilerActivity.CPU])
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.steps += 1
         if self.steps == self.first:
             self.profile.__enter__()
-            self.began = time.perf_counter()
+            self.start_time = time.perf_counter()
 
     def on_train_end(self, *args: Any) -> None:
-        self.wall = time.perf_counter() - self.began
+        self.wall = time.perf_counter() - self.start_time
         self.profile.__exit__(None, None, None)
 
 
@@ -118,87 +122,105 @@ class Clocked(Callback):
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(FORWARD, 0.0)
-        self.inside, self.since, self.loss, self.lightning = 0, 0.0, 0.0, {}
+        self.loss = 0.0
+        self.lightning: dict[str, float] = {}
+        self.depth = 0  # parts whose forward pass is under way, one inside the other
+        self.last_time = 0.0  # when the outermost of them began, or the last one ended
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         for name, part in module.model.named_modules():
-            phase = next(
-                (forward_part for forward_part, names in FORWARD.items() if name.split(".")[-1] in names),
-                None,
+            phase = find_phase(name.split(".")[-1])
+            # A list of blocks, and what has one, are called like parts.
+            holds_blocks = isinstance(part, torch.nn.ModuleList) or any(
+                isinstance(child, torch.nn.ModuleList) for child in part.children()
             )
-            blocks = isinstance(part, torch.nn.ModuleList)  # they, and what has them, are called like parts
-            blocks |= any(isinstance(child, torch.nn.ModuleList) for child in part.children())
-            if phase is not None and not blocks:
+            if phase is not None and not holds_blocks:
                 part.register_forward_pre_hook(self.enter)
                 part.register_forward_hook(partial(self.leave, phase))
 
     def enter(self, *hook_arguments: Any) -> None:
-        if not self.inside:
-            self.since = time.perf_counter()
-        self.inside += 1
+        if self.depth == 0:
+            self.last_time = time.perf_counter()
+        self.depth += 1
 
     def leave(self, phase: str, *hook_arguments: Any) -> None:
-        self.inside -= 1
-        if not self.inside:
+        self.depth -= 1
+        if self.depth == 0:
             current_time = time.perf_counter()
-            self.seconds[phase] += current_time - self.since
-            self.since = current_time
+            self.seconds[phase] += current_time - self.last_time
+            self.last_time = current_time
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        self.loss += time.perf_counter() - self.since  # the head was the last part
+        self.loss += time.perf_counter() - self.last_time  # the head was the last part
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        durations = trainer.profiler.recorded_durations
         for phase, key in LIGHTNING.items():
             self.lightning[phase] = sum(
-                sum(seconds) for name, seconds in durations.items() if name.endswith(key)
+                sum(durations)
+                for name, durations in trainer.profiler.recorded_durations.items()
+                if name.endswith(key)
             )
 
 
-def phases(course: Course, *overrides: str) -> dict[str, float]:
+def find_phase(name: str) -> str | None:
+    """The phase of the forward pass that a part with this name is."""
+    for phase, names in FORWARD.items():
+        if name in names:
+            return phase
+    return None
+
+
+def measure_phases(course: Course, *overrides: str) -> dict[str, float]:
     """The share of each phase in the time of cpt's steps, by the clock; `logging, loop` is what Lightning
     spends between them."""
-    workload, clock = course.ground("+trainer.profiler=simple", *overrides), Clocked()
+    workload = course.build_workload("+trainer.profiler=simple", *overrides)
+    clock = Clocked()
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[clock])
-    data, forward, backward, stepping, total_seconds = (clock.lightning[name] for name in LIGHTNING)
-    seconds = {"data": data, **clock.seconds, "loss": clock.loss}
-    seconds["rest of the forward pass"] = forward - sum(clock.seconds.values()) - clock.loss
-    seconds |= {"backward": backward, "optimizer, clipping": stepping - forward - backward}
-    seconds["logging, loop"] = total_seconds - data - stepping
-    return {phase: phase_seconds / total_seconds for phase, phase_seconds in seconds.items()}
+    times = clock.lightning
+    phase_seconds = {
+        "data": times["data"],
+        **clock.seconds,
+        "loss": clock.loss,
+        "rest of the forward pass": times["forward"] - sum(clock.seconds.values()) - clock.loss,
+        "backward": times["backward"],
+        "optimizer, clipping": times["optimizer"] - times["forward"] - times["backward"],
+        "logging, loop": times["all"] - times["data"] - times["optimizer"],
+    }
+    return {phase: seconds / times["all"] for phase, seconds in phase_seconds.items()}
 
 
-def kinds(course: Course, *overrides: str) -> dict[str, float]:
+def measure_kinds(course: Course, *overrides: str) -> dict[str, float]:
     """The share of each kind of operation in the time of cpt's steps; what no operation of torch takes is
     Python's."""
-    workload, profiled = course.ground(*overrides), Profiled(first=5)
+    workload = course.build_workload(*overrides)
+    profiled = Profiled(first=5)
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[profiled])
-    seconds = dict.fromkeys([*OPERATIONS, REST], 0.0)
+    kind_seconds = dict.fromkeys([*OPERATIONS, REST], 0.0)
     for event in profiled.profile.key_averages():
-        name = event.key
-        if not name.startswith(("aten::", "enumerate(")):
-            continue
-        kind = next(
-            (
-                operation_kind
-                for operation_kind, keys in OPERATIONS.items()
-                if any(key in name for key in keys)
-            ),
-            REST,
-        )
-        seconds[kind] += event.self_cpu_time_total / 1e6
-    seconds["Python, Lightning"] = max(0.0, profiled.wall - sum(seconds.values()))
-    return {kind: kind_seconds / profiled.wall for kind, kind_seconds in seconds.items()}
+        if event.key.startswith(("aten::", "enumerate(")):
+            kind_seconds[classify_operation(event.key)] += event.self_cpu_time_total / 1e6
+    kind_seconds["Python, Lightning"] = max(0.0, profiled.wall - sum(kind_seconds.values()))
+    return {kind: seconds / profiled.wall for kind, seconds in kind_seconds.items()}
 
 
-def shown(results: Mapping[str, Any]) -> str:
+def classify_operation(name: str) -> str:
+    """The kind of an operation of torch: the first that fits."""
+    for kind, keys in OPERATIONS.items():
+        if any(key in name for key in keys):
+            return kind
+    return REST
+
+
+def format_results(results: Mapping[str, Any]) -> str:
     lines = [f"a step: {results['operations'] / 1e9:.1f} G operations"]
     lines.append(f"memory is copied at {results['bandwidth'] / 1e9:.1f} GB/s")
-    lines += [f"matrix products, {name}: {each / 1e9:.0f} G/s" for name, each in results["peak"].items()]
-    lines += [
-        f"{name:26}{each['seconds'] * 1e3:8.1f} ms {each['share']:6.1%} of the limit in {each['precision']}"
-        for name, each in results["subjects"].items()
-    ]
+    for name, peak in results["peak"].items():
+        lines.append(f"matrix products, {name}: {peak / 1e9:.0f} G/s")
+    for name, figures in results["subjects"].items():
+        lines.append(
+            f"{name:26}{figures['seconds'] * 1e3:8.1f} ms "
+            f"{figures['share']:6.1%} of the limit in {figures['precision']}"
+        )
     for split in ("phases", "operations_by_kind"):
         for precision, shares in results[split].items():
             lines.append(
@@ -207,8 +229,8 @@ def shown(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def options() -> argparse.Namespace:
-    parser = arguments(__doc__.split("\n\n")[0])
+def parse_options() -> argparse.Namespace:
+    parser = make_parser(__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=3, help="timed steps per chunk")
     parser.add_argument("--repeats", type=int, default=7, help="chunks per subject")
     parser.add_argument("--length", type=int, default=128, help="tokens per sample")
@@ -218,36 +240,47 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    chosen = options()
-    prepare(chosen.threads)
-    shared = {name: getattr(chosen, name) for name in ("cache", "threads", "batch", "length", "shape")}
-    course = Course(**shared, rounds=chosen.repeats, chunk=chosen.steps, fused=True, equal=False)
-    count = operations(course)
+    options = parse_options()
+    prepare(options.threads)
+    course = Course(
+        threads=options.threads,
+        rounds=options.repeats,
+        chunk=options.steps,
+        cache=options.cache,
+        batch=options.batch,
+        length=options.length,
+        fused=True,
+        equal=False,
+        shape=options.shape,
+    )
+    num_operations = count_operations(course)
     subjects = {name: partial(SUBJECTS[name], course) for name in (*CPT, "bare", "hf")}
-    run = played(subjects, course, patience=chosen.patience)
-    wall = times(run["chunks"], list(range(chosen.repeats)), "wall")
-    torch.set_num_threads(chosen.threads)
-    peaks = {name: peak_of(dtype) for name, dtype in DTYPES.items()}
-    seconds = {name: statistics.median(each) / chosen.steps for name, each in wall.items()}
+    run = play_rounds(subjects, course, patience=options.patience)
+    wall = collect_times(run["chunks"], list(range(options.repeats)), "wall")
+
+    torch.set_num_threads(options.threads)
+    peaks = {name: measure_peak(dtype) for name, dtype in DTYPES.items()}
+    figures = {}
+    for name, durations in wall.items():
+        seconds = statistics.median(durations) / options.steps
+        precision = IN.get(name, "32-true")
+        figures[name] = {
+            "seconds": seconds,
+            "precision": precision,
+            "share": num_operations / seconds / peaks[precision],
+        }
     results = {
-        "options": {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")},
-        "operations": count,
-        "bandwidth": bandwidth(),
+        "options": {name: value for name, value in vars(options).items() if name not in ("cache", "out")},
+        "operations": num_operations,
+        "bandwidth": measure_bandwidth(),
         "peak": peaks,
-        "subjects": {
-            name: {
-                "seconds": each,
-                "precision": IN.get(name, "32-true"),
-                "share": count / each / peaks[IN.get(name, "32-true")],
-            }
-            for name, each in seconds.items()
-        },
-        "phases": {name: phases(course, *overrides) for name, overrides in WAYS.items()},
-        "operations_by_kind": {name: kinds(course, *overrides) for name, overrides in WAYS.items()},
+        "subjects": figures,
+        "phases": {name: measure_phases(course, *overrides) for name, overrides in WAYS.items()},
+        "operations_by_kind": {name: measure_kinds(course, *overrides) for name, overrides in WAYS.items()},
         "load": run["load"],
     }
-    print(shown(results))
-    save("limit", results, out=chosen.out)
+    print(format_results(results))
+    save("limit", results, out=options.out)
 
 
 if __name__ == "__main__":

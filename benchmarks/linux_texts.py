@@ -63,10 +63,16 @@ def split_documents(documents: Iterable[dict[str, Any]]) -> dict[str, list[dict[
     for document in documents:
         first, _, body = document["text"].partition("\n")
         digest = key("linux_texts", (body or first).strip().partition("\n")[0])
-        if digest not in digests:
-            digests.add(digest)
-            share = digest % 100
-            split["test" if share < 5 else "valid" if share < 10 else "train"].append(document)
+        if digest in digests:
+            continue
+        digests.add(digest)
+        share = digest % 100
+        if share < 5:
+            split["test"].append(document)
+        elif share < 10:
+            split["valid"].append(document)
+        else:
+            split["train"].append(document)
     return split
 
 

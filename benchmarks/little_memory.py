@@ -64,50 +64,57 @@ def kill_largest(pids: list[int]) -> None:
         runs.kill(max(pids, key=resident))
 
 
-def is_told(words: str) -> bool:
+def is_memory_named(words: str) -> bool:
     line = runs.one_line(words)
     return line is not None and MEMORY.search(line) is not None
 
 
-def of_a_run(folder: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+def try_limited_run(folder: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
     """A run in which an allocation fails, or none does."""
-    overrides, run = [f"method={runs.shuffled(runs.METHODS, number)}", *runs.GIVEN], home / "run"
-    expected, (max_room, limit, field) = runs.whole(folder, overrides), LIMITS[kind]
-    arguments, script, room = (
-        runs.command(folder, run, *overrides),
-        home / "limited.py",
-        draw.randint(0, max_room),
-    )
+    overrides = [f"method={runs.shuffled(runs.METHODS, number)}", *runs.GIVEN]
+    run = home / "run"
+    expected = runs.whole(folder, overrides)
+    arguments = runs.command(folder, run, *overrides)
+
+    max_room, limit, field = LIMITS[kind]
+    room = draw.randint(0, max_room)
+    script = home / "limited.py"
     script.write_text(LIMITED.format(root=str(ROOT), room=room, limit=limit, field=field))
     process = runs.begin(arguments, run, script=script)
     wait_for(lambda: not process.is_alive() or OWN_WORDS.search(runs.said(run)))
-    code, words = wait_for_exit(process, seconds=OWN_S), runs.said(run)
+    code = wait_for_exit(process, seconds=OWN_S)
+
+    words = runs.said(run)
     has_own_words = OWN_WORDS.search(words) is not None
-    result = {
+    rerun = runs.again(arguments, run, expected)
+    is_expected_end = code == 0 or (code == 1 and is_memory_named(words)) or (code != 0 and has_own_words)
+    return {
         "method": overrides[0],
         "room_mib": room,
         "code": code,
         "own_words": has_own_words,
         "line": runs.one_line(words),
+        **rerun,
+        "fine": is_expected_end and rerun["same"],
+        "last": words,
     }
-    result |= runs.again(arguments, run, expected)
-    is_expected_end = code == 0 or (code == 1 and is_told(words)) or (code != 0 and has_own_words)
-    return result | {"fine": is_expected_end and result["same"], "last": words}
 
 
-def of_tokenization(folder: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+def try_killed_tokenization(
+    folder: Path, home: Path, number: int, draw: random.Random, kind: str
+) -> dict[str, Any]:
     """The largest of the processes that tokenize is killed."""
     for seed, (name, words) in enumerate(VOCABULARIES.items()):
         path = folder / "long" / name / "all.txt"
         if not path.exists():
             path.parent.mkdir(parents=True)
             path.write_text("\n".join(sentences(words, count=30_000, seed=seed)) + "\n")
-    run, script = home / "run", home / "several.py"
+
+    run = home / "run"
     overrides = [*runs.GIVEN, "data.preprocessing_num_workers=2", f"domains.root={folder / 'long'}"]
-    expected, arguments = (
-        runs.whole(folder, overrides),
-        runs.command(folder, run, *overrides, cache=home / "cache"),
-    )
+    expected = runs.whole(folder, overrides)
+    arguments = runs.command(folder, run, *overrides, cache=home / "cache")
+    script = home / "several.py"
     script.write_text(SMALL_SHARDS)
     process = runs.begin(arguments, run, script=script)
 
@@ -116,47 +123,69 @@ def of_tokenization(folder: Path, home: Path, number: int, draw: random.Random, 
 
     wait_for(lambda: workers() or not process.is_alive())
     process.join(draw.uniform(0, 1))
-    members, worker_pids = runs.family(process.pid), workers()
+    members = runs.family(process.pid)
+    worker_pids = workers()
     kill_largest(worker_pids)
     code = wait_for_exit(process, seconds=runs.HANGS_S)
-    words, have_ended = runs.said(run), runs.have_left(members)
-    result = {"workers": len(worker_pids), "code": code, "gone": have_ended, "line": runs.one_line(words)}
-    result |= runs.again(arguments, run, expected)
-    is_expected_end = code == 0 or (code == 1 and is_told(words))
-    return result | {
-        "fine": bool(is_expected_end and have_ended and result["same"] and worker_pids),
+
+    words = runs.said(run)
+    have_ended = runs.have_left(members)
+    rerun = runs.again(arguments, run, expected)
+    is_expected_end = code == 0 or (code == 1 and is_memory_named(words))
+    return {
+        "workers": len(worker_pids),
+        "code": code,
+        "gone": have_ended,
+        "line": runs.one_line(words),
+        **rerun,
+        "fine": bool(is_expected_end and have_ended and rerun["same"] and worker_pids),
         "last": words,
     }
 
 
-def of_a_sweep(folder: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
+def try_killed_sweep(folder: Path, home: Path, number: int, draw: random.Random, kind: str) -> dict[str, Any]:
     """The largest job of a sweep is killed: the sweep says so, and fails."""
     methods = sorted({runs.shuffled(runs.METHODS, number + turn) for turn in (0, 5)})
-    arguments, log = runs.sweep_of(folder, home, methods), home / "log"
+    arguments = runs.sweep_of(folder, home, methods)
+    log = home / "log"
     process = start_script(ROOT / "run.py", *arguments, cwd=home, log=log)
     wait_for(lambda: len(runs.family(process.pid)) > 1 or not process.is_alive())
     process.join(draw.uniform(0.5, 8))
     jobs = runs.family(process.pid)[1:]
     kill_largest(jobs)
-    code, have_ended = wait_for_exit(process), runs.have_left(jobs)
+    code = wait_for_exit(process)
+    have_ended = runs.have_left(jobs)
     words = log.read_text(errors="replace")
+
     rerun_code = wait_for_exit(start_script(ROOT / "run.py", *arguments, cwd=home, log=log))
-    result = {"methods": methods, "jobs": len(jobs), "code": code, "gone": have_ended, "then": rerun_code}
-    result["unlike"] = runs.unlike(folder, home, methods)
+    unlike = runs.unlike(folder, home, methods)
     is_failed = (code == 1 and "memory" in words) or not jobs
-    return result | {
-        "fine": is_failed and have_ended and rerun_code == 0 and not result["unlike"],
+    return {
+        "methods": methods,
+        "jobs": len(jobs),
+        "code": code,
+        "gone": have_ended,
+        "then": rerun_code,
+        "unlike": unlike,
+        "fine": is_failed and have_ended and rerun_code == 0 and not unlike,
         "last": words,
     }
 
 
-def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    kind, home = KINDS[number % len(KINDS)], folder / f"memory-{number}"
+def run_trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    """A trial of the kind whose turn it is; the process's last words are kept where it is not fine."""
+    kind = KINDS[number % len(KINDS)]
+    home = folder / f"memory-{number}"
     home.mkdir()
-    of = {"tokenising": of_tokenization, "sweep": of_a_sweep}.get(kind, of_a_run)
-    result = {"kind": kind} | of(folder, home, number, draw, kind)
+    if kind == "tokenising":
+        result = try_killed_tokenization(folder, home, number, draw, kind)
+    elif kind == "sweep":
+        result = try_killed_sweep(folder, home, number, draw, kind)
+    else:
+        result = try_limited_run(folder, home, number, draw, kind)
     shutil.rmtree(home)
-    return result | {"last": "" if result["fine"] else result["last"][-1500:]}
+    last_words = "" if result["fine"] else result["last"][-1500:]
+    return {"kind": kind, **result, "last": last_words}
 
 
 def main() -> int:
@@ -165,19 +194,30 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "memory.json")
-    options, results, start_time = parser.parse_args(), [], time.monotonic()
+    options = parser.parse_args()
+    results = []
+    start_time = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         numbers = range(options.first, options.first + options.trials)
-        for result in run_trials(trial, Path(folder), numbers, seed=options.seed):
+        for result in run_trials(run_trial, Path(folder), numbers, seed=options.seed):
             results.append(result)
             print(json.dumps(result), flush=True)
-        fine, seconds = sum(result["fine"] for result in results), round(time.monotonic() - start_time)
-        report = {"campaign": "memory", "asked": options.trials, "seed": options.seed, "made": len(results)}
-        report |= {"fine": fine, "seconds": seconds, "trials": results}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1).replace(f"{folder}/", "") + "\n")
-    print(f"memory: {fine} of {len(results)} fine, {seconds} s")
-    return int(fine < len(results))
+
+    num_fine = sum(result["fine"] for result in results)
+    seconds = round(time.monotonic() - start_time)
+    report = {
+        "campaign": "memory",
+        "asked": options.trials,
+        "seed": options.seed,
+        "made": len(results),
+        "fine": num_fine,
+        "seconds": seconds,
+        "trials": results,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1).replace(f"{folder}/", "") + "\n")
+    print(f"memory: {num_fine} of {len(results)} fine, {seconds} s")
+    return int(num_fine < len(results))
 
 
 if __name__ == "__main__":

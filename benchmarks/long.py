@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from flat import FEW, Sight, compare_ends, watch  # noqa: E402
+from flat import FEW, Sight, compare_ends, observe_run  # noqa: E402
 
 from tests.campaigns.frame import RESULTS  # noqa: E402
 from tests.conftest import SMALL, VOCABULARIES, sentences  # noqa: E402
@@ -43,17 +43,22 @@ def mean_costs(sights: list[Sight]) -> dict[str, float]:
     """Seconds of the processor by domain, a mean over the early and the late half of the domains; the first
     ten and the last, which the whole matrix is scored after, left out."""
     counted_sights = [sight for sight in sights if FEW < sight.row < sights[-1].row]
-    first, middle, last = counted_sights[0], counted_sights[len(counted_sights) // 2], counted_sights[-1]
-    pairs = ((first, middle), (middle, last))
-    early, late = ((end.processor - begin.processor) / max(1, end.row - begin.row) for begin, end in pairs)
+    middle = counted_sights[len(counted_sights) // 2]
+    early = mean_cost(counted_sights[0], middle)
+    late = mean_cost(middle, counted_sights[-1])
     return {"early": early, "late": late, "ratio": late / early}
+
+
+def mean_cost(start: Sight, end: Sight) -> float:
+    """Seconds of the processor by domain between two sights."""
+    return (end.processor - start.processor) / max(1, end.row - start.row)
 
 
 def measure(folder: Path, method: str, domains: int) -> dict[str, Any]:
     """A run of one method."""
     write_domains(folder / "texts", domains)
     paths = [f"domains.root={folder / 'texts'}", f"cache_dir={folder / 'cache'}"]
-    sights = watch(folder / "run", [*paths, *SMALL, *GIVEN, f"method={method}"])
+    sights = observe_run(folder / "run", [*paths, *SMALL, *GIVEN, f"method={method}"])
     ends = compare_ends(sights) | {"mean": mean_costs(sights)}
     twentieth = min(sights, key=lambda sight: abs(sight.row - 2 * FEW))
     disk = (sights[-1].disk - twentieth.disk) / max(1, sights[-1].row - twentieth.row)
@@ -70,12 +75,13 @@ def main() -> int:
     results = []
     for method in options.methods:
         with tempfile.TemporaryDirectory() as folder:
-            results.append(measure(Path(folder), method, options.domains))
-        for name, each in results[-1]["ends"].items():
-            print(f"{method:10}{name:10}{each['early']:>16,.3f}{each['late']:>16,.3f}{each['ratio']:>8.3f}")
+            result = measure(Path(folder), method, options.domains)
+        results.append(result)
+        for name, end in result["ends"].items():
+            print(f"{method:10}{name:10}{end['early']:>16,.3f}{end['late']:>16,.3f}{end['ratio']:>8.3f}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"campaign": "long", "runs": results}, indent=1) + "\n")
-    return 0 if all(each["flat"] for each in results) else 1
+    return 0 if all(result["flat"] for result in results) else 1
 
 
 if __name__ == "__main__":

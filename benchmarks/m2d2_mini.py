@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import claims
 import numpy as np
@@ -44,9 +45,11 @@ class Studied:
 
     def losses(self, order: str, row: str) -> Losses:
         """Loss on each domain of the base, just after it was learned (`own`), or of the last model."""
-        return {
-            (name, run.pair[1]): loss for run in self.runs(order) for name, loss in losses(run, row).items()
-        }
+        by_domain_and_seed = {}
+        for run in self.runs(order):
+            for name, loss in losses(run, row).items():
+                by_domain_and_seed[name, run.pair[1]] = loss
+        return by_domain_and_seed
 
 
 def order_of(run: MeasuredRun) -> tuple[str, ...]:
@@ -55,7 +58,7 @@ def order_of(run: MeasuredRun) -> tuple[str, ...]:
 
 def find_similar(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """The order that most runs have: a random one is one seed's alone."""
-    ((similar, _),) = Counter(orders).most_common(1)
+    similar, _ = Counter(orders).most_common(1)[0]
     return similar
 
 
@@ -76,8 +79,14 @@ def losses(run: MeasuredRun, row: str) -> dict[str, float]:
 
 def main() -> None:
     options = study.read_arguments("m2d2_mini", str(__doc__))
-    sweeps = [[*EVERY, *sweep] for sweep in SWEEPS]
-    study.make_study(*(options, "m2d2_mini", sweeps), page="m2d2", parts=parts, name_orders=name_orders)
+    study.make_study(
+        options,
+        "m2d2_mini",
+        [[*EVERY, *sweep] for sweep in SWEEPS],
+        page="m2d2",
+        parts=parts,
+        name_orders=name_orders,
+    )
 
 
 def parts(section: RunSection) -> Iterator[str]:
@@ -104,7 +113,8 @@ def tabulate_findings(groups: Mapping[str, Studied]) -> Block:
 
     Fields of one run share its weights and are no independent pairs. The unit is therefore a run, with the
     mean over its fields; of so few runs there is no test, but the range."""
-    ncl, individual = groups["ncl"], groups["one"]
+    ncl = groups["ncl"]
+    individual = groups["one"]
     cells = [
         tabulate_finding(
             "sequential training beats individual training on each domain (CPT below FT)",
@@ -149,8 +159,8 @@ def tabulate_finding(
     agreeing = sum(difference * direction > 0 for difference in differences)
     return [
         text,
-        claims.nats(float(np.mean(differences))),
-        f"{claims.nats(min(differences))}, {claims.nats(max(differences))}",
+        claims.format_nats(float(np.mean(differences))),
+        f"{claims.format_nats(min(differences))}, {claims.format_nats(max(differences))}",
         f"{agreeing} of {len(differences)}",
     ]
 
@@ -183,7 +193,8 @@ def forgotten_by_half(runs: Sequence[MeasuredRun]) -> tuple[dict[Hashable, float
     second_half: dict[Hashable, float] = {}
     first_half: dict[Hashable, float] = {}
     for run in runs:
-        scores, just_learned = run.scores, list(run.scores.diagonal.values())
+        scores = run.scores
+        just_learned = list(scores.diagonal.values())
         forgetting = []
         for row in range(2, len(scores.rows) - 1):
             losses_before = scores.matrix[row, : row - 1]
@@ -200,9 +211,12 @@ def tabulate_levels(groups: Mapping[str, Studied]) -> Block:
     """The mean over seeds and domains of each metric."""
     cells = []
     for (name, studied), order in product(groups.items(), ORDERS):
-        if runs := studied.runs(order):
-            metrics = [[run.scores.metrics.get(metric) for run in runs] for metric in SHOWN]
-            cells.append([name, order, *map(show_metric, metrics)])
+        runs = studied.runs(order)
+        if runs:
+            row = [name, order]
+            for metric in SHOWN:
+                row.append(show_metric([run.scores.metrics.get(metric) for run in runs]))
+            cells.append(row)
     head = ["method", "order", "just trained", "final", "forgetting", "general text"]
     return Block(title="Losses in nats: mean over domains", head=head, cells=cells, num_word_columns=2)
 
@@ -227,28 +241,32 @@ def tabulate_orders(groups: Mapping[str, Studied]) -> Block:
 
 
 def draw_places(groups: Mapping[str, Studied]) -> bytes:
-    """How much of each domain is forgotten at the end, by its place in the order."""
-    drawn = make_figure((11, 4.2))
-    for axes, order in zip(drawn.subplots(1, 2, sharey=True), ORDERS, strict=True):
+    """How much of each domain is forgotten at the end, by its position in the order."""
+    figure = make_figure((11, 4.2))
+    handles: dict[str, Any] = {}
+    for axes, order in zip(figure.subplots(1, 2, sharey=True), ORDERS, strict=True):
         for number, (name, studied) in enumerate(groups.items()):
             runs = [] if studied.group.trains_from_base else studied.runs(order)
-            if runs:
-                lost = np.mean([list(forgotten(run).values()) for run in runs], axis=0)
-                line = np.convolve(lost, np.ones(SMOOTHED) / SMOOTHED, mode="valid")
-                axes.plot(np.arange(len(line)) + SMOOTHED // 2 + 1, line, label=literal(name, width=30),
-                          color=series_style(number).colour,
-                          linestyle=series_style(number).dashes)  # fmt: skip
+            if not runs:
+                continue
+            lost = np.mean([list(forgotten(run).values()) for run in runs], axis=0)
+            moving_mean = np.convolve(lost, np.ones(SMOOTHED) / SMOOTHED, mode="valid")
+            axes.plot(
+                np.arange(len(moving_mean)) + SMOOTHED // 2 + 1,
+                moving_mean,
+                label=literal(name, width=30),
+                color=series_style(number).colour,
+                linestyle=series_style(number).dashes,
+            )
         axes.axhline(0, color="0.6", linewidth=0.8)
         axes.set(title=f"{order} order", xlabel=f"position in the order (moving mean of {SMOOTHED})")
-    axes.figure.axes[0].set_ylabel("final forgetting, nats")
-    handles = {
-        name: line
-        for panel in drawn.axes
-        for line, name in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
+        lines, labels = axes.get_legend_handles_labels()
+        handles.update(zip(labels, lines, strict=True))
+
+    figure.axes[0].set_ylabel("final forgetting, nats")
     axes.legend(handles.values(), handles, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     means = "; ".join(f"{name}: {np.mean(mean_lost(studied)):+.3f} nats" for name, studied in groups.items())
-    return make_png(drawn, description=f"Final forgetting by position in the order. Means: {means}")
+    return make_png(figure, description=f"Final forgetting by position in the order. Means: {means}")
 
 
 def forgotten(run: MeasuredRun) -> dict[str, float]:
@@ -258,7 +276,11 @@ def forgotten(run: MeasuredRun) -> dict[str, float]:
 
 
 def mean_lost(studied: Studied) -> list[float]:
-    return [value for run in studied.group.runs for value in forgotten(run).values()]
+    """What each run has lost on each of its domains."""
+    lost: list[float] = []
+    for run in studied.group.runs:
+        lost.extend(forgotten(run).values())
+    return lost
 
 
 if __name__ == "__main__":

@@ -20,8 +20,13 @@ from measuring import ROOT, save
 SIZES: dict[str, dict[str, Any]] = {  # of the published configurations, with their rows of the embedding
     "roberta": {
         "model_type": "roberta",
-        **{"vocab_size": 50265, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
-        **{"num_attention_heads": 12, "max_position_embeddings": 514, "type_vocab_size": 1},
+        "vocab_size": 50265,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
     },
     "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
     "gpt2_medium": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 1024, "n_layer": 24, "n_head": 16},
@@ -47,7 +52,7 @@ NOT = ("none",)  # nothing is learned
 ROW = "{:10}{:14}{:>12}{:>12}{:>9}  {}"
 
 
-def methods() -> list[str]:
+def list_methods() -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml") if path.stem not in NOT)
 
 
@@ -64,7 +69,8 @@ def make_model(size: str, cache: Path, **changes: int) -> Path:
         text = [path.read_text(encoding="utf-8") for path in (ROOT / "cpt").rglob("*.py")]
         objective = OBJECTIVES[size]
         learned = loading.train_tokenizer(iter([text]), vocabulary=ENTRIES, objective=objective)
-        config = loading.AutoConfig.for_model(**SIZES[size] | changes)
+        settings = SIZES[size] | changes
+        config = loading.AutoConfig.for_model(**settings)
         loading.AUTO_MODELS[objective].from_config(config).save_pretrained(folder)
         learned.save_pretrained(folder)
 
@@ -72,20 +78,26 @@ def make_model(size: str, cache: Path, **changes: int) -> Path:
     return make_once(cache / "models" / name, make=make)
 
 
-def measure(method: str, size: str, *, chosen: argparse.Namespace) -> dict[str, Any]:
+def measure(method: str, size: str, *, options: argparse.Namespace) -> dict[str, Any]:
     """Bytes that a run was said to need, and needed."""
+    model = options.model or make_model(size, Path(options.cache))
+    overrides = [
+        f"model={CHOICES.get(size, 'hf')}",
+        f"model.name_or_path={model}",
+        *ALWAYS,
+        f"method={method}",
+        f"trainer.steps={options.steps}",
+        f"cache_dir={options.cache}",
+        *options.config,
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        model = chosen.model or make_model(size, Path(chosen.cache))
-        overrides = [
-            *(f"model={CHOICES.get(size, 'hf')}", f"model.name_or_path={model}"),
-            *(*ALWAYS, f"method={method}", f"trainer.steps={chosen.steps}", f"cache_dir={chosen.cache}"),
-            *chosen.config,
-        ]
         run = Path(folder) / "run"
-        plan = json.loads(start(overrides, run, "plan=json", threads=chosen.threads))
-        start(overrides, run, threads=chosen.threads)
+        plan = json.loads(run_command(overrides, run, "plan=json", threads=options.threads))
+        run_command(overrides, run, threads=options.threads)
         scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
-    needed_bytes, planned_memory = max(scores["memory"]), plan["memory"]["last"]
+
+    needed_bytes = max(scores["memory"])
+    planned_memory = plan["memory"]["last"]
     return {
         "said": planned_memory["peak"],
         "needed": needed_bytes,
@@ -97,7 +109,7 @@ def measure(method: str, size: str, *, chosen: argparse.Namespace) -> dict[str, 
     }
 
 
-def start(overrides: list[str], folder: Path, *extra_overrides: str, threads: int) -> str:
+def run_command(overrides: list[str], folder: Path, *extra_overrides: str, threads: int) -> str:
     """The output of a run in a process of its own; raises CalledProcessError where it fails."""
     command = [sys.executable, str(ROOT / "run.py"), *overrides, *extra_overrides, f"hydra.run.dir={folder}"]
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -107,19 +119,19 @@ def start(overrides: list[str], folder: Path, *extra_overrides: str, threads: in
     return process.stdout
 
 
-def line(size: str, method: str, figures: dict[str, Any]) -> str:
+def format_line(size: str, method: str, figures: dict[str, Any]) -> str:
     mib = [f"{figures[name] / 2**20:,.0f}" for name in ("said", "needed")]
-    return ROW.format(size, method, *mib, f"{figures['ratio']:.3f}", verdict(figures["ratio"]))
+    return ROW.format(size, method, *mib, f"{figures['ratio']:.3f}", judge_ratio(figures["ratio"]))
 
 
-def verdict(ratio: float) -> str:
+def judge_ratio(ratio: float) -> str:
     return "" if abs(ratio - 1) <= 0.15 else "off by more than 15 %"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "cpt-benchmarks"
-    parser.add_argument("--methods", nargs="+", choices=methods(), default=methods())
+    parser.add_argument("--methods", nargs="+", choices=list_methods(), default=list_methods())
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=USUAL)
     parser.add_argument(
         "--model", type=Path, help="a checkpoint instead of --sizes; without a head, it has a random one"
@@ -129,25 +141,25 @@ def main() -> None:
     parser.add_argument("--cache", default=str(cache), help="folder of the tokenised text and the model")
     parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all runs")
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
-    chosen = parser.parse_args()
-    if chosen.model is not None:
-        chosen.sizes = [chosen.model.name]
-        chosen.config = ["model.pretraining.head_steps=0", *chosen.config]
+    options = parser.parse_args()
+    if options.model is not None:
+        options.sizes = [options.model.name]
+        options.config = ["model.pretraining.head_steps=0", *options.config]
     print(ROW.format("size", "method", "said, MiB", "needed, MiB", "ratio", ""))
-    settings = {k: value for k, value in vars(chosen).items() if k not in ("cache", "out", "model")}
-    settings["model"] = chosen.model and Path(chosen.model).name
+    settings = {k: value for k, value in vars(options).items() if k not in ("cache", "out", "model")}
+    settings["model"] = options.model and Path(options.model).name
     figures: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
-    for size, method in itertools.product(chosen.sizes, chosen.methods):
+    for size, method in itertools.product(options.sizes, options.methods):
         try:
-            results = measure(method, size, chosen=chosen)
+            results = measure(method, size, options=options)
         except SystemExit as error:
             failed[f"{size} {method}"] = str(error)
             print(f"{size} {method} failed: {error}", flush=True)
         else:
             figures.setdefault(size, {})[method] = results
-            print(line(size, method, results), flush=True)
-        save("memory", {"options": settings, "subjects": figures, "failed": failed}, out=chosen.out)
+            print(format_line(size, method, results), flush=True)
+        save("memory", {"options": settings, "subjects": figures, "failed": failed}, out=options.out)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -15,10 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground import Ground, accelerator, arguments, ground, labels_for
+from ground import Workload, build_workload, format_accelerator, make_labels, make_parser
 from lightning.pytorch.callbacks import Callback
-from measuring import ROOT, paired, save
-from stage import Beat, Chunks, Rhythm, Subject, joined, played, prepare, times, undisturbed
+from measuring import ROOT, compare_times, save
+from stage import (
+    Beat,
+    Chunks,
+    Rhythm,
+    Subject,
+    collect_times,
+    join_casts,
+    play_rounds,
+    prepare,
+    select_quiet_rounds,
+)
 from subjects import Pulse, fit
 from variants import DENSE, TARGETS, VARIANTS
 
@@ -51,9 +61,14 @@ class Sequel(Rhythm):
     shape: tuple[str, ...]
     model: str = "roberta"  # of ground.SHAPES
 
-    def ground(self, overrides: list[str]) -> Ground:
-        all_overrides = (accelerator(self.device), f"trainer.steps={self.steps}", *self.shape, *overrides)
-        return ground(self.cache, *all_overrides, shape=self.model)
+    def build_workload(self, overrides: list[str]) -> Workload:
+        all_overrides = (
+            format_accelerator(self.device),
+            f"trainer.steps={self.steps}",
+            *self.shape,
+            *overrides,
+        )
+        return build_workload(self.cache, *all_overrides, shape=self.model)
 
 
 class StepMemory(Callback):
@@ -64,16 +79,16 @@ class StepMemory(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
         if number == 0:
-            self.before = peak()
+            self.before = read_peak_memory()
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.peak = peak()
+        self.peak = read_peak_memory()
 
 
-def perform(beat: Beat, *, course: Sequel, overrides: list[str], dense: bool) -> dict[str, Any]:
+def measure_method(beat: Beat, *, course: Sequel, overrides: list[str], dense: bool) -> dict[str, Any]:
     """The part of one subject; gives what its method keeps and needs."""
-    workload = course.ground(overrides)
+    workload = course.build_workload(overrides)
     if dense:
         workload.module.losses = partial(dense_losses, workload.module)
     first, second = workload.data
@@ -81,18 +96,18 @@ def perform(beat: Beat, *, course: Sequel, overrides: list[str], dense: bool) ->
     fit(workload, first, steps=course.first)
     memory = StepMemory()
     fit(workload, second, steps=course.steps, callbacks=[memory, Pulse(beat)])
-    peak_bytes = max(memory.before, memory.peak, peak())
-    return {**needs(workload.module), "peak": peak_bytes, "peak_of_steps": memory.peak}
+    peak_bytes = max(memory.before, memory.peak, read_peak_memory())
+    return {**measure_needs(workload.module), "peak": peak_bytes, "peak_of_steps": memory.peak}
 
 
 def dense_losses(module: ContinualMethod, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model's own loss, whose head is computed at every position."""
-    return {"lm": module.model(**inputs_of(batch), labels=labels_for(module, batch)).loss}
+    return {"lm": module.model(**inputs_of(batch), labels=make_labels(module, batch)).loss}
 
 
-def needs(module: ContinualMethod) -> dict[str, int]:
+def measure_needs(module: ContinualMethod) -> dict[str, int]:
     """Bytes beyond the model that are saved, and that are held; trained parameters; peak bytes on a GPU."""
-    buffers = extra(dict(module.named_buffers()))
+    buffers = size_extra_tensors(dict(module.named_buffers()))
     on_device = {"peak_device": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}
     return {
         "state": stored_bytes(module.state_dict(), own_names(module.model)),
@@ -102,35 +117,39 @@ def needs(module: ContinualMethod) -> dict[str, int]:
     }
 
 
-def extra(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
+def size_extra_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
     """Bytes of what is not the model's by where they are: what has two names is kept once."""
     return {
         tensor.data_ptr(): tensor.nbytes for name, tensor in tensors.items() if not name.startswith("model.")
     }
 
 
-def peak() -> int:
+def read_peak_memory() -> int:
     """Bytes of this process's memory at its peak."""
     # Not ru_maxrss: a process inherits that from the one which started it.
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-def subjects() -> dict[str, list[str]]:
+def list_subjects() -> dict[str, list[str]]:
     """The config of every subject by its name: each method there is, and the variants of these."""
     names = sorted(path.stem for path in (CONF / "method").glob("*.yaml") if path.stem not in EXCLUDED)
-    methods = {name: [f"method={name}"] for name in (NCL, *(name for name in names if name != NCL))}
-    return methods | {name: overrides for name, overrides in VARIANTS.items() if all(map(exists, overrides))}
+    names.remove(NCL)
+    subjects = {name: [f"method={name}"] for name in (NCL, *names)}
+    for name, overrides in VARIANTS.items():
+        if all(map(is_available, overrides)):
+            subjects[name] = overrides
+    return subjects
 
 
-def exists(override: str) -> bool:
+def is_available(override: str) -> bool:
     """Whether there is what an override chooses; true for one that chooses no file."""
     key, _, choice = override.partition("=")
     group = CONF / key.partition("@")[0]
     return not group.is_dir() or (group / f"{choice}.yaml").exists()
 
 
-def groups(names: list[str], *, together: int) -> Iterator[list[str]]:
+def divide_into_groups(names: list[str], *, together: int) -> Iterator[list[str]]:
     """The subjects in groups of at most so many and much the same size, the references in each."""
     references = [name for name in (NCL, DENSE) if name in names]
     compared_names = [name for name in names if name not in references]
@@ -138,47 +157,53 @@ def groups(names: list[str], *, together: int) -> Iterator[list[str]]:
     return ([*references, *compared_names[start::count]] for start in range(count))
 
 
-def group_figures(run: Mapping[str, Any], *, chunk: int) -> dict[str, dict[str, Any]]:
+def compute_figures(run: Mapping[str, Any], *, chunk: int) -> dict[str, dict[str, Any]]:
     """The figures of every subject of a group, of the undisturbed rounds."""
-    chunks, reports = run["chunks"], run["reports"]
-    rounds = undisturbed(chunks)
-    seconds = {
-        name: statistics.median(durations) / chunk
-        for name, durations in times(chunks, rounds, "wall").items()
-    }
-    return {
-        name: {
-            "step_s": seconds[name],
-            **ratios(chunks, rounds, name),
-            "of_all_rounds": ratios(chunks, list(range(len(run["load"]))), name),
-            "rounds": rounds,
+    chunks = run["chunks"]
+    quiet_rounds = select_quiet_rounds(chunks)
+    all_rounds = list(range(len(run["load"])))
+    wall = collect_times(chunks, quiet_rounds, "wall")
+
+    figures = {}
+    for name, report in run["reports"].items():
+        facts = {fact: value for fact, value in report.items() if fact not in ("scored", "losses")}
+        figures[name] = {
+            "step_s": statistics.median(wall[name]) / chunk,
+            **compute_ratios(chunks, quiet_rounds, name),
+            "of_all_rounds": compute_ratios(chunks, all_rounds, name),
+            "rounds": quiet_rounds,
             "scored_tokens": sum(report["scored"]),
             "mean_loss": statistics.mean(report["losses"]),
-            **{fact: value for fact, value in report.items() if fact not in ("scored", "losses")},
+            **facts,
         }
-        for name, report in reports.items()
-    }
+    return figures
 
 
-def ratios(chunks: Chunks, rounds: list[int], name: str) -> dict[str, dict[str, float]]:
+def compute_ratios(chunks: Chunks, rounds: list[int], name: str) -> dict[str, dict[str, float]]:
     """A subject's time over that of each reference, by wall and by processor time."""
-    wall, cpu = (times(chunks, rounds, kind) for kind in ("wall", "cpu"))
-    over = {"over_ncl": (wall, NCL), "over_dense": (wall, DENSE), "over_ncl_by_cpu_time": (cpu, NCL)}
-    return {
-        key: paired(subject_times[ref], subject_times[name])
-        for key, (subject_times, ref) in over.items()
-        if ref in subject_times
-    }
+    wall = collect_times(chunks, rounds, "wall")
+    cpu = collect_times(chunks, rounds, "cpu")
+    ratios = {}
+    if NCL in wall:
+        ratios["over_ncl"] = compare_times(wall[NCL], wall[name])
+    if DENSE in wall:
+        ratios["over_dense"] = compare_times(wall[DENSE], wall[name])
+    if NCL in cpu:
+        ratios["over_ncl_by_cpu_time"] = compare_times(cpu[NCL], cpu[name])
+    return ratios
 
 
-def shown(figures: Mapping[str, Mapping[str, Any]]) -> str:
+def format_table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """The table; memory in MiB."""
     lines = [ROW.format("subject", "ms/step", "over ncl", "", "target", "", *HEADINGS)]
-    return "\n".join([*lines, *(row(name, subject_figures) for name, subject_figures in figures.items())])
+    return "\n".join(
+        [*lines, *(format_row(name, subject_figures) for name, subject_figures in figures.items())]
+    )
 
 
-def row(name: str, figures: Mapping[str, Any]) -> str:
-    ratio, target = figures["over_ncl"], TARGETS.get(name)
+def format_row(name: str, figures: Mapping[str, Any]) -> str:
+    ratio = figures["over_ncl"]
+    target = TARGETS.get(name)
     mib = [f"{figures[fact] / 2**20:.2f}" for fact in ("peak", "peak_of_steps", "state", "held")]
     return ROW.format(
         name,
@@ -186,7 +211,7 @@ def row(name: str, figures: Mapping[str, Any]) -> str:
         f"{ratio['median']:.3f}",
         "[{low:.3f}, {high:.3f}]".format(**ratio),
         "" if target is None else f"{target:.2f}",
-        "" if target is None else verdict(ratio, target),
+        "" if target is None else judge_ratio(ratio, target),
         f"{figures['over_dense']['median']:.3f}" if "over_dense" in figures else "",
         figures["scored_tokens"],
         *mib,
@@ -194,15 +219,15 @@ def row(name: str, figures: Mapping[str, Any]) -> str:
     )
 
 
-def verdict(ratio: Mapping[str, float], target: float) -> str:
+def judge_ratio(ratio: Mapping[str, float], target: float) -> str:
     """What the interval says about a target: `open` where it lies on both sides of it."""
     if ratio["low"] <= target < ratio["high"]:
         return "open"
     return "met" if ratio["high"] <= target else "missed"
 
 
-def options(names: list[str]) -> argparse.Namespace:
-    parser = arguments(__doc__.split("\n\n")[0])
+def parse_options(names: list[str]) -> argparse.Namespace:
+    parser = make_parser(__doc__.split("\n\n")[0])
     parser.add_argument("--methods", nargs="+", choices=names, default=names, help="subjects beside ncl")
     parser.add_argument("--steps", type=int, default=3, help="timed steps per chunk")
     parser.add_argument("--repeats", type=int, default=10, help="chunks per subject and cast")
@@ -212,53 +237,74 @@ def options(names: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", help="a checkpoint instead of a small RoBERTa; a missing head is random")
     parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all subjects")
-    chosen = parser.parse_args()
-    if chosen.together < 3:
-        parser.error(f"--together={chosen.together}; allowed: 3 or more")
-    return chosen
+    options = parser.parse_args()
+    if options.together < 3:
+        parser.error(f"--together={options.together}; allowed: 3 or more")
+    return options
 
 
-def parts(course: Sequel, chosen: list[str]) -> dict[str, Subject]:
+def make_subjects(course: Sequel, methods: list[str]) -> dict[str, Subject]:
     """What every chosen subject's process does. Each is tried as far as its first step: an error ends the
     benchmark here, and the cache is filled."""
-    configs = {name: config for name, config in subjects().items() if name in (NCL, *chosen)}
+    configs = {name: config for name, config in list_subjects().items() if name in (NCL, *methods)}
     for overrides in configs.values():
-        course.ground(overrides)
+        course.build_workload(overrides)
     return {
-        name: partial(perform, course=course, overrides=config, dense=name == DENSE)
+        name: partial(measure_method, course=course, overrides=config, dense=name == DENSE)
         for name, config in configs.items()
     }
 
 
 def main() -> None:
-    chosen = options(list(subjects()))
-    prepare(chosen.threads)
-    shared = {name: getattr(chosen, name) for name in ("cache", "threads", "first", "device")}
+    options = parse_options(list(list_subjects()))
+    prepare(options.threads)
     checkpoint_overrides = [
         "model=hf",
-        f"model.name_or_path={chosen.model}",
+        f"model.name_or_path={options.model}",
         "model.pretraining.head_steps=0",
     ]
-    shape = (
-        (*SHAPE, *chosen.config) if chosen.model is None else (*checkpoint_overrides, *COMMON, *chosen.config)
+    if options.model is None:
+        shape = (*SHAPE, *options.config)
+    else:
+        shape = (*checkpoint_overrides, *COMMON, *options.config)
+    course = Sequel(
+        threads=options.threads,
+        rounds=options.repeats,
+        chunk=options.steps,
+        device=options.device,
+        cache=options.cache,
+        first=options.first,
+        shape=shape,
+        model="roberta" if options.model is None else "given",
     )
-    model = "roberta" if chosen.model is None else "given"
-    course = Sequel(**shared, rounds=chosen.repeats, chunk=chosen.steps, shape=shape, model=model)
-    work = parts(course, chosen.methods)
-    casts = [list(groups(list(work), together=chosen.together)) for _ in range(chosen.casts)]
-    runs = [
-        [played({name: work[name] for name in group}, course, patience=chosen.patience) for group in cast]
-        for cast in casts
-    ]
-    wholes = [joined(list(each)) for each in zip(*runs, strict=True)]
-    by_group = [group_figures(each, chunk=chosen.steps) for each in wholes]
-    figures = {name: next(each[name] for each in by_group if name in each) for name in work}
-    print(shown(figures))
-    settings = {k: value for k, value in vars(chosen).items() if k not in ("cache", "out", "model")}
-    settings["model"] = chosen.model and Path(chosen.model).name
-    raw = {"load": [each["load"] for each in wholes], "chunks": [each["chunks"] for each in wholes]}
-    results = {"options": settings, "targets": TARGETS, "subjects": figures, "by_group": by_group, **raw}
-    save("methods", results, out=chosen.out)
+    subjects = make_subjects(course, options.methods)
+
+    # All groups of a cast are played before the next cast, as ratios drift with time.
+    groups = list(divide_into_groups(list(subjects), together=options.together))
+    casts_by_group: list[list[dict[str, Any]]] = [[] for _ in groups]
+    for _ in range(options.casts):
+        for group, casts in zip(groups, casts_by_group, strict=True):
+            group_subjects = {name: subjects[name] for name in group}
+            casts.append(play_rounds(group_subjects, course, patience=options.patience))
+    runs = [join_casts(casts) for casts in casts_by_group]
+
+    by_group = [compute_figures(run, chunk=options.steps) for run in runs]
+    figures = {}
+    for name in subjects:
+        figures[name] = next(group_figures[name] for group_figures in by_group if name in group_figures)
+    print(format_table(figures))
+
+    settings = {key: value for key, value in vars(options).items() if key not in ("cache", "out", "model")}
+    settings["model"] = options.model and Path(options.model).name
+    results = {
+        "options": settings,
+        "targets": TARGETS,
+        "subjects": figures,
+        "by_group": by_group,
+        "load": [run["load"] for run in runs],
+        "chunks": [run["chunks"] for run in runs],
+    }
+    save("methods", results, out=options.out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tests.conftest import SMALL  # noqa: E402
 from tests.support.wrong_options import AT_ONCE, ON_THE_MODEL  # noqa: E402
 
 
-def seconds(text: str, folder: str, *, size: list[str]) -> float:
+def time_answer(text: str, folder: str, *, size: list[str]) -> float:
     """Until a start with these overrides has ended, in one line."""
     overrides = [text] if "{" in text else [override.replace("=(", "='('") for override in text.split()]
     command = [sys.executable, str(ROOT / "run.py"), *size, *overrides]
@@ -32,7 +32,7 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, table, size in (("at_once", AT_ONCE, []), ("on_the_model", ON_THE_MODEL, SMALL)):
-            durations = {text: seconds(text, folder, size=size) for text in table}
+            durations = {text: time_answer(text, folder, size=size) for text in table}
             slowest = max(durations, key=durations.get)
             figures = {
                 "count": len(durations),

@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from ground import Ground, arguments, ground
-from measuring import busy, paired, rotated, save, spread, wait_until_quiet
+from ground import Workload, build_workload, make_parser
+from measuring import compare_times, read_busy_seconds, rotate, save, summarize_times, wait_until_quiet
 from stage import prepare
 from torch.nn.utils import clip_grad_norm_
 
@@ -31,75 +31,102 @@ MIXTURES = {"examples": [], "with a quarter of text": ["replay=general", "replay
 class Subject:
     """What learns the batches of its tasks in order."""
 
-    made: Ground
+    workload: Workload
 
     def __post_init__(self) -> None:
-        self.stream, self.model = self.made.stream(), self.made.module.model
-        self.optimizer, _ = self.made.optimizer(self.model)
+        self.stream = self.workload.stream()
+        self.model = self.workload.module.model
+        self.optimizer, _ = self.workload.optimizer(self.model)
         self.number = 0
 
     def step(self) -> dict[str, float]:
-        """Makes the next step; gives its seconds, its loss, and the places that the model was run on."""
-        wall, cpu, busy_before = time.perf_counter(), time.process_time(), busy()
+        """Makes the next step; gives its seconds, its loss, and the positions that the model was run on."""
+        wall_start = time.perf_counter()
+        cpu_start = time.process_time()
+        busy_before = read_busy_seconds()
         batch = self.stream[self.number % len(self.stream)]
-        loss = self.made.module.losses(batch)["lm"]
+        loss = self.workload.module.losses(batch)["lm"]
         loss.backward()
         clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall = time.perf_counter() - wall_start
+        cpu = time.process_time() - cpu_start
+
         self.number += 1
         attention_mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
         return {
             "wall": wall,
-            "foreign_cores": (busy() - busy_before - cpu) / wall,
+            "foreign_cores": (read_busy_seconds() - busy_before - cpu) / wall,
             "loss": loss.item(),
             "tokens": int(attention_mask.sum()),
             "places": batch.get("layout", batch["input_ids"]).numel(),
         }
 
 
-def play(subjects: dict[str, Subject], steps: int) -> dict[str, list[dict[str, float]]]:
+def take_turns(subjects: dict[str, Subject], steps: int) -> dict[str, list[dict[str, float]]]:
     """The steps of each, in turns; the first two are not counted."""
     records: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
     for turn in range(steps + 2):
-        for name in rotated(list(subjects), turn):
+        for name in rotate(list(subjects), turn):
             records[name].append(subjects[name].step())
     return {name: subject_records[2:] for name, subject_records in records.items()}
 
 
-def summary(steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def summarize(steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """What came of the steps of padded samples, which come first, and of those that share rows."""
+    first, _ = steps
+    per_token = {}
+    tokens_per_s = {}
+    step_s = {}
+    filled = {}
+    last_loss = {}
+    foreign_cores: list[float] = []
+    for packing, records in steps.items():
+        num_tokens = sum(read_column(records, "tokens"))
+        per_token[packing] = [record["wall"] / record["tokens"] for record in records]
+        tokens_per_s[packing] = num_tokens / sum(read_column(records, "wall"))
+        step_s[packing] = statistics.median(read_column(records, "wall"))
+        filled[packing] = num_tokens / sum(read_column(records, "places"))
+        last_loss[packing] = records[-1]["loss"]
+        foreign_cores += read_column(records, "foreign_cores")
 
-    def column(packing: str, name: str) -> list[float]:
-        return [each[name] for each in steps[packing]]
-
-    def rate(packing: str, denominator: str) -> float:
-        return sum(column(packing, "tokens")) / sum(column(packing, denominator))
-
-    per_token = [[each["wall"] / each["tokens"] for each in made] for made in steps.values()]
-    same = column("document_mask", "tokens") == column(next(iter(steps)), "tokens")
-    losses = zip(*(column(packing, "loss") for packing in steps), strict=True)
-    return {
-        f"isolated_over_{next(iter(steps))}": paired(*reversed(per_token)),
-        "tokens_per_s": {packing: rate(packing, "wall") for packing in steps},
-        "step_s": {packing: statistics.median(column(packing, "wall")) for packing in steps},
-        "filled": {packing: rate(packing, "places") for packing in steps},
-        **({"losses_apart": max(abs(one - other) for one, other in losses)} if same else {}),
-        "last_loss": {packing: column(packing, "loss")[-1] for packing in steps},
-        "foreign_cores": spread([each for packing in steps for each in column(packing, "foreign_cores")]),
-    }
+    summary: dict[str, Any] = {}
+    summary[f"isolated_over_{first}"] = compare_times(per_token["document_mask"], per_token[first])
+    summary["tokens_per_s"] = tokens_per_s
+    summary["step_s"] = step_s
+    summary["filled"] = filled
+    # Losses are comparable where the steps have the same text.
+    shared = steps["document_mask"]
+    if read_column(shared, "tokens") == read_column(steps[first], "tokens"):
+        losses = zip(read_column(steps[first], "loss"), read_column(shared, "loss"), strict=True)
+        summary["losses_apart"] = max(abs(padded - packed) for padded, packed in losses)
+    summary["last_loss"] = last_loss
+    summary["foreign_cores"] = summarize_times(foreign_cores)
+    return summary
 
 
-def make_subjects(chosen: argparse.Namespace, extra: Sequence[str]) -> dict[str, Subject]:
-    root = [] if chosen.root is None else [f"domains.root={chosen.root}", "domains.format=jsonl"]
-    options = [
-        *("domains=tasks", *root, f"domains/template={chosen.template}", f"order=[{','.join(chosen.tasks)}]"),
-        *("method=joint", f"model.max_seq_length={chosen.length}", f"trainer.batch_size={chosen.batch}"),
+def read_column(records: list[dict[str, float]], name: str) -> list[float]:
+    return [record[name] for record in records]
+
+
+def make_subjects(options: argparse.Namespace, extra: Sequence[str]) -> dict[str, Subject]:
+    """What learns tasks: a GPT-2, padded and with shared rows."""
+    root = [] if options.root is None else [f"domains.root={options.root}", "domains.format=jsonl"]
+    overrides = [
+        "domains=tasks",
+        *root,
+        f"domains/template={options.template}",
+        f"order=[{','.join(options.tasks)}]",
+        "method=joint",
+        f"model.max_seq_length={options.length}",
+        f"trainer.batch_size={options.batch}",
         *extra,
     ]
     return {
-        packing: Subject(ground(chosen.cache, *options, f"domains.packing={packing}", shape="gpt2"))
+        packing: Subject(
+            build_workload(options.cache, *overrides, f"domains.packing={packing}", shape="gpt2")
+        )
         for packing in PACKINGS
     }
 
@@ -116,20 +143,25 @@ def draw_documents(root: Path, folder: Path, names: Sequence[str], max_documents
             target.write_text("".join(documents[:: -(-len(documents) // max_documents)]))
 
 
-def make_readers(chosen: argparse.Namespace, names: Sequence[str], folder: Path) -> dict[str, Subject]:
+def make_readers(options: argparse.Namespace, names: Sequence[str], folder: Path) -> dict[str, Subject]:
     """What learns documents: a RoBERTa, of the domains with these names together."""
-    draw_documents(Path(chosen.documents), folder, names, chosen.most)
-    options = [
-        *("domains=das6", f"domains.root={folder}", f"order=[{','.join(names)}]", "method=joint"),
-        *(f"model.max_seq_length={chosen.length}", f"trainer.batch_size={chosen.batch}"),
+    draw_documents(Path(options.documents), folder, names, options.most)
+    overrides = [
+        "domains=das6",
+        f"domains.root={folder}",
+        f"order=[{','.join(names)}]",
+        "method=joint",
+        f"model.max_seq_length={options.length}",
+        f"trainer.batch_size={options.batch}",
     ]
     return {
-        packing: Subject(ground(chosen.cache, *options, f"domains.packing={packing}")) for packing in PACKINGS
+        packing: Subject(build_workload(options.cache, *overrides, f"domains.packing={packing}"))
+        for packing in PACKINGS
     }
 
 
-def options() -> argparse.Namespace:
-    parser = arguments("Training tokens/s of examples that share rows over padded ones.")
+def parse_options() -> argparse.Namespace:
+    parser = make_parser("Training tokens/s of examples that share rows over padded ones.")
     parser.add_argument("--documents", help="folder of text as domains=das6 has it, instead of tasks")
     parser.add_argument("--domains", nargs="+", default=ALL_SIX, help="those of it, joined by +, in turn")
     parser.add_argument("--most", type=int, default=500, help="documents of a file, at most")
@@ -143,27 +175,27 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    chosen = options()
-    prepare(chosen.threads)
-    torch.set_num_threads(chosen.threads)
+    options = parse_options()
+    prepare(options.threads)
+    torch.set_num_threads(options.threads)
     results: dict[str, Any] = {}
-    for name in chosen.domains if chosen.documents else MIXTURES:
-        if chosen.documents:
+    mixtures = options.domains if options.documents else list(MIXTURES)
+    for name in mixtures:
+        if options.documents:
             with TemporaryDirectory() as folder:
-                subjects = make_readers(chosen, name.split("+"), Path(folder))
+                subjects = make_readers(options, name.split("+"), Path(folder))
         else:
-            subjects = make_subjects(chosen, MIXTURES[name])
-        wait_until_quiet(chosen.patience)
-        steps = play(subjects, chosen.steps)
-        results[name] = summary(steps) | {"steps": steps}
-        print(name, {key: value for key, value in results[name].items() if key != "steps"})
+            subjects = make_subjects(options, MIXTURES[name])
+        wait_until_quiet(options.patience)
+        steps = take_turns(subjects, options.steps)
+        summary = summarize(steps)
+        print(name, summary)
+        results[name] = summary | {"steps": steps}
+
     unrecorded = ("cache", "out", "root", "documents")
-    settings = {name: value for name, value in vars(chosen).items() if name not in unrecorded}
-    save(
-        "packing_documents" if chosen.documents else "packing",
-        {"options": settings, "mixtures": results},
-        out=chosen.out,
-    )
+    settings = {name: value for name, value in vars(options).items() if name not in unrecorded}
+    file = "packing_documents" if options.documents else "packing"
+    save(file, {"options": settings, "mixtures": results}, out=options.out)
 
 
 if __name__ == "__main__":

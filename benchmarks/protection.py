@@ -21,23 +21,29 @@ BEGIN, END = "<!-- generated: protection -->", "<!-- end: protection -->"
 UNITS = "method.units=[heads,neurons,outputs,tokens]"
 ROWS: dict[str, dict[str, list[str]]] = {  # what protects: by what it acts on
     "`das`: soft masks on units": {
-        each: ["method=das", UNITS, "method.normalize=rank", "method.contrast=0", f"method.apply_to={each}"]
-        for each in ("gradient", "update", "frozen")
+        target: [
+            "method=das",
+            UNITS,
+            "method.normalize=rank",
+            "method.contrast=0",
+            f"method.apply_to={target}",
+        ]
+        for target in ("gradient", "update", "frozen")
     },
     "`dga`: soft masks on heads": {
-        each: ["method=dga", "method.normalize=rank", "method.contrast=0", f"method.apply_to={each}"]
-        for each in ("gradient", "update", "frozen")
+        target: ["method=dga", "method.normalize=rank", "method.contrast=0", f"method.apply_to={target}"]
+        for target in ("gradient", "update", "frozen")
     },
     "`mask=migu mask.migu.importance=fisher`: rows": {
-        each: ["mask=migu", "mask.migu.importance=fisher", f"mask.migu.apply_to={each}"]
-        for each in ("gradient", "update", "frozen")
+        target: ["mask=migu", "mask.migu.importance=fisher", f"mask.migu.apply_to={target}"]
+        for target in ("gradient", "update", "frozen")
     },
     "`hat`: what the gates of earlier domains have opened": {
-        each: ["method=hat", f"method.apply_to={each}"] for each in ("gradient", "update", "frozen")
+        target: ["method=hat", f"method.apply_to={target}"] for target in ("gradient", "update", "frozen")
     },
     "`osf`: large singular directions": {
-        each: ["method=osf", "method.protect=blocks", "method.protected=0.5", f"method.apply_to={each}"]
-        for each in ("gradient", "update")
+        target: ["method=osf", "method.protect=blocks", "method.protected=0.5", f"method.apply_to={target}"]
+        for target in ("gradient", "update")
     },
     "`ewc`: the weights that matter most": {"a penalty": ["method=ewc", "method.strength=5000"]},
     "`mas`: the same": {"a penalty": ["method=mas"]},
@@ -48,20 +54,22 @@ HEAD = ["what protects", "of a random movement", "gradient", "update", "frozen",
 
 def learn(overrides: Sequence[str], *, steps: int, folder: Path, threads: int) -> list[list[float]]:
     """The leaks of a run's rows."""
-    line = [
-        *(sys.executable, "run.py", "experiment=smoke", "order=[sympy,networkx]", f"trainer.steps={steps}"),
-        *(
-            "eval.max_tokens=1000",
-            "optim.weight_decay=0.1",
-            "logger=none",
-            *overrides,
-            f"hydra.run.dir={folder}",
-        ),
+    command = [
+        sys.executable,
+        "run.py",
+        "experiment=smoke",
+        "order=[sympy,networkx]",
+        f"trainer.steps={steps}",
+        "eval.max_tokens=1000",
+        "optim.weight_decay=0.1",
+        "logger=none",
+        *overrides,
+        f"hydra.run.dir={folder}",
     ]
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if process.returncode:
-        raise SystemExit(f"{' '.join(line)}\n{process.stderr[-2000:]}")
+        raise SystemExit(f"{' '.join(command)}\n{process.stderr[-2000:]}")
     return json.loads((folder / "scores.json").read_text(encoding="utf-8"))["protected_movement"]
 
 
@@ -86,18 +94,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each of two domains")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     movements: dict[str, dict[str, Any]] = {}
     for name, variants in ROWS.items():
         for target, overrides in variants.items():
             with tempfile.TemporaryDirectory() as folder:
                 leaks = learn(
-                    overrides, steps=chosen.steps, folder=Path(folder) / "run", threads=chosen.threads
+                    overrides, steps=options.steps, folder=Path(folder) / "run", threads=options.threads
                 )
             movements.setdefault(name, {})[target] = leaks[-1]
             print(f"{name}, {target}: {leaks[-1]}", flush=True)
     write_page(tabulate(movements))
-    save("protection", {"options": {"steps": chosen.steps}, "leaks": movements}, out=chosen.out)
+    save("protection", {"options": {"steps": options.steps}, "leaks": movements}, out=options.out)
 
 
 if __name__ == "__main__":

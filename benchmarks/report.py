@@ -12,7 +12,7 @@ from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
-from measuring import ROOT, foreign_cores, save, spread
+from measuring import ROOT, measure_foreign_cores, save, summarize_times
 
 from cpt.evaluation.scores import Scores
 
@@ -22,16 +22,18 @@ TARGETS = {"seconds": 10, "html_bytes": 5_000_000}
 
 
 def main() -> None:
-    options = arguments()
+    options = parse_options()
     with tempfile.TemporaryDirectory() as top:
-        folders = made(Path(top), runs=options.runs, domains=options.domains, predictions=options.predictions)
-        foreign = foreign_cores()
-        seconds = [one(Path(top)) for _ in range(options.repeats)]
+        folders = write_runs(
+            Path(top), runs=options.runs, domains=options.domains, predictions=options.predictions
+        )
+        foreign = measure_foreign_cores()
+        seconds = [time_report(Path(top)) for _ in range(options.repeats)]
         page = Path(top) / "comparison.html"
         sizes = {path.suffix[1:]: path.stat().st_size for path in sorted(page.parent.glob("comparison.*"))}
     results = {
         "work": {"runs": folders, "domains": options.domains, "predictions": options.predictions},
-        "seconds": {**spread(seconds), "raw": seconds},
+        "seconds": {**summarize_times(seconds), "raw": seconds},
         "bytes": sizes,
         "targets": TARGETS,
         "foreign_cores_at_the_start": foreign,
@@ -40,7 +42,7 @@ def main() -> None:
     print(save("report", results, out=options.out))
 
 
-def arguments() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--domains", type=int, default=6)
@@ -50,7 +52,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def one(top: Path) -> float:
+def time_report(top: Path) -> float:
     """Wall seconds of the command, the start of Python included."""
     start_time = time.perf_counter()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -59,35 +61,49 @@ def one(top: Path) -> float:
     return time.perf_counter() - start_time
 
 
-def choices() -> Iterator[tuple[str, str, int, int]]:
+def list_choices() -> Iterator[tuple[str, str, int, int]]:
     """Method, mask, order, seed: all methods with the first mask before any with the second."""
     for mask, seed, order, method in product(("none", "migu"), range(SEEDS), range(ORDERS), METHODS):
         yield method, mask, order, seed
 
 
-def made(top: Path, *, runs: int, domains: int, predictions: bool) -> int:
+def write_runs(top: Path, *, runs: int, domains: int, predictions: bool) -> int:
     """Run folders with all that a comparison reads; gives how many."""
     draw = np.random.default_rng(0)
-    for number, (method, mask, order, seed) in enumerate(islice(choices(), runs)):
+    for number, (method, mask, order, seed) in enumerate(islice(list_choices(), runs)):
         folder = top / f"{number:03d}"
         folder.mkdir()
         names = [f"domain_{index:02d}" for index in range(domains)]
         learned = names if order == 0 else names[::-1]
-        scores = measured(learned, draw=draw, method=method, mask=mask, seed=seed)
+        scores = make_scores(learned, draw=draw, method=method, mask=mask, seed=seed)
         scores.save(folder / "scores.json")
-        (folder / "config.yaml").write_text(config(order=order, seed=seed, method=method))
+        (folder / "config.yaml").write_text(make_config(order=order, seed=seed, method=method))
         if predictions:
             write_predictions(folder, scores, draw=draw)
     return runs
 
 
-def measured(learned: list[str], *, draw: np.random.Generator, method: str, mask: str, seed: int) -> Scores:
-    rows, count = ["base", *learned], len(learned)
-    run = {"name": "synthetic", "method": method, "mask": mask, "replay": "none", "variant": "", "seed": seed}
-    run |= {"model": "tiny", "order": learned, "finished": True, "objective": "masked"}
+def make_scores(
+    learned: list[str], *, draw: np.random.Generator, method: str, mask: str, seed: int
+) -> Scores:
+    rows = ["base", *learned]
+    count = len(learned)
+    run = {
+        "name": "synthetic",
+        "method": method,
+        "mask": mask,
+        "replay": "none",
+        "variant": "",
+        "seed": seed,
+        "model": "tiny",
+        "order": learned,
+        "finished": True,
+        "objective": "masked",
+    }
     nll = draw.normal(4, 0.2, size=(len(rows), count + 1))
     weights = dict.fromkeys(rows[:4], 0.25)  # of the heaviest parts
     parts = dict.fromkeys(learned, weights)
+    flops = draw.integers(10**12, 4 * 10**12, size=count).tolist()
     scores = Scores(
         domains=[*learned, "general"],
         rows=rows,
@@ -100,35 +116,36 @@ def measured(learned: list[str], *, draw: np.random.Generator, method: str, mask
         config_hash="0" * 16,
         versions={},
         modules=[parts if method == "demix" else {}] * len(rows),
-        seen=[0, *[100_000] * count],
-        flops=[0, *draw.integers(10**12, 4 * 10**12, size=count).tolist()],
+        seen=[0] + [100_000] * count,
+        flops=[0, *flops],
         memory=[10**9] * len(rows),
-        trained=[0, *[10**6] * count],
+        trained=[0] + [10**6] * count,
         stored=[index * 10**6 for index in range(len(rows))],
         phases={"learn": {name: float(draw.uniform(50, 90)) for name in learned}},
-        endtasks=endtasks(learned, draw=draw, rows=len(rows)),
+        endtasks=make_endtasks(learned, draw=draw, rows=len(rows)),
         alone=method == "one",
     )
     scores.measure()
     return scores
 
 
-def endtasks(learned: list[str], *, draw: np.random.Generator, rows: int) -> dict:
-    nothing = [[[None] * TASK_SEEDS for _ in learned]] * (rows - 1)
+def make_endtasks(learned: list[str], *, draw: np.random.Generator, rows: int) -> dict:
+    unscored = [[[None] * TASK_SEEDS for _ in learned]] * (rows - 1)
     last = draw.uniform(0.6, 0.8, size=(len(learned), TASK_SEEDS)).tolist()
-    per_task = {"metric": "macro_f1", "classes": 4, "examples": EXAMPLES}
     return {
         "when": "last",
         "tasks": learned,
         "seeds": list(range(TASK_SEEDS)),
         "hash": "0",
-        **{name: dict.fromkeys(learned, value) for name, value in per_task.items()},
-        "scores": dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), [*nothing, last]),
+        "metric": dict.fromkeys(learned, "macro_f1"),
+        "classes": dict.fromkeys(learned, 4),
+        "examples": dict.fromkeys(learned, EXAMPLES),
+        "scores": dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), [*unscored, last]),
         "seconds": 60.0,
     }
 
 
-def config(**choice: int | str) -> str:
+def make_config(**choice: int | str) -> str:
     """As long as a real one."""
     choice_lines = "\n".join(f"{key}: {value}" for key, value in choice.items() if key != "method")
     setting_lines = "\n".join(f"  setting_{number}: {number}" for number in range(120))

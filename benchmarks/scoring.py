@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from ground import Ground, arguments, ground
-from measuring import paired, rotated, save, wait_until_quiet
+from ground import Workload, build_workload, make_parser
+from measuring import compare_times, rotate, save, wait_until_quiet
 from stage import Mark, prepare
 
 from cpt.core.memory import keep_free
@@ -30,17 +30,17 @@ HOW: dict[str, tuple[bool, str]] = {
 class Scoring:
     """Scores all held-out texts again and again."""
 
-    place: Ground
+    workload: Workload
     by_length: bool
     precision: str
     seconds: list[float] = field(default_factory=list)
     losses: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self) -> None:
-        module, data = self.place.module, self.place.data
+        module, data = self.workload.module, self.workload.data
         data.by_length = self.by_length
         data.asked = [domain.name for domain in data.domains]
-        arguments = self.place.machine.lightning_arguments(self.place.plan.trainer)
+        arguments = self.workload.machine.lightning_arguments(self.workload.plan.trainer)
         fitting = make_trainer(arguments | {"precision": self.precision}, label="")
         start_mark = Mark()
         fitting.validate(module, datamodule=data, verbose=False)
@@ -54,25 +54,23 @@ def measure(subjects: Mapping[str, Scoring], *, rounds: int, patience: float) ->
     """All rounds but the first, which warms up."""
     for number in range(rounds + 1):
         wait_until_quiet(patience)
-        for name in rotated(list(subjects), number):
+        for name in rotate(list(subjects), number):
             subjects[name]()
-    seconds = {name: each.seconds[1:] for name, each in subjects.items()}
-    first = subjects[FIRST].losses
-    distances = {
-        name: max(abs(value - first[text]) for text, value in each.losses.items())
-        for name, each in subjects.items()
-    }
-    return {
-        "seconds": {name: float(np.median(each)) for name, each in seconds.items()},
-        "over_rows_in_their_order": {
-            name: paired(each, seconds[FIRST]) for name, each in seconds.items() if name != FIRST
-        },
-        "losses_apart": distances,
-    }
+
+    first = subjects[FIRST]
+    medians = {}
+    ratios = {}
+    distances = {}
+    for name, subject in subjects.items():
+        medians[name] = float(np.median(subject.seconds[1:]))
+        if name != FIRST:
+            ratios[name] = compare_times(subject.seconds[1:], first.seconds[1:])
+        distances[name] = max(abs(loss - first.losses[text]) for text, loss in subject.losses.items())
+    return {"seconds": medians, "over_rows_in_their_order": ratios, "losses_apart": distances}
 
 
-def options() -> argparse.Namespace:
-    parser = arguments(str(__doc__).split(":")[0])
+def parse_options() -> argparse.Namespace:
+    parser = make_parser(str(__doc__).split(":")[0])
     parser.add_argument("--root", required=True, help="folder of the tasks, as domains=tasks has it")
     parser.add_argument("--tasks", nargs="+", required=True)
     parser.add_argument("--template", default="bare")
@@ -83,21 +81,27 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    chosen = options()
-    prepare(chosen.threads)
+    options = parse_options()
+    prepare(options.threads)
     keep_free()
-    workload = ground(
-        chosen.cache,
-        *("domains=tasks", f"domains.root={chosen.root}", "domains.format=jsonl"),
-        *(f"domains/template={chosen.template}", f"order=[{','.join(chosen.tasks)}]"),
-        *(f"model.max_seq_length={chosen.length}", f"eval.max_tokens={chosen.tokens}"),
+    workload = build_workload(
+        options.cache,
+        "domains=tasks",
+        f"domains.root={options.root}",
+        "domains.format=jsonl",
+        f"domains/template={options.template}",
+        f"order=[{','.join(options.tasks)}]",
+        f"model.max_seq_length={options.length}",
+        f"eval.max_tokens={options.tokens}",
         shape="gpt2",
     )
-    subjects = {name: Scoring(workload, *how) for name, how in HOW.items()}
-    results = measure(subjects, rounds=chosen.rounds, patience=chosen.patience)
-    print(*(f"{name}: {value}" for name, value in results.items()), sep="\n")
-    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out", "root")}
-    save("scoring", {"options": settings, **results}, out=chosen.out)
+    subjects = {}
+    for name, (by_length, precision) in HOW.items():
+        subjects[name] = Scoring(workload, by_length, precision)
+    results = measure(subjects, rounds=options.rounds, patience=options.patience)
+    print(*(f"{name}: {figures}" for name, figures in results.items()), sep="\n")
+    settings = {name: value for name, value in vars(options).items() if name not in ("cache", "out", "root")}
+    save("scoring", {"options": settings, **results}, out=options.out)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import QUIET_CORES, busy, rotated, wait_until_quiet
+from measuring import QUIET_CORES, read_busy_seconds, rotate, wait_until_quiet
 
 from cpt.core.processes import SPINS
 
@@ -99,18 +100,23 @@ class Beat:
             self.pipe.recv()
 
     def pause(self) -> None:
+        """Reports the chunk and waits for the next turn."""
         last = Mark().reached()
-        wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
+        wall = time.perf_counter() - self.wall
+        cpu = time.process_time() - self.cpu
         marks = [*self.marks, last]
-        steps = [start.seconds_to(end) for start, end in zip(marks, marks[1:], strict=False)]
+        steps = [start.seconds_to(end) for start, end in pairwise(marks)]
+
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         self.pipe.send({"wall": wall, "cpu": cpu, "steps": steps})
         self.pipe.recv()
 
     def begin(self) -> None:
+        """Starts the clocks of a chunk."""
         self.marks = [Mark().reached()]
-        self.wall, self.cpu = time.perf_counter(), time.process_time()
+        self.wall = time.perf_counter()
+        self.cpu = time.process_time()
 
     def conclude(self, facts: Mapping[str, Any]) -> None:
         self.pipe.send({**facts, "losses": [loss.item() for loss in self.losses], "scored": self.scored})
@@ -119,7 +125,7 @@ class Beat:
 Subject = Callable[[Beat], Mapping[str, Any] | None]
 
 
-def act(subject: Subject, rhythm: Rhythm, pipe: Connection, log: str) -> None:
+def run_subject(subject: Subject, rhythm: Rhythm, pipe: Connection, log: str) -> None:
     """One subject's process; what it prints goes to a file."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
@@ -146,18 +152,21 @@ class Actor:
 
     def turn(self) -> dict[str, float]:
         """One chunk: its seconds, and the cores that processes other than the subject used meanwhile."""
-        before = busy()
+        before = read_busy_seconds()
         self.pipe.send("go")
         chunk = self.report()
-        return {**chunk, "foreign_cores": max(0.0, (busy() - before - chunk["cpu"]) / chunk["wall"])}
+        return {
+            **chunk,
+            "foreign_cores": max(0.0, (read_busy_seconds() - before - chunk["cpu"]) / chunk["wall"]),
+        }
 
 
 @contextmanager
-def actors(subjects: Mapping[str, Subject], rhythm: Rhythm) -> Iterator[dict[str, Actor]]:
+def start_actors(subjects: Mapping[str, Subject], rhythm: Rhythm) -> Iterator[dict[str, Actor]]:
     """All subjects, warmed up and waiting for their first turn."""
     with tempfile.TemporaryDirectory() as logs:
         cast = {
-            name: enter(name, subject, rhythm, Path(logs) / str(number))
+            name: start_actor(name, subject, rhythm, Path(logs) / str(number))
             for number, (name, subject) in enumerate(subjects.items())
         }
         try:
@@ -181,26 +190,26 @@ def warm_up(cast: Mapping[str, Actor], *, together: bool) -> None:
         actor.report()
 
 
-def enter(name: str, subject: Subject, rhythm: Rhythm, log: Path) -> Actor:
+def start_actor(name: str, subject: Subject, rhythm: Rhythm, log: Path) -> Actor:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     log.touch()
-    process = context.Process(target=act, args=(subject, rhythm, theirs, str(log)))
+    process = context.Process(target=run_subject, args=(subject, rhythm, theirs, str(log)))
     process.start()
     theirs.close()
     return Actor(name, process, ours, log)
 
 
-def played(subjects: Mapping[str, Subject], rhythm: Rhythm, *, patience: float) -> dict[str, Any]:
+def play_rounds(subjects: Mapping[str, Subject], rhythm: Rhythm, *, patience: float) -> dict[str, Any]:
     """All rounds of one cast: chunks and report of every subject, and the load average. A report has the
     loss and the scored tokens of each step, and what the subject returned."""
     chunks: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
     load = []
-    with actors(subjects, rhythm) as cast:
+    with start_actors(subjects, rhythm) as cast:
         for number in range(rhythm.rounds):
             patience -= wait_until_quiet(patience)
             load.append(os.getloadavg()[0])
-            for name in rotated(list(cast), number):
+            for name in rotate(list(cast), number):
                 chunks[name].append(cast[name].turn())
             print(f"round {number + 1}/{rhythm.rounds}", file=sys.stderr)
         for actor in cast.values():
@@ -209,31 +218,34 @@ def played(subjects: Mapping[str, Subject], rhythm: Rhythm, *, patience: float) 
     return {"chunks": chunks, "reports": reports, "load": load}
 
 
-def joined(casts: list[dict[str, Any]]) -> dict[str, Any]:
+def join_casts(casts: list[dict[str, Any]]) -> dict[str, Any]:
     """The rounds of all casts one after another; reports of the first, as all are alike."""
-    chunks = {
-        name: [chunk for cast in casts for chunk in cast["chunks"][name]] for name in casts[0]["chunks"]
-    }
-    load = [average for cast in casts for average in cast["load"]]
+    chunks: dict[str, list[dict[str, float]]] = {name: [] for name in casts[0]["chunks"]}
+    load: list[float] = []
+    for cast in casts:
+        load.extend(cast["load"])
+        for name, cast_chunks in chunks.items():
+            cast_chunks.extend(cast["chunks"][name])
     return {"chunks": chunks, "reports": casts[0]["reports"], "load": load}
 
 
-def undisturbed(chunks: Chunks) -> list[int]:
+def select_quiet_rounds(chunks: Chunks) -> list[int]:
     """The rounds in which other processes left the machine alone; all rounds if those are too few."""
     rounds = list(range(len(next(iter(chunks.values())))))
-    quiet = [
-        n
-        for n in rounds
-        if max(subject_chunks[n]["foreign_cores"] for subject_chunks in chunks.values()) <= QUIET_CORES
-    ]
-    return quiet if len(quiet) >= FEWEST_ROUNDS else rounds
+    quiet_rounds = []
+    for number in rounds:
+        foreign_cores = [subject_chunks[number]["foreign_cores"] for subject_chunks in chunks.values()]
+        if max(foreign_cores) <= QUIET_CORES:
+            quiet_rounds.append(number)
+    return quiet_rounds if len(quiet_rounds) >= FEWEST_ROUNDS else rounds
 
 
-def times(chunks: Chunks, rounds: list[int], kind: str) -> dict[str, list[float]]:
+def collect_times(chunks: Chunks, rounds: list[int], kind: str) -> dict[str, list[float]]:
     """One figure of every subject's chunks in some of the rounds: `wall`, `cpu` or `foreign_cores`."""
-    return {
-        name: [subject_chunks[number][kind] for number in rounds] for name, subject_chunks in chunks.items()
-    }
+    times = {}
+    for name, subject_chunks in chunks.items():
+        times[name] = [subject_chunks[number][kind] for number in rounds]
+    return times
 
 
 def prepare(threads: int) -> None:

@@ -45,7 +45,7 @@ CONTRASTS = {"answers/AP": ("final accuracy, points", 1), "FG/nats": ("forgettin
 
 def parts(section: RunSection) -> Iterator[str]:
     yield describe_runs(section)
-    cells = claims.rows(section, claims.ON_TASKS)
+    cells = claims.tabulate_claims(section, claims.ON_TASKS)
     yield markdown(
         Block(title="Published claims", head=claims.HEAD, cells=cells, num_word_columns=2), picture=""
     )

@@ -28,9 +28,9 @@ from cpt.reporting.load_runs import MeasuredRun, find_runs, measure_runs
 from cpt.reporting.page import Block, markdown
 from cpt.reporting.sections import RunSection, build_sections
 
-SCORES, PAGES, IMAGES = (
-    ROOT / name for name in ("benchmarks/results/studies", "docs/studies", "docs/images")
-)
+SCORES = ROOT / "benchmarks" / "results" / "studies"
+PAGES = ROOT / "docs" / "studies"
+IMAGES = ROOT / "docs" / "images"
 FEW = 10  # domains of which a folder can have the names
 # Of scores.json: no result, or with a path in it; of similarities, which decided the order, N² numbers.
 LEFT_OUT = ("loading", "versions", "similarity")
@@ -101,21 +101,31 @@ def make_study(
 
 def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Sequence[str]]) -> None:
     """Every sweep, also after one with a job that failed; exits if one did."""
-    failed = 0
+    overrides = [f"name={options.runs.name}", f"domains.root={options.root}"]
+    if options.model is not None:
+        overrides.append(f"model.name_or_path={options.model}")
+    if options.jobs is not None:
+        overrides.append(f"hydra.launcher.jobs={options.jobs}")
+
+    num_failed = 0
     for sweep in sweeps:
-        overrides = [f"name={options.runs.name}", f"domains.root={options.root}"]
-        overrides += [f"model.name_or_path={options.model}"] * (options.model is not None)
-        jobs = [f"hydra.launcher.jobs={options.jobs}"] * (options.jobs is not None)
-        line = [sys.executable, "run.py", "-m", f"experiment={experiment}", *overrides, *jobs, *sweep]
-        failed += subprocess.run(line, cwd=ROOT, check=False).returncode != 0
-    if failed:
-        sys.exit(f"{failed} sweeps have failed jobs; run the same command again to retry them")
+        command = [sys.executable, "run.py", "-m", f"experiment={experiment}", *overrides, *sweep]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+            num_failed += 1
+    if num_failed:
+        sys.exit(f"{num_failed} sweeps have failed jobs; run the same command again to retry them")
 
 
 def identify(run: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells the runs of a study apart, from the `run` of their scores."""
-    names = *(run[name] for name in ("method", "mask", "replay", "seed")), drop_checkpoint(run["variant"])
-    return *names, tuple(run["order"])
+    return (
+        run["method"],
+        run["mask"],
+        run["replay"],
+        run["seed"],
+        drop_checkpoint(run["variant"]),
+        tuple(run["order"]),
+    )
 
 
 def drop_checkpoint(variant: str) -> str:
@@ -126,25 +136,35 @@ def drop_checkpoint(variant: str) -> str:
 def list_missing(
     sweeps: Iterable[Sequence[str]], experiment: str, existing_runs: Collection[tuple[Any, ...]]
 ) -> Iterator[Sequence[str]]:
-    """The jobs of sweeps over methods, their options, seeds and orders that are not present, one a sweep."""
+    """The jobs of sweeps over methods, their options, seeds and orders that are not among the existing runs,
+    one a sweep."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for sweep in sweeps:
-            overrides = (override.partition("=") for override in sweep)
-            choices = [[f"{key}={value}" for value in values.split(",")] for key, _, values in overrides]
-            for job in product(*choices):
+            for job in product(*map(list_choices, sweep)):
                 cfg = compose("config", [f"experiment={experiment}", "domains.root=FOLDER", *job])
-                chosen = dict(override.split("=", 1) for override in job)
-                run = {name: chosen.get(name, "none") for name in ("method", "mask", "replay")}
-                order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) else cfg.order
-                options = [
-                    override.removeprefix("method.") for override in job if override.startswith("method.")
-                ]
-                variant = "; ".join(sorted(options))
-                if (
-                    identify({**run, "variant": variant, "seed": cfg.seed, "order": order})
-                    not in existing_runs
-                ):
+                if describe_job(job, cfg) not in existing_runs:
                     yield job
+
+
+def list_choices(override: str) -> list[str]:
+    """An override for each of the values, separated by commas, of a sweep's override."""
+    key, _, values = override.partition("=")
+    return [f"{key}={value}" for value in values.split(",")]
+
+
+def describe_job(job: Sequence[str], cfg: DictConfig) -> tuple[Any, ...]:
+    """What `identify` gives for the run of a job."""
+    choices = dict(override.split("=", 1) for override in job)
+    options = [override.removeprefix("method.") for override in job if override.startswith("method.")]
+    run = {
+        "method": choices.get("method", "none"),
+        "mask": choices.get("mask", "none"),
+        "replay": choices.get("replay", "none"),
+        "variant": "; ".join(sorted(options)),
+        "seed": cfg.seed,
+        "order": cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) else cfg.order,
+    }
+    return identify(run)
 
 
 def read_scores(path: Path) -> list[dict[str, Any]]:
@@ -168,28 +188,43 @@ def restore_runs(
     name_orders: Callable[[Sequence[Sequence[str]]], Sequence[Any]],
 ) -> None:
     """Writes run folders of published scores, each with the config that gives such a run today."""
-    named = name_orders([each["run"]["order"] for each in published])
+    order_names = name_orders([scores["run"]["order"] for scores in published])
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        for published_scores, order in zip(published, named, strict=True):
+        for published_scores, order_name in zip(published, order_names, strict=True):
             scores = dict(published_scores) | {"versions": {}, "loading": ""}
             run = scores["run"]
-            chosen = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
-            sections = ("trainer.", "optim.", "model.", "domains.", "eval.")  # all else is said of the method
-            options = [each for each in run["variant"].split("; ") if each]
-            chosen += [each if each.startswith(sections) else f"method.{each}" for each in options]
+            overrides = list_overrides(run)
             cfg = compose(
-                "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]
+                "config",
+                [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *overrides],
             )
             if OmegaConf.is_missing(cfg.model, "name_or_path"):
                 cfg.model.name_or_path = "MODEL"
-            orders = cfg.domains.orders or ()
-            numbered = orders.items() if isinstance(orders, Mapping | DictConfig) else enumerate(orders)
-            cfg.order = next((number for number, each in numbered if list(each) == run["order"]), order)
-            order_name = "-".join(run["order"]) if len(run["order"]) <= FEW else digest(run["order"])
-            folder = into / "_".join((*chosen, order_name)).replace("=", "-")
+            cfg.order = number_order(run["order"], cfg.domains.orders or (), default=order_name)
+
+            folder_order = "-".join(run["order"]) if len(run["order"]) <= FEW else digest(run["order"])
+            folder = into / "_".join((*overrides, folder_order)).replace("=", "-")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
             OmegaConf.save(OmegaConf.create(plain_config(cfg)), folder / "config.yaml")
+
+
+def list_overrides(run: Mapping[str, Any]) -> list[str]:
+    """The overrides that choose the method of a run and its options."""
+    overrides = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
+    sections = ("trainer.", "optim.", "model.", "domains.", "eval.")  # all else is said of the method
+    for option in run["variant"].split("; "):
+        if option.startswith(sections):
+            overrides.append(option)
+        elif option:
+            overrides.append(f"method.{option}")
+    return overrides
+
+
+def number_order(order: Sequence[str], orders: Any, *, default: Any) -> Any:
+    """The number or name of an order among those of a config, else the default."""
+    numbered = orders.items() if isinstance(orders, Mapping | DictConfig) else enumerate(orders)
+    return next((number for number, domains in numbered if list(domains) == order), default)
 
 
 def find_finished(folder: Path) -> list[MeasuredRun]:
@@ -198,7 +233,8 @@ def find_finished(folder: Path) -> list[MeasuredRun]:
 
 def write_section(page: Path, name: str, parts: Iterable[str]) -> None:
     """Replaces what is between a study's marks in a page; the prose around them is written by hand."""
-    begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
+    begin = f"<!-- generated: {name} -->"
+    end = f"<!-- end: {name} -->"
     before, remainder = page.read_text(encoding="utf-8").split(begin)
     after = remainder.split(end)[1]
     wrapped = "\n\n".join(part if part[:1] in "|#<" or "\n" in part else fill(part, 100) for part in parts)
@@ -213,8 +249,11 @@ def tabulate(section: RunSection, measures: Mapping[str, tuple[str, int]], *, ti
         row = [group.name, str(len(group.runs))]
         for key, (_, digits) in measures.items():
             spread = find_spreads(section, key).get(group.name)
-            cell = "–" if spread is None else f"{scale(key) * spread.mean:.{digits}f}"
-            if spread is not None and not math.isnan(spread.sd):
+            if spread is None:
+                row.append("–")
+                continue
+            cell = f"{scale(key) * spread.mean:.{digits}f}"
+            if not math.isnan(spread.sd):
                 cell += f" ± {scale(key) * spread.sd:.{digits}f}"
             row.append(cell)
         cells.append(row)
@@ -231,17 +270,21 @@ def tabulate_contrasts(
     for group in section.groups:
         row = []
         for key, (_, digits) in measures.items():
-            if (contrast := find_contrasts(section, key).get(group.name)) is None:
+            contrast = find_contrasts(section, key).get(group.name)
+            if contrast is None:
                 row += ["–", "–"]
                 continue
-            mean, low, high = (
-                f"{scale(key) * x:+.{digits}f}" for x in (contrast.mean, contrast.low, contrast.high)
-            )
+            mean = f"{scale(key) * contrast.mean:+.{digits}f}"
+            low = f"{scale(key) * contrast.low:+.{digits}f}"
+            high = f"{scale(key) * contrast.high:+.{digits}f}"
             row.append(f"{mean} [{low}, {high}]" if math.isfinite(contrast.low) else mean)
             row.append("–" if math.isnan(contrast.p_t_holm) else f"{contrast.p_t_holm:.2g}")
         if any(cell != "–" for cell in row):
             cells.append([group.name, *row])
-    head = ["method", *(each for name, _ in measures.values() for each in (f"Δ {name}", "p (t, Holm)"))]
+
+    head = ["method"]
+    for name, _ in measures.values():
+        head += [f"Δ {name}", "p (t, Holm)"]
     return markdown(Block(title=title, head=head, cells=cells), picture="")
 
 

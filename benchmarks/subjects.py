@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground import DROPOUT, Ground, ground, labels_for
+from ground import DROPOUT, Workload, build_workload, make_labels
 from lightning.pytorch.callbacks import Callback
 from stage import Beat, Rhythm
 from variants import QUICK
@@ -42,23 +42,24 @@ class Course(Rhythm):
     shape: str = "roberta"
     config: tuple[str, ...] = ()  # overrides
 
-    def ground(self, *overrides: str) -> Ground:
-        workload = ground(
+    def build_workload(self, *overrides: str) -> Workload:
+        fused = ["++optim.fused=true"] if self.fused else []
+        workload = build_workload(
             self.cache,
             *self.config,
             f"model.max_seq_length={self.length}",
             *(f"{name}=0.1" for name in DROPOUT.get(self.shape, [])),
             f"trainer.batch_size={self.batch}",
             f"trainer.steps={self.steps}",
-            *(["++optim.fused=true"] if self.fused else []),
+            *fused,
             *overrides,
             shape=self.shape,
         )
+
         if self.equal:
-            for layer in (
-                layer for layer in workload.module.modules() if isinstance(layer, torch.nn.Dropout)
-            ):
-                layer.p = 0.0
+            for layer in workload.module.modules():
+                if isinstance(layer, torch.nn.Dropout):
+                    layer.p = 0.0
         return workload
 
 
@@ -73,92 +74,105 @@ class Pulse(Callback):
 
 
 def fit(
-    workload: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callback] = (), keeping: bool = True
+    workload: Workload,
+    domain: Domain,
+    *,
+    steps: int,
+    callbacks: Sequence[Callback] = (),
+    keeping: bool = True,
 ) -> None:
     """Learns a domain as `python run.py` does, with its bar, checkpoint callback, guard and curves. The
     checkpoint of the last step is written when `callbacks` have heard of it, as others write none. `keeping`
     says whether the heap keeps what a step frees, as it does there."""
     if keeping:
         keep_free()
-    options, guard = workload.plan.trainer, NanGuard()
+    options = workload.plan.trainer
+    guard = NanGuard()
     workload.data.enter(domain)
     workload.module.setup_stage(domain)
     workload.module.train()
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         last = StepCheckpoint(folder / "last.ckpt", every=options.checkpoint_every, guard=guard)
         run_metadata = {"name": "bench", "group": "bench", "job_type": "bench", "tags": [], "config": {}}
         with track(workload.plan.logger.flags, folder, about=run_metadata) as loggers:
-            how = {"loggers": loggers, "steps": steps, "callbacks": [guard, *callbacks, last]}
-            fitting = make_trainer(workload.machine.lightning_arguments(options), label=domain.name, **how)
+            trainer = make_trainer(
+                workload.machine.lightning_arguments(options),
+                label=domain.name,
+                loggers=loggers,
+                steps=steps,
+                callbacks=[guard, *callbacks, last],
+            )
             with use_quick_dropout(workload.machine.quick_dropout):
-                fitting.fit(workload.module, datamodule=workload.data)
+                trainer.fit(workload.module, datamodule=workload.data)
 
 
-def cpt(course: Course, beat: Beat) -> None:
+def train_cpt(course: Course, beat: Beat) -> None:
     """The training of `python run.py method=ncl`."""
-    workload = course.ground()
+    workload = course.build_workload()
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
 
 
-def fleeting(course: Course, beat: Beat) -> None:
+def train_with_default_heap(course: Course, beat: Beat) -> None:
     """The same with the C heap as it comes."""
-    workload = course.ground()
+    workload = course.build_workload()
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)], keeping=False)
 
 
-def coarse(course: Course, beat: Beat) -> None:
+def train_in_bf16(course: Course, beat: Beat) -> None:
     """The same with trainer.precision=bf16-mixed."""
-    workload = course.ground("trainer.precision=bf16-mixed", "trainer.attn_implementation=eager")
+    workload = course.build_workload("trainer.precision=bf16-mixed", "trainer.attn_implementation=eager")
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
 
 
-def quick(course: Course, beat: Beat, *, precision: str = "32-true") -> None:
+def train_with_quick_dropout(course: Course, beat: Beat, *, precision: str = "32-true") -> None:
     """The same with trainer.quick_dropout=true."""
-    workload = course.ground(f"trainer.precision={precision}", *QUICK)
+    workload = course.build_workload(f"trainer.precision={precision}", *QUICK)
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
 
 
-def sequel(course: Course, beat: Beat, *, method: str) -> None:
+def train_second_domain(course: Course, beat: Beat, *, method: str) -> None:
     """A method with quick dropout, in a domain after the first: it has importances then, or a Fisher."""
     overrides = ("order=[sympy,networkx]", "trainer.importance_samples=32", *QUICK)
-    workload = course.ground(f"method={method}", *overrides)
+    workload = course.build_workload(f"method={method}", *overrides)
     first, second = workload.data
     fit(workload, first, steps=FIRST)
     fit(workload, second, steps=workload.steps, callbacks=[Pulse(beat)])
 
 
-def loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> None:
+def run_loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> None:
     """A training loop of a few lines on cpt's batches."""
-    workload = course.ground()
-    model, clip = workload.module.model, workload.plan.trainer.gradient_clip_val
+    workload = course.build_workload()
+    model = workload.module.model
+    max_norm = workload.plan.trainer.gradient_clip_val
     optimizer, schedule = workload.optimizer(model)
     for batch in workload.loader():
         loss = loss_of(workload.module, batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         beat(loss, len(batch["positions"]))
 
 
-def bare(course: Course, beat: Beat) -> None:
+def train_bare(course: Course, beat: Beat) -> None:
     """The loop with cpt's head, which is computed at the scored positions only."""
-    loop(course, beat, loss_of=lambda module, batch: module.losses(batch)["lm"])
+    run_loop(course, beat, loss_of=lambda module, batch: module.losses(batch)["lm"])
 
 
-def dense(course: Course, beat: Beat) -> None:
+def train_dense(course: Course, beat: Beat) -> None:
     """The loop with the model's own loss, whose head is computed at every position: what part of cpt's gain
     is the head."""
 
     def loss_of(module: Any, batch: Any) -> Any:
-        return module.model(**inputs_of(batch), labels=labels_for(module, batch)).loss
+        return module.model(**inputs_of(batch), labels=make_labels(module, batch)).loss
 
-    loop(course, beat, loss_of=loss_of)
+    run_loop(course, beat, loss_of=loss_of)
 
 
-def hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
+def train_hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
     """The Hugging Face Trainer as run_mlm and run_clm use it; its optimizer and schedule are cpt's. Of T5,
     whose corruption transformers does not make, the Seq2SeqTrainer on cpt's very batches."""
     from transformers import (
@@ -173,16 +187,20 @@ def hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             beat(losses[-1], scored[state.global_step - 1])
 
-    workload, losses, scored = course.ground(), [], []
+    workload = course.build_workload()
+    losses: list[Any] = []
+    scored: list[int] = []
     beat.enter()
-    model, options = workload.module.model, workload.plan.trainer
+
+    model = workload.module.model
     model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss))
-    seq2seq = course.shape == "t5"
-    settings = (Seq2SeqTrainingArguments if seq2seq else TrainingArguments)(
+    is_seq2seq = course.shape == "t5"
+    arguments_class = Seq2SeqTrainingArguments if is_seq2seq else TrainingArguments
+    settings = arguments_class(
         output_dir=tempfile.mkdtemp(),
         max_steps=workload.steps,
         per_device_train_batch_size=course.batch,
-        max_grad_norm=options.gradient_clip_val,
+        max_grad_norm=workload.plan.trainer.gradient_clip_val,
         train_sampling_strategy="sequential",
         dataloader_num_workers=0,
         logging_steps=10,
@@ -191,18 +209,24 @@ def hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
         use_cpu=course.device == "cpu",
         bf16=bf16,
     )
-    rows, collator = batches(workload) if course.equal or seq2seq else unmasked(workload)
-    (Seq2SeqTrainer if seq2seq else Trainer)(
+
+    if course.equal or is_seq2seq:
+        rows, collator = list_batches(workload)
+    else:
+        rows, collator = list_unmasked_rows(workload)
+    trainer_class = Seq2SeqTrainer if is_seq2seq else Trainer
+    trainer = trainer_class(
         model=model,
         args=settings,
         train_dataset=rows,
-        data_collator=counting(collator, scored),
+        data_collator=count_scored(collator, scored),
         optimizers=workload.optimizer(model),
         callbacks=[Pulse()],
-    ).train()
+    )
+    trainer.train()
 
 
-def llama_factory(course: Course, beat: Beat) -> None:
+def train_llama_factory(course: Course, beat: Beat) -> None:
     """LLaMA-Factory's stage `pt` with its defaults, on the same text, model, optimizer's rate, schedule and
     sizes; it shuffles and packs the text itself."""
     from llamafactory.train.tuner import run_exp
@@ -218,9 +242,12 @@ def llama_factory(course: Course, beat: Beat) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             beat(losses[-1], course.batch * (course.length - 1))
 
-    workload, losses = course.ground(), []
+    workload = course.build_workload()
+    losses: list[Any] = []
     beat.enter()
-    folder, rows = Path(tempfile.mkdtemp()), workload.stream().texts[0].rows["ids"][:]
+
+    folder = Path(tempfile.mkdtemp())
+    rows = workload.stream().texts[0].rows["ids"][:]
     texts = workload.start.tokenizer.batch_decode(rows, skip_special_tokens=True)
     lines = (json.dumps({"text": text}) for text in texts)
     (folder / "domain.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -228,19 +255,31 @@ def llama_factory(course: Course, beat: Beat) -> None:
     (folder / "dataset_info.json").write_text(json.dumps(dataset_info), encoding="utf-8")
     workload.module.model.save_pretrained(folder / "model")
     workload.start.tokenizer.save_pretrained(folder / "model")
+
     arguments = {
-        **{"stage": "pt", "finetuning_type": "full", "do_train": True, "max_steps": workload.steps},
-        **{"model_name_or_path": str(folder / "model"), "output_dir": str(folder / "out")},
-        **{"dataset": "domain", "dataset_dir": str(folder), "cutoff_len": course.length},
-        **{"per_device_train_batch_size": course.batch, "gradient_accumulation_steps": 1},
-        **{"learning_rate": workload.plan.optim.arguments["lr"], "lr_scheduler_type": "linear"},
-        **{"max_grad_norm": workload.plan.trainer.gradient_clip_val, "use_cpu": course.device == "cpu"},
-        **{"save_strategy": "no", "report_to": "none", "logging_steps": 10},
+        "stage": "pt",
+        "finetuning_type": "full",
+        "do_train": True,
+        "max_steps": workload.steps,
+        "model_name_or_path": str(folder / "model"),
+        "output_dir": str(folder / "out"),
+        "dataset": "domain",
+        "dataset_dir": str(folder),
+        "cutoff_len": course.length,
+        "per_device_train_batch_size": course.batch,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": workload.plan.optim.arguments["lr"],
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": workload.plan.trainer.gradient_clip_val,
+        "use_cpu": course.device == "cpu",
+        "save_strategy": "no",
+        "report_to": "none",
+        "logging_steps": 10,
     }
     run_exp(arguments, callbacks=[Pulse()])
 
 
-def unmasked(workload: Ground) -> tuple[Any, Any]:
+def list_unmasked_rows(workload: Workload) -> tuple[Any, Any]:
     """cpt's rows in cpt's order, and the collator that masks them, or makes labels of them."""
     import numpy as np
     from transformers import DataCollatorForLanguageModeling
@@ -257,26 +296,25 @@ def unmasked(workload: Ground) -> tuple[Any, Any]:
     return texts, DataCollatorForLanguageModeling(workload.start.tokenizer, mlm=masked, mlm_probability=rate)
 
 
-def batches(workload: Ground) -> tuple[Any, Any]:
+def list_batches(workload: Workload) -> tuple[Any, Any]:
     """cpt's very batches, row by row, and the collator that only stacks them."""
-    import torch
     from transformers import default_data_collator
 
     stream = workload.stream()
-    all_batches = [stream[number] for number in range(len(stream))]
-    for batch in all_batches:
+    batches = [stream[number] for number in range(len(stream))]
+    for batch in batches:
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
-        batch["labels"] = labels_for(workload.module, batch)
-    names = [name for name in (*INPUTS, "labels") if name in all_batches[0]]
-    rows = [
-        {name: batch[name][row] for name in names}
-        for batch in all_batches
-        for row in range(stream.batch_size)
-    ]
+        batch["labels"] = make_labels(workload.module, batch)
+
+    names = [name for name in (*INPUTS, "labels") if name in batches[0]]
+    rows = []
+    for batch in batches:
+        for row in range(stream.batch_size):
+            rows.append({name: batch[name][row] for name in names})
     return rows, default_data_collator
 
 
-def counting(collator: Any, scored: list[int]) -> Any:
+def count_scored(collator: Any, scored: list[int]) -> Any:
     """A collator that also notes how many tokens each of its batches scores (about 10 µs)."""
 
     def collate(rows: Any) -> Any:
@@ -288,16 +326,19 @@ def counting(collator: Any, scored: list[int]) -> Any:
 
 
 SUBJECTS = {
-    "cpt": cpt,
-    "cpt, heap as it comes": fleeting,
-    "cpt, bf16": coarse,
-    "cpt, quick dropout": quick,
-    "cpt, bf16, quick dropout": partial(quick, precision="bf16-mixed"),
-    "bare": bare,
-    "dense": dense,
-    "hf": hf,
-    "hf, bf16": partial(hf, bf16=True),
-    "llama-factory": llama_factory,
-    **{f"cpt, {name}": partial(sequel, method=name) for name in ("das", "migu", "ewc", "lora")},
+    "cpt": train_cpt,
+    "cpt, heap as it comes": train_with_default_heap,
+    "cpt, bf16": train_in_bf16,
+    "cpt, quick dropout": train_with_quick_dropout,
+    "cpt, bf16, quick dropout": partial(train_with_quick_dropout, precision="bf16-mixed"),
+    "bare": train_bare,
+    "dense": train_dense,
+    "hf": train_hf,
+    "hf, bf16": partial(train_hf, bf16=True),
+    "llama-factory": train_llama_factory,
+    "cpt, das": partial(train_second_domain, method="das"),
+    "cpt, migu": partial(train_second_domain, method="migu"),
+    "cpt, ewc": partial(train_second_domain, method="ewc"),
+    "cpt, lora": partial(train_second_domain, method="lora"),
 }
 USUAL = tuple(SUBJECTS)[:8]

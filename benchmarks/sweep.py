@@ -15,16 +15,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from measuring import ROOT, foreign_cores, save, spread, wait_until_quiet
+from measuring import ROOT, measure_foreign_cores, save, summarize_times, wait_until_quiet
 
 
 def main() -> None:
-    options = parsed()
+    options = parse_options()
     with tempfile.TemporaryDirectory() as folder:
         waited = wait_until_quiet(options.patience)
-        sweep(Path(folder), seeds=1)  # the texts and the base model are made, the files are in memory
-        rounds = [measured(Path(folder), f"round{n}", jobs=options.jobs) for n in range(options.rounds)]
-        foreign = foreign_cores()  # what others use of the machine: figures are of a quiet one where it is 0
+        time_sweep(Path(folder), seeds=1)  # the texts and the base model are made, the files are in memory
+        rounds = [measure_sweep(Path(folder), f"round{n}", jobs=options.jobs) for n in range(options.rounds)]
+        foreign = (
+            measure_foreign_cores()
+        )  # what others use of the machine: figures are of a quiet one where it is 0
     overhead = [figures["overhead"] for figures in rounds]
     skipped = [figures["skipped"] for figures in rounds]
     results = {
@@ -32,16 +34,16 @@ def main() -> None:
         "jobs": options.jobs,
         "waited": waited,
         "foreign_cores": foreign,
-        "overhead_per_job": spread(overhead),
-        "run": spread([figures["run"] for figures in rounds]),
-        "finished_before_per_job": spread(skipped),
-        "sweep_of_finished": spread([figures["again"] for figures in rounds]),
+        "overhead_per_job": summarize_times(overhead),
+        "run": summarize_times([figures["run"] for figures in rounds]),
+        "finished_before_per_job": summarize_times(skipped),
+        "sweep_of_finished": summarize_times([figures["again"] for figures in rounds]),
     }
     print(json.dumps(results, indent=1))
     save("sweep", results, out=options.out)
 
 
-def parsed() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,11 +54,12 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(folder: Path, name: str, *, jobs: int) -> dict[str, float]:
+def measure_sweep(folder: Path, name: str, *, jobs: int) -> dict[str, float]:
     """Of one sweep: seconds per job beyond the run, of the run itself, and of a finished one given again."""
-    sweep_seconds = sweep(folder, name=name, seeds=jobs)
+    sweep_seconds = time_sweep(folder, name=name, seeds=jobs)
     runs = [json.loads(path.read_text())["seconds"] for path in folder.glob(f"outputs/{name}/*/scores.json")]
-    repeated_seconds, single_seconds = sweep(folder, name=name, seeds=jobs), sweep(folder, name=name, seeds=1)
+    repeated_seconds = time_sweep(folder, name=name, seeds=jobs)
+    single_seconds = time_sweep(folder, name=name, seeds=1)
     return {
         "overhead": (sweep_seconds - sum(runs)) / jobs,
         "run": statistics.median(runs),
@@ -65,7 +68,7 @@ def measured(folder: Path, name: str, *, jobs: int) -> dict[str, float]:
     }
 
 
-def sweep(folder: Path, *, seeds: int, name: str = "first") -> float:
+def time_sweep(folder: Path, *, seeds: int, name: str = "first") -> float:
     """Seconds of a sweep of small runs over so many seeds, from its command to its end."""
     command = [sys.executable, str(ROOT / "run.py"), "-m", "experiment=smoke", f"name={name}", "logger=none"]
     command += ["trainer.steps=3", "domains.held_out.max_documents=4"]

@@ -16,10 +16,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from measuring import ROOT, busy, paired, rotated, save, spread, wait_until_quiet
+from measuring import ROOT, compare_times, read_busy_seconds, rotate, save, summarize_times, wait_until_quiet
 
 SUBJECTS = {  # what makes the rows, by how many processes, whether the tokenizer may use threads of its own
     "cpt": ("cpt", 1, False),
@@ -35,20 +36,23 @@ HELD_OUT = {"valid": 0.002, "test": 0.002, "seed": 0}
 ROW = "{:22}{:>9}{:>9}{:>12}{:>14}{:>13}{:>13}"
 
 
-def given_lines(files: Sequence[str]) -> list[str]:
+def read_lines(files: Sequence[str]) -> list[str]:
     """The lines of some files, or the prose of the standard library."""
+    lines: list[str] = []
     if files:
-        text = (line for path in files for line in Path(path).read_text(encoding="utf-8").splitlines())
+        for path in files:
+            lines += Path(path).read_text(encoding="utf-8").splitlines()
     else:
         from cpt.data.sources.docstrings import read_docs
 
-        text = (line for _, document in read_docs() for line in document.split("\n\n"))
-    return [" ".join(line.split()) for line in text if len(line) > 40]
+        for _, document in read_docs():
+            lines += document.split("\n\n")
+    return [" ".join(line.split()) for line in lines if len(line) > 40]
 
 
-def made_lines(lines: list[str]) -> Iterator[str]:
+def generate_lines(lines: list[str]) -> Iterator[str]:
     """Lines, again and again, a twentieth of the words exchanged."""
-    words = sorted({word for line in lines[::20] for word in line.split()})
+    words = list_words(lines)
     draw = random.Random(0)
     yield from lines
     while True:
@@ -59,33 +63,41 @@ def made_lines(lines: list[str]) -> Iterator[str]:
             yield " ".join(line_words)
 
 
+def list_words(lines: Sequence[str]) -> list[str]:
+    """The words of every twentieth line, in their order."""
+    words: set[str] = set()
+    for line in lines[::20]:
+        words.update(line.split())
+    return sorted(words)
+
+
 def write_text(root: Path, megabytes: int, files: Sequence[str]) -> None:
     """A domain of so many MB, one file of it, and a little general text."""
-    path, remaining_bytes = root / NAME / "all.txt", megabytes * 10**6
+    path = root / NAME / "all.txt"
     path.parent.mkdir(parents=True)
-    lines = given_lines(files)
+    lines = read_lines(files)
+    remaining_bytes = megabytes * 10**6
     with path.open("w", encoding="utf-8") as file:
-        for line in made_lines(lines):
+        for line in generate_lines(lines):
             file.write(line + "\n")
             remaining_bytes -= len(line.encode()) + 1
             if remaining_bytes <= 0:
                 return
 
 
-def prepare(chosen: argparse.Namespace) -> Path:
+def prepare(options: argparse.Namespace) -> Path:
     """The folder of the text and of a tokenizer that has learned from its beginning, made once."""
     from cpt.core.cache import make_once
     from cpt.models.loading import train_tokenizer
 
     def make(folder: Path) -> None:
-        write_text(folder / "root", chosen.megabytes, chosen.text)
+        write_text(folder / "root", options.megabytes, options.text)
         with (folder / "root" / NAME / "all.txt").open(encoding="utf-8") as file:
-            sample = [line for _, line in zip(range(20_000), file, strict=False)]
-        train_tokenizer(iter([sample]), vocabulary=chosen.vocabulary, objective="causal").save_pretrained(
-            folder / "tokenizer"
-        )
+            sample = list(islice(file, 20_000))
+        tokenizer = train_tokenizer(iter([sample]), vocabulary=options.vocabulary, objective="causal")
+        tokenizer.save_pretrained(folder / "tokenizer")
 
-    return make_once(Path(chosen.cache) / "texts" / f"{chosen.megabytes}-{chosen.vocabulary}", make=make)
+    return make_once(Path(options.cache) / "texts" / f"{options.megabytes}-{options.vocabulary}", make=make)
 
 
 def read_corpus(text_folder: Path, cache: Path) -> Any:
@@ -93,24 +105,35 @@ def read_corpus(text_folder: Path, cache: Path) -> Any:
     from cpt.data.sources.texts import Texts
 
     source = Texts(
-        **{"root": str(text_folder / "root"), "folder": ".", "column": "text", "document": "line"},
-        **{"general": None, "orders": None, "held_out": HELD_OUT, "score_on": "test"},
+        root=str(text_folder / "root"),
+        folder=".",
+        column="text",
+        document="line",
+        general=None,
+        orders=None,
+        held_out=HELD_OUT,
+        score_on="test",
     )
     return make_corpus(source, NAME, cache=cache)
 
 
-def rows_of_cpt(corpus: Any, tokenizer: Any, folder: Path, *, length: int, workers: int) -> int:
+def make_rows(corpus: Any, tokenizer: Any, folder: Path, *, length: int, workers: int) -> int:
     from cpt.data.packing import pack
+    from cpt.data.text_format import TextFormat
 
     packed = pack(
-        *(corpus, "train"),
-        **{"tokenizer": tokenizer, "length": length, "name": NAME, "cache": folder},
-        **{"tokenizer_digest": "", "workers": workers},
+        corpus,
+        "train",
+        format=TextFormat(tokenizer, (tokenizer.eos_token_id,)),
+        length=length,
+        name=NAME,
+        cache=folder,
+        workers=workers,
     )
     return int(packed.row_lengths.sum())
 
 
-def rows_of_recipe(corpus: Any, tokenizer: Any, folder: Path, *, length: int, workers: int) -> int:
+def make_rows_by_recipe(corpus: Any, tokenizer: Any, folder: Path, *, length: int, workers: int) -> int:
     """As examples/pytorch/language-modeling/run_clm.py of transformers has it."""
     from itertools import chain
 
@@ -118,50 +141,62 @@ def rows_of_recipe(corpus: Any, tokenizer: Any, folder: Path, *, length: int, wo
         return tokenizer(examples["text"])
 
     def group_texts(examples: dict) -> dict:
-        joined = {name: list(chain(*each)) for name, each in examples.items()}
+        joined = {name: list(chain(*column)) for name, column in examples.items()}
         num_tokens = len(joined["input_ids"]) // length * length
-        cut = {
-            name: [each[at : at + length] for at in range(0, num_tokens, length)]
-            for name, each in joined.items()
-        }
-        return cut | {"labels": cut["input_ids"].copy()}
+        rows = {}
+        for name, ids in joined.items():
+            rows[name] = [ids[start : start + length] for start in range(0, num_tokens, length)]
+        rows["labels"] = rows["input_ids"].copy()
+        return rows
 
     folder.mkdir(parents=True)
-    processes = workers if workers > 1 else None
-    documents = corpus.documents("train")
-    options = {"batched": True, "num_proc": processes, "load_from_cache_file": False}
-    tokenized = documents.map(
-        tokenize, remove_columns=["text"], cache_file_name=str(folder / "tokens.arrow"), **options
+    num_processes = workers if workers > 1 else None
+    tokenized = corpus.documents("train").map(
+        tokenize,
+        remove_columns=["text"],
+        cache_file_name=str(folder / "tokens.arrow"),
+        batched=True,
+        num_proc=num_processes,
+        load_from_cache_file=False,
     )
-    return length * len(tokenized.map(group_texts, cache_file_name=str(folder / "rows.arrow"), **options))
+    grouped = tokenized.map(
+        group_texts,
+        cache_file_name=str(folder / "rows.arrow"),
+        batched=True,
+        num_proc=num_processes,
+        load_from_cache_file=False,
+    )
+    return length * len(grouped)
 
 
-def perform(chosen: argparse.Namespace) -> None:
+def run_subject(options: argparse.Namespace) -> None:
     """Makes the rows of a subject and prints what it took; this process does nothing else."""
     from transformers import AutoTokenizer
 
-    text_folder, cache = Path(chosen.place), Path(chosen.cache)
-    (kind, workers, _), tokenizer = (
-        SUBJECTS[chosen.subject],
-        AutoTokenizer.from_pretrained(text_folder / "tokenizer"),
-    )
-    start_time = time.perf_counter()
+    text_folder = Path(options.place)
+    cache = Path(options.cache)
+    kind, workers, _ = SUBJECTS[options.subject]
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    read_start = time.perf_counter()
     corpus = read_corpus(text_folder, cache)
-    read, start_time = time.perf_counter() - start_time, time.perf_counter()
-    before, busy_before = os.times(), busy()
+
+    pack_start = time.perf_counter()
+    times_before = os.times()
+    busy_before = read_busy_seconds()
+    make = {"cpt": make_rows, "recipe": make_rows_by_recipe}[kind]
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        rows = {"cpt": rows_of_cpt, "recipe": rows_of_recipe}[kind]
-        num_tokens = rows(corpus, tokenizer, Path(folder) / "rows", length=chosen.length, workers=workers)
-    wall, after = time.perf_counter() - start_time, os.times()
-    cpu_seconds = sum(after[:4]) - sum(before[:4])
+        num_tokens = make(corpus, tokenizer, Path(folder) / "rows", length=options.length, workers=workers)
+    wall = time.perf_counter() - pack_start
+    cpu_seconds = sum(os.times()[:4]) - sum(times_before[:4])
     results = {
         "wall": wall,
         "cpu": cpu_seconds,
         "tokens": num_tokens,
-        "read": read,
+        "read": pack_start - read_start,
         "bytes": corpus.facts["bytes"]["train"],
+        "foreign_cores": (read_busy_seconds() - busy_before - cpu_seconds) / wall,
     }
-    print(json.dumps(results | {"foreign_cores": (busy() - busy_before - cpu_seconds) / wall}))
+    print(json.dumps(results))
 
 
 class Watched:
@@ -169,13 +204,16 @@ class Watched:
     had together, each page once, and the most that one of them had."""
 
     def __init__(self, process: subprocess.Popen) -> None:
-        self.process, self.together, self.first, self.other = process, 0, 0, 0
+        self.process = process
+        self.together = 0
+        self.first = 0
+        self.other = 0
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
 
     def watch(self) -> None:
         while self.process.poll() is None:
-            sizes = {number: memory_of(number) for number in tree(self.process.pid)}
+            sizes = {number: read_memory(number) for number in list_processes(self.process.pid)}
             own_memory = sizes.pop(self.process.pid, (0, 0))
             self.first = max(self.first, own_memory[0])
             self.other = max([self.other, *(size for size, _ in sizes.values())])
@@ -183,7 +221,7 @@ class Watched:
             time.sleep(SAMPLED_S)
 
 
-def tree(number: int) -> Iterator[int]:
+def list_processes(number: int) -> Iterator[int]:
     """A process and those below it."""
     yield number
     for path in Path(f"/proc/{number}/task").glob("*/children"):
@@ -192,10 +230,10 @@ def tree(number: int) -> Iterator[int]:
         except OSError:
             continue
         for child in children:
-            yield from tree(int(child))
+            yield from list_processes(int(child))
 
 
-def memory_of(number: int) -> tuple[int, int]:
+def read_memory(number: int) -> tuple[int, int]:
     """Resident bytes of a process, files that it maps with them, and its share of those that several hold."""
     try:
         text = Path(f"/proc/{number}/smaps_rollup").read_text()
@@ -205,7 +243,7 @@ def memory_of(number: int) -> tuple[int, int]:
     return fields["Rss"], fields["Pss"]
 
 
-def measure(subject: str, text_folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
+def measure(subject: str, text_folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What a subject took in a process of its own."""
     command = [
         sys.executable,
@@ -215,56 +253,79 @@ def measure(subject: str, text_folder: Path, chosen: argparse.Namespace) -> dict
         "--place",
         str(text_folder),
         "--cache",
-        chosen.cache,
+        options.cache,
+        "--length",
+        str(options.length),
+        "--megabytes",
+        str(options.megabytes),
     ]
-    command += ["--length", str(chosen.length), "--megabytes", str(chosen.megabytes)]
-    threads = {"TOKENIZERS_PARALLELISM": str(SUBJECTS[subject][2]).lower()}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | threads, text=True, **pipes)
+    _, _, has_threads = SUBJECTS[subject]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"TOKENIZERS_PARALLELISM": str(has_threads).lower()},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     watched = Watched(process)
     output, errors = process.communicate()
     watched.thread.join()
     if process.returncode:
         raise SystemExit(f"{subject}: exit code {process.returncode}\n{errors[-2000:]}")
+
     results = json.loads(output.splitlines()[-1])
-    memory = {"together": watched.together, "first": watched.first, "other": watched.other}
-    return results | {"memory": memory, "mb_per_cpu_s": results["bytes"] / results["cpu"] / 1e6}
+    results["memory"] = {"together": watched.together, "first": watched.first, "other": watched.other}
+    results["mb_per_cpu_s"] = results["bytes"] / results["cpu"] / 1e6
+    return results
 
 
-def summary(times: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def summarize(times: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Medians by subject, and ratios over the recipe."""
-    return {
-        name: {
-            "wall": spread([figures["wall"] for figures in rounds]),
-            "cpu": spread([figures["cpu"] for figures in rounds]),
-            "mb_per_cpu_s": spread([figures["mb_per_cpu_s"] for figures in rounds]),
-            "over_recipe": {
-                kind: paired(
-                    [figures[kind] for figures in rounds], [figures[kind] for figures in times["recipe"]]
-                )
-                for kind in ("cpu", "wall")
-                if "recipe" in times
-            },
+    summary = {}
+    for name, rounds in times.items():
+        ratios = {}
+        if "recipe" in times:
+            for kind in ("cpu", "wall"):
+                ratios[kind] = compare_times(read_column(rounds, kind), read_column(times["recipe"], kind))
+        memory = read_column(rounds, "memory")
+        summary[name] = {
+            "wall": summarize_times(read_column(rounds, "wall")),
+            "cpu": summarize_times(read_column(rounds, "cpu")),
+            "mb_per_cpu_s": summarize_times(read_column(rounds, "mb_per_cpu_s")),
+            "over_recipe": ratios,
             "memory": {
-                kind: max(figures["memory"][kind] for figures in rounds)
-                for kind in ("together", "first", "other")
+                "together": max(read_column(memory, "together")),
+                "first": max(read_column(memory, "first")),
+                "other": max(read_column(memory, "other")),
             },
             "tokens": rounds[0]["tokens"],
         }
-        for name, rounds in times.items()
-    }
+    return summary
 
 
-def lines(results: dict[str, Any]) -> Iterator[str]:
+def read_column(records: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    return [record[name] for record in records]
+
+
+def format_lines(results: dict[str, Any]) -> Iterator[str]:
     yield ROW.format("", "wall, s", "cpu, s", "MB/cpu s", "over recipe", "memory, MB", "a worker's")
     for name, figures in results.items():
-        ratio = f"{figures['over_recipe']['cpu']['median']:.2f}" if figures["over_recipe"] else "–"
-        seconds = [f"{figures[kind]['median']:.1f}" for kind in ("wall", "cpu")]
-        memory = [f"{figures['memory'][kind] / 1e6:,.0f}" for kind in ("together", "other")]
-        yield ROW.format(name, *seconds, f"{figures['mb_per_cpu_s']['median']:.2f}", ratio, *memory)
+        ratio = "–"
+        if figures["over_recipe"]:
+            ratio = f"{figures['over_recipe']['cpu']['median']:.2f}"
+        yield ROW.format(
+            name,
+            f"{figures['wall']['median']:.1f}",
+            f"{figures['cpu']['median']:.1f}",
+            f"{figures['mb_per_cpu_s']['median']:.2f}",
+            ratio,
+            f"{figures['memory']['together'] / 1e6:,.0f}",
+            f"{figures['memory']['other'] / 1e6:,.0f}",
+        )
 
 
-def arguments() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "cpt-benchmarks"
     parser.add_argument("--megabytes", type=int, default=200, help="of text")
@@ -284,22 +345,22 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    chosen = arguments()
-    if chosen.subject:
-        perform(chosen)
+    options = parse_options()
+    if options.subject:
+        run_subject(options)
         return
-    text_folder = prepare(chosen)
-    times: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen.subjects}
-    for number in range(chosen.rounds):
-        for name in rotated(chosen.subjects, number):
-            wait_until_quiet(chosen.patience)
-            times[name].append(measure(name, text_folder, chosen))
+    text_folder = prepare(options)
+    times: dict[str, list[dict[str, Any]]] = {name: [] for name in options.subjects}
+    for number in range(options.rounds):
+        for name in rotate(options.subjects, number):
+            wait_until_quiet(options.patience)
+            times[name].append(measure(name, text_folder, options))
             print(f"{name}: {times[name][-1]['cpu']:.1f} s of processor time", flush=True)
-    results = summary(times)
-    print("\n".join(lines(results)))
+    results = summarize(times)
+    print("\n".join(format_lines(results)))
     unsaid = ("cache", "out", "text", "subject", "place")
-    settings = {name: value for name, value in vars(chosen).items() if name not in unsaid}
-    save("texts", {"options": settings, "subjects": results, "rounds": times}, out=chosen.out)
+    settings = {name: value for name, value in vars(options).items() if name not in unsaid}
+    save("texts", {"options": settings, "subjects": results, "rounds": times}, out=options.out)
 
 
 if __name__ == "__main__":
