@@ -29,7 +29,7 @@ class Claim:
     measure: str
     better: int
     show: Callable[[float], str]
-    least: float = 0.0  # how large a difference must be, with its interval
+    min_difference: float = 0.0  # how large a difference must be, with its interval
 
 
 def format_points(value: float) -> str:
@@ -110,7 +110,7 @@ ON_TEXT = (
 ON_TASKS = (
     Claim(
         text="JOINT beats NCL by 20 points or more (T5-large at the same rate: 80.0 against 22.2)",
-        of="joint", against="ncl", measure="answers/AP", better=1, show=format_points, least=0.2,
+        of="joint", against="ncl", measure="answers/AP", better=1, show=format_points, min_difference=0.2,
     ),
     Claim(
         text="MIGU beats fine-tuning (ncl; 78.8 against 75.7)",
@@ -208,7 +208,7 @@ def judge_claim(claim: Claim, contrast: PairedContrast, *, num_tested: int) -> s
     if contrast.mean * claim.better < 0:
         return "opposite"
 
-    is_large_enough = not claim.least or min(bounds) >= claim.least
+    is_large_enough = not claim.min_difference or min(bounds) >= claim.min_difference
     return "held" if is_large_enough else f"held in direction, {SHORT}"
 
 

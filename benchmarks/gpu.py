@@ -76,7 +76,8 @@ def measure_packing(stage: "Stage") -> Iterator[dict[str, Any]]:
         subjects[name] = partial(train_rung, lane=lane, overrides=overrides, dense=False)
     run = play_rounds(subjects, lane, patience=0.0)
 
-    padded, isolated = ([chunk["wall"] for chunk in run["chunks"][name]] for name in PACKINGS)
+    padded = [chunk["wall"] for chunk in run["chunks"]["none"]]
+    isolated = [chunk["wall"] for chunk in run["chunks"]["document_mask"]]
     reports = {}
     for name, report in run["reports"].items():
         reports[name] = report | {"losses": report["losses"][-1]}
@@ -106,10 +107,10 @@ def measure_methods(stage: "Stage", names: Sequence[str]) -> Iterator[dict[str, 
         ),
         model="given",
     )
-    subjects = {
-        name: partial(measure_method, course=course, overrides=list_subjects()[name], dense=False)
-        for name in [NCL, *(method for method in names if method != NCL)]
-    }
+    overrides = list_subjects()
+    subjects = {}
+    for name in (NCL, *names):
+        subjects[name] = partial(measure_method, course=course, overrides=overrides[name], dense=False)
 
     results: dict[str, Any] = {"subjects": {}, "failed": {}}
     for group in divide_into_groups(list(subjects), together=stage.together):
