@@ -58,8 +58,8 @@ def read_tasks(cfg: DictConfig) -> Iterator[tuple[str, str, Labelled, Labelled]]
         return [(f"{example.text} {example.text_pair or ''}", example.label) for example in examples]
 
     def answered(documents: Sequence[str]) -> Labelled:
-        read = [read_example(document) for document in documents]
-        return [(example.source[slice(*example.text)], example.target) for example in read]
+        examples = [read_example(document) for document in documents]
+        return [(example.source[slice(*example.text)], example.target) for example in examples]
 
     order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) and cfg.domains.orders else cfg.order
     endtasks = plan_endtasks(cfg.endtask, None, order)
