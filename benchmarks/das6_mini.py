@@ -102,8 +102,10 @@ def mean_final_scores(group: RunGroup) -> dict[str, float]:
 def describe_runs(section: RunSection) -> str:
     """Number and size of the runs."""
     runs = [run.scores for run in section.runs]
-    first = next(scores for scores in runs if len(scores.seen) > 2)  # not joint
-    tokens = f"{first.seen[1]:,} tokens per domain, {sum(first.scored):,} scored tokens in the test sets"
+    first = next(scores for scores in runs if len(scores.tokens_read) > 2)  # not joint
+    tokens = (
+        f"{first.tokens_read[1]:,} tokens per domain, {sum(first.scored):,} scored tokens in the test sets"
+    )
     orders = study.list_orders(section.runs)
     return f"{len(runs)} runs in {len(section.groups)} groups; {tokens}. Orders:\n\n{orders}"
 
