@@ -98,8 +98,9 @@ def parts(section: RunSection) -> Iterator[str]:
     (study.IMAGES / PICTURE).write_bytes(draw_places(groups))
     first = section.runs[0].scores
     yield (
-        f"{len(section.runs)} runs in {len(groups)} groups, {len(first.learned)} domains, {first.tokens_read[1]:,} "
-        "tokens per domain. There are two seeds of each order, too few for a test: the table of claims shows "
+        f"{len(section.runs)} runs in {len(groups)} groups, {len(first.learned)} domains, "
+        f"{first.tokens_read[1]:,} tokens per domain. There are two seeds of each order, "
+        "too few for a test: the table of claims shows "
         "the range over runs. Intervals of the last table are over fields, of the mean over seeds: they "
         "generalize to other fields, not to other seeds."
     )
