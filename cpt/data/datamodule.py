@@ -130,7 +130,7 @@ class DomainSequence(LightningDataModule):
             domains=len(self.domains),
             total_step=steps_before + step,
             total_steps=self.cumulative_steps[-1],
-            first=self.cumulative_steps[1],
+            first_domain_steps=self.cumulative_steps[1],
         )
 
     def earlier_texts(self, domain: Domain) -> list[str]:

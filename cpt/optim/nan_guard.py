@@ -63,26 +63,33 @@ class NanGuard(Callback):
             self.terms[name] = self.terms.get(name, 0) + value.detach()
 
     def allows(self, trainer: Trainer, norm: Tensor) -> bool:
-        """Whether to make the step, whose gradients have this `norm`; alike in all processes.
+        """Whether the optimizer is to make the step; alike in all processes. `norm` is that of the gradients,
+        a scalar.
 
         Raises ValueError or RollbackError if a number that is not finite ends the stage."""
         terms = self.terms
         self.terms = {}
         loss = cast(Tensor, sum(terms.values()))
-        scaler = getattr(trainer.precision_plugin, "scaler", None)  # of float16
-        checked = loss if scaler else loss + norm
-        is_finite, self.common_signal = check_in_all(checked, self.read_signal())
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # the GradScaler of float16; else None
 
-        if trainer.global_step in self.skipped_steps:
+        # One reduction checks loss and gradient: the sum of two numbers is finite only if both are. With a
+        # scaler a gradient that is not finite is no failure: the scaler skips the step and lowers its scale.
+        checked_number = loss
+        if scaler is None:
+            checked_number = loss + norm
+        is_finite, self.common_signal = check_in_all(checked_number, self.read_signal())
+
+        if trainer.global_step in self.skipped_steps:  # since a rollback
             return False
         if not is_finite:
             self.reject_step(trainer, terms, norm)
             return False
-
         self.failures_in_a_row = 0
         if scaler is None:
             return True
-        if scaler.get_scale() < 1:  # no scale gives the gradient room: it is not finite itself
+
+        # With a scale below 1 the gradient itself is not finite: a lower scale does not help.
+        if scaler.get_scale() < 1:
             self.end(f"the {GRADIENT} is {norm.item()} at {describe_position(trainer)}, at every scale")
         return math.isfinite(norm.item())
 
@@ -102,23 +109,28 @@ class NanGuard(Callback):
         self.skipped_steps.add(step)
 
     def roll_back(self, trainer: Trainer, failed_step: int, problem: str) -> NoReturn:
+        """Ends the stage by a RollbackError: it restarts from its last checkpoint, and the steps up to
+        `failed_step` are skipped then."""
         warn_once(trainer, f"Rolling back to the last checkpoint: {problem}")
         self.failed_step = failed_step
         self.rollbacks += 1
         raise RollbackError(problem)
 
     def check_weights(self, trainer: Trainer, weights: Iterable[Tensor]) -> None:
-        """Raises ValueError or RollbackError, in all processes, if weights are not finite in one."""
-        is_ruined = all_reduce_max(int(not all_finite(weights)))
-        if not is_ruined:
+        """Called before a checkpoint is written. If weights are not finite in any process, raises in all of
+        them: RollbackError if the policy allows one more rollback, else ValueError."""
+        is_non_finite_anywhere = bool(all_reduce_max(int(not all_finite(weights))))
+        if not is_non_finite_anywhere:
             return
+
         problem = f"the weights are not finite after {describe_position(trainer)}"
         if self.policy == "rollback" and self.rollbacks < MAX_FAILURES:
-            self.roll_back(trainer, trainer.global_step - 1, problem)
+            failed_step = trainer.global_step - 1  # the step made last
+            self.roll_back(trainer, failed_step, problem)
         self.end(problem)
 
     def end(self, problem: str) -> NoReturn:
-        """Raises ValueError, in all processes alike."""
+        """Ends the run by a ValueError, in all processes alike."""
         message = f"{problem}; {self.advice}"
         if self.policy == "stop" and self.advice == ADVICE:
             message += OTHER_POLICIES

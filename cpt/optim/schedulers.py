@@ -20,20 +20,28 @@ ALPHA = 10  # how steep an inverse square root is: 1 / sqrt(1 + 10 x)
 
 @dataclass(frozen=True)
 class Progress:
-    """A position in a run, counted from 0; `first` are the first domain's steps."""
+    """The position of an optimizer step in a run. Steps and domains are counted from 0."""
 
-    step: int
-    steps: int
-    domain: int
-    domains: int
-    total_step: int
-    total_steps: int
-    first: int
+    step: int  # within the domain
+    steps: int  # of the domain
+    domain: int  # its index in the order
+    domains: int  # number of all domains
+    total_step: int  # within the run
+    total_steps: int  # of all domains
+    first_domain_steps: int
 
     @classmethod
     def in_single_domain(cls, step: int, *, steps: int) -> "Progress":
         """A position in a run of one domain."""
-        return cls(step, steps, domain=0, domains=1, total_step=step, total_steps=steps, first=steps)
+        return cls(
+            step,
+            steps,
+            domain=0,
+            domains=1,
+            total_step=step,
+            total_steps=steps,
+            first_domain_steps=steps,
+        )
 
     @property
     def joined(self) -> "Progress":
@@ -51,16 +59,22 @@ def half_cosine(position: float, *, low: float, high: float = 1.0) -> float:
     return low + (high - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, position)))
 
 
-def warm_cosine(step: float, steps: float, *, rise: float, low: float, high: float = 1.0) -> float:
-    """A linear `rise`, in steps, to `high`, then half a cosine down to `low`."""
-    if step < rise:
-        return high * (step + 1) / (rise + 1)
-    return half_cosine((step - rise) / max(1.0, steps - rise), low=low, high=high)
+def warm_cosine(step: float, steps: float, *, warmup_steps: float, low: float, high: float = 1.0) -> float:
+    """Linear warm-up to `high`, then half a cosine down to `low` at the end of all `steps`."""
+    if step < warmup_steps:
+        return high * (step + 1) / (warmup_steps + 1)
+    position = (step - warmup_steps) / max(1.0, steps - warmup_steps)
+    return half_cosine(position, low=low, high=high)
 
 
 def decay_position(step: int, steps: int, *, start: float) -> float:
     """Where a step is in a final decay, 0 at its `start` and 1 at the domain's end."""
     return min(1.0, (step - start) / (steps - start))
+
+
+def inverse_square_root(position: float) -> float:
+    """h(x) = 1 / sqrt(1 + ALPHA x) - 1: 0 at position 0, and negative from there on."""
+    return 1 / math.sqrt(1 + ALPHA * position) - 1
 
 
 @config
@@ -84,7 +98,7 @@ class Schedule(Options):
         """The factor at a position of the run."""
 
     def branch_step(self, steps: int) -> int:
-        """The first step of that decay in a domain of `steps`; `steps` without a decay."""
+        """The first step of the decay branch in a domain of `steps`; `steps` for a schedule without one."""
         return steps
 
 
@@ -94,10 +108,10 @@ class Linear(Schedule):
 
     def __call__(self, progress: Progress) -> float:
         steps = progress.steps
-        rise = self.warmup_ratio * steps
-        if progress.step < rise:
-            return (progress.step + 1) / (rise + 1)
-        return max(0.0, (steps - progress.step) / max(1.0, steps - rise))
+        warmup_steps = self.warmup_ratio * steps
+        if progress.step < warmup_steps:
+            return (progress.step + 1) / (warmup_steps + 1)
+        return max(0.0, (steps - progress.step) / max(1.0, steps - warmup_steps))
 
 
 @config
@@ -107,8 +121,8 @@ class Cosine(Schedule):
     final: Probability = option("factor at the end")
 
     def __call__(self, progress: Progress) -> float:
-        rise = self.warmup_ratio * progress.steps
-        return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
+        warmup_steps = self.warmup_ratio * progress.steps
+        return warm_cosine(progress.step, progress.steps, warmup_steps=warmup_steps, low=self.final)
 
 
 @config
@@ -116,7 +130,8 @@ class Constant(Schedule):
     """Linear warm-up over a share of a domain's steps, then the peak rate."""
 
     def __call__(self, progress: Progress) -> float:
-        return min(1.0, (progress.step + 1) / (self.warmup_ratio * progress.steps + 1))
+        warmup_steps = self.warmup_ratio * progress.steps
+        return min(1.0, (progress.step + 1) / (warmup_steps + 1))
 
 
 @config
@@ -127,7 +142,9 @@ class Rewarm(Cosine):
     peaks: Peaks = option("factor at the peak of each domain, the last one for all further domains; null: 1")
 
     def __call__(self, progress: Progress) -> float:
-        peak = self.peaks[min(progress.domain, len(self.peaks) - 1)] if self.peaks else 1.0
+        peak = 1.0
+        if self.peaks:
+            peak = self.peaks[min(progress.domain, len(self.peaks) - 1)]
         return peak * super().__call__(progress)
 
 
@@ -150,7 +167,9 @@ class Decayed(Cosine):
     final: PositiveShare = option("factor from the end of the first domain on")
 
     def __call__(self, progress: Progress) -> float:
-        return self.final if progress.domain else super().__call__(progress)
+        if progress.domain > 0:
+            return self.final
+        return super().__call__(progress)
 
 
 @config
@@ -188,24 +207,28 @@ class Infinite(Schedule):
         return min(steps, math.floor(steps * (1 - self.anneal)) + 1)
 
     def __call__(self, progress: Progress) -> float:
-        anneal_start = progress.steps * (1 - self.anneal)
-        is_annealed = self.annealed == "each" or progress.domain == progress.domains - 1
-        if is_annealed and progress.step > anneal_start:
-            position = decay_position(progress.step, progress.steps, start=anneal_start)
+        is_last_domain = progress.domain == progress.domains - 1
+        has_decay = self.annealed == "each" or is_last_domain
+        decay_start = progress.steps * (1 - self.anneal)  # a step of the domain
+        if has_decay and progress.step > decay_start:
+            position = decay_position(progress.step, progress.steps, start=decay_start)
             return self.constant * (self.final / self.constant) ** position
 
-        rise = self.warmup_ratio * progress.first
-        fall = self.cooldown * progress.first
-        if progress.total_step < rise:
-            return (progress.total_step + 1) / (rise + 1)
-        if progress.total_step >= rise + fall:
-            return self.constant
+        # One warm-up and one cool-down in a run, both in its first domain.
+        warmup_steps = self.warmup_ratio * progress.first_domain_steps
+        cooldown_steps = self.cooldown * progress.first_domain_steps
+        if progress.total_step < warmup_steps:
+            return (progress.total_step + 1) / (warmup_steps + 1)
+        if progress.total_step < warmup_steps + cooldown_steps:
+            return self.cool_down((progress.total_step - warmup_steps) / cooldown_steps)
+        return self.constant
 
-        position = (progress.total_step - rise) / fall
+    def cool_down(self, position: float) -> float:
+        """The factor at a position of the cool-down: 1 at position 0, `constant` at position 1."""
         if self.form == "cosine":
             return half_cosine(position, low=self.constant)
-        fallen_share = (1 / math.sqrt(1 + ALPHA * position) - 1) / (1 / math.sqrt(1 + ALPHA) - 1)
-        return self.constant + (1 - self.constant) * (1 - fallen_share)
+        remaining_share = 1 - inverse_square_root(position) / inverse_square_root(1)
+        return self.constant + (1 - self.constant) * remaining_share
 
 
 @config
@@ -234,16 +257,19 @@ class WSD(Schedule):
         return min(steps, math.floor(steps * (1 - self.decay)) + 1)
 
     def __call__(self, progress: Progress) -> float:
-        rise = self.warmup_ratio * progress.steps
+        warmup_steps = self.warmup_ratio * progress.steps
         decay_start = progress.steps * (1 - self.decay)
         has_warmup = progress.domain == 0 or not self.branched
-        if has_warmup and progress.step < rise:
-            return (progress.step + 1) / (rise + 1)
+        if has_warmup and progress.step < warmup_steps:
+            return (progress.step + 1) / (warmup_steps + 1)
         if progress.step <= decay_start:
             return 1.0
 
         position = decay_position(progress.step, progress.steps, start=decay_start)
-        remaining_share = 1 - (math.sqrt(position) if self.form == "root" else position)
+        if self.form == "root":
+            remaining_share = 1 - math.sqrt(position)
+        else:
+            remaining_share = 1 - position
         return self.final + (1 - self.final) * remaining_share
 
 
@@ -269,19 +295,25 @@ class ReciprocalRoot(Schedule):
     def __call__(self, progress: Progress) -> float:
         cooldown_start = progress.steps * (1 - self.cooldown)
         if progress.step <= cooldown_start:
-            return self.fall(progress.step, progress)
+            return self.reciprocal_root(progress.step, progress)
+        start_factor = self.reciprocal_root(cooldown_start, progress)
         position = decay_position(progress.step, progress.steps, start=cooldown_start)
-        return self.final + (self.fall(cooldown_start, progress) - self.final) * (1 - position)
+        return self.final + (start_factor - self.final) * (1 - position)
 
-    def fall(self, step: float, progress: Progress) -> float:
-        """The factor at a step of the domain, before the last decay."""
-        steps_before = progress.steps_before if self.across else 0
-        warmup_steps = self.warmup_ratio * (progress.first if self.across else progress.steps)
-        rise = max(1.0, warmup_steps)
+    def reciprocal_root(self, step: float, progress: Progress) -> float:
+        """The factor at a step of the domain without the last decay: linear warm-up, then sqrt(w / s)."""
+        if self.across:
+            steps_before = progress.steps_before
+            warmup_steps = self.warmup_ratio * progress.first_domain_steps
+        else:
+            steps_before = 0
+            warmup_steps = self.warmup_ratio * progress.steps
+
+        warmup_steps = max(1.0, warmup_steps)
         count = step + 1 + steps_before
-        if count < rise:
-            return count / rise
-        return (1 - self.final) * math.sqrt(rise / count) + self.final
+        if count < warmup_steps:
+            return count / warmup_steps
+        return (1 - self.final) * math.sqrt(warmup_steps / count) + self.final
 
 
 @config
@@ -292,7 +324,9 @@ class Autoregressive(Schedule):
     final: Probability = option("factor at the end of a domain")
 
     def __call__(self, progress: Progress) -> float:
-        rise = self.warmup_ratio * progress.steps
+        warmup_steps = self.warmup_ratio * progress.steps
         steps_before = progress.steps_before
         peak = half_cosine(steps_before / (steps_before + progress.steps), low=self.final)
-        return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final, high=peak)
+        return warm_cosine(
+            progress.step, progress.steps, warmup_steps=warmup_steps, low=self.final, high=peak
+        )
