@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cpt.core.cache import CACHED, PARTIAL, discard
-from cpt.core.cache_use import users
+from cpt.core.cache_use import find_users
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.formats import format_bytes
@@ -108,7 +108,7 @@ def finished_stages(run: Path) -> list[Path]:
 
 def describe_use(path: Path) -> str:
     """`; in use by process 17 on node1` of a cached folder, else nothing."""
-    processes = users(path) if is_cached(path) else []
+    processes = find_users(path) if is_cached(path) else []
     names = [f"process {process.pid} on {process.host}" for process in processes]
     return f"; in use by {', '.join(names)}" if names else ""
 

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 SMALL = 1 << 24  # bytes: artifacts up to this size are hashed whenever they are opened
 PARTIAL = ".partial"
-HEAD_START = 0.5  # seconds of a run's first process, which alone logs and shows bars; the others wait for it
+HEAD_START = 0.5  # seconds that a run's first process has to begin a build before the others
+LOCK_TIMEOUT = 0.5  # seconds after which the wait for another process is logged
 CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")
 check_all = ContextVar("check_all", default=False)  # whether artifacts of any size are hashed when opened
 
@@ -128,12 +129,13 @@ def artifact_damage(folder: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of an artifact; logs, and shows in the run's status, that another process has it."""
+    """Holds the lock of an artifact inside the context. A wait for another process that holds it is logged,
+    and shown in the run's status."""
     lock = FileLock(folder.with_name(f"{folder.name}.lock"))
-    if not is_first_process():
-        leave_to_first(folder, lock)
+    if not is_first_process():  # the first one is to build it, as it alone logs and shows bars
+        give_head_start(folder, lock)
     try:
-        lock.acquire(timeout=0.5)
+        lock.acquire(timeout=LOCK_TIMEOUT)
     except Timeout:
         log.info("Waiting for another process that is making %s", folder.name)
         with waiting_for(f"another process that is making {folder.name}"):
@@ -144,14 +146,15 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def leave_to_first(folder: Path, lock: FileLock) -> None:
-    """Returns when a process makes an artifact or has made it, or after the head start: the first process may
-    be on a machine with another cache."""
+def give_head_start(folder: Path, lock: FileLock) -> None:
+    """Waits until another process builds an artifact (it has the lock) or has built it (the folder exists).
+
+    At most for HEAD_START: the first process of the run may be on a machine with another cache."""
     deadline = time.monotonic() + HEAD_START
     while time.monotonic() < deadline and not folder.exists():
         try:
             with lock.acquire(timeout=0):
-                pass
+                pass  # nobody builds it yet
         except Timeout:
             return
         time.sleep(0.02)

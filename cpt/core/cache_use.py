@@ -18,8 +18,9 @@ from pathlib import Path
 from cpt.core.heartbeat import ProcessId
 
 USES = ".uses"
-TOUCHING, TOUCH_S = "cache use", 3600.0  # the thread that touches the records, and how often
-REMOTE_S = 24 * 3600.0  # age at which a record of another machine counts no longer
+TOUCHING = "cache use"  # the thread that touches the records of this process
+TOUCH_S = 3600.0  # seconds between two touches
+REMOTE_S = 24 * 3600.0  # seconds: age at which a record of another machine counts no longer
 
 
 class UseRecord:
@@ -92,46 +93,50 @@ def end_uses() -> None:
     records.clear()
 
 
-def users(artifact: Path) -> list[ProcessId]:
-    """The living processes that have recorded a use of an artifact."""
+def find_users(artifact: Path) -> list[ProcessId]:
+    """The living processes that have recorded a use of an artifact. `artifact` is CACHE/KIND/NAME."""
+    cache = artifact.parent.parent
     name = artifact_name(artifact)
-    return [
-        process
-        for path, process, artifacts in read_uses(artifact.parent.parent)
-        if name in artifacts and is_alive(process, path)
-    ]
+    processes = []
+    for record_file, process, artifact_names in read_uses(cache):
+        if name in artifact_names and is_alive(process, record_file):
+            processes.append(process)
+    return processes
 
 
-def is_alive(process: ProcessId, record: Path) -> bool:
-    """Whether the process of a record lives; one of another machine if its record was touched lately."""
-    alive = process.is_alive()
-    if alive is not None:
-        return alive
+def is_alive(process: ProcessId, record_file: Path) -> bool:
+    """Whether the process of a record lives. A process of another machine cannot be asked: it counts as alive
+    if its record was touched in the last REMOTE_S seconds."""
+    is_alive_here = process.is_alive()  # None: on another machine
+    if is_alive_here is not None:
+        return is_alive_here
     try:
-        return time.time() - record.stat().st_mtime < REMOTE_S
+        return time.time() - record_file.stat().st_mtime < REMOTE_S
     except OSError:
         return False
 
 
 def remove_dead_records(cache: Path) -> None:
     """Removes the records of processes that ended without doing so."""
-    for path, process, _ in list(read_uses(cache)):
-        if not is_alive(process, path):
+    for record_file, process, _ in list(read_uses(cache)):
+        if not is_alive(process, record_file):
             with suppress(OSError):
-                path.unlink(missing_ok=True)
+                record_file.unlink(missing_ok=True)
 
 
 def read_uses(cache: Path) -> Iterator[tuple[Path, ProcessId, set[str]]]:
-    """The records of a cache: file, process, artifacts. One whose first line is not written yet is left out,
-    and so is the line that is being written."""
+    """The records of a cache: file, process, names of artifacts.
+
+    Other processes may be writing: a record without a complete first line is skipped, and a last line that is
+    not complete as well."""
     try:
         paths = sorted((cache / USES).glob("*.jsonl"))
     except OSError:
         return
     for path in paths:
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-            process = ProcessId(**json.loads(lines[0]))
-            yield path, process, {str(json.loads(line)) for line in lines[1:]}
+            complete_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+            process = ProcessId(**json.loads(complete_lines[0]))
+            yield path, process, {str(json.loads(line)) for line in complete_lines[1:]}
         except (OSError, ValueError, TypeError, IndexError):
             continue

@@ -50,17 +50,19 @@ EXECUTION = (
     "trainer.gradient_checkpointing",
     "trainer.offload_method_state",
 )
-# Options that runs of 0.1.0 do not have, at the value with which a run computes what those did. At this value
-# they are no part of the identity, so that older runs are continued and compared with new ones. `auto` of the
-# separator and of BOS differs for chat tokenizers and for those that add BOS alone.
-ADDED_OPTIONS = {
+# Options at the value with which a run computes the same as one without the option. At this value they are no
+# part of the identity, so that runs of 0.1.0, which lack them, are continued and compared with new ones.
+# `auto` of the separator and of BOS differs for chat tokenizers and for those that add BOS alone.
+NEUTRAL_VALUES = {
+    "trainer.match": None,
     "domains.on_bad_example": "stop",
     "domains.special_tokens": "split",
     "domains.separator": "auto",
     "domains.bos_in_rows": "auto",
     "domains.date": None,
 }
-PASSIVE_MONITOR = {"stop": None, "patience": None, "keep": "last"}  # values with which it ends no stage
+# The options of a monitor that only measures: it neither ends a stage nor chooses its weights.
+PASSIVE_MONITOR = {"monitor.stop": None, "monitor.patience": None, "monitor.keep": "last"}
 # Keys of a choice that are no options of its class: its name, its learning rate over the model's, and what
 # cpt.tune searches.
 SEARCH = "search"
@@ -98,26 +100,35 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a config that decide the result; values that compute the same are equal."""
+    """The leaves of a config that decide the result, by dotted key: runs with equal ones compute the same.
+
+    Left out are options of how a run is carried out, options at a neutral value, and the sections of budget
+    and monitor in runs that they do not change."""
     leaves = {key: canonical(key, value) for key, value in flatten(settings) if not executes(key)}
-    if leaves.get("trainer.match") is None:
-        leaves.pop("trainer.match", None)
-    for name, value_before in ADDED_OPTIONS.items():
-        if name in leaves and leaves[name] == value_before:
-            del leaves[name]
-    if not is_observed(leaves):
-        leaves = {key: value for key, value in leaves.items() if not key.startswith("budget.")}
-        is_passive = all(
-            leaves.get(f"monitor.{name}", value) == value for name, value in PASSIVE_MONITOR.items()
-        )
-        if is_passive:
-            leaves = {key: value for key, value in leaves.items() if not key.startswith("monitor.")}
+    for key, neutral_value in NEUTRAL_VALUES.items():
+        if key in leaves and leaves[key] == neutral_value:
+            del leaves[key]
+
+    if is_observed(leaves):  # by a budget, which uses the monitoring evaluations
+        return leaves
+    leaves = drop_section(leaves, "budget")
+    if is_monitor_passive(leaves):
+        leaves = drop_section(leaves, "monitor")
     return leaves
 
 
+def drop_section(leaves: Mapping[str, Any], section: str) -> dict[str, Any]:
+    return {key: value for key, value in leaves.items() if not key.startswith(f"{section}.")}
+
+
+def is_monitor_passive(leaves: Mapping[str, Any]) -> bool:
+    """Whether the monitor of a run does not change what is trained."""
+    return all(leaves.get(key, value) == value for key, value in PASSIVE_MONITOR.items())
+
+
 def is_observed(leaves: Mapping[str, Any]) -> bool:
-    """Whether a config chooses an observer of the monitoring evaluations. The configs of runs of 0.1.0 have
-    one always; in runs without a budget its options are null."""
+    """Whether a budget observes the monitoring evaluations of a run and may act on them. Configs of 0.1.0
+    always name the class of a budget; without a budget all of its options are null."""
     if leaves.get("budget._target_") is None:
         return False
     options = [

@@ -27,7 +27,7 @@ T = TypeVar("T")
 # Keys of the process group's store, for processes that work on their own.
 STORE_KEY = "cpt/preempted"  # a signal that one has received
 FAILED_KEY = "cpt/failed"  # the error of one
-STORE_S = 0.5  # between two looks into the store
+STORE_INTERVAL = 0.5  # seconds between two reads of the store
 
 
 def all_reduce_sum(*tensors: Tensor) -> None:
@@ -104,7 +104,8 @@ def barrier() -> None:
 
 @contextmanager
 def telling_errors() -> Iterator[None]:
-    """Tells those that `wait_for_all` of an error inside the context: SLURM leaves them waiting."""
+    """Puts an error inside the context into the store, so that processes that `wait_for_all` end as well:
+    SLURM would leave them waiting."""
     try:
         yield
     except Exception as error:
@@ -120,15 +121,21 @@ def process_store() -> Any:
 
 
 def wait_for_all(key: str) -> None:
-    """Waits until every process has called this with the key, another one each time, however long that takes:
-    collectives have a time limit. Raises ValueError where one has failed on the way."""
-    if is_distributed():
-        store = process_store()
-        store.add(key, 1)
-        while store.add(key, 0) < distributed.get_world_size():
-            if store.check([FAILED_KEY]):
-                raise ValueError(store.get(FAILED_KEY).decode())
-            time.sleep(STORE_S)
+    """Waits until every process has called this with `key`: a barrier without the time limit of a collective.
+    Each wait needs a new key, whose counter in the store is the number of processes that have come.
+
+    Raises ValueError if a process has failed within `telling_errors`."""
+    if not is_distributed():
+        return
+    store = process_store()
+    world_size = distributed.get_world_size()
+
+    num_arrived = store.add(key, 1)
+    while num_arrived < world_size:
+        if store.check([FAILED_KEY]):
+            raise ValueError(store.get(FAILED_KEY).decode())
+        time.sleep(STORE_INTERVAL)
+        num_arrived = store.add(key, 0)  # reads the counter
 
 
 def leave_together(where: str = "") -> None:
@@ -151,7 +158,7 @@ def check_all_signals() -> None:
         store = process_store()
         if notice.number:
             store.set(STORE_KEY, str(notice.number))
-        elif time.monotonic() - notice.asked > STORE_S:
+        elif time.monotonic() - notice.asked > STORE_INTERVAL:
             notice.asked = time.monotonic()
             if store.check([STORE_KEY]):
                 notice.number = int(store.get(STORE_KEY))

@@ -14,7 +14,11 @@ def format_value(value: Any) -> str:
     """
     if isinstance(value, list | tuple):
         return f"[{','.join(map(format_value, value))}]"
-    return {"None": "null", "True": "true", "False": "false"}.get(repr(value), str(value))
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
 
 
 class MessageError(ValueError):

@@ -134,8 +134,8 @@ def read_checksums(folder: Path) -> Table:
 
 
 def find_damage(folder: Path, table: Table, *, full: bool) -> Iterator[str]:
-    """The files that are missing, have another size or, if `full`, another hash. Raises PermissionError for
-    one that may not be read: it is not known to be damaged."""
+    """A message on each file that is missing, has another size or, if `full`, another hash than in the table.
+    Raises PermissionError for a file that may not be read: it is not known to be damaged."""
     for name, (size, digest) in table.items():
         path = folder / name
         try:

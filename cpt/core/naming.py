@@ -17,8 +17,18 @@ from cpt.core.secrets import redact
 from cpt.core.slurm import step_nodes, tasks_per_node
 
 CONFIG = "config"  # the primary config, of our own conf/ and of a user's
-# What a run has a name for, and where text lies; what else it was given tells it from others in a comparison.
-NAMED = ("method", "mask", "replay", "domains", "domains.root", "model", "order", "seed", "experiment")
+# Options that are shown by themselves, and where text lies: they are no part of a run's variant.
+OUTSIDE_VARIANT = (
+    "method",
+    "mask",
+    "replay",
+    "domains",
+    "domains.root",
+    "model",
+    "order",
+    "seed",
+    "experiment",
+)
 UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
 PLAIN = re.compile(r"[\w./+@-]+")  # what needs no quotes for Hydra
 LONGEST = 160  # characters of a folder's name; file systems take 255
@@ -83,19 +93,21 @@ def distinguish_runs(runs: Sequence[RunIdentity]) -> list[str]:
 
 
 def variant() -> str:
-    """What was chosen on the command line beyond what a run has a name for; empty outside of a Hydra job."""
+    """The label `key=value; key=value` of a run among others of its method, model, order and seed: the other
+    overrides of its command that decide the result. Empty outside of a Hydra job."""
     if not HydraConfig.initialized():
         return ""
     overrides = as_written(HydraConfig.get().overrides.task)
     choices = []
     for key, value in sorted(list_choices(overrides).items()):
-        if key not in NAMED:
-            choices.append(f"{key.removeprefix('routing@').removeprefix('method.')}={value}")
+        if key not in OUTSIDE_VARIANT:
+            short_key = key.removeprefix("routing@").removeprefix("method.")
+            choices.append(f"{short_key}={value}")
     return "; ".join(choices)
 
 
 def as_written(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Overrides as they were typed: in a config of Hydra's, `${oc.env:NAME}` in one would be resolved."""
+    """Overrides as they were typed, also out of Hydra's config, which would resolve `${oc.env:NAME}`."""
     if isinstance(overrides, ListConfig):
         return tuple(map(str, OmegaConf.to_container(overrides, resolve=False)))  # type: ignore[arg-type]
     return tuple(overrides)
@@ -109,18 +121,19 @@ def quote(value: str) -> str:
 
 @functools.lru_cache  # the config asks again wherever a name is interpolated
 def list_choices(overrides: tuple[str, ...]) -> dict[str, str]:
-    """Key and value of the overrides that decide the result, not to be changed."""
-    chosen = {}  # of an option that is given twice the last
+    """The values of the overrides that decide the result, by key, without secrets; of an option that is given
+    twice the last one. The dict is cached: it must not be changed."""
+    choices = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.get_key_element().lstrip("+~")
         value = override.value()
         if not executes(key) and not key.startswith("hydra."):
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            text = str(override.input_line).partition("=")[2]
+            if is_number:
                 text = str(canonical("", value))
-            else:
-                text = str(override.input_line).partition("=")[2]
-            chosen[key] = redact(text, key)
-    return chosen
+            choices[key] = redact(text, key)
+    return choices
 
 
 # A value for models built here, another for given checkpoints.

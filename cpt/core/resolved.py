@@ -44,21 +44,37 @@ start: datetime | None = None  # of this program: what ${now:} gives in all conf
 
 
 def resolve_once(config: DictConfig) -> None:
-    """Replaces, in a run's composed config, what another process would resolve otherwise by its value, and
-    the run's folder by its name. A process that Lightning starts takes the values of the one that started
-    it."""
+    """Gives all processes of a run the same values of a composed config, and the same folder.
+
+    The first process resolves what would be another value in each process, writes the values into its config,
+    and leaves them in an environment variable. A process that Lightning starts takes them from there."""
     fix_time()
-    HydraConfig.instance().set_config(config)  # for ${hydra:…}
-    inherited = os.environ.get(RESOLVED) if "LOCAL_RANK" in os.environ else None
-    if inherited is not None:
-        set_values(config, json.loads(inherited))
+    is_started_by_launcher = "LOCAL_RANK" in os.environ  # Lightning, or torchrun, which has no values to pass
+    if is_started_by_launcher and RESOLVED in os.environ:
+        HydraConfig.instance().set_config(config)  # for ${hydra:…}
+        set_values(config, json.loads(os.environ[RESOLVED]))
         return
+
+    values = resolve_values(config)
+    values[RUN_FOLDER] = resolve_run_folder(config)
+    os.environ[RESOLVED] = json.dumps(values, default=str)
+
+
+def resolve_values(config: DictConfig) -> dict[str, Any]:
+    """Replaces what another process would resolve otherwise by its value; returns these values by key."""
+    HydraConfig.instance().set_config(config)  # for ${hydra:…}
     values = changing_values(config)
     set_values(config, values)
+    return values
+
+
+def resolve_run_folder(config: DictConfig) -> str:
+    """Replaces the pattern of the run's folder by its path, which is returned. The pattern may contain values
+    that `resolve_values` has replaced, and ${hydra:…} reads a copy of the config, which is renewed first."""
     HydraConfig.instance().set_config(config)
-    values[RUN_FOLDER] = str(config.hydra.run.dir)
-    set_values(config, values)
-    os.environ[RESOLVED] = json.dumps(values, default=str)
+    folder = str(config.hydra.run.dir)
+    set_values(config, {RUN_FOLDER: folder})
+    return folder
 
 
 def fix_time() -> None:
@@ -101,18 +117,16 @@ def resolve_sweep_folder(config: DictConfig) -> None:
 
 
 def resolve_job(config: DictConfig, number: int, *, sweep: DictConfig) -> list[str]:
-    """Replaces, in the composed config of a job, what its process would resolve otherwise by its value; gives
-    the overrides that hand these values and the job's number on."""
+    """Replaces, in the composed config of a job, what its process would resolve otherwise by its value.
+
+    Returns the overrides that pass these values and the job's number on to the job's process."""
     fix_time()
     if is_changing(written(config, SWEEP_FOLDER)):
         set_values(config, {SWEEP_FOLDER: str(sweep.hydra.sweep.dir)})
     set_values(config, {JOB_NUMBER: number})  # as Hydra's launchers
-    HydraConfig.instance().set_config(config)
-    values = changing_values(config)
-    set_values(config, values)
-    HydraConfig.instance().set_config(config)
 
-    set_values(config, {RUN_FOLDER: str(config.hydra.run.dir)})
+    values = resolve_values(config)
+    resolve_run_folder(config)
     overrides = [as_override(key, value) for key, value in values.items()]
     if "job.num" in str(own_tree(config)):
         overrides.append(f"{JOB_NUMBER}={number}")

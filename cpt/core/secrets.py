@@ -261,26 +261,30 @@ def stored_fingerprint(value: Any) -> str | None:
     return match[1] if match else None
 
 
-variables: ContextVar[list[str] | None] = ContextVar("variables", default=None)  # that a value came from
+# The environment variables that `collecting_variables` has seen; None outside of it.
+collected_variables: ContextVar[list[str] | None] = ContextVar("collected_variables", default=None)
 
 
 def environment_variable(name: str, default: Any = NO_DEFAULT) -> str | None:
-    """OmegaConf's resolver `oc.env`, which also notes the variables that are set."""
-    names = variables.get()
+    """OmegaConf's resolver `oc.env`, which also collects the names of the variables that are set."""
+    names = collected_variables.get()
     if names is not None and name in os.environ:
         names.append(name)
-    return oc.env(name) if default is NO_DEFAULT else oc.env(name, default)
+    if default is NO_DEFAULT:
+        return oc.env(name)
+    return oc.env(name, default)
 
 
 @contextmanager
-def noting_variables() -> Iterator[list[str]]:
-    """The environment variables that are read within."""
+def collecting_variables() -> Iterator[list[str]]:
+    """A list that fills with the names of the environment variables that `${oc.env:NAME}` reads inside the
+    context, once for each time that one is read."""
     names: list[str] = []
-    token = variables.set(names)
+    token = collected_variables.set(names)
     try:
         yield names
     finally:
-        variables.reset(token)
+        collected_variables.reset(token)
 
 
 def hide_environment(node: Any, names: Sequence[str] = ()) -> Any:
@@ -302,9 +306,10 @@ def hide_environment(node: Any, names: Sequence[str] = ()) -> Any:
 
 
 def hide_item(node: Any, key: Any, names: Sequence[str]) -> Any:
-    """`hide_environment` of one value."""
-    with noting_variables() as names_of_item:
-        value = node[key]
+    """`hide_environment` of one value: `key` is a key of a mapping or an index of a list, `names` are the
+    variables that the whole `node` comes from."""
+    with collecting_variables() as names_of_item:
+        value = node[key]  # resolved here
     return hide_environment(value, [*names, *names_of_item])
 
 

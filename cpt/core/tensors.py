@@ -102,11 +102,13 @@ class NamedTensors(nn.Module):
             self._buffers[to_buffer_name(name)] = self.share_out(name, tensor)
 
     def share_out(self, name: str, values: Tensor) -> Tensor:
-        """The values of a name, as its parameter is laid out if they have an entry for each of its."""
-        like = self.layout.get(self.parameter_of(name))
-        if like is None or like.shape != values.shape:
+        """`values` sharded as the parameter that they belong to (`shard`). They stay whole if parameters are
+        not sharded, or if this one has another shape."""
+        parameter = self.layout.get(self.parameter_of(name))
+        if parameter is None or parameter.shape != values.shape:
             return values
-        return self.on_storage_device(shard_like(values, like, device=CPU if self.offloaded else None))
+        device = CPU if self.offloaded else None  # None: the device of the parameter
+        return self.on_storage_device(shard_like(values, parameter, device=device))
 
     def parameter_of(self, name: str) -> str:
         """The name of the parameter that a tensor is of."""
@@ -116,24 +118,32 @@ class NamedTensors(nn.Module):
         self._buffers.clear()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NamedTensors":
+        """Moves or casts the tensors, as `nn.Module.to` does by an `fn`; offloaded ones are only cast.
+
+        To which device and which type `fn` converts shows on an empty tensor."""
         self.device = fn(torch.empty(0, device=self.device)).device
         if not self.offloaded:
             return super()._apply(fn, recurse)
+
         for child in self.children():
             child._apply(fn, recurse)
-        for name, tensor in self.named().items():  # another type they take, as the module does
-            self._buffers[to_buffer_name(name)] = tensor.to(fn(to_local(tensor).new_empty(0)).dtype)
+        for name, tensor in self.named().items():
+            empty = to_local(tensor).new_empty(0)
+            dtype = fn(empty).dtype
+            self._buffers[to_buffer_name(name)] = tensor.to(dtype)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        stored: dict[str, Tensor] = {}
+        """Loads the tensors of a state, whatever their names and shapes: persistent buffers become those of
+        the state. One that has a tensor of its name and shape is loaded into it."""
+        stored: dict[str, Tensor] = {}  # by buffer name
         for key, values in list(state_dict.items()):
             if key.startswith(prefix):
                 name = key.removeprefix(prefix)
                 stored[name] = self.share_out(name.replace("/", "."), values)
                 state_dict[key] = stored[name]
 
-        if self.persistent:  # loaded into the tensor of a name, if there is one of the shape
+        if self.persistent:
             buffers: dict[str, Tensor | None] = {}
             for name, values in stored.items():
                 buffer = self._buffers.get(name)

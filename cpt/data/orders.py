@@ -159,25 +159,28 @@ class Similarity:
     def of(cls, means: Mapping[str, np.ndarray], *, general: np.ndarray) -> "Similarity":
         """From the mean embedding of each domain, [D], and that of the general text."""
         names = sorted(means)
-        embeddings = np.array([*(means[name] for name in names), general], float)
+        embeddings = np.array([*(means[name] for name in names), general], float)  # [N + 1, D]
         centered = embeddings - embeddings[:-1].mean(0)
         lengths = np.linalg.norm(centered, axis=1, keepdims=True)
         units = centered / np.where(lengths > 0, lengths, 1)
+
         domain_units = units[:-1]
-        return cls(
-            names, round_cosines(domain_units @ domain_units.T), round_cosines(domain_units @ units[-1])
-        )
+        general_unit = units[-1]
+        matrix = round_cosines(domain_units @ domain_units.T)
+        return cls(names, matrix, round_cosines(domain_units @ general_unit))
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> "Similarity":
         """From the values of `to_json`."""
         return cls(list(values["names"]), np.array(values["matrix"]), np.array(values["general"]))
 
-    def to_json(self, order: Sequence[str]) -> dict[str, Any]:
-        """The same as JSON values, in an order of the names."""
+    def reorder(self, order: Sequence[str]) -> "Similarity":
+        """The same with its names, rows and columns in another order."""
         indices = [self.names.index(name) for name in order]
-        matrix = self.matrix[np.ix_(indices, indices)]
-        return {"names": list(order), "matrix": matrix.tolist(), "general": self.general[indices].tolist()}
+        return Similarity(list(order), self.matrix[np.ix_(indices, indices)], self.general[indices])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"names": self.names, "matrix": self.matrix.tolist(), "general": self.general.tolist()}
 
 
 def round_cosines(values: np.ndarray) -> np.ndarray:

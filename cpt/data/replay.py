@@ -6,7 +6,7 @@ Replayed samples displace new ones (Ibrahim et al., TMLR 2024, arXiv 2403.08763)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -84,11 +84,17 @@ class ReplayConfig(Options):
                 f"trainer.batch_size={batch_size}. Allowed: 1 or more, or mode=append"
             )
 
-    def conflicts(
-        self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
-    ) -> Iterator[str]:
-        """What of a plan does not go with this replay, as messages, before torch is imported."""
-        return iter(())
+    def check_conflicts(
+        self,
+        *,
+        has_examples: bool,
+        has_chats: bool,
+        max_seq_length: int,
+        batch_size: int,
+        is_sharded: bool,
+    ) -> None:
+        """Raises ValueError for a plan that this replay does not support; here it supports all. Called before
+        torch is imported."""
 
     def check_objective(self, objective: str, *, model: str, examples: bool) -> None:
         """Raises ValueError for a model whose objective does not go with this replay. Here: none."""

@@ -3,7 +3,7 @@ end it (early stopping), and what may observe them and act."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -78,11 +78,17 @@ class ObserverConfig(Options):
     weight_copies: ClassVar[int] = 0  # that a stage keeps in memory
     counts_domains: ClassVar[bool] = False  # whether what it does depends on how many domains there are
 
-    def conflicts(
-        self, *, monitor: MonitorOptions, method: Any, name: str, branches: bool, sharded: bool
-    ) -> Iterator[str]:
-        """What of a plan does not go with this observer, as messages; `method` is its class."""
-        return iter(())
+    def check_conflicts(
+        self,
+        *,
+        monitor: MonitorOptions,
+        method: Any,
+        method_name: str,
+        has_branches: bool,
+        is_sharded: bool,
+    ) -> None:
+        """Raises ValueError for a plan that this observer does not support; here it supports all. `method` is
+        the class of the method; `has_branches`: the schedule decays each domain in a branch."""
 
     def open(self, run: Any, data: Any, domain: Any) -> MonitorObserver:
         """The observer of one stage, from the RunDir, the DomainSequence and the Domain."""

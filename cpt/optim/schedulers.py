@@ -266,11 +266,8 @@ class WSD(Schedule):
             return 1.0
 
         position = decay_position(progress.step, progress.steps, start=decay_start)
-        if self.form == "root":
-            remaining_share = 1 - math.sqrt(position)
-        else:
-            remaining_share = 1 - position
-        return self.final + (1 - self.final) * remaining_share
+        decayed_share = math.sqrt(position) if self.form == "root" else position
+        return self.final + (1 - self.final) * (1 - decayed_share)
 
 
 @config

@@ -241,27 +241,29 @@ def check_saving(model: PreTrainedModel, name_or_path: str | None) -> None:
     """Raises ValueError for configurations that transformers loads and would not write at the export."""
     model_key = "model.config" if name_or_path is None else f"model.name_or_path={name_or_path}"
     with TemporaryDirectory() as folder:
-        with naming_key(model_key, CONFIG_NAME, model.config.to_dict()):
+        with naming_option(model_key, CONFIG_NAME, model.config.to_dict()):
             model.config.save_pretrained(folder)
         if name_or_path is None or not model.can_generate():
             return
         # A checkpoint may have none, which is an OSError.
-        with naming_key(model_key, GENERATION_CONFIG_NAME, vars(GenerationConfig())), suppress(OSError):
+        generation_options = vars(GenerationConfig())
+        with naming_option(model_key, GENERATION_CONFIG_NAME, generation_options), suppress(OSError):
             GenerationConfig.from_pretrained(name_or_path).save_pretrained(folder)
 
 
 @contextmanager
-def naming_key(model_key: str, file_name: str, options: Iterable[str]) -> Iterator[None]:
-    """Turns an exception into a one-line ValueError that names the option of the file in its message."""
+def naming_option(model_key: str, file_name: str, option_names: Iterable[str]) -> Iterator[None]:
+    """Around a trial save of a configuration: turns an exception of transformers into a one-line ValueError
+    on the option of `file_name` that its message names; of several the one with the longest name."""
     try:
         yield
     except Exception as error:
         message = " ".join(str(error).split())
-        named = [option for option in options if re.search(rf"\b{re.escape(option)}\b", message)]
-        option = max(named, key=len, default="an option")
-        cause = f"with which transformers does not save the model again ({message.rstrip('.')})"
+        names_in_message = [name for name in option_names if re.search(rf"\b{re.escape(name)}\b", message)]
+        option = max(names_in_message, key=len, default="an option")
         raise ValueError(
-            f"{model_key} is invalid: {file_name} has {option}, {cause}. Allowed: {file_name} without it"
+            f"{model_key} is invalid: {file_name} has {option}, with which transformers does not save the "
+            f"model again ({message.rstrip('.')}). Allowed: {file_name} without it"
         ) from error
 
 

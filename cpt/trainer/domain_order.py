@@ -78,14 +78,15 @@ def similarity_folder(plan: Plan) -> Path:
 
 
 def write_similarity(folder: Path, source: Source, corpora: Corpora) -> None:
-    """Embeds a deterministic sample of the training documents of each text, and writes the similarity."""
+    """Embeds a deterministic sample of the training documents of each domain and of the general text, and
+    writes the domains' similarity into the folder of the cache entry."""
     log.info("Embedding samples of %d texts", len(corpora.by_name))
     samples = {name: sample_documents(name, source, corpora) for name in corpora.by_name}
-    means = orders.embed_by_words(samples)
-    similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
-    (folder / "similarity.json").write_text(
-        json.dumps(similarity.to_json(similarity.names)), encoding="utf-8"
-    )
+    embeddings = orders.embed_by_words(samples)  # by text, the mean over its documents
+    general_embedding = embeddings.pop(GENERAL)
+    similarity = orders.Similarity.of(embeddings, general=general_embedding)
+    text = json.dumps(similarity.to_json())
+    (folder / "similarity.json").write_text(text, encoding="utf-8")
 
 
 def sample_documents(name: str, source: Source, corpora: Corpora) -> Iterator[list[str]]:

@@ -100,10 +100,11 @@ def finalize(
 def build_whole_module(
     plan: Plan, machine: Machine, run: RunDir, base: Base, data: DomainSequence, scores: Scores
 ) -> ContinualMethod:
-    """The method after the last stage with all of its weights in this process."""
+    """The method after the last stage, built a second time: FSDP has sharded the module that was trained, and
+    this one has all weights in this process."""
     module = build.build_method(plan, machine, base)
     last_number = len(scores.rows) - 1
-    if last_number > 0:  # the module as built is that of the base
+    if last_number > 0:  # else the base, as which the module is built
         load_stage_state(module, last_number, plan=plan, run=run, data=data)
         log.info("Resuming after %s", scores.rows[last_number])
     return module

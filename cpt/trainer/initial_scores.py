@@ -171,4 +171,4 @@ def describe_similarity(plan: Plan) -> dict[str, Any]:
     """The similarity of the domains' texts, if it decided their order."""
     if not plan.similarity:
         return {}
-    return {**plan.similarity.to_json(plan.order), "embedding": "tfidf"}
+    return {**plan.similarity.reorder(plan.order).to_json(), "embedding": "tfidf"}

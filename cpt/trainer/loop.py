@@ -296,18 +296,25 @@ class ContinualTrainer:
         self.scores.append(row, nll=no_losses, modules={}, costs=self.latest_costs)
 
     def commit_row(self, number: int) -> None:
-        """Writes a new row to the log, the loggers and the run's folder."""
-        row = self.scores.rows[number]
-        log.info("Evaluated after %s: perplexity %s", row, describe_perplexities(self.matrix.text_scores))
-        diagnostics = self.module.diagnostics()  # by name; every process has to ask for them
+        """Writes the row that was appended last to the log, the loggers and the run's folder. From then on a
+        restart resumes after its stage, and what only an earlier restart needed is removed."""
+        row_name = self.scores.rows[number]
+        row_scores = self.matrix.text_scores  # the matrix has just measured this row
+        log.info("Evaluated after %s: perplexity %s", row_name, describe_perplexities(row_scores))
+        diagnostics = self.module.diagnostics()  # may gather from all processes: each has to call it
         log_stage(self.loggers, self.scores)
+        if not is_first_process():
+            return
 
-        if is_first_process():
-            if diagnostics:
-                arrays = {name: to_array(values) for name, values in diagnostics.items()}
-                self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", arrays)
-            self.save_scores()
-            self.run.cleanup(number, keep=self.plan.run.save_all_stages)
+        if diagnostics:
+            self.save_diagnostics(number, diagnostics)
+        self.save_scores()
+        self.run.cleanup(number, keep_stages=self.plan.run.save_all_stages)
+
+    def save_diagnostics(self, number: int, diagnostics: Mapping[str, Tensor]) -> None:
+        """Writes the method's named tensors after a stage into the run's folder."""
+        arrays = {name: to_array(values) for name, values in diagnostics.items()}
+        self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", arrays)
 
     def has_weights(self, number: int) -> bool:
         """Whether the module has the weights after a stage, or a file of the run's folder."""

@@ -185,18 +185,24 @@ class MatrixEvaluator(Evaluator):
         )
 
     def finish(self, scores: Scores) -> None:
-        """Logs how many cells the rows lack because the weights of their stages are gone."""
-        num_missing = {row: len(self.missing_texts(number)) for number, row in enumerate(scores.rows)}
-        incomplete_rows = [row for row, count in num_missing.items() if count > 0]
+        """Logs how many cells of the matrix are missing: of the rows whose stage's weights were not kept."""
+        num_missing = 0  # cells
+        incomplete_rows = []
+        for number, row in enumerate(scores.rows):
+            missing_texts = self.missing_texts(number)
+            num_missing += len(missing_texts)
+            if missing_texts:
+                incomplete_rows.append(row)
         if not incomplete_rows:
             return
+
         shown_rows = ", ".join(incomplete_rows[:MAX_ROWS])
         if len(incomplete_rows) > MAX_ROWS:
             shown_rows += ", …"
         log.info(
             "Missing cells of the matrix: %d, in the rows %s: "
             "the weights after these stages were not kept (save_all_stages=true keeps them for later)",
-            sum(num_missing.values()),
+            num_missing,
             shown_rows,
         )
 

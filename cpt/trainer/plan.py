@@ -262,16 +262,21 @@ def check_conflicts(plan: Plan) -> None:
         )
     if plan.has_branches:
         check_branches(plan)
-    for message in plan.mixture.conflicts(
-        examples=plan.source.encoding is not None,
-        chats=plan.source.chats,
-        length=plan.model.max_seq_length,
+    plan.mixture.check_conflicts(
+        has_examples=plan.source.encoding is not None,
+        has_chats=plan.source.chats,
+        max_seq_length=plan.model.max_seq_length,
         batch_size=plan.budget.batch_size,
-        sharded=is_sharded,
-    ):
-        raise ValueError(message)
+        is_sharded=is_sharded,
+    )
     if plan.observer.is_active:
-        check_observer(plan, is_sharded=is_sharded)
+        plan.observer.check_conflicts(
+            monitor=plan.monitor,
+            method=plan.method.load(),
+            method_name=plan.names["method"],
+            has_branches=plan.has_branches,
+            is_sharded=is_sharded,
+        )
     if is_sharded:
         check_sharding(plan)
 
@@ -303,18 +308,6 @@ def check_branches(plan: Plan) -> None:
         )
 
 
-def check_observer(plan: Plan, *, is_sharded: bool) -> None:
-    """Raises ValueError for a plan that does not go with its observer of the monitoring evaluations."""
-    for message in plan.observer.conflicts(
-        monitor=plan.monitor,
-        method=plan.method.load(),
-        name=plan.names["method"],
-        branches=plan.has_branches,
-        sharded=is_sharded,
-    ):
-        raise ValueError(message)
-
-
 def check_sharding(plan: Plan) -> None:
     """Raises ValueError for what does not go with strategy=fsdp."""
     method = plan.method.load()
@@ -331,7 +324,8 @@ def check_sharding(plan: Plan) -> None:
             )
     if plan.monitor.keep == "best":
         raise InvalidOptionError("monitor.keep", "best", context="with strategy=fsdp", allowed="last")
-    for group in plan.evaluation_groups:
+    if plan.evaluation_groups:
+        group = plan.evaluation_groups[0]
         raise ValueError(
             f"{group} is invalid with strategy=fsdp: it needs the whole model. "
             f"Allowed: {group}=none, and {group} with strategy=single in the end"

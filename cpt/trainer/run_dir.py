@@ -236,11 +236,11 @@ class RunDir:
         for row in range(num_rows):
             files.check_archive(documents_file(self.path, row), instead=self.restore_hint)
 
-    def cleanup(self, number: int, *, keep: bool) -> None:
-        """Removes what a committed stage, by its number, makes obsolete: checkpoints and, unless `keep`,
-        earlier stages."""
+    def cleanup(self, number: int, *, keep_stages: bool) -> None:
+        """Removes what a committed stage, by its number, makes obsolete: checkpoints within stages and,
+        unless `keep_stages`, the weights after earlier stages."""
         discard(self.path / "checkpoints")
-        if keep:
+        if keep_stages:
             return
         for ending in (STAGE_FILE, *STAGE_FOLDERS):
             for path in self.path.glob(f"stages/*.{ending}"):

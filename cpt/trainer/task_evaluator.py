@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +26,14 @@ from cpt.models.forward import set_mode
 from cpt.models.objectives import Objective
 from cpt.trainer.evaluator import FileEvaluator, count_units, on_device
 from cpt.trainer.run_dir import RunDir
+
+
+@dataclass
+class TaskAnswers:
+    """What a model answers to the questions of a task, which are counted from 0."""
+
+    choice_nll: dict[tuple[int, int], float] = field(default_factory=dict)  # nats, by question and choice
+    texts: dict[int, str] = field(default_factory=dict)  # generated, by question
 
 
 class TaskEvaluator(FileEvaluator):
@@ -98,73 +107,70 @@ class TaskEvaluator(FileEvaluator):
         return sum(len(question.choices) for question in questions) + num_texts
 
     def ask(self, number: int, task: str, model: PreTrainedModel, *, step: Callable[[int], object]) -> None:
-        """Asks a task, each process its share of the questions, and writes its file."""
+        """Asks the model after a stage the questions of a task, each process its share, and writes the
+        answers into one file."""
         start_time = time.perf_counter()
-        questions = self.questions[task]
-        options = self.options
-        has_choices = all(question.example.choices for question in questions)
-
-        # By question and choice the negative log-likelihood, and by question the text.
-        choice_sums: dict[tuple[int, int], float] = {}
-        texts: dict[int, str] = {}
-        with suppress(Preempted):  # the other processes are waited for
-            if has_choices:
-                choice_sums.update(
-                    score_choices(
-                        model,
-                        cast(Objective, self.data.objective),
-                        questions,
-                        batch_size=options.batch_size,
-                        step=step,
-                        share=rank_and_world(),
-                    )
-                )
-            if options.written:
-                texts.update(
-                    write_answers(
-                        model,
-                        self.tokenizer,
-                        questions,
-                        max_new_tokens=options.max_new_tokens,
-                        batch_size=options.batch_size,
-                        step=step,
-                        share=rank_and_world(),
-                    )
-                )
+        answers = TaskAnswers()
+        # A process that is to be preempted still waits for the others: all leave together.
+        with suppress(Preempted):
+            self.answer_share(task, model, answers, step=step)
         leave_together(f"in the answers after {self.stage_name(number)}")
-        for other_sums, other_texts in gather_objects((choice_sums, texts)):
-            choice_sums.update(other_sums)
-            texts.update(other_texts)
+        for other_answers in gather_objects(answers):
+            answers.choice_nll.update(other_answers.choice_nll)
+            answers.texts.update(other_answers.texts)
 
         if is_first_process():
-            self.save(number, task, choice_sums, texts, has_choices=has_choices, start_time=start_time)
+            self.save(number, task, answers, start_time=start_time)
         barrier()  # the file is there for all
 
-    def save(
-        self,
-        number: int,
-        task: str,
-        choice_sums: Mapping[tuple[int, int], float],
-        texts: Mapping[int, str],
-        *,
-        has_choices: bool,
-        start_time: float,
+    def answer_share(
+        self, task: str, model: PreTrainedModel, answers: TaskAnswers, *, step: Callable[[int], object]
     ) -> None:
+        """Adds the answers to this process's share of the questions.
+
+        `step` is called after each batch with its number of answers. It raises Preempted on a signal."""
+        questions = self.questions[task]
+        options = self.options
+        if has_choices(questions):
+            answers.choice_nll.update(
+                score_choices(
+                    model,
+                    cast(Objective, self.data.objective),  # declared as the Collator that each one is
+                    questions,
+                    batch_size=options.batch_size,
+                    step=step,
+                    share=rank_and_world(),
+                )
+            )
+        if options.written:
+            answers.texts.update(
+                write_answers(
+                    model,
+                    self.tokenizer,
+                    questions,
+                    max_new_tokens=options.max_new_tokens,
+                    batch_size=options.batch_size,
+                    step=step,
+                    share=rank_and_world(),
+                )
+            )
+
+    def save(self, number: int, task: str, answers: TaskAnswers, *, start_time: float) -> None:
         """Writes the answers to a task: the texts by question, and the choices of the largest likelihood."""
         questions = self.questions[task]
         examples = [question.example for question in questions]
         ranked: list[str] | None = None
         ranked_mean: list[str] | None = None
-        if has_choices:
-            ranked, ranked_mean = rank_choices(questions, choice_sums)
-        answers: list[str] | None = None
+        if has_choices(questions):
+            ranked, ranked_mean = rank_choices(questions, answers.choice_nll)
+        written: list[str] | None = None
         if self.options.written:
-            answers = [texts[index] for index in range(len(questions))]
+            written = [answers.texts[question] for question in range(len(questions))]
 
         columns: dict[str, Sequence[str] | None] = {
             "id": [example.id for example in examples],
             "reference": [example.target for example in examples],
-            "written": answers,
+            "written": written,
             "ranked": ranked,
             "ranked_mean": ranked_mean,
         }
@@ -219,6 +225,11 @@ class TaskEvaluator(FileEvaluator):
         is_complete = num_rows == len(self.data) + 1
         if is_complete and metrics:
             answers["intervals"] = task_metrics.compute_intervals(heads, rows=names)
+
+
+def has_choices(questions: Sequence[TaskPrompt]) -> bool:
+    """Whether the answers to all questions are among given choices, which the model can rank."""
+    return all(question.example.choices for question in questions)
 
 
 def needs_sources(options: TaskEvalOptions, task: str) -> bool:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from cpt.core import cache_use
-from cpt.core.cache_use import REMOTE_S, USES, end_uses, record_use, users
+from cpt.core.cache_use import REMOTE_S, USES, end_uses, find_users, record_use
 from cpt.core.heartbeat import ProcessId
 from tests.conftest import ROOT
 
@@ -35,11 +35,11 @@ def test_a_process_is_a_user_until_it_ends_and_leaves_no_record_for_ever(artifac
     command = [sys.executable, "-c", USER, str(artifact)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout.readline() == b"recorded\n"
-        assert [user.pid for user in users(artifact)] == [process.pid]
-        assert users(artifact.with_name("law-test-0123456789abcdef")) == []
+        assert [user.pid for user in find_users(artifact)] == [process.pid]
+        assert find_users(artifact.with_name("law-test-0123456789abcdef")) == []
         process.stdin.close()
         process.wait(timeout=30)
-    assert users(artifact) == [] and len(list((tmp_path / USES).iterdir())) == 1
+    assert find_users(artifact) == [] and len(list((tmp_path / USES).iterdir())) == 1
     record_use(artifact)  # another process finds the record of the one that ended
     (record,) = (tmp_path / USES).iterdir()
     assert str(os.getpid()) in record.name
@@ -53,9 +53,9 @@ def test_a_process_of_another_machine_is_a_user_for_a_day_after_it_was_heard_of(
     record.parent.mkdir()
     lines = [json.dumps(dataclasses.asdict(process)), json.dumps(cache_use.artifact_name(artifact))]
     record.write_text("\n".join(lines) + "\n")
-    assert users(artifact) == [process]
+    assert find_users(artifact) == [process]
     os.utime(record, (time.time() - 2 * REMOTE_S,) * 2)
-    assert users(artifact) == []
+    assert find_users(artifact) == []
 
 
 def test_a_record_that_is_being_written_or_damaged_harms_nobody(artifact, tmp_path):
@@ -64,7 +64,7 @@ def test_a_record_that_is_being_written_or_damaged_harms_nobody(artifact, tmp_pa
     (tmp_path / USES / "half.jsonl").write_text('{"host": "a", "pi')
     (tmp_path / USES / "other.jsonl").write_text('[1]\n"x"\n')
     record_use(artifact)
-    assert [user.pid for user in users(artifact)] == [os.getpid()]
+    assert [user.pid for user in find_users(artifact)] == [os.getpid()]
 
 
 def test_a_cache_that_may_not_be_written_is_used_without_a_record(artifact, monkeypatch):
@@ -73,4 +73,4 @@ def test_a_cache_that_may_not_be_written_is_used_without_a_record(artifact, monk
 
     monkeypatch.setattr("pathlib.Path.mkdir", refuse)
     record_use(artifact)
-    assert users(artifact) == []
+    assert find_users(artifact) == []

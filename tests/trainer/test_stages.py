@@ -263,7 +263,7 @@ def test_a_kill_while_weights_are_linked_leaves_the_stage_whole(function, tmp_pa
     assert same_state(load_stage(path), expected)
     link_weights(path, run.model)
     assert same_state(load_stage(path), expected) and len([*path.parent.iterdir()]) == 2
-    run.cleanup(2, keep=False)
+    run.cleanup(2, keep_stages=False)
     assert not [*path.parent.iterdir()]
 
 

@@ -1,6 +1,6 @@
 """Options of a drift budget (`budget.general`, `budget.past`), checked without torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from cpt.core.exceptions import InvalidOptionError
@@ -43,28 +43,34 @@ class DriftBudget(ObserverConfig):
         """Nats that may be spent by the end of a stage (from 1); what one leaves, those after it have."""
         return {name: bound * number / stages for name, bound in self.bounds.items()}
 
-    def conflicts(
-        self, *, monitor: MonitorOptions, method: Any, name: str, branches: bool, sharded: bool
-    ) -> Iterator[str]:
+    def check_conflicts(
+        self,
+        *,
+        monitor: MonitorOptions,
+        method: Any,
+        method_name: str,
+        has_branches: bool,
+        is_sharded: bool,
+    ) -> None:
         if method.alone:
-            yield self.describe_conflict(f"method={name}, which trains each domain from the base")
+            raise self.conflict(f"method={method_name}, which trains each domain from the base")
         if self.past is not None and method.requires_all_domains:
-            yield self.describe_conflict(f"method={name}, which has no past")
-        if branches:
-            yield self.describe_conflict("a schedule whose decay is a branch (wsd, infinite)")
+            raise self.conflict(f"method={method_name}, which has no past")
+        if has_branches:
+            raise self.conflict("a schedule whose decay is a branch (wsd, infinite)")
         if monitor.keep == "best":
-            yield self.describe_conflict("monitor.keep=best, whose weights may exceed it")
+            raise self.conflict("monitor.keep=best, whose weights may exceed it")
         if self.general is not None and not monitor.general:
-            yield self.describe_conflict("monitor.general=false")
+            raise self.conflict("monitor.general=false")
         if self.past is not None and not monitor.past:
-            yield self.describe_conflict("monitor.past=0")
-        if sharded:
-            yield self.describe_conflict("strategy=fsdp, as it needs whole weights")
+            raise self.conflict("monitor.past=0")
+        if is_sharded:
+            raise self.conflict("strategy=fsdp, as it needs whole weights")
 
-    def describe_conflict(self, other: str) -> str:
-        """The message on an option that does not go with a budget."""
+    def conflict(self, other: str) -> ValueError:
+        """The error on `other`, an option that does not go with a budget."""
         bounds = ", ".join(f"budget.{name}={bound}" for name, bound in self.bounds.items())
-        return f"{bounds} is invalid: incompatible with {other}. Allowed: budget=none"
+        return ValueError(f"{bounds} is invalid: incompatible with {other}. Allowed: budget=none")
 
     def open(self, run: Any, data: Any, domain: Any) -> Any:
         from cpt.contrib.drift_budget.controller import DriftController  # loads torch

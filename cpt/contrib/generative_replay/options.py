@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,40 +29,48 @@ class GeneratedReplay(ReplayConfig):
     top_p: PositiveShare = option("nucleus sampling: cumulative probability of the likeliest tokens")
     batch_size: Count = option("texts that a process generates at once")
 
-    def conflicts(
-        self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
-    ) -> Iterator[str]:
-        if self.prefix >= length and not examples:
-            yield (
+    def check_conflicts(
+        self,
+        *,
+        has_examples: bool,
+        has_chats: bool,
+        max_seq_length: int,
+        batch_size: int,
+        is_sharded: bool,
+    ) -> None:
+        if self.prefix >= max_seq_length and not has_examples:
+            raise ValueError(
                 f"replay.prefix={self.prefix} is invalid: it leaves nothing to generate of "
-                f"model.max_seq_length={length}. Allowed: fewer"
+                f"model.max_seq_length={max_seq_length}. Allowed: fewer"
             )
-        if examples:
-            yield from self.example_conflicts(batch_size)
-        if chats:
-            yield "replay=generated is invalid: no model learns to write chats. Allowed: replay=past"
-        if sharded:
-            yield (
+        if has_examples:
+            self.check_examples(batch_size)
+        if has_chats:
+            raise ValueError(
+                "replay=generated is invalid: no model learns to write chats. Allowed: replay=past"
+            )
+        if is_sharded:
+            raise ValueError(
                 "replay=generated is invalid: strategy=fsdp leaves each process a shard of the model. "
                 "Allowed: strategy=single, ddp"
             )
 
-    def example_conflicts(self, batch_size: int) -> Iterator[str]:
-        """What does not go with domains of examples, as messages."""
+    def check_examples(self, batch_size: int) -> None:
+        """Raises ValueError for options that do not go with domains of examples."""
         prompt = self.prompt or "{domain}"
         if "{domain}" not in prompt:
-            yield (
+            raise ValueError(
                 f"replay.prompt={prompt} is invalid: it does not name the domain of an example. "
                 "Allowed: null, or a text with {domain}"
             )
         if self.general_ratio:
-            yield (
+            raise ValueError(
                 f"replay.general_ratio={self.general_ratio} is invalid: replay=generated writes examples of "
                 "these domains, not text. Allowed: 0"
             )
         num_new = batch_size * (1 - to_fraction(self.past_ratio) - to_fraction(self.forms))
         if num_new <= 0 or (num_new < 1 and not self.is_appended):
-            yield (
+            raise ValueError(
                 f"replay.past_ratio={self.past_ratio} with replay.forms={self.forms} is invalid: "
                 f"{float(num_new):g} new samples remain in a batch of trainer.batch_size={batch_size}. "
                 "Allowed: 1 or more"
