@@ -29,7 +29,9 @@ def shake(model, scope) -> None:
 @torch.no_grad()
 def test_at_first_the_model_is_the_base_bit_for_bit_and_then_it_is_not(family):
     plain = build(family)
-    inputs, keys, before = inputs_of(plain), set(plain.state_dict()), logits(plain, inputs_of(plain))
+    inputs = inputs_of(plain)
+    keys = set(plain.state_dict())
+    before = logits(plain, inputs_of(plain))
     for options in (HOULSBY, PFEIFFER, PLUGINS):
         put = attach_plugins if options is PLUGINS else attach_bottlenecks
         model = copy.deepcopy(plain)
@@ -37,25 +39,32 @@ def test_at_first_the_model_is_the_base_bit_for_bit_and_then_it_is_not(family):
         assert torch.equal(logits(model, inputs), before)
         assert keys < set(model.state_dict()) and set(model.state_dict()) - keys == set(scope.names)
         shake(model, scope)
-        moved, other = logits(model, inputs), copy.deepcopy(model)
-        assert not torch.allclose(moved, before, atol=1e-3) and torch.equal(logits(other, inputs), moved)
-        shake(other, scope)  # a copy has parts of its own
-        assert torch.equal(logits(model, inputs), moved) and not torch.equal(logits(other, inputs), moved)
+        adapted_logits = logits(model, inputs)
+        twin = copy.deepcopy(model)
+        assert not torch.allclose(adapted_logits, before, atol=1e-3) and torch.equal(
+            logits(twin, inputs), adapted_logits
+        )
+        shake(twin, scope)  # a copy has parts of its own
+        assert torch.equal(logits(model, inputs), adapted_logits) and not torch.equal(
+            logits(twin, inputs), adapted_logits
+        )
 
 
 @torch.no_grad()
-def assert_hooked(family, put, by_hand, **options) -> None:
+def assert_hooked(family, attach, hook_block) -> None:
     """A model with parts that have moved computes what its base does with hooks on the modules of blocks."""
     model = build(family)
     plain = copy.deepcopy(model)
-    shake(model, put(model, **options))
-    for block in (f"{stack}.{n}" for stack in FAMILIES[family].stacks for n in range(2)):
-        by_hand(model, plain, block)
+    shake(model, attach(model))
+    for stack in FAMILIES[family].stacks:
+        for number in range(2):
+            hook_block(model, plain, f"{stack}.{number}")
     torch.testing.assert_close(logits(model, inputs_of(model)), logits(plain, inputs_of(model)))
 
 
 def added(part, h, activation="gelu"):
-    down, up = part.down, part.up
+    down = part.down
+    up = part.up
     return getattr(functional, activation)(h @ down.weight.T + down.bias) @ up.weight.T + up.bias
 
 
@@ -73,22 +82,22 @@ def test_bottlenecks_act_on_what_projections_write_and_pfeiffers_on_what_blocks_
 ):
     """Pfeiffer, post-norm: norm(s + A(norm(s))) of the sum s of FFN and residual; else h + A(h)."""
     houlsby = [f".{FAMILIES[family].down}", f".{FAMILIES[family].out}"]
-    places = {"pfeiffer": [""], "houlsby": houlsby, "ffn": houlsby[:1]}[placement]
+    submodules = {"pfeiffer": [""], "houlsby": houlsby, "ffn": houlsby[:1]}[placement]
 
-    def expected(part, module, args, output):
+    def add_bottleneck(part, module, args, output):
         if norm:
             return module.forward(args[0] + added(part, output, activation))
         hidden = output if isinstance(output, torch.Tensor) else output[0]
         hidden = hidden + added(part, hidden, activation)
         return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
 
-    def by_hand(model, plain, block):
-        for place in places:
-            hook = partial(expected, model.get_submodule(block + place).adapter)
-            plain.get_submodule(block + place + norm).register_forward_hook(hook)
+    def hook_block(model, plain, block):
+        for submodule in submodules:
+            hook = partial(add_bottleneck, model.get_submodule(block + submodule).adapter)
+            plain.get_submodule(block + submodule + norm).register_forward_hook(hook)
 
-    given = {"placement": placement, "reduction": 4, "activation": activation}
-    assert_hooked(family, attach_bottlenecks, by_hand, **given)
+    attach = partial(attach_bottlenecks, placement=placement, reduction=4, activation=activation)
+    assert_hooked(family, attach, hook_block)
 
 
 @pytest.mark.parametrize(("family", "output_relu", "entrances"), [
@@ -96,16 +105,27 @@ def test_bottlenecks_act_on_what_projections_write_and_pfeiffers_on_what_blocks_
     ("gpt2", True, ("attn.c_attn", "mlp.c_fc")),
 ])  # fmt: skip
 def test_plugins_map_what_the_sub_layer_reads_to_what_it_writes(family, output_relu, entrances):
-    def by_hand(model, plain, block):
-        for entrance, exit in zip(entrances, (FAMILIES[family].out, FAMILIES[family].down), strict=True):
-            part, read = model.get_submodule(f"{block}.{exit}").plugin, []
+    def hook_sub_layer(plugin, entrance, exit):
+        inputs = []
 
-            def written(module, args, output, part=part, read=read):
-                extra = added(part, read.pop(), "relu")
-                return output + (extra.clamp(min=0) if output_relu else extra)
+        def record_input(module, args):
+            inputs.append(args[0])
 
-            note = lambda module, args, read=read: read.append(args[0])  # noqa: E731
-            plain.get_submodule(f"{block}.{entrance}").register_forward_pre_hook(note)
-            plain.get_submodule(f"{block}.{exit}").register_forward_hook(written)
+        def add_plugin(module, args, output):
+            extra = added(plugin, inputs.pop(), "relu")
+            return output + (extra.clamp(min=0) if output_relu else extra)
 
-    assert_hooked(family, attach_plugins, by_hand, **PLUGINS | {"output_relu": output_relu})
+        entrance.register_forward_pre_hook(record_input)
+        exit.register_forward_hook(add_plugin)
+
+    def hook_block(model, plain, block):
+        exits = (FAMILIES[family].out, FAMILIES[family].down)
+        for entrance, exit in zip(entrances, exits, strict=True):
+            hook_sub_layer(
+                model.get_submodule(f"{block}.{exit}").plugin,
+                plain.get_submodule(f"{block}.{entrance}"),
+                plain.get_submodule(f"{block}.{exit}"),
+            )
+
+    attach = partial(attach_plugins, attention=0.667, ffn=1.0, output_relu=output_relu)
+    assert_hooked(family, attach, hook_block)

@@ -35,40 +35,49 @@ def mixed(name: str, *, top_k: int = 2, groups=(2, 1)):
 @pytest.mark.parametrize(("name", "top_k"), [*((name, 2) for name in FFN), ("gpt2", 1), ("t5", 9)])
 @torch.no_grad()
 def test_each_token_is_the_sum_of_its_experts_by_their_gates(name, top_k):
-    (model, plain), noted = mixed(name, top_k=top_k), {}
+    model, plain = mixed(name, top_k=top_k)
+    recorded = {}
     for path, mixture in find_mixtures(model).items():
-        own, first, last = (
-            noted.setdefault(path, {}),
-            mixture.ffn_layers[0].module,
-            mixture.ffn_layers[-1].module,
-        )
-        first.register_forward_pre_hook(lambda m, args, own=own: own.update(x=args[0]), prepend=True)
-        last.register_forward_hook(lambda m, args, output, own=own: own.update(y=output))
+        record = recorded.setdefault(path, {})
+        first = mixture.ffn_layers[0].module
+        last = mixture.ffn_layers[-1].module
+        first.register_forward_pre_hook(lambda m, args, record=record: record.update(x=args[0]), prepend=True)
+        last.register_forward_hook(lambda m, args, output, record=record: record.update(y=output))
     model(**inputs_of(model))
+
     for path, mixture in find_mixtures(model).items():
+        x = recorded[path]["x"].flatten(0, -2)
+        y = recorded[path]["y"].flatten(0, -2)
+        routers = torch.cat([torch.zeros_like(x[:1]), *(group.router for group in mixture.groups)])
+        scores = x @ routers.T
+
+        # The block's own FFN is the first expert; the others are copies of it with their maps.
         block = path.removesuffix(".mixture")
-        x, y = (noted[path][key].flatten(0, -2) for key in "xy")
-        rows = torch.cat([torch.zeros_like(x[:1]), *(group.router for group in mixture.groups)])
-        z = x @ rows.T
-        copies = [deepcopy(plain[block]) for _ in rows]
+        copies = [deepcopy(plain[block]) for _ in routers]
         for copy, expert in zip(copies[1:], mixture.experts, strict=True):
-            for own, made in zip(mixture.ffn_layers, expert.maps, strict=True):
-                copy.get_submodule(own.name.removeprefix(f"{block}.")).load_state_dict(made.state_dict())
-        each = torch.stack([FFN[name](copy, x) for copy in copies], dim=1)
-        kept = z.sort(dim=1, descending=True).indices[:, :top_k]
-        for token, experts in enumerate(kept):
-            gates = z[token, experts].softmax(0)
-            expected = sum(g * each[token, e] for g, e in zip(gates, experts, strict=True))
+            for layer, expert_map in zip(mixture.ffn_layers, expert.maps, strict=True):
+                layer_of_copy = copy.get_submodule(layer.name.removeprefix(f"{block}."))
+                layer_of_copy.load_state_dict(expert_map.state_dict())
+        expert_outputs = torch.stack([FFN[name](copy, x) for copy in copies], dim=1)
+
+        chosen = scores.sort(dim=1, descending=True).indices[:, :top_k]
+        for token, experts in enumerate(chosen):
+            gates = scores[token, experts].softmax(0)
+            expected = sum(
+                gate * expert_outputs[token, expert] for gate, expert in zip(gates, experts, strict=True)
+            )
             torch.testing.assert_close(y[token], expected, rtol=1e-6, atol=1e-6)
-        assert len({tuple(sorted(row.tolist())) for row in kept}) > (top_k < 4)
+        choices = {tuple(sorted(experts.tolist())) for experts in chosen}
+        assert len(choices) > (1 if top_k < 4 else 0)
 
 
 @pytest.mark.parametrize("name", FFN)
 @torch.no_grad()
 def test_one_expert_is_the_model_bit_for_bit(name):
-    model, (alone, _) = build(name), mixed(name, groups=())
+    model = build(name)
+    mixture_model, _ = mixed(name, groups=())
     inputs = inputs_of(model)
-    assert torch.equal(alone(**inputs).logits, model(**inputs).logits)
+    assert torch.equal(mixture_model(**inputs).logits, model(**inputs).logits)
 
 
 def test_new_experts_are_copies_of_those_of_a_group():
@@ -78,9 +87,9 @@ def test_new_experts_are_copies_of_those_of_a_group():
     for source, experts in ((0, [1, 2]), (1, [3, 3]), (-1, [0, 0])):
         mixture.copy_group(source)
         for new, old in zip(mixture.groups[-1].experts, experts, strict=True):
-            maps = mixture.experts[old - 1].maps if old else [each.module for each in mixture.ffn_layers]
-            for one, other in zip(new.maps, maps, strict=True):
-                assert torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
+            maps = mixture.experts[old - 1].maps if old else [layer.module for layer in mixture.ffn_layers]
+            for new_map, old_map in zip(new.maps, maps, strict=True):
+                assert torch.equal(new_map.weight, old_map.weight) and torch.equal(new_map.bias, old_map.bias)
     assert not torch.equal(mixture.groups[-1].router[0], mixture.groups[-1].router[1])
     assert [list(mixture.members(group)) for group in (-1, 0, 1, 2)] == [[0], [1, 2], [3], [4, 5]]
 
@@ -96,7 +105,8 @@ def test_what_is_noted_of_a_pass_is_of_text_alone():
     text = {"encoder": int(mask.sum()), "decoder": int((inputs["decoder_input_ids"] != 0).sum())}
     assert text["encoder"] != text["decoder"]
     for name, mixture in find_mixtures(model).items():
-        passed, tokens = mixture.record, text[name.partition(".")[0]]
+        passed = mixture.record
+        tokens = text[name.partition(".")[0]]
         assert passed.probabilities.shape == (tokens, 4)
         assert int(passed.first_choices.sum()) == tokens and float(passed.gate_sums.sum()) == pytest.approx(
             tokens

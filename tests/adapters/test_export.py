@@ -31,10 +31,9 @@ def export(untouched, tmp_path):
     names = attach_bottlenecks(adapted, **OPTIONS).names
 
     def write(*domains, folder=tmp_path):
-        parts = {
-            domain: {name: torch.randn_like(adapted.get_parameter(name)) for name in names}
-            for domain in domains
-        }
+        parts = {}
+        for domain in domains:
+            parts[domain] = {name: torch.randn_like(adapted.get_parameter(name)) for name in names}
         return parts, export_parts(folder, adapted, parts, attach=attach_bottlenecks, options=OPTIONS)
 
     return write
@@ -60,9 +59,9 @@ def test_the_folder_is_the_plain_model_and_each_domain_has_its_part(export, unto
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["food.safetensors"]
     with pytest.raises(ValueError, match="^domain=law is invalid"):
         load(tmp_path, domain="law")
-    _, found = export()
+    _, expression = export()
     assert not (tmp_path / "parts.json").exists() and not (tmp_path / "parts").exists()
-    assert torch.equal(logits(eval(found, {"transformers": transformers})), logits(untouched))
+    assert torch.equal(logits(eval(expression, {"transformers": transformers})), logits(untouched))
     with pytest.raises(ValueError, match="has no parts.json"):
         load(tmp_path)
 

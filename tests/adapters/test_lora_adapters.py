@@ -22,9 +22,8 @@ def build(kind="modernbert"):
     return test_units.build(kind, tie_word_embeddings=kind != "llama").float()
 
 
-def attach(model, **options):
-    given = {"r": 4, "alpha": 12, "dropout": 0.0, "targets": "all-linear", "embeddings": False}
-    return lora.attach_lora(model, **{**given, **options})
+def attach(model, *, dropout=0.0, targets="all-linear", embeddings=False):
+    return lora.attach_lora(model, r=4, alpha=12, dropout=dropout, targets=targets, embeddings=embeddings)
 
 
 @torch.no_grad()
@@ -46,43 +45,48 @@ def test_the_first_model_is_the_base_and_a_layer_adds_alpha_over_r_times_the_pro
     names = attach(model, embeddings=embeddings).names
     assert torch.equal(logits(model), before)
     learn(model, names)
-    for layer in (each for each in lora.lora_layers(model).values() if hasattr(each, "in_features")):
-        x, (a, b) = torch.randn(5, layer.in_features), lora.factors_of(layer)
-        if not isinstance(layer.base_layer, nn.Embedding):
-            torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
+    for layer in lora.lora_layers(model).values():
+        if hasattr(layer, "in_features"):
+            x = torch.randn(5, layer.in_features)
+            a, b = lora.factors_of(layer)
+            if not isinstance(layer.base_layer, nn.Embedding):
+                torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
 
 
 def test_dropout_is_that_of_the_pairs_input_in_training_alone():
     model = build()
     learn(model, attach(model, dropout=0.5).names)
     layer = next(iter(lora.lora_layers(model).values()))
-    x, (a, b) = torch.randn(4, layer.in_features), lora.factors_of(layer)
+    x = torch.randn(4, layer.in_features)
+    a, b = lora.factors_of(layer)
     torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
     torch.manual_seed(0)
     dropped = layer.train()(x)
     torch.manual_seed(0)
-    kept = nn.functional.dropout(x, 0.5)
-    torch.testing.assert_close(dropped, layer.base_layer(x) + 3 * (kept @ a.T @ b.T))
+    dropped_input = nn.functional.dropout(x, 0.5)
+    torch.testing.assert_close(dropped, layer.base_layer(x) + 3 * (dropped_input @ a.T @ b.T))
     lora.begin_adapter(model.eval(), stored="pairs", seed=1)  # B = 0: all that is seen is the earlier pair
     before = logits(model)
     assert torch.equal(logits(model.train()), before)
 
 
 def test_targets_are_ends_of_names_or_a_regular_expression():
-    for targets, found in (
+    for targets, layer_names in (
         (["0.attn.Wo", "layers.1.mlp.Wi"], ["model.layers.0.attn.Wo", "model.layers.1.mlp.Wi"]),
         (r"model|.*\.1\.mlp\..*", ["model.layers.1.mlp.Wi", "model.layers.1.mlp.Wo"]),
     ):
         model = build()
         scope = attach(model, targets=targets)
-        assert list(lora.lora_layers(model)) == found and len(scope.maps) == 2 * len(found)
+        assert list(lora.lora_layers(model)) == layer_names and len(scope.maps) == 2 * len(layer_names)
 
 
 def test_an_adapted_embedding_is_no_longer_the_heads():
-    model, base = build(), build()
+    model = build()
+    base = build()
     names = attach(model, embeddings=True, targets=["Wqkv"]).names
     assert model.config.tie_word_embeddings is False and sum("embedding" in name for name in names) == 2
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    table = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     a, b = lora.factors_of(table)
     assert not head.weight.requires_grad and head.weight is not table.base_layer.weight
     learn(model, names)
@@ -103,8 +107,8 @@ def test_merged_pairs_and_pairs_kept_apart_are_one_function(kind, embeddings):
                 start = logits(model)
             learn(model, names, seed=domain)
         models[stored] = logits(model), start
-    for one, other in zip(*models.values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    for merged, separate in zip(*models.values(), strict=True):
+        torch.testing.assert_close(merged, separate, rtol=0, atol=1e-10)
     assert (models["pairs"][0] - logits(build(kind).double())).abs().max() > 1e-3
 
 
@@ -128,10 +132,11 @@ CASES = [("modernbert", name) for name in TUNERS] + [("gpt2", "dora"), ("gpt2", 
 @pytest.mark.parametrize(("kind", "tuner"), CASES)
 def test_a_tuner_learns_and_is_merged(kind, tuner):
     model = build(kind)
-    inputs, names = test_units.inputs_of(model), set(model.state_dict())
+    inputs = test_units.inputs_of(model)
+    names = set(model.state_dict())
     first = model(**inputs).logits
     scope = lora.attach_tuner(model, tuner, targets="auto", arguments=ARGUMENTS.get(tuner, {}))
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert set(trained) == set(scope.names) and trained
     torch.testing.assert_close(model(**inputs).logits, first, rtol=1e-4, atol=1e-5)  # begins as the base
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
@@ -225,7 +230,7 @@ def test_the_reach_of_adapters_leaves_experts_out():
     config = AutoConfig.for_model("mixtral", **sizes, vocab_size=300, num_key_value_heads=2)
     model = AutoModelForCausalLM.from_config(config)
     assert lora.adapter_reach(model) is None
-    experts = sum(each.numel() for each in model.parameters() if each.ndim == 3)
+    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
     attention = 2 * 4 * 32 * 32
     routers_and_norms = 2 * 8 * 32 + 5 * 32
     attach(model)

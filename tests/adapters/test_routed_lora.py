@@ -10,15 +10,17 @@ from cpt.models.forward import find_input_stack
 from tests.models.test_units import build, inputs_of
 
 R, ALPHA, PAIRS = 2, 5.0, 3
-SAPT, MOCL = {"key": "attention", "query": "embeddings"}, {"key": "cosine", "query": "encoder"}
+SAPT = {"key": "attention", "query": "embeddings"}
+MOCL = {"key": "cosine", "query": "encoder"}
 FAMILIES = ["roberta", "gpt2", "llama", "opt", "t5"]  # of llama, keys and values are narrower than the input
 CAUSAL = ["gpt2", "llama", "opt"]
 
 
 @torch.no_grad()
 def routed(name: str, form: dict[str, str] = SAPT):
-    model, how = build(name), {"r": R, "alpha": ALPHA, "dropout": 0.0, "targets": "all-linear"}
-    attach_routed(model, **how, **form, bottleneck=4, scale=8.0, causal=name in CAUSAL)
+    model = build(name)
+    settings = {"r": R, "alpha": ALPHA, "dropout": 0.0, "targets": "all-linear"}
+    attach_routed(model, **settings, **form, bottleneck=4, scale=8.0, causal=name in CAUSAL)
     model.double().eval()
     for number in range(PAIRS):
         if number:
@@ -34,16 +36,17 @@ def summaries(model, inputs, form) -> torch.Tensor:
     if form["query"] == "embeddings":
         states = model.get_input_embeddings()(inputs["input_ids"])
     else:
-        alone = lora.without_tuners(model, merged=False)
-        states = find_input_stack(alone)(input_ids=inputs["input_ids"]).last_hidden_state
+        plain = lora.without_tuners(model, merged=False)
+        states = find_input_stack(plain)(input_ids=inputs["input_ids"]).last_hidden_state
     if not router_of(model).causal:
         return states.mean(1, keepdim=True)
-    return torch.stack([states[:, : place + 1].mean(1) for place in range(states.shape[1])], dim=1)
+    return torch.stack([states[:, : position + 1].mean(1) for position in range(states.shape[1])], dim=1)
 
 
 def weights_by_hand(model, inputs, form) -> torch.Tensor:
     """a [B, 1 or T, t]."""
-    router, means = router_of(model), summaries(model, inputs, form)
+    router = router_of(model)
+    means = summaries(model, inputs, form)
     keys = torch.cat([router.earlier, router.key])
     if form["key"] == "cosine":
         return (8 * functional.cosine_similarity(means[..., None, :], keys, dim=-1)).softmax(-1)
@@ -53,20 +56,20 @@ def weights_by_hand(model, inputs, form) -> torch.Tensor:
 
 
 def through_maps(model, inputs):
-    noted = {}
+    recorded = {}
     for layer in lora.lora_layers(model).values():
-        layer.register_forward_hook(lambda module, args, output: noted.update({module: (args[0], output)}))
+        layer.register_forward_hook(lambda module, args, output: recorded.update({module: (args[0], output)}))
     model(**inputs)
-    assert len(noted) > 4
-    return noted.items()
+    assert len(recorded) > 4
+    return recorded.items()
 
 
 def summed(layer, x, pairs_a, pairs_b, weights) -> torch.Tensor:
     """The map with pairs, by their weights [..., pairs]."""
     expected = layer.get_base_layer()(x)
     for pair in range(PAIRS):
-        own = slice(pair * R, (pair + 1) * R)
-        product = x @ pairs_a[own].T @ pairs_b[:, own].T
+        columns = slice(pair * R, (pair + 1) * R)
+        product = x @ pairs_a[columns].T @ pairs_b[:, columns].T
         expected = expected + ALPHA / R * weights[..., pair : pair + 1] * product
     return expected
 
@@ -79,13 +82,13 @@ CASES = [*((name, SAPT) for name in FAMILIES), ("roberta", MOCL), ("gpt2", MOCL)
 def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
     model = routed(name, form)
     inputs = inputs_of(model)
-    noted = through_maps(model, inputs)
+    recorded = through_maps(model, inputs)
     a = weights_by_hand(model, inputs, form)
     assert a.shape[2] == PAIRS and a.std(0).max() > 1e-3
-    assert {layer.in_features == layer.out_features for layer, _ in noted} == {True, False}
-    for layer, (x, output) in noted:
+    assert {layer.in_features == layer.out_features for layer, _ in recorded} == {True, False}
+    for layer, (x, output) in recorded:
         halves = zip(lora.factors_of(layer, "earlier"), lora.factors_of(layer), strict=True)
-        pairs = [torch.cat(both, dim) for dim, both in enumerate(halves)]
+        pairs = [torch.cat(halves_of_pair, dim) for dim, halves_of_pair in enumerate(halves)]
         weights = a.expand(-1, 7, -1).flatten(0, 1) if x.ndim == 2 else a
         torch.testing.assert_close(output, summed(layer, x, *pairs, weights), rtol=1e-6, atol=1e-8)
 
@@ -93,29 +96,37 @@ def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
 @pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])
 @torch.no_grad()
 def test_padding_is_no_part_of_the_query_nor_what_comes_later_in_a_causal_model(form):
-    model, mask = routed("gpt2", form), torch.ones(3, 7, dtype=torch.long)
+    model = routed("gpt2", form)
+    mask = torch.ones(3, 7, dtype=torch.long)
     ids = inputs_of(model)["input_ids"]
-    changed, mask[0, 5:] = ids.clone(), 0
+    changed = ids.clone()
+    mask[0, 5:] = 0
     changed[:, 4:] = (changed[:, 4:] + 1) % 30 + 3
-    before, after = (model(input_ids=each).logits for each in (ids, changed))
+    before, after = (model(input_ids=input_ids).logits for input_ids in (ids, changed))
     assert torch.equal(before[:, :4], after[:, :4]) and not torch.equal(before[:, 4], after[:, 4])
-    for each in (model, routed("roberta", form)):
-        each(input_ids=ids, attention_mask=mask)
-        padded = router_of(each).whole[0].clone()
-        each(input_ids=ids[:1, :5])
-        torch.testing.assert_close(padded, router_of(each).whole[0])
+    for routed_model in (model, routed("roberta", form)):
+        routed_model(input_ids=ids, attention_mask=mask)
+        padded = router_of(routed_model).whole[0].clone()
+        routed_model(input_ids=ids[:1, :5])
+        torch.testing.assert_close(padded, router_of(routed_model).whole[0])
 
 
 def test_gradients_go_through_the_frozen_pairs():
     model = routed("roberta")
-    layer, inputs, step = next(iter(lora.lora_layers(model).values())), inputs_of(model), 1e-6
-    weight, loss = lora.factors_of(layer)[1], lambda: model(**inputs).logits.square().sum()
-    [found] = torch.autograd.grad(loss(), [weight])
+    layer = next(iter(lora.lora_layers(model).values()))
+    inputs = inputs_of(model)
+    step = 1e-6
+    weight = lora.factors_of(layer)[1]
+
+    def loss():
+        return model(**inputs).logits.square().sum()
+
+    [gradient] = torch.autograd.grad(loss(), [weight])
     with torch.no_grad():
         weight[1, 0] += step
         higher = loss()
         weight[1, 0] -= 2 * step
-        assert found[1, 0].item() == pytest.approx((higher - loss()).item() / (2 * step), rel=1e-5)
+        assert gradient[1, 0].item() == pytest.approx((higher - loss()).item() / (2 * step), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])

@@ -27,48 +27,52 @@ def padded_batch() -> dict[str, torch.Tensor]:
     """Ids [B, T] with rows of 7, 5 and 3 tokens, as an objective makes them."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(3, V, (B, T), generator=generator)
-    present = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
-    labels = torch.where(present & (torch.rand(B, T, generator=generator) < 0.6), ids, -100)
+    is_text = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
+    labels = torch.where(is_text & (torch.rand(B, T, generator=generator) < 0.6), ids, -100)
     labels[:, 1] = ids[:, 1]
-    return make_batch(ids.where(present, 0), labels, present.long())
+    return make_batch(ids.where(is_text, 0), labels, is_text.long())
 
 
-def close(one: torch.Tensor, other: torch.Tensor) -> None:
-    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+def close(tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
 def test_it_is_the_model_of_the_widened_input(name):
     model, part, none = prompted(name)
     inputs = inputs_of(model)
-    found = model.get_input_embeddings()(inputs["input_ids"])
-    widened = torch.cat([found[:, :1], part.weight.expand(B, -1, -1), found[:, 1:]], dim=1)
+    output = model.get_input_embeddings()(inputs["input_ids"])
+    widened = torch.cat([output[:, :1], part.weight.expand(B, -1, -1), output[:, 1:]], dim=1)
     expected = functional_call(model, none, kwargs={"inputs_embeds": widened}).logits
-    places = [0, *range(N + 1, N + T)] if name in MASKED else list(range(N, N + T))
-    found = model(**inputs).logits
-    assert found.shape == (B, T, V)
-    close(found, expected[:, places])
-    assert (found - functional_call(model, none, kwargs=inputs).logits).abs().max() > 0.1
+    positions = [0, *range(N + 1, N + T)] if name in MASKED else list(range(N, N + T))
+    output = model(**inputs).logits
+    assert output.shape == (B, T, V)
+    close(output, expected[:, positions])
+    assert (output - functional_call(model, none, kwargs=inputs).logits).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
 def test_a_padded_row_is_the_row_without_padding(name):
-    (model, *_), batch = prompted(name), padded_batch()
-    found = encode_batch(model, batch)
-    assert found.shape == (B, T, 32)
+    (model, *_) = prompted(name)
+    batch = padded_batch()
+    states = encode_batch(model, batch)
+    assert states.shape == (B, T, 32)
     for row, length in enumerate(LENGTHS):
-        alone = encode_batch(model, {"input_ids": batch["input_ids"][row : row + 1, :length]})
-        close(found[row, :length], alone[0])
+        row_states = encode_batch(model, {"input_ids": batch["input_ids"][row : row + 1, :length]})
+        close(states[row, :length], row_states[0])
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama"])
 def test_positions_that_are_given_count_on_through_the_prompt(name):
     model, *_ = prompted(name)
-    ids, first = inputs_of(model)["input_ids"], 1 if name == "roberta" else 0
-    given = torch.arange(first, first + T).expand(B, T)
+    ids = inputs_of(model)["input_ids"]
+    first = 1 if name == "roberta" else 0
+    positions = torch.arange(first, first + T).expand(B, T)
     logits = model(input_ids=ids).logits
-    close(model(input_ids=ids, position_ids=given).logits, logits)
-    assert not torch.allclose(model(input_ids=ids, position_ids=given + 1).logits, logits) or name == "llama"
+    close(model(input_ids=ids, position_ids=positions).logits, logits)
+    assert (
+        not torch.allclose(model(input_ids=ids, position_ids=positions + 1).logits, logits) or name == "llama"
+    )
 
 
 @pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
@@ -77,11 +81,11 @@ def test_with_a_decoder_it_is_the_model_of_the_source_behind_the_prompt(name):
     target = torch.randint(3, V, (B, 4), generator=torch.Generator().manual_seed(4))
     batch = {**padded_batch(), "decoder_input_ids": target}
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
-    found = model.get_encoder().get_input_embeddings()(batch["input_ids"])
-    wide = {"inputs_embeds": torch.cat([part.weight.expand(B, -1, -1), found], dim=1)}
+    output = model.get_encoder().get_input_embeddings()(batch["input_ids"])
+    wide = {"inputs_embeds": torch.cat([part.weight.expand(B, -1, -1), output], dim=1)}
     wide["attention_mask"] = torch.cat([torch.ones(B, N, dtype=torch.long), batch["attention_mask"]], dim=1)
-    whole = functional_call(model, none, kwargs={**inputs, "input_ids": None, **wide})
-    found = model(**inputs).logits
-    close(found, whole.logits)
-    assert (found - functional_call(model, none, kwargs=inputs).logits).abs().max() > 0.01
-    close(encode_batch(model, batch), whole.encoder_last_hidden_state[:, N:])
+    expected = functional_call(model, none, kwargs={**inputs, "input_ids": None, **wide})
+    output = model(**inputs).logits
+    close(output, expected.logits)
+    assert (output - functional_call(model, none, kwargs=inputs).logits).abs().max() > 0.01
+    close(encode_batch(model, batch), expected.encoder_last_hidden_state[:, N:])

@@ -1,6 +1,7 @@
 """EMA, WiSE-FT, Reptile and merging: averages of models."""
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -14,112 +15,165 @@ from tests.support.method_fixtures import StepRecorder, assert_close, clone_tens
 
 
 def test_the_average_is_that_of_the_optimizer_steps(build):
-    work = build("ema", "method.decay=0.6", "trainer.accumulate_grad_batches=2")
+    run = build("ema", "method.decay=0.6", "trainer.accumulate_grad_batches=2")
     for number in (0, 1):
-        for parameter in work.module.model.parameters():
+        for parameter in run.module.model.parameters():
             parameter.data.add_(0.1)  # it starts at the model that it finds
-        watch = StepRecorder(lambda m: (work.weights(), clone_tensors(m.average.named())))
-        expected = {name: value.double() for name, value in work.weights().items()}
-        work.learn(number, watch)
-        assert len(watch.seen) == 12 and not equal_tensors(work.weights(), watch.seen[-1][1][0])
-        for _, (weights, average) in watch.seen[1::2]:
-            expected = {n: 0.6 * each + 0.4 * weights[n].double() for n, each in expected.items()}
-            assert_close(average, expected, rtol=1e-4, atol=1e-6)
-        assert_close(work.weights(), expected, rtol=1e-4, atol=1e-6)
+        watch = StepRecorder(lambda module: (run.weights(), clone_tensors(module.average.named())))
+        expected = {name: weight.double() for name, weight in run.weights().items()}
+        run.learn(number, watch)
+        assert len(watch.seen) == 12 and not equal_tensors(run.weights(), watch.seen[-1][1][0])
+
+        # Every second micro-batch ends an optimizer step.
+        for _, (weights, measured) in watch.seen[1::2]:
+            expected = {
+                name: 0.6 * average + 0.4 * weights[name].double() for name, average in expected.items()
+            }
+            assert_close(measured, expected, rtol=1e-4, atol=1e-6)
+        assert_close(run.weights(), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("method", "options", "kept"), [
+@pytest.mark.parametrize(("method", "options", "previous_share"), [
     ("wise_ft", ["method.previous=0.3"], 0.3),
     ("reptile", ["method.every=9", "method.share=0.3"], 0.7),
 ])  # fmt: skip
-def test_a_domain_ends_between_before_and_after(method, options, kept, build):
-    """With `kept` of the weights before; after: those of plain training from the same start."""
-    work = build(method, *options)
+def test_a_domain_ends_between_before_and_after(method, options, previous_share, build):
+    """With `previous_share` of the weights before; after: those of plain training from the same start."""
+    run = build(method, *options)
     for number in (0, 1):
-        plain, before = build("ncl"), work.weights()
-        plain.module.model.load_state_dict(work.module.model.state_dict())
-        for each in (work, plain):
-            each.learn(number)
-        expected = {n: torch.lerp(v.double(), before[n].double(), kept) for n, v in plain.weights().items()}
-        assert_close(work.weights(), expected, rtol=1e-5, atol=1e-7)
+        plain = build("ncl")
+        before = run.weights()
+        plain.module.model.load_state_dict(run.module.model.state_dict())
+        run.learn(number)
+        plain.learn(number)
+        expected = {
+            name: torch.lerp(after.double(), before[name].double(), previous_share)
+            for name, after in plain.weights().items()
+        }
+        assert_close(run.weights(), expected, rtol=1e-5, atol=1e-7)
         assert not equal_tensors(plain.weights(), before)
 
 
 def test_it_is_gone_after_every_so_many_steps(build, monkeypatch):
-    work = build("reptile", "method.every=0.5", "method.share=0.5", "trainer.steps=4")
-    ways, kind, interpolate = [], type(work.module), type(work.module).interpolate
+    run = build("reptile", "method.every=0.5", "method.share=0.5", "trainer.steps=4")
+    method_class = type(run.module)
+    interpolate = method_class.interpolate
+    step_counts = []
 
-    def watched(module):
-        fast, anchor = work.weights(), clone_tensors(module.anchor.named())
-        ways.append(int(module.steps_since_anchor))
+    def check_interpolation(module):
+        fast = run.weights()
+        anchor = clone_tensors(module.anchor.named())
+        step_counts.append(int(module.steps_since_anchor))
         interpolate(module)
-        assert_close(work.weights(), {n: torch.lerp(anchor[n], v, 0.5) for n, v in fast.items()})
+        expected = {name: torch.lerp(anchor[name], weight, 0.5) for name, weight in fast.items()}
+        assert_close(run.weights(), expected)
 
-    monkeypatch.setattr(kind, "interpolate", watched)
-    work.learn(0)
-    assert ways == [2, 2] and int(work.module.steps_since_anchor) == 0
+    monkeypatch.setattr(method_class, "interpolate", check_interpolation)
+    run.learn(0)
+    assert step_counts == [2, 2] and int(run.module.steps_since_anchor) == 0
 
 
 def test_each_domain_starts_from_the_base_and_pairs_are_merged_by_their_products(build):
-    given = ["method.rule=task_arithmetic", "method.start=base", "method.scale=0.5"]
-    work, pairs = build("merge", *given), build("merge_lora", *given)
-    apart = build("lora", "method.per_domain=true")
-    base, maps = work.weights(), lora.lora_layers(apart.module.model)
-    expected, products = {name: value.clone() for name, value in base.items()}, dict.fromkeys(maps, 0)
-    assert maps
+    options = ["method.rule=task_arithmetic", "method.start=base", "method.scale=0.5"]
+    merged = build("merge", *options)
+    merged_pairs = build("merge_lora", *options)
+    pairs = build("lora", "method.per_domain=true")
+    base = merged.weights()
+    layers = lora.lora_layers(pairs.module.model)
+    assert layers
+
+    expected = {name: weight.clone() for name, weight in base.items()}
+    products = dict.fromkeys(layers, 0)
     for number in (0, 1):
-        alone = build("one")
-        for each in (work, alone, pairs, apart):
-            each.learn(number)
-        expected = {n: each + 0.5 * (alone.weights()[n] - base[n]) for n, each in expected.items()}
-        products = {n: products[n] + each.get_delta_weight("default").detach() for n, each in maps.items()}
-    assert_close(work.weights(), expected, rtol=1e-5, atol=1e-6)
+        single = build("one")
+        for run in (merged, single, merged_pairs, pairs):
+            run.learn(number)
+        for name, weight in single.weights().items():
+            expected[name] = expected[name] + 0.5 * (weight - base[name])
+        for name, layer in layers.items():
+            products[name] = products[name] + layer.get_delta_weight("default").detach()
+
+    assert_close(merged.weights(), expected, rtol=1e-5, atol=1e-6)
     for name, product in products.items():
-        found = pairs.weights()[f"{name}.base_layer.weight"]
-        torch.testing.assert_close(found, base[f"{name}.weight"] + 0.5 * product)
+        weight = merged_pairs.weights()[f"{name}.base_layer.weight"]
+        torch.testing.assert_close(weight, base[f"{name}.weight"] + 0.5 * product)
 
 
 def test_a_domain_begins_where_the_last_one_ended_with_start_previous(build):
     # With the base in the average, the merged model differs from the end of the first domain.
-    merge = build("merge", "method.rule=average", "method.base=true", "method.start=previous")
-    plain, base, starts = build("ncl"), merge.weights(), []
-    begin = First(lambda module, batch: starts.append(merge.weights()))
+    merged = build("merge", "method.rule=average", "method.base=true", "method.start=previous")
+    plain = build("ncl")
+    base = merged.weights()
+    starts = []
+    record_start = First(lambda module, batch: starts.append(merged.weights()))
     for number in (0, 1):
-        merge.learn(number, begin)
+        merged.learn(number, record_start)
     plain.learn(0)
+
     assert equal_tensors(starts[0], base)
     assert_close(starts[1], plain.weights())
     assert not equal_tensors(starts[1], base)
 
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4)}
-OPTIONS = {"density": 0.2, "trimmed": "model", "start": "base", "estimator": "per_sample", "scale": 1.0}
-OPTIONS |= {"drop": 0.5, "share": 0.5, "base": False, "epsilon": 1e-8}
+OPTIONS = MergeOptions(
+    rule="average",
+    start="base",
+    scale=1.0,
+    density=0.2,
+    trimmed="model",
+    drop=0.5,
+    share=0.5,
+    base=False,
+    epsilon=1e-8,
+    estimator="per_sample",
+)
 
 
-def drawing(seed: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=made) for name, shape in SHAPES.items()}
+def draw(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-BASE, *ENDS = (drawing(seed) for seed in range(4))
-FISHERS = [{name: each.square() for name, each in drawing(seed).items()} for seed in (4, 5, 6)]
-ZERO, ONE = ({name: torch.full(shape, value) for name, shape in SHAPES.items()} for value in (0.0, 1.0))
-TASKS = [{name: end[name] - BASE[name] for name in SHAPES} for end in ENDS]
+def fill(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
 
 
-def merge(ends=ENDS, *, start=BASE, fishers=FISHERS, began=None, **chosen):
-    """The merged weights of domains that each began at the base, or where it is told."""
-    merged = Merged(MergeOptions(**{**OPTIONS, **chosen}), start)
-    for place, (end, at) in enumerate(zip(ends, began or [start] * len(ends), strict=True)):
-        merged.add(FinishedDomain(parameters=start, started=at, ended=end, fisher=fishers[place], seed=place))
+def square(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.square() for name, tensor in tensors.items()}
+
+
+def subtract(end: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: end[name] - start[name] for name in SHAPES}
+
+
+BASE, *ENDS = (draw(seed) for seed in range(4))
+FISHERS = [square(draw(seed)) for seed in (4, 5, 6)]
+ZERO = fill(0.0)
+ONE = fill(1.0)
+TASKS = [subtract(end, BASE) for end in ENDS]
+
+
+def merge(ends=ENDS, *, start=BASE, fishers=FISHERS, starts=None, **options):
+    """The merged weights of domains that each began at the base, or at its entry of `starts`."""
+    merged = Merged(replace(OPTIONS, **options), start)
+    starts = starts or [start] * len(ends)
+    for number, (domain_start, end) in enumerate(zip(starts, ends, strict=True)):
+        merged.add(
+            FinishedDomain(
+                parameters=start, started=domain_start, ended=end, fisher=fishers[number], seed=number
+            )
+        )
     return merged.weights.named()
 
 
 def mean(ends, weights=None):
     weights = weights or [ONE] * len(ends)
-    pairs = list(zip(ends, weights, strict=True))
-    return {name: sum(w[name] * e[name] for e, w in pairs) / sum(w[name] for w in weights) for name in SHAPES}
+    means = {}
+    for name in SHAPES:
+        weighted = sum(weight[name] * end[name] for weight, end in zip(weights, ends, strict=True))
+        means[name] = weighted / sum(weight[name] for weight in weights)
+    return means
 
 
 @pytest.mark.parametrize("rule", get_args(Rule))
@@ -132,27 +186,39 @@ def test_domains_that_end_alike_give_what_they_ended_with(rule):
 def test_means_and_sums_of_what_domains_changed():
     assert_close(merge(rule="average"), mean(ENDS))
     assert_close(merge(rule="average", base=True), mean([BASE, *ENDS]))
-    for began in ([BASE] * 3, [BASE, drawing(7), drawing(8)]):
-        ways = [{name: end[name] - s[name] for name in SHAPES} for end, s in zip(ENDS, began, strict=True)]
-        expected = {name: BASE[name] + 0.4 * sum(way[name] for way in ways) for name in SHAPES}
-        assert_close(merge(rule="task_arithmetic", scale=0.4, began=began), expected)
+    for starts in ([BASE] * 3, [BASE, draw(7), draw(8)]):
+        changes = [subtract(end, start) for end, start in zip(ENDS, starts, strict=True)]
+        expected = {}
+        for name in SHAPES:
+            expected[name] = BASE[name] + 0.4 * sum(change[name] for change in changes)
+        assert_close(merge(rule="task_arithmetic", scale=0.4, starts=starts), expected)
+
+
+def trim(task, group, density):
+    """The tensors of a group without all but the share `density` of their entries that is largest."""
+    flat = torch.cat([task[name].flatten() for name in group])
+    magnitudes = sorted(flat.abs().tolist(), reverse=True)
+    threshold = magnitudes[max(1, int(density * len(magnitudes) + 1e-9)) - 1]
+    trimmed = {}
+    for name in group:
+        entries = task[name].flatten().tolist()
+        trimmed[name] = [entry if abs(entry) >= threshold else 0.0 for entry in entries]
+    return trimmed
 
 
 def ties(tasks, density, trimmed):
     """Algorithm 1 of the paper, entry by entry."""
-    cut, found = [{} for _ in tasks], {}
-    for task, own in zip(tasks, cut, strict=True):
-        for group in [list(SHAPES)] if trimmed == "model" else [[name] for name in SHAPES]:
-            flat = sorted((abs(v) for name in group for v in task[name].flatten().tolist()), reverse=True)
-            least = flat[max(1, int(density * len(flat) + 1e-9)) - 1]
-            own |= {n: [v if abs(v) >= least else 0.0 for v in task[n].flatten().tolist()] for n in group}
-    for name, shape in SHAPES.items():
-        values = []
-        for entries in zip(*(each[name] for each in cut), strict=True):
-            agreeing = [v for v in entries if v * sum(entries) > 0]
-            values.append(sum(agreeing) / len(agreeing) if agreeing else 0.0)
-        found[name] = torch.tensor(values).view(shape)
-    return found
+    groups = [list(SHAPES)] if trimmed == "model" else [[name] for name in SHAPES]
+    elected = {}
+    for group in groups:
+        trimmed_tasks = [trim(task, group, density) for task in tasks]
+        for name in group:
+            means = []
+            for entries in zip(*(task[name] for task in trimmed_tasks), strict=True):
+                agreeing = [entry for entry in entries if entry * sum(entries) > 0]
+                means.append(sum(agreeing) / len(agreeing) if agreeing else 0.0)
+            elected[name] = torch.tensor(means).view(SHAPES[name])
+    return elected
 
 
 @pytest.mark.parametrize(("density", "trimmed"), [(0.2, "model"), (0.5, "tensor"), (1.0, "model")])
@@ -160,29 +226,39 @@ def test_ties_is_the_papers_algorithm(density, trimmed):
     elected = ties(TASKS, density, trimmed)
     expected = {name: BASE[name] + 0.7 * elected[name] for name in SHAPES}
     assert_close(merge(rule="ties", density=density, trimmed=trimmed, scale=0.7), expected)
-    whole = {name: each.round() for name, each in ENDS[0].items()}  # whole numbers: their sums are exact
-    opposite = {name: -each for name, each in whole.items()}
-    found = merge([whole, opposite], start=ZERO, rule="ties", density=1.0)
-    assert not any(each.any() for each in found.values())
+
+    rounded = {
+        name: tensor.round() for name, tensor in ENDS[0].items()
+    }  # whole numbers: their sums are exact
+    opposite = {name: -tensor for name, tensor in rounded.items()}
+    merged = merge([rounded, opposite], start=ZERO, rule="ties", density=1.0)
+    assert not any(tensor.any() for tensor in merged.values())
 
 
 def test_fisher_is_the_weighted_mean():
-    cases = [(ENDS, FISHERS, mean(ENDS, FISHERS)), (ENDS, [FISHERS[0]] * 3, mean(ENDS))]
-    cases += [(ENDS[:2], [ZERO, ONE], ENDS[1]), (ENDS[:2], [ZERO, ZERO], mean(ENDS[:2]))]
+    cases = [
+        (ENDS, FISHERS, mean(ENDS, FISHERS)),
+        (ENDS, [FISHERS[0]] * 3, mean(ENDS)),
+        (ENDS[:2], [ZERO, ONE], ENDS[1]),
+        (ENDS[:2], [ZERO, ZERO], mean(ENDS[:2])),
+    ]
     for ends, fishers, expected in cases:
         assert_close(merge(ends, fishers=fishers, rule="fisher"), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_slerp_keeps_to_the_arc():
-    one, other = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 3.0])
-    third = slerp(one, other, 1 / 3, like=one)
-    torch.testing.assert_close(third, 3 * torch.tensor([math.cos(math.pi / 6), math.sin(math.pi / 6)]))
-    for flat in (one * 2, -one, torch.zeros(2)):  # no arc: a line
-        assert torch.equal(slerp(one, flat, 0.5, like=one), torch.lerp(one, flat, 0.5))
+    first = torch.tensor([3.0, 0.0])
+    second = torch.tensor([0.0, 3.0])
+    third_of_arc = slerp(first, second, 1 / 3, like=first)
+    angle = math.pi / 6
+    torch.testing.assert_close(third_of_arc, 3 * torch.tensor([math.cos(angle), math.sin(angle)]))
+    for parallel in (first * 2, -first, torch.zeros(2)):  # no arc: a line
+        assert torch.equal(slerp(first, parallel, 0.5, like=first), torch.lerp(first, parallel, 0.5))
+
     for base in (False, True):
-        expected = BASE if base else ENDS[0]
-        for end in ENDS[not base :]:
-            expected = {n: slerp(expected[n], end[n], 0.3, like=end[n]) for n in SHAPES}
+        expected, *ends = [BASE, *ENDS] if base else ENDS
+        for end in ends:
+            expected = {name: slerp(expected[name], end[name], 0.3, like=end[name]) for name in SHAPES}
         assert_close(merge(rule="slerp", share=0.3, base=base), expected)
 
 
@@ -195,8 +271,9 @@ def test_dare_drops_entries_and_keeps_the_mean():
 
 
 def test_coarse_weights_are_merged_in_32_bits():
-    coarse = {name: each.bfloat16() for name, each in BASE.items()}
-    merged = Merged(MergeOptions(**{**OPTIONS, "rule": "average"}), coarse)
+    coarse = {name: tensor.bfloat16() for name, tensor in BASE.items()}
+    merged = Merged(replace(OPTIONS, rule="average"), coarse)
     merged.bfloat16()  # as the trainer casts a module
-    assert {each.dtype for each in merged.weights.named().values()} == {torch.float32}
-    assert_close(merged.double().weights.named(), {name: each.float() for name, each in coarse.items()})
+    assert {weight.dtype for weight in merged.weights.named().values()} == {torch.float32}
+    expected = {name: tensor.float() for name, tensor in coarse.items()}
+    assert_close(merged.double().weights.named(), expected)

@@ -36,13 +36,32 @@ ON_T5 = [f"{name} on both" for name in LEARNING] + ["ncl on tied", "hat on tied"
 FEW_ON_T5 = {"das on both", "prompt on both"}
 # Documents or examples that share rows, isolated from each other.
 IN_ROWS = ["ncl", "das", "derpp", "replay", "agem", "migu", "kd", "demix", "lora"]
-AS_TASKS = ["ncl", "migu", "replay", "derpp", "kd", "lora", "ewc", "das", "hat", "olora", "adapter", "demix"]
-AS_TASKS = [f"{name} on tasks" for name in [*AS_TASKS, "lifelong_moe", "cpt_plugin"]]
-SHARED_ROWS = [f"{name} on {rows}" for name in IN_ROWS for rows in ("rows", "causal rows")] + AS_TASKS
+ON_ROWS = [f"{name} on rows" for name in IN_ROWS] + [f"{name} on causal rows" for name in IN_ROWS]
+LEARNS_TASKS = [
+    "ncl",
+    "migu",
+    "replay",
+    "derpp",
+    "kd",
+    "lora",
+    "ewc",
+    "das",
+    "hat",
+    "olora",
+    "adapter",
+    "demix",
+]
+LEARNS_TASKS += ["lifelong_moe", "cpt_plugin"]
+AS_TASKS = [f"{name} on tasks" for name in LEARNS_TASKS]
+SHARED_ROWS = [*ON_ROWS, *AS_TASKS]
 FEW_SHARED = {"das on rows", "derpp on tasks"}
-OPTIONS = dict.fromkeys(("derpp", "agem"), "method.buffer_size=16")
-OPTIONS |= dict.fromkeys(("lora", "olora"), "method.lora_dropout=0")
-OPTIONS["replay"] = "method.mixture.general_ratio=0.25"
+OPTIONS = {
+    "derpp": "method.buffer_size=16",
+    "agem": "method.buffer_size=16",
+    "lora": "method.lora_dropout=0",
+    "olora": "method.lora_dropout=0",
+    "replay": "method.mixture.general_ratio=0.25",
+}
 
 
 def bits(folder: Path) -> str:
@@ -63,26 +82,30 @@ def tasks(tmp_path_factory):
 @pytest.fixture
 def config(small, small_gpt2, small_t5, tasks):
     def build(case: str, *overrides: str):
-        told, _, family = case.partition(" on ")
-        method, *options = told.split()
-        mask = (
-            ["mask=migu"] if method != "migu" and method not in HOOK_METHODS and "mask=" not in told else []
-        )
-        few = ["trainer.steps=2", "trainer.importance_samples=4", *["replay=general"] * (method != "replay")]
-        own = [OPTIONS[method]] if method in OPTIONS else []
-        rows = ["domains.packing=document_mask", "model.max_seq_length=48", *own]
+        method_words, _, family = case.partition(" on ")
+        method, *options = method_words.split()
+        mask = []
+        if method != "migu" and method not in HOOK_METHODS and "mask=" not in method_words:
+            mask = ["mask=migu"]
+        few_steps = ["trainer.steps=2", "trainer.importance_samples=4"]
+        if method != "replay":
+            few_steps.append("replay=general")
+        shared_rows = ["domains.packing=document_mask"]
+        if method in OPTIONS:
+            shared_rows.append(OPTIONS[method])
+        rows = ["model.max_seq_length=48", *shared_rows]
         on_tasks = ["domains=tasks", "domains/template=bare", f"domains.root={tasks}", "answers=none"]
-        on_tasks += ["domains.packing=document_mask", "model.max_seq_length=64", *own]
-        build, given = {
+
+        build_config, case_options = {
             "": (small, DROPOUT),
-            "causal": (small_gpt2, [*few, *mask]),
+            "causal": (small_gpt2, [*few_steps, *mask]),
             "both": (small_t5, [*UNTIED, *mask]),
             "tied": (small_t5, [*TIED, *mask]),
             "rows": (small, rows),
             "causal rows": (small_gpt2, rows),
-            "tasks": (small_gpt2, on_tasks),
+            "tasks": (small_gpt2, [*on_tasks, "model.max_seq_length=64", *shared_rows]),
         }[family]
-        return build(*overrides_for(method), ORDER, *given, *options, *overrides)
+        return build_config(*overrides_for(method), ORDER, *case_options, *options, *overrides)
 
     return build
 
@@ -101,7 +124,7 @@ def uninterrupted(config, start, tmp_path_factory):
     return run
 
 
-def told(folder: Path) -> dict:
+def read_scores(folder: Path) -> dict:
     return json.loads((folder / "scores.json").read_text())
 
 
@@ -111,59 +134,74 @@ FEW = KINDS | {"hat on causal"} | FEW_ON_T5
 
 @pytest.mark.parametrize("case", run_few(ALL, FEW))
 def test_two_domains_are_learned(case, uninterrupted):
-    scores = told(uninterrupted(case))
-    objective = {"": "masked", "causal": "causal"}.get(case.partition(" on ")[2], "span")
+    scores = read_scores(uninterrupted(case))
+    method, _, family = case.partition(" on ")
+    objective = {"": "masked", "causal": "causal"}.get(family, "span")
     assert scores["run"]["finished"] and scores["run"]["objective"] == objective
     assert scores["domains"] == ["law", "food", "general"]
-    learned = {"joint": ["joint"], "none": []}.get(case.partition(" on ")[0], ["law", "food"])
+    learned = {"joint": ["joint"], "none": []}.get(method, ["law", "food"])
     assert scores["rows"] == ["base", *learned]
-    assert all(isinstance(loss, float) and 0 < loss < 20 for row in scores["nll"] for loss in row)
-    assert (scores["nll"][-1] != scores["nll"][0]) == (case in METHODS and case != "none" or " on " in case)
+    for losses in scores["nll"]:
+        assert all(isinstance(loss, float) and 0 < loss < 20 for loss in losses)
+    is_changed = scores["nll"][-1] != scores["nll"][0]
+    assert is_changed == (method != "none")
 
 
 @pytest.mark.parametrize("method", run_few(METHODS, {*KINDS, "none", "companions"}))
 def test_every_text_is_scored_by_known_parts(method, uninterrupted):
-    scores = told(uninterrupted(method))
+    scores = read_scores(uninterrupted(method))
     if any(scores["modules"]):
         assert all(shares == {"base": 1.0} for shares in scores["modules"][0].values())
         for row in scores["modules"]:
             assert set(row) == set(scores["domains"])
-            assert all(sum(shares.values()) == pytest.approx(1, abs=0.01) for shares in row.values())
-            assert {part for shares in row.values() for part in shares} <= {"base", "law", "food"}
+            for shares in row.values():
+                assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+                assert set(shares) <= {"base", "law", "food"}
     learned = [name for name in scores["domains"] if name in scores["rows"]]
-    own = [scores["modules"][-1].get(name) == {name: 1.0} for name in learned]
-    assert scores["needs_domain"] == (any(scores["modules"]) and all(own))
+    scored_by_own_part = [scores["modules"][-1].get(name) == {name: 1.0} for name in learned]
+    assert scores["needs_domain"] == (any(scores["modules"]) and all(scored_by_own_part))
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", run_few([*LEARNING, *ON_T5], KINDS | FEW_ON_T5))
 def test_the_exported_model_is_that_of_the_last_domain(case, uninterrupted, config, monkeypatch):
-    run, folder = method_fixtures.build_method_fixture(config(case)), uninterrupted(case)
-    module, data = run.module, run.data
+    run = method_fixtures.build_method_fixture(config(case))
+    folder = uninterrupted(case)
+    module = run.module
+    data = run.data
     for domain in data:
         module.expand_to(domain)
     module.load_state_dict(load_stage(next((folder / "stages").glob("*.pt"))))
     module.activate(len(data) - 1)
+
     monkeypatch.chdir(folder)
-    loading = told(folder)["loading"]
-    names = {"transformers": transformers, "cpt": cpt, "peft": peft}
-    loaded, wanted = eval(loading, names).eval(), module.model_for(len(data) - 1).eval()
-    ids = torch.as_tensor(next(iter(data.held_out.values())).ids(np.arange(4)))
-    given = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :5]} if case in ON_T5 else {})
+    loading = read_scores(folder)["loading"]
+    loaded = eval(loading, {"transformers": transformers, "cpt": cpt, "peft": peft}).eval()
+    expected = module.model_for(len(data) - 1).eval()
     if " on " in case:
-        assert is_tied(loaded) == is_tied(wanted) == ("tied" in case)
+        assert is_tied(loaded) == is_tied(expected) == ("tied" in case)
     else:
-        gates = {name for name, _ in wanted.named_parameters() if name.endswith("_gate.e")}  # closed for good
-        assert {name for name, each in wanted.named_parameters() if not each.requires_grad} <= gates
+        frozen = {name for name, parameter in expected.named_parameters() if not parameter.requires_grad}
+        assert all(name.endswith("_gate.e") for name in frozen)  # closed for good
+
+    ids = torch.as_tensor(next(iter(data.held_out.values())).ids(np.arange(4)))
+    model_inputs = {"input_ids": ids}
+    if case in ON_T5:
+        model_inputs["decoder_input_ids"] = ids[:, :5]
     with torch.no_grad():
-        torch.testing.assert_close(loaded(**given).logits, wanted(**given).logits)
+        torch.testing.assert_close(loaded(**model_inputs).logits, expected(**model_inputs).logits)
 
 
 COMPOSITIONS = [
-    *("demix routing@method.routing=posterior replay=general", "lora mask=migu replay=past", "das mask=migu"),
-    *("ewc mask=migu mask.migu.apply_to=frozen", "replay mask=migu mask.migu.apply_to=update"),
-    *("adapter method.per_domain=true mask=migu mask.migu.apply_to=update", "agem method.constraints=each"),
-    *("hat method.form=adapter mask=migu", "derpp replay=general freeze.layers=1"),
+    "demix routing@method.routing=posterior replay=general",
+    "lora mask=migu replay=past",
+    "das mask=migu",
+    "ewc mask=migu mask.migu.apply_to=frozen",
+    "replay mask=migu mask.migu.apply_to=update",
+    "adapter method.per_domain=true mask=migu mask.migu.apply_to=update",
+    "agem method.constraints=each",
+    "hat method.form=adapter mask=migu",
+    "derpp replay=general freeze.layers=1",
     "sapt method.key=cosine method.query=encoder mask=migu replay=past",
 ]
 FEW_KILLED = {*KILLED, "prompt on both", COMPOSITIONS[1], *FEW_SHARED}
@@ -174,13 +212,14 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     case, uninterrupted, killing, config, start, tmp_path
 ):
     last = "joint" if case.startswith("joint") else "food"
-    for step in (3,) if " " in case else (1, 3, 6):
+    steps = [3] if " " in case else [1, 3, 6]
+    for step in steps:
         killing(Killer(step=step, domain=last))
         with pytest.raises(KilledError):
             start(config(case, *WATCHED), tmp_path)
     killing(None)
     start(config(case, *WATCHED), tmp_path)
-    assert last in told(tmp_path)["monitor"]
+    assert last in read_scores(tmp_path)["monitor"]
     assert bits(tmp_path) == bits(uninterrupted(case))
 
 
@@ -190,20 +229,25 @@ IN_16_BITS = [*LEARNING, *(f"{name} on both" for name in ("das", "derpp", "hat",
 @pytest.mark.parametrize("case", run_few(AS_TASKS, FEW_SHARED))
 def test_examples_that_share_rows_are_scored_as_in_padded_ones(case, config, start, uninterrupted, tmp_path):
     start(config(case, "domains.packing=none"), tmp_path)
-    one, other = told(uninterrupted(case)), told(tmp_path)
-    assert one["nll"][0] == other["nll"][0] and one["scored"] == other["scored"]
-    assert one["nll"][-1] != one["nll"][0]
+    packed = read_scores(uninterrupted(case))
+    padded = read_scores(tmp_path)
+    assert packed["nll"][0] == padded["nll"][0] and packed["scored"] == padded["scored"]
+    assert packed["nll"][-1] != packed["nll"][0]
     if not case.startswith("das"):  # its dropout at each step is drawn for other rows
-        np.testing.assert_allclose(one["nll"], other["nll"], rtol=1e-5)
+        np.testing.assert_allclose(packed["nll"], padded["nll"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("precision", run_few(["bf16-mixed", "bf16-true"], ["bf16-true"]))
 @pytest.mark.parametrize("case", run_few(IN_16_BITS, {"das", "prompt on both"}))
 def test_it_learns_in_16_bits(case, precision, config, start, tmp_path):
-    few = ["trainer.steps=1", "trainer.importance_samples=4", f"trainer.precision={precision}"]
-    start(config(case, *few, *["mask=migu"] * (" on " not in case)), tmp_path)
-    scores = told(tmp_path)
-    assert scores["run"]["finished"] and all(0 < loss < 20 for row in scores["nll"] for loss in row)
+    options = ["trainer.steps=1", "trainer.importance_samples=4", f"trainer.precision={precision}"]
+    if " on " not in case:
+        options.append("mask=migu")
+    start(config(case, *options), tmp_path)
+    scores = read_scores(tmp_path)
+    assert scores["run"]["finished"]
+    for losses in scores["nll"]:
+        assert all(0 < loss < 20 for loss in losses)
 
 
 @pytest.mark.parametrize("method", run_few(METHODS, {"derpp"}))
@@ -211,7 +255,8 @@ def test_it_learns_in_16_bits(case, precision, config, start, tmp_path):
 def test_killed_between_domains_it_ends_with_the_same_bits(
     method, moment, uninterrupted, monkeypatch, config, start, tmp_path
 ):
-    rows, commit = told(uninterrupted(method))["rows"], getattr(RunDir, moment)
+    rows = read_scores(uninterrupted(method))["rows"]
+    commit = getattr(RunDir, moment)
     for number in range(len(rows)):
 
         def dying(folder, row, *args, at=number, **kwargs):
@@ -224,38 +269,43 @@ def test_killed_between_domains_it_ends_with_the_same_bits(
             patched.setattr(RunDir, moment, dying)
             start(config(method), tmp_path)
     start(config(method), tmp_path)
-    assert told(tmp_path)["rows"] == rows and bits(tmp_path) == bits(uninterrupted(method))
+    assert read_scores(tmp_path)["rows"] == rows and bits(tmp_path) == bits(uninterrupted(method))
 
 
 @pytest.mark.parametrize("case", run_few([*METHODS, "prompt on tied"], KINDS | {"kd", "prompt on tied"}))
 def test_probes_and_evaluation_leave_no_trace(case, config):
-    run, rows = method_fixtures.build_method_fixture(config(case)), []
+    run = method_fixtures.build_method_fixture(config(case))
     module = run.module
 
-    def traces():
-        hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules())
-        return [each.training for each in module.modules()], hooks
+    def modes_and_hooks():
+        modes = [part.training for part in module.modules()]
+        num_hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
+        return modes, num_hooks
 
-    before, first = method_fixtures.clone_tensors(module.state_dict()), traces()
+    state_before = method_fixtures.clone_tensors(module.state_dict())
+    modes_and_hooks_before = modes_and_hooks()
+    evaluations = []
     for _ in range(2):
         trainer = make_trainer(run.machine.lightning_arguments(run.plan.trainer), label="")
         trainer.validate(module, datamodule=run.data, verbose=False)
-        rows.append([each.clone() for pair in module.document_losses().values() for each in pair])
-    assert all(torch.equal(*each) for each in zip(*rows, strict=True))
-    assert method_fixtures.equal_tensors(before, module.state_dict()) and traces() == first
+        evaluations.append([])
+        for nll, count in module.document_losses().values():
+            evaluations[-1] += [nll.clone(), count.clone()]
+    assert all(torch.equal(*pair) for pair in zip(*evaluations, strict=True))
+    assert method_fixtures.equal_tensors(state_before, module.state_dict())
+    assert modes_and_hooks() == modes_and_hooks_before
     assert all(parameter.grad is None for parameter in module.parameters())
+
+    # A part is activated for good: to activate it again changes nothing.
     for domain in run.data:
-        seen = []
-        for _ in range(2):
-            module.activate(domain.index)
-            named = dict(module.named_parameters())
-            seen.append(
-                (
-                    method_fixtures.clone_tensors(named),
-                    {name for name, each in named.items() if each.requires_grad},
-                )
-            )
-        assert method_fixtures.equal_tensors(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1]
+        module.activate(domain.index)
+        parameters = dict(module.named_parameters())
+        weights = method_fixtures.clone_tensors(parameters)
+        trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+        module.activate(domain.index)
+        parameters = dict(module.named_parameters())
+        assert method_fixtures.equal_tensors(weights, parameters)
+        assert trained == {name for name, parameter in parameters.items() if parameter.requires_grad}
 
 
 DAS = "contrast=0 general=null domains=false"
@@ -291,8 +341,10 @@ def end(uninterrupted):
     """The weights at the end of a run of a method with options of it, at a high rate of pairs."""
 
     def run(method: str, options: str = ""):
-        words = [f"method.{each}" for each in options.split()] + ["optim.lr=0.05"] * ("lora" in method)
-        return load_model_weights(uninterrupted(" ".join([method, *words])))
+        words = [method, *(f"method.{option}" for option in options.split())]
+        if "lora" in method:
+            words.append("optim.lr=0.05")
+        return load_model_weights(uninterrupted(" ".join(words)))
 
     return run
 
@@ -300,8 +352,10 @@ def end(uninterrupted):
 @pytest.mark.parametrize("case", run_few(NEUTRAL, {"das", "derpp", "olora"}))
 def test_at_neutral_strength_it_is_the_plain_method_bit_for_bit(case, end):
     plain, neutral, strong = NEUTRAL[case]
+    method = case.partition(" ")[0]
     expected = end(plain)
-    for options, equal in ((neutral, True), (f"{neutral} {strong}", False)):
-        found = end(case.partition(" ")[0], options)
-        assert expected.keys() <= found.keys()
-        assert all(torch.equal(value, found[name]) for name, value in expected.items()) == equal, options
+    for options, is_plain in ((neutral, True), (f"{neutral} {strong}", False)):
+        weights = end(method, options)
+        assert expected.keys() <= weights.keys()
+        is_equal = all(torch.equal(weight, weights[name]) for name, weight in expected.items())
+        assert is_equal == is_plain, options

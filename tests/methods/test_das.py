@@ -20,38 +20,43 @@ ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1", "traine
 
 def test_a_fully_important_head_does_not_move(build):
     neutral = ["method.contrast=0", "method.general=null", "method.domains=false"]
-    work = build("das", *ROBERTA, *neutral, "method.apply_to=update", "optim.weight_decay=0.3")
-    work.module.soft.gates()["roberta.encoder.layer.0.attention.heads"][1] = 1
-    attention = work.module.model.roberta.encoder.layer[0].attention
-    maps = [each.weight for each in (attention.self.query, attention.self.key, attention.self.value)]
+    run = build("das", *ROBERTA, *neutral, "method.apply_to=update", "optim.weight_decay=0.3")
+    run.module.soft.gates()["roberta.encoder.layer.0.attention.heads"][1] = 1
+    attention = run.module.model.roberta.encoder.layer[0].attention
+    maps = [
+        projection.weight for projection in (attention.self.query, attention.self.key, attention.self.value)
+    ]
     maps.append(attention.output.dense.weight.T)
-    before = [each.detach().clone() for each in maps]
-    work.learn(0)
+    before = [weight.detach().clone() for weight in maps]
+    run.learn(0)
     for old, new in zip(before, maps, strict=True):
-        still = (old == new).all(1)
-        assert still[16:].all() and not still[:16].any()
+        unchanged = (old == new).all(1)
+        assert unchanged[16:].all() and not unchanged[:16].any()
     assert attention.output.dense.bias.any()
 
 
 def test_when_importances_are_measured(build, monkeypatch):
-    work = build("das", *ROBERTA, "trainer.importance_samples=20", "trainer.eval_batch_size=16")
-    module, calls, corrupted, gradients = work.module, [], [], soft_masks.gate_gradients
+    run = build("das", *ROBERTA, "trainer.importance_samples=20", "trainer.eval_batch_size=16")
+    module = run.module
+    calls = []
+    corrupted = []
+    gradients = soft_masks.gate_gradients
 
     def read(model, args, inputs):
-        corrupted.append((inputs["input_ids"] == work.data.objective.mask).any().item())
+        corrupted.append((inputs["input_ids"] == run.data.objective.mask).any().item())
 
-    def noted(model, groups, batch, losses, *, passes):
+    def record_call(model, groups, batch, losses, *, passes):
         corrupted.clear()
-        found = gradients(model, groups, batch, losses, passes=passes)
+        sample_gradients = gradients(model, groups, batch, losses, passes=passes)
         kind = "general" if passes == 2 else "domain"
         calls.append((kind, model.training, len(batch["input_ids"]), *corrupted))
-        return found
+        return sample_gradients
 
     module.model.register_forward_pre_hook(read, with_kwargs=True)
-    monkeypatch.setattr(soft_masks, "gate_gradients", noted)
+    monkeypatch.setattr(soft_masks, "gate_gradients", record_call)
     levels = [module.soft.importance.clone()]
     for number in (0, 1):
-        work.learn(number)
+        run.learn(number)
         levels.append(module.soft.importance.clone())
     domain = [("domain", False, 16, True), ("domain", False, 4, True)]
     assert calls == [("general", True, 16, False), ("general", True, 4, False), *domain, *domain]
@@ -60,17 +65,26 @@ def test_when_importances_are_measured(build, monkeypatch):
 
 
 def test_dga_protects_heads_and_begins_each_domain_at_the_base(build, monkeypatch):
-    work = build("dga", *ROBERTA, "method.contrast=0")
-    module, start, begun, levels = work.module, work.weights(), [], []
+    run = build("dga", *ROBERTA, "method.contrast=0")
+    module = run.module
     assert {group.kind for group in module.soft.groups} == {"heads"}
-    kind = type(module.proxy)
-    proxy, noted = kind.measure, lambda *given: begun.append(work.weights()) or proxy(*given)
-    monkeypatch.setattr(kind, "measure", noted)
+    base = run.weights()
+    measured_weights = []
+    proxy_class = type(module.proxy)
+    measure = proxy_class.measure
+
+    def record_weights(*arguments):
+        measured_weights.append(run.weights())
+        return measure(*arguments)
+
+    monkeypatch.setattr(proxy_class, "measure", record_weights)
+    importances = []
     for number in (0, 1):
-        work.learn(number)
-        levels.append(module.soft.importance.clone())
-    assert len(begun) == 2 and all(equal_tensors(each, start) for each in begun)
-    assert not torch.equal(*levels) and not (levels[1] >= levels[0]).all()
+        run.learn(number)
+        importances.append(module.soft.importance.clone())
+    assert len(measured_weights) == 2 and all(equal_tensors(weights, base) for weights in measured_weights)
+    first, second = importances
+    assert not torch.equal(first, second) and not (second >= first).all()
 
 
 @needs_golden
@@ -78,25 +92,29 @@ def test_dga_protects_heads_and_begins_each_domain_at_the_base(build, monkeypatc
 def test_value_and_gradients_are_those_of_the_authors_code(size):
     golden = np.load(GOLDEN / "contrast.npz").items()
     arrays = {name: torch.from_numpy(np.asarray(value)) for name, value in golden}
-    three = [arrays[f"{size}_z{number}"].requires_grad_() for number in (1, 2, 3)]
-    loss = contrastive(three[1], three[0], three[2], temperature=0.05)
+    positives, anchors, negatives = (arrays[f"{size}_z{number}"].requires_grad_() for number in (1, 2, 3))
+    loss = contrastive(anchors, positives, negatives, temperature=0.05)
     torch.testing.assert_close(loss, arrays[f"{size}_loss3"], rtol=1e-4, atol=1e-6)
-    for number, ours in enumerate(torch.autograd.grad(loss, three), start=1):
+    gradients = torch.autograd.grad(loss, (positives, anchors, negatives))
+    for number, ours in enumerate(gradients, start=1):
         theirs = arrays[f"{size}_loss3_dz{number}"]
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6 * theirs.abs().max().item())
 
 
 def test_the_samples_of_other_processes_are_candidates(monkeypatch):
     draw = torch.Generator().manual_seed(0)
-    three, others = torch.randn(2, 3, 3, 6, dtype=torch.float64, generator=draw)
-    joined, terms = torch.cat([others, three], dim=1), []
-    gathered = torch.stack([joined[1], joined[2]], dim=1), len(others[0])
+    local, remote = torch.randn(2, 3, 3, 6, dtype=torch.float64, generator=draw)
+    joined = torch.cat([remote, local], dim=1)
+    terms = []
+    gathered = torch.stack([joined[1], joined[2]], dim=1), len(remote[0])
     monkeypatch.setattr(contrasting, "gather_rows", lambda rows: gathered)
-    for n, anchor in enumerate(three[0]):
-        both = [*joined[1], *joined[2]]
-        cosines = torch.stack([torch.cosine_similarity(anchor, other, dim=0) for other in both]) / 0.1
-        terms.append(cosines.logsumexp(0) - cosines[len(others[0]) + n])
-    torch.testing.assert_close(contrastive(*three, temperature=0.1), torch.stack(terms).mean())
+    for n, anchor in enumerate(local[0]):
+        candidates = [*joined[1], *joined[2]]
+        cosines = (
+            torch.stack([torch.cosine_similarity(anchor, candidate, dim=0) for candidate in candidates]) / 0.1
+        )
+        terms.append(cosines.logsumexp(0) - cosines[len(remote[0]) + n])
+    torch.testing.assert_close(contrastive(*local, temperature=0.1), torch.stack(terms).mean())
 
 
 def test_padding_is_left_out_of_the_mean():
@@ -107,23 +125,23 @@ def test_padding_is_left_out_of_the_mean():
 
 @pytest.fixture
 def das(build):
-    def made(**options):
-        given = {"contrast_samples": 1, "contrast_every": 1, "contrast_dropout": 0.3, "temperature": 0.5}
-        given = [f"method.{name}={value}" for name, value in (given | options).items()]
-        work = build("das", "model=tiny_roberta", *given)
-        soft = work.module.eval().soft
+    def build_das(**options):
+        settings = {"contrast_samples": 1, "contrast_every": 1, "contrast_dropout": 0.3, "temperature": 0.5}
+        overrides = [f"method.{name}={value}" for name, value in (settings | options).items()]
+        run = build("das", "model=tiny_roberta", *overrides)
+        soft = run.module.eval().soft
         soft.set_importance(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
-        return work.module, work.batches()[0]
+        return run.module, run.batches()[0]
 
-    return made
+    return build_das
 
 
 @pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
 def test_the_term_contrasts_the_three_passes(text, das):
     module, batch = das(contrast=2, contrast_text=text)
     hidden = torch.randn(*batch["input_ids"].shape, 32, requires_grad=True)
-    whole = batch if text == "corrupted" else module.objective.restore(batch)
-    mean = lambda: module.model.roberta(input_ids=whole["input_ids"]).last_hidden_state.mean(1)  # noqa: E731
+    text_batch = batch if text == "corrupted" else module.objective.restore(batch)
+    mean = lambda: module.model.roberta(input_ids=text_batch["input_ids"]).last_hidden_state.mean(1)  # noqa: E731
     torch.manual_seed(5)
     term = module.contrast(batch, hidden)
     torch.manual_seed(5)
@@ -145,10 +163,12 @@ def test_in_some_steps_only_it_weighs_as_much_more(das):
         torch.manual_seed(5)
         return module.losses(batch)
 
-    (plain, batch), (rare, _) = das(), das(contrast_every=3)
-    expected, found = terms(plain, 0), terms(rare, 0)
-    assert found["contrast"].item() == pytest.approx(3 * expected["contrast"].item())
-    assert found["lm"] == expected["lm"]
+    plain, batch = das()
+    rare, _ = das(contrast_every=3)
+    expected = terms(plain, 0)
+    rare_terms = terms(rare, 0)
+    assert rare_terms["contrast"].item() == pytest.approx(3 * expected["contrast"].item())
+    assert rare_terms["lm"] == expected["lm"]
     assert [step for step in range(7) if "contrast" in terms(rare, step)] == [0, 3, 6]
 
 
@@ -168,13 +188,14 @@ def test_a_share_of_the_samples_is_rounded_up(share, contrasted, das, monkeypatc
 
 
 def test_the_proxys_passes_have_the_dropout_of_the_option(build):
-    work = build("das", *ROBERTA, "method.proxy_dropout=0.37", "method.contrast=0")
-    module, rates = work.module, []
+    run = build("das", *ROBERTA, "method.proxy_dropout=0.37", "method.contrast=0")
+    module = run.module
+    rates = []
 
     def record_rates(model, args, inputs):
         if len(inputs["input_ids"]) > 16:  # the two passes of the proxy are one batch of twice the size
             rates.append({part.p for part in model.modules() if isinstance(part, torch.nn.Dropout)})
 
     module.model.register_forward_pre_hook(record_rates, with_kwargs=True)
-    work.learn(0)
-    assert rates and all(each == {0.37} for each in rates)
+    run.learn(0)
+    assert rates and all(pass_rates == {0.37} for pass_rates in rates)

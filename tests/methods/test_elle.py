@@ -15,12 +15,14 @@ THREE = "order=[law,food,space]"
 @pytest.fixture
 def elle(build):
     nothing = ["neurons=1", "heads=0", "layers=0", "hidden=1", "recovery=0", "prompt=0"]
-    return lambda *overrides, **how: build("elle", *(f"method.{each}" for each in nothing), *overrides, **how)
+    return lambda *overrides, **arguments: build(
+        "elle", *(f"method.{option}" for option in nothing), *overrides, **arguments
+    )
 
 
-def entered(work, number: int) -> None:
-    work.data.enter(work.data.domains[number])
-    work.module.setup_stage(work.data.domains[number])
+def enter_domain(run, number: int) -> None:
+    run.data.enter(run.data.domains[number])
+    run.module.setup_stage(run.data.domains[number])
 
 
 GROWING = [("masked", "neurons=1.5"), ("masked", "layers=1"), ("masked", "hidden=2"), ("causal", "hidden=2")]
@@ -29,107 +31,135 @@ GROWING += [("both", "heads=2"), ("both", "hidden=2")]
 
 @pytest.mark.parametrize(("family", "part"), GROWING)
 def test_what_is_known_stays_when_the_model_grows(family, part, elle):
-    def loss(work) -> Tensor:
+    def loss(run) -> Tensor:
         with torch.no_grad():
-            return work.module.eval().nll(work.importance_batches()[0], 0)[0]
+            return run.module.eval().nll(run.importance_batches()[0], 0)[0]
 
-    work = elle(f"method.{part}", "trainer.steps=3", "optim.lr=0.02", on=family)
-    work.learn(0)
-    before, count = loss(work), work.module.model.num_parameters()
-    entered(work, 1)
-    work.data.enter(work.data.domains[0])
-    assert work.module.model.num_parameters() > count
-    assert (loss(work) - before).abs().max() < 1e-5 > work.module.diagnostics()["elle/moved"]
-    work.learn(1)
-    work.data.enter(work.data.domains[0])
-    assert (loss(work) - before).abs().max() > 1e-3
+    run = elle(f"method.{part}", "trainer.steps=3", "optim.lr=0.02", on=family)
+    run.learn(0)
+    before = loss(run)
+    count = run.module.model.num_parameters()
+    enter_domain(run, 1)
+    run.data.enter(run.data.domains[0])
+    assert run.module.model.num_parameters() > count
+    assert (loss(run) - before).abs().max() < 1e-5 > run.module.diagnostics()["elle/moved"]
+    run.learn(1)
+    run.data.enter(run.data.domains[0])
+    assert (loss(run) - before).abs().max() > 1e-3
+
+
+def count_steps(optimizer) -> set[int]:
+    return {int(state["step"]) for state in optimizer.state.values()}
+
+
+def record_optimizer(module) -> tuple[set[int], float]:
+    optimizer = module.trainer.optimizers[0]
+    return count_steps(optimizer), optimizer.param_groups[0]["lr"]
 
 
 def test_a_new_optimizer_its_schedule_and_a_branch_begin_behind_recovery(elle):
-    given = ["method.recovery=0.5", "trainer.steps=4", "lr_scheduler.warmup_ratio=0"]
-    counts = lambda optimizer: {int(state["step"]) for state in optimizer.state.values()}  # noqa: E731
-    seen = []
-    for carried in ([], ["optim.state_across_domains=moments"]):
-        work = elle(*given, *carried)
-        assert [work.data.steps(domain) for domain in work.data.domains] == [4, 6]
-        watch = StepRecorder(lambda m: (counts(o := m.trainer.optimizers[0]), o.param_groups[0]["lr"]))
-        work.learn(0)
-        work.learn(1, watch)
-        seen.append([each for _, each in watch.seen])
-    new, kept = seen
-    assert [each for each, _ in new] == [{1}, {2}, {1}, {2}, {3}, {4}]
-    assert [each for each, _ in kept] == [{5}, {6}, {7}, {8}, {9}, {10}]
+    options = ["method.recovery=0.5", "trainer.steps=4", "lr_scheduler.warmup_ratio=0"]
+    carry = "optim.state_across_domains=moments"
+
+    def learn_two_domains(*overrides):
+        run = elle(*options, *overrides)
+        assert [run.data.steps(domain) for domain in run.data.domains] == [4, 6]
+        watch = StepRecorder(record_optimizer)
+        run.learn(0)
+        run.learn(1, watch)
+        steps, rates = zip(*(record for _, record in watch.seen), strict=True)
+        return run, list(steps), list(rates)
+
+    run, steps, rates = learn_two_domains()
+    _, carried_steps, _ = learn_two_domains(carry)
+    assert steps == [{1}, {2}, {1}, {2}, {3}, {4}]
+    assert carried_steps == [{5}, {6}, {7}, {8}, {9}, {10}]
+
     # after each step the rate of the next: of two of recovery, then of four of the domain
-    peak = work.plan.optim.arguments["lr"]
-    assert [rate for _, rate in new] == pytest.approx([peak / 2, peak, peak * 3 / 4, peak / 2, peak / 4, 0])
-    work = elle(*given, *carried, "lr_scheduler=wsd", "lr_scheduler.decay=0.5")
-    work.learn(0)
-    entered(work, 1)
-    assert work.module.branch_step == 2 + 3
+    peak = run.plan.optim.arguments["lr"]
+    assert rates == pytest.approx([peak / 2, peak, peak * 3 / 4, peak / 2, peak / 4, 0])
+
+    run = elle(*options, carry, "lr_scheduler=wsd", "lr_scheduler.decay=0.5")
+    run.learn(0)
+    enter_domain(run, 1)
+    assert run.module.branch_step == 2 + 3
+
+
+def learn_recorded(run) -> tuple[list[list[int]], list[Tensor]]:
+    """The domains of the rows, and the text, of each batch that three domains are learned on."""
+    batches = []
+    losses = run.module.losses
+
+    def record_batch(batch):
+        batches.append(batch)
+        return losses(batch)
+
+    run.module.losses = record_batch
+    for number in range(3):
+        run.learn(number)
+    domains = [batch["domains"].tolist() for batch in batches]
+    texts = [run.module.objective.restore(batch)["input_ids"] for batch in batches]
+    return domains, texts
 
 
 def test_recovery_is_of_past_text_and_the_domain_is_what_it_was(elle, build):
-    seen = []
-    for work in (build("ncl", THREE), elle("method.recovery=0.5", THREE)):
-        steps = []
-        losses = work.module.losses
-        work.module.losses = lambda batch, losses=losses, steps=steps: steps.append(batch) or losses(batch)
-        for number in range(3):
-            work.learn(number)
-        texts = [work.module.objective.restore(batch)["input_ids"] for batch in steps]
-        seen.append(([batch["domains"].tolist() for batch in steps], texts))
-    (_, plain), (domains, texts) = seen
+    _, plain_texts = learn_recorded(build("ncl", THREE))
+    domains, texts = learn_recorded(elle("method.recovery=0.5", THREE))
     assert domains[6:9] == [[0] * 8] * 3 and len(domains) == 6 + 9 + 9
-    assert all(sorted(each) == [0] * 4 + [1] * 4 for each in domains[15:18])
-    own = texts[:6] + texts[9:15] + texts[18:]
-    assert all(torch.equal(first, second) for first, second in zip(plain, own, strict=True))
+    assert all(sorted(row_domains) == [0] * 4 + [1] * 4 for row_domains in domains[15:18])
+    domain_texts = texts[:6] + texts[9:15] + texts[18:]
+    assert all(torch.equal(*pair) for pair in zip(plain_texts, domain_texts, strict=True))
 
 
 @pytest.mark.parametrize("family", ["masked", "both"])
 def test_each_row_is_read_with_its_domains_prompt(family, elle):
-    work = elle("method.prompt=2", THREE, "replay=past", on=family)
-    work.learn(0)
-    work.learn(1)
-    entered(work, 2)
-    for place, prompt in enumerate(work.module.prompts):
-        prompt.data.mul_(1 + 3 * place)
-    [batch], module, apart = work.batches(), work.module.eval(), set()
+    run = elle("method.prompt=2", THREE, "replay=past", on=family)
+    run.learn(0)
+    run.learn(1)
+    enter_domain(run, 2)
+    module = run.module.eval()
+    for number, prompt in enumerate(module.prompts):
+        prompt.data.mul_(1 + 3 * number)
+    [batch] = run.batches()
     batch["domains"] = torch.tensor([0, 1, 2, -1] * 2)
     with module.prompting.reading(module.model, batch["domains"]):
-        found = module.objective.nll(module.model, batch)
+        nll = module.objective.nll(module.model, batch)
+
+    sums = set()
     for row, domain in enumerate(batch["domains"].tolist()):
         # as the exported form reads it: one prompt for all rows
         expected = module.objective.nll(module.model_for(2 if domain == -1 else domain).eval(), batch)
-        own = batch["rows"] == row
-        torch.testing.assert_close(found[own], expected[own], rtol=1e-5, atol=1e-5)
-        apart.add(round(float(expected.detach().sum()), 4))
-    assert len(apart) == 3
-    found[batch["domains"][batch["rows"]] == 1].sum().backward()
-    grads = [None if each.grad is None else bool(each.grad.any()) for each in module.prompts]
-    assert grads == [False, True, False]
+        is_of_row = batch["rows"] == row
+        torch.testing.assert_close(nll[is_of_row], expected[is_of_row], rtol=1e-5, atol=1e-5)
+        sums.add(round(float(expected.detach().sum()), 4))
+    assert len(sums) == 3
+
+    nll[batch["domains"][batch["rows"]] == 1].sum().backward()
+    assert [bool(prompt.grad.any()) for prompt in module.prompts] == [False, True, False]
 
 
 def test_every_stage_is_exported_in_its_size(elle, tmp_path):
-    work, names = elle("method.neurons=1.25", "method.layers=1", "method.hidden=[2,1]", "method.prompt=2"), []
-    [batch] = work.batches()
-    for number, stage in enumerate(work.data.domains):
-        work.module.expand_to(stage)
-        work.module.activate(number)
+    run = elle("method.neurons=1.25", "method.layers=1", "method.hidden=[2,1]", "method.prompt=2")
+    names = []
+    [batch] = run.batches()
+    for number, stage in enumerate(run.data.domains):
+        run.module.expand_to(stage)
+        run.module.activate(number)
         names.append(stage.name)
-        work.module.export(tmp_path, names)
+        run.module.export(tmp_path, names)
         for domain, name in enumerate(names):
-            found = work.module.objective.nll(cpt.adapters.export.load(tmp_path, domain=name), batch)
-            torch.testing.assert_close(found, work.module.eval().nll(batch, domain)[0])
+            loaded_nll = run.module.objective.nll(cpt.adapters.export.load(tmp_path, domain=name), batch)
+            torch.testing.assert_close(loaded_nll, run.module.eval().nll(batch, domain)[0])
 
 
 def test_what_it_draws_is_a_function_of_seed_and_stage(build):
     def grown(*options: str) -> Tensor:
-        work = build("elle", *options)
+        run = build("elle", *options)
         torch.manual_seed(key("anything", *options) % 2**63)
         for number in range(2):
-            entered(work, number)
-        return find_sublayers(work.module.model, ("neurons",))[0].out.module.weight.detach().clone()
+            enter_domain(run, number)
+        return find_sublayers(run.module.model, ("neurons",))[0].out.module.weight.detach().clone()
 
     first = grown()
     assert torch.equal(first, grown())
-    assert not any(torch.equal(first, grown(other)) for other in ("seed=7", "order=[food,law]"))
+    assert not any(torch.equal(first, grown(option)) for option in ("seed=7", "order=[food,law]"))

@@ -17,8 +17,8 @@ ALL = "method.every=1"
 
 @pytest.fixture
 def moe(build):
-    given = ["order=[law,food,space]", "trainer.steps=4"]
-    return lambda *overrides, **how: build("lifelong_moe", *given, *overrides, **how)
+    options = ["order=[law,food,space]", "trainer.steps=4"]
+    return lambda *overrides, **arguments: build("lifelong_moe", *options, *overrides, **arguments)
 
 
 class First(Callback):
@@ -30,96 +30,115 @@ class First(Callback):
             self.look(module, batch)
 
 
-def of_group(work: MethodFixture, group: int) -> dict[str, torch.Tensor]:
+def of_group(run: MethodFixture, group: int) -> dict[str, torch.Tensor]:
+    """The weights of a group of experts with its router, or (-1) of the base's own FFNs."""
+    weights = run.weights()
     if group >= 0:
-        return {name: value for name, value in work.weights().items() if f".groups.{group}." in name}
-    experts = [each for m in find_mixtures(work.module.model).values() for each in m.ffn_layers]
-    own = {id(p) for each in experts for p in each.module.parameters()}
-    return {n: p.detach().clone() for n, p in work.module.model.named_parameters() if id(p) in own}
+        return {name: weight for name, weight in weights.items() if f".groups.{group}." in name}
+    base_parameters = set()
+    for mixture in find_mixtures(run.module.model).values():
+        for layer in mixture.ffn_layers:
+            base_parameters.update(layer.module.parameters())
+    names = [name for name, parameter in run.module.model.named_parameters() if parameter in base_parameters]
+    return {name: weights[name] for name in names}
 
 
 @pytest.mark.parametrize(("family", "dense"), [("causal", "frozen"), ("both", "trained")])
 def test_earlier_experts_and_their_rows_keep_their_bits(family, dense, moe):
-    work = moe("method.num_experts=2", f"method.dense={dense}", *STRONG, on=family)
-    base = of_group(work, -1)
-    work.learn(0)
-    kept, before = of_group(work, 0), work.weights()
-    work.learn(1)
-    assert base and equal_tensors(of_group(work, -1), base) and equal_tensors(of_group(work, 0), kept)
-    after, new = work.weights(), of_group(work, 1)
-    moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
-    others = {name for name in before if ".groups." not in name and name not in base}
-    assert moved <= others and (len(moved) > 0.9 * len(others) if dense == "trained" else not moved)
-    assert set(new) == set(after) - set(before) and len(new) == len(kept) > 4
+    run = moe("method.num_experts=2", f"method.dense={dense}", *STRONG, on=family)
+    base = of_group(run, -1)
+    run.learn(0)
+    first_group = of_group(run, 0)
+    before = run.weights()
+    run.learn(1)
+    assert base and equal_tensors(of_group(run, -1), base) and equal_tensors(of_group(run, 0), first_group)
+
+    after = run.weights()
+    changed = {name for name, weight in before.items() if not torch.equal(after[name], weight)}
+    dense_names = {name for name in before if ".groups." not in name and name not in base}
+    if dense == "trained":
+        assert changed <= dense_names and len(changed) > 0.9 * len(dense_names)
+    else:
+        assert not changed
+    new_group = of_group(run, 1)
+    assert set(new_group) == set(after) - set(before) and len(new_group) == len(first_group) > 4
 
 
 @pytest.mark.parametrize(("family", "start"), [("masked", "base"), ("causal", "last"), ("both", "nearest")])
 def test_a_domain_begins_with_the_model_before_it(family, start, moe):
-    work, seen, copied = moe(f"method.start={start}", ALL, *STRONG, on=family), [], []
-    sums = lambda group: {float(v.sum()) for n, v in of_group(work, group).items() if "router" not in n}  # noqa: E731
+    run = moe(f"method.start={start}", ALL, *STRONG, on=family)
+    distances = []
+    copied_groups = []  # by domain, from the base's on
 
-    def look(module, batch) -> None:
-        copied.append([sums(group) == sums(module.domain.index) for group in range(-1, module.domain.index)])
+    def sums_of_group(group: int) -> set[float]:
+        return {float(weight.sum()) for name, weight in of_group(run, group).items() if "router" not in name}
+
+    def compare(module, batch) -> None:
+        newest = module.domain.index
+        copied_groups.append([sums_of_group(group) == sums_of_group(newest) for group in range(-1, newest)])
         module.losses(batch)  # which opens the experts so far as they are
         for mixture in module.mixtures:
             mixture.groups[-1].router.data.mul_(100)
         with torch.no_grad():
-            apart = logits_at(deepcopy(module.model).eval(), batch) - logits_at(before, batch)
-        seen.append(apart.abs().max())
+            differences = logits_at(deepcopy(module.model).eval(), batch) - logits_at(before, batch)
+        distances.append(differences.abs().max())
 
     for number in range(3):
-        before = deepcopy(work.module.model).eval()
-        work.learn(number, First(look))
-        assert all(each.opening == 1 for each in work.module.mixtures)
-        assert copied[number][work.module.sources[number] + 1]
-    assert all(each < 1e-6 for each in seen)
-    assert start == "nearest" or work.module.sources.tolist() == {"base": [-1] * 3, "last": [-1, 0, 1]}[start]
+        before = deepcopy(run.module.model).eval()
+        run.learn(number, First(compare))
+        assert all(mixture.opening == 1 for mixture in run.module.mixtures)
+        assert copied_groups[number][run.module.sources[number] + 1]
+    assert all(distance < 1e-6 for distance in distances)
+    if start != "nearest":
+        assert run.module.sources.tolist() == {"base": [-1] * 3, "last": [-1, 0, 1]}[start]
 
 
 @pytest.mark.parametrize(("dense", "experts"), [("trained", 0), ("frozen", 1)])
 def test_the_term_is_the_divergence_from_the_model_before(dense, experts, moe):
-    given = [f"method.dense={dense}", f"method.num_experts={experts}", "method.strength=2"]
-    work = moe(*given, *STRONG)
-    work.learn(0)
-    before = deepcopy(work.module.model).eval()
-    work.learn(1)
-    (batch,) = work.batches(text="food")
-    found = work.module.losses(batch)["kd"]
-    work.module.open_newest(1.0)
-    now = logits_at(work.module.model, batch)
+    options = [f"method.dense={dense}", f"method.num_experts={experts}", "method.strength=2"]
+    run = moe(*options, *STRONG)
+    run.learn(0)
+    before = deepcopy(run.module.model).eval()
+    run.learn(1)
+    [batch] = run.batches(text="food")
+    term = run.module.losses(batch)["kd"]
+    run.module.open_newest(1.0)
+    logits = logits_at(run.module.model, batch)
     with torch.no_grad():
-        expected = 2 * kl_divergence(logits_at(before, batch), now).sum() * batch["weight"]
-    torch.testing.assert_close(found, expected)
-    assert found > 5e-6 and (len(work.module.teacher.named()) == 0) == (dense == "frozen")
+        expected = 2 * kl_divergence(logits_at(before, batch), logits).sum() * batch["weight"]
+    torch.testing.assert_close(term, expected)
+    assert term > 5e-6 and (len(run.module.teacher.named()) == 0) == (dense == "frozen")
 
 
 def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
-    work = moe("method.balance=3", "method.strength=0", "method.num_experts=2", ALL, *STRONG)
-    work.learn(0)
-    module, (batch,), terms = work.module, work.batches(), []
+    run = moe("method.balance=3", "method.strength=0", "method.num_experts=2", ALL, *STRONG)
+    run.learn(0)
+    module = run.module
+    [batch] = run.batches()
     module.shares.clear()
 
-    def balance(*parts) -> float:
+    def mean_term(*parts) -> float:
         return float(sum(module.losses(part)["balance"].detach() for part in parts)) / len(parts)
 
-    assert balance(batch) == pytest.approx(3)  # nothing is known yet
+    assert mean_term(batch) == pytest.approx(3)  # nothing is known yet
     module.on_gradients_ready()
-    found = balance(batch)
+    term = mean_term(batch)
     shares = module.shares.named()["firsts"].clone()
-    for mixture, own in zip(module.mixtures, shares, strict=True):
+    expected = []
+    for mixture, first_shares in zip(module.mixtures, shares, strict=True):
         probabilities = mixture.record.probabilities.detach()
-        firsts = torch.bincount(probabilities.argmax(1), minlength=3)
-        torch.testing.assert_close(own, firsts / firsts.sum())
-        terms.append(3 * float((own * probabilities.mean(0)).sum()))
-    assert found == pytest.approx(3 * sum(terms) / 2, rel=1e-5) != 3
+        first_choices = torch.bincount(probabilities.argmax(1), minlength=3)
+        torch.testing.assert_close(first_shares, first_choices / first_choices.sum())
+        expected.append(3 * float((first_shares * probabilities.mean(0)).sum()))
+    assert term == pytest.approx(3 * sum(expected) / 2, rel=1e-5) != 3
+
     module.first_choices = None
-    assert balance(*work.batches(2, accumulate=2)) == pytest.approx(found, rel=1e-5)
+    assert mean_term(*run.batches(2, accumulate=2)) == pytest.approx(term, rel=1e-5)
     module.on_gradients_ready()
     assert torch.equal(module.shares.named()["firsts"], shares)
 
 
 def test_every_second_block_that_is_not_frozen_has_a_mixture(moe):
     for options, blocks in (([], [1]), ([ALL], [0, 1]), ([ALL, "freeze.layers=1"], [1])):
-        assert list(find_mixtures(moe(*options).module.model)) == [
-            f"model.layers.{n}.mixture" for n in blocks
-        ]
+        mixtures = find_mixtures(moe(*options).module.model)
+        assert list(mixtures) == [f"model.layers.{number}.mixture" for number in blocks]

@@ -1,7 +1,7 @@
 """LoRA and its kin, O-LoRA, N-LoRA, MoELoRA, SAPT: where a domain begins, penalties, which pairs score."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import peft  # noqa: F401  (the expressions of `export` name it)
 import pytest
@@ -23,73 +23,105 @@ from cpt.methods.lora import (
 from tests.support.lora_weights import clone_adapter_weights, clone_base_weights, scored_logits
 from tests.support.method_fixtures import (
     ORDER,
+    MethodFixture,
     build_method_fixture,
     count_state_bytes,
     count_state_bytes_outside_model,
     equal_tensors,
 )
 
-STRONG, DECAY, THREE = "optim.lr=0.05", "optim.weight_decay=0.5", "order=[law,food,space]"
+STRONG = "optim.lr=0.05"
+DECAY = "optim.weight_decay=0.5"
+THREE = "order=[law,food,space]"
 
 
-def starts_of(work) -> list:
-    """What the model is at each domain's first step: pair, base weights and logits on one batch."""
-    module, before, found, [probe] = work.module, work.module.before_domain, [], work.batches()
+@dataclass
+class DomainStart:
+    """What the model is at a domain's first step."""
 
-    def noted(batches):
-        before(batches)
-        found.append(
-            (clone_adapter_weights(module), clone_base_weights(module), scored_logits(module.model, probe))
+    pair: dict[str, torch.Tensor]
+    base: dict[str, torch.Tensor]
+    logits: torch.Tensor
+
+
+def record_starts(run: MethodFixture) -> list[DomainStart]:
+    """A list that is filled at each domain's first step."""
+    module = run.module
+    before_domain = module.before_domain
+    [batch] = run.batches()
+    starts = []
+
+    def record_start(importance_batches):
+        before_domain(importance_batches)
+        starts.append(
+            DomainStart(
+                pair=clone_adapter_weights(module),
+                base=clone_base_weights(module),
+                logits=scored_logits(module.model, batch),
+            )
         )
         module.train()
 
-    module.before_domain = noted
-    return found
+    module.before_domain = record_start
+    return starts
+
+
+def any_equal(tensors: dict[str, torch.Tensor], other_tensors: dict[str, torch.Tensor]) -> bool:
+    return any(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("options", ["", "per_domain=true", "per_domain=true start=previous"])
 def test_where_a_domain_begins(options, build):
-    work = build("lora", STRONG, DECAY, *(f"method.{each}" for each in options.split()))
-    base, first, starts = clone_base_weights(work.module), clone_adapter_weights(work.module), starts_of(work)
-    work.learn(0)
-    end = clone_adapter_weights(work.module)
-    work.learn(1)
-    second = starts[1][0]
-    assert equal_tensors(starts[0][0], first) and equal_tensors(clone_base_weights(work.module), base)
-    assert not any(
-        torch.equal(value, end[name]) for name, value in clone_adapter_weights(work.module).items()
-    )
+    run = build("lora", STRONG, DECAY, *(f"method.{option}" for option in options.split()))
+    base = clone_base_weights(run.module)
+    pair_at_construction = clone_adapter_weights(run.module)
+    starts = record_starts(run)
+    run.learn(0)
+    end = clone_adapter_weights(run.module)
+    run.learn(1)
+
+    first, second = (start.pair for start in starts)
+    assert equal_tensors(first, pair_at_construction) and equal_tensors(clone_base_weights(run.module), base)
+    assert not any_equal(clone_adapter_weights(run.module), end)
     if options == "per_domain=true":
-        assert all(bool(value.any()) == ("lora_A" in name) for name, value in second.items())
-        assert not any(torch.equal(value, first[name]) for name, value in second.items() if "lora_A" in name)
+        assert all(bool(factor.any()) == ("lora_A" in name) for name, factor in second.items())
+        assert not any_equal({name: factor for name, factor in second.items() if "lora_A" in name}, first)
     else:
         assert equal_tensors(second, end)
 
 
 @pytest.mark.parametrize("stored", ["merged", "pairs"])
 def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
-    given = [THREE, "method.r=4", "method.lora_alpha=12", f"method.stored={stored}"]
-    work = build("inclora", *given, STRONG, DECAY)
-    starts, ends, sizes, module = starts_of(work), [], [], work.module
+    options = [THREE, "method.r=4", "method.lora_alpha=12", f"method.stored={stored}"]
+    run = build("inclora", *options, STRONG, DECAY)
+    module = run.module
+    starts = record_starts(run)
+    pairs = []
+    logits = []
+    sizes = []
     for number in range(3):
-        work.learn(number)
-        pair = clone_adapter_weights(module)
+        run.learn(number)
         assert equal_tensors(
-            clone_base_weights(module), starts[number][1]
+            clone_base_weights(module), starts[number].base
         )  # within a domain, every bit of it
-        ends.append((pair, scored_logits(module.model, work.batches()[0])))
+        pairs.append(clone_adapter_weights(module))
+        logits.append(scored_logits(module.model, run.batches()[0]))
         sizes.append(count_state_bytes(module))
-        if number:
-            (first, _, out), (old, before) = starts[number], ends[number - 1]
-            torch.testing.assert_close(out, before, rtol=1e-4, atol=1e-4)
-            assert not any(torch.equal(value, old[name]) for name, value in first.items())
-    size = sum(value.nbytes for value in pair.values()) * (stored == "pairs")
-    assert [each - sizes[0] for each in sizes] == [0, size, 2 * size]
-    other = build("inclora", *given).module
-    other.load_state_dict(module.state_dict())
-    other.activate(2)
-    assert torch.equal(scored_logits(other.model, work.batches()[0]), ends[-1][1])
-    assert {name for name, p in other.model.named_parameters() if p.requires_grad} == set(pair)
+
+    for number in (1, 2):
+        torch.testing.assert_close(starts[number].logits, logits[number - 1], rtol=1e-4, atol=1e-4)
+        assert not any_equal(starts[number].pair, pairs[number - 1])
+    pair_bytes = 0
+    if stored == "pairs":
+        pair_bytes = sum(factor.nbytes for factor in pairs[-1].values())
+    assert [size - sizes[0] for size in sizes] == [0, pair_bytes, 2 * pair_bytes]
+
+    loaded = build("inclora", *options).module
+    loaded.load_state_dict(module.state_dict())
+    loaded.activate(2)
+    assert torch.equal(scored_logits(loaded.model, run.batches()[0]), logits[-1])
+    trained = {name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad}
+    assert trained == set(pairs[-1])
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -98,120 +130,163 @@ def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
     ("inclora", ["stored=pairs"], ["food"], "causal"),
 ])  # fmt: skip
 def test_what_is_exported_gives_the_same_logits(method, options, folders, family, build, tmp_path):
-    work = build(method, STRONG, "trainer.steps=3", *(f"method.{each}" for each in options), on=family)
-    work.learn(0)
-    work.learn(1)
-    inputs, module = inputs_of(work.importance_batches()[0]), work.module
-    for exported, package in (("merged", "transformers"), ("peft", "peft")):
+    run = build(method, STRONG, "trainer.steps=3", *(f"method.{option}" for option in options), on=family)
+    run.learn(0)
+    run.learn(1)
+    inputs = inputs_of(run.importance_batches()[0])
+    module = run.module
+    for exported, package, expected_folders in (("merged", "transformers", []), ("peft", "peft", folders)):
         module.options = replace(module.options, exported=exported)
         expression = module.export(tmp_path / exported, ["law", "food"])
         assert expression.startswith(f"{package}.")
         loaded = eval(expression, {"peft": peft, "transformers": transformers})
         with torch.no_grad():
-            found, expected = (each.eval()(**inputs).logits for each in (loaded, module.model))
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-        own = sorted(path.name for path in (tmp_path / exported).glob("adapters/*"))
-        assert own == folders * (exported == "peft")
+            loaded_logits, expected = (model.eval()(**inputs).logits for model in (loaded, module.model))
+        torch.testing.assert_close(loaded_logits, expected, rtol=1e-3, atol=1e-3)
+        exported_folders = sorted(path.name for path in (tmp_path / exported).glob("adapters/*"))
+        assert exported_folders == expected_folders
 
 
-def slow(new, earlier, *, power: int) -> float:
+def overlap_by_loops(new, earlier, *, power: int) -> float:
     """sum over maps, domains and entries of |row of A_k . row of A_t|^power, product by product."""
-    found = 0.0
-    for old, a in (each for domain in earlier for each in zip(domain, new, strict=True)):
-        for row in a.tolist():
-            products = [sum(x * y for x, y in zip(row, other, strict=True)) for other in old.tolist()]
-            found += sum(abs(each) ** power for each in products)
-    return found
+    total = 0.0
+    for domain in earlier:
+        for old_a, new_a in zip(domain, new, strict=True):
+            for new_row in new_a:
+                for old_row in old_a:
+                    total += abs(float(new_row @ old_row)) ** power
+    return total
 
 
 @pytest.mark.parametrize(("penalty", "power"), [("l1", 1), ("squared", 2)])
 def test_the_penalty_is_the_slow_sum(penalty, power):
     torch.manual_seed(0)  # A of five maps of two widths, rank 3, and those of four earlier domains
-    drawn = [[torch.randn(3, width, dtype=torch.float64) for width in (8, 6, 8, 8, 6)] for _ in range(5)]
-    maps = drawn[0], drawn[1:]
-    groups = group_by_width(*maps)
-    assert [(len(new), tuple(earlier.shape)) for new, earlier in groups] == [(3, (3, 12, 8)), (2, (2, 12, 6))]
-    assert pair_overlap(groups, penalty=penalty).item() == pytest.approx(slow(*maps, power=power), rel=1e-5)
+    widths = (8, 6, 8, 8, 6)
+    earlier = []
+    new = [torch.randn(3, width, dtype=torch.float64) for width in widths]
+    for _ in range(4):
+        earlier.append([torch.randn(3, width, dtype=torch.float64) for width in widths])
+
+    groups = group_by_width(new, earlier)
+    shapes = [(len(new_group), tuple(earlier_group.shape)) for new_group, earlier_group in groups]
+    assert shapes == [(3, (3, 12, 8)), (2, (2, 12, 6))]
+    expected = overlap_by_loops(new, earlier, power=power)
+    assert pair_overlap(groups, penalty=penalty).item() == pytest.approx(expected, rel=1e-5)
+
     rows = torch.eye(6)
-    assert pair_overlap(group_by_width([rows[:2]], [[rows[2:4]], [rows[4:]]]), penalty=penalty) == 0
+    orthogonal = group_by_width([rows[:2]], [[rows[2:4]], [rows[4:]]])
+    assert pair_overlap(orthogonal, penalty=penalty) == 0
 
 
 def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(build):
-    given = ["method.stored=merged", "method.strength=2", "method.penalty=squared", "method.norm=0.5"]
-    work = build("olora", "order=[law,food,space]", STRONG, *given)
-    [batch], module, kept = work.batches(), work.module, []
+    options = ["method.stored=merged", "method.strength=2", "method.penalty=squared", "method.norm=0.5"]
+    run = build("olora", "order=[law,food,space]", STRONG, *options)
+    [batch] = run.batches()
+    module = run.module
     names = [name for name, _ in module.model.named_parameters() if ".lora_A.default" in name]
     assert module.losses(batch)["orthogonality"] == 0 == count_state_bytes_outside_model(module)
+
+    learned = []  # A of each domain
+    num_bytes = 0
     for number in range(3):
-        work.learn(number)
-        kept.append([module.model.get_parameter(name).detach().clone() for name in names])
-        own = module.kept.weights(number).values()
-        assert all(torch.equal(*each) for each in zip(own, kept[-1], strict=True))
-    assert count_state_bytes_outside_model(module) == sum(each.nbytes for domain in kept for each in domain)
+        run.learn(number)
+        learned.append([module.model.get_parameter(name).detach().clone() for name in names])
+        num_bytes += sum(weight.nbytes for weight in learned[-1])
+        stored = module.kept.weights(number).values()
+        assert all(torch.equal(*pair) for pair in zip(stored, learned[-1], strict=True))
+    assert count_state_bytes_outside_model(module) == num_bytes
+
     module.activate(2)
     terms = module.losses(batch)
-    assert terms["orthogonality"].item() == pytest.approx(2 * slow(kept[-1], kept, power=2), rel=1e-3)
-    pairs = [half for layer in lora.lora_layers(module.model).values() for half in lora.factors_of(layer)]
-    assert terms["norm"].item() == pytest.approx(0.5 * sum(p.norm().item() for p in pairs), rel=1e-4)
+    expected = 2 * overlap_by_loops(learned[-1], learned, power=2)
+    assert terms["orthogonality"].item() == pytest.approx(expected, rel=1e-3)
+    norms = []
+    for layer in lora.lora_layers(module.model).values():
+        norms += [factor.norm().item() for factor in lora.factors_of(layer)]
+    assert terms["norm"].item() == pytest.approx(0.5 * sum(norms), rel=1e-4)
+
     module.zero_grad()
     terms["orthogonality"].backward()
-    moved = {name for name, p in module.named_parameters() if p.grad is not None and p.grad.any()}
-    assert moved == {f"model.{name}" for name in names}
+    reached = set()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and parameter.grad.any():
+            reached.add(name)
+    assert reached == {f"model.{name}" for name in names}
+
+
+def draw_factor(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
 def test_the_product_is_b_a_of_maps_of_any_shape():
     torch.manual_seed(0)
-    sizes = [((3, d_in), (d_out, 3)) for d_in, d_out in ((8, 6), (6, 8), (5, 5))]
-    pairs = [[torch.randn(size, dtype=torch.float64, requires_grad=True) for size in each] for each in sizes]
-    tensors = [each for pair in pairs for each in pair]
-    by_hand, found = sum((b @ a).abs().sum() for a, b in pairs), product_norm(pairs)
-    assert found.item() == pytest.approx(by_hand.item(), rel=1e-9)
-    expected = torch.autograd.grad(by_hand, tensors)
-    for one, other in zip(torch.autograd.grad(2 * found, tensors), expected, strict=True):
-        torch.testing.assert_close(one, 2 * other)
-    bound = sum(b[:, k].abs().sum() * a[k].abs().sum() for a, b in pairs for k in range(3))
+    pairs = [(draw_factor(3, d_in), draw_factor(d_out, 3)) for d_in, d_out in ((8, 6), (6, 8), (5, 5))]
+    factors = [*pairs[0], *pairs[1], *pairs[2]]
+    by_hand = sum((b @ a).abs().sum() for a, b in pairs)
+    norm_of_products = product_norm(pairs)
+    assert norm_of_products.item() == pytest.approx(by_hand.item(), rel=1e-9)
+    expected_gradients = torch.autograd.grad(by_hand, factors)
+    gradients = torch.autograd.grad(2 * norm_of_products, factors)
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, 2 * expected)
+
+    bound = sum((b.abs().sum(0) * a.abs().sum(1)).sum() for a, b in pairs)
     assert factors_norm(pairs).item() == pytest.approx(bound.item(), rel=1e-6)
+
+    # At B = 0, where the norm has no derivative, the gradient is zero.
     for norm in (product_norm, factors_norm):
-        a, b = torch.randn(2, 5, requires_grad=True), torch.zeros(4, 2, requires_grad=True)
-        none = norm([(a, b)])
-        none.backward()
-        assert none == 0 and not a.grad.any()
+        a = torch.randn(2, 5, requires_grad=True)
+        b = torch.zeros(4, 2, requires_grad=True)
+        norm_at_zero = norm([(a, b)])
+        norm_at_zero.backward()
+        assert norm_at_zero == 0 and not a.grad.any()
 
 
 @pytest.mark.parametrize(("penalty", "norm"), [("product", product_norm), ("factors", factors_norm)])
 def test_the_term_is_of_the_newest_pair_alone(penalty, norm, build):
-    given = ["method.stored=pairs", f"method.penalty={penalty}", "method.strength=1e-4", "trainer.steps=2"]
-    work = build("nlora", STRONG, *given)
-    work.learn(0)
-    work.learn(1)
-    layers, own = lora.lora_layers(work.module.model), clone_adapter_weights(work.module)
+    options = ["method.stored=pairs", f"method.penalty={penalty}", "method.strength=1e-4", "trainer.steps=2"]
+    run = build("nlora", STRONG, *options)
+    run.learn(0)
+    run.learn(1)
+    layers = lora.lora_layers(run.module.model)
     assert all(lora.has_earlier(layer) for layer in layers.values())
-    newest = [tuple(own[f"{name}.lora_{half}.default.weight"] for half in "AB") for name in layers]
-    term = work.module.losses(work.batches()[0])["sparsity"]
+
+    adapter_weights = clone_adapter_weights(run.module)
+    newest = []
+    for name in layers:
+        a = adapter_weights[f"{name}.lora_A.default.weight"]
+        b = adapter_weights[f"{name}.lora_B.default.weight"]
+        newest.append((a, b))
+    term = run.module.losses(run.batches()[0])["sparsity"]
     assert term.item() == pytest.approx(1e-4 * norm(newest).item(), rel=1e-6) != 0
-    trained = [p for p in work.module.parameters() if p.requires_grad]
-    assert all(each.any() for each in torch.autograd.grad(term, trained))
+    trained = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
+    assert all(gradient.any() for gradient in torch.autograd.grad(term, trained))
 
 
 @pytest.mark.parametrize("method", ["moelora method.num_experts=3 method.r=2", "inclora method.stored=pairs"])
 def test_a_mask_ranks_rows_of_pairs_by_their_outputs(method, build):
     """A x, of MoELoRA times the gates, and W x + alpha / r sum_k B_k A_k x, over tokens without padding."""
-    work = build(*method.split(), "mask=migu", STRONG, "trainer.steps=1")
-    work.learn(0)
-    work.learn(1)
-    [mask], [batch], seen = work.module.masks, work.batches(), []
+    run = build(*method.split(), "mask=migu", STRONG, "trainer.steps=1")
+    run.learn(0)
+    run.learn(1)
+    [mask] = run.module.masks
+    [batch] = run.batches()
+    assert "attention_mask" not in batch
     mask.sums.zero_()
-    name, layer = next(iter(lora.lora_layers(work.module.model).items()))
-    layer.register_forward_hook(lambda module, args, output: seen.extend((args[0], output)))
+    name, layer = next(iter(lora.lora_layers(run.module.model).items()))
+    passed = []
+    layer.register_forward_hook(lambda module, args, output: passed.extend((args[0], output)))
     with mark_recorded([mask]):
-        work.module.objective.nll(work.module.model.eval(), batch)
-    (x, whole), inner = seen, seen[0] @ lora.factors_of(layer)[0].T
+        run.module.objective.nll(run.module.model.eval(), batch)
+
+    x, layer_output = passed
+    inner = x @ lora.factors_of(layer)[0].T
     if "moelora" in method:
         inner = inner * layer.router(x).float().softmax(-1).repeat_interleave(2, -1)
-    assert "attention_mask" not in batch
-    for half, outputs in (("A", inner), ("B", whole)):
-        found = mask.sums[mask.places[[each.name for each in mask.maps].index(f"{name}.lora_{half}")]]
-        torch.testing.assert_close(found, outputs.abs().sum((0, 1)), rtol=1e-4, atol=1e-4)
+    names = [projection.name for projection in mask.maps]
+    for half, outputs in (("A", inner), ("B", layer_output)):
+        position = mask.places[names.index(f"{name}.lora_{half}")]
+        torch.testing.assert_close(mask.sums[position], outputs.abs().sum((0, 1)), rtol=1e-4, atol=1e-4)
 
 
 MOCL = ["method.key=cosine", "method.query=encoder"]
@@ -225,74 +300,87 @@ def sapt(small):
 
 
 def test_the_divergence_is_the_kl_of_padded_means():
-    kept = kept_attention([torch.tensor([1.0]), torch.tensor([0.25, 0.75])], 3)
-    assert kept.tolist() == [[1, 0, 0], [0.25, 0.75, 0]]
-    a = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.375, 0.5]])
-    found = attention_divergence(kept, a.log())
-    assert found.tolist() == pytest.approx([math.log(2), math.log(2)])
-    assert attention_divergence(kept, kept.log().clamp_min(-50)).abs().max() < 1e-6
+    stored = kept_attention([torch.tensor([1.0]), torch.tensor([0.25, 0.75])], 3)
+    assert stored.tolist() == [[1, 0, 0], [0.25, 0.75, 0]]
+    attention = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.375, 0.5]])
+    divergences = attention_divergence(stored, attention.log())
+    assert divergences.tolist() == pytest.approx([math.log(2), math.log(2)])
+    assert attention_divergence(stored, stored.log().clamp_min(-50)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("form", [[], MOCL], ids=["sapt", "mocl"])
 def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt, small):
-    given = [*DECAYED, "method.target_modules=[Wqkv,Wo,Wi]"]  # SAPT has no pair in the head
-    work = sapt("method.strength=0", *given, *form)
-    plain = build_method_fixture(small("method=lora", ORDER, "trainer.steps=3", *given))
-    for each in (work, plain):
-        each.learn(0)
-    assert equal_tensors(
-        {n: value for n, value in work.weights().items() if "pair_router" not in n}, plain.weights()
-    )
-    first, before = clone_adapter_weights(work.module), work.weights()
-    key = router_of(work.module.model).key.detach().clone()
-    work.learn(1)
-    router, after = router_of(work.module.model), work.weights()
-    moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
-    wanted = {n for n in before if ".default." in n or "pair_router" in n}
-    assert moved == wanted == {n for n, p in work.module.model.named_parameters() if p.requires_grad}
-    assert torch.equal(router.earlier, key)
-    for name, layer in lora.lora_layers(work.module.model).items():
+    options = [*DECAYED, "method.target_modules=[Wqkv,Wo,Wi]"]  # SAPT has no pair in the head
+    run = sapt("method.strength=0", *options, *form)
+    plain = build_method_fixture(small("method=lora", ORDER, "trainer.steps=3", *options))
+    run.learn(0)
+    plain.learn(0)
+    without_router = {name: weight for name, weight in run.weights().items() if "pair_router" not in name}
+    assert equal_tensors(without_router, plain.weights())
+
+    model = run.module.model
+    first_pair = clone_adapter_weights(run.module)
+    first_key = router_of(model).key.detach().clone()
+    before = run.weights()
+    run.learn(1)
+    after = run.weights()
+    changed = {name for name, weight in before.items() if not torch.equal(after[name], weight)}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert changed == trained == {name for name in before if ".default." in name or "pair_router" in name}
+
+    assert torch.equal(router_of(model).earlier, first_key)
+    for name, layer in lora.lora_layers(model).items():
         for half, earlier in zip("AB", lora.factors_of(layer, "earlier"), strict=True):
-            assert torch.equal(earlier, first[f"{name}.lora_{half}.default.weight"])
+            assert torch.equal(earlier, first_pair[f"{name}.lora_{half}.default.weight"])
 
 
 def test_keys_start_as_released_and_train_at_a_rate_of_their_own(sapt):
-    work = sapt("trainer.steps=1", "method.key_rate=0.25")
-    router = router_of(work.module.model)
+    run = sapt("trainer.steps=1", "method.key_rate=0.25")
+    router = router_of(run.module.model)
     for number in (0, 1):
-        work.learn(number)
-        groups = work.module.trainer.optimizers[0].param_groups
+        run.learn(number)
+        groups = run.module.trainer.optimizers[0].param_groups
         rates = {group["initial_lr"] for group in groups}
-        slow = [each for group in groups if group["initial_lr"] == min(rates) for each in group["params"]]
-        assert len(slow) == 5 and set(slow) == set(router.parameters())
         assert max(rates) == pytest.approx(4 * min(rates))
+        slow_parameters = []
+        for group in groups:
+            if group["initial_lr"] == min(rates):
+                slow_parameters += group["params"]
+        assert len(slow_parameters) == 5 and set(slow_parameters) == set(router.parameters())
         assert router.key.abs().max() < 1.05 and 0.45 < router.key.std() < 0.7  # U(-1, 1): 0.58
 
 
 def test_texts_of_earlier_domains_are_kept_with_their_pairs(sapt):
-    work = sapt("replay=past", "replay.past_ratio=0.5", "method.strength=2")
-    work.learn(0)
-    assert [each.tolist() for each in work.module.kept] == [[1.0]]
-    work.learn(1)
-    router, batch = router_of(work.module.model), work.batches()[0] | {"domains": ROWS}
-    terms = work.module.losses(batch)
-    own = router.whole[batch["domains"] == 0]
-    expected = 2 * -own[:, 0].sum() / len(batch["domains"])  # of domain 0, p = (1, 0)
-    torch.testing.assert_close(terms["reflection"], expected)
-    trained = {n: p for n, p in work.module.model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(terms["reflection"], list(trained.values()), allow_unused=True)
-    reached = {n for n, gradient in zip(trained, gradients, strict=True) if gradient is not None}
-    assert reached == {n for n in trained if "pair_router" in n}
-    means = work.module.diagnostics()["sapt/attention"]
+    run = sapt("replay=past", "replay.past_ratio=0.5", "method.strength=2")
+    run.learn(0)
+    assert [attention.tolist() for attention in run.module.kept] == [[1.0]]
+    run.learn(1)
+    router = router_of(run.module.model)
+    batch = run.batches()[0] | {"domains": ROWS}
+    term = run.module.losses(batch)["reflection"]
+    first_domain_log_attention = router.whole[batch["domains"] == 0]
+    expected = 2 * -first_domain_log_attention[:, 0].sum() / len(batch["domains"])  # of domain 0, p = (1, 0)
+    torch.testing.assert_close(term, expected)
+
+    trained = {}
+    for name, parameter in run.module.model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+    gradients = torch.autograd.grad(term, list(trained.values()), allow_unused=True)
+    reached = {name for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+    assert reached == {name for name in trained if "pair_router" in name}
+
+    means = run.module.diagnostics()["sapt/attention"]
     assert means.shape == (2, 2) and torch.allclose(means.sum(1), torch.ones(2)) and means[0, 1] == 0
 
 
 def test_mocl_pulls_the_new_key_to_new_texts(sapt):
-    work = sapt(*MOCL, "method.strength=3")
+    run = sapt(*MOCL, "method.strength=3")
     for number in (0, 1):
-        work.learn(number)
-    router, batch = router_of(work.module.model), work.batches()[0] | {"domains": ROWS}
-    term = work.module.losses(batch)["matching"]
+        run.learn(number)
+    router = router_of(run.module.model)
+    batch = run.batches()[0] | {"domains": ROWS}
+    term = run.module.losses(batch)["matching"]
     new = router.cosines[:, 0, 1][batch["domains"] == 1]
     torch.testing.assert_close(term, 3 * (1 - new).sum() / len(batch["domains"]))
     assert torch.autograd.grad(term, [router.key])[0].any()

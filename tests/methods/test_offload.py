@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cpt.models import fast_kernels
-from tests.methods.test_contract import LEARNING, bits, told
+from tests.methods.test_contract import LEARNING, bits, read_scores
 from tests.support.campaign import run_few
 from tests.support.hook_methods import overrides_for
 from tests.support.kill_callback import KilledError, Killer
@@ -24,7 +24,7 @@ ncl optim.state_across_domains=moments|ncl lr_scheduler=wsd lr_scheduler.decay=0
 
 def options_of(kind: str) -> list[str]:
     method, *options = kind.split()
-    plain = [each if "." in each or method == "ncl" else f"method.{each}" for each in options]
+    plain = [option if "." in option or method == "ncl" else f"method.{option}" for option in options]
     return [f"method={method}", *plain, ORDER]
 
 
@@ -32,12 +32,12 @@ def options_of(kind: str) -> list[str]:
 def test_what_rests_elsewhere_has_the_same_bits(kind, small, start, killing, tmp_path):
     options = [*options_of(kind), *DROPOUT]
     start(small(*options), tmp_path / "plain")
-    for name, first, then in (("on", [], [OFFLOAD]), ("back", [OFFLOAD], [])):
+    for name, first, second in (("on", [], [OFFLOAD]), ("back", [OFFLOAD], [])):
         killing(Killer(step=3, domain="food"))
         with pytest.raises(KilledError):
             start(small(*options, *first), tmp_path / name)
         killing(None)
-        start(small(*options, *then), tmp_path / name)
+        start(small(*options, *second), tmp_path / name)
         assert bits(tmp_path / name) == bits(tmp_path / "plain"), name
 
 
@@ -46,18 +46,18 @@ def test_activations_that_are_computed_again_give_the_same_bits(method, small, s
     for name, options in {"kept": [], "again": [AGAIN]}.items():
         start(small(*overrides_for(method), ORDER, *DROPOUT, *options), tmp_path / name)
     assert bits(tmp_path / "kept") == bits(tmp_path / "again")
-    kept, again = (told(tmp_path / name) for name in ("kept", "again"))
-    assert again["flops"][-1] > kept["flops"][-1]  # they are indeed
+    stored, recomputed = (read_scores(tmp_path / name) for name in ("kept", "again"))
+    assert recomputed["flops"][-1] > stored["flops"][-1]  # they are indeed
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo itself
 @pytest.mark.parametrize("method", run_few(LEARNING, []))
 def test_compiled_blocks_compute_what_blocks_do(method, small, start, tmp_path, monkeypatch):
     monkeypatch.setitem(fast_kernels.COMPILE_OPTIONS, "backend", "eager")  # traced, and run as it was
-    ways = {"plain": "trainer.quick_dropout=false", "compiled": "trainer.compile=true"}
-    for name, option in ways.items():
+    variants = {"plain": "trainer.quick_dropout=false", "compiled": "trainer.compile=true"}
+    for name, option in variants.items():
         torch._dynamo.reset()
         start(small(*overrides_for(method), ORDER, *DROPOUT, "trainer.steps=3", option), tmp_path / name)
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
-    plain, compiled = (torch.tensor(told(tmp_path / name)["nll"]) for name in ("plain", "compiled"))
+    plain, compiled = (torch.tensor(read_scores(tmp_path / name)["nll"]) for name in ("plain", "compiled"))
     torch.testing.assert_close(plain, compiled, rtol=1e-5, atol=1e-5)

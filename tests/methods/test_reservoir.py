@@ -1,5 +1,6 @@
 """The reservoir: every sample equally likely, a shard per process; DER++ and A-GEM against their formulas."""
 
+import math
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ from torch.nn import functional
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import UNSCORED, Rows, labels_of, single
 from cpt.data.sampler import TrainStream
-from cpt.methods import reservoir as module
 from cpt.methods.reservoir import AGEM, Reference, Reservoir, inner_product, solve
 from cpt.models.objectives import Span
 from tests.support.campaign import run_few
@@ -25,205 +25,261 @@ SLOT = SimpleNamespace(
 )
 
 
-def reservoir(samples: int, *, seed: int = 0, precision: str = "float32") -> Reservoir:
+def make_reservoir(samples: int, *, seed: int = 0, precision: str = "float32") -> Reservoir:
     return Reservoir(SLOT, samples=samples, length=5, width=3, precision=precision, seed=seed)
 
 
-def batch(numbers, *, scored=2, length=5):
+def make_samples(numbers, *, scored=2, length=5):
     """Samples that hold their own number everywhere, and outputs that hold a tenth of it."""
     numbers = torch.as_tensor(list(numbers))
     ids = numbers[:, None].repeat(1, 5)
     labels = torch.full_like(ids, UNSCORED)
     labels[:, 1 : 1 + scored] = numbers[:, None]
-    mask = (torch.arange(5) < length).long().expand_as(ids) if length < 5 else None
-    return make_batch(ids, labels, mask), (numbers / 10).repeat_interleave(scored)[:, None].repeat(1, 3)
+    mask = None
+    if length < 5:
+        mask = (torch.arange(5) < length).long().expand_as(ids)
+    outputs = (numbers / 10).repeat_interleave(scored)[:, None].repeat(1, 3)
+    return make_batch(ids, labels, mask), outputs
 
 
-def fed(kept: Reservoir, numbers: range, *, size: int) -> Reservoir:
+def fill(memory: Reservoir, numbers: range, *, size: int) -> Reservoir:
     for first in range(0, len(numbers), size):
-        kept.add(*batch(numbers[first : first + size]))
-    return kept
+        memory.add(*make_samples(numbers[first : first + size]))
+    return memory
 
 
-def held(kept: Reservoir) -> list[int]:
-    return [ids[0].item() for ids, length in zip(kept.input_ids, kept.lengths, strict=True) if length]
+def stored_numbers(memory: Reservoir) -> list[int]:
+    return [ids[0].item() for ids, length in zip(memory.input_ids, memory.lengths, strict=True) if length]
 
 
-def drawn(kept: Reservoir, count: int, purpose: str = "match") -> list[int]:
-    return kept.draw(count, purpose=purpose).tolist()
+def draw_slots(memory: Reservoir, count: int, purpose: str = "match") -> list[int]:
+    return memory.draw(count, purpose=purpose).tolist()
 
 
 @pytest.fixture
 def as_process(monkeypatch):
     """Makes this process one of several, without a process group."""
-    return lambda rank, world: monkeypatch.setattr(module, "rank_and_world", lambda: (rank, world))
+    return lambda rank, world: monkeypatch.setattr(
+        "cpt.methods.reservoir.rank_and_world", lambda: (rank, world)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", run_few([1, 2], [1]))
 def test_every_sample_of_a_stream_is_as_likely_to_be_kept(world, as_process):
     stream, samples, trials = 120, 12, 250
-    counts, expected = np.zeros(stream), trials * samples / stream
+    counts = np.zeros(stream)
     for seed in range(trials):
         for rank in range(world):
             as_process(rank, world)
-            counts[held(fed(reservoir(samples, seed=seed), range(rank, stream, world), size=4))] += 1
+            memory = fill(make_reservoir(samples, seed=seed), range(rank, stream, world), size=4)
+            counts[stored_numbers(memory)] += 1
     assert counts.sum() == trials * samples
+    expected = trials * samples / stream
     chi_square = float(((counts - expected) ** 2 / (expected * (1 - samples / stream))).sum())
     assert abs(chi_square - stream) < 4 * (2 * stream) ** 0.5
 
 
 def test_samples_and_outputs_come_back_as_they_went_in():
-    kept = fed(reservoir(8), range(30), size=3)
-    slots = kept.draw(6, purpose="match")
-    expected, outputs = batch([held(kept)[slot] for slot in slots])
-    assert equal_tensors(kept.batch(slots), expected) and torch.equal(kept.outputs_of(slots), outputs)
-    kept = reservoir(3)
+    memory = fill(make_reservoir(8), range(30), size=3)
+    slots = memory.draw(6, purpose="match")
+    expected, outputs = make_samples([stored_numbers(memory)[slot] for slot in slots])
+    assert equal_tensors(memory.batch(slots), expected) and torch.equal(memory.outputs_of(slots), outputs)
+
+    memory = make_reservoir(3)
     for number, (scored, length) in enumerate(((2, 5), (1, 3), (0, 1))):
-        kept.add(*batch([number + 1], scored=scored, length=length))
+        memory.add(*make_samples([number + 1], scored=scored, length=length))
     slots = torch.tensor([1, 0, 2])
-    replayed = kept.batch(slots)
+    replayed = memory.batch(slots)
     assert replayed["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5, [1, 0, 0, 0, 0]]
     assert replayed["positions"].tolist() == [1, 6, 7]
-    assert kept.outputs_of(slots)[:, 0].tolist() == pytest.approx([0.2, 0.1, 0.1])
-    assert "attention_mask" not in kept.batch(slots[1:2])
+    assert memory.outputs_of(slots)[:, 0].tolist() == pytest.approx([0.2, 0.1, 0.1])
+    assert "attention_mask" not in memory.batch(slots[1:2])
 
 
 def test_two_draws_are_independent(as_process):
-    kept, counts, both = reservoir(10), np.zeros(10), 0
-    assert drawn(kept, 4) == []
+    memory = make_reservoir(10)
+    assert draw_slots(memory, 4) == []
+    counts = np.zeros(10)
+    num_shared = 0
     for number in range(700):
-        kept.add(*batch([number]))
-        match, replay = drawn(kept, 4), drawn(kept, 3, "replay")
-        assert len(set(match)) == len(match) == min(4, number + 1) and match == drawn(kept, 4)
+        memory.add(*make_samples([number]))
+        match = draw_slots(memory, 4)
+        replay = draw_slots(memory, 3, "replay")
+        assert len(set(match)) == len(match) == min(4, number + 1) and match == draw_slots(memory, 4)
         if number >= 100:
             counts[match] += 1
-            both += len({*match} & {*replay})
+            num_shared += len({*match} & {*replay})
     assert ((counts - 240) ** 2).sum() / 144 < 10 + 4 * 20**0.5
-    assert both / 600 == pytest.approx(4 * 3 / 10, abs=0.1)
-    one, other = (fed(reservoir(40, seed=seed), range(40), size=4) for seed in (0, 1))
-    assert held(one) == held(other) and drawn(one, 8) != drawn(other, 8)
-    odd = fed(reservoir(8), range(7), size=1)
+    assert num_shared / 600 == pytest.approx(4 * 3 / 10, abs=0.1)
+
+    first, second = (fill(make_reservoir(40, seed=seed), range(40), size=4) for seed in (0, 1))
+    assert stored_numbers(first) == stored_numbers(second)
+    assert draw_slots(first, 8) != draw_slots(second, 8)
+
+    odd = fill(make_reservoir(8), range(7), size=1)
     as_process(0, 2)
     assert odd.count() == 4 and odd.seen[:2].tolist() == [4, 3]
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_outputs_survive_a_file_as_the_floats_they_were(precision, tmp_path):
-    kept, other = (reservoir(6, precision=precision) for _ in range(2))
-    torch.save(fed(kept, range(20), size=4).state_dict(), tmp_path / "file")
-    other.load_state_dict(torch.load(tmp_path / "file", weights_only=True))
+    memory, loaded = (make_reservoir(6, precision=precision) for _ in range(2))
+    torch.save(fill(memory, range(20), size=4).state_dict(), tmp_path / "file")
+    loaded.load_state_dict(torch.load(tmp_path / "file", weights_only=True))
     for cast in ("double", "half", "bfloat16", "float"):
-        getattr(torch.nn.Sequential(other), cast)()
-    expected = batch(held(kept))[1].view(6, 2, 3).to(getattr(torch, precision))
-    assert other.outputs.dtype == expected.dtype and torch.equal(other.outputs, expected)
-    assert equal_tensors(kept.state_dict(), other.state_dict())
-    kept = reservoir(1, precision="float16")  # cut to its range
-    kept.add(batch([1])[0], torch.tensor([[1e6, -1e6, 0.1], [0, 1, 2]]))
-    assert kept.outputs[0].tolist() == [[65504, -65504, pytest.approx(0.1, rel=1e-3)], [0, 1, 2]]
+        getattr(torch.nn.Sequential(loaded), cast)()
+    _, outputs = make_samples(stored_numbers(memory))
+    expected = outputs.view(6, 2, 3).to(getattr(torch, precision))
+    assert loaded.outputs.dtype == expected.dtype and torch.equal(loaded.outputs, expected)
+    assert equal_tensors(memory.state_dict(), loaded.state_dict())
+
+    memory = make_reservoir(1, precision="float16")  # cut to its range
+    batch, _ = make_samples([1])
+    memory.add(batch, torch.tensor([[1e6, -1e6, 0.1], [0, 1, 2]]))
+    assert memory.outputs[0].tolist() == [[65504, -65504, pytest.approx(0.1, rel=1e-3)], [0, 1, 2]]
 
 
-@pytest.mark.parametrize(("then", "now"), [(2, 1), (2, 3), (3, 2)])
-@pytest.mark.parametrize("each", [3, 60])
-def test_another_number_of_processes_shares_out_what_is_stored(then, now, each, as_process):
-    total, shards, found = each * then * now, [], []
-    for rank in range(then):
-        as_process(rank, then)
-        shards.append(fed(reservoir(19), range(rank, total, then), size=now))
-        assert total < 19 or {*drawn(shards[rank], 99)} == {*range(rank, 19, then)}
-    state = {name: value.clone() for name, value in shards[0].named_buffers()}  # as the processes save it
+@pytest.mark.parametrize(("stored_world", "current_world"), [(2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("per_process", [3, 60])
+def test_another_number_of_processes_shares_out_what_is_stored(
+    stored_world, current_world, per_process, as_process
+):
+    total = per_process * stored_world * current_world
+    shards = []
+    for rank in range(stored_world):
+        as_process(rank, stored_world)
+        shard = fill(make_reservoir(19), range(rank, total, stored_world), size=current_world)
+        assert total < 19 or {*draw_slots(shard, 99)} == {*range(rank, 19, stored_world)}
+        shards.append(shard)
+    numbers = [torch.tensor(stored_numbers(shard)) // stored_world for shard in shards]
+    assert total < 60 or numbers[0][:6].tolist() != numbers[-1][:6].tolist()
+
+    # As the processes save it: each writes its own slots.
+    state = {name: value.clone() for name, value in shards[0].named_buffers()}
     for rank, shard in enumerate(shards):
         for name in ("input_ids", "labels", "lengths", "outputs", "seen"):
-            state[name][rank::then] = getattr(shard, name)[rank::then]
-    numbers = [[each // then for each in held(shard)] for shard in shards]
-    assert total < 60 or numbers[0][:6] != numbers[-1][:6]
-    for rank in range(now):
-        as_process(rank, now)
-        shard = reservoir(19)
+            state[name][rank::stored_world] = getattr(shard, name)[rank::stored_world]
+
+    all_slots = []
+    for rank in range(current_world):
+        as_process(rank, current_world)
+        shard = make_reservoir(19)
         shard.load_state_dict(state)
-        slots = drawn(shard, 99)
+        slots = draw_slots(shard, 99)
         assert (shard.lengths[slots] == 5).all()
-        found += slots
-        shard.add(*batch([1000]))
-        assert shard.seen[rank] == total // now + 1
-    assert sorted(found) == list(range(min(total, 19)))
+        all_slots += slots
+        shard.add(*make_samples([1000]))
+        assert shard.seen[rank] == total // current_world + 1
+    assert sorted(all_slots) == list(range(min(total, 19)))
 
 
 def test_source_and_target_come_back_with_their_lengths():
     objective = Span(rate=0.3, mean=2, sentinels=list(range(99, 49, -1)), end=1, pad=0, start=0)
-    kept = Reservoir(objective, samples=4, length=30, width=2, seed=0, pad=7)
-    ids, lengths = np.random.default_rng(0).integers(2, 50, (4, 30)), np.array([9, 30, 1, 9])
-    given, _ = objective.batch(Rows(ids, lengths, sample_keys(1, np.arange(4))))
-    outputs = torch.rand(len(given["positions"]), 2)
-    kept.add(given, outputs)
-    back = kept.batch(torch.arange(4))
-    assert torch.equal(kept.outputs_of(torch.arange(4)), outputs)
+    memory = Reservoir(objective, samples=4, length=30, width=2, seed=0, pad=7)
+    ids = np.random.default_rng(0).integers(2, 50, (4, 30))
+    lengths = np.array([9, 30, 1, 9])
+    batch, _ = objective.batch(Rows(ids, lengths, sample_keys(1, np.arange(4))))
+    outputs = torch.rand(len(batch["positions"]), 2)
+    memory.add(batch, outputs)
+    replayed = memory.batch(torch.arange(4))
+    assert torch.equal(memory.outputs_of(torch.arange(4)), outputs)
+
     for row in range(4):
-        one, own = single(given, row), single(back, row)
-        assert torch.equal(one["targets"], own["targets"])
+        expected = single(batch, row)
+        sample = single(replayed, row)
+        assert torch.equal(expected["targets"], sample["targets"])
         for name in ("input_ids", "decoder_input_ids"):
-            assert torch.equal(own[name][:, : one[name].shape[1]], one[name])
-        present = one.get("attention_mask", torch.ones_like(one["input_ids"]))
-        assert own["attention_mask"].sum() == present.sum()
+            assert torch.equal(sample[name][:, : expected[name].shape[1]], expected[name])
+        mask = expected.get("attention_mask", torch.ones_like(expected["input_ids"]))
+        assert sample["attention_mask"].sum() == mask.sum()
 
 
 def scored_outputs(module, ids, labels, length):
     """Logits [K, V] and last hidden states [K, D] at a row's scored positions, by a plain forward."""
-    ids, places = ids[None, :length].long(), labels[:length] != UNSCORED
+    ids = ids[None, :length].long()
+    is_scored = labels[:length] != UNSCORED
     hidden = module.model.base_model(input_ids=ids).last_hidden_state[0]
-    return module.model(input_ids=ids).logits[0, places], hidden[places]
+    return module.model(input_ids=ids).logits[0, is_scored], hidden[is_scored]
 
 
 @pytest.mark.parametrize("family", ["masked", "causal"])
 @pytest.mark.parametrize("matched", ["hidden", "logits"])
 def test_the_losses_are_those_of_the_paper(matched, family, build):
     options = [f"method.matched={matched}", "method.alpha=0.3", "method.beta=0.7", "method.precision=float32"]
-    work = build("derpp", "method.buffer_size=20", "method.minibatch_size=3", *options, on=family)
-    text, module = work.data.train["law"], work.module.double().eval()
+    run = build("derpp", "method.buffer_size=20", "method.minibatch_size=3", *options, on=family)
+    module = run.module.double().eval()
     module._trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=1)
-    options = {"objective": work.data.objective, "seed": 0, "batch_size": 8, "rank": 0, "world": 1}
-    parts = TrainStream({"law": text}, **options, accumulate=1, steps=[len(text) // 8 + 2])
-    short = next(number for number in range(len(parts)) if "attention_mask" in parts[number])
-    first = module.losses(parts[short])
-    assert first["derpp_match"] == first["derpp_replay"] == 0 < first["lm"]
-    for number in (0, short):
-        module.losses(parts[number])
-    kept, batch = module.memory, parts[1]
-    rows = [*zip(kept.input_ids, kept.labels, kept.lengths, strict=True)]
+    text = run.data.train["law"]
+    stream = TrainStream(
+        {"law": text},
+        objective=run.data.objective,
+        seed=0,
+        batch_size=8,
+        rank=0,
+        world=1,
+        accumulate=1,
+        steps=[len(text) // 8 + 2],
+    )
+    number_of_short = next(number for number in range(len(stream)) if "attention_mask" in stream[number])
+    first_terms = module.losses(stream[number_of_short])
+    assert first_terms["derpp_match"] == first_terms["derpp_replay"] == 0 < first_terms["lm"]
+    for number in (0, number_of_short):
+        module.losses(stream[number])
+
+    memory = module.memory
+    rows = [*zip(memory.input_ids, memory.labels, memory.lengths, strict=True)]
+
+    def matched_outputs(slot):
+        logits, hidden = scored_outputs(module, *rows[slot])
+        return hidden if matched == "hidden" else logits
+
     with torch.no_grad():
-        for row, stored in zip(rows, kept.outputs, strict=True):
-            outputs = scored_outputs(module, *row)[matched == "hidden"]
+        for slot, stored in enumerate(memory.outputs):
+            outputs = matched_outputs(slot)
             torch.testing.assert_close(stored[: len(outputs)].double(), outputs, rtol=1e-5, atol=1e-5)
         for parameter in module.model.parameters():
             parameter.mul_(1.2)
+
     # of 24: different draws, the short row in both; a micro-batch of two processes has its share of 76
     module.options = replace(module.options, minibatch_size=76)
     module._trainer = SimpleNamespace(world_size=2, accumulate_grad_batches=2)
-    match, replay = (kept.draw(19, purpose=name) for name in ("match", "replay"))
+    match, replay = (memory.draw(19, purpose=name) for name in ("match", "replay"))
     assert set(match.tolist()) != set(replay.tolist())
-    assert all((kept.lengths[slots] < module.length).any() for slots in (match, replay))
-    errors, nll, plain = [], [], []
+    assert all((memory.lengths[slots] < module.length).any() for slots in (match, replay))
+
+    squared_errors = []
     for slot in match:
-        now = scored_outputs(module, *rows[slot])[matched == "hidden"]
-        errors += (now - kept.outputs[slot, : len(now)].double()).square().flatten().tolist()
+        outputs = matched_outputs(slot)
+        difference = outputs - memory.outputs[slot, : len(outputs)].double()
+        squared_errors += difference.square().flatten().tolist()
+    replayed_nll = []
     for slot in replay:
-        logits, labels = scored_outputs(module, *rows[slot])[0], rows[slot][1]
-        loss = functional.cross_entropy(logits, labels[labels != UNSCORED].long(), reduction="none")
-        nll += loss.tolist()
+        ids, labels, length = rows[slot]
+        logits, _ = scored_outputs(module, ids, labels, length)
+        targets = labels[labels != UNSCORED].long()
+        replayed_nll += functional.cross_entropy(logits, targets, reduction="none").tolist()
+    batch = stream[1]
+    losses = []
     for ids, labels in zip(batch["input_ids"], labels_of(batch), strict=True):
         logits, _ = scored_outputs(module, ids, labels, len(ids))
-        plain.append(functional.cross_entropy(logits, labels[labels != UNSCORED]).item())
+        losses.append(functional.cross_entropy(logits, labels[labels != UNSCORED]).item())
+
     terms = module.losses(batch)
-    expected = {"lm": sum(plain) / len(plain), "derpp_match": 0.3 * sum(errors) / len(errors)}
-    expected["derpp_replay"] = 0.7 * sum(nll) / len(nll)
+    expected = {
+        "lm": sum(losses) / len(losses),
+        "derpp_match": 0.3 * sum(squared_errors) / len(squared_errors),
+        "derpp_replay": 0.7 * sum(replayed_nll) / len(replayed_nll),
+    }
     assert {name: term.item() for name, term in terms.items()} == pytest.approx(expected, rel=1e-5)
     for term in terms.values():
         assert torch.autograd.grad(term, next(module.model.parameters()), retain_graph=True)[0].any()
 
 
 def test_a_stored_row_without_a_scored_token_costs_nothing(build):
-    work = build("derpp", "method.buffer_size=1", "method.minibatch_size=1")
-    module, (batch,) = work.module.eval(), work.batches()
+    run = build("derpp", "method.buffer_size=1", "method.minibatch_size=1")
+    module = run.module.eval()
+    [batch] = run.batches()
     module._trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=1)
     empty = batch | {name: batch[name][:0] for name in ("positions", "targets", "rows")}
     module.losses(empty | {"weight": torch.tensor(0.0)})
@@ -231,14 +287,16 @@ def test_a_stored_row_without_a_scored_token_costs_nothing(build):
     assert terms["derpp_match"] == terms["derpp_replay"] == 0 < terms["lm"]
 
 
-@pytest.mark.parametrize(("minibatch_size", "drawn"), [("null", 4), ("6", 3)])
+@pytest.mark.parametrize(("minibatch_size", "num_drawn"), [("null", 4), ("6", 3)])
 def test_derpp_replays_half_of_the_batch_or_its_share_of_the_option(
-    minibatch_size, drawn, build, monkeypatch
+    minibatch_size, num_drawn, build, monkeypatch
 ):
-    work = build("derpp", "method.buffer_size=40", f"method.minibatch_size={minibatch_size}")
-    module, batches = work.module.eval(), work.batches(3)
+    run = build("derpp", "method.buffer_size=40", f"method.minibatch_size={minibatch_size}")
+    module = run.module.eval()
+    batches = run.batches(3)
     module._trainer = SimpleNamespace(world_size=1, accumulate_grad_batches=2)
-    draw, counts = Reservoir.draw, []
+    draw = Reservoir.draw
+    counts = []
 
     def record_count(memory, count, **arguments):
         counts.append(count)
@@ -249,112 +307,139 @@ def test_derpp_replays_half_of_the_batch_or_its_share_of_the_option(
         assert len(micro_batch["input_ids"]) == 8
         module.losses(micro_batch)
     # Two draws, to match outputs and to replay labels, for each of the three micro-batches.
-    assert counts == [drawn] * 6
+    assert counts == [num_drawn] * 6
 
 
-SMALL = ["method.buffer_size=24", "method.minibatch_size=8", "order=[food,law,space]", "trainer.steps=12"]
-SMALL += ["optim.lr=0.01"]
+SMALL = [
+    "method.buffer_size=24",
+    "method.minibatch_size=8",
+    "order=[food,law,space]",
+    "trainer.steps=12",
+    "optim.lr=0.01",
+]
 
 
-def reference_of(module, domain):
+def reference_gradient(module, domain):
     """g_ref made here, from the samples that the method draws: of a domain, or of all before (None)."""
-    trained = list(module.model.parameters())
+    parameters = list(module.model.parameters())
     slots = module.memory.draw(8, purpose=f"step {module.trainer.global_step}", domain=domain)
     loss = token_nll(module.model, module.memory.batch(slots)).mean()
-    return list(torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True))
+    return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
 
 
-def along(moved, references) -> float:
+def norm_of(tensors) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors]).norm()
+
+
+def least_cosine(movement, references) -> float:
     """The least cosine between a movement and references."""
-    long = [torch.cat([each.flatten() for each in tensors]).norm() for tensors in (moved, *references)]
-    cosines = zip(references, long[1:], strict=True)
-    return min((inner_product(moved, each) / long[0] / norm).item() for each, norm in cosines)
+    cosines = []
+    for reference in references:
+        inner = inner_product(movement, reference)
+        cosines.append((inner / norm_of(movement) / norm_of(reference)).item())
+    return min(cosines)
 
 
 @pytest.mark.parametrize("constraints", ["mean", "each"])
 @pytest.mark.parametrize("apply_to", ["gradient", "update"])
 def test_no_step_raises_the_loss_on_the_memory(apply_to, constraints, build, monkeypatch):
-    seen = {"gradient": [], "update": []}
-    constrain, gradients, update = AGEM.on_before_optimizer_step, AGEM.transform_gradients, AGEM.after_update
+    cosines = {"gradient": [], "update": []}
+    constrain = AGEM.on_before_optimizer_step
+    transform_gradients = AGEM.transform_gradients
+    after_update = AGEM.after_update
+    references = []
+    weights_before = []
 
-    def before(module, optimizer):
+    def measure_references(module, optimizer):
         domains = range(module.domain.index) if constraints == "each" else [None]
-        module.expected = [reference_of(module, domain) for domain in domains]
-        module.old = [each.detach().clone() for each in module.model.parameters()]
-        gradients(module, optimizer)
+        references[:] = [reference_gradient(module, domain) for domain in domains]
+        weights_before[:] = [parameter.detach().clone() for parameter in module.model.parameters()]
+        transform_gradients(module, optimizer)
 
-    def between(module, optimizer):
+    def record_gradient(module, optimizer):
         constrain(module, optimizer)
         if module.domain.index == 2:
-            own = [each.grad for each in module.model.parameters()]
-            seen["gradient"].append(along(own, module.expected))
+            gradient = [parameter.grad for parameter in module.model.parameters()]
+            cosines["gradient"].append(least_cosine(gradient, references))
 
-    def after(module):
-        update(module)
+    def record_update(module):
+        after_update(module)
         if module.domain.index == 2:
-            own = [old - p.detach() for p, old in zip(module.model.parameters(), module.old, strict=True)]
-            seen["update"].append(along(own, module.expected))
+            movement = []
+            for parameter, before in zip(module.model.parameters(), weights_before, strict=True):
+                movement.append(before - parameter.detach())
+            cosines["update"].append(least_cosine(movement, references))
 
-    monkeypatch.setattr(AGEM, "on_before_optimizer_step", between)
-    monkeypatch.setattr(AGEM, "after_update", after)
-    given = [f"method.apply_to={apply_to}", f"method.constraints={constraints}", "optim.weight_decay=0.1"]
-    work = build("agem", *SMALL, *given)
-    work.learn(0)
-    monkeypatch.setattr(AGEM, "transform_gradients", before)
-    work.learn(1)
-    work.learn(2)
-    held = seen.pop(apply_to)
-    [free] = seen.values()
-    assert len(held) == len(free) == 12 and min(held) > -1e-4 and min(free) < -1e-2
+    monkeypatch.setattr(AGEM, "on_before_optimizer_step", record_gradient)
+    monkeypatch.setattr(AGEM, "after_update", record_update)
+    options = [f"method.apply_to={apply_to}", f"method.constraints={constraints}", "optim.weight_decay=0.1"]
+    run = build("agem", *SMALL, *options)
+    run.learn(0)
+    monkeypatch.setattr(AGEM, "transform_gradients", measure_references)
+    run.learn(1)
+    run.learn(2)
+
+    constrained = cosines.pop(apply_to)
+    [free] = cosines.values()
+    assert len(constrained) == len(free) == 12 and min(constrained) > -1e-4 and min(free) < -1e-2
 
 
 def test_a_gradient_that_does_no_harm_is_left_alone():
-    weight, reference = nn.Parameter(torch.zeros(2)), Reference(apply_to="gradient")
+    weight = nn.Parameter(torch.zeros(2))
+    reference = Reference(apply_to="gradient")
     reference.gradients = [{weight: torch.tensor([1.0, 0.0])}]
-    for given, expected in (([1.0, 2.0], [1.0, 2.0]), ([-1.0, 2.0], [0.0, 2.0])):
-        step = torch.tensor(given)
+    for gradient, expected in (([1.0, 2.0], [1.0, 2.0]), ([-1.0, 2.0], [0.0, 2.0])):
+        step = torch.tensor(gradient)
         reference.constrain([(weight, step)], None)
         assert step.tolist() == expected
     assert reference.diagnostics()["projected"].item() == 0.5
 
 
-def by_hand(gram, products, *, least):
-    best = None
-    for free in product([False, True], repeat=len(products)):
-        found, chosen = torch.full_like(products, least), torch.tensor(free)
-        if chosen.any():
-            rest = products + gram[:, ~chosen] @ found[~chosen]
-            found[chosen] = -torch.linalg.solve(gram[chosen][:, chosen], rest[chosen])
-        value = found @ gram @ found / 2 + products @ found
-        if (found >= least - 1e-12).all() and (best is None or value < best[0]):
-            best = value, found
-    return best[1]
+def solve_by_cases(gram, products, *, minimum):
+    """The best of the minimizers for each set of multipliers that may be free of their bound."""
+    smallest = math.inf
+    solution = None
+    for case in product([False, True], repeat=len(products)):
+        is_free = torch.tensor(case)
+        multipliers = torch.full_like(products, minimum)
+        if is_free.any():
+            constants = products + gram[:, ~is_free] @ multipliers[~is_free]
+            multipliers[is_free] = -torch.linalg.solve(gram[is_free][:, is_free], constants[is_free])
+        value = multipliers @ gram @ multipliers / 2 + products @ multipliers
+        if (multipliers >= minimum - 1e-12).all() and value < smallest:
+            smallest = value
+            solution = multipliers
+    return solution
 
 
-@pytest.mark.parametrize("least", [0.0, 0.5])
-def test_the_constraints_of_several_domains_are_those_of_brute_force(least):
-    draw, bound = torch.Generator().manual_seed(0), []
+@pytest.mark.parametrize("minimum", [0.0, 0.5])
+def test_the_constraints_of_several_domains_are_those_of_brute_force(minimum):
+    generator = torch.Generator().manual_seed(0)
+    num_free = set()
     for _ in range(50):
-        references, gradient = torch.randn(3, 6, generator=draw), torch.randn(6, generator=draw)
-        gram, products = (references @ references.T).double(), (references @ gradient).double()
-        found = solve(gram, products, least=least)
-        assert torch.allclose(found, by_hand(gram, products, least=least), atol=1e-8)
-        bound.append((found > least).sum().item())
-    assert len(set(bound)) > 2  # none, some and several of them bind
+        references = torch.randn(3, 6, generator=generator)
+        gradient = torch.randn(6, generator=generator)
+        gram = (references @ references.T).double()
+        products = (references @ gradient).double()
+        multipliers = solve(gram, products, least=minimum)
+        assert torch.allclose(multipliers, solve_by_cases(gram, products, minimum=minimum), atol=1e-8)
+        num_free.add((multipliers > minimum).sum().item())
+    assert len(num_free) > 2  # none, some and several of them bind
 
 
 def test_each_domain_has_a_reference_of_its_own_samples(build):
-    given = ["method.buffer_size=40", "trainer.importance_samples=20", "method.constraints=each"]
-    work = build("agem", "trainer.steps=2", *given)
+    options = ["method.buffer_size=40", "trainer.importance_samples=20", "method.constraints=each"]
+    run = build("agem", "trainer.steps=2", *options)
     for number in (0, 1):
-        work.learn(number)
-    memory, newest = (
-        work.module.memory,
-        {tuple(row.tolist()) for b in work.importance_batches() for row in b["input_ids"]},
-    )
+        run.learn(number)
+    memory = run.module.memory
+    newest_rows = set()
+    for batch in run.importance_batches():
+        newest_rows.update(tuple(row.tolist()) for row in batch["input_ids"])
     rows = memory.input_ids[memory.lengths > 0].tolist()
-    assert len(rows) == 40 and 10 <= sum(tuple(row) in newest for row in rows) <= 30
+    assert len(rows) == 40 and 10 <= sum(tuple(row) in newest_rows for row in rows) <= 30
+
     for domain in (0, 1):
-        drawn = memory.draw(100, purpose="all", domain=domain)
-        assert len(drawn) and (memory.domains[drawn] == domain).all()
+        slots = memory.draw(100, purpose="all", domain=domain)
+        assert len(slots) and (memory.domains[slots] == domain).all()
     assert len(memory.draw(100, purpose="all")) == (memory.domains >= 0).sum()

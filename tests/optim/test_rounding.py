@@ -27,7 +27,8 @@ def test_an_update_below_half_the_distance_to_the_next_number_is_lost(value, rat
 
 
 def test_the_share_is_by_weights_not_by_tensors_and_does_not_change():
-    large, small = parameter(1.5, 30_000), parameter(0.01, 10_000)
+    large = parameter(1.5, 30_000)
+    small = parameter(0.01, 10_000)
     assert lost_update_share([large, small, parameter(0.0, 0)], rate=1e-3) == pytest.approx(0.75)
     mixed = nn.Parameter(torch.randn(100_000, generator=torch.Generator().manual_seed(0)))
     shares = {lost_update_share([mixed], rate=1e-3) for _ in range(2)}

@@ -16,9 +16,9 @@ ACROSS = "lr_scheduler._target_=tests.support.hook_methods.Across"
 BRANCHED = ["lr_scheduler=wsd", "lr_scheduler.warmup_ratio=0", "lr_scheduler.decay=0.5"]
 
 
-def factor(schedule: Schedule, place: int, step: int, steps: tuple[int, ...] = STEPS) -> float:
-    before = sum(steps[:place])
-    return schedule(Progress(step, steps[place], place, len(steps), before + step, sum(steps), steps[0]))
+def factor(schedule: Schedule, domain: int, step: int, steps: tuple[int, ...] = STEPS) -> float:
+    before = sum(steps[:domain])
+    return schedule(Progress(step, steps[domain], domain, len(steps), before + step, sum(steps), steps[0]))
 
 
 def infinite(anneal: float, form: str = "cosine") -> Infinite:
@@ -64,75 +64,82 @@ def test_a_branch_begins_where_the_decay_does():
 
 
 def counts(module: object) -> set[float]:
-    return {each["step"].item() for each in module.trainer.optimizers[0].state.values()}
+    return {state["step"].item() for state in module.trainer.optimizers[0].state.values()}
 
 
-@pytest.mark.parametrize("given", [ACROSS, "optim.state_across_domains=all"])
-def test_all_that_is_carried_makes_one_domain_of_two(given, small):
+@pytest.mark.parametrize("option", [ACROSS, "optim.state_across_domains=all"])
+def test_all_that_is_carried_makes_one_domain_of_two(option, small):
     watch = StepRecorder(lambda module: module.trainer.optimizers[0].param_groups[0]["lr"])
-    work = build_method_fixture(small(ORDER, given, "optim.lr=1", "lr_scheduler.warmup_ratio=0"))
+    run = build_method_fixture(small(ORDER, option, "optim.lr=1", "lr_scheduler.warmup_ratio=0"))
     for number in (0, 1):
-        work.learn(number, watch)
-    assert [each for _, each in watch.seen] == pytest.approx([1 - step / 12 for step in range(1, 13)])
+        run.learn(number, watch)
+    assert [rate for _, rate in watch.seen] == pytest.approx([1 - step / 12 for step in range(1, 13)])
     with pytest.raises(ValueError, match=r"^optim\.state_across_domains=all is invalid: lr_scheduler="):
         build_method_fixture(small(ORDER, *BRANCHED, "optim.state_across_domains=all"))
 
 
 def test_the_next_domain_goes_on_with_the_weights_before_the_branch(small):
-    parts = "trainer.accumulate_grad_batches=2"
-    work = build_method_fixture(small(ORDER, *BRANCHED, "optim.state_across_domains=moments", parts))
-    seen, later, start = (
-        StepRecorder(lambda module: (work.weights(), counts(module))),
-        StepRecorder(counts),
-        [],
-    )
-    work.learn(0, seen)
+    options = ["optim.state_across_domains=moments", "trainer.accumulate_grad_batches=2"]
+    run = build_method_fixture(small(ORDER, *BRANCHED, *options))
+    first_watch = StepRecorder(lambda module: (run.weights(), counts(module)))
+    second_watch = StepRecorder(counts)
+    run.learn(0, first_watch)
     # after the fourth step: steps 0 to 3 are at the peak, 6 * 0.5 = 3 of them before x = 0
-    weights, steps = [noted for step, noted in seen.seen if step == 4][-1]
-    assert equal_tensors(work.module.weights_before_decay.named(), weights) and not equal_tensors(
-        work.weights(), weights
-    )
-    work.module.before_domain = lambda importance_batches: start.append(work.weights())
-    work.learn(1, later)
-    assert equal_tensors(start[0], weights) and steps == {4.0} and later.seen[1][1] == {5.0}
+    weights, steps = [record for step, record in first_watch.seen if step == 4][-1]
+    assert equal_tensors(run.module.weights_before_decay.named(), weights)
+    assert not equal_tensors(run.weights(), weights)
+
+    starts = []
+    run.module.before_domain = lambda importance_batches: starts.append(run.weights())
+    run.learn(1, second_watch)
+    assert equal_tensors(starts[0], weights) and steps == {4.0} and second_watch.seen[1][1] == {5.0}
+
+
+def copy_moments(module) -> dict[str, torch.Tensor]:
+    state = module.trainer.optimizers[0].state
+    return {name: state[parameter]["exp_avg"].clone() for name, parameter in module.named_parameters()}
 
 
 @pytest.mark.parametrize("carry", ["moments", "none"])
 def test_the_moments_carried_are_those_of_the_domain_before(carry, small):
-    def moments(module) -> dict[str, torch.Tensor]:
-        optimizer = module.trainer.optimizers[0]
-        return {name: optimizer.state[each]["exp_avg"].clone() for name, each in module.named_parameters()}
+    options = [f"optim.state_across_domains={carry}", "trainer.gradient_clip_val=null"]
+    run = build_method_fixture(small(ORDER, *options))
+    run.learn(0)
+    before = copy_moments(run.module)
+    first_gradients = {}
 
-    def noted(optimizer) -> None:
-        for name, parameter in work.module.named_parameters():
-            gradients.setdefault(name, parameter.grad.clone())
+    def record_gradients(optimizer) -> None:
+        for name, parameter in run.module.named_parameters():
+            first_gradients.setdefault(name, parameter.grad.clone())
 
-    given = [f"optim.state_across_domains={carry}", "trainer.gradient_clip_val=null"]
-    work, gradients = build_method_fixture(small(ORDER, *given)), {}
-    watch = StepRecorder(lambda module: (moments(module), counts(module)))
-    work.learn(0)
-    before = moments(work.module)
-    work.module.transform_gradients = noted
-    work.learn(1, watch)
-    first, steps = watch.seen[0][1]
+    run.module.transform_gradients = record_gradients
+    watch = StepRecorder(lambda module: (copy_moments(module), counts(module)))
+    run.learn(1, watch)
+    moments, steps = watch.seen[0][1]
     assert steps == {1.0 if carry == "none" else 7.0}
-    for name, value in first.items():
-        kept = before[name] * (carry != "none")
-        torch.testing.assert_close(value, 0.9 * kept + 0.1 * gradients[name])
+    for name, moment in moments.items():
+        carried = torch.zeros_like(moment) if carry == "none" else before[name]
+        torch.testing.assert_close(moment, 0.9 * carried + 0.1 * first_gradients[name])
+
+
+def make_optimizer(**sizes: int) -> tuple[torch.optim.Optimizer, list[tuple[str, nn.Parameter]]]:
+    """AdamW over parameters of these numbers of rows, which have gradients."""
+    named_parameters = []
+    for name, size in sizes.items():
+        parameter = nn.Parameter(torch.ones(size, 2))
+        parameter.grad = torch.ones_like(parameter)
+        named_parameters.append((name, parameter))
+    return torch.optim.AdamW([parameter for _, parameter in named_parameters]), named_parameters
 
 
 def test_what_is_new_or_gone_begins_anew():
-    carried, optimizers = CarriedState(), []
-    for shapes in ({"kept": 3, "wider": 3, "left": 3}, {"kept": 3, "wider": 4, "added": 3}):
-        named = [(name, nn.Parameter(torch.ones(size, 2))) for name, size in shapes.items()]
-        for _, each in named:
-            each.grad = torch.ones_like(each)
-        optimizers.append((torch.optim.AdamW([each for _, each in named]), named))
-    (first, before), (second, others) = optimizers
+    carried = CarriedState()
+    first, first_parameters = make_optimizer(kept=3, wider=3, left=3)
+    second, second_parameters = make_optimizer(kept=3, wider=4, added=3)
     first.step()
-    carried.capture(first, before)
-    carried.load_into(second, others)
-    assert [name for name, each in others if each in second.state] == ["kept"]
+    carried.capture(first, first_parameters)
+    carried.load_into(second, second_parameters)
+    assert [name for name, parameter in second_parameters if parameter in second.state] == ["kept"]
 
 
 def test_a_matrix_by_columns_learns_as_one_by_rows():
@@ -148,8 +155,10 @@ def test_a_matrix_by_columns_learns_as_one_by_rows():
             optimizer.step()
             if laid is not None:
                 state = optimizer.state_dict()
-                for each in state["state"].values():
-                    each.update({name: value.contiguous() for name, value in each.items()})
+                for parameter_state in state["state"].values():
+                    parameter_state.update(
+                        {name: value.contiguous() for name, value in parameter_state.items()}
+                    )
                 optimizer.load_state_dict(state)
             if laid:
                 lay_out_moments(optimizer)
