@@ -18,7 +18,8 @@ def rows(folder, task):
 @pytest.mark.parametrize("seq2seq", [False, True])
 @pytest.mark.parametrize("style", STYLES)
 def test_the_tokens_of_every_style_are_ours_and_what_differs_is_told(style, seq2seq, tmp_path):
-    task_encoder, examples = encoder(STYLES[style](), seq2seq=seq2seq), some_examples(20)
+    task_encoder = encoder(STYLES[style](), seq2seq=seq2seq)
+    examples = some_examples(20)
     texts = HarnessTexts(task_encoder)
     exported = export_task(tmp_path, "TC", map(task_encoder.prompt, examples), texts)
     assert (exported.name, exported.examples, exported.differing) == ("cpt_TC", 20, [])

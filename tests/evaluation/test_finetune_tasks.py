@@ -96,10 +96,12 @@ def test_wrong_examples_are_told(root, split, examples, message):
 
 
 def test_a_sample_of_a_task_is_the_same_in_every_run_and_dev_may_stand_for_test(root):
-    full_task, overrides = plan(root).source.task("law"), {"law": {"max_train_samples": 5}}
+    full_task = plan(root).source.task("law")
+    overrides = {"law": {"max_train_samples": 5}}
     sampled_plan = plan(root, max_train_samples=4, max_eval_samples=3, tasks=overrides)
     for name, num_train in {"law": 5, "food": 4}.items():
-        task, everything = sampled_plan.source.task(name), plan(root).source.task(name)
+        task = sampled_plan.source.task(name)
+        everything = plan(root).source.task(name)
         assert (len(task.train), len(task.test), task.classes) == (num_train, 3, everything.classes)
         chosen = [example for example in everything.train if example in task.train]
         assert chosen == task.train != everything.train[:num_train]
@@ -122,7 +124,8 @@ def test_a_digest_is_of_what_the_result_depends_on(root):
         path = root / "endtasks" / "law" / f"{split}.jsonl"
         path.write_text(path.read_text().partition("\n")[2])
 
-    first, chosen = digest(), digest(select="dev")
+    first = digest()
+    chosen = digest(select="dev")
     equivalent_settings = (
         {"seeds": [9]},
         {"when": "each"},

@@ -25,8 +25,10 @@ def row_of(**means):
 def compared(before, after, *, gain=0.05, first_row=1, rows=("base", "law", "food"), learned=()):
     names = [*(before | after)]
     nll = [[0.0] * len(names) for _ in rows]
-    nll[first_row], nll[-1] = ([0.0 if name in row else None for name in names] for row in (before, after))
-    run, base = {"order": ["law", "food"]}, {"learned": learned}
+    nll[first_row] = [0.0 if name in before else None for name in names]
+    nll[-1] = [0.0 if name in after else None for name in names]
+    run = {"order": ["law", "food"]}
+    base = {"learned": learned}
     scores = SimpleNamespace(rows=list(rows), domains=names, nll=nll, run=run, base=base)
     changes, unmeasured = judge_run(scores, before, after, since=first_row, gain=gain, loss=0.02)
     return {change.text: change for change in changes}, unmeasured
@@ -40,7 +42,8 @@ def test_what_the_run_of_init_from_learned_is_old_or_not_measured():
 
 @pytest.mark.parametrize(("after", "expected_failures"), CHANGES)
 def test_new_text_must_gain_and_old_text_may_lose_so_much(after, expected_failures):
-    before, texts = row_of(law=3.0, food=5.0, general=4.0), ("law", "food", "general")
+    before = row_of(law=3.0, food=5.0, general=4.0)
+    texts = ("law", "food", "general")
     changes, unmeasured = compared(before, row_of(**dict(zip(texts, after, strict=True))))
     failed = {name: change.verdict for name, change in changes.items() if change.verdict not in gate.PASSES}
     assert failed == expected_failures and unmeasured == []
@@ -51,7 +54,8 @@ def test_new_text_must_gain_and_old_text_may_lose_so_much(after, expected_failur
 
 
 def test_what_the_documents_do_not_agree_on_is_not_shown():
-    before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=5.0)
+    before = row_of(law=3.0, food=5.0)
+    after = row_of(law=3.0, food=5.0)
     after["food"][0] += [-20.0, +2.0, 0.0, 1.0]
     food = compared(before, after)[0]["food"]
     assert food.verdict == "inconclusive" and "inconclusive" not in gate.PASSES
@@ -61,7 +65,8 @@ def test_what_the_documents_do_not_agree_on_is_not_shown():
         changes, _ = compared(*(dict.fromkeys(("law", "food"), loss_sums) for loss_sums in few_documents))
         assert {loss_sums.verdict for loss_sums in changes.values()} == {"inconclusive"}
     # Documents are drawn alike for both rows: they differ much, and by the same in both.
-    before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=4.0)
+    before = row_of(law=3.0, food=5.0)
+    after = row_of(law=3.0, food=4.0)
     for loss_sums in (before, after):
         loss_sums["food"][0] += [300.0, -100.0, 0.0, 9.0]
     food = compared(before, after, gain=0.9)[0]["food"]
@@ -90,7 +95,8 @@ def test_the_exit_code_is_the_answer_and_damage_or_a_missing_text_closes_it(smal
     assert gate.main([str(run), "--min-gain", "9", "--max-forgetting", "9"]) == 1
     assert "fail: food improved too little" in capsys.readouterr().out
     gate.main([str(run), "--json", "--since", "base"])  # for programs: the numbers of the matrix
-    verdict, scores = json.loads(capsys.readouterr().out), json.loads((run / "scores.json").read_text())
+    verdict = json.loads(capsys.readouterr().out)
+    scores = json.loads((run / "scores.json").read_text())
     assert {change["text"] for change in verdict["changes"]} == {"law", "food", "general"}
     for change in verdict["changes"]:
         column = scores["domains"].index(change["text"])

@@ -79,10 +79,12 @@ def test_accuracy_is_that_of_the_likeliest_choice_with_the_tokenizer_of_a_masked
 
 
 def test_weights_generators_and_tokenizer_stay_and_nothing_is_said(folder, model, words, capfd):
-    tested_harness, words = harness(folder, "next_word", "say_word", shots=2), deepcopy(words)
+    tested_harness = harness(folder, "next_word", "say_word", shots=2)
+    words = deepcopy(words)
     words.pad_token = None  # the harness looks for another
     model.train()
-    before, entries = {name: value.clone() for name, value in model.state_dict().items()}, len(words)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    entries = len(words)
 
     def draw():
         return random.random(), np.random.rand(), torch.rand(1).item()

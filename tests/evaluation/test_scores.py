@@ -70,7 +70,8 @@ def measured(nll, **options):
 def test_an_interval_over_few_documents_covers_the_mean():
     one_cell = layout(rows=["base"], domains=["a"])
     for documents, min_coverage in ((3, 0.85), (5, 0.9), (12, 0.9)):
-        draw, hits = np.random.default_rng(documents), 0
+        draw = np.random.default_rng(documents)
+        hits = 0
         for _ in range(400):
             counts = draw.integers(20, 60, documents).astype(float)
             sums = (5 + draw.normal(0, 1, documents)) * counts
@@ -80,7 +81,9 @@ def test_an_interval_over_few_documents_covers_the_mean():
     assert np.isnan(bounds_of([sums[None, :2]], [counts[:2]], layout=one_cell)["ZS"]["nats"]).all()
     names = [*DOMAINS, "general"]  # and over few of many domains
     layout_of_twenty = Layout(rows=["base", "d0", "d1"], domains=names, tokens=[9] * 21, bytes=[9] * 21)
-    draw, counts, hits = np.random.default_rng(0), [np.full(3, 9.0)] * 21, Counter()
+    draw = np.random.default_rng(0)
+    counts = [np.full(3, 9.0)] * 21
+    hits = Counter()
     for _ in range(150):
         sums = [9 * (5 + draw.normal(0, 0.3, (1, 3)) + draw.normal(0, 0.05, (3, 3))) for _ in names]
         intervals = bounds_of(sums, counts, layout=layout_of_twenty, replicates=200)
@@ -113,10 +116,12 @@ def test_a_metric_without_its_terms_is_absent_and_general_text_is_in_no_average(
             nll=NLL[: len(rows), : len(columns)], rows=rows, domains=columns
         ).metrics
         assert set(computed_metrics) == expected_metrics
-        assert all(np.isfinite(x) for units in computed_metrics.values() for x in map(units.get, UNITS))
+        for values in computed_metrics.values():
+            assert all(np.isfinite(values[unit]) for unit in UNITS)
     nll = np.array([[1.0, 9.0, 9.0], [3.0, 9.0, 9.0], [2.8, 5.0, 9.0], [2.5, 5.5, 6.0]])
     assert measured(nll, domains=["a", "b", "c"])["FG_max"] == pytest.approx((-0.3 + 0.5) / 2)
-    before, after = measured(NLL), measured(NLL + np.array([0, 0, 0, 1.0]) * np.arange(4)[:, None])
+    before = measured(NLL)
+    after = measured(NLL + np.array([0, 0, 0, 1.0]) * np.arange(4)[:, None])
     assert {name for name in METRICS if before[name] != after[name]} == {"general_drift"}
 
 
@@ -144,10 +149,11 @@ def test_each_policy_chooses_what_it_says():
     assert chosen(4, columns="seen") == ["d0", "d1", "d2", "d3", "general"]
     assert chosen(4, columns="near:3") == ["d1", "d2", "d3", "d4", "general"]
     assert chosen(1, columns="near:2") == ["d0", "d1", "d2", "general"]
-    drawn, drawn_again = ([chosen(number, columns="sample:3") for number in range(1, 10)] for _ in range(2))
-    assert (
-        [len(texts) for texts in drawn] == [5] * 9 and len({*map(tuple, drawn)}) > 5 and drawn == drawn_again
-    )
+    drawn = [chosen(number, columns="sample:3") for number in range(1, 10)]
+    drawn_again = [chosen(number, columns="sample:3") for number in range(1, 10)]
+    assert [len(texts) for texts in drawn] == [5] * 9
+    assert len({*map(tuple, drawn)}) > 5
+    assert drawn == drawn_again
     assert chosen(5, rows="every:4", columns="seen") == chosen(5, rows="last") == ["d4", "general"]
     for policy, due in {"last": [0, 7], "each": range(8), "every:3": [0, 3, 6, 7]}.items():
         assert [number for number in range(8) if is_due(policy, number, stages=7)] == list(due)
@@ -158,7 +164,9 @@ def test_what_is_missing_enters_no_mean_and_is_counted():
     scores_layout = Layout(rows=["base", *names[:4]], domains=names, tokens=[100] * 5, bytes=[100] * 5)
     full_matrix = np.random.default_rng(0).normal(4, 1, (5, 5))
     sparse_matrix = full_matrix.copy()
-    sparse_matrix[1, 1:4], sparse_matrix[2, 3], sparse_matrix[3, 0] = np.nan, np.nan, np.nan
+    sparse_matrix[1, 1:4] = np.nan
+    sparse_matrix[2, 3] = np.nan
+    sparse_matrix[3, 0] = np.nan
     sparse_means, full = (
         metrics.compute_means(matrix, layout=scores_layout) for matrix in (sparse_matrix, full_matrix)
     )
@@ -189,10 +197,13 @@ def test_what_is_missing_enters_no_mean_and_is_counted():
 
 def documents(*, seed, size, rows=4, columns=4):
     """Losses of documents whose difficulty is common to all rows, per column: [row, document] sums, counts"""
-    generator, sums, counts = np.random.default_rng(seed), [], []
+    generator = np.random.default_rng(seed)
+    sums = []
+    counts = []
     for column in range(columns):
         count = generator.integers(5, 60, size=size)
-        hard, noise = generator.normal(size=size), generator.normal(scale=0.05, size=(rows, size))
+        hard = generator.normal(size=size)
+        noise = generator.normal(scale=0.05, size=(rows, size))
         sums.append((NLL[:rows, column, None] + hard + noise) * count)
         counts.append(count)
     return sums, counts
@@ -248,14 +259,13 @@ def test_the_file_is_a_contract_and_what_is_not_finite_is_null_in_it(tmp_path):
     SCHEMA.check_schema(SCHEMA.schema)
     SCHEMA.validate(data)
     diverged = NLL.copy()
-    diverged[3, 0], diverged[3, 1] = np.nan, 800.0
+    diverged[3, 0] = np.nan
+    diverged[3, 1] = 800.0
     make_scores(nll=diverged).save(path)
     assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
     loaded_scores = Scores.load(path)
-    assert (
-        np.isnan(loaded_scores.matrix[3, 0])
-        and [loaded_scores.metrics["LC"][unit] for unit in UNITS] == [None] * 3
-    )
+    assert np.isnan(loaded_scores.matrix[3, 0])
+    assert [loaded_scores.metrics["LC"][unit] for unit in UNITS] == [None] * 3
     assert loaded_scores.metrics["LC"]["median"]["nats"] == 800.0  # of infinity, 800 and 5
     assert loaded_scores.metrics["CPT"]["nats"] == 4.0
 
@@ -274,7 +284,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("message", DAMAGE)
 def test_a_bad_file_is_one_line_that_says_what_to_do(tmp_path, message):
-    path, harm = tmp_path / "scores.json", DAMAGE[message]
+    path = tmp_path / "scores.json"
+    harm = DAMAGE[message]
     make_scores().save(path)
     data = json.loads(path.read_text())
     path.write_text(harm(data) if callable(harm) else json.dumps(data | harm))

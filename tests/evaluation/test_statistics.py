@@ -47,7 +47,8 @@ def test_the_interval_is_that_of_t_and_of_many_series_that_of_each():
 
 
 def test_the_p_value_of_all_signs():
-    values, baseline = {"a": 3.0, "b": 5.0, "c": 2.0, "d": 4.0}, {"a": 2.0, "b": 3.0, "c": 2.5, "d": 1.0}
+    values = {"a": 3.0, "b": 5.0, "c": 2.0, "d": 4.0}
+    baseline = {"a": 2.0, "b": 3.0, "c": 2.5, "d": 1.0}
     differences = [1.0, 2.0, -0.5, 3.0]
     difference = compare_pairs(values, baseline)
     assert (difference.mean, difference.n, difference.p) == (
@@ -99,7 +100,8 @@ def test_examples_as_plain_resampling():
 
 
 def test_p_over_tasks_is_that_of_all_signs_and_tasks_weigh_alike():
-    law, food = np.array([1.0, 1, 1, 0, 1]), np.array([1, 0.0, 1])
+    law = np.array([1.0, 1, 1, 0, 1])
+    food = np.array([1, 0.0, 1])
     comparison = compare_differences([law, food])
     assert (comparison.mean, comparison.n) == (pytest.approx((0.8 + 2 / 3) / 2), 8)
     assert comparison.p == pytest.approx(all_signs([*law / 5, *food / 3]), abs=0.006)

@@ -62,7 +62,8 @@ def log_likelihood(model, prompt, answer):
 def test_the_choice_is_that_of_the_largest_likelihood(kind):
     build, objective = MODELS[kind]
     for seed in range(2):
-        model, step_counts = build(seed), []
+        model = build(seed)
+        step_counts = []
         sums = score_choices(model, objective, questions(), batch_size=4, step=step_counts.append)
         best, best_mean = rank_choices(questions(), sums)
         for question, choice, found_mean in zip(questions(), best, best_mean, strict=True):
@@ -99,7 +100,8 @@ def written_by(model, tokenizer, *, batch_size=4, max_new_tokens=6):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_written_is_greedy_in_any_batch_whatever_the_checkpoint_says(kind):
-    tokenizer, differing = framed_tokenizer(), set()
+    tokenizer = framed_tokenizer()
+    differing = set()
     for seed in range(2):
         model = MODELS[kind][0](seed)
         expected = by_hand(model, tokenizer)
@@ -117,12 +119,12 @@ def test_what_is_written_is_greedy_in_any_batch_whatever_the_checkpoint_says(kin
 
 
 def test_an_answer_ends_with_the_positions_of_the_model():
-    tokenizer, model = framed_tokenizer(), causal()
+    tokenizer = framed_tokenizer()
+    model = causal()
     long_answers = written_by(model, tokenizer, max_new_tokens=40, batch_size=1)
     model.config.max_position_embeddings = 16
     model.transformer.wpe.weight.data = model.transformer.wpe.weight.data[:16]
     model.transformer.wpe.num_embeddings = 16
     short = written_by(model, tokenizer, max_new_tokens=40, batch_size=1)
-    assert (
-        all(long_answers[number].startswith(text) for number, text in short.items()) and short != long_answers
-    )
+    assert all(long_answers[number].startswith(text) for number, text in short.items())
+    assert short != long_answers

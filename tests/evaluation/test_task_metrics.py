@@ -24,10 +24,17 @@ def make_endtask_scores(
     """End tasks whose seeds lie around a matrix; accuracy is 0.01 higher, micro-F1 0.02."""
     cube = np.asarray(matrix)[..., None] + seed_spread * np.linspace(-1, 1, len(seeds))
     kinds = {"macro_f1": cube, "accuracy": cube + 0.01, "micro_f1": cube + 0.02}
-    scores = {"when": policy, "tasks": list(tasks), "seeds": list(seeds), "hash": "0a1b", "seconds": 12.5}
-    scores |= {"classes": dict.fromkeys(tasks, 3), "examples": dict.fromkeys(tasks, 6)}
-    scores["metric"] = dict.fromkeys(tasks, metric) if isinstance(metric, str) else metric
-    return scores | {"scores": {kind: np.where(np.isnan(x), None, x).tolist() for kind, x in kinds.items()}}
+    return {
+        "when": policy,
+        "tasks": list(tasks),
+        "seeds": list(seeds),
+        "hash": "0a1b",
+        "seconds": 12.5,
+        "classes": dict.fromkeys(tasks, 3),
+        "examples": dict.fromkeys(tasks, 6),
+        "metric": dict.fromkeys(tasks, metric) if isinstance(metric, str) else metric,
+        "scores": {kind: np.where(np.isnan(x), None, x).tolist() for kind, x in kinds.items()},
+    }
 
 
 def summarised(matrix=A, *, rows=ROWS, **options):
@@ -42,15 +49,18 @@ def test_the_numbers_by_hand():
     metric = {"law": "macro_f1", "food": "micro_f1", "space": "accuracy"}
     assert summarised(metric=metric)["MF1"] == pytest.approx((0.75 + 0.52 + 0.91) / 3)
     cube = np.array([[[0.2, NAN, 0.4], [NAN] * 3]])  # seeds are averaged, those there are
-    mean, deviation = task_metrics.over_seeds(cube)[0], task_metrics.sd_over_seeds(cube)[0]
+    mean = task_metrics.over_seeds(cube)[0]
+    deviation = task_metrics.sd_over_seeds(cube)[0]
     assert (mean[0], deviation[0]) == (pytest.approx(0.3), pytest.approx(np.std([0.2, 0.4], ddof=1)))
     assert np.isnan([mean[1], deviation[1], task_metrics.sd_over_seeds(cube[..., :1])[0, 0]]).all()
 
 
 def test_the_forget_rate_needs_a_later_stage_and_all_terms_and_the_last_column_never_enters():
     rate = partial(task_metrics.forget_rate, rows=ROWS, tasks=TASKS)
-    changed, gained = A.copy(), A.copy()
-    changed[:, 2], gained[3, :2] = [0.1, 0.2, 0.3, 0.0], 0.95
+    changed = A.copy()
+    gained = A.copy()
+    changed[:, 2] = [0.1, 0.2, 0.3, 0.0]
+    gained[3, :2] = 0.95
     assert (rate(changed), rate(gained)) == (pytest.approx(0.075), pytest.approx(-0.25))
     assert np.isnan(rate(A[:2])) and np.isnan(rate(np.where(A == 0.60, NAN, A)))
     assert rate(A[:3]) == rate(A[:3], rows=ROWS[:3]) == pytest.approx(0.1)
@@ -150,7 +160,8 @@ def test_rouge_is_that_of_the_longest_common_subsequence_and_a_guess_has_its_cha
 
 def test_the_metrics_are_those_of_the_papers_as_soon_as_their_terms_are_there():
     matrix = np.array([[0.2, 0.3, 0.1], [0.9, 0.4, 0.2], [0.5, 0.8, 0.5], [0.6, 0.7, 0.9]])
-    rows, tasks = ["base", "a", "b", "c"], ["a", "b", "c"]
+    rows = ["base", "a", "b", "c"]
+    tasks = ["a", "b", "c"]
     expected = {"AP": (0.6 + 0.7 + 0.9) / 3, "LA": (0.9 + 0.8 + 0.9) / 3, "BWT": -0.2, "F": 0.2, "FWT": 0.25}
     assert task_metrics.compute_metrics(matrix, rows=rows, tasks=tasks) == pytest.approx(expected)
     assert set(task_metrics.compute_metrics(matrix[:1], rows=rows[:1], tasks=tasks)) == {"AP"}

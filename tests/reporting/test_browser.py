@@ -79,7 +79,8 @@ def test_tables_sort_by_words_and_by_numbers_and_are_filtered_together_by_a_sear
         4: (["9.1e+04", "1.2e+05", "2.0e+05", "inf"], ["–"]),
     }
     for (column, (ascending, unknown)), clicks in zip(expected.items(), sorted_columns, strict=True):
-        sorted_up, sorted_down = ["ascending", ascending + unknown], ["descending", ascending[::-1] + unknown]
+        sorted_up = ["ascending", ascending + unknown]
+        sorted_down = ["descending", ascending[::-1] + unknown]
         assert clicks == [sorted_up, sorted_down, ["none", [row[column] for row in ROWS]]]
     names = [row[0] for row in ROWS]
     assert [result[:2] for result in searched] == [[names[3:], 2], [[], 0], [names, 5]]

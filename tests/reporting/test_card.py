@@ -23,9 +23,11 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
 ):
     run = tmp_path / "secret_user" / "run"
     start(small("order=[law,food]", "optim.lr=0.01", "method=prompt"), run)
-    path, run_dir = run / "model" / "README.md", RunDir(run)
+    path = run / "model" / "README.md"
+    run_dir = RunDir(run)
     scores = json.loads((run / "scores.json").read_text())
-    page, data = path.read_text(), ModelCard.load(path).data
+    page = path.read_text()
+    data = ModelCard.load(path).data
     assert data.pipeline_tag == "fill-mask" and data.base_model is None and "prompt" in data.tags
     card_metrics = {
         (result.dataset_name, result.metric_name): result.metric_value for result in data.eval_results
@@ -35,7 +37,8 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
     assert cells(page, "final (LC)")[1].startswith(f"{scores['metrics']['LC']['nats']:.4f} [")
     assert cells(page, "optim.lr") == ["0.01"] and cells(page, "model.mlm_probability") == ["0.3"]
     assert not any(private in page for private in ("secret_user", str(corpora), "/tmp", "http"))
-    code, names = page.split("```python\n")[1].split("```")[0], {}
+    code = page.split("```python\n")[1].split("```")[0]
+    names = {}
     monkeypatch.chdir(run)
     exec(code, names)  # the expression that loads the model is code
     assert names["model"].training is False and "cpt.adapters.export" in code

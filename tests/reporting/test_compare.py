@@ -25,27 +25,28 @@ ROWS = ["base", *DOMAINS]
 
 
 def seeds(method, shifts, **options):
-    return [
-        make_run(f"{method}-{i}", method=method, seed=i, shift=x, **options) for i, x in enumerate(shifts)
-    ]
+    runs = []
+    for seed, shift in enumerate(shifts):
+        runs.append(make_run(f"{method}-{seed}", method=method, seed=seed, shift=shift, **options))
+    return runs
 
 
 def test_the_best_is_so_over_the_pairs_that_all_have():
     """ncl forgets less in each pair, but has another order in which all forget much."""
-    reversed_order, shifts = DOMAINS[::-1], np.linspace(0, 0.01, 8)
+    shifts = np.linspace(0, 0.01, 8)
     runs = seeds("ncl", shifts) + seeds("ewc", shifts + 0.05)
-    runs += [make_run(f"o{i}", method="ncl", seed=i, shift=2.0, order=reversed_order) for i in range(8)]
-    (line, *_) = (
-        candidate for candidate in build_findings(make_section(runs)).lines if "Forgets" in candidate
-    )
+    for seed in range(8):
+        runs.append(make_run(f"o{seed}", method="ncl", seed=seed, shift=2.0, order=DOMAINS[::-1]))
+    line = next(line for line in build_findings(make_section(runs)).lines if "Forgets" in line)
     assert line.startswith("Forgets least: `ncl`") and "Distinguished from 1 of 1 others" in line
-    measure = next(candidate for candidate in MEASURES if candidate.key == FG)
-    part = seeds("kd", [-0.5, -0.5, -0.5])
-    part[2].scores.metrics.pop("FG")  # it has diverged
-    best = contrasts.find_best(
-        make_section(seeds("ncl", [0, 0, 0]) + part), make_section(runs).groups, measure
-    )
-    assert best.group.name == "ncl" and build_findings(make_section([make_run()])).lines == []
+
+    measure = next(measure for measure in MEASURES if measure.key == FG)
+    kd_runs = seeds("kd", [-0.5, -0.5, -0.5])
+    kd_runs[2].scores.metrics.pop("FG")  # it has diverged
+    section = make_section(seeds("ncl", [0, 0, 0]) + kd_runs)
+    best = contrasts.find_best(section, make_section(runs).groups, measure)
+    assert best.group.name == "ncl"
+    assert build_findings(make_section([make_run()])).lines == []
 
 
 def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
@@ -65,23 +66,22 @@ def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
 
 def test_differences_are_paired_by_order_and_seed_and_corrected_by_holm():
     runs = seeds("ncl", [0.0, 0.3, 0.6]) + seeds("das", [-0.1, 0.1, 0.3, 9.0])
-    forgetting_contrasts = contrasts.find_contrasts(make_section(runs), FG)
-    assert set(forgetting_contrasts) == {"das"} and (
-        forgetting_contrasts["das"].n,
-        forgetting_contrasts["das"].p,
-    ) == (3, pytest.approx(0.25))
-    forgotten = [make_scores(shift=x).metrics["FG"]["nats"] for x in (-0.1, 0.1, 0.3, 0, 0.3, 0.6)]
-    assert forgetting_contrasts["das"].mean == pytest.approx(np.mean(forgotten[:3]) - np.mean(forgotten[3:]))
+    found_contrasts = contrasts.find_contrasts(make_section(runs), FG)
+    assert set(found_contrasts) == {"das"}
+    assert found_contrasts["das"].n == 3
+    assert found_contrasts["das"].p == pytest.approx(0.25)
+    forgotten = [make_scores(shift=shift).metrics["FG"]["nats"] for shift in (-0.1, 0.1, 0.3, 0, 0.3, 0.6)]
+    assert found_contrasts["das"].mean == pytest.approx(np.mean(forgotten[:3]) - np.mean(forgotten[3:]))
+
     copies = [make_run(shift=0.0), make_run("copy", shift=0.2), make_run(method="das", shift=0.5)]
     assert contrasts.find_contrasts(make_section(copies), FG)["das"].mean == pytest.approx(0.4)
-    p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9}
-    differences = {name: Difference(mean=0, low=0, high=0, p=p_value, n=9) for name, p_value in p.items()}
-    forgetting_contrasts = contrasts.read_contrasts(contrasts.correct_differences(differences))
-    expected = {"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.9}
-    assert {name: contrast.p_holm for name, contrast in forgetting_contrasts.items()} == pytest.approx(
-        expected
-    )
-    assert all(math.isnan(contrast.p_t_holm) for contrast in forgetting_contrasts.values())
+
+    p_values = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9}
+    differences = {name: Difference(mean=0, low=0, high=0, p=p, n=9) for name, p in p_values.items()}
+    corrected = contrasts.read_contrasts(contrasts.correct_differences(differences))
+    corrected_p = {name: contrast.p_holm for name, contrast in corrected.items()}
+    assert corrected_p == pytest.approx({"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.9})
+    assert all(math.isnan(contrast.p_t_holm) for contrast in corrected.values())
     assert contrasts.correct_differences({}).empty
 
 
@@ -101,39 +101,46 @@ def records(compared):
 def test_answers_to_a_task_and_to_all_by_hand_without_those_that_are_damaged_or_missing(tmp_path):
     runs = []
     for method, right in (("ncl", NCL), ("das", DAS)):
-        answers = {"law": right[0], "food": right[1][:20], "space": right[0], "sea": right[0]}
-        answers = {task: choose_answers(row) for task, row in answers.items()}
+        answers = {
+            "law": choose_answers(right[0]),
+            "food": choose_answers(right[1][:20]),
+            "space": choose_answers(right[0]),
+            "sea": choose_answers(right[0]),
+        }
         runs.append(answered(tmp_path / method, answers, method=method))
     answers_in(tmp_path / "das", ROWS, 3, "sea").unlink()
     damaged = answers_in(tmp_path / "ncl", ROWS, 3, "space")
     damaged.write_text("damaged")
     contrast = contrast_examples(make_section(runs))
-    examples, (failed,) = contrast.table.to_dict("records"), contrast.unreadable
-    assert failed.startswith(f"{damaged}: damaged predictions") and len(examples) == 3
-    law, food, overall = ({row["task"]: row for row in examples}[task] for task in ("law", "food", ""))
-    only_das, only_ncl = (DAS[0] & ~NCL[0]).sum(), (NCL[0] & ~DAS[0]).sum()
+    (complaint,) = contrast.unreadable
+    assert complaint.startswith(f"{damaged}: damaged predictions")
+
+    row_of_task = {row["task"]: row for row in contrast.table.to_dict("records")}
+    assert len(contrast.table) == len(row_of_task) == 3
+    law = row_of_task["law"]
+    food = row_of_task["food"]
+    overall = row_of_task[""]
     assert (law["n"], food["n"], overall["n"], overall["num_tasks"]) == (60, 20, 80, 2)
-    assert (law["both"], law["only_group"], law["only_baseline"]) == (
-        (DAS[0] & NCL[0]).sum(),
-        only_das,
-        only_ncl,
-    )
+
+    only_das = (DAS[0] & ~NCL[0]).sum()
+    only_ncl = (NCL[0] & ~DAS[0]).sum()
+    assert law["both"] == (DAS[0] & NCL[0]).sum()
+    assert (law["only_group"], law["only_baseline"]) == (only_das, only_ncl)
     assert law["mean"] == pytest.approx((only_das - only_ncl) / 60)
     assert law["p"] == pytest.approx(binomtest(int(only_das), int(only_das + only_ncl)).pvalue)
     assert overall["mean"] == pytest.approx((law["mean"] + food["mean"]) / 2), "tasks weigh alike"
-    spread = [np.std(DAS[0] * 1.0 - NCL[0]) ** 2 / 60, np.std(DAS[1][:20] * 1.0 - NCL[1][:20]) ** 2 / 20]
-    width = 2 * 1.96 * np.sqrt(sum(spread)) / 2
+    law_variance = np.std(DAS[0] * 1.0 - NCL[0]) ** 2 / 60
+    food_variance = np.std(DAS[1][:20] * 1.0 - NCL[1][:20]) ** 2 / 20
+    width = 2 * 1.96 * np.sqrt(law_variance + food_variance) / 2
     assert overall["high"] - overall["low"] == pytest.approx(width, rel=0.1)
 
 
 def test_seeds_are_averaged_by_example(tmp_path):
-    runs = [
-        answered(
-            tmp_path / f"{method}-{seed}", {"law": choose_answers(right[seed])}, method=method, seed=seed
-        )
-        for method, right in (("ncl", NCL), ("das", DAS))
-        for seed in (0, 1)
-    ]
+    runs = []
+    for method, right in (("ncl", NCL), ("das", DAS)):
+        for seed in (0, 1):
+            answers = {"law": choose_answers(right[seed])}
+            runs.append(answered(tmp_path / f"{method}-{seed}", answers, method=method, seed=seed))
     record = records(make_section(runs))[""]
     assert record["n"] == 60, "two seeds are no more examples"
     assert record["mean"] == pytest.approx((DAS * 1.0 - NCL).mean())
@@ -143,14 +150,19 @@ def test_seeds_are_averaged_by_example(tmp_path):
 
 
 def test_end_tasks_are_compared_by_their_predictions(tmp_path):
-    endtasks, runs = make_endtasks([[0.5] * 3] * 4), []
+    endtasks = make_endtasks([[0.5] * 3] * 4)
+    runs = []
     for method, right in (("ncl", [1, 0, 0, 0]), ("das", [1, 1, 1, 0]), ("ewc", None)):
         runs.append(save_run(tmp_path / method, method=method, endtasks=endtasks))
-        for task, seed in ((task, seed) for task in DOMAINS for seed in (7, 8) if right):
-            predicted(tmp_path / method, 3, task, seed, right, rows=ROWS)
-    examples = records(make_section(runs))
-    assert {row["group"] for row in examples.values()} == {"das"}
-    assert (examples[""]["mean"], examples[""]["n"]) == (pytest.approx(0.5), 12)
+        if right is None:
+            continue
+        for task in DOMAINS:
+            for seed in (7, 8):
+                predicted(tmp_path / method, 3, task, seed, right, rows=ROWS)
+    row_of_task = records(make_section(runs))
+    assert {row["group"] for row in row_of_task.values()} == {"das"}
+    assert row_of_task[""]["mean"] == pytest.approx(0.5)
+    assert row_of_task[""]["n"] == 12
 
 
 NASTY = ["law\n", "=1+1", "+cmd|' /C calc'!A0", "\r\n=1", "a,b;\"c\"'d'"]
@@ -165,13 +177,11 @@ def test_csv_has_every_number_of_each_run_and_names_are_no_formulas(tmp_path):
         head, *lines = csv.reader(file)
     assert [len(line) for line in lines] == [len(head)] * 8
     assert not [cell for cell in sum(lines, head) if cell and cell[0] in "=+@\t\r\n"]
-    (run_row,) = (
-        line for line in (dict(zip(head, line, strict=True)) for line in lines) if line["seed"] == "1"
-    )
-    assert run_row["folder"].endswith("/ncl-1") and (run_row["order"], run_row["group"]) == (
-        "law food space",
-        "ncl",
-    )
+
+    rows = [dict(zip(head, line, strict=True)) for line in lines]
+    (run_row,) = (row for row in rows if row["seed"] == "1")
+    assert run_row["folder"].endswith("/ncl-1")
+    assert (run_row["order"], run_row["group"]) == ("law food space", "ncl")
     assert float(run_row["LC/perplexity"]) == make_scores(shift=0.2).metrics["LC"]["perplexity"]
     assert float(run_row["compared/intransigence/nats"]) == pytest.approx((0.2 + 3.0) / 3)
     assert run_row["optimized_metric"] == "123.5"

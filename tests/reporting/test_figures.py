@@ -23,11 +23,16 @@ def lines(figure):
 
 
 def test_a_plane_shows_runs_means_levels_and_the_front():
-    points = {"slow": ([4e13, 4e13], [10.0, 20.0]), "fast": ([1e13, None], [30.0, 5.0])}
-    points |= {"worse": ([5e13], [30.0]), "free": ([0.0], [1.0]), "joint": ([None, None], [12.0, 14.0])}
+    points = {
+        "slow": ([4e13, 4e13], [10.0, 20.0]),
+        "fast": ([1e13, None], [30.0, 5.0]),
+        "worse": ([5e13], [30.0]),
+        "free": ([0.0], [1.0]),  # for which a logarithmic axis has no place
+        "joint": ([None, None], [12.0, 14.0]),
+    }
     figure, caption = comparison_figures.draw_plane(
         points, x_label="FLOPs", y_label="LC", is_logarithmic=True
-    )  # which has no place for 0
+    )
     marks = [mark for mark in figure.axes[0].collections if not mark.get_label().startswith("_")]
     means = {mark.get_label(): tuple(mark.get_offsets()[0]) for mark in marks}
     assert means == {"slow (2)": (4e13, 15), "fast": (1e13, 30), "worse": (5e13, 30)}
@@ -39,7 +44,8 @@ def test_a_plane_shows_runs_means_levels_and_the_front():
 def test_curves_are_means_over_the_domains_so_far_and_over_runs():
     ncl, second_ncl, short, lost = (make_scores(nll=NLL) for _ in range(4))
     second_ncl.nll[1][0] = 3.4
-    short.rows, short.nll = short.rows[:2], short.nll[:2]
+    del short.rows[2:]
+    del short.nll[2:]
     lost.nll[2] = lost.nll[3] = [None] * 4
     joint = make_scores(rows=["base", "joint"], nll=[[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], method="joint")
     groups = {"ncl": [ncl, second_ncl], "short": [ncl, short], "lost": [lost], "joint": [joint], "gone": []}
@@ -58,10 +64,11 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs():
 def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_has_none(tmp_path):
     runs = []
     for seed, (number, order) in itertools.product((0, 1), enumerate((DOMAINS, DOMAINS[::-1]))):
-        config, identity = {"order": number, "seed": seed}, {"order": order, "seed": seed}
-        runs.append(save_run(tmp_path / f"{number}-{seed}", config=config, **identity))
-        losses = [(step, text, 5 - step / 10 + seed) for text in order for step in (0, 5, 9)]
-        curve = "".join(f"{step},train/lm/{text},{loss}\n" for step, text, loss in losses)
+        config = {"order": number, "seed": seed}
+        runs.append(save_run(tmp_path / f"{number}-{seed}", config=config, order=order, seed=seed))
+        curve = ""
+        for text, step in itertools.product(order, (0, 5, 9)):
+            curve += f"{step},train/lm/{text},{5 - step / 10 + seed}\n"
         kills = f"5,train/lm/{order[0]},99.0\n", "9,train/lm/la"  # a line that is repeated, one cut off
         (runs[-1].folder / "metrics.csv").write_text(curve.join(kills))
     joint = make_run(tmp_path / "none", method="joint")

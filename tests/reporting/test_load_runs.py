@@ -1,5 +1,7 @@
 """Runs are found, filtered, measured, and grouped where their numbers are comparable."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -26,8 +28,8 @@ def test_runs_are_found_at_any_depth_once_and_what_is_missing_or_was_only_begun_
 
 
 def test_filters_choose_runs_and_a_wrong_one_says_what_is_allowed():
-    values = ("", "a=1; b=[x,y]")
-    runs = [make_run(method=m, seed=s, variant=v) for m in ("ncl", "das") for s in (0, 1) for v in values]
+    choices = itertools.product(("ncl", "das"), (0, 1), ("", "a=1; b=[x,y]"))
+    runs = [make_run(method=method, seed=seed, variant=variant) for method, seed, variant in choices]
     for count, words in ((4, "method=das,ncl seed=1"), (2, "method=das variant=b=[x,y]"), (8, "")):
         assert len(filter_runs(runs, words.split())) == count
     with pytest.raises(ValueError, match="method=ewc is invalid. Allowed: das, ncl"):
@@ -70,7 +72,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_perplexity_depends_on_makes_a_section(name):
-    comparable_runs = [make_run(seed=seed, method=method) for seed in (0, 1) for method in ("ncl", "das")]
+    comparable_runs = []
+    for seed in (0, 1):
+        comparable_runs += [make_run(seed=seed, method="ncl"), make_run(seed=seed, method="das")]
     first, second = build_sections(measure_runs([*comparable_runs, make_run(method="das", **OTHERS[name])]))
     assert [len(first.runs), len(second.runs)] == [4, 1]
     assert second.baselines == {} and first.title != second.title
@@ -99,8 +103,10 @@ def test_labels_models_values_and_configs_make_groups(tmp_path):
 
 
 def test_the_baseline_shares_model_and_orders_and_most_values():
-    values = ("lr=1", "lr=2")
-    runs = [make_run(method=m, variant=v, shift=i / 9) for m in ("ncl", "das") for i, v in enumerate(values)]
+    runs = []
+    for method in ("ncl", "das"):
+        for variant, shift in (("lr=1", 0), ("lr=2", 1 / 9)):
+            runs.append(make_run(method=method, variant=variant, shift=shift))
     baselines = {
         name: group.name for name, group in make_section([*runs, make_run(method="ewc")]).baselines.items()
     }
@@ -110,7 +116,7 @@ def test_the_baseline_shares_model_and_orders_and_most_values():
     runs = [make_run(), make_run(method="das", model="large"), make_run(method="ewc", order=DOMAINS[::-1])]
     assert make_section(runs).baselines == {}
     order = f"order {','.join(DOMAINS[::-1])}"
-    runs = [
-        make_run(order=each, method=method) for each in (DOMAINS, DOMAINS[::-1]) for method in ("ncl", "das")
-    ]
+    runs = []
+    for domains in (DOMAINS, DOMAINS[::-1]):
+        runs += [make_run(order=domains, method="ncl"), make_run(order=domains, method="das")]
     assert make_section(runs, by_order=True).baselines[f"das, {order}"].name == f"ncl, {order}"

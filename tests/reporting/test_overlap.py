@@ -88,7 +88,8 @@ def test_magnitudes_are_those_of_the_base_and_of_the_final_model_and_change_no_b
         )
         assert ("texts" in undisturbed) == (row != 1) and "texts" not in none
     distributions = read_distributions(read_diagnostics(tmp_path / "whole", scores), scores)
-    base, last = distributions["base"], distributions["food"]
+    base = distributions["base"]
+    last = distributions["food"]
     assert base.layer == last.layer and base.texts == ["law", "food", "general"]
     np.testing.assert_allclose([base.shares.sum(1), last.shares.sum(1)], 1, rtol=1e-5)
     assert (base.shares != last.shares).any(1).all()

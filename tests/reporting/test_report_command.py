@@ -41,7 +41,8 @@ def swept(tmp_path):
     for number, order in enumerate((DOMAINS, DOMAINS[::-1])):
         for seed in (0, 1):
             for method, gain in (("ncl", 0.0), ("das", 0.2 + 0.001 * seed)):
-                diagonal, last = [[0.8, None, None], [None, 0.8, None]], [0.5 + gain + 0.01 * seed, 0.6, 0.7]
+                diagonal = [[0.8, None, None], [None, 0.8, None]]
+                last = [0.5 + gain + 0.01 * seed, 0.6, 0.7]
                 endtasks = make_endtasks([[None] * 3, *diagonal, last], when="each", tasks=order)
                 config = {"order": number, "seed": seed, "method": {"strength": 5.0 if gain else None}}
                 save_scores(
@@ -81,8 +82,10 @@ def test_the_numbers_of_tables_are_those_of_the_frames_and_marks_those_of_the_te
     assert set(tex) == {"main", "endtasks", "orders-MF1", "orders-LC", "settings"} | matrices
     frames = load_tables(swept)
     law = frames["endtasks"].query("measure == 'task/law'").set_index("group")
-    das, ncl = [0.7, 0.711, 0.7, 0.7], [0.5, 0.51, 0.7, 0.7]
-    mean, sd = np.mean(ncl), np.std(ncl, ddof=1)
+    das = [0.7, 0.711, 0.7, 0.7]
+    ncl = [0.5, 0.51, 0.7, 0.7]
+    mean = np.mean(ncl)
+    sd = np.std(ncl, ddof=1)
     assert [law["mean"]["ncl"], law["sd"]["ncl"]] == pytest.approx([mean, sd])
     assert law["p_t_holm"]["das"] == pytest.approx(ttest_rel(das, ncl).pvalue) and law["n"]["das"] == 4
     assert f"\nncl & {100 * mean:.2f} $\\pm$ {100 * sd:.2f} & " in tex["endtasks"]
@@ -104,14 +107,15 @@ def test_names_in_tables_are_nothing_but_names(name, tmp_path):
             runs.append(make_run(method=method, seed=seed, order=order, endtasks=endtasks))
     for path in write_tables([make_section(runs)], tmp_path):
         rows = re.sub(r"(?s).*\\toprule|\\bottomrule.*", "", path.read_text()).replace("\\midrule", "")
-        assert len({re.sub(r"\\&", "", row).count("&") for row in rows.split("\\\\\n") if row.strip()}) == 1
+        cells_of_rows = {re.sub(r"\\&", "", row).count("&") for row in rows.split("\\\\\n") if row.strip()}
+        assert len(cells_of_rows) == 1
         assert not re.search(r"\\input|(?<!\\)[#%_]|[±–→]", rows)
 
 
 @pytest.mark.slow
 def test_the_page_has_its_figures(tmp_path, monkeypatch):
-    for method in ("ncl", "das"):
-        save_scores(tmp_path / method, method=method, shift=0.1 * (method == "das"))
+    for method, shift in (("ncl", 0.0), ("das", 0.1)):
+        save_scores(tmp_path / method, method=method, shift=shift)
     assert main([str(tmp_path), "--by", "order"]) == 0
     assert (tmp_path / "comparison.html").read_text().count('src="data:image/png;base64,') == 5
     for kind in ("pdf", "svg", "png"):
@@ -124,11 +128,14 @@ def test_the_page_has_its_figures(tmp_path, monkeypatch):
 
 
 def test_shipped_rows_are_of_known_methods_and_measures():
-    methods, masks = ({path.stem for path in (CONF / kind).glob("*.yaml")} for kind in ("method", "mask"))
+    methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    masks = {path.stem for path in (CONF / "mask").glob("*.yaml")}
     keys = {measure.key for measure in MEASURES} | {"task/acl", "task/ai"}
-    for row in (row for path in PUBLISHED.glob("*.json") for row in read_published(path.stem)):
-        for method, *laid in (group.split(" + ") for group in row.groups):
-            assert method in methods and set(laid) <= masks | {"replay past"}
+    rows = itertools.chain.from_iterable(read_published(path.stem) for path in PUBLISHED.glob("*.json"))
+    for row in rows:
+        for group in row.groups:
+            method, *additions = group.split(" + ")
+            assert method in methods and set(additions) <= masks | {"replay past"}
         assert set(row.values) <= keys and row.source and row.orders
 
 

@@ -39,105 +39,190 @@ def check_snapshot(name, text):
     assert text == (SNAPSHOTS / name).read_text()
 
 
-def measured(scores):
-    generator, counts = np.random.default_rng(0), [np.full(30, 20)] * 4
+def measure_documents(scores):
+    """Measures scores over thirty documents of twenty tokens in each text, with noise around their means."""
+    generator = np.random.default_rng(0)
     noise = generator.normal(0, 0.3, (4, 30))
     noise -= noise.mean(1, keepdims=True)
     sums = [(np.array(scores.nll)[:, column, None] + noise[column]) * 20 for column in range(4)]
-    scores.measure(nll_sums=sums, counts=counts)
+    scores.measure(nll_sums=sums, counts=[np.full(30, 20)] * 4)
     return scores
+
+
+def write_training_curves(path):
+    values_of_step = {
+        1: {"lm": 4, "tokens": 400, "grad_norm": 2},
+        3: {"lm": 2, "tokens": 1200, "grad_norm": 2},
+    }
+    lines = []
+    for text in ("law", "food"):
+        for step, values in values_of_step.items():
+            for name, value in values.items():
+                lines.append(f"{step},train/{name}/{text},{value}")
+    path.write_text("\n".join(lines))
+
+
+def write_facts_of_generation(folder):
+    facts = {
+        "tokens": 4000,
+        "real": 900,
+        "texts": 12,
+        "left_out": 3,
+        "nll": 2.5,
+        "nll_left_out": 3.5,
+        "excerpt": "a party",
+    }
+    folder.mkdir(parents=True)
+    (folder / "facts.json").write_text(json.dumps({"law": facts}))
 
 
 def test_a_report_of_a_run_that_has_everything(tmp_path):
     tasks = {
         "law": [choose_answers(answers) for answers in RIGHT],
         "food": [choose_answers(answers[::-1]) for answers in RIGHT],
+        "space": [write_answers(["a b"] * 3, ["a b", f"a {row}", "c"]) for row in "wbxb"],
     }
-    tasks["space"] = [write_answers(["a b"] * 3, ["a b", f"a {row}", "c"]) for row in "wbxb"]
-    parts = [{}, {"law": {"law": 1.0}, "general": {"base": 1.0}}, {}, {name: {name: 1.0} for name in DOMAINS}]
-    parts[3]["general"] = {"space": 0.6251, "base": 0.2249, "law": 0.149, "food": 0.001}
-    nll = {"law": [5.0, 4.0], "food": [3.0, 3.25], "general": [4.0, 4.1]}
-    rise = {"general": [[0.0, 0.0], [0.05, 0.2]]}
-    stage = {"steps": [0, 10], "nll": nll, "rise": rise, "ended": "", "kept": None}
-    title = "Budget of drift: upper ends at the kept step, of what was allowed"
-    budget = {"report": {title: "general +0.200 of 0.300; kept step 10; gone back 1 times"}}
-    matrix = [[1.0, 0.25, -0.5], [0.25, 1.0, 0.125], [-0.5, 0.125, 1.0]]
-    like = {"names": DOMAINS, "matrix": matrix, "general": [0.5, 0.1, -0.25], "embedding": "tfidf"}
-    phases = {"learn": {"law": 41.5, "space": 30.0}, "score": {"base": 1.5, "law": 2.5}}
-    phases |= {"endtasks": {"law": 9.25}, "start": {"read the texts": 100.0}}
-    named = make_benchmarks({"a": [0.25, None, 0.5, 0.75], "b": [None, None, None, 0.5]})
-    named["tasks"]["b"] |= {"chance": None, "higher": False, "truncated": 12, "shots": None}
-    about = {"method": "ewc", "mask": "migu", "seed": 41, "variant": "strength=5", "needs_domain": True}
-    about |= {"loading": 'load("model")', "grown": [2], "skipped_steps": [0, 2, 0, 0]}
-    about |= {"protected_movement": [[], [0.01, 0.5], [0.02, 0.5], []]}
-    about |= {"numerics": {"precision": "bf16", "attention": "auto"}}
-    about |= {"base": {"name": "tiny", "origin": "folder", "adapted": "the first 2 blocks"}}
-    about |= {
-        "similarity": like,
-        "benchmarks": named,
-        "activity_seconds": phases,
-        "endtasks": make_endtask_scores(tasks=DOMAINS),
-    }
-    about |= {"monitor": {"law": stage | {"budget": budget}, "space": stage}}
     folder = tmp_path / "run"
     answer_summary = save_answers(folder, tasks, rows=ROWS) | {"intervals": {"AP": [0.1, 0.9]}}
+
+    monitored_stage = {
+        "steps": [0, 10],
+        "nll": {"law": [5.0, 4.0], "food": [3.0, 3.25], "general": [4.0, 4.1]},
+        "rise": {"general": [[0.0, 0.0], [0.05, 0.2]]},
+        "ended": "",
+        "kept": None,
+    }
+    title = "Budget of drift: upper ends at the kept step, of what was allowed"
+    budget = {"report": {title: "general +0.200 of 0.300; kept step 10; gone back 1 times"}}
+    similarity = {
+        "names": DOMAINS,
+        "matrix": [[1.0, 0.25, -0.5], [0.25, 1.0, 0.125], [-0.5, 0.125, 1.0]],
+        "general": [0.5, 0.1, -0.25],
+        "embedding": "tfidf",
+    }
+    activity_seconds = {
+        "learn": {"law": 41.5, "space": 30.0},
+        "score": {"base": 1.5, "law": 2.5},
+        "endtasks": {"law": 9.25},
+        "start": {"read the texts": 100.0},
+    }
+    benchmarks = make_benchmarks({"a": [0.25, None, 0.5, 0.75], "b": [None, None, None, 0.5]})
+    benchmarks["tasks"]["b"].update(chance=None, higher=False, truncated=12, shots=None)
     save_scores(
-        tmp_path / "scores", answers=answer_summary, flops=[0, 2 * 10**12, 3 * 10**12, 4 * 10**12], **about
+        tmp_path / "scores",
+        method="ewc",
+        mask="migu",
+        seed=41,
+        variant="strength=5",
+        needs_domain=True,
+        loading='load("model")',
+        grown=[2],
+        skipped_steps=[0, 2, 0, 0],
+        protected_movement=[[], [0.01, 0.5], [0.02, 0.5], []],
+        numerics={"precision": "bf16", "attention": "auto"},
+        base={"name": "tiny", "origin": "folder", "adapted": "the first 2 blocks"},
+        similarity=similarity,
+        benchmarks=benchmarks,
+        activity_seconds=activity_seconds,
+        endtasks=make_endtask_scores(tasks=DOMAINS),
+        monitor={"law": monitored_stage | {"budget": budget}, "space": monitored_stage},
+        answers=answer_summary,
+        flops=[0, 2 * 10**12, 3 * 10**12, 4 * 10**12],
     )
-    scores = measured(Scores.load(tmp_path / "scores" / "scores.json"))
-    scores.modules = parts
-    lines = [f"{at},train/{name}/{text},{value}" for text in ("law", "food") for at in (1, 3)
-             for name, value in (("lm", 5 - at), ("tokens", 400 * at), ("grad_norm", 2))]  # fmt: skip
-    (folder / "metrics.csv").write_text("\n".join(lines))
-    (folder / "generated" / "002-food").mkdir(parents=True)
-    facts = {"tokens": 4000, "real": 900, "texts": 12, "left_out": 3, "nll": 2.5, "nll_left_out": 3.5}
-    (folder / "generated/002-food/facts.json").write_text(json.dumps({"law": facts | {"excerpt": "a party"}}))
+
+    scores = measure_documents(Scores.load(tmp_path / "scores" / "scores.json"))
+    routed = {name: {name: 1.0} for name in DOMAINS}
+    routed["general"] = {"space": 0.6251, "base": 0.2249, "law": 0.149, "food": 0.001}
+    scores.modules = [{}, {"law": {"law": 1.0}, "general": {"base": 1.0}}, {}, routed]
+
+    write_training_curves(folder / "metrics.csv")
+    write_facts_of_generation(folder / "generated" / "002-food")
     (folder / "config.yaml").write_text("seed: 41  # a < b\n")
     run_page.write_report(folder, scores)
     check_snapshot("report.md", (folder / "report.md").read_text())
     check_snapshot("console.txt", format_scores(scores))
-    numbers = itertools.groupby(summarize_scores(scores).items(), lambda answers: answers[0].split("/")[0])
-    lines = ["  ".join(f"{key} {x:.6g}" for key, x in answers) for _, answers in numbers]
+
+    lines = []
+    for _, numbers in itertools.groupby(summarize_scores(scores).items(), lambda item: item[0].split("/")[0]):
+        lines.append("  ".join(f"{key} {number:.6g}" for key, number in numbers))
     check_snapshot("summary.txt", "\n".join(lines))
-    rounded = [t.map(lambda x: f"{x:.6g}" if isinstance(x, float) else x) for t in tabulate(scores).values()]
-    check_snapshot("tables.csv", "\n".join(table.to_csv(index=False) for table in rounded))
+    texts = []
+    for table in tabulate(scores).values():
+        rounded = table.map(lambda value: f"{value:.6g}" if isinstance(value, float) else value)
+        texts.append(rounded.to_csv(index=False))
+    check_snapshot("tables.csv", "\n".join(texts))
+
+
+def save_compared_run(root, name, *, number, seed, shift):
+    """One run of a comparison: of a method, or of one of its strengths (`ewc-9`), the `number`-th in order."""
+    method, _, strength = name.partition("-")
+    folder = root / f"{name}-{seed}"
+    config = {"seed": seed, "method": {"name": method}, "trainer": {"steps": 6 if name == "das" else 5}}
+    if strength:
+        config["method"]["strength"] = int(strength)
+
+    nll = NLL
+    rows = None
+    endtasks = make_endtasks([[None] * 3] * 3 + [[0.5 + number / 10, 0.6, 0.7 - seed / 10]])
+    flops = [0, *[10**9 + 10**8 * number] * 3]
+    if method == "joint":
+        nll = [NLL[0], NLL[3]]
+        rows = ["base", "joint"]
+        endtasks = None
+        flops = [0, 10**9]
+
+    # The first two methods have benchmarks, and answers to a task.
+    benchmarks = {}
+    answer_summary = {}
+    answers_folder = root / "answers of runs" / folder.name
+    has_answers = number < 2
+    if has_answers:
+        benchmarks = make_benchmarks({"a": [0.5, None, None, 0.5 + number / 20 + seed / 50]})
+        last_answers = choose_answers(np.roll(RIGHT[number + 1], seed))
+        answers = [choose_answers(RIGHT[0])] * 3 + [last_answers]
+        answer_summary = save_answers(answers_folder, {"law": answers}, rows=ROWS)
+
+    save_scores(
+        folder,
+        config=config,
+        method=method,
+        seed=seed,
+        shift=shift,
+        variant=f"strength={strength}" if strength else "",
+        needs_domain=method == "demix",
+        nll=nll,
+        rows=rows,
+        endtasks=endtasks,
+        flops=flops,
+        benchmarks=benchmarks,
+        answers=answer_summary,
+    )
+    if has_answers:
+        (answers_folder / "answers").rename(folder / "answers")
 
 
 def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(comparison_figures, "build_figures", lambda section: [])
-    shifts = {"ncl": 0.0, "das": -0.2, "demix": -0.5, "one": -3.0, "joint": 0.0}
-    shifts |= {"ewc-1": -0.1, "ewc-9": -0.15}
+    shifts = {
+        "ncl": 0.0,
+        "das": -0.2,
+        "demix": -0.5,
+        "one": -3.0,
+        "joint": 0.0,
+        "ewc-1": -0.1,
+        "ewc-9": -0.15,
+    }
     for number, (name, shift) in enumerate(shifts.items()):
         for seed in range(3 if number < 3 else 2):
-            method, _, strength = name.partition("-")
-            options = {"method": method, "seed": seed, "shift": shift + 0.01 * (seed * (number + 2) % 5)}
-            options |= {"needs_domain": method == "demix", "flops": [0, *[10**9 + 10**8 * number] * 3]}
-            options |= {
-                "endtasks": make_endtasks([[None] * 3] * 3 + [[0.5 + number / 10, 0.6, 0.7 - seed / 10]])
-            }
-            config = {"seed": seed, "method": {"name": method}, "trainer": {"steps": 5 + (name == "das")}}
-            if strength:
-                options |= {"variant": f"strength={strength}"}
-                config["method"]["strength"] = int(strength)
-            if method == "joint":
-                options |= {"nll": [NLL[0], NLL[3]], "rows": ["base", "joint"], "endtasks": None}
-                options |= {"flops": [0, 10**9]}
-            folder = tmp_path / f"{name}-{seed}"
-            if number < 2:
-                answered = [choose_answers(RIGHT[0])] * 3 + [choose_answers(np.roll(RIGHT[number + 1], seed))]
-                values = [0.5, None, None, 0.5 + number / 20 + seed / 50]
-                options |= {"benchmarks": make_benchmarks({"a": values})}
-                options |= {
-                    "answers": save_answers(tmp_path / "kept" / folder.name, {"law": answered}, rows=ROWS)
-                }
-            save_scores(folder, config=config, **options)
-            if number < 2:
-                (tmp_path / "kept" / folder.name / "answers").rename(folder / "answers")
+            seed_shift = 0.01 * (seed * (number + 2) % 5)
+            save_compared_run(tmp_path, name, number=number, seed=seed, shift=shift + seed_shift)
     save_scores(tmp_path / "other", conditions={"score_on": "valid", "length": 128}, seed=1)
     save_scores(tmp_path / "half", nll=NLL[:3], finished=False)
-    for name, file, text in (("bad", "scores.json", '{"dom'), ("started", "config.yaml", "seed: 1\n")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text(text)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "scores.json").write_text('{"dom')
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "config.yaml").write_text("seed: 1\n")
+
     assert report.main([str(tmp_path), str(tmp_path / "nowhere"), "--curve", "method.strength"]) == 1
     missing, damaged = capsys.readouterr().err.splitlines()
     assert "nowhere: no such folder" in missing and damaged.startswith(f"{tmp_path}/bad/scores.json: damaged")
@@ -188,9 +273,12 @@ def test_every_value_is_a_finite_number_however_little_was_measured():
 
 @pytest.mark.parametrize("pair", [("law", "law/macro_f1"), ("MF1", "forward"), ("a/b", "a%2Fb")])
 def test_no_two_numbers_share_a_key(pair):
-    plain, odd = of_two("law", "food"), of_two(*pair)
+    plain = of_two("law", "food")
+    odd = of_two(*pair)
     names = dict(zip(("law", "food"), map(escape_name, pair), strict=True))
-    renamed = {"/".join(names.get(part, part) for part in key.split("/")) for key in summarize_scores(plain)}
+    renamed = set()
+    for key in summarize_scores(plain):
+        renamed.add("/".join(names.get(part, part) for part in key.split("/")))
     assert set(summarize_scores(odd)) == renamed and len(renamed) == len(summarize_scores(plain))
     table = tidy_scores(odd)
     assert table["key"].dropna().is_unique and table["key"].notna().equals(table["kind"].isin(SUMMARIZED))

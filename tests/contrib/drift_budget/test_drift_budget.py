@@ -31,11 +31,9 @@ def test_over_the_budget_it_goes_back_and_a_stage_without_any_ends():
     assert record.kept == 0 and not record.ended and len(record.acts) == 8
     resumed_record = BudgetRecord({"general": 0.1})
     resumed_record.add(0, {"general": (0, 0)})
-    assert (
-        resumed_record.add(5, {"general": (0.05, 0.098)}, way=0.25)
-        and resumed_record.ways == [1, 0.25]
-        and resumed_record.kept == 5
-    )
+    assert resumed_record.add(5, {"general": (0.05, 0.098)}, way=0.25)
+    assert resumed_record.ways == [1, 0.25]
+    assert resumed_record.kept == 5
     record = record_looks((0.11, 0.12))  # spent before the first step
     assert record.kept is None and record.ended and len(record.acts) == 1
 
@@ -78,7 +76,9 @@ def scores_of(folder):
 
 def rises(scores):
     """Of the last row: of the general text since the base, of past domains in the mean since their own."""
-    nll, columns, rows = np.array(scores["nll"]), scores["domains"], scores["rows"]
+    nll = np.array(scores["nll"])
+    columns = scores["domains"]
+    rows = scores["rows"]
     past = [nll[-1, columns.index(name)] - nll[rows.index(name), columns.index(name)] for name in rows[1:-1]]
     general = columns.index("general")
     return nll[-1, general] - nll[0, general], np.mean(past)
@@ -97,7 +97,8 @@ def test_it_is_held_where_it_would_not_have_been(small, start, tmp_path):
     general, past = rises(scores)
     assert general <= 0.8 and past <= 0.3 and "Budget of drift" in (tmp_path / "report.md").read_text()
     for number, (stage, monitored) in enumerate(scores["monitor"].items(), start=1):
-        budget, kept_look = monitored["budget"], monitored["steps"].index(monitored["budget"]["kept"])
+        budget = monitored["budget"]
+        kept_look = monitored["steps"].index(monitored["budget"]["kept"])
         assert budget["allowed"]["general"] == pytest.approx(0.4 * number)
         assert budget["drift"]["general"][kept_look][1] <= 0.4 * number
         drift = scores["nll"][scores["rows"].index(stage)][column] - scores["nll"][0][column]

@@ -46,7 +46,8 @@ def written_texts(folder: Path) -> dict[str, list]:
 @pytest.fixture
 def blocks(monkeypatch):
     """Counts the blocks that are written, and dies in the one with the number `blocks["deadly"]`."""
-    write_block, counts = TextWriter.write_block, Counter()
+    write_block = TextWriter.write_block
+    counts = Counter()
 
     def counted(*arguments, **options):
         counts["written"] += 1
@@ -59,10 +60,12 @@ def blocks(monkeypatch):
 
 
 def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypatch):
-    getitem, batches = TrainStream.__getitem__, {}
+    getitem = TrainStream.__getitem__
+    batches = {}
 
     def record_batch(stream, number):
-        batch, (parts, rows, _) = getitem(stream, number), stream.locate_step(number)
+        batch = getitem(stream, number)
+        parts, rows, _ = stream.locate_step(number)
         new = rows[parts < len(stream.names)].tolist()
         batches[name, stream.names[0], number] = (batch["domains"].tolist(), new)
         return batch
@@ -76,8 +79,10 @@ def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypat
 
 @pytest.fixture
 def texts_read(monkeypatch):
-    domains_read, sequences = defaultdict(set), []
-    entered, table = DomainSequence.enter, Packed.table
+    domains_read = defaultdict(set)
+    sequences = []
+    entered = DomainSequence.enter
+    table = Packed.table
 
     def enter(data, domain):
         sequences.append(data)
@@ -148,10 +153,8 @@ def test_two_processes_write_what_one_writes(corpora, cache, tmp_path):
         (tmp_path / name).mkdir()
         code = launch(tmp_path / name, tmp_path / name / "out", *command, *strategy)
         assert code == 0, (tmp_path / name / "out" / "log").read_text()
-    texts_of_one, texts_of_two = (
-        written_texts(tmp_path / "one" / "run"),
-        written_texts(tmp_path / "two" / "run"),
-    )
+    texts_of_one = written_texts(tmp_path / "one" / "run")
+    texts_of_two = written_texts(tmp_path / "two" / "run")
     assert (
         texts_of_one["002-food/law"] == texts_of_two["002-food/law"]
     )  # before any sum over processes can differ
@@ -183,7 +186,8 @@ EXAMPLES += ["answers=none"]
 def gifted(monkeypatch):
     """Has every model write examples, of each block the second with a wrong answer and the third without an
     end; gives the contexts."""
-    decoded_contexts, before = [], writer.TextWriter.prepare
+    decoded_contexts = []
+    before = writer.TextWriter.prepare
 
     def prepared(text_writer, *arguments, **options):
         def written_by_hand(model, contexts, uniforms, *, sampling):
@@ -209,7 +213,9 @@ def test_valid_examples_are_replayed_and_learned_to_be_written_again(
 ):
     tasks = write_tasks(tmp_path, ("law", "food", "space"), train=60, test=20, size=(3, 6))
     data_options = ["domains=tasks", f"domains.root={tasks}", "model.max_seq_length=160"]
-    getitem, rows, streams = TrainStream.__getitem__, defaultdict(list), {}
+    getitem = TrainStream.__getitem__
+    rows = defaultdict(list)
+    streams = {}
 
     def record_batch(stream, number):
         rows[stream.names[0]] += stream.locate_step(number)[0].tolist()
@@ -230,9 +236,8 @@ def test_valid_examples_are_replayed_and_learned_to_be_written_again(
     ):  # the form has all of it as its answer
         begin = question_row["answers"].index(1) - 1  # before it an end of the encoder's text
         answer_ids = form["ids"][form["answers"].index(1) :]
-        assert (
-            answer_ids[:begin] == question_row["ids"][:begin] and answer_ids[-5:] == question_row["ids"][-5:]
-        )
+        assert answer_ids[:begin] == question_row["ids"][:begin]
+        assert answer_ids[-5:] == question_row["ids"][-5:]
     assert json.loads((tmp_path / "run/generated/kept/law.json").read_text())["kept"] == ["short"]
     # A quarter of past tasks, a quarter of forms of its own: exact over the stage's 6 steps of 8.
     assert np.bincount(rows["space"], minlength=4).tolist() == [24, 6, 6, 12]

@@ -71,7 +71,8 @@ def test_the_budget_is_met_to_the_token(tokens, drop):
 
 
 def test_valid_examples_are_kept_up_to_the_budget():
-    sizes, nll = np.array([5, 6, 7, 8, 9, 5]), np.array([0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+    sizes = np.array([5, 6, 7, 8, 9, 5])
+    nll = np.array([0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
     valid = np.array([True, False, True, True, True, True])
 
     def chosen(valid, **budget):
@@ -86,7 +87,9 @@ def test_valid_examples_are_kept_up_to_the_budget():
 
 def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
     """Ended texts one after another with their ends, a broken-off one in a row of its own."""
-    samples, tokenizer, tokens = make_samples(5), bare_tokenizer(), 301
+    samples = make_samples(5)
+    tokenizer = bare_tokenizer()
+    tokens = 301
     end = tokenizer.eos_token_id
     write_samples(tmp_path, "a/b", samples)
     text_format = SimpleNamespace(row_start=None)
@@ -96,10 +99,13 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
     facts = TextWriter.keep(run, tmp_path, job("a/b", tokens=tokens, num_tokens_wanted=tokens))
     data = Dataset.from_file(str(sample_file(tmp_path, "a/b", "arrow")))
     rows = Packed(data, LENGTH, 0, facts["texts"], facts["bytes"])
-    lengths, row_indices = rows.row_lengths, np.arange(len(rows))
+    lengths = rows.row_lengths
+    row_indices = np.arange(len(rows))
     assert lengths.sum() == tokens == facts["tokens"]
     ids = [row[:size].tolist() for row, size in zip(rows.ids(row_indices), lengths, strict=True)]
-    remaining_tokens, packed, cut_rows = tokens, [], []
+    remaining_tokens = tokens
+    packed = []
+    cut_rows = []
     for sample in samples:
         sample_ids = [*sample.ids, *[end] * sample.ended]
         if remaining_tokens and sample.ended and len(sample_ids) <= remaining_tokens:
@@ -175,7 +181,8 @@ def numbers(count):
 
 def by_hand(model, context, uniforms, sampling):
     """A text, token by token, by whole forward passes in double precision."""
-    ids, nll = list(context), []
+    ids = list(context)
+    nll = []
     for uniform in uniforms.tolist():
         logits = model(torch.tensor([ids])).logits[0, -1].double()
         logits[sampling.entries :] = -torch.inf
@@ -194,7 +201,8 @@ def by_hand(model, context, uniforms, sampling):
 @torch.no_grad()
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
 def test_texts_are_those_of_a_walk_by_hand_in_any_batch(model, temperature, top_p):
-    sampling, uniforms = Sampling(temperature=temperature, top_p=top_p, entries=ENTRIES, end=END), numbers(40)
+    sampling = Sampling(temperature=temperature, top_p=top_p, entries=ENTRIES, end=END)
+    uniforms = numbers(40)
     samples = sample_texts(model, CONTEXTS, uniforms, sampling=sampling)
     assert any(END in ids for ids, _ in samples) and len({len(ids) for ids, _ in samples}) > 1
     for (ids, nll), context, row in zip(samples[:8], CONTEXTS, uniforms, strict=False):

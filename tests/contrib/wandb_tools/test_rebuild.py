@@ -32,7 +32,8 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(tmp_pa
     """Sent at once: finished, unfinished, running, damaged; of each a curve that a kill cut off."""
     import wandb
 
-    root, runs = tmp_path / "synced", {}
+    root = tmp_path / "synced"
+    runs = {}
     for name in ("done", "broken", "wide", "cut", "busy"):
         (root / name).mkdir(parents=True)
         runs[root / name] = make_scores(
