@@ -285,8 +285,8 @@ def test_a_mask_ranks_rows_of_pairs_by_their_outputs(method, build):
         inner = inner * layer.router(x).float().softmax(-1).repeat_interleave(2, -1)
     names = [projection.name for projection in mask.maps]
     for half, outputs in (("A", inner), ("B", layer_output)):
-        position = mask.places[names.index(f"{name}.lora_{half}")]
-        torch.testing.assert_close(mask.sums[position], outputs.abs().sum((0, 1)), rtol=1e-4, atol=1e-4)
+        rows = mask.slices[names.index(f"{name}.lora_{half}")]
+        torch.testing.assert_close(mask.sums[rows], outputs.abs().sum((0, 1)), rtol=1e-4, atol=1e-4)
 
 
 MOCL = ["method.key=cosine", "method.query=encoder"]
