@@ -131,6 +131,8 @@ class FinetuneTask:
             self.check_split("dev", self.dev)
 
     def check_split(self, split: str, examples: Sequence[LabelledExample]) -> None:
+        """Raises ValueError for a split without examples or with a label that train lacks, and for a task of
+        one class."""
         if not examples:
             raise ValueError(f"end task {self.name} has no example in {split}; needed is one or more")
         if len(self.classes) < 2:
@@ -392,33 +394,35 @@ class HubTasks(TaskSource):
         return False  # a name says nothing: only a domain's is right
 
     def fingerprint(self, name: str) -> Any:
-        values = self.values(name)
-        local_files = [path for path in sorted(Path(values["path"]).rglob("*")) if path.is_file()]
-        return [values["path"], values.get("name"), text_files.stamps(local_files)]
+        options = self.values(name)
+        local_files = [path for path in sorted(Path(options["path"]).rglob("*")) if path.is_file()]
+        return [options["path"], options.get("name"), text_files.stamps(local_files)]
 
     def read(self, name: str, split: str) -> list[LabelledExample]:
         import datasets  # seconds, which only this source has to wait for
 
-        values = self.values(name)
-        columns = values["columns"]
-        hub_split = values["splits"].get(split)
+        options = self.values(name)
+        path = options["path"]
+        hub_split = options["splits"].get(split)  # what the data set calls the split
         if hub_split is None:
             return []
         try:
-            rows = datasets.load_dataset(values["path"], values.get("name"), split=hub_split)
+            rows = datasets.load_dataset(path, options.get("name"), split=hub_split)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, pa.ArrowException) as error:
-            raise ValueError(
-                f"endtask.tasks.{name}, path={values['path']}: {text_files.cause(error)}"
-            ) from error
+            raise ValueError(f"endtask.tasks.{name}, path={path}: {text_files.cause(error)}") from error
 
+        columns = options["columns"]
         label_column = columns["label"]
-        label_feature = rows.features.get(label_column)
+        label_feature = rows.features.get(label_column)  # None: the data set does not have the column
+        has_class_numbers = isinstance(label_feature, datasets.ClassLabel)
         examples = []
         for number, row in enumerate(rows):
-            if isinstance(label_feature, datasets.ClassLabel):
-                row = {**row, label_column: name_class(row[label_column], label_feature.names)}
-            where = f"{values['path']} ({hub_split}), row {number}"
-            examples.append(parse_example(where, row, columns=columns, default_id=f"{split}-{number}"))
+            named_row = dict(row)
+            if has_class_numbers:
+                named_row[label_column] = name_class(row[label_column], label_feature.names)
+            where = f"{path} ({hub_split}), row {number}"
+            example = parse_example(where, named_row, columns=columns, default_id=f"{split}-{number}")
+            examples.append(example)
         return examples
 
 

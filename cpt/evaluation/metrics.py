@@ -505,22 +505,25 @@ class Change:
 
 
 def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Iterator[Change]:
-    """The change of each text, its documents drawn alike for both; nan bounds for fewer than MIN_ITEMS
-    documents."""
+    """The change of each text's loss from a model `before` to one `after`. The interval is a bootstrap over
+    documents, drawn alike for both models; its bounds are nan for fewer than MIN_ITEMS documents."""
 
-    def compute_difference(means: Array) -> ByMetricAndUnit:  # of [draw, model, text]
-        return {"loss": {"nats": means[..., 1, 0] - means[..., 0, 0]}}
+    def compute_difference(means: Array) -> ByMetricAndUnit:
+        """The loss after less the one before, [draw], from means [draw, model, 1]."""
+        mean_before = means[..., 0, 0]
+        mean_after = means[..., 1, 0]
+        return {"loss": {"nats": mean_after - mean_before}}
 
     for text in texts:
-        sums_before, counts = np.asarray(before[text], float)
-        sums_after, _ = np.asarray(after[text], float)
+        nll_before, counts = np.asarray(before[text], float)  # [document]: nats, scored tokens
+        nll_after, _ = np.asarray(after[text], float)
         is_scored = counts > 0
-        sums = np.stack([sums_before, sums_after])[:, is_scored]
-        counts = counts[is_scored]
+        nll_sums = np.stack([nll_before, nll_after])[:, is_scored]  # [model, document]
+        scored_counts = counts[is_scored]
 
-        intervals = bootstrap(
-            [[sums, counts]], compute_difference, replicates=CHANGE_REPLICATES, adjusted=True
-        )
+        # For the bootstrap, a matrix with a row for each model and the text as its only column.
+        samples = [(nll_sums, scored_counts)]
+        intervals = bootstrap(samples, compute_difference, replicates=CHANGE_REPLICATES, adjusted=True)
         low, high = intervals["loss"]["nats"]
-        mean_before, mean_after = (sums.sum(1) / counts.sum()).tolist()
+        mean_before, mean_after = (nll_sums.sum(1) / scored_counts.sum()).tolist()
         yield Change(text, mean_before, mean_after, low, high)

@@ -208,7 +208,9 @@ class Scores(Layout):
         modules: Mapping[str, Mapping[str, float]],
         costs: StageCosts,
     ) -> None:
-        """Adds the row of the model after a stage ("base" first), without updating the metrics."""
+        """Adds the row of the model after a stage ("base" first), without updating the metrics. `nll` is by
+        column, None where it was not measured; `modules` are the weights of modules by text. Raises
+        ValueError for a row that there is already, and for another number of losses."""
         if row in self.rows or len(nll) != len(self.domains):
             raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
         self.rows.append(row)
@@ -216,11 +218,19 @@ class Scores(Layout):
         self.modules.append({text: dict(weights) for text, weights in modules.items() if weights})
 
         for name, cost in asdict(costs).items():
-            column: list[Any] = getattr(self, name)
-            is_list = not isinstance(cost, int)
-            while len(column) < len(self.rows) - 1:  # rows of a version that did not have the column
-                column.append([] if is_list else 0)
-            column.append(list(cost) if is_list else cost)
+            self.append_cost(name, cost)
+
+    def append_cost(self, name: str, cost: int | Sequence[float]) -> None:
+        """Adds the last row's cost to one of COST_COLUMNS. In a file of a version without the column the rows
+        before have no cost: they get 0, or an empty list."""
+        column: list[Any] = getattr(self, name)
+        num_missing = len(self.rows) - 1 - len(column)
+        if isinstance(cost, int):
+            column.extend([0] * num_missing)
+            column.append(cost)
+        else:
+            column.extend([] for _ in range(num_missing))
+            column.append(list(cost))
 
     def take_over(self, earlier: Scores) -> Scores:
         """These scores with what a run of fewer domains has measured; cells of further texts are missing."""

@@ -91,20 +91,25 @@ def pick_final(scores: Array) -> Array:
     """The last score of each task, [row, task, ...] to [task, ...]; nan for none. It is that of the last
     model, or for a method that learns each domain from the base that of the domain's model."""
     not_measured = np.full(scores.shape[2:], np.nan)
-    last_rows = enumerate(last_measured(scores))
-    return np.array([not_measured if row is None else scores[row, task] for task, row in last_rows])
+    final = []
+    for column, row in enumerate(last_measured(scores)):
+        final.append(not_measured if row is None else scores[row, column])
+    return np.array(final)
 
 
-def forward(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> Array:
-    """The diagonal A[u][u]: [row, task, ...] to [task, ...]; nan where a domain has no row (joint)."""
+def pick_just_learned(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> Array:
+    """The score of each task in the row of its own domain, A[u][u]: [row, task, ...] to [task, ...]; nan for
+    a task whose domain has no row (joint). `rows` may have more names than there are scores so far."""
+    not_measured = np.full(scores.shape[2:], np.nan)
     measured_rows = rows[: len(scores)]
-    diagonal = []
+    just_learned = []
     for column, task in enumerate(tasks):
         if task in measured_rows:
-            diagonal.append(scores[measured_rows.index(task), column])
+            row = measured_rows.index(task)
+            just_learned.append(scores[row, column])
         else:
-            diagonal.append(np.full(scores.shape[2:], np.nan))
-    return np.array(diagonal)
+            just_learned.append(not_measured)
+    return np.array(just_learned)
 
 
 def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> float:
@@ -114,7 +119,8 @@ def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> flo
     earlier_tasks = [column for column, task in enumerate(tasks) if task in earlier_rows]
     if not earlier_tasks:
         return float("nan")
-    return float((forward(scores, rows, tasks) - scores[-1])[earlier_tasks].mean())
+    fall_by_task = pick_just_learned(scores, rows, tasks) - scores[-1]
+    return float(fall_by_task[earlier_tasks].mean())
 
 
 def run_objective(scores: Mapping[str, Any], metric: str) -> float | None:
@@ -138,7 +144,7 @@ def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict
         accuracy = over_seeds(cube(endtasks, "accuracy"))
         summary["MF1"] = pick_final(scores).mean()
         summary["Acc"] = pick_final(accuracy).mean()
-    summary["forward"] = forward(scores, rows, tasks).mean()
+    summary["forward"] = pick_just_learned(scores, rows, tasks).mean()
     summary["forget_rate"] = forget_rate(scores, rows, tasks)
     return {name: float(value) for name, value in summary.items() if np.isfinite(value)}
 
@@ -423,9 +429,10 @@ def compute_intervals(
     samples = []
     for rows_of_task in values.values():
         asked_by_task.append([row is not None for row in rows_of_task])
-        size = next(len(row) for row in rows_of_task if row is not None)
-        stacked = np.stack([np.full(size, np.nan) if row is None else row for row in rows_of_task])
-        samples.append((stacked.astype(float), np.ones(size)))
+        num_examples = next(len(row) for row in rows_of_task if row is not None)
+        not_asked = np.full(num_examples, np.nan)
+        stacked = np.stack([not_asked if row is None else row for row in rows_of_task])  # [row, example]
+        samples.append((stacked.astype(float), np.ones(num_examples)))
     asked = np.array(asked_by_task).T
 
     def compute(matrix: Array) -> dict[str, dict[str, Array]]:

@@ -108,14 +108,16 @@ def build_figures(section: RunSection) -> list[Block]:
 
 
 def draw_matrices(section: RunSection) -> Picture | None:
-    """The changes of the first run of each group, baselines first; None without a trained stage."""
-    baselines = {group.name for group in section.baselines.values()}
-    trained = [group for group in section.groups if len(group.runs[0].scores.rows) > 1]
-    baselines_first = sorted(trained, key=lambda group: group.name not in baselines)
-    drawn_groups = baselines_first[:MAX_PANELS]
+    """Heat maps of the changes in the first run of each group, in the order of the groups; of more than
+    MAX_PANELS groups the baselines and the first others. None without a trained stage."""
+    baseline_names = {baseline.name for baseline in section.baselines.values()}
+    trained_groups = [group for group in section.groups if len(group.runs[0].scores.rows) > 1]
+    baselines_first = sorted(trained_groups, key=lambda group: group.name not in baseline_names)
+    selected_groups = baselines_first[:MAX_PANELS]
+
     maps = {}
-    for group in section.groups:
-        if group in drawn_groups:
+    for group in trained_groups:
+        if group in selected_groups:
             maps[group.name] = map_change(group.runs[0].scores)
     if not maps:
         return None
@@ -315,28 +317,33 @@ class StageAverages:
 
 
 def average_stages(groups: Mapping[str, Sequence[Scores]]) -> StageAverages:
-    """The averages of groups of runs that have one."""
+    """The averages of each group over its runs: a curve, or else a level, of its runs that learned no
+    sequence. Groups without a finite number have neither."""
     curves = {}
     levels = {}
     for name, runs in groups.items():
-        group_curves = []
-        last_means = []
-        for scores in runs:
-            if not scores.rows:
-                continue
-            if scores.learned:
-                means = [mean_so_far(scores, row) for row in range(1, len(scores.rows))]
-                group_curves.append(Series(np.where(np.isfinite(means), means, np.nan)))
-            else:
-                is_domain = [domain != GENERAL for domain in scores.domains]
-                with np.errstate(over="ignore"):
-                    last_means.append(np.exp(scores.cells[-1, is_domain]).mean())
-        table = DataFrame(group_curves)
+        measured_runs = [scores for scores in runs if scores.rows]
+        table = DataFrame([average_by_stage(scores) for scores in measured_runs if scores.learned])
+        last_means = [average_last_row(scores) for scores in measured_runs if not scores.learned]
+        finite_means = [mean for mean in last_means if math.isfinite(mean)]
         if table.notna().any(axis=None):
             curves[name] = table
-        elif np.isfinite(last_means).any():
-            levels[name] = float(np.mean([mean for mean in last_means if np.isfinite(mean)]))
+        elif finite_means:
+            levels[name] = float(np.mean(finite_means))
     return StageAverages(curves, levels)
+
+
+def average_by_stage(scores: Scores) -> Series:
+    """After each stage, the mean perplexity over the domains learned so far; nan where it is not finite."""
+    means = [mean_so_far(scores, row) for row in range(1, len(scores.rows))]
+    return Series(np.where(np.isfinite(means), means, np.nan))
+
+
+def average_last_row(scores: Scores) -> float:
+    """The mean perplexity of the last model over all domains."""
+    is_domain = [text != GENERAL for text in scores.domains]
+    with np.errstate(over="ignore"):
+        return float(np.exp(scores.cells[-1, is_domain]).mean())
 
 
 def draw_stages(

@@ -164,13 +164,16 @@ def find_values(section: RunSection, key: str) -> ValuesByGroup:
 
 @lru_cache(maxsize=1024)
 def contrast_groups(section: RunSection, key: str) -> DataFrame:
-    """The columns of `PairedContrast`, for each group that shares an order and a seed with its baseline."""
-    values = find_values(section, key)
+    """A row for each group that shares an order and a seed with its baseline: its name as the index, and the
+    columns of `PairedContrast`, group less baseline."""
+    values_by_group = find_values(section, key)
     differences = {}
-    for group, baseline in section.baselines.items():
-        difference = compare_pairs(values.get(group, {}), values.get(baseline.name, {}))
+    for group_name, baseline in section.baselines.items():
+        values = values_by_group.get(group_name, {})
+        baseline_values = values_by_group.get(baseline.name, {})
+        difference = compare_pairs(values, baseline_values)
         if difference.n > 0:
-            differences[group] = difference
+            differences[group_name] = difference
     return correct_differences(differences)
 
 

@@ -206,7 +206,7 @@ def list_task_means(scores: Scores) -> ReportedValues:
         means = task_metrics.over_seeds(cube)
         deviations = task_metrics.sd_over_seeds(cube)
         final = task_metrics.pick_final(means)
-        just_learned = task_metrics.forward(means, scores.rows, endtasks["tasks"])
+        just_learned = task_metrics.pick_just_learned(means, scores.rows, endtasks["tasks"])
         last_stages = task_metrics.last_measured(cube)
         for column, (task, stage) in enumerate(zip(endtasks["tasks"], last_stages, strict=True)):
             key = f"endtask/{escape_name(task)}/{metric}"
@@ -415,14 +415,15 @@ def stage_points(scores: Scores, row: int) -> dict[str, float]:
 
 
 def task_points(scores: Scores) -> list[dict[str, float]]:
-    """The points of the end tasks over `stage`: `tasks/TASK` in its own metric, a mean over seeds."""
-    matrix = find_matrices(scores).get("endtasks", DataFrame())
+    """The points of the end tasks over `stage`, one for each row in which some were measured: `tasks/TASK`, a
+    share of 1 in the task's own metric, a mean over seeds."""
+    task_scores = find_matrices(scores).get("endtasks", DataFrame())  # [row, task]
     points = []
-    for stage, (_, shares) in enumerate(matrix.iterrows()):
-        measured: dict[str, float] = {}
+    for stage, (_, shares) in enumerate(task_scores.iterrows()):
+        point: dict[str, float] = {"stage": stage}
         for task, share in shares.items():
             if isfinite(share):
-                measured[f"tasks/{escape_name(str(task))}"] = float(share)
-        if measured:
-            points.append({"stage": stage, **measured})
+                point[f"tasks/{escape_name(str(task))}"] = float(share)
+        if len(point) > 1:
+            points.append(point)
     return points

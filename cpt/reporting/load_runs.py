@@ -287,29 +287,39 @@ def list_value_names(scores: Scores) -> dict[str, str]:
 def leave_out_tasks(runs: Sequence[MeasuredRun]) -> None:
     """Takes out of comparable runs the tasks that were measured by another protocol than in most."""
     for group, prefixes in PROTOCOLS.items():
-        protocols = {}  # as hashes, by run
+        protocols: dict[MeasuredRun, str] = {}  # as hashes
         for run in runs:
             is_measured = any(key.startswith(prefixes) for key in run.values)
             if is_measured and run.task_protocol(group):
                 protocols[run] = digest(run.task_protocol(group))
         hashes = list(protocols.values())
-        usual = max(hashes, key=hashes.count, default="")
+        most_frequent = max(hashes, key=hashes.count, default="")
         for run, protocol in protocols.items():
-            if protocol != usual:
+            if protocol != most_frequent:
                 leave_out(run, prefixes, LeftOut(group, "another protocol"))
 
 
 def leave_out_means(runs: Sequence[MeasuredRun]) -> None:
-    """Takes out of comparable runs a mean over fewer cells of the matrix than in the others."""
+    """Takes a metric out of those of comparable runs in which it is a mean over fewer cells of the matrix
+    than in another."""
     for metric in METRICS:
-        num_cells = {}
+        num_cells: dict[MeasuredRun, float] = {}
         for run in runs:
             if f"{metric}/nats" in run.values:
-                num_cells[run] = run.scores.metrics[metric].get("terms", [math.inf])[0]
-        max_cells = max(num_cells.values(), default=math.inf)
-        for run, num_cells_of_run in num_cells.items():
-            if num_cells_of_run < max_cells:
+                num_cells[run] = count_measured_cells(run.scores, metric)
+        max_cells = max(num_cells.values(), default=0)
+        for run in num_cells:
+            if num_cells[run] < max_cells:
                 leave_out(run, (f"{metric}/",), LeftOut(metric, "fewer cells"))
+
+
+def count_measured_cells(scores: Scores, metric: str) -> float:
+    """Over how many terms a metric is a mean; infinity for all of them, as scores have no number then."""
+    terms = scores.metrics[metric].get("terms")
+    if terms is None:
+        return math.inf
+    num_measured, _num_terms = terms
+    return num_measured
 
 
 def leave_out(run: MeasuredRun, prefixes: tuple[str, ...], left_out: LeftOut) -> None:

@@ -118,13 +118,13 @@ class TunedMethod:
         return next((trial for trial in self.finished if trial.values in default_values), None)
 
     def best(self, *, sign: int, limit: float = math.inf) -> Trial | None:
-        """The best of the first trials whose operations, those of failed ones too, are within the limit.
-        `sign`: 1 if a lower score is better, -1 if a higher one is."""
+        """The best trial that a search of at most `limit` operations, those of failed trials too, would have
+        found; None without one. `sign`: 1 if a lower score is better, -1 if a higher one is."""
         candidates = []
-        flops = 0
+        flops_so_far = 0
         for trial in self.trials:
-            flops += trial.flops or 0
-            if flops <= limit and trial.is_finished:
+            flops_so_far += trial.flops or 0  # None is unknown
+            if flops_so_far <= limit and trial.is_finished:
                 candidates.append(trial)
         return min(candidates, key=lambda trial: sign * trial.score, default=None)
 

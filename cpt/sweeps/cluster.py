@@ -175,29 +175,30 @@ class ClusterJob:
         self.state = state
 
     def read_result(self) -> bool:
-        """Takes the end of the job from its result, if there is one; gives whether there was."""
+        """Notes how the job ended if its task has left a result. Returns whether the job has ended."""
         from submitit.core.utils import UncompletedJobError
 
-        task = self.handle.task(0)  # of several tasks all have the same end
+        task = self.handle.task(0)  # all tasks of a job have the same end
         refresh(task.paths.folder)
-        if not task.paths.result_pickle.exists():
+        path = task.paths.result_pickle
+        if not path.exists():
             return False
         try:
             end = task.result()
-        except UncompletedJobError as error:  # the task raised: words, its traceback, and paths between rules
-            parts = re.split(r"^-{5,}$", str(error), flags=re.MULTILINE)
-            traceback = parts[1] if len(parts) > 1 else str(error)
-            self.note_end_without_code("lost", last_line(traceback))
+        except UncompletedJobError as error:  # the task raised
+            self.note_end_without_code("lost", last_line(find_traceback(str(error))))
             return True
         except Exception as error:  # pickle raises many classes for a file that is damaged or incomplete
-            return self.note_unreadable(task.paths.result_pickle, error)
-        if isinstance(end, JobEnd):
-            self.note_end(end)
-            return True
-        return self.note_unreadable(task.paths.result_pickle, TypeError(f"{type(end).__name__} in it"))
+            return self.note_unreadable(path, error)
+
+        if not isinstance(end, JobEnd):
+            return self.note_unreadable(path, TypeError(f"{type(end).__name__} in it"))
+        self.note_end(end)
+        return True
 
     def note_unreadable(self, path: Path, error: Exception) -> bool:
-        """Waits some seconds for a file that may be written at this moment; then the run's folder decides."""
+        """Waits some seconds for a result that may be written at this moment; then the run's folder decides
+        how the job ended. Returns whether it has."""
         current_time = time.monotonic()
         if self.unreadable_since is None:
             self.unreadable_since = current_time
@@ -208,7 +209,8 @@ class ClusterJob:
         return True
 
     def note_end(self, end: JobEnd) -> None:
-        self.job.code, self.job.offset = end.code, end.offset
+        self.job.code = end.code
+        self.job.offset = end.offset
         if end.stopped == "cancelled":
             self.note_end_without_code("cancelled", f"job {self.number} was cancelled")
         elif end.stopped:
@@ -226,9 +228,11 @@ class ClusterJob:
         """Notes an end whose exit code says nothing or is unknown. A run that is finished is so, however
         its job ended."""
         self.job.code = GO_ON if ending == "preempted" else None
-        self.job.ending, self.job.lost = ending, reason
+        self.job.ending = ending
+        self.job.lost = reason
         if is_finished_already(self.job.config, self.job.folder):
-            self.job.code, self.job.lost = 0, ""
+            self.job.code = 0
+            self.job.lost = ""
 
 
 @contextmanager
@@ -257,6 +261,13 @@ def refresh(folder: Path) -> None:
         folder.chmod(folder.stat().st_mode)
     except OSError:
         return
+
+
+def find_traceback(message: str) -> str:
+    """The traceback in submitit's message of a task that raised, which stands between lines of dashes; the
+    whole message if it has none."""
+    sections = re.split(r"^-{5,}$", message, flags=re.MULTILINE)
+    return sections[1] if len(sections) > 1 else message
 
 
 def last_line(text: str) -> str:
@@ -304,15 +315,15 @@ class Collector:
             return
         for cluster_job in open_jobs:
             if cluster_job.number in active:
-                state, _ = active[cluster_job.number]
+                state, _folder = active[cluster_job.number]
                 cluster_job.gone_since = None
                 cluster_job.note_state(state)
             elif cluster_job.gone_since is None:
                 cluster_job.gone_since = time.monotonic()
 
     def has_ended(self, job: ClusterJob) -> bool:
-        """Whether a job has ended, which is noted: by its result, else by the scheduler's last state of it
-        some time after it left the queue."""
+        """Whether a job has ended; notes how. Its result says so, or, GONE_S after it left the queue, the
+        scheduler's last state of it."""
         if job.read_result():
             return True
         if job.unreadable_since is not None:

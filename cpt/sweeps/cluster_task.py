@@ -39,8 +39,8 @@ class ClusterTask:
     saving_s: float
 
     def __call__(self) -> JobEnd:
-        """Runs the process to its end. A job that was preempted, and not cancelled, is queued again: then
-        this process ends without a result, and the sweep waits for the next start of the job."""
+        """Runs the process to its end, and returns how it ended. Raises SystemExit for a job that was
+        preempted and is queued again: it has no result yet, and the sweep waits for its next start."""
         from submitit.core.utils import UncompletedJobError
 
         os.chdir(self.folder)
@@ -48,14 +48,16 @@ class ClusterTask:
         try:
             with forward_signals(process, saving_s=self.saving_s) as received:
                 code = process.wait()
-        except UncompletedJobError:  # submitit's handler of the warning before a time limit
+        except UncompletedJobError:  # raised by submitit's handler of the warning before a time limit
             process.wait()
             stopped = "it reached its time limit more often than hydra.launcher.max_num_timeout"
             return JobEnd(GO_ON, offset, stopped)
-        is_stopped = code == GO_ON or code < 0 or code > 128  # by itself, by a signal, by one of a shell
-        if received and is_stopped and "SLURM_JOB_ID" in os.environ:
-            return self.leave_to_scheduler(JobEnd(code, offset))
-        return JobEnd(code, offset)
+
+        end = JobEnd(code, offset)
+        was_signaled = bool(received)
+        if was_signaled and was_interrupted(code) and "SLURM_JOB_ID" in os.environ:
+            return self.leave_to_scheduler(end)
+        return end
 
     def checkpoint(self) -> Any:
         """What submitit queues again after a time limit: the same, since the run resumes itself."""
@@ -82,6 +84,12 @@ class ClusterTask:
         if state in ("PENDING", "PREEMPTED", "REQUEUED", "COMPLETING"):
             raise SystemExit(GO_ON)
         return end
+
+
+def was_interrupted(code: int) -> bool:
+    """Whether an exit code is that of a run that stopped to be continued (GO_ON), or that a signal ended: it
+    is below 0 from Python, above 128 from a shell."""
+    return code == GO_ON or code < 0 or code > 128
 
 
 def job_state(job: str) -> str:

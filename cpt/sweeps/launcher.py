@@ -87,7 +87,8 @@ class JobLauncher(Launcher):
 
     @abstractmethod
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
-        """Runs the `waiting` ones of the jobs to their end."""
+        """Runs the `waiting` ones of the jobs to their end, and notes in each how it ended. `first` is the
+        number of the first of all jobs."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         with readable():
@@ -356,30 +357,40 @@ class ClusterLauncher(JobLauncher):
             raise ValueError(f"hydra.launcher.options={options} is invalid: {error}") from error
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
+        results = self.launch_jobs(waiting, first)
+        for job, result in zip(waiting, results, strict=True):
+            note_result(job, result)
+            job.log_end("finished")
+
+    def launch_jobs(self, jobs: Sequence[Job], first: int) -> Sequence[JobReturn]:
+        """Has the other launcher run the jobs. Gives for each what `run_job` returned, or an exception; where
+        that launcher itself fails, the same for all."""
         config = copy.deepcopy(self.config)
         with read_write(config), open_dict(config):  # what the launcher itself writes goes to .jobs
             config.hydra.sweep.dir = f"{self.config.hydra.sweep.dir}/.jobs"
             config.hydra.output_subdir = None
-        command = partial(run_job, job_command(self.config), Path.cwd())
-        self.inner.setup(hydra_context=self.context, task_function=command, config=config)
+        task = partial(run_job, job_command(self.config), Path.cwd())
+        self.inner.setup(hydra_context=self.context, task_function=task, config=config)
+
         try:
-            returned = self.inner.launch([job.arguments for job in waiting], first)
+            return self.inner.launch([job.arguments for job in jobs], first)
         except Exception as error:  # of any class: each launcher has its own for a job that was cancelled
             # The launcher gave up on all its jobs at once; the cluster may still be at work on some.
             log.error("Stopping: the cluster's launcher failed: %s", error)
             failed = JobReturn(status=JobStatus.FAILED)
             failed.return_value = error
-            returned = [failed] * len(waiting)
+            return [failed] * len(jobs)
 
-        for job, result in zip(waiting, returned, strict=True):
-            if result.status is JobStatus.COMPLETED:
-                job.code, job.offset = result._return_value
-            elif is_finished_already(job.config, job.folder):
-                job.before = True
-            else:  # the last line with text: the message of a traceback
-                lines = [line.strip() for line in str(result._return_value).splitlines() if line.strip()]
-                job.lost = lines[-1] if lines else "(no message)"
-            job.log_end("finished")
+
+def note_result(job: Job, result: JobReturn) -> None:
+    """Notes in a job how it ended: the exit code of its process, or why there is none."""
+    if result.status is JobStatus.COMPLETED:
+        job.code, job.offset = result._return_value  # of run_job
+    elif is_finished_already(job.config, job.folder):
+        job.before = True
+    else:  # the last line with text: the message of a traceback
+        lines = [line.strip() for line in str(result._return_value).splitlines() if line.strip()]
+        job.lost = lines[-1] if lines else "(no message)"
 
 
 def run_job(command: Sequence[str], start: Path, cfg: DictConfig) -> tuple[int, int]:
