@@ -210,7 +210,7 @@ class Scores(Layout):
     ) -> None:
         """Adds the row of the model after a stage ("base" first), without updating the metrics. `nll` is by
         column, None where it was not measured; `modules` are the weights of modules by text. Raises
-        ValueError for a row that there is already, and for another number of losses."""
+        ValueError for a row that the scores have already, and for another number of losses."""
         if row in self.rows or len(nll) != len(self.domains):
             raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
         self.rows.append(row)

@@ -314,7 +314,7 @@ def leave_out_means(runs: Sequence[MeasuredRun]) -> None:
 
 
 def count_measured_cells(scores: Scores, metric: str) -> float:
-    """Over how many terms a metric is a mean; infinity for all of them, as scores have no number then."""
+    """Over how many terms a metric is a mean; infinity for all of them, as scores lack it then."""
     terms = scores.metrics[metric].get("terms")
     if terms is None:
         return math.inf

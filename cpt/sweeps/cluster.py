@@ -322,7 +322,7 @@ class Collector:
                 cluster_job.gone_since = time.monotonic()
 
     def has_ended(self, job: ClusterJob) -> bool:
-        """Whether a job has ended; notes how. Its result says so, or, GONE_S after it left the queue, the
+        """Whether a job has ended; notes how. Its result decides or, GONE_S after it left the queue, the
         scheduler's last state of it."""
         if job.read_result():
             return True

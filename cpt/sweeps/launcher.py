@@ -383,7 +383,7 @@ class ClusterLauncher(JobLauncher):
 
 
 def note_result(job: Job, result: JobReturn) -> None:
-    """Notes in a job how it ended: the exit code of its process, or why there is none."""
+    """Notes in a job how it ended: the exit code of its process, or the reason that it is missing."""
     if result.status is JobStatus.COMPLETED:
         job.code, job.offset = result._return_value  # of run_job
     elif is_finished_already(job.config, job.folder):
