@@ -21,7 +21,7 @@ lowers N, every k-th step with k times the weight has the same mean."""
 from collections.abc import Iterable
 from functools import partial
 from math import ceil
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -40,11 +40,11 @@ from cpt.models.weights import Snapshot
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
     """L_con of vectors, each [N, D], a scalar; candidates are those of all processes."""
-    others, before = gather_rows(torch.stack([positives, negatives], dim=1))
-    candidates = functional.normalize(torch.cat([others[:, 0], others[:, 1]]), dim=-1)
+    pairs, rows_before = gather_rows(torch.stack([positives, negatives], dim=1))
+    candidates = functional.normalize(torch.cat([pairs[:, 0], pairs[:, 1]]), dim=-1)
     similarity = functional.normalize(anchors, dim=-1) @ candidates.T
-    own = before + torch.arange(len(anchors), device=anchors.device)
-    return functional.cross_entropy(similarity / temperature, own)
+    own_positives = rows_before + torch.arange(len(anchors), device=anchors.device)
+    return functional.cross_entropy(similarity / temperature, own_positives)
 
 
 class ContrastMethod(ContinualMethod):
@@ -55,13 +55,20 @@ class ContrastMethod(ContinualMethod):
 
     def __init__(self, options: DASOptions | DGAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        how: dict[str, Any] = {"apply_to": options.apply_to, "normalize": options.normalize}
-        self.masks.append(SoftMask(self.model, kinds=options.units, columns=options.columns, **how))
+        mask = SoftMask(
+            self.model,
+            kinds=options.units,
+            columns=options.columns,
+            apply_to=options.apply_to,
+            normalize=options.normalize,
+        )
+        self.masks.append(mask)
         self.proxy = Proxy(self.model, self.objective, options.general, options.proxy_dropout)
         self.period = options.contrast_every if options.contrast else 1
         if options.contrast:
-            rate, name = options.contrast_dropout, "contrast_dropout"
-            check_dropout(self.model, rate, option=name, without="contrast=0")
+            check_dropout(
+                self.model, options.contrast_dropout, option="contrast_dropout", without="contrast=0"
+            )
 
     @property
     def soft(self) -> SoftMask:
@@ -82,24 +89,28 @@ class ContrastMethod(ContinualMethod):
     def contrast(self, batch: Batch, hidden: Tensor) -> Tensor:
         """The contrastive term, a scalar. `hidden` [B, T, D], of a pass over the batch's own ids, is the
         anchor where this text is contrasted, unless a decoder made it."""
-        options, model = self.options, self.model
+        options = self.options
+        model = self.model
         text = batch if options.contrast_text == "corrupted" else self.objective.restore(batch)
+        is_same_text = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
         count = ceil(options.contrast_samples * len(text["input_ids"]))
-        same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
         if count < len(text["input_ids"]):
-            some = {name: value[:count] for name, value in inputs_of(text).items()}
-            text = self.objective.lay_out(cast(Batch, some))
+            samples = {name: value[:count] for name, value in inputs_of(text).items()}
+            text = self.objective.lay_out(cast(Batch, samples))
 
         def represent() -> Tensor:  # the samples as vectors [B, D], without the head
             return mean_over_tokens(self.objective.encode(model, text), text.get("attention_mask"))
 
         with set_dropout(model, options.contrast_dropout), keep_activations(model):
-            anchor = mean_over_tokens(hidden[:count], text.get("attention_mask")) if same else represent()
+            if is_same_text:
+                anchor = mean_over_tokens(hidden[:count], text.get("attention_mask"))
+            else:
+                anchor = represent()
             positive = represent()
             with gate_units(self.soft.groups, self.soft.gates()):
                 negative = represent()
-        found = contrastive(anchor, positive, negative, temperature=options.temperature)
-        return options.contrast * options.contrast_every * found
+        loss = contrastive(anchor, positive, negative, temperature=options.temperature)
+        return options.contrast * options.contrast_every * loss
 
 
 class DAS(ContrastMethod):
