@@ -33,13 +33,14 @@ from cpt.adapters.domain_store import Scope
 from cpt.adapters.export import own_storage
 from cpt.core.distributed import shard_like
 from cpt.core.errors import reason
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import unknown_name
 from cpt.models.forward import find_token_side
 from cpt.models.loading import make_skeleton
 from cpt.models.units import Projection, find_projections, find_sublayers
 
-NEWEST, EARLIER = "default", "earlier"
+NEWEST = "default"  # names of adapters
+EARLIER = "earlier"
 Targets = str | Sequence[str]
 LoraFactors = tuple[nn.Parameter, nn.Parameter]  # A [r, d_in] and B [d_out, r]
 
@@ -52,14 +53,17 @@ class FusedLoraLinear(Linear):
         if args or kwargs or self.disable_adapters or self.merged or self.lora_variant:
             return super().forward(x, *args, **kwargs)
         result = self.base_layer(x)
-        for name in (each for each in self.active_adapters if each in self.lora_A):
-            a, b = cast(nn.Linear, self.lora_A[name]), cast(nn.Linear, self.lora_B[name])
+        for name in self.active_adapters:
+            if name not in self.lora_A:
+                continue
+            a = cast(nn.Linear, self.lora_A[name])
+            b = cast(nn.Linear, self.lora_B[name])
             scale = self.scaling[name]
-            low = a(self.lora_dropout[name](self._cast_input_dtype(x, a.weight.dtype)))
-            if low.dtype != result.dtype:  # adapters in 32 bits on a layer in 16
-                result = (result + b(low) * scale).to(result.dtype)
+            ranks = a(self.lora_dropout[name](self._cast_input_dtype(x, a.weight.dtype)))  # A x, [..., r]
+            if ranks.dtype != result.dtype:  # adapters in 32 bits on a layer in 16
+                result = (result + b(ranks) * scale).to(result.dtype)
             else:
-                flat = torch.addmm(result.flatten(0, -2), low.flatten(0, -2), b.weight.T, alpha=scale)
+                flat = torch.addmm(result.flatten(0, -2), ranks.flatten(0, -2), b.weight.T, alpha=scale)
                 result = flat.view(result.shape)
         return result
 
@@ -70,44 +74,78 @@ def attach_lora(
     """Adds an adapter to each linear layer of the targets (`find_targets`), and to the `embeddings`: a head
     that is tied to them gets a frozen one of its own. ValueError for embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
-        kind = model.config.model_type
-        why = f"encoder and decoder of a {kind} look tokens up apart"
-        raise ValueError(f"method.embeddings=true is invalid: {why}. Allowed: false")
+        raise InvalidOptionError(
+            "method.embeddings",
+            True,
+            reason=f"encoder and decoder of a {model.config.model_type} look tokens up apart",
+            allowed="false",
+        )
     maps = find_targets(model, targets)
-    try:  # output features that are ranked together
-        segments = {each.name: each.segments for each in find_projections(model)}
-    except ValueError:  # of blocks of unknown form
-        segments = {}
-    adapted = [*maps]
+    segments = find_segments(model)
+    adapted_names = list(maps)
     if embeddings:
-        table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if head is not None and head.weight is table.weight:
-            untie(model)
-        adapted.append(next(name for name, module in model.named_modules() if module is table))
-    conv = any(isinstance(module, Conv1D) for module in maps.values())
-    given: dict[str, Any] = {"target_modules": adapted, "fan_in_fan_out": conv, "lora_alpha": alpha}
-    config = LoraConfig(r=r, lora_dropout=dropout, **given)
+        adapted_names.append(separate_embedding(model))
+
+    config = LoraConfig(
+        r=r,
+        lora_alpha=cast(int, alpha),  # peft computes with fractions as well
+        lora_dropout=dropout,
+        target_modules=adapted_names,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps.values()),
+    )
     inject_adapter_in_model(config, model, adapter_name=NEWEST)
     for layer in lora_layers(model).values():
-        layer.train(layer.get_base_layer().training)
-        if type(layer) is Linear:
-            layer.__class__ = FusedLoraLinear  # its modules and their names stay
-        if NEWEST in layer.lora_B:
-            # Column after column: on a CPU, B's gradient takes an eighth of the time.
-            _, weight = factors_of(layer)
-            weight.data = weight.data.T.contiguous().T
+        prepare_layer(layer)
+
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    trained = []
+    projections: list[Projection] = []
     for name in maps:
-        if (
-            find_token_side(model, name) is not None
-        ):  # the head's own layers see scored positions only: no masks
-            layer = model.get_submodule(name)
-            a, b = layer.lora_A[NEWEST], layer.lora_B[NEWEST]
-            ranked = segments.get(name) or (torch.arange(b.out_features),)  # by the whole layer's output
-            trained.append(Projection(f"{name}.lora_A", a, 0, (torch.arange(a.out_features),)))
-            trained.append(Projection(f"{name}.lora_B", b, 0, ranked, measured=layer))
-    return Scope(names, tuple(trained))
+        # A head's own layers see scored positions only: no masks.
+        if find_token_side(model, name) is not None:
+            projections += factor_projections(name, model.get_submodule(name), segments.get(name))
+    return Scope(names, tuple(projections))
+
+
+def find_segments(model: PreTrainedModel) -> dict[str, tuple[Tensor, ...]]:
+    """The output features of each projection that are ranked together; empty for blocks of unknown form."""
+    try:
+        return {projection.name: projection.segments for projection in find_projections(model)}
+    except ValueError:
+        return {}
+
+
+def separate_embedding(model: PreTrainedModel) -> str:
+    """Unties a head from the input embedding; returns the name of the embedding."""
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        untie(model)
+    return next(name for name, module in model.named_modules() if module is embedding)
+
+
+def prepare_layer(layer: Linear) -> None:
+    """Gives a new layer of peft the mode of its base layer, and makes it fast."""
+    layer.train(layer.get_base_layer().training)
+    if type(layer) is Linear:
+        layer.__class__ = FusedLoraLinear  # its modules and their names stay
+    if NEWEST in layer.lora_B:
+        # Column after column: on a CPU, B's gradient takes an eighth of the time.
+        _, b = factors_of(layer)
+        b.data = b.data.T.contiguous().T
+
+
+def factor_projections(
+    name: str, layer: nn.Module, segments: tuple[Tensor, ...] | None
+) -> tuple[Projection, Projection]:
+    """A and B of the newest adapter of a layer as projections. The outputs of B are those of the layer, by
+    which they are ranked, within the segments of the base layer if it has some."""
+    adapted = cast(Linear, layer)
+    a = cast(nn.Linear, adapted.lora_A[NEWEST])
+    b = cast(nn.Linear, adapted.lora_B[NEWEST])
+    return (
+        Projection(f"{name}.lora_A", a, 0, (torch.arange(a.out_features),)),
+        Projection(f"{name}.lora_B", b, 0, segments or (torch.arange(b.out_features),), measured=layer),
+    )
 
 
 @dataclass(frozen=True)
@@ -131,21 +169,25 @@ def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
         weight = getattr(base, getattr(layer, "parameter_name", "weight"), None)
         if weight is not None:
             adapted_ids.add(id(weight))
-        within = {id(each) for each in cast(nn.Module, layer).parameters()}
-        tuner_ids |= within - {id(each) for each in base.parameters()}
+        base_ids = {id(parameter) for parameter in base.parameters()}
+        layer_ids = {id(parameter) for parameter in cast(nn.Module, layer).parameters()}
+        tuner_ids.update(layer_ids - base_ids)
     if not adapted_ids:
         return None
 
     head = model.get_output_embeddings()
-    outside_ids = set[int]() if head is None else {id(each) for each in head.parameters()}
+    outside_ids = set[int]()
+    if head is not None:
+        outside_ids.update(id(parameter) for parameter in head.parameters())
     convolution_ids = set[int]()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            outside_ids |= {id(each) for each in module.parameters()}
+            outside_ids.update(id(parameter) for parameter in module.parameters())
         elif isinstance(module, nn.Conv1d | nn.Conv2d):
-            convolution_ids |= {id(each) for each in module.parameters()}
+            convolution_ids.update(id(parameter) for parameter in module.parameters())
 
-    adapted = total = 0
+    adapted = 0
+    total = 0
     unreached = []
     for name, parameter in model.named_parameters():
         if id(parameter) in outside_ids or id(parameter) in tuner_ids:
@@ -162,24 +204,34 @@ def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Modul
     """The linear layers meant by `all-linear`, a regular expression for whole names, or a list of names or
     their ends, without the language-model head, by name; raises ValueError if there are none."""
     head = model.get_output_embeddings()
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+    linear: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and module is not head:
+            linear[name] = module
+
     if targets == "all-linear":
         return linear
     if isinstance(targets, str):
-        found = {name: module for name, module in linear.items() if re.fullmatch(targets, name)}
+        matching = {name: module for name, module in linear.items() if re.fullmatch(targets, name)}
     else:
         ends = tuple(f".{end}" for end in targets)
-        found = {name: module for name, module in linear.items() if f".{name}".endswith(ends)}
-    if not found:
-        allowed = f"all-linear, a regular expression or a list that finds some of {[*linear][:6]} …"
-        raise ValueError(f"method.target_modules={format_value(targets)} is invalid. Allowed: {allowed}")
-    return found
+        matching = {name: module for name, module in linear.items() if f".{name}".endswith(ends)}
+    if not matching:
+        raise InvalidOptionError(
+            "method.target_modules",
+            targets,
+            allowed=f"all-linear, a regular expression or a list that finds some of {list(linear)[:6]} …",
+        )
+    return matching
 
 
 def lora_layers(model: nn.Module) -> dict[str, Linear]:
     """The layers with adapters, by name: linear ones, and embeddings, which are much alike."""
-    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
-    return {name: cast(Linear, module) for name, module in layers}
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            layers[name] = cast(Linear, module)
+    return layers
 
 
 def factors_of(layer: LoraLayer, adapter: str = NEWEST) -> LoraFactors:
@@ -210,23 +262,28 @@ def merge_newest(model: nn.Module) -> None:
 
 def join_adapters(layer: LoraLayer) -> tuple[Tensor, Tensor]:
     """All adapters of a layer along the rank: A [t r, d_in], B [d_out, t r]."""
-    earlier = [factors_of(layer, EARLIER)] if has_earlier(layer) else []
-    a, b = zip(*earlier, factors_of(layer), strict=True)
-    return torch.cat(a), torch.cat(b, dim=1)
+    adapters = [EARLIER, NEWEST] if has_earlier(layer) else [NEWEST]
+    factors = [factors_of(layer, adapter) for adapter in adapters]
+    joined_a = torch.cat([a for a, _ in factors])
+    joined_b = torch.cat([b for _, b in factors], dim=1)
+    return joined_a, joined_b
 
 
 @torch.no_grad()
 def set_earlier(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> None:
     """Makes A and B the earlier adapters of a layer, without dropout, as of merged ones."""
-    trained = factors_of(layer)[0].requires_grad
-    plain = replace(config, lora_dropout=0.0, init_lora_weights=False)
-    layer.update_layer(EARLIER, len(a), lora_alpha=config.lora_alpha, config=plain)
+    is_trained = factors_of(layer)[0].requires_grad
+    without_dropout = replace(config, lora_dropout=0.0, init_lora_weights=False)
+    layer.update_layer(EARLIER, len(a), lora_alpha=config.lora_alpha, config=without_dropout)
     layer.scaling[EARLIER] = layer.scaling[NEWEST]
+
+    # Activating adapters makes both of them trainable.
     layer.set_adapter([NEWEST, EARLIER])
     for parameter in factors_of(layer):
-        parameter.requires_grad_(trained)
-    for parameter, value in zip(factors_of(layer, EARLIER), (a, b), strict=True):
-        parameter.requires_grad_(False).copy_(value)
+        parameter.requires_grad_(is_trained)
+    earlier_a, earlier_b = factors_of(layer, EARLIER)
+    earlier_a.requires_grad_(False).copy_(a)
+    earlier_b.requires_grad_(False).copy_(b)
 
 
 def begin_adapter(model: PreTrainedModel, *, stored: str, seed: int) -> None:
@@ -243,15 +300,25 @@ def resize_on_load(model: PreTrainedModel) -> None:
     """Lets the model load a state_dict with more earlier adapters than it has, or fewer."""
 
     def fit_earlier(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
-        names = [f"lora_{half}.{EARLIER}.weight" for half in "AB"]
-        names += [f"lora_embedding_{half}.{EARLIER}" for half in "AB"]
         for name, layer in lora_layers(model).items():
-            if stored := [state[k] for key in names if (k := f"{prefix}{name}.{key}") in state]:
-                set_earlier(layer, model.peft_config[NEWEST], *stored)
+            factors = find_earlier(state, f"{prefix}{name}.")
+            if factors is not None:
+                a, b = factors
+                set_earlier(layer, model.peft_config[NEWEST], a, b)
             elif has_earlier(layer):
                 layer.delete_adapter(EARLIER)
 
     model.register_load_state_dict_pre_hook(fit_earlier)
+
+
+def find_earlier(state: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor] | None:
+    """A and B of the earlier adapters of a layer in a state_dict; None without them."""
+    names_of_linear = (f"{prefix}lora_A.{EARLIER}.weight", f"{prefix}lora_B.{EARLIER}.weight")
+    names_of_embedding = (f"{prefix}lora_embedding_A.{EARLIER}", f"{prefix}lora_embedding_B.{EARLIER}")
+    for name_of_a, name_of_b in (names_of_linear, names_of_embedding):
+        if name_of_a in state:
+            return state[name_of_a], state[name_of_b]
+    return None
 
 
 def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrainedModel:
@@ -260,8 +327,10 @@ def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrained
     A head that is tied to the embedding stays tied if both are still the same; else the configuration says
     that they are not."""
     copy = deepcopy(model)
-    owners = Counter(id(each) for part in copy.modules() for each in part.parameters(recurse=False))
-    shared = {parameter for parameter, count in owners.items() if count > 1}
+    num_owners = Counter[int]()
+    for part in copy.modules():
+        num_owners.update(id(parameter) for parameter in part.parameters(recurse=False))
+    shared = {parameter for parameter, count in num_owners.items() if count > 1}
     for name in tuner_layers(copy):
         layer = copy.get_submodule(name)
         if merged:
@@ -333,43 +402,64 @@ def untie(model: PreTrainedModel) -> None:
         first = first_names.setdefault(id(parameter), name)
         is_tied = first == name or name not in plain or plain[name] is plain.get(first)
         if not is_tied:
-            owner, _, own_name = name.rpartition(".")
-            own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            setattr(model.get_submodule(owner), own_name, own)
+            owner, _, attribute = name.rpartition(".")
+            copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            setattr(model.get_submodule(owner), attribute, copy)
 
 
-def joined_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def join_all_adapters(model: PreTrainedModel) -> dict[str, Tensor]:
     """All adapters as one, by the names of the newest."""
-    found: dict[int, Tensor] = {}
+    joined: dict[int, Tensor] = {}  # by the id of the newest parameter
     for layer in lora_layers(model).values():
-        found |= {id(p): value for p, value in zip(factors_of(layer), join_adapters(layer), strict=True)}
-    return {name: found[id(p)] for name, p in model.named_parameters() if id(p) in found}
+        newest_a, newest_b = factors_of(layer)
+        joined_a, joined_b = join_adapters(layer)
+        joined[id(newest_a)] = joined_a
+        joined[id(newest_b)] = joined_b
+
+    by_name = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in joined:
+            by_name[name] = joined[id(parameter)]
+    return by_name
 
 
 def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Mapping[str, Tensor]]) -> str:
     """Writes the base, and each domain's adapter in peft's format; returns the expression that loads both."""
-    base, config = without_tuners(model, merged=False), model.peft_config[NEWEST]
+    base = without_tuners(model, merged=False)
     base.save_pretrained(folder)
     for name, weights in parts.items():
-        place = folder / "adapters" / quote(name, safe=" ")
-        place.mkdir(parents=True, exist_ok=True)
-        how: dict[str, Any] = {"adapter_name": NEWEST, "save_embedding_layers": False}
-        state = get_peft_model_state_dict(model, state_dict=dict(weights), **how)
-        written = {f"base_model.model.{key}": own_storage(value) for key, value in state.items()}
-        save_file(written, place / "adapter_model.safetensors")
+        adapter_folder = folder / "adapters" / quote(name, safe=" ")
+        adapter_folder.mkdir(parents=True, exist_ok=True)
+        state = get_peft_model_state_dict(
+            model, state_dict=dict(weights), adapter_name=NEWEST, save_embedding_layers=False
+        )
+        exported = {f"base_model.model.{key}": own_storage(value) for key, value in state.items()}
+        save_file(exported, adapter_folder / "adapter_model.safetensors")
+
         rank = len(next(value for key, value in weights.items() if "_A." in key))
-        # alpha grows with the rank, as alpha / r is what the adapters were trained with
-        scaled = replace(config, r=rank, lora_alpha=config.lora_alpha * rank / config.r, inference_mode=True)
-        scaled.base_model_name_or_path, kind = str(folder.resolve()), type(model)
-        if model.config.is_encoder_decoder:
-            scaled.task_type = "SEQ_2_SEQ_LM"
-        elif kind.__name__.endswith(("ForCausalLM", "LMHeadModel")):
-            scaled.task_type = "CAUSAL_LM"
-        else:  # peft has no task for a masked model
-            scaled.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-        scaled.save_pretrained(place)
+        export_config(model, rank, base_folder=folder).save_pretrained(str(adapter_folder))
     loading = f"transformers.{type(base).__name__}.from_pretrained({json.dumps(str(folder))})"
-    return f"peft.PeftModel.from_pretrained({loading}, {json.dumps(str(place))})"
+    return f"peft.PeftModel.from_pretrained({loading}, {json.dumps(str(adapter_folder))})"
+
+
+def export_config(model: PreTrainedModel, rank: int, *, base_folder: Path) -> LoraConfig:
+    """The configuration of exported adapters, whose rank is a multiple of the model's where several adapters
+    are joined."""
+    config = model.peft_config[NEWEST]
+    # alpha grows with the rank, as alpha / r is what the adapters were trained with
+    exported = replace(config, r=rank, lora_alpha=config.lora_alpha * rank / config.r, inference_mode=True)
+    exported.base_model_name_or_path = str(base_folder.resolve())
+    model_class = type(model)
+    if model.config.is_encoder_decoder:
+        exported.task_type = "SEQ_2_SEQ_LM"
+    elif model_class.__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        exported.task_type = "CAUSAL_LM"
+    else:  # peft has no task for a masked model
+        exported.auto_mapping = {
+            "base_model_class": model_class.__name__,
+            "parent_library": model_class.__module__,
+        }
+    return cast(LoraConfig, exported)
 
 
 def attach_tuner(
@@ -379,31 +469,41 @@ def attach_tuner(
     ln_tuning the norms. Raises ValueError for unknown arguments, for a model that does not go with it, and
     for what could not be merged into a plain model."""
     kind = PeftType("LORA" if tuner == "dora" else tuner.upper())
-    settings = {**default_arguments(model, tuner, targets), **arguments}
-    config = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
-    known = [name for name in config.__dataclass_fields__ if name not in ("peft_type", "task_type")]
-    if unknown := sorted(set(settings) - set(known)):
-        raise ValueError(unknown_name(f"method.arguments.{unknown[0]}", known))
+    settings = default_arguments(model, tuner, targets)
+    settings.update(arguments)
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    fields = config_class.__dataclass_fields__
+    allowed_names = [name for name in fields if name not in ("peft_type", "task_type")]
+    unknown_names = sorted(set(settings) - set(allowed_names))
+    if unknown_names:
+        raise ValueError(unknown_name(f"method.arguments.{unknown_names[0]}", allowed_names))
     if settings.get("layer_replication"):
-        cause = "replicated layers share the weights that adapters are merged into"
-        raise ValueError(f"method.arguments.layer_replication is invalid: {cause}. Allowed: null")
+        raise ValueError(
+            "method.arguments.layer_replication is invalid: replicated layers share the weights that "
+            "adapters are merged into. Allowed: null"
+        )
 
     plain_names = set(model.state_dict())
-    message = f"method.tuner={tuner} with method.arguments={format_value(dict(arguments))} is invalid"
+    setting = f"{tuner} with method.arguments={format_value(dict(arguments))}"
     try:
-        tuner_config = config(**settings)
+        config = config_class(**settings)
         if kind == PeftType.VERA:  # its layers share what peft does not inject
-            PEFT_TYPE_TO_TUNER_MAPPING[kind](model, {NEWEST: tuner_config}, NEWEST)
+            PEFT_TYPE_TO_TUNER_MAPPING[kind](model, {NEWEST: config}, NEWEST)
         else:
-            inject_adapter_in_model(tuner_config, model, adapter_name=NEWEST)
+            inject_adapter_in_model(config, model, adapter_name=NEWEST)
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
-        raise ValueError(f"{message} for a {model.config.model_type}: {reason(error)}") from error
+        raise ValueError(
+            f"method.tuner={setting} is invalid for a {model.config.model_type}: {reason(error)}"
+        ) from error
+
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     if not names:
-        raise ValueError(f"{message}: it leaves nothing to train. Allowed: inference_mode=false")
-    check_embeddings(model, message=message)
+        raise InvalidOptionError(
+            "method.tuner", setting, reason="it leaves nothing to train", allowed="inference_mode=false"
+        )
+    check_embeddings(model, setting)
     if model.device.type == "meta":  # before training, where a copy costs nothing
-        check_mergeable(model, plain_names, message=message)
+        check_mergeable(model, plain_names, setting)
     return Scope(names, ())
 
 
@@ -427,33 +527,51 @@ def default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> d
     return settings
 
 
-def check_embeddings(model: PreTrainedModel, *, message: str) -> None:
-    """Raises ValueError for tuners of embeddings and heads that compute something else than a plain model."""
+def check_embeddings(model: PreTrainedModel, setting: str) -> None:
+    """Raises ValueError for tuners of embeddings and heads that compute something else than a plain model;
+    `setting` is the tuner with its arguments, for the message."""
     kind = model.config.model_type
     for name in tuner_layers(model):
         layer = model.get_submodule(name)
-        has_table = any(isinstance(part, nn.Embedding) for part in layer.modules())
-        if model.config.is_encoder_decoder and has_table:
-            cause = f"encoder and decoder of a {kind} do not look tokens up in {name} alone"
-            raise ValueError(f"{message}: {cause}. Allowed: arguments that leave the embeddings as they are")
+        has_embedding = any(isinstance(part, nn.Embedding) for part in layer.modules())
+        if model.config.is_encoder_decoder and has_embedding:
+            raise InvalidOptionError(
+                "method.tuner",
+                setting,
+                reason=f"encoder and decoder of a {kind} do not look tokens up in {name} alone",
+                allowed="arguments that leave the embeddings as they are",
+            )
 
         is_selective = isinstance(layer, TrainableTokensWrapper)
         if is_selective and getattr(layer.original_module, "bias", None) is not None:
-            cause = f"trainable_token_indices drops the bias of {name}"
-            raise ValueError(f"{message}: {cause}. Allowed: modules_to_save, a head without a bias")
+            raise InvalidOptionError(
+                "method.tuner",
+                setting,
+                reason=f"trainable_token_indices drops the bias of {name}",
+                allowed="modules_to_save, a head without a bias",
+            )
 
 
-def check_mergeable(model: PreTrainedModel, plain_names: Set[str], *, message: str) -> None:
+def check_mergeable(model: PreTrainedModel, plain_names: Set[str], setting: str) -> None:
     """Raises ValueError where a model on the meta device without its tuners lacks names of a plain one, or
-    cannot be made."""
-    allowed = "arguments that peft merges into the model's own weights"
+    cannot be made; `setting` is the tuner with its arguments, for the message."""
     try:
         plain = without_tuners(model)
     except Exception as error:
         if "meta" in str(error).lower():  # an operation that the meta device lacks
             return
-        cause = f"it cannot be merged at the export: {reason(error).rstrip('.')}"
-        raise ValueError(f"{message}: {cause}. Allowed: {allowed}") from error
-    differing = sorted(plain_names ^ set(plain.state_dict()))
-    if differing:
-        raise ValueError(f"{message}: the export would differ in {differing[0]}. Allowed: {allowed}")
+        raise InvalidOptionError(
+            "method.tuner",
+            setting,
+            reason=f"it cannot be merged at the export: {reason(error).rstrip('.')}",
+            allowed="arguments that peft merges into the model's own weights",
+        ) from error
+
+    differing_names = sorted(plain_names ^ set(plain.state_dict()))
+    if differing_names:
+        raise InvalidOptionError(
+            "method.tuner",
+            setting,
+            reason=f"the export would differ in {differing_names[0]}",
+            allowed="arguments that peft merges into the model's own weights",
+        )

@@ -58,9 +58,9 @@ class MapPairOptions(Options):
     target_modules: Targets = option("adapted linear layers, by default all but the head")
 
     @property
-    def pair(self) -> dict[str, Any]:
-        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
-        return {"r": self.r, "alpha": self.lora_alpha, "dropout": self.lora_dropout, "targets": targets}
+    def targets(self) -> str | list[str]:
+        """`target_modules` in types that JSON has."""
+        return self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
 
 
 @config
@@ -69,10 +69,6 @@ class PairOptions(MapPairOptions):
 
     embeddings: bool = option("adapt the input embedding as well; a tied head is untied and frozen")
     exported: Literal["merged", "peft"] = option("export a merged model, or base and peft files")
-
-    @property
-    def pair(self) -> dict[str, Any]:
-        return super().pair | {"embeddings": self.embeddings}
 
 
 @config

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.domain_store import Scope
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError
 from cpt.models.forward import (
     CACHES,
     cache_arguments,
@@ -33,8 +33,8 @@ SAMPLE_ROUTER = "pair_router"  # its name in the encoder or body of a model
 
 def weigh_ranks(features: Tensor, weights: Tensor) -> Tensor:
     """The rank features [..., t r] of t adapters times the weights [..., t] of each."""
-    apart = features.unflatten(-1, (weights.shape[-1], -1))
-    return (apart * weights[..., None].to(features)).flatten(-2)
+    features_by_adapter = features.unflatten(-1, (weights.shape[-1], -1))  # [..., t, r]
+    return (features_by_adapter * weights[..., None].to(features)).flatten(-2)
 
 
 class TokenRouter(nn.Linear):
@@ -47,18 +47,25 @@ class TokenRouter(nn.Linear):
         return weigh_ranks(output, gates)
 
 
-def attach_experts(model: PreTrainedModel, *, experts: int, r: int, alpha: float, **pair: Any) -> Scope:
+def attach_experts(
+    model: PreTrainedModel, *, experts: int, r: int, alpha: float, dropout: float, targets: lora.Targets
+) -> Scope:
     """Adds `experts` LoRA adapters of rank r with a router to each linear layer of the targets; a single
     adapter, which has weight 1, is without a router."""
-    scope = lora.attach_lora(model, r=experts * r, alpha=experts * alpha, **pair, embeddings=False)
-    routers = []
-    for name, layer in lora.lora_layers(model).items() if experts > 1 else ():
+    scope = lora.attach_lora(
+        model, r=experts * r, alpha=experts * alpha, dropout=dropout, targets=targets, embeddings=False
+    )
+    if experts == 1:
+        return scope
+
+    router_names = []
+    for name, layer in lora.lora_layers(model).items():
         a, _ = lora.factors_of(layer)
         router = TokenRouter(a.shape[1], experts, bias=False, device=a.device, dtype=a.dtype)
         layer.add_module("router", router)
         layer.lora_A[lora.NEWEST].register_forward_hook(router.weigh)
-        routers.append(f"{name}.router.weight")
-    return Scope((*scope.names, *routers), scope.maps)
+        router_names.append(f"{name}.router.weight")
+    return Scope((*scope.names, *router_names), scope.maps)
 
 
 class SampleRouter(nn.Module):
@@ -78,23 +85,29 @@ class SampleRouter(nn.Module):
         self, width: int, *, key: str, query: str, bottleneck: int, scale: float, causal: bool, like: Tensor
     ) -> None:
         super().__init__()
-        self.by, self.of, self.scale, self.causal = key, query, scale, causal
-        made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        self.key = nn.Parameter(torch.empty(1, width).uniform_(-1, 1).to(**made))
-        self.register_buffer("earlier", torch.empty(0, width, **made))
+        self.key_kind = key
+        self.query_kind = query
+        self.scale = scale
+        self.causal = causal
+        device = like.device
+        dtype = like.dtype
+        self.key = nn.Parameter(torch.empty(1, width).uniform_(-1, 1).to(device=device, dtype=dtype))
+        self.register_buffer("earlier", torch.empty(0, width, device=device, dtype=dtype))
         if key == "attention":
-            self.down = nn.Linear(width, bottleneck, bias=False, **made)
-            self.up = nn.Linear(bottleneck, width, bias=False, **made)
-            self.norm = nn.LayerNorm(width, **made)
-        self.names: tuple[str, ...] = ()  # of the encoder's arguments
-        self.inside = False  # whether the encoder's pass has started and e is not known yet
+            self.down = nn.Linear(width, bottleneck, bias=False, device=device, dtype=dtype)
+            self.up = nn.Linear(bottleneck, width, bias=False, device=device, dtype=dtype)
+            self.norm = nn.LayerNorm(width, device=device, dtype=dtype)
+
+        self.argument_names: tuple[str, ...] = ()  # of the encoder's or body's forward
+        # Of the current pass:
+        self.needs_embeddings = False  # whether e is to be computed when the embeddings are
         self.mask: Tensor | None = None  # [B, T], 0 at padding
-        self.text = (0, 0)  # B and T
-        self.logits: Tensor | None = None  # log a, [B, 1, t]; in a causal model [B, T, t]
+        self.text_shape = (0, 0)  # B and T
+        self.log_weights: Tensor | None = None  # log a, [B, 1, t]; in a causal model [B, T, t]
         self.cosines: Tensor | None = None  # of the same shape
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"logits": None, "cosines": None, "mask": None}  # of one pass
+        return self.__dict__ | {"log_weights": None, "cosines": None, "mask": None}  # of one pass
 
     @property
     def keys(self) -> Tensor:
@@ -103,13 +116,13 @@ class SampleRouter(nn.Module):
         return keys.to(torch.promote_types(keys.dtype, torch.float32))
 
     @property
-    def whole(self) -> Tensor:
+    def row_log_weights(self) -> Tensor:
         """log a of each row of the last pass as a whole, [B, t]."""
-        assert self.logits is not None
-        return self.logits[:, -1]
+        assert self.log_weights is not None
+        return self.log_weights[:, -1]
 
     @torch.no_grad()
-    def begin(self, generator: torch.Generator) -> None:
+    def add_key(self, generator: torch.Generator) -> None:
         """Starts a new key after the earlier ones."""
         self.earlier = torch.cat([self.earlier, self.key])
         self.key.copy_(torch.empty(self.key.shape).uniform_(-1, 1, generator=generator))
@@ -121,58 +134,74 @@ class SampleRouter(nn.Module):
 
     def attend(self, states: Tensor) -> None:
         """Computes log a from the means of states [B, T, D]: of whole rows, or causally up to each place."""
-        self.inside, self.text = False, (states.shape[0], states.shape[1])
-        states, keys = states.to(torch.promote_types(states.dtype, torch.float32)), self.keys
+        self.needs_embeddings = False
+        self.text_shape = (states.shape[0], states.shape[1])
+        states = states.to(torch.promote_types(states.dtype, torch.float32))
+        keys = self.keys
         if self.causal:
-            seen = torch.ones_like(states[..., 0]) if self.mask is None else self.mask.to(states)
-            present = seen[..., None]
-            means = (states * present).cumsum(1) / present.cumsum(1).clamp_min(1)
+            mask = torch.ones_like(states[..., 0]) if self.mask is None else self.mask.to(states)
+            is_token = mask[..., None]
+            means = (states * is_token).cumsum(1) / is_token.cumsum(1).clamp_min(1)
         else:
             means = mean_over_tokens(states, self.mask)[:, None]
-        if self.by == "cosine":
+
+        if self.key_kind == "cosine":
             self.cosines = functional.normalize(means.to(keys), dim=-1) @ functional.normalize(keys, dim=-1).T
             scores = self.scale * self.cosines
         else:
             query = self.norm(functional.silu(self.up(self.down(means.to(self.key.dtype)))))
             scores = query.to(keys) @ keys.T / math.sqrt(keys.shape[1])
-        self.logits = scores.log_softmax(-1)
+        self.log_weights = scores.log_softmax(-1)
 
-    def open(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def read_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """The pre-hook of the encoder or body."""
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
-        if cache is not None and cache.get_seq_length() > 0 and self.logits is not None:
-            self.logits, self.text = self.logits[:, -1:], (len(self.logits), 1)
+        inputs = dict(zip(self.argument_names, args, strict=False)) | kwargs
+        cache = next((inputs[name] for name in CACHES if inputs.get(name) is not None), None)
+        if cache is not None and cache.get_seq_length() > 0 and self.log_weights is not None:
+            # Generation goes on: the new tokens have the weights of the last one.
+            self.log_weights = self.log_weights[:, -1:]
+            self.text_shape = (len(self.log_weights), 1)
             return
-        mask, embeddings = given.get("attention_mask"), given.get("inputs_embeds")
+
+        mask = inputs.get("attention_mask")
+        embeddings = inputs.get("inputs_embeds")
         self.mask = mask if mask is not None and mask.ndim == 2 else None
-        if self.of == "encoder":  # with all adapters at weight 0, without the module's own hooks
-            text = cast(Tensor, embeddings if given.get("input_ids") is None else given["input_ids"])
-            self.text = (text.shape[0], text.shape[1])
-            self.logits = self.key.new_full((len(text), 1, len(self.earlier) + 1), -torch.inf)
-            inputs = {name: value for name, value in given.items() if name not in CACHES}
-            with torch.no_grad(), set_mode(module, training=False):
-                states = module.forward(**inputs | cache_arguments(module)).last_hidden_state
-            self.attend(states)
+        if self.query_kind == "encoder":
+            self.attend(self.encode_without_adapters(module, inputs))
         elif embeddings is not None:
             self.attend(embeddings)
         else:
-            self.inside = True
+            self.needs_embeddings = True
 
-    def embed(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if self.inside:
+    def encode_without_adapters(self, module: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The last hidden states [B, T, D] of the encoder or body, in eval mode and without its own hooks."""
+        ids = inputs.get("input_ids")
+        text = cast(Tensor, inputs.get("inputs_embeds") if ids is None else ids)
+        self.text_shape = (text.shape[0], text.shape[1])
+        # All adapters have weight 0.
+        self.log_weights = self.key.new_full((len(text), 1, len(self.earlier) + 1), -torch.inf)
+        arguments = {name: value for name, value in inputs.items() if name not in CACHES}
+        arguments.update(cache_arguments(module))
+        with torch.no_grad(), set_mode(module, training=False):
+            return cast(Tensor, module.forward(**arguments).last_hidden_state)
+
+    def read_embeddings(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """The forward hook of the input embedding."""
+        if self.needs_embeddings:
             self.attend(output)
 
     def weights_at(self, features: Tensor) -> Tensor:
         """a [..., t] for a layer's features [N, T', f], or [B T, f]; ValueError for unidentified samples."""
-        assert self.logits is not None
-        weights, (rows, places) = self.logits.exp(), self.text
-        if features.ndim == 2 and len(features) == rows * places:
-            return weights.expand(-1, places, -1).flatten(0, 1)
+        assert self.log_weights is not None
+        weights = self.log_weights.exp()
+        rows, length = self.text_shape
+        if features.ndim == 2 and len(features) == rows * length:
+            return weights.expand(-1, length, -1).flatten(0, 1)
         if features.ndim != 3 or len(features) % rows:
-            seen = f"an adapter sees {list(features.shape[:-1])} for a batch of {[rows, places]}"
-            allowed = "layers that see all tokens of each sample"
-            raise ValueError(f"method.target_modules is invalid: {seen}. Allowed: {allowed}")
+            raise ValueError(
+                f"method.target_modules is invalid: an adapter sees {list(features.shape[:-1])} "
+                f"for a batch of {[rows, length]}. Allowed: layers that see all tokens of each sample"
+            )
         return weights.repeat_interleave(len(features) // rows, 0)  # of several beams
 
     def weigh(self, part: slice, module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -181,31 +210,49 @@ class SampleRouter(nn.Module):
 
 
 def attach_routed(
-    model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Any, causal: bool, **router: Any
+    model: PreTrainedModel,
+    *,
+    r: int,
+    alpha: float,
+    dropout: float,
+    targets: lora.Targets,
+    key: str,
+    query: str,
+    bottleneck: int,
+    scale: float,
+    causal: bool,
 ) -> Scope:
     """Adds a LoRA adapter to each linear layer of the targets within the model's body, and a router that
     weights it and those of earlier domains for each sample. ValueError for targets without a layer in the
     body."""
     maps = [name for name in lora.find_targets(model, targets) if find_token_side(model, name) is not None]
     if not maps:
-        raise ValueError(
-            f"method.target_modules={format_value(targets)} is invalid. Allowed: layers of the body"
-        )
+        raise InvalidOptionError("method.target_modules", targets, allowed="layers of the body")
     scope = lora.attach_lora(model, r=r, alpha=alpha, dropout=dropout, targets=maps, embeddings=False)
-    both, inner = model.config.is_encoder_decoder, find_input_stack(model)
-    table = (inner if both else model).get_input_embeddings()
-    width = table.weight.shape[1] if router["query"] == "embeddings" else model.config.hidden_size
-    made = SampleRouter(width, **router, causal=causal and not both, like=table.weight)
-    made.names = tuple(inspect.signature(inner.forward).parameters)
-    inner.add_module(SAMPLE_ROUTER, made)
-    inner.register_forward_pre_hook(made.open, with_kwargs=True)
-    table.register_forward_hook(made.embed)
+
+    is_encoder_decoder = model.config.is_encoder_decoder
+    stack = find_input_stack(model)
+    embedding = (stack if is_encoder_decoder else model).get_input_embeddings()
+    router = SampleRouter(
+        embedding.weight.shape[1] if query == "embeddings" else model.config.hidden_size,
+        key=key,
+        query=query,
+        bottleneck=bottleneck,
+        scale=scale,
+        causal=causal and not is_encoder_decoder,
+        like=embedding.weight,
+    )
+    router.argument_names = tuple(inspect.signature(stack.forward).parameters)
+    stack.add_module(SAMPLE_ROUTER, router)
+    stack.register_forward_pre_hook(router.read_inputs, with_kwargs=True)
+    embedding.register_forward_hook(router.read_embeddings)
     for layer in lora.lora_layers(model).values():
-        layer.lora_A[lora.NEWEST].register_forward_hook(partial(made.weigh, slice(-1, None)))
+        layer.lora_A[lora.NEWEST].register_forward_hook(partial(router.weigh, slice(-1, None)))
+
     lora.resize_on_load(model)
     model.register_load_state_dict_pre_hook(route_earlier)
-    names = [name for name, each in model.named_parameters() if f"{SAMPLE_ROUTER}." in name]
-    return Scope((*scope.names, *names), scope.maps)
+    router_names = [name for name, _ in model.named_parameters() if f"{SAMPLE_ROUTER}." in name]
+    return Scope((*scope.names, *router_names), scope.maps)
 
 
 def router_of(model: nn.Module) -> SampleRouter:
@@ -224,10 +271,13 @@ def begin_routed(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Starts a new adapter in each layer, and its key; the last ones join the earlier ones."""
     lora.begin_adapter(model, stored="pairs", seed=generator.initial_seed())
     route_earlier(model)
-    router_of(model).begin(generator)
+    router_of(model).add_key(generator)
 
 
 def routed_part(model: nn.Module) -> dict[str, Tensor]:
     """All adapters and the router, by their names in the model's state."""
-    state = model.state_dict().items()
-    return {name: value for name, value in state if ".lora_" in name or f"{SAMPLE_ROUTER}." in name}
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name or f"{SAMPLE_ROUTER}." in name:
+            tensors[name] = tensor
+    return tensors

@@ -4,7 +4,9 @@
 
 All linear layers but the head have adapters, unless `targets` names others."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,22 @@ class LoRA(ContinualMethod):
     options: PairOptions
 
     def __init__(self, options: PairOptions, context: MethodContext) -> None:
-        super().__init__(options, context, scope=lora.attach_lora(context.model, **options.pair))
-        if isinstance(options, LoRAOptions) and options.per_domain and self.scope:
-            self.use_domain_params(DomainParams(self.model, self.scope.names), options.routing)
+        scope = lora.attach_lora(
+            context.model,
+            r=options.r,
+            alpha=options.lora_alpha,
+            dropout=options.lora_dropout,
+            targets=options.targets,
+            embeddings=options.embeddings,
+        )
+        super().__init__(options, context, scope=scope)
+        if isinstance(options, LoRAOptions) and options.per_domain:
+            self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        new = isinstance(self.options, LoRAOptions) and self.options.start == "base"
-        if self.domain_params is not None and new and self.domain.index > 0:
+        if self.domain_params is None or self.domain.index == 0:
+            return
+        if isinstance(self.options, LoRAOptions) and self.options.start == "base":
             lora.reset_newest(self.model, self.make_generator().initial_seed())
 
     def model_for(self, domain: int) -> PreTrainedModel:
@@ -57,10 +68,12 @@ class LoRA(ContinualMethod):
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
-        one = {order[-1]: lora.joined_weights(self.model)}
-        return lora.export_adapters(
-            folder, self.model, one if self.domain_params is None else self.domain_modules(order)
-        )
+        adapters: Mapping[str, Mapping[str, Tensor]]
+        if self.domain_params is None:
+            adapters = {order[-1]: lora.join_all_adapters(self.model)}
+        else:
+            adapters = self.domain_modules(order)
+        return lora.export_adapters(folder, self.model, adapters)
 
 
 class IncLoRA(LoRA):
@@ -93,9 +106,16 @@ class MoELoRA(ContinualMethod):
     options: MoELoRAOptions
 
     def __init__(self, options: MoELoRAOptions, context: MethodContext) -> None:
-        attached = {"experts": options.num_experts, **options.pair}
-        super().__init__(options, context, scope=attach_experts(context.model, **attached))
-        self.attached = attach_experts, attached
+        attach = partial(
+            attach_experts,
+            experts=options.num_experts,
+            r=options.r,
+            alpha=options.lora_alpha,
+            dropout=options.lora_dropout,
+            targets=options.targets,
+        )
+        super().__init__(options, context, scope=attach(context.model))
+        self.attached = attach_experts, attach.keywords
 
 
 Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]
@@ -107,9 +127,10 @@ class _ProductNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        exact = torch.promote_types(a.dtype, torch.float32)
+        wide_dtype = torch.promote_types(a.dtype, torch.float32)
         with torch.autocast(a.device.type, enabled=False):
-            wide_a, wide_b = a.to(exact), b.to(exact)
+            wide_a = a.to(wide_dtype)
+            wide_b = b.to(wide_dtype)
             product = wide_b @ wide_a
             signs = product.sign()
             ctx.save_for_backward((wide_b.T @ signs).to(a), (signs @ wide_a.T).to(b))
@@ -118,8 +139,8 @@ class _ProductNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Pair:
-        of_a, of_b = ctx.saved_tensors
-        return gradient * of_a, gradient * of_b
+        gradient_of_a, gradient_of_b = ctx.saved_tensors
+        return gradient * gradient_of_a, gradient * gradient_of_b
 
 
 def product_norm(pairs: Iterable[Pair]) -> Tensor:
@@ -129,8 +150,11 @@ def product_norm(pairs: Iterable[Pair]) -> Tensor:
 
 def factors_norm(pairs: Iterable[Pair]) -> Tensor:
     """The sum over pairs and ranks of ||b_i||_1 ||a_i||_1, a scalar."""
-    terms = [(b.abs().sum(0, dtype=torch.float) * a.abs().sum(1, dtype=torch.float)).sum() for a, b in pairs]
-    return torch.stack(terms).sum()
+    norms = []
+    for a, b in pairs:
+        norms_by_rank = b.abs().sum(0, dtype=torch.float) * a.abs().sum(1, dtype=torch.float)
+        norms.append(norms_by_rank.sum())
+    return torch.stack(norms).sum()
 
 
 class NLoRA(IncLoRA):
@@ -155,27 +179,36 @@ class NLoRA(IncLoRA):
         return terms
 
 
-Group = tuple[list[Tensor], Tensor]  # A of G layers, each [r, d]; the earlier ones, [G, t r, d]
+@dataclass(frozen=True)
+class WidthGroup:
+    """The A of G layers of the same input width d."""
+
+    newest: list[Tensor]  # [r, d] each
+    earlier: Tensor  # those of t earlier domains along the rank, [G, t r, d]
 
 
-def pair_overlap(groups: Iterable[Group], *, penalty: str) -> Tensor:
+def pair_overlap(groups: Iterable[WidthGroup], *, penalty: str) -> Tensor:
     """Sum over maps, earlier domains and entries of |A_k A_t^T| or its square, a scalar."""
     terms = []
-    for new, earlier in groups:
-        products = torch.bmm(earlier, torch.stack(new).transpose(1, 2)).float()
+    for group in groups:
+        products = torch.bmm(group.earlier, torch.stack(group.newest).transpose(1, 2)).float()
         terms.append(products.abs().sum() if penalty == "l1" else products.square().sum())
     return torch.stack(terms).sum()
 
 
-def group_by_width(new: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -> list[Group]:
-    """Groups layers by width, from A of all layers, now and in each earlier domain."""
-    widths: dict[int, list[int]] = {}
-    for place, each in enumerate(new):
-        widths.setdefault(each.shape[1], []).append(place)
-    return [
-        ([new[m] for m in maps], torch.stack([torch.cat([domain[m] for domain in earlier]) for m in maps]))
-        for maps in widths.values()
-    ]
+def group_by_width(newest: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -> list[WidthGroup]:
+    """Groups layers by width, from A of all layers, of the current domain and of each earlier one."""
+    layers_by_width: dict[int, list[int]] = {}
+    for layer, a in enumerate(newest):
+        layers_by_width.setdefault(a.shape[1], []).append(layer)
+
+    groups = []
+    for layers in layers_by_width.values():
+        earlier_by_layer = []
+        for layer in layers:
+            earlier_by_layer.append(torch.cat([factors[layer] for factors in earlier]))
+        groups.append(WidthGroup([newest[layer] for layer in layers], torch.stack(earlier_by_layer)))
+    return groups
 
 
 class OLoRA(IncLoRA):
@@ -194,44 +227,48 @@ class OLoRA(IncLoRA):
     def __init__(self, options: OLoRAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         assert self.scope is not None
-        names = self.scope.names
-        self.kept = DomainParams(self.model, [n for n in names if ".lora_A." in n or "embedding_A" in n])
-        self.trained = [self.model.get_parameter(name) for name in names]
-        self.groups: list[Group] | None = None  # made at a domain's first step
+        names_of_a = [name for name in self.scope.names if ".lora_A." in name or "embedding_A" in name]
+        self.domain_factors = DomainParams(self.model, names_of_a)  # A of each domain at its end
+        self.newest_factors = [self.model.get_parameter(name) for name in self.scope.names]
+        self.groups: list[WidthGroup] | None = None  # made at a domain's first step
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
         self.groups = None
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        self.kept.capture(self.model, self.domain.index)
+        self.domain_factors.capture(self.model, self.domain.index)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)
         if self.options.strength:
             terms["orthogonality"] = self.options.strength * self.overlap(like=terms["lm"])
         if self.options.norm:
-            norms = [torch.linalg.vector_norm(each) for each in self.trained]  # whose gradient at 0 is 0
+            # The gradient of a norm at 0 is 0.
+            norms = [torch.linalg.vector_norm(factor) for factor in self.newest_factors]
             terms["norm"] = self.options.norm * torch.stack(norms).sum()
         return terms
 
     def overlap(self, *, like: Tensor) -> Tensor:
         """L_orth over all layers and earlier domains; 0 in the first domain."""
-        if not self.kept.domains:
+        domains = self.domain_factors.domains
+        if not domains:
             return torch.zeros_like(like)
         if self.groups is None:
-            new = [self.model.get_parameter(name) for name in self.kept.names]
-            earlier = [list(self.kept.weights(domain).values()) for domain in self.kept.domains]
-            self.groups = group_by_width(new, earlier)
+            newest = [self.model.get_parameter(name) for name in self.domain_factors.names]
+            earlier = [list(self.domain_factors.weights(domain).values()) for domain in domains]
+            self.groups = group_by_width(newest, earlier)
         return pair_overlap(self.groups, penalty=self.options.penalty)
 
 
-class Attending(DomainScorer):
+class AttentionScorer(DomainScorer):
     """Scores all texts with all adapters, weighted by attention."""
 
     def __init__(self, router: SampleRouter, objective: Objective, attention: NamedTensors) -> None:
         super().__init__()
-        self.router, self.objective, self.attention = router, objective, attention
+        self.router = router
+        self.objective = objective
+        self.attention = attention
 
     @property
     def all_sources(self) -> list[int]:
@@ -239,20 +276,22 @@ class Attending(DomainScorer):
 
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
         nll = self.objective.nll(model, batch)
-        weights = self.router.whole.exp()[batch["rows"]].T
-        learning = len(weights) > len(self.all_sources)  # a domain's own adapter exists before it is kept
-        self.record_weights(domain, [*range(len(weights))] if learning else self.all_sources, weights)
+        weights = self.router.row_log_weights.exp()[batch["rows"]].T
+        sources = self.all_sources
+        if len(weights) > len(sources):  # within a domain, whose adapter is there and its mean attention not
+            sources = list(range(len(weights)))
+        self.record_weights(domain, sources, weights)
         return nll
 
 
-def kept_attention(kept: Sequence[Tensor], width: int) -> Tensor:
+def pad_attention(means: Sequence[Tensor], width: int) -> Tensor:
     """The mean a of domains, [i + 1] or more each, zero-padded into one matrix [n, width]."""
-    return torch.stack([torch.cat([each, each.new_zeros(width - len(each))]) for each in kept])
+    return torch.stack([torch.cat([mean, mean.new_zeros(width - len(mean))]) for mean in means])
 
 
-def attention_divergence(kept: Tensor, logits: Tensor) -> Tensor:
+def attention_divergence(means: Tensor, log_weights: Tensor) -> Tensor:
     """KL(p || a) (nats) of rows [n] from p [n, t] and log a [n, t]."""
-    return (torch.xlogy(kept, kept) - kept * logits.to(kept)).sum(1)
+    return (torch.xlogy(means, means) - means * log_weights.to(means)).sum(1)
 
 
 class SAPT(ContinualMethod):
@@ -272,16 +311,25 @@ class SAPT(ContinualMethod):
 
     def __init__(self, options: SAPTOptions, context: MethodContext) -> None:
         check_rows(context, "method=sapt, whose pairs are weighed for each row of a batch")
-        names = ("key", "query", "bottleneck", "scale")
-        attached = options.pair | {name: getattr(options, name) for name in names}
-        attached["causal"] = context.objective.causal
-        super().__init__(options, context, scope=attach_routed(context.model, **attached))
-        self.attached = attach_routed, attached
+        attach = partial(
+            attach_routed,
+            r=options.r,
+            alpha=options.lora_alpha,
+            dropout=options.lora_dropout,
+            targets=options.targets,
+            key=options.key,
+            query=options.query,
+            bottleneck=options.bottleneck,
+            scale=options.scale,
+            causal=context.objective.causal,
+        )
+        super().__init__(options, context, scope=attach(context.model))
+        self.attached = attach_routed, attach.keywords
         self.attention = NamedTensors()  # mean a of each domain's text at the domain's end
-        self.router = Attending(router_of(self.model), context.objective, self.attention)
+        self.router = AttentionScorer(router_of(self.model), context.objective, self.attention)
 
     @property
-    def kept(self) -> list[Tensor]:
+    def mean_attention(self) -> list[Tensor]:
         """The mean a of each domain so far, [t] each."""
         named = self.attention.named()
         return [named[str(domain)] for domain in range(len(named))]
@@ -289,8 +337,8 @@ class SAPT(ContinualMethod):
     def rates(self) -> dict[nn.Parameter, float]:
         # A new adapter adds 0 at first: trained as fast, attention would return to earlier adapters, and the
         # new one would never train.
-        weighing = [each for each in router_of(self.model).parameters() if each.requires_grad]
-        return dict.fromkeys(weighing, self.options.key_rate)
+        parameters = router_of(self.model).parameters()
+        return {parameter: self.options.key_rate for parameter in parameters if parameter.requires_grad}
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain.index > 0:
@@ -298,34 +346,41 @@ class SAPT(ContinualMethod):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)
-        if self.options.strength:
-            if self.options.key == "attention":
-                name, distances = "reflection", self.forgotten(batch)
-            else:  # 1 - cos(e, k_t) of the rows of this domain, [n]
-                cosines = router_of(self.model).cosines
-                assert cosines is not None
-                own = batch["domains"] == self.domain.index
-                name, distances = "matching", 1 - cosines[:, -1, -1][own]
-            terms[name] = self.options.strength * distances.sum() / batch["mean_rows"]
+        if self.options.strength == 0:
+            return terms
+        if self.options.key == "attention":
+            divergences = self.earlier_divergences(batch)
+            terms["reflection"] = self.options.strength * divergences.sum() / batch["mean_rows"]
+        else:
+            distances = self.key_distances(batch)
+            terms["matching"] = self.options.strength * distances.sum() / batch["mean_rows"]
         return terms
 
-    def forgotten(self, batch: Batch) -> Tensor:
+    def earlier_divergences(self, batch: Batch) -> Tensor:
         """KL(mean a of its domain || a) of each row of an earlier domain in the last forward pass, [n]."""
-        rows, logits = batch["domains"], router_of(self.model).whole
-        past = (rows >= 0) & (rows < self.domain.index)
-        if not past.any():
-            return logits[:0, 0]
-        kept = kept_attention(self.kept, logits.shape[1]).to(logits)
-        return attention_divergence(kept[rows[past]], logits[past])
+        domains = batch["domains"]
+        log_weights = router_of(self.model).row_log_weights
+        is_earlier = (domains >= 0) & (domains < self.domain.index)
+        if not is_earlier.any():
+            return log_weights[:0, 0]
+        means = pad_attention(self.mean_attention, log_weights.shape[1]).to(log_weights)
+        return attention_divergence(means[domains[is_earlier]], log_weights[is_earlier])
+
+    def key_distances(self, batch: Batch) -> Tensor:
+        """1 - cos(e, k_t) of each row of the current domain in the last forward pass, [n]."""
+        cosines = router_of(self.model).cosines
+        assert cosines is not None
+        return 1 - cosines[:, -1, -1][batch["domains"] == self.domain.index]
 
     @torch.no_grad()
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         router = router_of(self.model)
+        # The sum of a over rows, and last the number of rows.
         sums = torch.zeros(len(router.keys) + 1, dtype=torch.double, device=self.device)
         for batch in importance_batches:
             self.objective.encode(self.model, batch)
-            taken = router.whole.exp()[batch["rows"]].double()
-            sums += torch.cat([taken.sum(0), taken.new_tensor([len(taken)])])
+            weights = router.row_log_weights.exp()[batch["rows"]].double()
+            sums += torch.cat([weights.sum(0), weights.new_tensor([len(weights)])])
         all_reduce_sum(sums)
         mean = (sums[:-1] / sums[-1].clamp_min(1)).float()
         self.attention.update({str(self.domain.index): mean})
@@ -335,5 +390,8 @@ class SAPT(ContinualMethod):
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The mean attention of each domain at its end (rows) to each adapter (columns)."""
-        own = {"sapt/attention": kept_attention(self.kept, len(self.kept))} if self.kept else {}
-        return super().diagnostics() | own
+        diagnostics = super().diagnostics()
+        means = self.mean_attention
+        if means:
+            diagnostics["sapt/attention"] = pad_attention(means, len(means))
+        return diagnostics

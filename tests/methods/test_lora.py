@@ -16,7 +16,7 @@ from cpt.methods.lora import (
     attention_divergence,
     factors_norm,
     group_by_width,
-    kept_attention,
+    pad_attention,
     pair_overlap,
     product_norm,
 )
@@ -168,7 +168,7 @@ def test_the_penalty_is_the_slow_sum(penalty, power):
         earlier.append([torch.randn(3, width, dtype=torch.float64) for width in widths])
 
     groups = group_by_width(new, earlier)
-    shapes = [(len(new_group), tuple(earlier_group.shape)) for new_group, earlier_group in groups]
+    shapes = [(len(group.newest), tuple(group.earlier.shape)) for group in groups]
     assert shapes == [(3, (3, 12, 8)), (2, (2, 12, 6))]
     expected = overlap_by_loops(new, earlier, power=power)
     assert pair_overlap(groups, penalty=penalty).item() == pytest.approx(expected, rel=1e-5)
@@ -192,7 +192,7 @@ def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(build):
         run.learn(number)
         learned.append([module.model.get_parameter(name).detach().clone() for name in names])
         num_bytes += sum(weight.nbytes for weight in learned[-1])
-        stored = module.kept.weights(number).values()
+        stored = module.domain_factors.weights(number).values()
         assert all(torch.equal(*pair) for pair in zip(stored, learned[-1], strict=True))
     assert count_state_bytes_outside_model(module) == num_bytes
 
@@ -300,7 +300,7 @@ def sapt(small):
 
 
 def test_the_divergence_is_the_kl_of_padded_means():
-    stored = kept_attention([torch.tensor([1.0]), torch.tensor([0.25, 0.75])], 3)
+    stored = pad_attention([torch.tensor([1.0]), torch.tensor([0.25, 0.75])], 3)
     assert stored.tolist() == [[1, 0, 0], [0.25, 0.75, 0]]
     attention = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.375, 0.5]])
     divergences = attention_divergence(stored, attention.log())
@@ -353,12 +353,12 @@ def test_keys_start_as_released_and_train_at_a_rate_of_their_own(sapt):
 def test_texts_of_earlier_domains_are_kept_with_their_pairs(sapt):
     run = sapt("replay=past", "replay.past_ratio=0.5", "method.strength=2")
     run.learn(0)
-    assert [attention.tolist() for attention in run.module.kept] == [[1.0]]
+    assert [attention.tolist() for attention in run.module.mean_attention] == [[1.0]]
     run.learn(1)
     router = router_of(run.module.model)
     batch = run.batches()[0] | {"domains": ROWS}
     term = run.module.losses(batch)["reflection"]
-    first_domain_log_attention = router.whole[batch["domains"] == 0]
+    first_domain_log_attention = router.row_log_weights[batch["domains"] == 0]
     expected = 2 * -first_domain_log_attention[:, 0].sum() / len(batch["domains"])  # of domain 0, p = (1, 0)
     torch.testing.assert_close(term, expected)
 
