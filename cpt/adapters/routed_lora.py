@@ -158,7 +158,7 @@ class SampleRouter(nn.Module):
         inputs = dict(zip(self.argument_names, args, strict=False)) | kwargs
         cache = next((inputs[name] for name in CACHES if inputs.get(name) is not None), None)
         if cache is not None and cache.get_seq_length() > 0 and self.log_weights is not None:
-            # Generation goes on: the new tokens have the weights of the last one.
+            # Generation continues: the new tokens have the weights of the last one.
             self.log_weights = self.log_weights[:, -1:]
             self.text_shape = (len(self.log_weights), 1)
             return
