@@ -43,7 +43,7 @@ def test_when_importances_are_measured(build, monkeypatch):
     gradients = soft_masks.gate_gradients
 
     def read(model, args, inputs):
-        corrupted.append((inputs["input_ids"] == run.data.objective.mask).any().item())
+        corrupted.append((inputs["input_ids"] == run.data.objective.mask_id).any().item())
 
     def record_call(model, groups, batch, losses, *, passes):
         corrupted.clear()
