@@ -128,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"cpt: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
 
-    print(tabulate(texts).to_string(index=False))
+    print(tabulate_texts(texts).to_string(index=False))
     differences = list(describe_differences(texts))
     for line in differences:
         print(line)
@@ -150,7 +150,7 @@ def prepare(options: argparse.Namespace) -> list[PreparedText]:
     return list(LAYOUTS[options.layout](released, out))
 
 
-def tabulate(texts: Sequence[PreparedText]) -> pd.DataFrame:
+def tabulate_texts(texts: Sequence[PreparedText]) -> pd.DataFrame:
     rows = []
     for text in texts:
         row = {"text": text.name}

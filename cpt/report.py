@@ -101,7 +101,7 @@ def compare_folders(options: argparse.Namespace) -> int:
     heading = []
     if len(sections) > 1:
         heading.append(Block(lines=[LEGENDS["sections"].format(count=len(sections))]))
-    blocks, failed = build_blocks(sections, curve=options.curve)
+    blocks, failed = build_comparison_blocks(sections, curve=options.curve)
     others = [tabulate_unfinished(unfinished, runs.started)]
     if published:
         others.append(tabulate_published(sections, published))
@@ -142,7 +142,9 @@ def check_baseline(baseline: str | None, sections: Sequence[RunSection]) -> None
         raise ValueError(f"--baseline {baseline} is invalid. Allowed: {', '.join(sorted(names))}")
 
 
-def build_blocks(sections: Sequence[RunSection], *, curve: str | None) -> tuple[list[Block], list[str]]:
+def build_comparison_blocks(
+    sections: Sequence[RunSection], *, curve: str | None
+) -> tuple[list[Block], list[str]]:
     """The blocks of the page, section by section, and messages of runs whose examples cannot be read."""
     blocks = []
     failed: list[str] = []

@@ -36,7 +36,7 @@ from cpt.models.weights import find_frozen
 MIXTURE = "mixture"  # the name of a MoELayer in its block
 
 
-class TextRows(nn.Module):
+class TextRowsOutput(nn.Module):
     """Passes on a layer's outputs on text, where a mask may observe them."""
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Expert(nn.Module):
     def __init__(self, ffn_layers: Sequence[Projection]) -> None:
         super().__init__()
         self.maps = cast(list[nn.Module], nn.ModuleList())
-        self.text_rows = cast(list[TextRows], nn.ModuleList(TextRows() for _ in ffn_layers))
+        self.text_rows = cast(list[TextRowsOutput], nn.ModuleList(TextRowsOutput() for _ in ffn_layers))
         for like in ffn_layers:
             with torch.device("meta"):
                 if isinstance(like.module, Conv1D):

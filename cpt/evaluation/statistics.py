@@ -121,8 +121,8 @@ def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
         """Of m equal values, a binomial number keeps its sign."""
         return 2 * generator.binomial(counts, 0.5, size=(size, len(counts))) - counts
 
-    redrawn = draw_means(strata, redraw, REPLICATES)
-    flipped = draw_means(strata, flip_signs, FLIPS)
+    redrawn = draw_task_means(strata, redraw, REPLICATES)
+    flipped = draw_task_means(strata, flip_signs, FLIPS)
 
     mean = float(np.mean([values @ counts / counts.sum() for values, counts in strata]))
     low, high = np.percentile(redrawn, LEVELS).tolist()
@@ -130,7 +130,7 @@ def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
     return Difference(mean, low, high, find_drawn_p(flipped, mean), num_examples)
 
 
-def draw_means(
+def draw_task_means(
     strata: Sequence[tuple[Array, Array]], draw_counts: Callable[[Array, int], Array], num_draws: int
 ) -> Array:
     """Means over tasks, [draw], from how often each value of a task occurs in a draw.

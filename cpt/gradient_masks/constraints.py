@@ -22,7 +22,7 @@ from cpt.models.weights import find_trainable
 MOMENTA = ("exp_avg", "momentum_buffer")  # what optimizers of torch call it
 
 
-def find_threshold(momentum: Tensor, share: float) -> Tensor:
+def find_momentum_threshold(momentum: Tensor, share: float) -> Tensor:
     """The least |m| of the ceil(share n) largest of n entries, a scalar."""
     values = momentum.detach().abs().flatten()
     count = ceil(Fraction(str(share)) * len(values))
@@ -70,7 +70,7 @@ class MomentumFilter(Constraint):
         decays = self.find_decays(optimizer) if self.is_released else {}
         for parameter, step in steps:
             momentum = find_momentum(parameter, optimizer)
-            threshold = find_threshold(full_tensor(momentum), self.share)
+            threshold = find_momentum_threshold(full_tensor(momentum), self.share)
             magnitudes = to_local(momentum).abs()
             is_kept = torch.ge(magnitudes, threshold, out=magnitudes)  # as numbers: faster than bits here
             local_step = to_local(step)

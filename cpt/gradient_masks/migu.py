@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from cpt.adapters.experts import TextRows
+from cpt.adapters.experts import TextRowsOutput
 from cpt.core.distributed import all_reduce_sum, full_tensor, gather_objects, sum_on_cpu
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import key
@@ -156,7 +156,7 @@ class MagnitudeMask(GradientMask):
         self.row_gradients = []
         for layer, rows in zip(self.maps, self.slices, strict=True):
             measured = layer.module if layer.measured is None else layer.measured
-            side = None if isinstance(measured, TextRows) else find_token_side(model, layer.name)
+            side = None if isinstance(measured, TextRowsOutput) else find_token_side(model, layer.name)
             self.hooks.append(measured.register_forward_hook(partial(self.record, rows, side)))
             if self.limits and layer.measured is None:
                 row_gradient = RowGradients(layer.module, axis=layer.axis, mask=self, rows=rows)

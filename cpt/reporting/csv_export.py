@@ -25,7 +25,7 @@ def export_csv(sections: Sequence[RunSection], path: Path) -> None:
         for group in section.groups:
             for run in group.runs:
                 folder = Path(os.path.relpath(run.folder, path.parent)).as_posix()
-                facts = {"folder": folder, **describe_run(run), "section": number, "group": group.name}
+                facts = {"folder": folder, **list_run_columns(run), "section": number, "group": group.name}
                 rows.append({**facts, **list_numbers(run)})
 
     table = DataFrame(rows, dtype=object).map(quote_formula).rename(columns=quote_formula)
@@ -33,7 +33,7 @@ def export_csv(sections: Sequence[RunSection], path: Path) -> None:
         table.to_csv(partial, index=False, lineterminator="\n", encoding="utf-8")
 
 
-def describe_run(run: MeasuredRun) -> dict[str, Any]:
+def list_run_columns(run: MeasuredRun) -> dict[str, Any]:
     """What was run: method, model, seed, ..., and the order of the domains."""
     columns = {key: run.scores.run[key] for key in RUN_KEYS if key not in ("order", "finished")}
     columns["order"] = " ".join(run.scores.run["order"])

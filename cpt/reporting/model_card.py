@@ -79,7 +79,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
         ),
         template_path=str(TEMPLATES / "model_card.md.j2"),
         quote=lambda text: quote_markup(str(text), IN_CELL),
-        table=make_table,
+        table=make_markdown_table,
         megabytes=format_bytes,
         scores=scores,
         title=title,
@@ -88,11 +88,11 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
         base=base,
         loading=scores.loading if '"model"' in scores.loading else "",
         parts=read_parts(folder / "model"),
-        settings=list_settings(settings, scores, public_names),
+        settings=list_card_settings(settings, scores, public_names),
         source=settings.get("domains.name", "unknown"),
         conditions=describe_conditions(conditions(scores)),
-        matrix=format_matrix(perplexities),
-        metrics=list_metrics(scores),
+        matrix=format_card_matrix(perplexities),
+        metrics=list_card_metrics(scores),
         tasks=list_tasks(scores),
         general=GENERAL in scores.domains,
         missing=count_missing(scores),
@@ -126,7 +126,7 @@ def read_parts(model: Path) -> list[str]:
     return json.loads(path.read_text())["parts"] if path.exists() else []
 
 
-def list_settings(
+def list_card_settings(
     settings: Mapping[str, Any], scores: Scores, public_names: Collection[str]
 ) -> list[list[str]]:
     """The settings that decide a result, and the numerics of the run, by key."""
@@ -159,7 +159,7 @@ def describe_command(folder: Path, public_names: Collection[str]) -> str:
     return " ".join(words)
 
 
-def format_matrix(perplexities: DataFrame) -> list[list[str]]:
+def format_card_matrix(perplexities: DataFrame) -> list[list[str]]:
     """The perplexities after each stage; of many texts, only base and last model, a row for each text."""
     table = [["after", *perplexities.columns], *format_cells(perplexities, format_perplexity)]
     if len(perplexities.columns) <= MAX_LISTED:
@@ -191,7 +191,7 @@ def list_results(scores: Scores, perplexities: DataFrame, pipeline: str | None) 
     return results
 
 
-def list_metrics(scores: Scores) -> list[list[str]]:
+def list_card_metrics(scores: Scores) -> list[list[str]]:
     """The metrics of the matrix: name, meaning with formula, and the value in each unit."""
     rows = []
     for metric in scores.metrics:
@@ -222,7 +222,7 @@ def find_format(reported: ReportedValue) -> Format | None:
     return format_decimals if reported.unit == "" else None  # the harness has units of its own
 
 
-def make_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def make_markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table of cells that may hold any text."""
     return markdown_table([head, ["---"] * len(head), *rows])
 

@@ -466,7 +466,7 @@ def show_run(scores: Scores) -> Block:
     facts = {
         "method": label_run(run),
         "model": f"{run['model']} ({run['objective']})",
-        "base model": describe_base(scores),
+        "base model": describe_origin(scores),
         "perplexity": describe_conditions(conditions(scores)),
         "order": list_order(run["order"]),
         "extended after": list_order([scores.rows[row] for row in scores.grown]),
@@ -485,7 +485,7 @@ def show_run(scores: Scores) -> Block:
     return Block(title="Run", head=["run", run["name"]], cells=cells, num_word_columns=2)
 
 
-def describe_base(scores: Scores) -> str:
+def describe_origin(scores: Scores) -> str:
     """Where the weights came from; empty for those that the run built."""
     if scores.base.get("origin") == "built":
         return ""

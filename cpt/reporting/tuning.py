@@ -246,8 +246,8 @@ def tabulate_methods(methods: Sequence[TunedMethod], *, metric: str, sign: int, 
                 str(len(method.finished)) if method.space else MISSING,
                 format_score_of(method.first, format_score),
                 format_score_of(best, format_score),
-                format_mean(scores, format_score, num_runs=method.num_planned_runs),
-                format_mean(forgetting, format_decimals, num_runs=method.num_planned_runs),
+                format_score_mean(scores, format_score, num_runs=method.num_planned_runs),
+                format_score_mean(forgetting, format_decimals, num_runs=method.num_planned_runs),
             ]
         )
 
@@ -268,7 +268,7 @@ def format_score_of(trial: Trial | None, format_score: Format) -> str:
     return format_or_dash(None if trial is None else trial.score, format_score)
 
 
-def format_mean(values: Sequence[float], format_value: Format, *, num_runs: int) -> str:
+def format_score_mean(values: Sequence[float], format_value: Format, *, num_runs: int) -> str:
     """`53.10 ± 0.30 (2)`: the mean of the values that some of the runs have; the last is their number, if not
     all have one."""
     if not values:

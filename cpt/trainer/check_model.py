@@ -49,7 +49,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
     Raises ValueError for a model that cannot be built or loaded, or that does not go with its options, the
     data or the method."""
     options, source = plan.model, plan.source
-    stored_config, tokenizer = read_model(plan)
+    stored_config, tokenizer = read_model_config(plan)
     objective = loading.resolve_objective(options.objective, stored_config)
     check_objective(plan, objective, tokenizer)
     if tokenizer is not None:
@@ -96,7 +96,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
     return config
 
 
-def read_model(plan: Plan) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
+def read_model_config(plan: Plan) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
     """The config and the tokenizer of the checkpoint. For a new model the tokenizer is None: it is trained on
     the texts later."""
     options = plan.model

@@ -25,7 +25,7 @@ from cpt.trainer.chat_date import date_chats
 from cpt.trainer.log_settings import log_settings
 from cpt.trainer.match_operations import match_operations
 from cpt.trainer.plan import Plan
-from cpt.trainer.preflight import prepare
+from cpt.trainer.preflight import prepare_run
 from cpt.trainer.profiling import NUM_STAGES, Profile, extend_profiles, profile_run
 from cpt.trainer.run_dir import RunDir
 
@@ -36,7 +36,7 @@ HIDDEN_COLUMNS = ("read_tokens", "left_read_tokens", "stored")
 def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]:
     """What a run will do and cost, as plan=json prints it; `extended` is the run that a new one continues.
     Raises ValueError for one that cannot be run."""
-    machine = prepare(plan, run).machine
+    machine = prepare_run(plan, run).machine
     plan = date_chats(plan)
     corpora = read_corpora(plan)
     base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator, trains=False)
@@ -50,7 +50,7 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
     state = "new" if scores is None else scores.state
     if extended is not None:
         state = f"continues {extended.path} ({state})"
-    texts = count_texts(data)
+    texts = count_texts_of_run(data)
     stages = count_stages(plan.evaluation, data, started_run, scores, texts)
     cost: dict[str, Any] = {
         "run": {"folder": str(run.path), **plan.names, "seed": plan.run.seed},
@@ -88,7 +88,7 @@ def list_excluded(plan: Plan, base: Base) -> list[str]:
     return excluded
 
 
-def count_texts(data: DomainSequence) -> dict[str, dict[str, Any]]:
+def count_texts_of_run(data: DomainSequence) -> dict[str, dict[str, Any]]:
     """Documents and tokens of the texts, by their names."""
     names: list[str] = []
     for domain in data:
@@ -129,7 +129,7 @@ def count_stages(
         num_steps, num_tokens = 0, 0.0
         if number > 0:
             num_steps = data.steps(stage)
-            num_tokens = count_tokens(data, stage)
+            num_tokens = count_stage_tokens(data, stage)
 
         if scores is not None and number < num_rows:
             steps_left = 0
@@ -170,7 +170,7 @@ def count_saved_steps(run: RunDir, number: int, stage: Domain) -> int:
     return 0
 
 
-def count_tokens(data: DomainSequence, stage: Domain) -> float:
+def count_stage_tokens(data: DomainSequence, stage: Domain) -> float:
     """The tokens that the steps of a stage read, replayed ones included."""
     past_texts = data.earlier_texts(stage)
     replayed_share = 0.0
@@ -274,7 +274,7 @@ def format_table(cost: Mapping[str, Any]) -> str:
         format_counts(cost["stages"]),
     ]
     if has_cost:
-        sections.extend(format_costs(cost))
+        sections.extend(format_estimate(cost))
     return "\n\n".join(sections)
 
 
@@ -288,7 +288,7 @@ def format_counts(rows: Sequence[Mapping[str, Any]]) -> str:
     return shown.replace("nan", "–").to_string(index=False)
 
 
-def format_costs(cost: Mapping[str, Any]) -> list[str]:
+def format_estimate(cost: Mapping[str, Any]) -> list[str]:
     """Memory, disk and time, and what they are of."""
     memory = pd.DataFrame(cost["memory"])
     shown_memory = memory[memory.any(axis=1)].map(format_bytes).add_suffix(" stage").to_string()

@@ -50,7 +50,7 @@ NUM_SHOWN = 6  # texts at each end of a long row that the log names
 def train_run(plan: Plan, run: RunDir) -> Scores:
     """Reads the texts, builds base and method, and trains every stage that the run's folder lacks."""
     start_seconds: dict[str, float] = {}  # by step of the start
-    setup = preflight.prepare(plan, run)  # rejects a bad plan before hours of reading
+    setup = preflight.prepare_run(plan, run)  # rejects a bad plan before hours of reading
     machine = setup.machine
     settings = plan.settings
     plan = date_chats(plan)

@@ -185,10 +185,10 @@ def reject_changes(run: RunDir, changes: Sequence[str]) -> None:
 
 
 def describe_change(name: str, stored_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    return f"the text of {name} changed: {describe_text(stored_facts)} -> {describe_text(facts)}"
+    return f"the text of {name} changed: {describe_contents(stored_facts)} -> {describe_contents(facts)}"
 
 
-def describe_text(facts: Mapping[str, Any]) -> str:
+def describe_contents(facts: Mapping[str, Any]) -> str:
     num_documents = sum(facts["documents"].values())
     num_bytes = sum(facts["bytes"].values())
     return f"{num_documents} documents, {num_bytes} bytes, {facts['digest'][:8]}"

@@ -43,7 +43,7 @@ class Preflight:
     harness: Any  # the tasks of lm-evaluation-harness, or None
 
 
-def prepare(plan: Plan, run: RunDir) -> Preflight:
+def prepare_run(plan: Plan, run: RunDir) -> Preflight:
     """Prepares the process, and what needs no text. Raises ValueError for a plan that cannot be run."""
     quiet()
     keep_free()

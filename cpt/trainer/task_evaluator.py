@@ -29,7 +29,7 @@ from cpt.trainer.run_dir import RunDir
 
 
 @dataclass
-class TaskAnswers:
+class RawAnswers:
     """What a model answers to the questions of a task, which are counted from 0."""
 
     choice_nll: dict[tuple[int, int], float] = field(default_factory=dict)  # nats, by question and choice
@@ -110,7 +110,7 @@ class TaskEvaluator(FileEvaluator):
         """Asks the model after a stage the questions of a task, each process its share, and writes the
         answers into one file."""
         start_time = time.perf_counter()
-        answers = TaskAnswers()
+        answers = RawAnswers()
         # A process that is to be preempted still waits for the others: all leave together.
         with suppress(Preempted):
             self.answer_share(task, model, answers, step=step)
@@ -124,7 +124,7 @@ class TaskEvaluator(FileEvaluator):
         barrier()  # the file is there for all
 
     def answer_share(
-        self, task: str, model: PreTrainedModel, answers: TaskAnswers, *, step: Callable[[int], object]
+        self, task: str, model: PreTrainedModel, answers: RawAnswers, *, step: Callable[[int], object]
     ) -> None:
         """Adds the answers to this process's share of the questions.
 
@@ -155,7 +155,7 @@ class TaskEvaluator(FileEvaluator):
                 )
             )
 
-    def save(self, number: int, task: str, answers: TaskAnswers, *, start_time: float) -> None:
+    def save(self, number: int, task: str, answers: RawAnswers, *, start_time: float) -> None:
         """Writes the answers to a task: the texts by question, and the choices of the largest likelihood."""
         questions = self.questions[task]
         examples = [question.example for question in questions]

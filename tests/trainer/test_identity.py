@@ -119,7 +119,7 @@ def test_text_that_changes_while_it_is_read_is_told(
         (texts / "law" / "late.txt").write_text("late\n")
 
     read = module.read_folder
-    prepare = preflight.prepare
+    prepare = preflight.prepare_run
     with monkeypatch.context() as patched:
         patched.setattr(module, "read_folder", slowly)
         with pytest.raises(ValueError, match="the text of law changed while it was read; start again"):
@@ -130,6 +130,6 @@ def test_text_that_changes_while_it_is_read_is_told(
         edit(texts / "law" / "all.txt")
         return prepare(*arguments)
 
-    monkeypatch.setattr(preflight, "prepare", late)
+    monkeypatch.setattr(preflight, "prepare_run", late)
     with pytest.raises(ValueError, match="with other contents .the text of law changed"):
         run(ORDER)

@@ -19,7 +19,7 @@ from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_mod
 from cpt.trainer import hydra_callback
 from cpt.trainer.hydra_callback import ConfigCheck
 from cpt.trainer.plan import make_plan
-from cpt.trainer.preflight import prepare
+from cpt.trainer.preflight import prepare_run
 from cpt.trainer.read_config import read_sections
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
     words.add_tokens(["contract", "section"])
     words.save_pretrained(checkpoint)
     assert "Allowed: model.resize=true" in unread(small(option))
-    prepare(make_plan(small(option, "model.resize=true")), RunDir(checkpoint))
+    prepare_run(make_plan(small(option, "model.resize=true")), RunDir(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_transformers_loads_and_does_not_save_is_told(
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     option = f"model.name_or_path={folder}"
     if named is None:
-        prepare(make_plan(small_gpt2(option)), RunDir(tmp_path / "run"))
+        prepare_run(make_plan(small_gpt2(option)), RunDir(tmp_path / "run"))
         return
     message = unread(small_gpt2(option))
     assert message.startswith(f"{option} is invalid: {named}") and f"Allowed: {file} without it" in message

@@ -301,7 +301,7 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> 
     return find_text_files(folder, ignored=ignored).text
 
 
-def describe_splits(folder: Path, paths: Iterable[Path]) -> str:
+def describe_named_splits(folder: Path, paths: Iterable[Path]) -> str:
     """What the files of a folder are taken as by their names, for a log line."""
     counts = Counter[str]()  # files by split
     num_unnamed = 0

@@ -28,7 +28,7 @@ from cpt.data.sources.files import (
     ABOUT_DATA,
     LFS_POINTER,
     PLAIN_SUFFIXES,
-    describe_splits,
+    describe_named_splits,
     find_text_files,
     kind,
     naming_file,
@@ -139,7 +139,7 @@ def estimate_bytes(path: Path) -> int:
 
 def log_files(folder: Path, name: str, paths: Sequence[Path]) -> None:
     """Logs what files are taken as, which are the same, and which of them look like no text of the domain."""
-    log.info("Reading %d files of %s: %s", len(paths), name, describe_splits(folder, paths))
+    log.info("Reading %d files of %s: %s", len(paths), name, describe_named_splits(folder, paths))
 
     real_paths = Counter(path.resolve() for path in paths)
     repeated = [path for path, count in real_paths.items() if count > 1]
