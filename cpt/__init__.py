@@ -6,25 +6,40 @@ from typing import Any
 __version__ = "0.1.0"
 # The names that your own methods, masks and sources are written with (`from cpt import Options`), and the
 # modules that they are read from when they are asked for: importing cpt imports no torch.
-MODULES = {
-    "cpt.api": ("load_run", "load_runs", "load_tables"),
-    "cpt.core.schema": (
-        *("Allowed", "BelowOne", "Count", "Natural", "NonNegative", "OneOrMore", "Options", "Pattern"),
-        *("Positive", "PositiveShare", "Probability", "Steps", "Subset", "Text", "TextList"),
-        *("config", "option"),
-    ),
-    "cpt.core.sections": ("Choice",),
-    "cpt.data.collate": ("Batch",),
-    "cpt.data.options": ("Domain",),
-    "cpt.data.sources.base": ("Source",),
-    "cpt.evaluation.finetune_tasks": ("TaskSource",),
-    "cpt.evaluation.scores": ("Scores",),
-    "cpt.gradient_masks.base": ("Constraint", "GradientMask"),
-    "cpt.methods.base": ("ContinualMethod", "MethodContext"),
-    "cpt.models.objectives": ("Objective",),
-    "cpt.models.weights": ("Snapshot",),
+PUBLIC = {
+    "load_run": "cpt.api",
+    "load_runs": "cpt.api",
+    "load_tables": "cpt.api",
+    "Allowed": "cpt.core.schema",
+    "BelowOne": "cpt.core.schema",
+    "Count": "cpt.core.schema",
+    "Natural": "cpt.core.schema",
+    "NonNegative": "cpt.core.schema",
+    "OneOrMore": "cpt.core.schema",
+    "Options": "cpt.core.schema",
+    "Pattern": "cpt.core.schema",
+    "Positive": "cpt.core.schema",
+    "PositiveShare": "cpt.core.schema",
+    "Probability": "cpt.core.schema",
+    "Steps": "cpt.core.schema",
+    "Subset": "cpt.core.schema",
+    "Text": "cpt.core.schema",
+    "TextList": "cpt.core.schema",
+    "config": "cpt.core.schema",
+    "option": "cpt.core.schema",
+    "Choice": "cpt.core.sections",
+    "Batch": "cpt.data.collate",
+    "Domain": "cpt.data.options",
+    "Source": "cpt.data.sources.base",
+    "TaskSource": "cpt.evaluation.finetune_tasks",
+    "Scores": "cpt.evaluation.scores",
+    "Constraint": "cpt.gradient_masks.base",
+    "GradientMask": "cpt.gradient_masks.base",
+    "ContinualMethod": "cpt.methods.base",
+    "MethodContext": "cpt.methods.base",
+    "Objective": "cpt.models.objectives",
+    "Snapshot": "cpt.models.weights",
 }
-PUBLIC = {name: module for module, names in MODULES.items() for name in names}
 __all__ = sorted(PUBLIC)
 
 

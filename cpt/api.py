@@ -18,7 +18,7 @@ from cpt.reporting.load_runs import MeasuredRun, find_runs, measure_runs
 from cpt.reporting.sections import build_sections
 from cpt.reporting.tex import measure_tables
 
-ABOUT = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished")
+RUN_COLUMNS = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,22 +44,22 @@ class Run:
     @cached_property
     def metrics(self) -> pd.DataFrame:
         """The metrics (LC, FG, …) by unit: columns metric, unit, value, low, high."""
-        found = self.frame[self.frame["kind"] == "metric"]
-        return found[["metric", "unit", "value", "low", "high"]].reset_index(drop=True)
+        rows = self.frame[self.frame["kind"] == "metric"]
+        return rows[["metric", "unit", "value", "low", "high"]].reset_index(drop=True)
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The composed config of the run."""
-        found: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
-        return found
+        config: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        return config
 
 
 def read_runs(folders: Iterable[str | Path]) -> list[MeasuredRun]:
     """The runs below the folders. Raises ValueError for a folder or file that cannot be read."""
-    found = find_runs([Path(folder) for folder in folders])
-    if found.damaged:
-        raise ValueError("; ".join(found.damaged))
-    return found.runs
+    search = find_runs([Path(folder) for folder in folders])
+    if search.damaged:
+        raise ValueError("; ".join(search.damaged))
+    return search.runs
 
 
 def load_tables(*folders: str | Path, baseline: str = "ncl") -> dict[str, pd.DataFrame]:
@@ -68,11 +68,12 @@ def load_tables(*folders: str | Path, baseline: str = "ncl") -> dict[str, pd.Dat
     the baseline with its p-values where they apply. Raises ValueError for a folder that cannot be read."""
     finished = [run for run in read_runs(folders) if run.scores.run["finished"]]
     sections = build_sections(measure_runs(finished), baseline=baseline)
-    found: dict[str, list[pd.DataFrame]] = defaultdict(list)
+
+    tables: dict[str, list[pd.DataFrame]] = defaultdict(list)  # by name, one of each section
     for number, section in enumerate(sections, start=1):
         for name, table in measure_tables(section).items():
-            found[name].append(table.assign(section=number))
-    return {name: pd.concat(tables) for name, tables in found.items()}
+            tables[name].append(table.assign(section=number))
+    return {name: pd.concat(section_tables) for name, section_tables in tables.items()}
 
 
 def load_run(folder: str | Path) -> Run:
@@ -87,9 +88,13 @@ def load_runs(*folders: str | Path) -> pd.DataFrame:
     Raises ValueError for a folder or file that cannot be read."""
     frames = []
     for run in read_runs(folders):
-        about = {name: run.scores.run[name] for name in ABOUT} | {"order": ",".join(run.scores.run["order"])}
+        facts = {name: run.scores.run[name] for name in RUN_COLUMNS}
+        facts["order"] = ",".join(run.scores.run["order"])
+
+        # A frame has a column `seed` already, of fine-tuning; here `seed` is that of the run.
         frame = tidy_scores(run.scores).rename(columns={"seed": "finetuning_seed"})
-        for place, (name, value) in enumerate({"folder": str(run.folder), **about}.items()):
-            frame.insert(place, name, value)
+        frame.insert(0, "folder", str(run.folder))
+        for column, (name, value) in enumerate(facts.items(), start=1):
+            frame.insert(column, name, value)
         frames.append(frame)
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()

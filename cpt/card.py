@@ -16,19 +16,19 @@ from cpt.trainer.run_dir import RunDir
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.card", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
-    place = RunDir(parser.parse_args(arguments).run)
+    run = RunDir(parser.parse_args(arguments).run)
     with readable():
-        scores = place.load_scores()
+        scores = run.load_scores()
         if scores is None or not scores.run["finished"] or len(scores.rows) < 2:
-            allowed = "the folder of a finished run that trained"
-            raise ValueError(f"RUN={place.path} is invalid. Allowed: {allowed}")
-        if not (place.model / "config.json").is_file():
-            told = f"{place.model} holds no exported model"
-            raise ValueError(f"{told}; the command of the run exports it again")
-        with place.locked():
-            card = write_model_card(place.path, scores)
-            if (place.path / CHECKSUMS).exists():
-                write_checksums(place.path, [card], others=read_checksums(place.path))
+            raise ValueError(f"RUN={run.path} is invalid. Allowed: the folder of a finished run that trained")
+        if not (run.model / "config.json").is_file():
+            raise ValueError(f"{run.model} holds no exported model; the command of the run exports it again")
+
+        with run.locked():
+            card = write_model_card(run.path, scores)
+            # Else the next start of the run would find the new card damaged.
+            if (run.path / CHECKSUMS).exists():
+                write_checksums(run.path, [card], unread=read_checksums(run.path))
     print(card)
     return 0
 

@@ -27,67 +27,75 @@ DAY = 24 * 3600
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.clean", description=__doc__)
-    what = "caches, run folders, or folders that hold them (default: outputs and $CPT_CACHE)"
-    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=what)
+    allowed = "caches, run folders, or folders that hold them (default: outputs and $CPT_CACHE)"
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=allowed)
     parser.add_argument("--days", type=float, default=30, help="days without use of a cached folder (30)")
     parser.add_argument("--stages", action="store_true", help="also stage files of finished runs")
     parser.add_argument("--yes", action="store_true", help="remove")
     options = parser.parse_args(arguments)
-    if not options.days >= 0:
+    if not options.days >= 0:  # negative, or nan
         print(f"cpt: --days={options.days} is invalid. Allowed: 0 or more", file=sys.stderr)
         return 1
     absent = [str(path) for path in options.folders if not path.is_dir()]
     if absent:
-        print(f"cpt: FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {what}", file=sys.stderr)
+        print(
+            f"cpt: FOLDER={','.join(absent)} is invalid: no such folder. Allowed: {allowed}", file=sys.stderr
+        )
         return 1
 
     folders = options.folders or [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
     reasons: dict[Path, str] = {}
     for folder in folders:
-        reasons.update(removable(folder, options.days, stages=options.stages))
+        reasons.update(find_removable(folder, options.days, stages=options.stages))
     for path, reason in sorted(reasons.items()):
-        size = format_bytes(freed_bytes(path))
+        size = format_bytes(count_freed_bytes(path))  # before it is removed
         outcome = f"; {remove(path)}" if options.yes else describe_use(path)
         print(f"{size:>12}  {path}: {reason}{outcome}")
     print(f"{len(reasons)} entries{'' if options.yes else '; add --yes to remove them'}")
     return 0
 
 
-def freed_bytes(path: Path) -> int:
+def count_freed_bytes(path: Path) -> int:
     """The bytes that the removal of a file or folder frees: of files with hard links elsewhere none."""
     stats = []
-    for each in (path, *path.rglob("*")):
+    for entry in (path, *path.rglob("*")):
         with suppress(FileNotFoundError):  # a process has just removed it
-            if not each.is_dir():
-                stats.append(each.lstat())
-    links = Counter(each.st_ino for each in stats)
-    return sum(each.st_size // each.st_nlink for each in stats if links[each.st_ino] == each.st_nlink)
+            if not entry.is_dir():
+                stats.append(entry.lstat())
+
+    # The disk is freed with the last link to a file: all of its links have to be at or below the path.
+    num_links = Counter(stat.st_ino for stat in stats)
+    num_bytes = 0
+    for stat in stats:
+        if num_links[stat.st_ino] == stat.st_nlink:
+            num_bytes += stat.st_size // stat.st_nlink
+    return num_bytes
 
 
-def removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple[Path, str]]:
+def find_removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple[Path, str]]:
     """What could be removed at or below a folder, and why."""
     for root, subfolders, files in os.walk(folder.resolve()):
         path = Path(root)
         is_partial = path.name.endswith(PARTIAL)
         is_run = "scores.json" in files
         if is_partial or is_cached(path) or is_run:
-            subfolders.clear()
+            subfolders.clear()  # what they hold is removed with them, or stays
 
         if is_partial:
-            if time.time() - last_change(path) > DAY:
+            if time.time() - find_last_change(path) > DAY:
                 yield path, "left by a killed process"
         elif is_cached(path):
             unused_days = (time.time() - path.stat().st_mtime) / DAY
             if unused_days > days:
                 yield path, f"not used for {unused_days:.0f} days"
         elif stages and is_run:
-            for stored in finished_stages(path):
-                yield stored, "of a finished run"
+            for stage_folder in find_finished_stages(path):
+                yield stage_folder, "of a finished run"
 
 
-def last_change(folder: Path) -> float:
-    """The latest modification time of a folder or anything in it. What a build removes meanwhile is left
-    out."""
+def find_last_change(folder: Path) -> float:
+    """The latest modification time of a folder or anything in it, in seconds since 1970. What a build removes
+    meanwhile is left out."""
     times = []
     for path in (folder, *folder.rglob("*")):
         with suppress(FileNotFoundError):
@@ -95,15 +103,17 @@ def last_change(folder: Path) -> float:
     return max(times, default=time.time())
 
 
-def finished_stages(run: Path) -> list[Path]:
+def find_finished_stages(run: Path) -> list[Path]:
     """The folders of stages and step checkpoints of a run that is finished; those that have files."""
     try:
         is_finished = Scores.load(run / "scores.json").run["finished"]
     except (ValueError, OSError) as error:
         print(f"cpt: leaving {run}: {error}")
         return []
+    if not is_finished:
+        return []
     folders = [run / "stages", run / "checkpoints"]
-    return [folder for folder in folders if is_finished and any(folder.glob("*"))]
+    return [folder for folder in folders if any(folder.glob("*"))]
 
 
 def describe_use(path: Path) -> str:
@@ -120,22 +130,24 @@ def is_cached(path: Path) -> bool:
 def remove(path: Path) -> str:
     """Removes a file or folder, but not while a process makes or uses it or a run has its folder; returns
     what came of it."""
+    # The lock of whoever writes there: of a run for its stages, of an artifact for its partial folder too.
     name = path.name.removesuffix(PARTIAL)
-    lock = path.parent / (".lock" if name in ("stages", "checkpoints") else f"{name}.lock")
+    is_of_run = name in ("stages", "checkpoints")
+    lock = path.parent / (".lock" if is_of_run else f"{name}.lock")
     try:
         with FileLock(lock, timeout=0):
-            if not is_cached(path):
+            if not is_cached(path):  # which no process records a use of
                 discard(path)
                 return "removed"
 
             # Moved away first: a process records its use before it looks for the artifact.
-            moved = path.with_name(f"{path.name}.removed{PARTIAL}")
-            os.replace(path, moved)
+            removed_path = path.with_name(f"{path.name}.removed{PARTIAL}")
+            os.replace(path, removed_path)
             use = describe_use(path)
             if use:
-                os.replace(moved, path)
+                os.replace(removed_path, path)
                 return use.removeprefix("; ")
-            discard(moved)
+            discard(removed_path)
     except Timeout:
         return "in use"
     except OSError as error:

@@ -184,8 +184,10 @@ def check_flags(arguments: Sequence[str]) -> None:
                 f"{argument} is invalid between flags. Allowed: flags before or after all options"
             )
         name = argument.lstrip("-").partition("=")[0]
-        allowed = f"options without dashes, like {name}=VALUE; {FLAGS}"
-        raise ValueError(f"{argument} is invalid: unknown flag. Allowed: {allowed}")
+        raise ValueError(
+            f"{argument} is invalid: unknown flag. "
+            f"Allowed: options without dashes, like {name}=VALUE; {FLAGS}"
+        )
 
 
 def names_choices(value: Any) -> bool:

@@ -7,8 +7,9 @@ the evidence is inconclusive or cannot be read. Nothing is evaluated again."""
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError
@@ -19,8 +20,9 @@ from cpt.evaluation.scores import Scores, encode
 from cpt.trainer.run_dir import RunDir
 
 HEAD = f"{'text':24}{'before':>9}{'after':>9}{'change':>9}{'at most':>31}"
-ROW = "{text:24}{before:9.4f}{after:9.4f}{change:+9.4f}  {interval:>18}  {most:+9.4f}  {verdict}"
-FAIL, UNKNOWN = 1, 2  # exit codes: fail; inconclusive or unreadable
+ROW = "{text:24}{before:9.4f}{after:9.4f}{change:+9.4f}  {interval:>18}  {limit:+9.4f}  {verdict}"
+FAIL = 1  # exit codes
+UNKNOWN = 2  # the evidence is inconclusive, or cannot be read
 PASSES = ("improved", "within tolerance")
 NOTE = "the check does not assess the corpus: a model also improves on low-quality text"
 MAX_SHOWN = 5  # texts that the last line names
@@ -30,42 +32,59 @@ MAX_SHOWN = 5  # texts that the last line names
 class BoundedChange(Change):
     """The change of a new or an old text, and by how many nats per token it may grow."""
 
-    new: bool
-    most: float
+    is_new: bool
+    limit: float
 
     @property
     def verdict(self) -> str:
-        if self.high <= self.most:
-            return "improved" if self.new else "within tolerance"
-        if self.low > self.most:
-            return "improved too little" if self.new else "forgotten"
+        """By the whole interval, low to high: a bound of nan, of too few documents, decides nothing."""
+        if self.high <= self.limit:
+            return "improved" if self.is_new else "within tolerance"
+        if self.low > self.limit:
+            return "improved too little" if self.is_new else "forgotten"
         return "inconclusive"
 
 
 def judge_run(
-    scores: Scores, before: Losses, after: Losses, *, since: int, gain: float, loss: float
+    scores: Scores, before: Losses, after: Losses, *, start_row: int, gain: float, loss: float
 ) -> tuple[list[BoundedChange], list[str]]:
-    """The changes from a row to the last one, and the texts that were not measured in both. New text,
+    """The changes from `start_row` to the last row, and the texts that were not measured in both. New text,
     trained between them, must improve by `gain` nats per token; earlier text and the general text may get
     worse by `loss`."""
     learned = scores.base.get("learned", [])  # by the run of init_from
-    old_texts = [*learned, *scores.rows[1 : since + 1], GENERAL]
-    new_texts = scores.rows[since + 1 :]
+    old_texts = [*learned, *scores.rows[1 : start_row + 1], GENERAL]
+    new_texts = scores.rows[start_row + 1 :]
     if not set(new_texts) <= set(scores.domains):  # joint: one row for all
         new_texts = scores.run["order"]
 
-    columns = {
-        text: scores.domains.index(text) for text in (*new_texts, *old_texts) if text in scores.domains
-    }
-    rows = (scores.nll[since], scores.nll[-1])
-    measured = [text for text, column in columns.items() if all(row[column] is not None for row in rows)]
+    # By text, whether the run has a test set of it, and whether both rows have its loss.
+    has_losses: dict[str, bool] = {}
+    for text in (*new_texts, *old_texts):
+        if text in scores.domains:
+            column = scores.domains.index(text)
+            is_in_both = scores.nll[start_row][column] is not None and scores.nll[-1][column] is not None
+            has_losses[text] = is_in_both
+    measured = [text for text, is_in_both in has_losses.items() if is_in_both]
 
     changes = []
     for change in compare_losses(measured, before, after):
         is_new = change.text in new_texts
         limit = 0.0 - gain if is_new else loss
-        changes.append(BoundedChange(**vars(change), new=is_new, most=limit))
-    unmeasured = [text for text in {**dict.fromkeys(learned), **columns} if text not in measured]
+        changes.append(
+            BoundedChange(
+                text=change.text,
+                before=change.before,
+                after=change.after,
+                low=change.low,
+                high=change.high,
+                is_new=is_new,
+                limit=limit,
+            )
+        )
+
+    # What the run of init_from learned has to be measured; of other texts those that have a test set.
+    expected = {**dict.fromkeys(learned), **has_losses}
+    unmeasured = [text for text in expected if text not in measured]
     return changes, unmeasured
 
 
@@ -86,8 +105,8 @@ def make_parser() -> argparse.ArgumentParser:
 class Judgement:
     """What a release check has found."""
 
-    row: str  # the last one
-    since: str  # the row that it is compared with
+    last_row: str
+    start_row: str  # that the last one is compared with
     changes: list[BoundedChange]
     unmeasured: list[str]
     damage: list[str]  # of the exported model
@@ -106,7 +125,7 @@ class Judgement:
     def verdict(self) -> str:
         if not self.failures:
             return "pass"
-        is_refuted = bool(self.damage) or any(change.low > change.most for change in self.changes)
+        is_refuted = bool(self.damage) or any(change.low > change.limit for change in self.changes)
         return "fail" if is_refuted else "inconclusive"
 
 
@@ -134,18 +153,21 @@ def check_run(run: RunDir, options: argparse.Namespace) -> Judgement:
         raise ValueError(f"{run.path}: method={method} has no model that continues from another's")
     if options.since not in (None, *earlier):
         raise InvalidOptionError("--since", options.since, allowed=", ".join(earlier))
-    since = earlier.index(options.since or earlier[-1])
+    start_row = earlier.index(options.since or earlier[-1])
 
     run.check_documents(len(scores.rows))
-    before, after = run.load_documents([since, len(earlier)])
-    check_texts(run, scores, before, after, since=since)
+    before, after = run.load_documents([start_row, len(earlier)])
+    check_texts(run, scores, before, after, start_row=start_row)
     changes, unmeasured = judge_run(
-        scores, before, after, since=since, gain=options.min_gain, loss=options.max_forgetting
+        scores, before, after, start_row=start_row, gain=options.min_gain, loss=options.max_forgetting
     )
+
     # The page is no part of what is released.
     outputs = run.find_damaged_outputs(full=True)
     damage = [line for line in outputs if not line.startswith("report.")]
-    return Judgement(row=last, since=earlier[since], changes=changes, unmeasured=unmeasured, damage=damage)
+    return Judgement(
+        last_row=last, start_row=earlier[start_row], changes=changes, unmeasured=unmeasured, damage=damage
+    )
 
 
 def load_finished(run: RunDir) -> Scores:
@@ -158,16 +180,18 @@ def load_finished(run: RunDir) -> Scores:
     return scores
 
 
-def check_texts(run: RunDir, scores: Scores, before: Losses, after: Losses, *, since: int) -> None:
+def check_texts(run: RunDir, scores: Scores, before: Losses, after: Losses, *, start_row: int) -> None:
     """Raises ValueError unless two rows have the losses of the same documents of each text that both have
     measured."""
-    for text, loss_before, loss_after in zip(scores.domains, scores.nll[since], scores.nll[-1], strict=True):
+    losses = zip(scores.domains, scores.nll[start_row], scores.nll[-1], strict=True)
+    for text, loss_before, loss_after in losses:
         if loss_before is None or loss_after is None:
             continue
         is_complete = text in before and text in after
         if not is_complete or before[text].shape != after[text].shape:
-            message = f"{run.path}/documents are not those of scores.json ({text})"
-            raise ValueError(f"{message}; restore them from a backup")
+            raise ValueError(
+                f"{run.path}/documents are not those of scores.json ({text}); restore them from a backup"
+            )
 
 
 def format_json(judgement: Judgement) -> str:
@@ -176,16 +200,29 @@ def format_json(judgement: Judgement) -> str:
             "verdict": judgement.verdict,
             "damage": judgement.damage,
             "note": NOTE,
-            "since": judgement.since,
-            "row": judgement.row,
-            "changes": [asdict(change) for change in judgement.changes],
+            "since": judgement.start_row,
+            "row": judgement.last_row,
+            "changes": [export_change(change) for change in judgement.changes],
             "unmeasured": judgement.unmeasured,
         }
     )
 
 
+def export_change(change: BoundedChange) -> dict[str, Any]:
+    """The entry of a text in `--json`."""
+    return {
+        "text": change.text,
+        "before": change.before,
+        "after": change.after,
+        "low": change.low,
+        "high": change.high,
+        "new": change.is_new,
+        "most": change.limit,
+    }
+
+
 def print_table(judgement: Judgement) -> None:
-    print(f"after {judgement.row}, compared with {judgement.since}; nats per token [95 % interval]")
+    print(f"after {judgement.last_row}, compared with {judgement.start_row}; nats per token [95 % interval]")
     print(HEAD)
     for change in judgement.changes:
         interval = "no interval" if math.isnan(change.low) else f"[{change.low:+.4f}, {change.high:+.4f}]"
@@ -195,7 +232,7 @@ def print_table(judgement: Judgement) -> None:
             after=change.after,
             change=change.difference,
             interval=interval,
-            most=change.most,
+            limit=change.limit,
             verdict=change.verdict,
         )
         print(row)

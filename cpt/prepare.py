@@ -30,41 +30,48 @@ class PreparedText(NamedTuple):
     """A text of OUT: what it has, what was published of this, and the released files that are missing."""
 
     name: str
-    found: Mapping[str, int]  # by COUNTS
+    counts: Mapping[str, int]  # by COUNTS; empty where files are missing
     published: Mapping[str, int]
     missing: Sequence[Path] = ()
     required: bool = True
 
 
 class ReleasedTask(NamedTuple):
-    """An end task of DAS by its files, each with its split here. Its authors train on `pool`, without the
-    first examples of each class, which they move to `rest`, their test set."""
+    """An end task of DAS by its files, each with its split here. Its authors train on `train_files`, without
+    the first examples of each class, which they move to their test set, `test_files`."""
 
-    pool: Mapping[str, str]
-    rest: Mapping[str, str]
-    kept: float  # share of `pool` that would stay if all classes had enough examples
-    classes: int
+    train_files: Mapping[str, str]
+    test_files: Mapping[str, str]
+    train_share: float  # of `train_files`, what would stay if all classes had enough examples
+    num_classes: int
     published: tuple[int, int]  # train, test
 
 
-def pool_files(name: str, *, order: Sequence[str] = ("train", "dev", "test")) -> dict[str, str]:
+def list_train_files(name: str, *, order: Sequence[str] = ("train", "dev", "test")) -> dict[str, str]:
     """The files of a product of Ding et al. (2008) that its authors train on, with their splits here: dev is
     dev, and train and test are train."""
     files = {}
-    for file in order:
+    for file in order:  # which decides the first examples of each class
         files[f"absa/dat/{name}/{file}.json"] = "dev" if file == "dev" else "train"
     return files
 
 
-def test_files(name: str) -> dict[str, str]:
+def list_test_files(name: str) -> dict[str, str]:
     """The files of a product of Ding et al. (2008) that its authors test on, with their split here."""
     return {f"absa/dat/{name}/{file}.json": "test" for file in ("train", "dev", "test")}
 
 
-def scientific_task(name: str, kept: float, classes: int, published: tuple[int, int]) -> ReleasedTask:
-    pool = {f"{name}/train.jsonl": "train"}
-    rest = {f"{name}/test.jsonl": "test", f"{name}/dev.jsonl": "dev"}
-    return ReleasedTask(pool, rest, kept, classes, published)
+def make_scientific_task(
+    name: str, *, train_share: float, num_classes: int, published: tuple[int, int]
+) -> ReleasedTask:
+    """A task of classes of sentences: its authors release train, dev and test, and train on train alone."""
+    return ReleasedTask(
+        train_files={f"{name}/train.jsonl": "train"},
+        test_files={f"{name}/test.jsonl": "test", f"{name}/dev.jsonl": "dev"},
+        train_share=train_share,
+        num_classes=num_classes,
+        published=published,
+    )
 
 
 # UIC-Liu-Lab/ContinualLM at 57e498c: the files of dataloader/data.py, sizes and counts of its README
@@ -81,36 +88,78 @@ CAMERA = "Bing5Domains/CanonG3"
 TESTED = ("Bing5Domains/NikonCoolpix4300", "Bing9Domains/CanonPowerShotSD500", "Bing9Domains/CanonS100")
 ENDTASKS = {
     "restaurant": ReleasedTask(
-        {"SemEval14-res/train.json": "train"}, {"SemEval14-res/test.json": "test"}, 1.0, 3, (3452, 1120)
+        train_files={"SemEval14-res/train.json": "train"},
+        test_files={"SemEval14-res/test.json": "test"},
+        train_share=1.0,
+        num_classes=3,
+        published=(3452, 1120),
     ),
-    "acl": scientific_task("citation_intent", 0.9, 6, (1520, 421)),
-    "ai": scientific_task("sciie", 0.7, 7, (2260, 2388)),
-    "phone": ReleasedTask(pool_files(PHONE), test_files("Bing9Domains/Nokia6600"), 0.7, 2, (239, 553)),
-    "pubmed": scientific_task("chemprot", 0.5, 13, (2667, 7398)),
+    "acl": make_scientific_task("citation_intent", train_share=0.9, num_classes=6, published=(1520, 421)),
+    "ai": make_scientific_task("sciie", train_share=0.7, num_classes=7, published=(2260, 2388)),
+    "phone": ReleasedTask(
+        train_files=list_train_files(PHONE),
+        test_files=list_test_files("Bing9Domains/Nokia6600"),
+        train_share=0.7,
+        num_classes=2,
+        published=(239, 553),
+    ),
+    "pubmed": make_scientific_task("chemprot", train_share=0.5, num_classes=13, published=(2667, 7398)),
     "camera": ReleasedTask(
-        pool_files(CAMERA, order=("train", "test", "dev")),
-        test_files(TESTED[0]) | test_files(TESTED[1]) | test_files(TESTED[2]),
-        0.8,
-        2,
-        (230, 626),
+        train_files=list_train_files(CAMERA, order=("train", "test", "dev")),
+        test_files=list_test_files(TESTED[0]) | list_test_files(TESTED[1]) | list_test_files(TESTED[2]),
+        train_share=0.8,
+        num_classes=2,
+        published=(230, 626),
     ),
 }
 HELD_OUT = 5  # percent of the lines that the authors keep from training
 # cmnfriend/O-LoRA at 07117e1: examples of train and test, as its logs count them
-STANDARD = {"TC/dbpedia": (14000, 7600), "TC/yahoo": (10000, 7600), "TC/agnews": (4000, 7600)}
-STANDARD |= {"SC/amazon": (5000, 7600)}
-LONG = {"SC/yelp": (5000, 7600), "SC/IMDB": (2000, 7600), "SC/SST-2": (2000, 872), "NLI/CB": (250, 56)}
-LONG |= {"NLI/MNLI": (3000, 7600), "NLI/RTE": (2000, 277), "QQP/QQP": (2000, 7600), "WiC/WiC": (2000, 638)}
-LONG |= {"BoolQA/BoolQA": (2000, 3270), "MultiRC/MultiRC": (2000, 4848), "COPA/COPA": (400, 100)}
+STANDARD = {
+    "TC/dbpedia": (14000, 7600),
+    "TC/yahoo": (10000, 7600),
+    "TC/agnews": (4000, 7600),
+    "SC/amazon": (5000, 7600),
+}
+LONG = {
+    "SC/yelp": (5000, 7600),
+    "SC/IMDB": (2000, 7600),
+    "SC/SST-2": (2000, 872),
+    "NLI/CB": (250, 56),
+    "NLI/MNLI": (3000, 7600),
+    "NLI/RTE": (2000, 277),
+    "QQP/QQP": (2000, 7600),
+    "WiC/WiC": (2000, 638),
+    "BoolQA/BoolQA": (2000, 3270),
+    "MultiRC/MultiRC": (2000, 4848),
+    "COPA/COPA": (400, 100),
+}
 TRACE = ("C-STANCE", "FOMC", "MeetingBank", "Py150", "ScienceQA", "NumGLUE-cm", "NumGLUE-ds", "20Minuten")
-OF_TRACE = (5000, 2000)
+TRACE_COUNTS = (5000, 2000)  # examples of train and test, of each task
 # machelreid/m2d2 at b469b06: fine domains of its list of names by coarse domain
-FINE_COUNTS = {"Culture_and_the_arts": 7, "General_referece": 2, "Health_and_fitness": 6}
-FINE_COUNTS |= {"History_and_events": 3, "Human_activites": 2, "Mathematics_and_logic": 3}
-FINE_COUNTS |= {"Natural_and_physical_sciences": 4, "Philosophy_and_thinking": 2}
-FINE_COUNTS |= {"Religion_and_belief_systems": 3, "Society_and_social_sciences": 2}
-FINE_COUNTS |= {"Technology_and_applied_sciences": 4, "astro-ph": 7, "cond-mat": 10, "cs": 40, "econ": 3}
-FINE_COUNTS |= {"eess": 4, "math": 32, "nlin": 5, "physics": 22, "q-bio": 11, "q-fin": 9, "stat": 6}
+FINE_COUNTS = {
+    "Culture_and_the_arts": 7,
+    "General_referece": 2,
+    "Health_and_fitness": 6,
+    "History_and_events": 3,
+    "Human_activites": 2,
+    "Mathematics_and_logic": 3,
+    "Natural_and_physical_sciences": 4,
+    "Philosophy_and_thinking": 2,
+    "Religion_and_belief_systems": 3,
+    "Society_and_social_sciences": 2,
+    "Technology_and_applied_sciences": 4,
+    "astro-ph": 7,
+    "cond-mat": 10,
+    "cs": 40,
+    "econ": 3,
+    "eess": 4,
+    "math": 32,
+    "nlin": 5,
+    "physics": 22,
+    "q-bio": 11,
+    "q-fin": 9,
+    "stat": 6,
+}
 WITHOUT_CLASSES = "archives without classes"  # alg-geom, hep-th, …
 NUM_WITHOUT_CLASSES = 27
 M2D2_SPLITS = ("train", "valid", "test")
@@ -133,10 +182,10 @@ def main(arguments: Sequence[str]) -> int:
     for line in differences:
         print(line)
     is_incomplete = any(text.missing and text.required for text in texts)
-    failed = is_incomplete or not any(text.found for text in texts)
-    state = "incomplete" if failed else "ready"
+    has_failed = is_incomplete or not any(text.counts for text in texts)
+    state = "incomplete" if has_failed else "ready"
     print(f"{options.out}: {state}, {len(differences)} differences")
-    return int(failed)
+    return int(has_failed)
 
 
 def prepare(options: argparse.Namespace) -> list[PreparedText]:
@@ -155,10 +204,12 @@ def tabulate_texts(texts: Sequence[PreparedText]) -> pd.DataFrame:
     for text in texts:
         row = {"text": text.name}
         for column in COUNTS:
-            if column in text.found:
-                row[column] = f"{text.found[column]:,.0f}"
+            if column in text.counts:
+                row[column] = f"{text.counts[column]:,.0f}"
         row["published"] = ", ".join(f"{name} {count:,}" for name, count in text.published.items())
         rows.append(row)
+
+    # A column that no text has is left out: each layout has some of COUNTS.
     frame = pd.DataFrame(rows).fillna("–")
     columns = [column for column in COUNTS if column in frame]
     return frame[["text", *columns, "published"]]
@@ -167,10 +218,11 @@ def tabulate_texts(texts: Sequence[PreparedText]) -> pd.DataFrame:
 def describe_differences(texts: Sequence[PreparedText]) -> Iterator[str]:
     """A line for each count that is not the published one, and for each missing file."""
     for text in texts:
-        if text.found:
-            for name, count in text.published.items():
-                if text.found.get(name, 0) != count:
-                    yield f"Differs: {text.name}: {name} {text.found.get(name, 0):,}, published {count:,}"
+        if text.counts:
+            for name, published_count in text.published.items():
+                count = text.counts.get(name, 0)
+                if count != published_count:
+                    yield f"Differs: {text.name}: {name} {count:,}, published {published_count:,}"
         kind = "Missing" if text.required else "Missing, optional"
         for path in text.missing:
             yield f"{kind}: {path}"
@@ -194,12 +246,15 @@ def prepare_das6(folder: Path, out: Path) -> Iterator[PreparedText]:
         missing = [path]
         if path.exists():
             counts = split_corpus(path, out / "corpora" / domain)
-            sizes = [round(path.stat().st_size / unit) for unit in (10**6, 2**20)]  # the README has MB
+            # The README does not say which megabytes it has: its number in either unit is no difference.
+            sizes = [round(path.stat().st_size / unit) for unit in (10**6, 2**20)]
             counts["MB"] = megabytes if megabytes in sizes else sizes[0]
             missing = []
         yield PreparedText(f"corpora/{domain}", counts, {"MB": megabytes}, missing)
+
     for domain, task in ENDTASKS.items():
-        missing = [folder / file for file in (*task.pool, *task.rest) if not (folder / file).exists()]
+        paths = [folder / file for file in (*task.train_files, *task.test_files)]
+        missing = [path for path in paths if not path.exists()]
         counts = {} if missing else split_endtask(folder, task, out / "endtasks" / domain)
         num_train, num_test = task.published
         published = {"train": num_train, "test": num_test}
@@ -209,27 +264,30 @@ def prepare_das6(folder: Path, out: Path) -> Iterator[PreparedText]:
 def split_corpus(path: Path, out: Path) -> dict[str, int]:
     """The authors hold out the first lines and never use them; here these are halved into valid and test."""
     num_lines = sum(1 for _ in readers.lines(path))
-    held_out = round(num_lines * HELD_OUT / 100)
+    num_held_out = round(num_lines * HELD_OUT / 100)
+    num_valid = num_held_out // 2
+    sizes = {"valid": num_valid, "test": num_held_out - num_valid, "train": None}  # None: all that follow
+
+    # One iterator for all splits: each takes up where the one before has ended.
     lines = readers.lines(path)
-    sizes = {"valid": held_out // 2, "test": held_out - held_out // 2, "train": None}
     return {split: write_lines(out / f"{split}.txt", islice(lines, size)) for split, size in sizes.items()}
 
 
 def split_endtask(folder: Path, task: ReleasedTask, out: Path) -> dict[str, int]:
     """Writes the files of an end task with the field `das_split`. Gives the examples by it."""
     pool: list[tuple[str, dict[str, Any]]] = []
-    for file, split in task.pool.items():
+    for file, split in task.train_files.items():
         pool += [(split, example) for example in read_labelled(folder / file)]
 
-    # The authors move the first examples of each class to their test set.
-    num_moved = int(len(pool) * (1 - task.kept) // task.classes)
+    # The authors move the first examples of each class to their test set, of each class as many.
+    num_moved = int(len(pool) * (1 - task.train_share) // task.num_classes)
     files: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    num_seen = Counter[str]()
+    class_sizes = Counter[str]()  # of the examples so far
     for split, example in pool:
-        num_seen[example["label"]] += 1
-        das_split = "test" if num_seen[example["label"]] <= num_moved else "train"
+        class_sizes[example["label"]] += 1
+        das_split = "test" if class_sizes[example["label"]] <= num_moved else "train"
         files[split].append(example | {"das_split": das_split})
-    for file, split in task.rest.items():
+    for file, split in task.test_files.items():
         files[split] += [example | {"das_split": "test"} for example in read_labelled(folder / file)]
 
     counts = Counter[str]()
@@ -260,26 +318,34 @@ def read_labelled(path: Path) -> Iterator[dict[str, Any]]:
 
 def prepare_standard_cl(folder: Path, out: Path) -> Iterator[PreparedText]:
     for task, counts in (STANDARD | LONG).items():
-        text = copy_task(folder / task, out / task, "cl_benchmark", counts, more=("labels.json",))
-        yield text._replace(name=task, required=task in STANDARD or bool(text.found))
+        text = copy_task(
+            folder / task, out / task, "cl_benchmark", published_counts=counts, further_files=("labels.json",)
+        )
+        # The long sequence is optional as a whole, but a task of it that is there has to be complete.
+        yield text._replace(name=task, required=task in STANDARD or bool(text.counts))
 
 
 def prepare_trace(folder: Path, out: Path) -> Iterator[PreparedText]:
     for task in TRACE:
-        yield copy_task(folder / task, out / task, "trace", OF_TRACE)
+        yield copy_task(folder / task, out / task, "trace", published_counts=TRACE_COUNTS)
 
 
 def copy_task(
-    folder: Path, out: Path, layout: str, counts: tuple[int, int], more: Sequence[str] = ()
+    folder: Path,
+    out: Path,
+    layout: str,
+    *,
+    published_counts: tuple[int, int],
+    further_files: Sequence[str] = (),
 ) -> PreparedText:
-    """Reads the files of train and test through, and copies them with `more`."""
-    num_train, num_test = counts
+    """Reads the files of train and test through, and copies them with further ones."""
+    num_train, num_test = published_counts
     published = {"train": num_train, "test": num_test}
     if not folder.exists():
         return PreparedText(folder.name, {}, published, [folder])
 
     paths = {split: folder / f"{split}.json" for split in published}
-    for name in more:
+    for name in further_files:
         paths[name] = folder / name
     num_examples = {}
     missing = []
@@ -287,7 +353,7 @@ def copy_task(
         if not path.exists():
             missing.append(path)
             continue
-        if name in published:
+        if name in published:  # a split: a damaged file is an error here, not in a run
             num_examples[name] = sum(1 for _ in read_records(path, layout, {}))
         with replacing(out / path.name) as partial:
             shutil.copyfile(path, partial)
@@ -296,7 +362,7 @@ def copy_task(
 
 def prepare_m2d2(released: Path, out: Path) -> Iterator[PreparedText]:
     published_counts = {**FINE_COUNTS, WITHOUT_CLASSES: NUM_WITHOUT_CLASSES}
-    groups = defaultdict[str, list[Path]](list)
+    groups = defaultdict[str, list[Path]](list)  # the folders of each coarse domain
     for path in sorted(released.iterdir()):
         if path.is_dir() and path.name not in NOT_DOMAINS and path.name[0] != ".":
             coarse, _ = parse_name(path.name)
@@ -325,6 +391,7 @@ def read_domain(folder: Path) -> dict[str, Iterable[str]]:
     if not any((folder / name).is_file() for name in hub.SAVED):
         paths = [*folder.glob("SPLIT/*.txt"), *folder.glob("*.txt")]
         return {path.stem: readers.lines(path) for path in paths if path.stem in M2D2_SPLITS}
+
     names, load = hub.open_set({"path": str(folder)}, streaming=False)
     splits: dict[str, Iterable[str]] = {}
     for split, split_names in splits_by_name(names).items():

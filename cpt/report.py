@@ -102,22 +102,22 @@ def compare_folders(options: argparse.Namespace) -> int:
     if len(sections) > 1:
         heading.append(Block(lines=[LEGENDS["sections"].format(count=len(sections))]))
     blocks, failed = build_comparison_blocks(sections, curve=options.curve)
-    others = [tabulate_unfinished(unfinished, runs.started)]
+    further_blocks = [tabulate_unfinished(unfinished, runs.started)]
     if published:
-        others.append(tabulate_published(sections, published))
+        further_blocks.append(tabulate_published(sections, published))
     unread = Block(title="Runs that could not be read", lines=[*runs.damaged, *failed])
 
     stem = (options.out or existing[0]) / (options.name or comparison_name(options.where))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = write_page(
-        [*heading, *blocks, *others, unread], title="Comparison of runs", stem=stem, vectors=True
+        [*heading, *blocks, *further_blocks, unread], title="Comparison of runs", stem=stem, vectors=True
     )
     if sections:
         export_csv(sections, stem.with_name(f"{stem.name}.csv"))
     if options.tex:
         write_tables(sections, options.tex)
 
-    print_blocks([*heading, *build_summary(sections), *others])
+    print_blocks([*heading, *build_summary(sections), *further_blocks])
     print(page)
     if options.tex:
         print(options.tex)
@@ -252,11 +252,11 @@ def distinct_names(runs: Sequence[MeasuredRun]) -> list[str]:
 
     common = os.path.commonpath([folder.parent for folder in folders])
     names = []
-    seen = Counter(["comparison"])
+    num_uses = Counter(["comparison"])  # the name of the comparison's own pictures
     for folder in folders:
         name = "_".join(folder.relative_to(common).parts)
-        seen[name] += 1
-        names.append(f"{name}-{seen[name]}" if seen[name] > 1 else name)
+        num_uses[name] += 1
+        names.append(f"{name}-{num_uses[name]}" if num_uses[name] > 1 else name)
     return names
 
 

@@ -88,7 +88,8 @@ def read_statuses(folders: Sequence[Path]) -> list[RunStatus]:
     statuses: dict[Path, RunStatus] = {}
     for folder in folders:
         for root, subfolders, files in os.walk(os.path.normpath(folder)):
-            if not {*RUN_FILES}.isdisjoint(files):
+            is_run = any(name in files for name in RUN_FILES)
+            if is_run:
                 statuses[Path(root)] = read_status(Path(root))
                 subfolders.clear()
             # Neither copies that are being made, nor .cache and .hydra.
@@ -149,10 +150,10 @@ def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
     """Whether a run is finished, its fraction done, why scores.json is unreadable."""
     path = folder / "scores.json"
     try:
-        facts = read_run_facts(path)
-        num_stages_done = len(facts["rows"]) - 1
-        num_stages = len(facts["run"]["order"])
-        is_finished = facts["run"]["finished"] is True
+        rows, run = read_rows_and_run(path)
+        num_stages_done = len(rows) - 1
+        num_stages = len(run["order"])
+        is_finished = run["finished"] is True
     except FileNotFoundError:
         return False, None, ""
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -161,25 +162,25 @@ def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
     return is_finished, fraction, ""
 
 
-def read_run_facts(path: Path) -> dict[str, Any]:
+def read_rows_and_run(path: Path) -> tuple[Any, Any]:
     """The entries `rows` and `run` of a scores.json. cpt writes an entry a line: of such a file the matrix is
     not read. Any other form is read as a report reads it. Raises ValueError for a damaged file, OSError."""
-    facts: dict[str, Any] = {}
+    entries = {}
     with path.open(encoding="utf-8") as file:
         for line in file:
-            name, _, value = line.partition(": ")
-            if name in ('"rows"', '"run"'):
+            key, _, value = line.partition(": ")
+            if key in ('"rows"', '"run"'):
                 try:
-                    facts[name.strip('"')] = json.loads(value.rstrip().rstrip(","))
+                    entries[key] = json.loads(value.rstrip().rstrip(","))
                 except ValueError:  # over several lines
                     break
-            if len(facts) == 2:
-                return facts
+            if len(entries) == 2:
+                return entries['"rows"'], entries['"run"']
 
     from cpt.evaluation.scores import Scores  # imports that the usual form does not need
 
     scores = Scores.load(path)
-    return {"rows": scores.rows, "run": scores.run}
+    return scores.rows, scores.run
 
 
 def format_status(run: RunStatus) -> str:
@@ -196,13 +197,14 @@ def format_status(run: RunStatus) -> str:
         if run.state != "finished":
             phase = format_phase(beat, is_active=is_active)
 
+    # Of a run that has ended, its process is of no use: the number may be another one's.
     process = ""
     if run.process is not None and (is_active or run.state in ("silent", "stopped")):
         process = f"{printable(run.process.host)}:{run.process.pid}"
-    done = "" if run.done is None else f"{math.floor(100 * run.done)} %"
+    percentage = "" if run.done is None else f"{math.floor(100 * run.done)} %"
     details = ": ".join(filter(None, (phase, truncate(printable(run.why), MAX_WHY))))
     name = "  ".join(filter(None, (printable(run.run), details)))
-    return ROW.format(run.state, done, remaining, age, process, name).rstrip()
+    return ROW.format(run.state, percentage, remaining, age, process, name).rstrip()
 
 
 def format_phase(beat: Heartbeat, *, is_active: bool) -> str:

@@ -20,19 +20,20 @@ def build_command(arguments: Sequence[str]) -> list[str]:
     parser.add_argument(
         "--seeds", type=int, help="final runs of each method, with seeds 0, 1, … (default: 3)"
     )
-    given, others = parser.parse_known_args(arguments)
-    own = ["hydra/sweeper=tune"]
-    for name, value in (("--budget", given.budget), ("--seeds", given.seeds)):
+    options, overrides = parser.parse_known_args(arguments)
+    for name, value in (("--budget", options.budget), ("--seeds", options.seeds)):
         if value is not None and value < 1:
             parser.error(f"{name} {value} is invalid. Allowed: 1, 2, …")
-    if given.budget is not None:
-        own.append(f"hydra.sweeper.n_trials={given.budget}")
-    by_key = any(each.startswith("seed=") for each in others)
-    if by_key and given.seeds is not None:
-        parser.error(f"--seeds {given.seeds} is invalid with seed=…. Allowed: one of them")
-    if not by_key:
-        own.append(f"seed={','.join(map(str, range(given.seeds or 3)))}")
-    return [sys.executable, "-m", "cpt", *others, *own, "--multirun"]
+
+    tuning = ["hydra/sweeper=tune"]
+    if options.budget is not None:
+        tuning.append(f"hydra.sweeper.n_trials={options.budget}")
+    has_seed_override = any(override.startswith("seed=") for override in overrides)
+    if has_seed_override and options.seeds is not None:
+        parser.error(f"--seeds {options.seeds} is invalid with seed=…. Allowed: one of them")
+    if not has_seed_override:
+        tuning.append(f"seed={','.join(map(str, range(options.seeds or 3)))}")
+    return [sys.executable, "-m", "cpt", *overrides, *tuning, "--multirun"]
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

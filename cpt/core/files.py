@@ -63,9 +63,10 @@ def writing(path: Path) -> Iterator[None]:
     except Exception as error:
         if not WRITE_ERROR.search(str(error)):
             raise
-        first_line = str(error).splitlines()[0]
-        words = "the file would be incomplete" if TORCH_ERROR.search(first_line) else first_line
-        raise OSError(f"{path} cannot be written ({words}; {free_space(path)})") from error
+        cause = str(error).splitlines()[0]
+        if TORCH_ERROR.search(cause):  # which names positions in its archive, and no cause
+            cause = "the file would be incomplete"
+        raise OSError(f"{path} cannot be written ({cause}; {free_space(path)})") from error
 
 
 def with_free_space(error: OSError, path: Path) -> OSError:
@@ -110,13 +111,13 @@ def hash_files(folder: Path, paths: Iterable[Path]) -> Table:
     return {name: (path.stat().st_size, file_hash(path)) for name, path in names.items()}
 
 
-def write_checksums(folder: Path, paths: Iterable[Path], *, others: Table | None = None) -> None:
-    """Writes `checksums.json` of files in a folder, which are flushed to disk first; `others` are the
+def write_checksums(folder: Path, paths: Iterable[Path], *, unread: Table | None = None) -> None:
+    """Writes `checksums.json` of files in a folder, which are flushed to disk first; `unread` are the
     checksums of further files, which are not read."""
     paths = list(paths)
     for path in (*paths, *{path.parent for path in paths}):
         sync(path)
-    table = (others or {}) | hash_files(folder, paths)
+    table = (unread or {}) | hash_files(folder, paths)
     replace(folder / CHECKSUMS, json.dumps({"files": table}, indent=0))
 
 

@@ -30,7 +30,7 @@ def compared(before, after, *, gain=0.05, first_row=1, rows=("base", "law", "foo
     run = {"order": ["law", "food"]}
     base = {"learned": learned}
     scores = SimpleNamespace(rows=list(rows), domains=names, nll=nll, run=run, base=base)
-    changes, unmeasured = judge_run(scores, before, after, since=first_row, gain=gain, loss=0.02)
+    changes, unmeasured = judge_run(scores, before, after, start_row=first_row, gain=gain, loss=0.02)
     return {change.text: change for change in changes}, unmeasured
 
 
@@ -48,7 +48,7 @@ def test_new_text_must_gain_and_old_text_may_lose_so_much(after, expected_failur
     failed = {name: change.verdict for name, change in changes.items() if change.verdict not in gate.PASSES}
     assert failed == expected_failures and unmeasured == []
     limits = {"food": (True, -0.05), "law": (False, 0.02), "general": (False, 0.02)}
-    assert {name: (change.new, change.most) for name, change in changes.items()} == limits
+    assert {name: (change.is_new, change.limit) for name, change in changes.items()} == limits
     assert [changes[name].after for name in texts] == pytest.approx(after)
     assert compared(row_of(law=3.0, food=5.0), before)[1] == ["general"]
 
@@ -78,7 +78,7 @@ def test_since_the_base_all_that_was_learned_is_new():
     after = row_of(law=4.0, food=4.0, space=9.0, general=4.0)  # nothing is asked of space, not learned
     for rows in (("base", "law", "food"), ("base", "joint")):
         changes, _ = compared(before, after, first_row=0, rows=rows)
-        assert {name: change.new for name, change in changes.items()} == {
+        assert {name: change.is_new for name, change in changes.items()} == {
             "law": True,
             "food": True,
             "general": False,
