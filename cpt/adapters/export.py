@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from cpt.adapters.domain_store import Scope
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import replacing
 from cpt.models.loading import make_skeleton
 
@@ -40,28 +41,51 @@ def export_parts(
     """Writes a model without its adapters, and the parameters of each domain; returns the expression that
     loads it with the last one. `attach(model, **options)` adds the adapters; None: the parts are weights of
     the model."""
-    folder, names, state = Path(folder), list(parts), model.state_dict()
-    last = parts[names[-1]] if parts and attach is None else {}
-    # By address, so that what is tied to a changed weight changes with it.
-    changes = {state[name].data_ptr(): own_storage(value) for name, value in last.items()}
-    plain = {name.replace(".base_layer.", "."): value for name, value in state.items()}  # peft's name
-    present = {name: changes.get(value.data_ptr(), value) for name, value in plain.items()}
-    wanted = make_skeleton(model).state_dict()
+    folder = Path(folder)
+    names = list(parts)
+    changed_weights: Mapping[str, Tensor] = {}
+    if parts and attach is None:
+        # The last part is in the plain model already: that is what `from_pretrained` alone loads.
+        changed_weights = parts[names[-1]]
+    weights = plain_weights(model, changed_weights)
+
+    # The index goes first and is written last: a folder that is only half written has none.
     (folder / PARTS_INDEX).unlink(missing_ok=True)
     if (folder / "parts").exists():
         shutil.rmtree(folder / "parts")
-    model.save_pretrained(folder, state_dict={name: present[name] for name in wanted})
-    shown = json.dumps(str(folder), ensure_ascii=False)
+    model.save_pretrained(folder, state_dict=weights)
+    quoted_folder = json.dumps(str(folder), ensure_ascii=False)
     if not parts:
-        return f"transformers.{type(model).__name__}.from_pretrained({shown})"
+        return f"transformers.{type(model).__name__}.from_pretrained({quoted_folder})"
+
     (folder / "parts").mkdir()
     for name, part in parts.items():
-        save_file({key: own_storage(value) for key, value in part.items()}, part_file(folder, name))
+        tensors = {key: own_storage(value) for key, value in part.items()}
+        save_file(tensors, part_file(folder, name))
+    index = {
+        "attach": f"{attach.__module__}.{attach.__qualname__}" if attach else None,
+        "options": dict(options),
+        "parts": names,
+    }
     with replacing(folder / PARTS_INDEX) as partial:
-        path = f"{attach.__module__}.{attach.__qualname__}" if attach else None
-        index = {"attach": path, "options": dict(options), "parts": names}
         partial.write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return f"cpt.adapters.export.load({shown}, domain={json.dumps(names[-1], ensure_ascii=False)})"
+    quoted_name = json.dumps(names[-1], ensure_ascii=False)
+    return f"cpt.adapters.export.load({quoted_folder}, domain={quoted_name})"
+
+
+def plain_weights(model: PreTrainedModel, changed_weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state of a model without adapters, in which some weights, by their names in the model, have other
+    values."""
+    state = model.state_dict()
+    # By address, so that what is tied to a changed weight changes with it.
+    changes = {state[name].data_ptr(): own_storage(values) for name, values in changed_weights.items()}
+
+    values_by_name = {}
+    for name, tensor in state.items():
+        plain_name = name.replace(".base_layer.", ".")  # peft wraps a layer and calls it so
+        values_by_name[plain_name] = changes.get(tensor.data_ptr(), tensor)
+    # A model without adapters says which of these names are its own.
+    return {name: values_by_name[name] for name in make_skeleton(model).state_dict()}
 
 
 def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
@@ -69,28 +93,43 @@ def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
     ValueError for a folder or domain without parts, and for a function that is not an `attach…` of a TRUSTED
     package."""
     folder = Path(folder)
-    kind = getattr(transformers, AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0])
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    model_class = getattr(transformers, config.architectures[0])
     if not (folder / PARTS_INDEX).is_file():
-        raise ValueError(f"{folder} has no {PARTS_INDEX}. Allowed: {kind.__name__}.from_pretrained")
+        raise ValueError(f"{folder} has no {PARTS_INDEX}. Allowed: {model_class.__name__}.from_pretrained")
     index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
     name = index["parts"][-1] if domain is None else domain
     if name not in index["parts"]:
-        raise ValueError(f"domain={name} is invalid. Allowed: {', '.join(index['parts'])}")
-    model = kind.from_pretrained(folder)
-    if (path := index["attach"]) is not None:
-        module, _, function = path.rpartition(".")
-        attach = None
-        if f"{module}.".startswith(TRUSTED) and function.startswith("attach"):
-            with suppress(ImportError):
-                attach = getattr(importlib.import_module(module), function, None)
-        if not callable(attach):
-            allowed = f"functions of {', '.join(TRUSTED)}* that are called attach…"
-            raise ValueError(f"attach={path} of {PARTS_INDEX} is invalid. Allowed: {allowed}")
+        raise InvalidOptionError("domain", name, allowed=", ".join(index["parts"]))
+
+    model = model_class.from_pretrained(folder)
+    # Before the part is loaded, which has the parameters of what is attached.
+    if index["attach"] is not None:
+        attach = import_attach(index["attach"])
         attach(model, **index["options"])
-    _, unknown = model.load_state_dict(load_file(part_file(folder, name)), strict=False)
-    if unknown:
-        raise ValueError(f"the part of {name} in {folder} has weights that the model lacks: {unknown[0]}")
+    # Not strict: a part lacks what all domains share.
+    _, unknown_names = model.load_state_dict(load_file(part_file(folder, name)), strict=False)
+    if unknown_names:
+        raise ValueError(
+            f"the part of {name} in {folder} has weights that the model lacks: {unknown_names[0]}"
+        )
     return model.eval()
+
+
+def import_attach(path: str) -> Callable[..., Scope]:
+    """The function of a dotted path. Raises ValueError for what is not an `attach…` of a TRUSTED package: a
+    folder may come from anybody, and must not have any other function called."""
+    module, _, name = path.rpartition(".")
+    function = None
+    if f"{module}.".startswith(TRUSTED) and name.startswith("attach"):
+        with suppress(ImportError):
+            function = getattr(importlib.import_module(module), name, None)
+    if not callable(function):
+        raise ValueError(
+            f"attach={path} of {PARTS_INDEX} is invalid. "
+            f"Allowed: functions of {', '.join(TRUSTED)}* that are called attach…"
+        )
+    return cast(Callable[..., Scope], function)
 
 
 def own_storage(tensor: Tensor) -> Tensor:

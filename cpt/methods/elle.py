@@ -24,7 +24,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.data.collate import Batch, label_batch
 from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
-from cpt.methods.options import NOTHING, ELLEOptions
+from cpt.methods.options import NO_GROWTH, ELLEOptions
 from cpt.methods.prompt import PER_ROW, check_rows, check_tokens, with_prompt
 from cpt.models import growth
 from cpt.models.forward import set_mode
@@ -115,7 +115,7 @@ class ELLE(ContinualMethod):
                     getattr(self.options, option),
                     context=f"before {stage.name}",
                     reason=str(error),
-                    allowed=f"{NOTHING[option]}, or a value that its configuration can say",
+                    allowed=f"{NO_GROWTH[option]}, or a value that its configuration can say",
                 ) from error
 
     def grow_by(self, model: PreTrainedModel, option: str, value: float) -> None:
@@ -136,7 +136,7 @@ class ELLE(ContinualMethod):
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
         self.moved = None
         growths = self.options.growth(stage.index)
-        if growths == NOTHING:
+        if growths == NO_GROWTH:
             return
         if self.weights_before_decay is not None:  # the domain starts there
             self.weights_before_decay.restore(self.model)

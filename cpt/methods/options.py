@@ -14,6 +14,7 @@ from cpt.adapters.options import (
     StoredPairOptions,
     Targets,
 )
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import (
     Allowed,
     BelowOne,
@@ -59,9 +60,11 @@ class AGEMOptions(Options):
     apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the update")
 
     def __post_init__(self) -> None:
+        # The margin is a multiple of gradients: added to a step, it would ignore the learning rate.
         if self.margin and self.apply_to == "update":
-            given = f"margin={self.margin} is invalid with apply_to=update"
-            raise ValueError(f"{given}. Allowed: 0, or apply_to=gradient")
+            raise InvalidOptionError(
+                "margin", self.margin, context="with apply_to=update", allowed="0, or apply_to=gradient"
+            )
 
 
 @config
@@ -106,7 +109,7 @@ class MergeOptions(Options):
 
     @property
     def signs(self) -> bool:
-        """Whether domains vote for the sign of each entry."""
+        """Whether domains vote for the sign of each entry: TIES, and DARE before it."""
         return self.rule in ("ties", "dare_ties")
 
 
@@ -124,7 +127,8 @@ class CPTPluginOptions(GateOptions):
 
     @property
     def plugin(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("attention", "ffn", "output_relu")}
+        """The arguments of `attach_plugins`, which an export repeats."""
+        return {"attention": self.attention, "ffn": self.ffn, "output_relu": self.output_relu}
 
 
 @config
@@ -158,7 +162,7 @@ class DERPPOptions(Options):
 
 EWCOptions = ConsolidationOptions
 IncLoRAOptions = StoredPairOptions
-NOTHING: dict[str, float] = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}  # no growth
+NO_GROWTH: dict[str, float] = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}
 
 
 @config
@@ -172,9 +176,28 @@ class ELLEOptions(Options):
     prompt: Natural = option("n: prompt vectors per domain after the first token, or before the encoder's")
 
     def growth(self, domain: int) -> dict[str, float]:
-        given = {name: getattr(self, name) for name in NOTHING} if domain else NOTHING
-        grown = given.items()
-        return {name: v[min(domain, len(v)) - 1] if isinstance(v, Sequence) else v for name, v in grown}
+        """The values of the four growth options before the domain of an index; the first one trains the
+        model as it is."""
+        if domain == 0:
+            return dict(NO_GROWTH)
+        return {
+            "neurons": value_before(domain, self.neurons),
+            "heads": value_before(domain, self.heads),
+            "layers": value_before(domain, self.layers),
+            "hidden": value_before(domain, self.hidden),
+        }
+
+
+def value_before(domain: int, values: float | Sequence[float]) -> float:
+    """An option's value before the domain of an index, 1 or more: of a list with one value per further
+    domain, whose last one holds for all that follow, or the same for all.
+
+    >>> [value_before(domain, (2, 4)) for domain in (1, 2, 3)]
+    [2, 4, 4]
+    """
+    if isinstance(values, Sequence):
+        return values[min(domain, len(values)) - 1]
+    return values
 
 
 @config
@@ -200,7 +223,9 @@ class HATOptions(BottleneckOptions, GateOptions):
 
     def __post_init__(self) -> None:
         if self.form == "full" and not self.units and self.shared == "frozen":
-            raise ValueError("shared=frozen is invalid: without units nothing is trained. Allowed: trained")
+            raise InvalidOptionError(
+                "shared", "frozen", reason="without units nothing is trained", allowed="trained"
+            )
 
 
 @config
@@ -230,8 +255,8 @@ class LifelongMoEOptions(Options):
 
     def __post_init__(self) -> None:
         if self.num_experts == 0 and self.dense == "frozen":
-            raise ValueError(
-                "num_experts=0 is invalid with dense=frozen: nothing is trained. Allowed: trained"
+            raise InvalidOptionError(
+                "num_experts", 0, context="with dense=frozen", reason="nothing is trained", allowed="trained"
             )
 
 
@@ -249,7 +274,7 @@ class MASOptions(ConsolidationOptions):
 class MergeLoRAOptions(MergeOptions, PairOptions):
     def __post_init__(self) -> None:
         if self.exported == "peft":
-            raise ValueError("exported=peft is invalid: the adapters are merged. Allowed: merged")
+            raise InvalidOptionError("exported", "peft", reason="the adapters are merged", allowed="merged")
 
 
 @config
@@ -287,8 +312,8 @@ class OSFOptions(Options):
 
     def __post_init__(self) -> None:
         if self.least is not None and self.least > self.protected:
-            raise ValueError(
-                f"least={self.least} is invalid. Allowed: null, or up to protected={self.protected}"
+            raise InvalidOptionError(
+                "least", self.least, allowed=f"null, or up to protected={self.protected}"
             )
 
 

@@ -39,16 +39,29 @@ class OSF(ContinualMethod):
         self.subspaces.set_layers(find_maps(self.model))
         self.masks.append(self.subspaces)
         self.blocks = [name for name, _ in find_blocks(self.model)]
+        # Of each block's input and output, after the last domain, [blocks]. 1 at first: with equal
+        # similarities all blocks are protected alike.
         self.similarity: Tensor
         if options.least is not None:
             self.register_buffer("similarity", ones(len(self.blocks)))
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        shares, ranks = self.shares(self.domain), {}
+        *block_shares, share_outside_blocks = self.shares(self.domain)
+        share_by_block = dict(zip(self.blocks, block_shares, strict=True))
+
+        ranks = {}
         for name, weight in self.subspaces.maps.items():
-            inside = (place for place, each in enumerate(self.blocks) if name.startswith(f"{each}."))
-            ranks[name] = floor(shares[next(inside, -1)] * min(weight.shape))
+            block = self.find_block(name)
+            share = share_outside_blocks if block is None else share_by_block[block]
+            ranks[name] = floor(share * min(weight.shape))  # of min(n, m) singular directions
         self.subspaces.protect_directions(ranks)
+
+    def find_block(self, layer: str) -> str | None:
+        """The name of the block that a layer of this name is in; None for embeddings and head."""
+        for block in self.blocks:
+            if layer.startswith(f"{block}."):
+                return block
+        return None
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.options.least is not None:
@@ -57,16 +70,28 @@ class OSF(ContinualMethod):
     def shares(self, domain: Domain) -> list[Fraction]:
         """The protected share of a layer's singular directions, by block and last for all other layers."""
         options = self.options
-        first, growth, most = (Fraction(str(x)) for x in (options.protected, options.growth, options.most))
-        most = max(first, most)
-        alike = min(first + domain.index * growth, most)
-        if self.options.least is None:
-            return [alike] * (len(self.blocks) + 1)
-        least, similar = Fraction(str(self.options.least)), self.similarity.clamp_min(0).tolist()
-        mean = sum(similar) / len(similar)
-        parts = [Fraction(each / mean) if mean else Fraction(1) for each in similar]
-        return [*(min(least + part * (alike - least), most) for part in parts), alike]
+        # Decimal fractions, as 0.29 in binary is less: of 100 directions it would protect 28.
+        first_share = Fraction(str(options.protected))
+        growth = Fraction(str(options.growth))
+        # `protected` is what the first domain has, also where the upper bound is below it.
+        upper_bound = max(first_share, Fraction(str(options.most)))
+        common_share = min(first_share + domain.index * growth, upper_bound)
+        if options.least is None:
+            return [common_share] * (len(self.blocks) + 1)
+
+        # share_b = least + I_b (common - least), with I_b the block's similarity over their mean
+        lowest_share = Fraction(str(options.least))
+        similarities = self.similarity.clamp_min(0).tolist()
+        mean_similarity = sum(similarities) / len(similarities)
+        shares = []
+        for similarity in similarities:
+            # With a mean of 0 all similarities are 0, and blocks are protected alike.
+            importance = Fraction(similarity / mean_similarity) if mean_similarity else Fraction(1)
+            shares.append(min(lowest_share + importance * (common_share - lowest_share), upper_bound))
+        return [*shares, common_share]
 
     def diagnostics(self) -> dict[str, Tensor]:
-        own = {} if self.options.least is None else {"osf/similarity": self.similarity}
-        return super().diagnostics() | own
+        diagnostics = super().diagnostics()
+        if self.options.least is not None:
+            diagnostics["osf/similarity"] = self.similarity
+        return diagnostics

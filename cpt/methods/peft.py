@@ -2,6 +2,7 @@
 the peft library."""
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import get_args
 
 from transformers import PreTrainedModel
@@ -13,7 +14,8 @@ from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import AdapterOptions, PeftOptions, Tuner
 
-TUNERS = tuple(name for names in get_args(Tuner) for name in get_args(names))
+# `Tuner` is a union of two `Literal`, as it takes two lines.
+TUNERS = tuple(chain.from_iterable(map(get_args, get_args(Tuner))))
 
 
 class Peft(ContinualMethod):
@@ -24,13 +26,15 @@ class Peft(ContinualMethod):
     options: PeftOptions
 
     def __init__(self, options: PeftOptions, context: MethodContext) -> None:
-        targets, arguments = options.target_modules, options.arguments
-        scope = attach_tuner(context.model, options.tuner, targets=targets, arguments=arguments)
+        scope = attach_tuner(
+            context.model, options.tuner, targets=options.target_modules, arguments=options.arguments
+        )
         super().__init__(options, context, scope=scope)
         if options.per_domain:
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        # With one set for all domains, or start=previous, training goes on from the model as it is.
         if self.domain_params is not None and self.options.start == "base":
             self.domain_params.load_into(self.model, BASE)
 
@@ -60,8 +64,10 @@ class Adapter(ContinualMethod):
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        # Drawn anew, not loaded as in Peft: each domain has a first layer of its own. All of them start as
+        # the base, as the second layer is 0.
         if self.domain_params is not None and self.options.start == "base":
             generator = self.make_generator()
-            for part in self.model.modules():
-                if isinstance(part, Bottleneck):
-                    part.reset(generator)
+            for module in self.model.modules():
+                if isinstance(module, Bottleneck):
+                    module.reset(generator)
