@@ -54,9 +54,9 @@ class FinishedDomain:
     """A finished domain: tensors in at least 32 bits by parameter name, local rows where sharded."""
 
     parameters: Mapping[str, Tensor]  # as the model has them, sharded or whole
-    started: Mapping[str, Tensor]  # s_k, the weights at the domain's start
-    ended: Mapping[str, Tensor]  # theta_k
-    fisher: Mapping[str, Tensor]  # of rule=fisher
+    start_weights: Mapping[str, Tensor]  # s_k
+    end_weights: Mapping[str, Tensor]  # theta_k
+    fisher: Mapping[str, Tensor]  # of rule=fisher, else empty
     seed: int  # of dropped entries, alike in all processes
 
 
@@ -66,13 +66,15 @@ def find_threshold(magnitudes: Tensor, density: float) -> Tensor:
     >>> find_threshold(torch.tensor([3.0, 1.0, 4.0, 2.0]), 0.5)
     tensor(3.)
     """
+    # A decimal fraction, as 0.29 in binary is less: of 100 entries it would keep 28.
     count = max(1, floor(Fraction(str(density)) * magnitudes.numel()))
+    # kthvalue counts from the smallest.
     return magnitudes.flatten().kthvalue(magnitudes.numel() - count + 1).values
 
 
 def drop_entries(task: Tensor, like: Tensor, *, p: float, seed: int) -> Tensor:
     """Entries dropped with probability p, the others divided by 1 - p. They are drawn for the whole tensor,
-    `like` which `task` has the local rows."""
+    `like` which `task` has the local rows: on any number of processes the same entries are dropped."""
     uniforms = torch.rand(like.shape, generator=torch.Generator().manual_seed(seed))
     is_retained = local_rows(uniforms, like).to(task.device) >= p
     return task * is_retained / (1 - p)
@@ -86,12 +88,15 @@ def slerp(start: Tensor, end: Tensor, share: float, *, like: Tensor) -> Tensor:
     >>> slerp(*quarter_turn, 0.5, like=torch.zeros(2))
     tensor([0.7071, 0.7071])
     """
+    # The angle is that of whole tensors; each process then interpolates its own rows.
     whole_start, whole_end = with_rows([start, end], [like, like])
     lengths = total_norm([whole_start]) * total_norm([whole_end])
     cosine = dot([whole_start], [whole_end]) / lengths
+    # The divisor sin O is close to 0 there.
     if not lengths or cosine.abs() > PARALLEL_COSINE:
         return torch.lerp(start, end, share)
-    arc = torch.arccos(cosine)
+
+    arc = torch.arccos(cosine)  # O
     # Divided before they are multiplied: exact at both ends.
     return ((1 - share) * arc).sin() / arc.sin() * start + (share * arc).sin() / arc.sin() * end
 
@@ -104,7 +109,9 @@ class Merged(nn.Module):
         self.options = options
         self.weights = PreciseTensors(weights)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in self.weights.named().items()}
-        self.domains = nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self.domains = nn.Buffer(torch.zeros((), dtype=torch.int64))  # how many are merged
+        # The sign of the sum is known after the last domain only: until then both candidates are kept, the
+        # sums and counts of the positive and of the negative entries.
         if options.signs:
             counts = {name: tensor.to(torch.int16) for name, tensor in zeros.items()}
             self.base = PreciseTensors(self.weights.named(), persistent=False)
@@ -121,38 +128,49 @@ class Merged(nn.Module):
 
     @torch.no_grad()
     def add(self, domain: FinishedDomain) -> None:
+        """Merges one more domain, and updates the rule's statistics."""
+        # Before the first tensor is merged: trimming may compare the entries of the whole model.
         tasks: dict[str, Tensor] = {}
         if self.options.rule in ("ties", "dare", "dare_ties"):
             tasks = self.task_vectors(domain)
         for name, stored in self.local_weights().items():
             merged = self.weights.on_module_device(stored)
             stored.copy_(self.merge_domain(name, merged, domain, tasks.get(name)))
+        # At the end: `merge_domain` reads how many domains there were before.
         self.domains.add_(1)
 
     def merge_domain(self, name: str, merged: Tensor, domain: FinishedDomain, task: Tensor | None) -> Tensor:
-        """A merged tensor with one more domain; `task` is its trimmed or dropped tau."""
+        """A merged tensor with one more domain; `task` is its tau, dropped or trimmed by the rules that do so
+        (None: by the others)."""
         options = self.options
-        started = domain.started[name]
-        ended = domain.ended[name]
+        start = domain.start_weights[name]
+        end = domain.end_weights[name]
         if task is not None:
             return self.elect(name, task) if options.signs else merged + options.scale * task
         if options.rule == "average":
-            return torch.lerp(merged, ended, 1 / (int(self.domains) + 1 + options.base))
+            num_models = int(self.domains) + 1
+            if options.base:
+                num_models += 1
+            return torch.lerp(merged, end, 1 / num_models)
         if options.rule == "task_arithmetic":  # in this form it is exact where m is s_k and lambda is 1
-            return torch.lerp(started, ended, options.scale) + (merged - started)
+            return torch.lerp(start, end, options.scale) + (merged - start)
         if options.rule == "slerp":
+            # Before the first domain m is the base, which counts with `base` only.
             is_first = self.domains == 0 and not options.base
             share = 1.0 if is_first else options.share
-            return slerp(merged, ended, share, like=domain.parameters[name])
+            return slerp(merged, end, share, like=domain.parameters[name])
+
+        # rule=fisher. A weighted mean, one term after another: m + F_t / (F_1 + ... + F_t) (theta_t - m)
         fisher = domain.fisher[name] + options.epsilon
         fisher_sum = to_local(self.fishers.named()[name])
         fisher_sum += fisher.to(fisher_sum.device)
-        return torch.lerp(merged, ended, fisher / self.fishers.on_module_device(fisher_sum))
+        return torch.lerp(merged, end, fisher / self.fishers.on_module_device(fisher_sum))
 
     def task_vectors(self, domain: FinishedDomain) -> dict[str, Tensor]:
-        """tau by name, trimmed and dropped by the rule."""
+        """tau by name, its entries dropped by rule=dare, trimmed by ties, or dropped by dare_ties, which
+        trims what remains."""
         options = self.options
-        tasks = {name: ended - domain.started[name] for name, ended in domain.ended.items()}
+        tasks = {name: end - domain.start_weights[name] for name, end in domain.end_weights.items()}
         if options.rule != "ties":
             for name, task in tasks.items():
                 seed = key(domain.seed, "drop", name) % 2**63
@@ -160,13 +178,17 @@ class Merged(nn.Module):
         if options.rule == "dare" or options.density == 1:
             return tasks
 
+        # A threshold is a quantile of whole tensors: of its own rows each process would find another.
         magnitudes = {}
         for name, task in tasks.items():
             magnitudes[name] = full_tensor(*with_rows([task.abs()], [domain.parameters[name]]))
-        thresholds = {name: find_threshold(tensor, options.density) for name, tensor in magnitudes.items()}
         if options.trimmed == "model":
             joined = torch.cat([tensor.flatten() for tensor in magnitudes.values()])
             thresholds = dict.fromkeys(tasks, find_threshold(joined, options.density))
+        else:
+            thresholds = {
+                name: find_threshold(tensor, options.density) for name, tensor in magnitudes.items()
+            }
         return {name: torch.where(task.abs() >= thresholds[name], task, 0) for name, task in tasks.items()}
 
     def elect(self, name: str, task: Tensor) -> Tensor:
@@ -179,15 +201,15 @@ class Merged(nn.Module):
 
         sign = (positive_sum + negative_sum).sign()
         total = torch.where(sign > 0, positive_sum, negative_sum)
-        count = torch.where(sign > 0, positive_count, negative_count).clamp_min(1)
+        count = torch.where(sign > 0, positive_count, negative_count).clamp_min(1)  # an entry may have none
         elected = torch.where(sign == 0, 0, total / count)
         return self.base.on_module_device(to_local(self.base.named()[name])) + self.options.scale * elected
 
 
-def add_to(sums: NamedTensors, name: str, added: Tensor) -> Tensor:
-    """Adds to the local rows of a stored tensor; returns these rows on the module's device."""
+def add_to(sums: NamedTensors, name: str, term: Tensor) -> Tensor:
+    """Adds a term, local rows, to a stored sum; returns the sum's local rows on the module's device."""
     stored = to_local(sums.named()[name])
-    stored += added.to(stored.device)
+    stored += term.to(stored.device)
     return sums.on_module_device(stored)
 
 
@@ -198,6 +220,8 @@ class Merging(nn.Module):
         super().__init__()
         self.start = options.start
         self.merged = Merged(options, weights)
+        # What a domain starts from if not from the merged weights. Only `previous` moves it: the base is
+        # given again by the construction of the model.
         self.origin = Snapshot(model, persistent=options.start == "previous")
 
     def start_domain(self, model: nn.Module) -> None:
@@ -210,18 +234,26 @@ class Merging(nn.Module):
     ) -> None:
         """Merges a finished domain's weights, which then are the merged ones."""
         origins = self.merged.local_weights() if self.start == "merged" else self.origin.named()
-        started = {}
-        ended = {}
+        start_weights = {}
+        end_weights = {}
         for name, weight in weights.items():
-            # In the model's precision, which may be coarser than that of the merged weights.
+            # Rounded as the domain has started from it: the model's precision may be coarser than that of
+            # the merged weights, and tau must not have the rounding in it.
             origin = self.origin.on_module_device(to_local(origins[name])).to(weight.dtype)
-            started[name] = precise(origin)
-            ended[name] = precise(to_local(weight))
+            start_weights[name] = precise(origin)
+            end_weights[name] = precise(to_local(weight))
         fishers = {name: precise(to_local(fisher[name])) for name in weights if name in fisher}
         self.merged.add(
-            FinishedDomain(parameters=weights, started=started, ended=ended, fisher=fishers, seed=seed)
+            FinishedDomain(
+                parameters=weights,
+                start_weights=start_weights,
+                end_weights=end_weights,
+                fisher=fishers,
+                seed=seed,
+            )
         )
 
+        # Before the merged weights replace them: the next domain starts from those that were trained.
         if self.start == "previous":
             self.origin.capture(model)
         merged = self.merged.local_weights()
@@ -241,6 +273,7 @@ class Merge(ContinualMethod):
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         options = self.options
+        # Where each domain continues the one before, and the merged weights are its end, nothing is merged.
         if self.domain.index == 0 and self.adds_whole_tasks() and options.start != "base":
             log.info(
                 "No effect of method.rule=%s with start=%s: the run equals method=ncl",
@@ -260,6 +293,7 @@ class Merge(ContinualMethod):
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         fisher: dict[str, Tensor] = {}
         if self.options.rule == "fisher":
+            # In the precision of the weights: 16 bits would round the gradients that are squared.
             with torch.autocast(self.device.type, enabled=False):
                 fisher = estimate_fisher(
                     self.model, importance_batches, objective=self.objective, estimator=self.options.estimator
@@ -294,8 +328,10 @@ class MergeLoRA(LoRA):
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         seed = self.make_generator().initial_seed()
+        # First W_k = s_k + alpha / r B A, then an adapter with product 0: the layers compute with W_k alone,
+        # at which the Fisher is measured and which is merged.
         lora.merge_newest(self.model)
-        lora.reset_newest(self.model, seed)  # with product 0
+        lora.reset_newest(self.model, seed)
         fisher = self.measure_fisher(importance_batches) if self.options.rule == "fisher" else {}
         self.merging.end_domain(self.model, self.adapted_weights(), fisher=fisher, seed=seed)
 
@@ -304,6 +340,7 @@ class MergeLoRA(LoRA):
         adapters."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         switched = [*trained, *self.adapted_weights().values()]
+        # The adapters' factors off and the frozen weights on; the same loop at the end undoes it.
         for parameter in switched:
             parameter.requires_grad_(not parameter.requires_grad)
         with torch.autocast(self.device.type, enabled=False):
@@ -334,6 +371,7 @@ class EMA(ContinualMethod):
         self.average.capture(self.model)
 
     def after_update(self) -> None:
+        # theta_ema + (1 - alpha) (theta - theta_ema)
         self.average.capture(self.model, share=1 - self.options.decay)
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
@@ -358,6 +396,7 @@ class WiSEFT(ContinualMethod):
         self.previous.capture(self.model)
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
+        # theta_t + p (theta_{t-1} - theta_t)
         self.previous.restore(self.model, share=self.options.previous)
 
 
@@ -378,9 +417,10 @@ class Reptile(ContinualMethod):
 
     @property
     def interval(self) -> int:
-        """k, in steps."""
-        every = self.options.every
-        return int(every) if every >= 1 else max(1, round(every * self.trainer.max_steps))
+        """k, in steps; an option below 1 is a share of the domain's steps."""
+        if self.options.every >= 1:
+            return int(self.options.every)
+        return max(1, round(self.options.every * self.trainer.max_steps))
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         steps = self.trainer.max_steps
@@ -404,6 +444,8 @@ class Reptile(ContinualMethod):
             self.interpolate()
 
     def interpolate(self) -> None:
+        """theta <- theta_a + epsilon (theta - theta_a), then theta_a <- theta."""
+        # A share of 1 - epsilon of the way back is the same.
         self.anchor.restore(self.model, share=1 - self.options.share)
         self.anchor.capture(self.model)
         self.steps_since_anchor.zero_()

@@ -161,7 +161,11 @@ def merge(ends=ENDS, *, start=BASE, fishers=FISHERS, starts=None, **options):
     for number, (domain_start, end) in enumerate(zip(starts, ends, strict=True)):
         merged.add(
             FinishedDomain(
-                parameters=start, started=domain_start, ended=end, fisher=fishers[number], seed=number
+                parameters=start,
+                start_weights=domain_start,
+                end_weights=end,
+                fisher=fishers[number],
+                seed=number,
             )
         )
     return merged.weights.named()
