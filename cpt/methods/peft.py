@@ -34,7 +34,7 @@ class Peft(ContinualMethod):
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        # With one set for all domains, or start=previous, training goes on from the model as it is.
+        # With one set for all domains, or start=previous, training continues from the model as it is.
         if self.domain_params is not None and self.options.start == "base":
             self.domain_params.load_into(self.model, BASE)
 
@@ -64,7 +64,7 @@ class Adapter(ContinualMethod):
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        # Drawn anew, not loaded as in Peft: each domain has a first layer of its own. All of them start as
+        # Drawn again, not loaded as in Peft: each domain has a first layer of its own. All of them start as
         # the base, as the second layer is 0.
         if self.domain_params is not None and self.options.start == "base":
             generator = self.make_generator()
