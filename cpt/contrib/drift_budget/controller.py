@@ -48,22 +48,23 @@ class BudgetRecord:
         shares = [upper / self.allowed[name] for name, (_, upper) in drift.items()]
         return float(np.max(shares or [0.0]))
 
-    def add(self, step: int, drift: Drift, *, way: float = 1.0) -> bool:
-        """Adds an evaluation, for which the weights have gone back to `way` of the way since the stage began;
-        whether the model is within the budget. If not, its weights are to go back to step `kept`."""
+    def add(self, step: int, drift: Drift, *, way_share: float = 1.0) -> bool:
+        """Adds an evaluation, for which the weights have gone back to a share of the way since the stage
+        began; whether the model is within the budget. If not, its weights are to go back to step `kept`."""
         for name, rise_and_upper in drift.items():
             self.drift.setdefault(name, []).append(list(rise_and_upper))
-        self.ways.append(way)
+        self.ways.append(way_share)
         message = f"step {step}: {self.describe_drift(drift)}"
 
-        share = self.share(drift)
-        if share <= 1:  # false for NaN
+        spent_share = self.share(drift)
+        if spent_share <= 1:  # false for NaN
             self.kept = step
-            self.spent = share
-            if way < 1:
-                self.acts.append(f"{message}: back to {way:.3g} of the way since the stage began")
+            self.spent = spent_share
+            if way_share < 1:
+                self.acts.append(f"{message}: back to {way_share:.3g} of the way since the stage began")
             return True
 
+        # Without a step within the budget there are no weights to go on from.
         if self.kept is None:
             self.ended = "its budget is spent before its first step"
             self.acts.append(f"{message}: {self.ended}")
@@ -144,15 +145,17 @@ class DriftController(MonitorObserver):
             counted = {*self.stage_texts, *self.earlier_losses}
             self.initial_losses = {name: value for name, value in losses.items() if name not in counted}
 
-        way = 1.0
+        # The initial weights are absent at the first evaluation, and where that one spent the whole budget.
+        way_share = 1.0
         drift = self.measure_drift(losses)
-        share = self.budget.share(drift)
-        if self.initial_weights and not share <= 1:  # NaN counts as exceeded
-            losses, way = self.go_back(module, measure, end_share=share)
+        spent_share = self.budget.share(drift)
+        if self.initial_weights and not spent_share <= 1:  # NaN counts as exceeded
+            losses, way_share = self.go_back(module, measure, end_share=spent_share)
             drift = self.measure_drift(losses)
 
+        # Of the first evaluation there are no initial weights, and nothing to take back.
         num_acts = len(self.budget.acts)
-        is_within = self.budget.add(trainer.global_step, drift, way=way)
+        is_within = self.budget.add(trainer.global_step, drift, way_share=way_share)
         if not is_within:
             load_trained(module, self.initial_weights)
         elif is_first:
@@ -176,15 +179,16 @@ class DriftController(MonitorObserver):
         `end_share` of the budget is spent; the losses where the budget is met, and the share of the way."""
         end_weights = copy_trained(module)
 
-        def measure_at(way: float) -> TextLosses:
-            load_interpolated(module, self.initial_weights, end_weights, share=way)
+        def measure_at(way_share: float) -> TextLosses:
+            load_interpolated(module, self.initial_weights, end_weights, share=way_share)
             return measure()
 
-        def share_at(way: float) -> float:
-            return self.budget.share(self.measure_drift(measure_at(way)))
+        def spent_share_at(way_share: float) -> float:
+            return self.budget.share(self.measure_drift(measure_at(way_share)))
 
-        way = find_way(share_at, start_share=self.initial_share, end_share=end_share)
-        return measure_at(way), way
+        way_share = find_way(spent_share_at, start_share=self.initial_share, end_share=end_share)
+        # The last trial may have been beyond the budget: only this call loads the weights that are found.
+        return measure_at(way_share), way_share
 
     def series(self, stage: str) -> dict[str, float]:
         """Upper ends of drift in nats, and the share of the way."""
@@ -217,31 +221,35 @@ def to_arrays(losses: TextLosses) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in losses.items()}
 
 
-def find_way(share_at: Callable[[float], float], *, start_share: float, end_share: float) -> float:
+def find_way(spent_share_at: Callable[[float], float], *, start_share: float, end_share: float) -> float:
     """The share of a way at which the model is within the budget and has spent nearly all of it: by false
     position, where each trial cuts off a tenth at least. At the beginning of the way a share of the budget
     is spent of `start_share`, at most 1, at its end of `end_share`, above 1 or nan."""
+    # What is spent at `low` is within the budget, what is spent at `high` is not.
     low = 0.0
     high = 1.0
-    low_share = start_share
-    high_share = end_share
+    low_spent = start_share
+    high_spent = end_share
     unspent = 1 - start_share
 
     for _ in range(MAX_TRIALS):
-        if low_share >= 1 - ACCEPTED_REST * unspent:
+        if low_spent >= 1 - ACCEPTED_REST * unspent:
             break
-        if np.isfinite(high_share):
-            aim = (1 - AIMED_REST * unspent - low_share) / (high_share - low_share)
+
+        # The line through both ends says where the aim is met; without a number at one end it is halved.
+        if np.isfinite(high_spent):
+            fraction = (1 - AIMED_REST * unspent - low_spent) / (high_spent - low_spent)
         else:
-            aim = 0.5
-        way = low + (high - low) * min(max(aim, 0.1), 0.9)
-        share = share_at(way)
-        if share <= 1:
-            low = way
-            low_share = share
+            fraction = 0.5
+        trial = low + (high - low) * min(max(fraction, 0.1), 0.9)
+
+        trial_spent = spent_share_at(trial)
+        if trial_spent <= 1:
+            low = trial
+            low_spent = trial_spent
         else:
-            high = way
-            high_share = share
+            high = trial
+            high_spent = trial_spent
     return low
 
 
@@ -251,15 +259,15 @@ def find_drift(
     """Of what is bounded (`general`, `past`) the mean rise of its texts since `initial`, each text counting
     the same, nats per token, and the upper end of its 95 % interval over documents; of single documents the
     rise itself. Losses are by text [2, documents]: nats and scored tokens."""
-    measured = [text for text in current if text in initial]
-    texts = {
-        GENERAL: [text for text in measured if text == GENERAL],
-        PAST: [text for text in measured if text not in (*stage_texts, GENERAL)],
+    compared_texts = [text for text in current if text in initial]
+    texts_by_bound = {
+        GENERAL: [text for text in compared_texts if text == GENERAL],
+        PAST: [text for text in compared_texts if text not in (*stage_texts, GENERAL)],
     }
     drift = {}
     for name in bounds:
-        if texts[name]:
-            drift[name] = find_rise(texts[name], initial, current)
+        if texts_by_bound[name]:  # the first stage has no past texts
+            drift[name] = find_rise(texts_by_bound[name], initial, current)
     return drift
 
 
@@ -273,7 +281,7 @@ def find_rise(texts: Sequence[str], initial: Losses, current: Losses) -> tuple[f
     for text in texts:
         before, counts = np.asarray(initial[text], float)
         after, _ = np.asarray(current[text], float)
-        has_tokens = counts > 0
+        has_tokens = counts > 0  # the other documents are outside the rows that the monitor draws
         samples.append([np.stack([before, after])[:, has_tokens], counts[has_tokens]])
 
     means = np.stack([sums.sum(1) / counts.sum() for sums, counts in samples], -1)

@@ -67,10 +67,12 @@ class DriftBudget(ObserverConfig):
         if is_sharded:
             raise self.conflict("strategy=fsdp, as it needs whole weights")
 
-    def conflict(self, other: str) -> ValueError:
-        """The error on `other`, an option that does not go with a budget."""
+    def conflict(self, conflicting_option: str) -> ValueError:
+        """The error on an option that does not go with a budget."""
         bounds = ", ".join(f"budget.{name}={bound}" for name, bound in self.bounds.items())
-        return ValueError(f"{bounds} is invalid: incompatible with {other}. Allowed: budget=none")
+        return ValueError(
+            f"{bounds} is invalid: incompatible with {conflicting_option}. Allowed: budget=none"
+        )
 
     def open(self, run: Any, data: Any, domain: Any) -> Any:
         from cpt.contrib.drift_budget.controller import DriftController  # loads torch

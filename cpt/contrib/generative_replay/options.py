@@ -39,35 +39,45 @@ class GeneratedReplay(ReplayConfig):
         is_sharded: bool,
     ) -> None:
         if self.prefix >= max_seq_length and not has_examples:
-            raise ValueError(
-                f"replay.prefix={self.prefix} is invalid: it leaves nothing to generate of "
-                f"model.max_seq_length={max_seq_length}. Allowed: fewer"
+            raise InvalidOptionError(
+                "replay.prefix",
+                self.prefix,
+                reason=f"it leaves nothing to generate of model.max_seq_length={max_seq_length}",
+                allowed="fewer",
             )
         if has_examples:
             self.check_examples(batch_size)
         if has_chats:
-            raise ValueError(
-                "replay=generated is invalid: no model learns to write chats. Allowed: replay=past"
+            raise InvalidOptionError(
+                "replay", "generated", reason="no model learns to write chats", allowed="replay=past"
             )
         if is_sharded:
-            raise ValueError(
-                "replay=generated is invalid: strategy=fsdp leaves each process a shard of the model. "
-                "Allowed: strategy=single, ddp"
+            raise InvalidOptionError(
+                "replay",
+                "generated",
+                reason="strategy=fsdp leaves each process a shard of the model",
+                allowed="strategy=single, ddp",
             )
 
     def check_examples(self, batch_size: int) -> None:
         """Raises ValueError for options that do not go with domains of examples."""
-        prompt = self.prompt or "{domain}"
+        prompt = self.prompt or "{domain}"  # the writer's default prompt names it
         if "{domain}" not in prompt:
-            raise ValueError(
-                f"replay.prompt={prompt} is invalid: it does not name the domain of an example. "
-                "Allowed: null, or a text with {domain}"
+            raise InvalidOptionError(
+                "replay.prompt",
+                prompt,
+                reason="it does not name the domain of an example",
+                allowed="null, or a text with {domain}",
             )
         if self.general_ratio:
-            raise ValueError(
-                f"replay.general_ratio={self.general_ratio} is invalid: replay=generated writes examples of "
-                "these domains, not text. Allowed: 0"
+            raise InvalidOptionError(
+                "replay.general_ratio",
+                self.general_ratio,
+                reason="replay=generated writes examples of these domains, not text",
+                allowed="0",
             )
+
+        # The shares have to leave some of the batch; where they displace new samples, one at least.
         num_new = batch_size * (1 - to_fraction(self.past_ratio) - to_fraction(self.forms))
         if num_new <= 0 or (num_new < 1 and not self.is_appended):
             raise ValueError(
@@ -86,8 +96,10 @@ class GeneratedReplay(ReplayConfig):
                 allowed="replay=past, or a causal model like model=tiny_gpt2",
             )
 
-    def open_source(self, folder: Path, *, corpora: Any, **run: Any) -> ReplaySource:
+    def open_source(
+        self, folder: Path, *, module: Any, data: Any, corpora: Any, base: Any, seed: int
+    ) -> ReplaySource:
         from cpt.contrib.generative_replay import writer  # loads torch
 
-        kind = writer.TextWriter if corpora.encoding is None else writer.ExampleWriter
-        return kind(self, folder, corpora=corpora, **run)
+        writer_class = writer.TextWriter if corpora.encoding is None else writer.ExampleWriter
+        return writer_class(self, folder, module=module, data=data, corpora=corpora, base=base, seed=seed)

@@ -23,26 +23,30 @@ class Sampling:
     def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Tokens [B] of logits [B, V] by numbers [B] in [0, 1): the inverse of the distribution function over
         tokens from the likeliest on, equal ones in the order of their ids."""
-        chances = (logits.double() / self.temperature).softmax(-1)
-        ordered, tokens = chances.sort(dim=-1, descending=True, stable=True)
-        sums = ordered.cumsum(-1)
-        kept = sums - ordered < self.top_p  # the likeliest always
-        whole = (ordered * kept).sum(-1, keepdim=True)
-        places = (sums <= uniforms[:, None].to(sums) * whole).sum(-1)
-        places = torch.minimum(places, kept.sum(-1) - 1)  # where the sum was rounded down
-        return tokens.gather(-1, places[:, None])[:, 0]
+        probabilities = (logits.double() / self.temperature).softmax(-1)
+        sorted_probabilities, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
+        sums = sorted_probabilities.cumsum(-1)
+        nucleus_mask = sums - sorted_probabilities < self.top_p  # the likeliest always
+        nucleus_probability = (sorted_probabilities * nucleus_mask).sum(-1, keepdim=True)
+
+        # As many tokens come before the chosen one as have a sum up to the number.
+        ranks = (sums <= uniforms[:, None].to(sums) * nucleus_probability).sum(-1)
+        ranks = torch.minimum(ranks, nucleus_mask.sum(-1) - 1)  # where the sum was rounded down
+        return tokens.gather(-1, ranks[:, None])[:, 0]
 
 
 class KeyedSampling(LogitsProcessor):
-    """Leaves one token to greedy search, chosen by numbers [B, most]; `nll` [B, most] are its nats."""
+    """Leaves one token to greedy search, chosen by numbers [B, T]; `nll` [B, T] are its nats."""
 
     def __init__(self, sampling: Sampling, uniforms: Tensor) -> None:
-        self.sampling, self.uniforms, self.step = sampling, uniforms, 0
+        self.sampling = sampling
+        self.uniforms = uniforms
+        self.step = 0  # of the T tokens
         self.nll = torch.zeros(uniforms.shape, dtype=torch.double, device=uniforms.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logits = scores.float()
-        logits[:, self.sampling.entries :] = -torch.inf
+        logits[:, self.sampling.entries :] = -torch.inf  # rows of the head without a token
         chosen = self.sampling.choose(logits, self.uniforms[:, self.step])[:, None]
         self.nll[:, self.step] = -logits.log_softmax(-1).gather(1, chosen)[:, 0].double()
         self.step += 1
@@ -55,8 +59,8 @@ def sample_texts(
 ) -> list[tuple[list[int], float]]:
     """Continuations of contexts of one length: up to uniforms.shape[1] ids, with the end if it was written,
     and their mean nll (nats). Token t of text b is a function of uniforms[b, t] and what precedes it."""
-    given = torch.tensor(contexts, device=model.device)
-    how = GenerationConfig(
+    context_ids = torch.tensor(contexts, device=model.device)
+    config = GenerationConfig(
         max_new_tokens=uniforms.shape[1],
         do_sample=False,
         num_beams=1,
@@ -65,12 +69,20 @@ def sample_texts(
         pad_token_id=sampling.end,
         decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
     )
-    keyed = KeyedSampling(sampling, uniforms.to(model.device))
-    inputs = {"input_ids": given, "attention_mask": torch.ones_like(given)}
-    with set_temporarily((model, "generation_config", how)):  # and not the checkpoint's own
-        found = model.generate(**inputs, logits_processor=LogitsProcessorList([keyed]))
-    texts, first = [], 1 if model.config.is_encoder_decoder else given.shape[1]
-    for row, nll in zip(found[:, first:].tolist(), keyed.nll, strict=True):
-        size = row.index(sampling.end) + 1 if sampling.end in row else len(row)
-        texts.append((row[:size], float(nll[:size].mean())))
+    keyed_sampling = KeyedSampling(sampling, uniforms.to(model.device))
+
+    # A checkpoint's own generation config, with penalties for example, would change the distribution.
+    with set_temporarily((model, "generation_config", config)):
+        output_ids = model.generate(
+            input_ids=context_ids,
+            attention_mask=torch.ones_like(context_ids),
+            logits_processor=LogitsProcessorList([keyed_sampling]),
+        )
+
+    # A decoder's output begins with its context, that of an encoder-decoder with one start token.
+    first = 1 if model.config.is_encoder_decoder else context_ids.shape[1]
+    texts = []
+    for ids, nll in zip(output_ids[:, first:].tolist(), keyed_sampling.nll, strict=True):
+        size = ids.index(sampling.end) + 1 if sampling.end in ids else len(ids)
+        texts.append((ids[:size], float(nll[:size].mean())))
     return texts

@@ -57,7 +57,7 @@ FORMAT = 1  # raise it when what is written changes
 FORMS_FORMAT = 1  # raise it when the forms of examples change
 EXCERPT = 200  # characters
 Array = np.ndarray
-PLACE = "place.json"  # how far files are that are continued after a kill
+PLACE = "place.json"  # the last commit of files that are continued after a kill
 MARK = "__ans__"  # between question and answer
 SIGN = "An example of {domain}:"
 
@@ -81,29 +81,29 @@ class Sample:
 
 @dataclass(frozen=True)
 class WritingJob:
-    """Texts to write after `contexts`, with a domain's module (or BASE); tokens to write, and to replay."""
+    """Texts to write after `contexts`, in turn, to be replayed in place of a domain's or the general text."""
 
-    text: str
-    domain: int
-    contexts: list[list[int]]
-    wanted: int
-    tokens: int
+    text: str  # its name
+    domain: int  # whose module writes; BASE for the general text
+    contexts: list[list[int]]  # token ids
+    tokens_to_write: int  # at least
+    tokens_to_replay: int  # at most: the rest is left out
     stream: int  # key of its random numbers
 
 
 @dataclass
-class Written:
+class WritingProgress:
     """How far the texts of a stage are, by text: blocks of samples, and tokens."""
 
     blocks: dict[str, int]
     tokens: dict[str, int]
 
     @classmethod
-    def resume(cls, jobs: Sequence[WritingJob], place: Any) -> "Written":
-        """From the place of files that a killed run has left, None without one."""
+    def resume(cls, jobs: Sequence[WritingJob], committed: Any) -> "WritingProgress":
+        """From what a killed run has committed, None without one."""
         zeros = dict.fromkeys((job.text for job in jobs), 0)
-        stored = place or {}
-        return cls(blocks=zeros | stored.get("blocks", {}), tokens=zeros | stored.get("tokens", {}))
+        counts = committed or {}
+        return cls(blocks=zeros | counts.get("blocks", {}), tokens=zeros | counts.get("tokens", {}))
 
     def add(self, text: str, block: Sequence[Sample]) -> None:
         self.blocks[text] += 1
@@ -149,11 +149,14 @@ class TextWriter(ReplaySource):
     def log_effect(self, texts: Sequence[str]) -> None:
         """Logs what the options of a run do not have an effect on."""
         options = self.options
-        names_domain = "{domain}" in (options.prompt or "")
-        is_told_apart = options.prefix or names_domain or self.module.domain_params is not None
         if not texts:
             log.info("No effect of replay=generated: no stage has a past domain or a share to replay")
-        elif len(texts) > 1 and not is_told_apart and self.corpora.encoding is None:
+            return
+
+        # Prefixes, a prompt with the name or modules of its own make a model write text of one domain.
+        has_name_in_prompt = "{domain}" in (options.prompt or "")
+        has_domain_cue = options.prefix > 0 or has_name_in_prompt or self.module.domain_params is not None
+        if len(texts) > 1 and not has_domain_cue and self.corpora.encoding is None:
             reason = "as nothing says of which it is to be; replay.prefix=8 or a prompt with {domain} would"
             log.info("Generating the same kind of text for all past domains (replay.prefix=0), %s", reason)
 
@@ -162,44 +165,47 @@ class TextWriter(ReplaySource):
         candidates = [*self.text_format.separator, *self.after_text, default_end(self.tokenizer)]
         ends = [token_id for token_id in candidates if token_id is not None]
         if not ends:
-            raise ValueError(
-                f"replay=generated is invalid: the tokenizer {self.tokenizer.name_or_path} has no token that "
-                "ends a text. Allowed: domains.separator=TOKEN, or another replay"
+            raise InvalidOptionError(
+                "replay",
+                "generated",
+                reason=f"the tokenizer {self.tokenizer.name_or_path} has no token that ends a text",
+                allowed="domains.separator=TOKEN, or another replay",
             )
         return ends[0]
 
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
         if is_first_process():
-            self.store_kept(stage)
+            self.store_memory(stage)
         barrier()
 
         folder = self.folder / f"{number:03d}-{stage.name}"
-        replayed = self.data.max_replayed(stage)
+        max_rows = self.data.max_replayed(stage)  # by text
         damage = artifact_damage(folder)
-        if replayed and gather_objects(bool(damage))[0]:
+        # The first process decides for all: they write together, and another may see the files later.
+        if max_rows and gather_objects(bool(damage))[0]:
             if folder.exists() and is_first_process():
                 log.warning("Rebuilding %s, which is damaged (%s)", folder, damage)
-            jobs = [self.make_job(name, rows, stage) for name, rows in replayed.items()]
+            jobs = [self.make_job(name, rows, stage) for name, rows in max_rows.items()]
             self.write(folder, jobs, stage, device)
 
         self.texts = {}
-        for name in replayed:
-            packed = self.open(folder, name)
+        for name in max_rows:
+            packed = self.open_rows(folder, name)
             if packed is not None:
                 self.texts[name] = packed
 
-    def store_kept(self, stage: Domain) -> None:
+    def store_memory(self, stage: Domain) -> None:
         """Stores what later stages need of the texts of a stage, and of the general text."""
         names = list(stage.texts)
         if self.options.general_ratio > 0:
             names.append(GENERAL)
         for name in names:
             path = sample_file(self.folder / "kept", name, "json")
-            if path.exists():
+            if path.exists():  # of a run that was resumed, or is extended without the domain's text
                 continue
-            kept_value = self.to_keep(name)
-            if kept_value is not None:
-                write_checked_json(path, kept_value)
+            memory = self.select_memory(name)
+            if memory is not None:
+                write_checked_json(path, memory)
 
     def make_job(self, name: str, rows: int, stage: Domain) -> WritingJob:
         """The job for a text of which `rows` rows are replayed in a stage, at most."""
@@ -210,57 +216,62 @@ class TextWriter(ReplaySource):
             text=name,
             domain=self.data.domain_indices.get(name, BASE),
             contexts=self.contexts(name),
-            wanted=math.ceil(tokens / (1 - to_fraction(self.options.drop))),
-            tokens=tokens,
+            tokens_to_write=math.ceil(tokens / (1 - to_fraction(self.options.drop))),
+            tokens_to_replay=tokens,
             stream=key(self.seed, "generated", stage.name, name),
         )
 
     def write(self, folder: Path, jobs: Sequence[WritingJob], stage: Domain, device: torch.device) -> None:
         """Writes the texts of all jobs and makes rows of them; resumes what a killed run has written."""
+        # Only the first process has files; the others follow what it found in them.
         partial = folder.with_name(f"{folder.name}.partial")
-        files = None  # of the first process
+        files = None
         if is_first_process():
             partial.mkdir(parents=True, exist_ok=True)
             form = [FORMAT, asdict(self.options), self.length, self.seed]
             names = [sample_file(partial, job.text, "jsonl").name for job in jobs]
-            files = Growing(partial, names, form=form)
-        written = Written.resume(jobs, gather_objects(files.place if files else None)[0])
+            files = GrowingFiles(partial, names, form=form)
+        committed = gather_objects(files.committed if files else None)[0]
+        progress = WritingProgress.resume(jobs, committed)
 
         bar = progress_bar(
             f"texts before {stage.name}",
-            total=sum(job.wanted for job in jobs),
+            total=sum(job.tokens_to_write for job in jobs),
             hidden=files is None,
-            done=sum(written.tokens.values()),
+            done=sum(progress.tokens.values()),
             unit="tok",
             scale=True,
         )
-        with closing(files) if files else nullcontext(), bar as progress:
+        with closing(files) if files else nullcontext(), bar as opened_bar:
             for job in jobs:
-                if written.tokens[job.text] < job.wanted:
-                    progress.set_postfix_str(job.text, refresh=False)
-                    self.write_text(job, written, files, stage, device, progress)
+                if progress.tokens[job.text] < job.tokens_to_write:
+                    opened_bar.set_postfix_str(job.text, refresh=False)
+                    self.write_text(job, progress, files, stage, device, opened_bar)
 
         if files is not None:
-            facts = {job.text: self.keep(partial, job) for job in jobs}
+            facts = {job.text: self.write_rows(partial, job) for job in jobs}
             replace(partial / "facts.json", json.dumps(facts, indent=1))
             files.finish()
             discard(folder)
             finish_artifact(partial, folder)
-            num_texts, num_tokens, num_real = (
-                sum(counts[name] for counts in facts.values()) for name in ("texts", "tokens", "real")
+            log.info(
+                "Generated text before %s: %d texts of %d tokens, %d of them kept prefixes: %s",
+                stage.name,
+                sum(counts["texts"] for counts in facts.values()),
+                sum(counts["tokens"] for counts in facts.values()),
+                sum(counts["real"] for counts in facts.values()),
+                folder,
             )
-            message = "Generated text before %s: %d texts of %d tokens, %d of them kept prefixes: %s"
-            log.info(message, stage.name, num_texts, num_tokens, num_real, folder)
         barrier()  # the rows are there for all
 
     def write_text(
         self,
         job: WritingJob,
-        written: "Written",
-        files: "Growing | None",
+        progress: WritingProgress,
+        files: "GrowingFiles | None",
         stage: Domain,
         device: torch.device,
-        progress: Any,
+        bar: Any,
     ) -> None:
         """Writes blocks of samples, one of each process at a time, until there are enough tokens."""
         rank, _ = rank_and_world()
@@ -268,59 +279,66 @@ class TextWriter(ReplaySource):
         initial_device = model.device
         try:
             with set_mode(model.to(device), training=False):
-                while written.tokens[job.text] < job.wanted:
-                    tokens_before = written.tokens[job.text]
-                    local_block = self.write_block(model, job, written.blocks[job.text] + rank)
+                while progress.tokens[job.text] < job.tokens_to_write:
+                    tokens_before = progress.tokens[job.text]
+                    local_block = self.write_block(model, job, progress.blocks[job.text] + rank)
                     for block in gather_objects(local_block):
-                        if written.tokens[job.text] >= job.wanted:
+                        # One process would have stopped here: blocks of others beyond are not used.
+                        if progress.tokens[job.text] >= job.tokens_to_write:
                             break
-                        written.add(job.text, block)
+                        progress.add(job.text, block)
                         if files is not None:
                             append_samples(files, job.text, block)
+
                     if files is not None:
-                        files.commit(asdict(written))
-                    progress.update(written.tokens[job.text] - tokens_before)
+                        files.commit(asdict(progress))
+                    bar.update(progress.tokens[job.text] - tokens_before)
                     leave_together(f"in the texts that are generated before {stage.name}")
         finally:
-            model.to(initial_device)
+            model.to(initial_device)  # a domain's module may be stored on the CPU
 
     def write_block(self, model: PreTrainedModel, job: WritingJob, block: int) -> list[Sample]:
         """The samples of a block, which are a function of the job and their numbers."""
         numbers = block * self.options.batch_size + np.arange(self.options.batch_size)
         contexts = [job.contexts[number % len(job.contexts)] for number in numbers]
-        room = self.length if self.seq2seq else self.length - len(contexts[0])
-        uniforms = draws(sample_keys(job.stream, numbers), room, stream=key("tokens"))
+        # All contexts of a job have one length. An encoder-decoder has its context in another sequence.
+        max_new_tokens = self.length if self.seq2seq else self.length - len(contexts[0])
+        uniforms = draws(sample_keys(job.stream, numbers), max_new_tokens, stream=key("tokens"))
 
         samples = []
         drawn = sample_texts(model, contexts, torch.from_numpy(uniforms), sampling=self.sampling)
-        for context, (ids, nll) in zip(contexts, drawn, strict=True):
-            ended = ids[-1] == self.sampling.end
-            replayed_context = self.given(context)
-            whole = [*replayed_context, *(ids[:-1] if ended else ids)]
+        for context, (new_ids, nll) in zip(contexts, drawn, strict=True):
+            has_end = new_ids[-1] == self.sampling.end
+            if has_end:
+                new_ids = new_ids[:-1]
+            replayed_context = self.select_replayed(context)
+            ids = [*replayed_context, *new_ids]
             num_real = len(replayed_context) if self.options.prefix > 0 else 0
-            text = self.tokenizer.decode(whole, skip_special_tokens=True)
-            samples.append(Sample(ids=whole, real=num_real, ended=ended, nll=nll, text=text))
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            samples.append(Sample(ids=ids, real=num_real, ended=has_end, nll=nll, text=text))
         return samples
 
-    def to_keep(self, text: str) -> Any:
-        """What is kept of a domain, as JSON: the first tokens of rows that its probe begins with; or None."""
+    def select_memory(self, text: str) -> Any:
+        """What is kept of a domain, as JSON: the first tokens of rows that its importance samples begin with;
+        None where texts are written without."""
         prefix = self.options.prefix
         if not prefix:
             return None
-        rows = self.data.train[text]
-        count = min(self.options.starts, len(rows))
-        drawn = shuffle(np.arange(count), len(rows), stream=key("probe", text))
-        longer = drawn[rows.row_lengths[drawn] > prefix]
-        if not len(longer):
+        packed = self.data.train[text]
+        count = min(self.options.starts, len(packed))
+        drawn_rows = shuffle(np.arange(count), len(packed), stream=key("probe", text))
+        # A text is generated after the prefix in place of what followed it, so something has to follow.
+        long_rows = drawn_rows[packed.row_lengths[drawn_rows] > prefix]
+        if not len(long_rows):
             raise InvalidOptionError(
                 "replay.prefix",
                 prefix,
                 reason=f"no row of {text} that could be kept has more tokens",
                 allowed="fewer",
             )
-        return rows.ids(longer)[:, :prefix].tolist()
+        return packed.ids(long_rows)[:, :prefix].tolist()
 
-    def recall(self, text: str) -> Any:
+    def read_memory(self, text: str) -> Any:
         """What was kept of a domain; ValueError if it is missing or damaged."""
         instead = f"restore it from a backup, or delete {self.folder.parent} to start again"
         return read_checked_json(sample_file(self.folder / "kept", text, "json"), instead=instead)
@@ -345,29 +363,39 @@ class TextWriter(ReplaySource):
         """What a domain's texts are written after, in turn."""
         prompt = self.prompt(text)
         if self.options.prefix:
-            return [[*prompt, *prefix] for prefix in self.recall(text)]
+            return [[*prompt, *prefix] for prefix in self.read_memory(text)]
         return [prompt or self.begin or [self.sampling.end]]
 
-    def given(self, context: list[int]) -> list[int]:
+    def select_replayed(self, context: list[int]) -> list[int]:
         """What of a context is replayed."""
         return context[-self.options.prefix :] if self.options.prefix else self.begin
 
-    def keep(self, folder: Path, job: WritingJob) -> dict[str, Any]:
+    def write_rows(self, folder: Path, job: WritingJob) -> dict[str, Any]:
         """Writes the rows to replay: ended texts one after another, one that was broken off in a row of its
         own; returns counts."""
         source = sample_file(folder, job.text, "jsonl")
         sizes, nll, _, _ = measure(source)
-        replayed = choose_texts(sizes, nll, tokens=job.tokens, wanted=job.wanted, cut=True)
+        num_replayed = choose_texts(
+            sizes,
+            nll,
+            tokens_to_replay=job.tokens_to_replay,
+            tokens_to_write=job.tokens_to_write,
+            is_cut=True,
+        )
+
         packer = ConcatPacker(self.length, self.tokenizer.all_special_ids, self.text_format.row_start)
         tables = []
-        for sample, count in zip(read_samples(source), replayed, strict=True):
+        for sample, count in zip(read_samples(source), num_replayed, strict=True):
+            if count <= 0:
+                continue
             ids = list(sample.ids)
             if sample.ended:
                 ids.append(self.sampling.end)
-            ids = ids[: max(0, count)]
+            ids = ids[:count]
             if sample.ended and count == sample.size:
                 tables.append(packer.add(np.array(ids, np.int32), np.array([len(ids)])))
-            elif count > 0:
+            else:
+                # Without an end, another text in the same row would seem to continue this one.
                 row = mark_documents(np.array(ids, np.int32), np.array([len(ids)]), packer.documents)
                 packer.documents += 1
                 row = row[:, : packer.writer.room(ids[0], self.length)]
@@ -378,9 +406,9 @@ class TextWriter(ReplaySource):
         with ArrowWriter(path=str(path), features=packer.writer.features) as writer:
             writer.write_table(pa.concat_tables(tables).combine_chunks())
             writer.finalize()
-        return count_texts(source, replayed)
+        return count_texts(source, num_replayed)
 
-    def open(self, folder: Path, text: str) -> Packed | None:
+    def open_rows(self, folder: Path, text: str) -> Packed | None:
         """The rows to replay in place of a text; None where there are none."""
         facts = read_facts(folder, text)
         rows = Dataset.from_file(str(sample_file(folder, text, "arrow")))
@@ -401,10 +429,19 @@ class ExampleWriter(TextWriter):
     is kept of a task are its choices, of which an answer has to be one."""
 
     def __init__(
-        self, options: GeneratedReplay, folder: Path, *, corpora: Corpora, base: Any, **run: Any
+        self,
+        options: GeneratedReplay,
+        folder: Path,
+        *,
+        module: ContinualMethod,
+        data: DomainSequence,
+        corpora: Corpora,
+        base: Any,  # cpt.trainer.base_model.Base
+        seed: int,
     ) -> None:
+        # First, as the constructor of texts asks for prompts and the end, which the encoder makes.
         self.encoder = corpora.encoder(base.tokenizer, base.length, seq2seq=base.seq2seq)
-        super().__init__(options, folder, corpora=corpora, base=base, **run)
+        super().__init__(options, folder, module=module, data=data, corpora=corpora, base=base, seed=seed)
         self.forms: dict[str, Packed] = {}
         if options.past_ratio and options.forms:
             for stage in self.data:
@@ -419,8 +456,8 @@ class ExampleWriter(TextWriter):
 
     def to_form(self, example: Example, domain: str) -> Example:
         """The sign asks, and the whole example is the answer."""
-        whole = f"{example.source} {MARK} {example.target}"
-        return Example(example.id, self.sign(domain), whole, example.task)
+        form = f"{example.source} {MARK} {example.target}"
+        return Example(example.id, self.sign(domain), form, example.task)
 
     def encode_whole(self, example: Example) -> tokenized_tasks.EncodedExample | None:
         """The row of an example; None where it does not fit without a cut."""
@@ -445,9 +482,11 @@ class ExampleWriter(TextWriter):
             rows = filter(None, map(self.encode_whole, forms))
             counts = tokenized_tasks.write_examples(folder / "rows.arrow", rows, tokenizer=self.tokenizer)
             if not counts.examples:
-                raise ValueError(
-                    f"model.max_seq_length={self.length} is invalid: no example of {name} fits in the form "
-                    "that is written (replay=generated). Allowed: a larger model.max_seq_length, replay=past"
+                raise InvalidOptionError(
+                    "model.max_seq_length",
+                    self.length,
+                    reason=f"no example of {name} fits in the form that is written (replay=generated)",
+                    allowed="a larger model.max_seq_length, replay=past",
                 )
 
         folder = make_once(self.corpora.cache / "packed" / f"{name}-forms-{digest(made_of)}", make=make)
@@ -468,7 +507,7 @@ class ExampleWriter(TextWriter):
         )
         return [pool]
 
-    def to_keep(self, text: str) -> list[str]:
+    def select_memory(self, text: str) -> list[str]:
         """The choices that all examples of a task have; none where they differ, or answers are open."""
         corpus = self.corpora.by_name[text]
         choices = {example.choices for example in tokenized_tasks.read_examples(corpus, "train")}
@@ -480,31 +519,38 @@ class ExampleWriter(TextWriter):
     def contexts(self, text: str) -> list[list[int]]:
         return [self.prompt(text)]
 
-    def given(self, context: list[int]) -> list[int]:
+    def select_replayed(self, context: list[int]) -> list[int]:
         return []
 
-    def keep(self, folder: Path, job: WritingJob) -> dict[str, Any]:
+    def write_rows(self, folder: Path, job: WritingJob) -> dict[str, Any]:
         """Writes the rows of the valid examples: each as it is asked, and as it is written, so that the model
         can still write it later; returns counts."""
         source = sample_file(folder, job.text, "jsonl")
-        choices = self.recall(job.text)
+        choices = self.read_memory(job.text)
         pairs = []  # of rows, by sample; empty for one that is invalid
         for number, sample in enumerate(read_samples(source)):
             example = from_form(sample.text, task=job.text, number=number, choices=choices)
+            # Without an end the answer may be the beginning of another one.
             pairs.append(self.encode_pair(example, job.text) if sample.ended else [])
 
-        valid = np.array([bool(pair) for pair in pairs])
+        is_valid = np.array([bool(pair) for pair in pairs])
         sizes, nll, _, _ = measure(source)
-        replayed = choose_texts(sizes, nll, tokens=job.tokens, wanted=job.wanted, valid=valid)
+        num_replayed = choose_texts(
+            sizes,
+            nll,
+            tokens_to_replay=job.tokens_to_replay,
+            tokens_to_write=job.tokens_to_write,
+            is_valid=is_valid,
+        )
         rows: list[tokenized_tasks.EncodedExample] = []
-        for pair, count in zip(pairs, replayed, strict=True):
+        for pair, count in zip(pairs, num_replayed, strict=True):
             if count > 0:
                 rows += pair
         path = sample_file(folder, job.text, "arrow")
         tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)
 
-        num_invalid = int((~valid[replayed >= 0]).sum())
-        facts = count_texts(source, replayed) | {"invalid": num_invalid}
+        num_invalid = int((~is_valid[num_replayed >= 0]).sum())
+        facts = count_texts(source, num_replayed) | {"invalid": num_invalid}
         if num_invalid:
             message = "Dropping %d of %d examples generated for %s, which are none of it%s"
             end = "" if facts["texts"] else ": nothing of it is replayed"
@@ -523,26 +569,26 @@ class ExampleWriter(TextWriter):
                 rows.append(row)
         return rows if len(rows) == 2 else []
 
-    def open(self, folder: Path, text: str) -> Packed | None:
+    def open_rows(self, folder: Path, text: str) -> Packed | None:
         if not read_facts(folder, text)["texts"]:
             return None
         return tokenized_tasks.open_examples(sample_file(folder, text, "arrow"), self.tokenizer)
 
 
-class Growing:
-    """Append-only files of a folder. `commit` flushes them to disk and records their sizes with a place, any
-    JSON value. Opening them again truncates them to the last commit, whose value is `place`, None without
-    one. Files that are shorter than recorded, or were written in another `form`, restart empty."""
+class GrowingFiles:
+    """Append-only files of a folder. `commit` flushes them to disk and records their sizes with any JSON
+    value. Opening them again truncates them to the last commit, whose value is `committed`, None without one.
+    Files that are shorter than recorded, or were written in another `form`, restart empty."""
 
     def __init__(self, folder: Path, names: Sequence[str], *, form: Any) -> None:
         self.folder = folder
         self.form = form
-        self.place = None
+        self.committed = None
         sizes = dict.fromkeys(names, 0)
         record = folder / PLACE
         if record.exists():
             try:
-                self.place, sizes = self.read_record(record, names)
+                self.committed, sizes = self.read_record(record, names)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("Restarting %s, which cannot be continued (%s)", folder, error)
                 record.unlink()
@@ -551,7 +597,7 @@ class Growing:
             file.truncate(sizes[name])
 
     def read_record(self, path: Path, names: Sequence[str]) -> tuple[Any, dict[str, int]]:
-        """The place and the sizes of the last commit. Raises an error if the files cannot be continued."""
+        """The value and the sizes of the last commit. Raises an error if the files cannot be continued."""
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["form"] != self.form or set(record["sizes"]) != set(names):
             raise ValueError(f"{PLACE} has another form")
@@ -563,12 +609,14 @@ class Growing:
     def append(self, name: str, data: bytes | memoryview) -> None:
         self.files[name].write(data)
 
-    def commit(self, place: Any) -> None:
+    def commit(self, value: Any) -> None:
+        # The record is replaced after the files are on disk: a kill in between leaves a longer file, which is
+        # truncated, and never a record of what is not there.
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
         sizes = {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
-        replace(self.folder / PLACE, json.dumps({"form": self.form, "sizes": sizes, "place": place}))
+        replace(self.folder / PLACE, json.dumps({"form": self.form, "sizes": sizes, "place": value}))
 
     def close(self) -> None:
         for file in self.files.values():
@@ -579,7 +627,7 @@ class Growing:
         (self.folder / PLACE).unlink(missing_ok=True)
 
 
-def append_samples(files: Growing, text: str, samples: Sequence[Sample]) -> None:
+def append_samples(files: GrowingFiles, text: str, samples: Sequence[Sample]) -> None:
     """Appends samples to the file of a text, a line each."""
     name = sample_file(files.folder, text, "jsonl").name
     for sample in samples:
@@ -611,37 +659,44 @@ def measure(source: Path) -> list[np.ndarray]:
 
 
 def choose_texts(
-    sizes: Array, nll: Array, *, tokens: int, wanted: int, valid: Array | bool = True, cut: bool = False
+    sizes: Array,
+    nll: Array,
+    *,
+    tokens_to_replay: int,
+    tokens_to_write: int,
+    is_valid: Array | bool = True,
+    is_cut: bool = False,
 ) -> Array:
-    """How many tokens are replayed of each sample, [n], `tokens` in all at most: of the first that come to
-    `wanted` tokens the valid ones, of the lowest nll where some are to be left out (0); -1 of the rest, so
-    that a larger block changes nothing. With `cut` the last one is cut to the budget."""
-    is_wanted = np.cumsum(sizes) - sizes < wanted
-    order = np.flatnonzero(is_wanted & valid)
-    if wanted > tokens:
+    """How many tokens are replayed of each sample, [n], `tokens_to_replay` in all at most: of the first that
+    come to `tokens_to_write` the valid ones, of the lowest nll where some are to be left out (0); -1 of the
+    samples after them, so that a larger block changes nothing. With `is_cut` the last one is cut to the
+    budget."""
+    is_counted = np.cumsum(sizes) - sizes < tokens_to_write
+    order = np.flatnonzero(is_counted & is_valid)
+    if tokens_to_write > tokens_to_replay:
         order = order[np.argsort(nll[order], kind="stable")]
 
     ordered_sizes = sizes[order]
-    remaining = tokens - np.cumsum(ordered_sizes) + ordered_sizes  # before each
-    replayed = np.where(is_wanted, 0, -1)
-    if cut:
-        replayed[order] = np.clip(remaining, 0, ordered_sizes)
+    remaining_tokens = tokens_to_replay - np.cumsum(ordered_sizes) + ordered_sizes  # before each sample
+    num_replayed = np.where(is_counted, 0, -1)
+    if is_cut:
+        num_replayed[order] = np.clip(remaining_tokens, 0, ordered_sizes)
     else:
-        replayed[order] = np.where(remaining >= ordered_sizes, ordered_sizes, 0)
-    return replayed
+        num_replayed[order] = np.where(remaining_tokens >= ordered_sizes, ordered_sizes, 0)
+    return num_replayed
 
 
-def count_texts(source: Path, replayed: np.ndarray) -> dict[str, Any]:
+def count_texts(source: Path, num_replayed: np.ndarray) -> dict[str, Any]:
     """Counts for the report, of samples with the number of their tokens that are replayed."""
-    _, nll, real, num_bytes = measure(source)
-    is_replayed = replayed > 0
-    is_left_out = replayed == 0
+    _, nll, num_real, num_bytes = measure(source)
+    is_replayed = num_replayed > 0
+    is_left_out = num_replayed == 0
     # The first that is replayed; if none is, the first of all.
     first = next(islice(read_samples(source), int(np.argmax(is_replayed)), None))
     return {
-        "tokens": int(replayed[is_replayed].sum()),
+        "tokens": int(num_replayed[is_replayed].sum()),
         "texts": int(is_replayed.sum()),
-        "real": int(np.minimum(real, replayed)[is_replayed].sum()),
+        "real": int(np.minimum(num_real, num_replayed)[is_replayed].sum()),
         "nll": float(nll[is_replayed].mean()) if is_replayed.any() else None,
         "left_out": int(is_left_out.sum()),
         "nll_left_out": float(nll[is_left_out].mean()) if is_left_out.any() else None,
@@ -653,7 +708,9 @@ def count_texts(source: Path, replayed: np.ndarray) -> dict[str, Any]:
 def from_form(text: str, *, task: str, number: int, choices: Sequence[str]) -> Example | None:
     """The example that a model has written; None where it has no question, no answer, or one outside
     the choices, if there are some."""
-    source, _, target = (part.strip() for part in text.rpartition(MARK))
+    question, _, answer = text.rpartition(MARK)
+    source = question.strip()
+    target = answer.strip()
     if not source or not target or (choices and target not in choices):
         return None
     return Example(f"generated-{number}", source, target, task, tuple(choices), (0, len(source)))

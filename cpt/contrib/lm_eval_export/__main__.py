@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 
 from cpt.core.config import CONF
 from cpt.core.errors import readable
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.output import run_program
 from cpt.trainer.plan import make_plan
 
@@ -21,25 +22,37 @@ NEEDED = "a folder to write to, and what python run.py is given: FOLDER domains=
 
 
 def main(arguments: Sequence[str]) -> None:
-    about = "Writes the held-out examples of supervised tasks as tasks of the lm-evaluation-harness."
-    parser = argparse.ArgumentParser(prog="python -m cpt.contrib.lm_eval_export", description=about)
+    parser = argparse.ArgumentParser(
+        prog="python -m cpt.contrib.lm_eval_export",
+        description="Writes the held-out examples of supervised tasks as tasks of the lm-evaluation-harness.",
+    )
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where to write the tasks")
-    run = "options of python run.py, as domains=tasks model=…"
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=run)
-    given = parser.parse_args(arguments)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="options of python run.py, as domains=tasks model=…",
+    )
+    options = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+
     with readable():
-        if given.folder is None or "=" in given.folder:
-            raise ValueError(f"FOLDER={given.folder} is invalid. Allowed: {NEEDED}")
-        overrides = [each.replace("+experiment=", "experiment=") for each in given.overrides]
+        # Without a folder the first option of the run would be taken for one.
+        if options.folder is None or "=" in options.folder:
+            raise ValueError(f"FOLDER={options.folder} is invalid. Allowed: {NEEDED}")
+        overrides = [override.replace("+experiment=", "experiment=") for override in options.overrides]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             plan = make_plan(compose("config", overrides))
         if plan.source.encoding is None:
-            told = f"domains={plan.settings['domains']['name']} is invalid: it is raw text"
-            raise ValueError(f"{told}. Allowed: domains=tasks")
+            raise InvalidOptionError(
+                "domains",
+                plan.settings["domains"]["name"],
+                reason="it is raw text",
+                allowed="domains=tasks",
+            )
         from cpt.contrib.lm_eval_export.tasks import export  # loads torch
 
-        print("\n".join(export(plan, Path(given.folder))))
+        print("\n".join(export(plan, Path(options.folder))))
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ class HarnessTexts:
         example = prompt.example
         encoder = self.encoder
         question = example.source
+        # The ids of a long question are a part of it. Decoded ids may become other ids again, so that a
+        # question that was not cut stays as it is.
         if encoder.ids_of([question])[0] != prompt.ids:
             question = encoder.tokenizer.decode(prompt.ids, skip_special_tokens=True)
         if encoder.frame[1] and not encoder.seq2seq:
@@ -111,6 +113,7 @@ class HarnessTexts:
         if self.encoder.seq2seq:
             return [(encode(question), encode(choice, add_special_tokens=False)) for choice in choices]
 
+        # The harness has a causal model add its special tokens, unless the text has its first one already.
         adds_special = not self.encoder.frame[1] and not question.startswith(self.prefix)
         question_ids = encode(question, add_special_tokens=adds_special)
         pairs = []
@@ -131,6 +134,7 @@ def export_task(
             return None
         row = texts.row(prompt)
         rows.append(row)
+        # What the harness makes of the text is compared with what this project's own evaluation scores.
         if texts.harness_ids(row) != [(prompt.ids, choice) for choice in prompt.choices]:
             differing.append(prompt.example.id)
     if not rows:
@@ -167,7 +171,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
     texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))
     max_documents = plan.answers.max_documents if plan.answers else None
 
-    written = []
+    exported_tasks = []
     left_out = []
     for task in plan.order:
         examples = read_examples(corpora.by_name[task], plan.source.score_on, max_examples=max_documents)
@@ -175,14 +179,15 @@ def export(plan: Plan, folder: Path) -> list[str]:
         if exported is None:
             left_out.append(task)
         else:
-            written.append(exported)
-    if not written:
-        reason = "has choices, which the harness is to rank; needed: one"
-        raise ValueError(f"no task of {', '.join(plan.order)} {reason}")
+            exported_tasks.append(exported)
+    if not exported_tasks:
+        raise ValueError(
+            f"no task of {', '.join(plan.order)} has choices, which the harness is to rank; needed: one"
+        )
 
-    group = export_group(folder, written)
-    lines = [f"{exported.name}: {exported.examples:,} examples" for exported in written]
-    for exported in written:
+    group = export_group(folder, exported_tasks)
+    lines = [f"{exported.name}: {exported.examples:,} examples" for exported in exported_tasks]
+    for exported in exported_tasks:
         if exported.differing:
             count = f"{len(exported.differing):,}, like {exported.differing[0]}"
             lines.append(f"{exported.name}: the harness makes other tokens of {count}")

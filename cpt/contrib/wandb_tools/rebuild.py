@@ -11,11 +11,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import wandb
 import yaml
@@ -42,12 +42,19 @@ from cpt.reporting.load_runs import find_runs
 log = logging.getLogger(__name__)
 MODES = ("online", "offline")
 REBUILT = "rebuilt"  # in a run folder: W&B's files under mode=offline
-ENOUGH = 3  # refused runs, and none accepted: W&B will accept no other
+ENOUGH = 3  # refused runs: if none was accepted until then, W&B will accept no other
+LONGEST_FIELD = 131_072  # characters of a value in metrics.csv; a longer one is damage
 STAGES = tuple(names.removesuffix("*") for names in AXES["stage"])
 # The machine that sends a run is not the one that made it.
 SETTINGS = {f"x_disable_{name}": True for name in ("stats", "meta", "machine_info")} | {"disable_git": True}
 
-Points = list[tuple[str, int, dict[str, float]]]  # domain, step, values by name
+
+class CurvePoint(NamedTuple):
+    """What metrics.csv has of one step of a domain."""
+
+    domain: str
+    step: int
+    values: dict[str, float]  # by name
 
 
 class UnreadableError(Exception):
@@ -55,70 +62,90 @@ class UnreadableError(Exception):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    about = "Makes W&B runs from run folders."
-    parser = argparse.ArgumentParser(prog="python -m cpt.contrib.wandb_tools.rebuild", description=about)
-    add = parser.add_argument
-    add("folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are, at any depth")
-    add("--project", help="W&B project (default: the one of each run's config)")
-    add("--entity", help="W&B user or team")
-    how = f"offline: write RUN/{REBUILT}/wandb for wandb sync"
-    add("--mode", choices=MODES, default="online", help=how)
+    parser = argparse.ArgumentParser(
+        prog="python -m cpt.contrib.wandb_tools.rebuild", description="Makes W&B runs from run folders."
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are, at any depth"
+    )
+    parser.add_argument("--project", help="W&B project (default: the one of each run's config)")
+    parser.add_argument("--entity", help="W&B user or team")
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="online",
+        help=f"offline: write RUN/{REBUILT}/wandb for wandb sync",
+    )
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Sends the runs below folders; gives the exit code: 1 if one could not be read or sent."""
-    given = build_parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with readable():
-        found, damaged, _ = find_runs(given.folders)
-        runs = {run.folder: run.scores for run in found}
-        print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
+        runs, damaged, _ = find_runs(options.folders)
+        for line in damaged:
+            print(line, file=sys.stderr)
         if not runs:
-            raise ValueError(f"no readable scores.json below {', '.join(map(str, given.folders))}")
-        failed = sync_runs(runs, project=given.project, entity=given.entity, mode=given.mode)
-    return int(bool(damaged or failed))
+            raise ValueError(f"no readable scores.json below {', '.join(map(str, options.folders))}")
+        num_failed = sync_runs(
+            {run.folder: run.scores for run in runs},
+            project=options.project,
+            entity=options.entity,
+            mode=options.mode,
+        )
+    return int(bool(damaged or num_failed))
 
 
 def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str | None, mode: str) -> int:
     """Sends the runs to W&B (`online`), or writes RUN/rebuilt/wandb for `wandb sync` (`offline`); a run that
     W&B knows gets what is missing, one that is still training is skipped. Gives the number of failures, which
     are logged. Raises ValueError if W&B refuses, or accepts none."""
-    failed, sent = 0, 0
+    num_failed = 0
+    num_sent = 0
     with logging_redirect_tqdm():
         for path, scores in tqdm(runs.items(), desc="W&B", unit="run", disable=None):
-            whole = path.resolve()
-            if (path / ".lock").exists() and not scores.run["finished"]:
-                try:
-                    with FileLock(path / ".lock", timeout=0):
-                        pass
-                except Timeout:
-                    log.warning("Skipping %s, which is running", whole)
-                    continue
+            if is_running(path, scores):
+                log.warning("Skipping %s, which is running", path.resolve())
+                continue
+
             try:
-                with translate_errors():
-                    curves = read_curves(whole / "metrics.csv", {*scores.rows, *scores.run["order"]})
-                    file = whole / "config.yaml"
-                    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
-                    if not isinstance(config, dict):
-                        raise ValueError(f"{file.name} is no mapping")
-                if mode == "offline":
-                    folder = whole / REBUILT  # of an earlier rebuild nothing is to be sent twice
-                    shutil.rmtree(folder, ignore_errors=True)
-                    folder.mkdir()
-                    output = nullcontext(folder)
-                else:
-                    output = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-                place = choose_place(config, project=project, entity=entity, mode=mode)
-                with output as folder, files_in(Path(folder)):
-                    rebuild(whole, scores, config, curves, folder=Path(folder), place=place)
-                sent += 1
+                send_run(path.resolve(), scores, project=project, entity=entity, mode=mode)
             except (UnreadableError, ConnectionError) as error:
-                failed += 1
+                num_failed += 1
                 log.error("Failed to send %s: %s", path, reason(error))
-                if failed >= ENOUGH and not sent and isinstance(error, ConnectionError):
-                    raise ValueError(f"W&B took none of {failed} runs; {reason(error)}") from None
-    return failed
+                # A refusal may concern this run alone, or a moment without network: so the first ones do not
+                # end the program.
+                if num_failed >= ENOUGH and not num_sent and isinstance(error, ConnectionError):
+                    raise ValueError(f"W&B took none of {num_failed} runs; {reason(error)}") from None
+            else:
+                num_sent += 1
+    return num_failed
+
+
+def is_running(path: Path, scores: Scores) -> bool:
+    """Whether a process holds the lock of a run folder that is not finished."""
+    # The lock of a run that was killed is still a file: only taking it says whether somebody holds it.
+    lock_path = path / ".lock"
+    if not lock_path.exists() or scores.run["finished"]:
+        return False
+    try:
+        with FileLock(lock_path, timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def send_run(path: Path, scores: Scores, *, project: str | None, entity: str | None, mode: str) -> None:
+    """Sends one run folder, or writes its RUN/rebuilt/wandb. Raises UnreadableError if it is damaged."""
+    # All files are read before W&B is asked, so that a damaged folder leaves no run without points there.
+    with translate_errors():
+        curves = read_curves(path / "metrics.csv", {*scores.rows, *scores.run["order"]})
+        config = read_config(path / "config.yaml")
+    with open_output_folder(path, mode=mode) as output_folder, files_in(output_folder):
+        destination = choose_destination(config, project=project, entity=entity, mode=mode)
+        rebuild(path, scores, config, curves, output_folder=output_folder, destination=destination)
 
 
 @contextmanager
@@ -130,29 +157,75 @@ def translate_errors() -> Iterator[None]:
         raise UnreadableError(f"{type(error).__name__}: {reason(error)}") from error
 
 
-def read_curves(path: Path, domains: Collection[str]) -> Points:
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of a run, empty without the file. Raises ValueError if it is no mapping."""
+    if not path.exists():
+        return {}
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path.name} is no mapping")
+    return config
+
+
+def read_curves(path: Path, domains: Collection[str]) -> list[CurvePoint]:
     """The curves of training in metrics.csv by domain and step, without those over stages, which are in the
     scores. Of two lines with one step and name the later counts; a line that a kill cut off is left out."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
+    if not path.exists():
+        return []
+    points: dict[tuple[str, int], CurvePoint] = {}
     domain = ""
-    with path.open(newline="", encoding="utf-8") if path.exists() else nullcontext([]) as file:
+    with path.open(newline="", encoding="utf-8") as file, limit_field_size(LONGEST_FIELD):
         for line in csv.reader(file):
             try:
-                step, name, value = int(line[0]), line[1], float(line[2])
+                step = int(line[0])
+                name = line[1]
+                value = float(line[2])
             except (ValueError, IndexError):  # the header, or a line that a kill cut off
                 continue
-            kind, _, rest = name.partition("/")
             if name.startswith(STAGES) or len(line) != 3:
                 continue
+
+            # The name of a text may have slashes, so it is looked for at the end: KIND/NAME/TEXT. A line
+            # without one is of the domain that was trained before it.
+            kind, _, series = name.partition("/")
             if kind in TRAINING:
-                known = [each for each in domains if rest.endswith(f"/{each}")]
-                domain = max(known, key=len, default=rest.partition("/")[2])
+                matching = [text for text in domains if series.endswith(f"/{text}")]
+                domain = max(matching, key=len, default=series.partition("/")[2])
+
             # A monitoring evaluation is written with the count of steps so far, a loss with its step.
-            found.setdefault((domain, step - (kind in TRAINING[1:])), {})[name] = value
-    return [(*where, points) for where, points in found.items()]
+            if kind in TRAINING[1:]:
+                step -= 1
+            point = points.setdefault((domain, step), CurvePoint(domain, step, {}))
+            point.values[name] = value
+    return list(points.values())
 
 
-def choose_place(
+@contextmanager
+def limit_field_size(size: int) -> Iterator[None]:
+    """Within, csv.reader raises csv.Error for a longer field. The limit belongs to the whole process, and the
+    readers of text raise it."""
+    limit_before = csv.field_size_limit(size)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit_before)
+
+
+@contextmanager
+def open_output_folder(path: Path, *, mode: str) -> Iterator[Path]:
+    """The folder for W&B's files of a run: RUN/rebuilt for `offline`, else one that is removed afterwards."""
+    if mode == "offline":
+        folder = path / REBUILT
+        # `wandb sync` would send the files of an earlier rebuild a second time.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary_folder:
+            yield Path(temporary_folder)
+
+
+def choose_destination(
     config: Mapping[str, Any], *, project: str | None, entity: str | None, mode: str
 ) -> WandbPlace:
     """Where on W&B a run goes: as the command says, else as the run's config."""
@@ -169,14 +242,20 @@ def find_identifier(path: Path) -> str:
         identifier = draw_identifier()
         try:
             store_identifier(path, identifier)
-        except OSError as error:
+        except OSError as error:  # a folder that may only be read can still be sent
             message = "%s cannot store its W&B identifier (%s): another rebuild will make another W&B run"
             log.warning(message, path, reason(error))
     return identifier
 
 
 def rebuild(
-    path: Path, scores: Scores, config: dict[str, Any], curves: Points, *, folder: Path, place: WandbPlace
+    path: Path,
+    scores: Scores,
+    config: dict[str, Any],
+    curves: Sequence[CurvePoint],
+    *,
+    output_folder: Path,
+    destination: WandbPlace,
 ) -> None:
     """Sends one folder: its curves if W&B does not know the run, the stages after the last that it knows, and
     the result. The W&B run ends as the run itself ended."""
@@ -188,31 +267,41 @@ def rebuild(
     )
     run = init_wandb(
         find_identifier(path),
-        folder,
-        mode=place.mode,
-        destination=place,
+        output_folder,
+        mode=destination.mode,
+        destination=destination,
         labels=labels,
         config=config,
         settings=wandb.Settings(**SETTINGS),
     )
-    failed = True
+
+    # Whatever happens from here on, W&B's run has to end: one that is left open is shown as running.
+    is_failed = True
     try:
         with translate_errors():
-            known = int(run.summary.get("stage", -1)) if run.resumed else -1
-            if not run.resumed:  # the points of metrics.csv as the run itself would have logged them
-                live = Curves(run)
-                rows = {name: row for row, name in enumerate(scores.rows) if row}
-                for domain, lines in groupby(curves, key=itemgetter(0)):
-                    row = rows.get(domain, len(scores.tokens_read))
-                    live.enter(domain, tokens=sum(scores.tokens_read[:row]))
-                    for *_, values in lines:
-                        live.log(values)
-            for row in range(known + 1, len(scores.rows)):
+            if run.resumed:
+                last_row = int(run.summary.get("stage", -1))
+            else:
+                last_row = -1
+                log_curves(run, scores, curves)
+            for row in range(last_row + 1, len(scores.rows)):
                 run.log(stage_points(scores, row))
             publish(run, scores, folder=path)
-        failed = not scores.run["finished"]
+        is_failed = not scores.run["finished"]
     finally:
-        run.finish(exit_code=int(failed))
+        run.finish(exit_code=int(is_failed))
+
+
+def log_curves(run: wandb.Run, scores: Scores, curves: Sequence[CurvePoint]) -> None:
+    """Logs the points of metrics.csv as the run itself would have logged them."""
+    live_curves = Curves(run)
+    rows = {name: row for row, name in enumerate(scores.rows) if row > 0}
+    for domain, points in groupby(curves, key=attrgetter("domain")):
+        # A stage that was not finished has no row yet: it began after all that have one.
+        row = rows.get(domain, len(scores.tokens_read))
+        live_curves.enter(domain, tokens=sum(scores.tokens_read[:row]))
+        for point in points:
+            live_curves.log(point.values)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.contrib.generative_replay.writer import (
     MARK,
     PLACE,
-    Growing,
+    GrowingFiles,
     Sample,
     TextWriter,
     WritingJob,
@@ -58,7 +58,9 @@ def test_the_budget_is_met_to_the_token(tokens, drop):
     samples = make_samples(3, count=900)
     sizes, nll = (np.array([getattr(sample, name) for sample in samples]) for name in ("size", "nll"))
     num_tokens_wanted = round(tokens / (1 - drop) + 0.49)
-    kept_sizes = choose_texts(sizes, nll, tokens=tokens, wanted=num_tokens_wanted, cut=True)
+    kept_sizes = choose_texts(
+        sizes, nll, tokens_to_replay=tokens, tokens_to_write=num_tokens_wanted, is_cut=True
+    )
     assert kept_sizes[kept_sizes > 0].sum() == tokens
     num_asked = (
         int(np.searchsorted(np.cumsum(sizes), num_tokens_wanted)) + 1
@@ -76,13 +78,13 @@ def test_valid_examples_are_kept_up_to_the_budget():
     valid = np.array([True, False, True, True, True, True])
 
     def chosen(valid, **budget):
-        return np.flatnonzero(choose_texts(sizes, nll, valid=valid, **budget) > 0).tolist()
+        return np.flatnonzero(choose_texts(sizes, nll, is_valid=valid, **budget) > 0).tolist()
 
-    assert chosen(valid, tokens=20, wanted=20) == [0, 2, 3]  # of the first 4
-    assert chosen(valid, tokens=19, wanted=19) == [0, 2]
-    assert chosen(valid, tokens=11, wanted=26) == [3]  # of the lowest nats
-    assert chosen(valid, tokens=15, wanted=26) == [2, 3]
-    assert chosen(~valid & False, tokens=20, wanted=40) == []
+    assert chosen(valid, tokens_to_replay=20, tokens_to_write=20) == [0, 2, 3]  # of the first 4
+    assert chosen(valid, tokens_to_replay=19, tokens_to_write=19) == [0, 2]
+    assert chosen(valid, tokens_to_replay=11, tokens_to_write=26) == [3]  # of the lowest nats
+    assert chosen(valid, tokens_to_replay=15, tokens_to_write=26) == [2, 3]
+    assert chosen(~valid & False, tokens_to_replay=20, tokens_to_write=40) == []
 
 
 def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
@@ -96,7 +98,7 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
     run = SimpleNamespace(
         tokenizer=tokenizer, length=LENGTH, sampling=SimpleNamespace(end=end), text_format=text_format
     )
-    facts = TextWriter.keep(run, tmp_path, job("a/b", tokens=tokens, num_tokens_wanted=tokens))
+    facts = TextWriter.write_rows(run, tmp_path, job("a/b", tokens=tokens, num_tokens_wanted=tokens))
     data = Dataset.from_file(str(sample_file(tmp_path, "a/b", "arrow")))
     rows = Packed(data, LENGTH, 0, facts["texts"], facts["bytes"])
     lengths = rows.row_lengths
@@ -146,15 +148,15 @@ DAMAGE = {
 
 @pytest.mark.parametrize("harm", DAMAGE)
 def test_files_that_grow_resume_at_the_last_commit_or_restart_where_they_do_not_fit_it(tmp_path: Path, harm):
-    files = Growing(tmp_path, ("rows", "counts"), form=1)
+    files = GrowingFiles(tmp_path, ("rows", "counts"), form=1)
     for number, part in enumerate([b"first ", b"second ", b"third "]):
         files.append("rows", part)
         if number < 2:
             files.commit({"number": number})
     files.close()
     DAMAGE[harm](tmp_path)
-    files = Growing(tmp_path, ("rows", "counts"), form=1)
-    restored = files.place, (tmp_path / "rows").read_bytes()
+    files = GrowingFiles(tmp_path, ("rows", "counts"), form=1)
+    restored = files.committed, (tmp_path / "rows").read_bytes()
     assert restored == ((None, b"") if harm != "nothing" else ({"number": 1}, b"first second "))
     files.close()
 
