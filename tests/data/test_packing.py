@@ -24,12 +24,19 @@ from cpt.data.text_format import TextFormat, make_text_format
 from cpt.data.tokenize import TokenizeBatch
 from cpt.data.tokenizer_hash import tokenizer_digest
 from cpt.models.objectives import Causal
-from tests.support import data_fixtures as made
-from tests.support.data_fixtures import make_prose, make_rows, pack, write_corpus
+from tests.support.data_fixtures import (
+    TOKENIZERS,
+    framed_tokenizer,
+    make_prose,
+    make_rows,
+    pack,
+    tokenizer_with_template,
+    write_corpus,
+)
 from tests.support.forked_scripts import kill_self_or_sleep
 from tests.support.kill_callback import KilledError
 
-STYLES = {  # what stands before and after a document's own tokens, and what is appended for that
+STYLES = {  # the tokens before and after a document's, and what is appended to add the latter
     "framed": ("<s>", "</s>", None),
     "wordpieces": ("[CLS]", "[SEP]", None),
     "wordpieces_without_frame": (None, "[SEP]", "[SEP]"),
@@ -43,189 +50,268 @@ TRICKY += [f"ba {token} de" for token in ("<s>", "</s>", "<pad>", "<mask>", "[SE
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    return {style: made.TOKENIZERS[style]() for style in STYLES}
+    return {style: TOKENIZERS[style]() for style in STYLES}
 
 
-def ids_of(tokenizer, tokens):
-    return [tokenizer.convert_tokens_to_ids(each) for each in tokens if each]
+def convert_to_ids(tokenizer, tokens):
+    return [tokenizer.convert_tokens_to_ids(token) for token in tokens if token]
+
+
+def count_text_tokens(row, special_ids):
+    return len([token for token in row if token not in special_ids])
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, style):
     monkeypatch.setattr(corpus, "BATCH", 5)
-    tokenizer, texts = tokenizers[style], [*make_prose(43), *TRICKY, "ba"]
-    (before, after, appended), documents = STYLES[style], []
-    for text in texts:
-        own = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        documents.append([*ids_of(tokenizer, [before]), *own, *ids_of(tokenizer, [after])])
-    whole, special = list(itertools.chain(*documents)), set(ids_of(tokenizer, tokenizer.all_special_tokens))
+    tokenizer = tokenizers[style]
+    texts = [*make_prose(43), *TRICKY, "ba"]
+    before, after, appended = STYLES[style]
+    documents = []
+    document_numbers = []  # of each token
+    for number, text in enumerate(texts):
+        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        ids = convert_to_ids(tokenizer, [before]) + ids + convert_to_ids(tokenizer, [after])
+        documents.append(ids)
+        document_numbers += [number] * len(ids)
+    all_ids = list(itertools.chain(*documents))
+    special_ids = set(convert_to_ids(tokenizer, tokenizer.all_special_tokens))
+
     for length in (2, 64):
-        found = pack(tmp_path, texts, tokenizer, length)
-        rows, owners = found.rows[:]["ids"], found.rows[:]["documents"]
-        assert list(itertools.chain(*rows)) == whole
-        numbers = [[number] * len(ids) for number, ids in enumerate(documents)]
-        assert list(itertools.chain(*owners)) == list(itertools.chain(*numbers))
+        packed = pack(tmp_path, texts, tokenizer, length)
+        rows = packed.rows[:]["ids"]
+        assert list(itertools.chain(*rows)) == all_ids
+        assert list(itertools.chain(*packed.rows[:]["documents"])) == document_numbers
         assert {len(row) for row in rows[:-1]} <= {length} and 1 <= len(rows[-1]) <= length
-        assert found.text_tokens.tolist() == [sum(each not in special for each in row) for row in rows]
-        assert (found.documents, found.bytes) == (len(texts), sum(len(each.encode()) for each in texts))
-    assert not set(whole) & (special - set(ids_of(tokenizer, [before, after, "[UNK]"])))
-    assert terminator(tokenizer) == ids_of(tokenizer, [appended])
+        assert packed.text_tokens.tolist() == [count_text_tokens(row, special_ids) for row in rows]
+        assert packed.documents == len(texts)
+        assert packed.bytes == sum(len(text.encode()) for text in texts)
+
+    # A text that spells a special token, as some of TRICKY do, does not give its id.
+    frame_ids = set(convert_to_ids(tokenizer, [before, after, "[UNK]"]))
+    assert not set(all_ids) & (special_ids - frame_ids)
+    assert terminator(tokenizer) == convert_to_ids(tokenizer, [appended])
+
+    # A call that truncates leaves its settings in the tokenizer's backend.
     table = pa.table({"text": texts})
     expected = TokenizeBatch(TextFormat(tokenizer, (7,)))(table)
-    tokenizer(TRICKY, truncation=True, max_length=3)  # leaves its settings in the backend
+    tokenizer(TRICKY, truncation=True, max_length=3)
     assert TokenizeBatch(TextFormat(tokenizer, (7,)))(table) == expected
 
 
 def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokenizers, monkeypatch):
-    calls, real = [], TokenizeBatch.__call__
-    monkeypatch.setattr(TokenizeBatch, "__call__", lambda *given: calls.append(1) or real(*given))
+    calls = []
+    tokenize_batch = TokenizeBatch.__call__
+
+    def count_call(self, documents):
+        calls.append(documents)
+        return tokenize_batch(self, documents)
+
+    monkeypatch.setattr(TokenizeBatch, "__call__", count_call)
     texts = Corpora(
         {"a": write_corpus(tmp_path, make_prose(20)), "b": write_corpus(tmp_path, make_prose(9), name="b")},
         tmp_path,
     )
-    formats = {style: make_text_format(made, TextOptions()) for style, made in tokenizers.items()}
-    seen, how = [], {"format": formats["framed"], "length": 16}
-    for name, split, changed in (
-        ("a", "train", {}), ("b", "train", {}), ("a", "valid", {}), ("a", "train", {"length": 17}),
-        ("a", "train", {"format": formats["bare"]}),
-    ):  # fmt: skip
-        before = len(calls)
-        seen.append(texts.packed(name, split, **how | changed).rows[:])
-        assert len(calls) > before and seen.count(seen[-1]) == 1
-    before = len(calls)
-    assert texts.packed("a", "train", **how).rows[:] == seen[0] and len(calls) == before
+    framed = make_text_format(tokenizers["framed"], TextOptions())
+    bare = make_text_format(tokenizers["bare"], TextOptions())
+    packed_rows = []
+    for name, split, text_format, length in (
+        ("a", "train", framed, 16),
+        ("b", "train", framed, 16),
+        ("a", "valid", framed, 16),
+        ("a", "train", framed, 17),
+        ("a", "train", bare, 16),
+    ):
+        num_calls = len(calls)
+        packed_rows.append(texts.packed(name, split, format=text_format, length=length).rows[:])
+        assert len(calls) > num_calls and packed_rows.count(packed_rows[-1]) == 1
+    num_calls = len(calls)
+    assert texts.packed("a", "train", format=framed, length=16).rows[:] == packed_rows[0]
+    assert len(calls) == num_calls
+
+    # What a call leaves in a tokenizer does not make it another one.
     digests = {style: tokenizer_digest(tokenizer) for style, tokenizer in tokenizers.items()}
     assert len(set(digests.values())) == len(digests)
-    changed = made.framed_tokenizer()
-    changed(["ba de", "lo"], truncation=True, max_length=3, padding=True)
-    assert tokenizer_digest(changed) == digests["framed"]
+    used_tokenizer = framed_tokenizer()
+    used_tokenizer(["ba de", "lo"], truncation=True, max_length=3, padding=True)
+    assert tokenizer_digest(used_tokenizer) == digests["framed"]
     with pytest.raises(ValueError, match="no token to separate documents"):
-        terminator(made.tokenizer_with_template("$A", pad_token="<pad>"))
-    found = write_corpus(tmp_path, make_prose(80))  # a corpus that lacks documents is not packed
-    facts = {**found.facts, "documents": {**found.facts["documents"], "train": 81}}
-    broken = Corpora({"broken": corpus.Corpus(found.folder, facts)}, tmp_path, workers=1)
+        terminator(tokenizer_with_template("$A", pad_token="<pad>"))
+
+    # A corpus that lacks documents is not packed.
+    complete = write_corpus(tmp_path, make_prose(80))
+    facts = {**complete.facts, "documents": {**complete.facts["documents"], "train": 81}}
+    damaged = Corpora({"broken": corpus.Corpus(complete.folder, facts)}, tmp_path, workers=1)
     with pytest.raises(ValueError, match="is damaged: 80 documents in train, not 81"):
-        broken.packed("broken", "train", **how)
+        damaged.packed("broken", "train", format=framed, length=16)
 
 
-LENGTH, SPECIAL = 16, (0, 1)
+LENGTH = 16
+SPECIAL = (0, 1)
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=200)
 
 
-def rows_of(kind, sizes, at_once):
+def pack_sizes(kind, sizes, batch_size):
     """The rows of documents of these sizes, as (ids, documents, text tokens); and the documents."""
     ids = (np.arange(sum(sizes), dtype=np.int32) * 7) % 50
-    packer, tables, ends = PACKERS[kind](LENGTH, SPECIAL), [], np.cumsum([0, *sizes])
-    for at in range(0, len(sizes), at_once):
-        few = np.array(sizes[at : at + at_once])
-        tables.append(packer.add(ids[ends[at] : ends[at] + few.sum()], few))
+    ends = np.cumsum([0, *sizes])
+    packer = PACKERS[kind](LENGTH, SPECIAL)
+    tables = []
+    for start in range(0, len(sizes), batch_size):
+        batch_sizes = np.array(sizes[start : start + batch_size])
+        batch_ids = ids[ends[start] : ends[start] + batch_sizes.sum()]
+        tables.append(packer.add(batch_ids, batch_sizes))
     tables.append(packer.finish())
     assert packer.documents == len(sizes)
-    found = [tuple(row.values()) for table in tables for row in table.to_pylist()]
-    return found, [ids[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
+
+    rows = []
+    for table in tables:
+        rows += [tuple(row.values()) for row in table.to_pylist()]
+    return rows, [ids[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
 
 
-def by_best_fit(documents):
-    rows, waiting = [], []
+def cut_document(ids):
+    """The pieces of a document that are packed."""
+    return [ids[start : start + LENGTH] for start in range(0, len(ids), LENGTH)]
+
+
+def pack_by_best_fit(documents):
+    """The document of each token of the rows, by a slow loop over all open rows."""
+    rows = []
+    open_rows = []
     for number, ids in enumerate(documents):
-        for at in range(0, len(ids), LENGTH):
-            piece = [number] * len(ids[at : at + LENGTH])
-            fitting = [row for row in waiting if len(row) + len(piece) <= LENGTH]
-            best = max(fitting, key=len, default=None)  # the oldest of equal ones
-            done = None
+        for piece_ids in cut_document(ids):
+            piece = [number] * len(piece_ids)
+            fitting = [row for row in open_rows if len(row) + len(piece) <= LENGTH]
+            finished = None
             if fitting:
-                best += piece
-                done = best if len(best) == LENGTH else None
+                # max gives the oldest of the fullest rows.
+                fullest = max(fitting, key=len)
+                fullest += piece
+                if len(fullest) == LENGTH:
+                    finished = fullest
             elif len(piece) == LENGTH:
                 rows.append(piece)
             else:
-                done = max(waiting, key=len) if len(waiting) == OPEN_ROWS else None
-                waiting.append(piece)
-            if done:
-                rows.append(done)
-                waiting = [row for row in waiting if row is not done]
-    return rows + waiting
+                if len(open_rows) == OPEN_ROWS:
+                    finished = max(open_rows, key=len)
+                open_rows.append(piece)
+
+            if finished:
+                rows.append(finished)
+                open_rows = [row for row in open_rows if row is not finished]
+    return rows + open_rows
 
 
-@given(sizes=SIZES, at_once=st.integers(1, 20), more=st.integers(1, 20), kind=st.sampled_from(list(PACKERS)))
+@given(
+    sizes=SIZES,
+    batch_size=st.integers(1, 20),
+    other_batch_size=st.integers(1, 20),
+    kind=st.sampled_from(list(PACKERS)),
+)
 @settings(max_examples=60, deadline=None)
-def test_every_token_is_in_one_row_however_documents_come(sizes, at_once, more, kind):
-    found, documents = rows_of(kind, sizes, at_once)
-    assert found == rows_of(kind, sizes, more)[0]
+def test_every_token_is_in_one_row_however_documents_come(sizes, batch_size, other_batch_size, kind):
+    rows, documents = pack_sizes(kind, sizes, batch_size)
+    assert rows == pack_sizes(kind, sizes, other_batch_size)[0]
+
     pieces = [[] for _ in documents]
-    for ids, owners, text in found:
+    for ids, owners, text_tokens in rows:
         assert 0 < len(ids) == len(owners) <= LENGTH
-        assert text == sum(each not in SPECIAL for each in ids)
-        for owner, run in itertools.groupby(zip(owners, ids, strict=True), key=lambda pair: pair[0]):
-            pieces[owner].append([each for _, each in run])
+        assert text_tokens == count_text_tokens(ids, SPECIAL)
+        for owner, pairs in itertools.groupby(zip(owners, ids, strict=True), key=lambda pair: pair[0]):
+            pieces[owner].append([token for _, token in pairs])
+
     if kind == "concat":
-        assert [row for ids, _, _ in found for row in ids] == list(itertools.chain(*documents))
-        assert all(len(ids) == LENGTH for ids, _, _ in found[:-1])
+        assert list(itertools.chain(*(ids for ids, _, _ in rows))) == list(itertools.chain(*documents))
+        assert all(len(ids) == LENGTH for ids, _, _ in rows[:-1])
     else:
-        whole = [[ids[at : at + LENGTH] for at in range(0, len(ids), LENGTH)] for ids in documents]
-        assert list(map(sorted, pieces)) == list(map(sorted, whole))
+        # Pieces of a document may be in rows of any order.
+        expected = [sorted(cut_document(ids)) for ids in documents]
+        assert list(map(sorted, pieces)) == expected
     if kind == "document_mask":
-        assert [owners for _, owners, _ in found] == by_best_fit(documents)
+        assert [owners for _, owners, _ in rows] == pack_by_best_fit(documents)
     if kind == "none":
-        assert [owners[0] for _, owners, _ in found] == sorted(owners[0] for _, owners, _ in found)
-        assert all(len(set(owners)) == 1 for _, owners, _ in found)
+        first_owners = [owners[0] for _, owners, _ in rows]
+        assert first_owners == sorted(first_owners)
+        assert all(len(set(owners)) == 1 for _, owners, _ in rows)
 
 
 def test_rows_of_documents_that_fit_are_nearly_full_and_few_are_open():
     sizes = np.random.default_rng(0).integers(1, 12, 3000).tolist()
-    found, documents = rows_of("document_mask", sizes, 7)
-    assert sum(sizes) / (LENGTH * len(found)) > 0.97
-    assert [owners for _, owners, _ in found] == by_best_fit(documents)
-    half = [9 + number % 7 for number in range(OPEN_ROWS + 30)]  # no two fit
-    found, documents = rows_of("document_mask", half, 1)
-    assert [owners for _, owners, _ in found] == by_best_fit(documents)
-    assert len(found[0][0]) == 15  # the fullest is done first
+    rows, documents = pack_sizes("document_mask", sizes, 7)
+    assert sum(sizes) / (LENGTH * len(rows)) > 0.97
+    assert [owners for _, owners, _ in rows] == pack_by_best_fit(documents)
+
+    # No two of these documents fit into a row, so that the fullest of the open rows is finished first.
+    sizes = [9 + number % 7 for number in range(OPEN_ROWS + 30)]
+    rows, documents = pack_sizes("document_mask", sizes, 1)
+    assert [owners for _, owners, _ in rows] == pack_by_best_fit(documents)
+    assert len(rows[0][0]) == 15
 
 
 @pytest.mark.parametrize("kind", PACKERS)
 def test_a_packed_text_says_what_its_rows_hold_and_what_will_be_scored(tmp_path, kind):
-    how = {"format": make_text_format(made.framed_tokenizer(), TextOptions()), "length": LENGTH, "name": "a"}
     packed = packing.pack(
-        write_corpus(tmp_path, make_prose(200)), "train", cache=tmp_path, packing=kind, **how
+        write_corpus(tmp_path, make_prose(200)),
+        "train",
+        format=make_text_format(framed_tokenizer(), TextOptions()),
+        length=LENGTH,
+        name="a",
+        cache=tmp_path,
+        packing=kind,
     )
     numbers = np.arange(len(packed))
-    documents, sizes = packed.document_of(numbers), packed.sizes(numbers)
+    documents = packed.document_of(numbers)
+    sizes = packed.sizes(numbers)
     assert packed.row_lengths.tolist() == (documents >= 0).sum(1).tolist()
     assert packed.tokens_per_row == (LENGTH if kind == "concat" else pytest.approx(packed.row_lengths.mean()))
     assert set(documents.ravel().tolist()) - {-1} == set(range(packed.documents))
     if kind == "document_mask":
-        counted = [len(set(row[row >= 0].tolist())) for row in documents]
-        assert packed.sharing.tolist() == counted == sizes.documents.tolist() and max(counted) > 1
+        num_documents = [len(set(row[row >= 0].tolist())) for row in documents]
+        assert packed.sharing.tolist() == num_documents == sizes.documents.tolist()
+        assert max(num_documents) > 1
     else:
         assert sizes.documents is None
+
+    # The counts of scored tokens that a text gives are those of its batches.
     stacked = stack_rows([packed], Samples(np.zeros_like(numbers), numbers, sample_keys(7, numbers)))
-    batch, places = Causal().batch(stacked)
-    scored = np.bincount(batch["rows"].numpy(), minlength=len(packed))
-    assert scored.tolist() == Causal().scored(sizes).tolist()
+    batch, scored_positions = Causal().batch(stacked)
+    num_scored = np.bincount(batch["rows"].numpy(), minlength=len(packed))
+    assert num_scored.tolist() == Causal().scored(sizes).tolist()
     assert ("segments" in batch) == (kind == "document_mask")
     if kind == "document_mask":
-        assert (documents.ravel()[places] == documents.ravel()[batch["positions"]]).all()
-    few = np.argsort(packed.row_lengths)[:3]
-    longest = np.argsort(-packed.row_lengths, kind="stable") if kind == "none" else numbers
-    assert packed.by_length(numbers).tolist() == longest.tolist()
-    width = stack_rows([packed], Samples(np.zeros(3, int), few, sample_keys(7, few))).ids.shape[1]
-    assert width == (packed.row_lengths[few].max() if kind == "none" else LENGTH)
+        owners = documents.ravel()
+        assert (owners[scored_positions] == owners[batch["positions"]]).all()
+
+    # Rows of one document differ in length: they are sorted, and a batch is as wide as its longest.
+    longest_first = np.argsort(-packed.row_lengths, kind="stable") if kind == "none" else numbers
+    assert packed.by_length(numbers).tolist() == longest_first.tolist()
+    shortest = np.argsort(packed.row_lengths)[:3]
+    stacked = stack_rows([packed], Samples(np.zeros(3, int), shortest, sample_keys(7, shortest)))
+    assert stacked.ids.shape[1] == (packed.row_lengths[shortest].max() if kind == "none" else LENGTH)
 
 
 def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():
-    sizes = {"a": (40, 8), "b": (7, 3), "c": (25, 1), "short": (9, 2)}  # rows, tokens of the last
-    texts = {name: make_rows(count, last=last, seed=count) for name, (count, last) in sizes.items()}
-    short = texts.pop("short")
-    equal, whole = balance(texts), texts["a"]
-    tokens = {name: int(text.row_lengths.sum()) for name, text in equal.items()}
+    texts = {
+        "a": make_rows(40, last=8, seed=40),
+        "b": make_rows(7, last=3, seed=7),
+        "c": make_rows(25, last=1, seed=25),
+    }
+    balanced = balance(texts)
+    tokens = {name: int(text.row_lengths.sum()) for name, text in balanced.items()}
     assert tokens["b"] == 6 * 8 + 3 and all(51 <= count < 51 + 8 for count in tokens.values())
-    chosen, drawn, here = equal["a"], whole.draw_rows(51, stream=key("balanced", "a")), np.arange(7)
-    assert len(chosen) == len(drawn) == 7 and list(drawn) != list(range(7))
-    for table in (packing.Packed.ids, packing.Packed.document_of):
-        assert (table(chosen, here) == table(whole, drawn)).all()
-    assert chosen.text_tokens.tolist() == whole.text_tokens[drawn].tolist()
-    chosen = balance({"a": short}, tokens=57)["a"]  # with the last row, which is short
-    assert len(chosen) < 9 and chosen.row_lengths[-1] == 2
+
+    # Rows are drawn by the name of the text.
+    text = texts["a"]
+    rows = text.draw_rows(51, stream=key("balanced", "a"))
+    assert len(balanced["a"]) == len(rows) == 7 and list(rows) != list(range(7))
+    assert (balanced["a"].ids(np.arange(7)) == text.ids(rows)).all()
+    assert (balanced["a"].document_of(np.arange(7)) == text.document_of(rows)).all()
+    assert balanced["a"].text_tokens.tolist() == text.text_tokens[rows].tolist()
+
+    # With the last row, which is short, fewer tokens are drawn than the rows could have.
+    drawn = balance({"a": make_rows(9, last=2, seed=9)}, tokens=57)["a"]
+    assert len(drawn) < 9 and drawn.row_lengths[-1] == 2
 
 
 @pytest.fixture
@@ -234,53 +320,66 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(tokenize, "BATCH", 500)
 
 
-def packed_by(folder, tokenizer, *, workers=1):
-    text_format = make_text_format(tokenizer, TextOptions())
-    how = {"format": text_format, "length": 16, "name": "a", "cache": folder, "workers": workers}
-    packing.pack(write_corpus(folder, make_prose(80)), "train", **how)
+def hash_packed_rows(folder, tokenizer, *, workers=1):
+    packing.pack(
+        write_corpus(folder, make_prose(80)),
+        "train",
+        format=make_text_format(tokenizer, TextOptions()),
+        length=16,
+        name="a",
+        cache=folder,
+        workers=workers,
+    )
     (path,) = (folder / "packed").glob("*/rows.arrow")
-    assert sorted(each.name for each in path.parent.iterdir()) == [
-        "checksums.json",
-        "facts.json",
-        "rows.arrow",
-    ]
+    files = sorted(path.name for path in path.parent.iterdir())
+    assert files == ["checksums.json", "facts.json", "rows.arrow"]
     return hashlib.sha256(repr(Dataset.from_file(str(path)).to_dict()).encode()).hexdigest()
 
 
 @pytest.mark.slow
 def test_rows_do_not_depend_on_how_many_make_them(tmp_path, tokenizers, small_shards):
-    whole = packed_by(tmp_path / "1", tokenizers["framed"])
-    assert packed_by(tmp_path / "2", tokenizers["framed"], workers=2) == whole
-    found = write_corpus(tmp_path, make_prose(80))
-    shards = [list(found.documents("train", number, 7)["text"]) for number in range(7)]
+    expected = hash_packed_rows(tmp_path / "1", tokenizers["framed"])
+    assert hash_packed_rows(tmp_path / "2", tokenizers["framed"], workers=2) == expected
+    documents = write_corpus(tmp_path, make_prose(80))
+    shards = [list(documents.documents("train", number, 7)["text"]) for number in range(7)]
     assert sum(shards, []) == make_prose(80) and all(shards)
 
 
-@pytest.mark.parametrize("at", [0, 5])
-def test_tokenizing_continues_where_it_was_killed(tmp_path, tokenizers, small_shards, monkeypatch, at):
-    whole = packed_by(tmp_path / "whole", tokenizers["framed"])
-    real, asked, most = TokenizeBatch.__call__, [], [at]
+@pytest.mark.parametrize("num_finished", [0, 5])
+def test_tokenizing_continues_where_it_was_killed(
+    tmp_path, tokenizers, small_shards, monkeypatch, num_finished
+):
+    expected = hash_packed_rows(tmp_path / "uninterrupted", tokenizers["framed"])
+    tokenize_batch = TokenizeBatch.__call__
+    batches = []
+    is_killing = True
 
-    def counted(self, documents):
-        asked.append(documents["text"].to_pylist())
-        if len(asked) > most[0]:
+    def tokenize_or_die(self, documents):
+        batches.append(documents["text"].to_pylist())
+        if is_killing and len(batches) > num_finished:
             raise KilledError
-        return real(self, documents)
+        return tokenize_batch(self, documents)
 
-    monkeypatch.setattr(TokenizeBatch, "__call__", counted)
+    monkeypatch.setattr(TokenizeBatch, "__call__", tokenize_or_die)
     with pytest.raises(KilledError):
-        packed_by(tmp_path, tokenizers["framed"])
-    done = list(tmp_path.glob("packed/*.partial/tokens/*-of-*.arrow"))
-    asked.clear()
-    most[0] = 10**6
-    assert packed_by(tmp_path, tokenizers["framed"]) == whole
-    again = sum(map(len, asked))  # the shards that were complete are not made again
-    assert (again < 80 and done) if at == 5 else again == 80
+        hash_packed_rows(tmp_path, tokenizers["framed"])
+    finished_shards = list(tmp_path.glob("packed/*.partial/tokens/*-of-*.arrow"))
+    batches.clear()
+    is_killing = False
+    assert hash_packed_rows(tmp_path, tokenizers["framed"]) == expected
+
+    # The shards that were finished are not made again.
+    num_documents = sum(map(len, batches))
+    if num_finished == 0:
+        assert num_documents == 80
+    else:
+        assert num_documents < 80 and finished_shards
 
 
 @pytest.mark.slow
 def test_where_one_process_is_killed_the_others_are_not_waited_for():
-    began = time.monotonic()
+    start = time.monotonic()
+    seconds = [0.0] + [60.0] * 9  # of sleep; 0 is killed
     with pytest.raises(ValueError, match="a tokenization process was killed"):
-        list(tokenize.map_in_processes(kill_self_or_sleep, [0.0, *[60.0] * 9], 2))
-    assert time.monotonic() - began < 50 and not active_children()
+        list(tokenize.map_in_processes(kill_self_or_sleep, seconds, 2))
+    assert time.monotonic() - start < 50 and not active_children()
