@@ -53,28 +53,27 @@ def load(tmp_path, *, fault="pass", before="prepare_loader_processes()", context
     [("os._exit(0)", "fork"), ("os._exit(3)", "spawn"), ("os.kill(os.getpid(), signal.SIGSEGV)", "fork")],
 )
 def test_a_loader_process_that_ends_is_told_in_a_line(tmp_path, fault, context):
-    ended = load(tmp_path, fault=fault, context=context)
-    assert ended.returncode == 1
-    assert "cpt: a loader process ended (DataLoader worker" in ended.stderr.splitlines()[-1]
-    assert "Traceback" not in ended.stderr
+    process = load(tmp_path, fault=fault, context=context)
+    assert process.returncode == 1
+    assert "cpt: a loader process ended (DataLoader worker" in process.stderr.splitlines()[-1]
+    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.slow
 def test_a_killed_loader_process_is_told_as_want_of_memory(tmp_path):
-    ended = load(tmp_path, fault="os.kill(os.getpid(), signal.SIGKILL)")
-    assert ended.returncode == 1 and ended.stderr.splitlines()[-1].startswith(
-        "cpt: out of memory (DataLoader"
-    )
+    process = load(tmp_path, fault="os.kill(os.getpid(), signal.SIGKILL)")
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1].startswith("cpt: out of memory (DataLoader")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_batch_that_cannot_be_sent_ends_the_run_instead_of_being_waited_for(tmp_path, context):
     fault = "return torch.ones(3).as_subclass(Unpicklable)"
-    ended = load(tmp_path, fault=fault, context=context)
-    assert ended.returncode == 1
+    process = load(tmp_path, fault=fault, context=context)
+    assert process.returncode == 1
     expected = "cpt: a loader process cannot send a batch: no descriptors left (trainer.num_workers)"
-    assert ended.stderr.splitlines()[-1] == expected
+    assert process.stderr.splitlines()[-1] == expected
 
 
 @pytest.mark.slow
@@ -82,16 +81,16 @@ def test_a_batch_that_cannot_be_sent_ends_the_run_instead_of_being_waited_for(tm
 def test_loader_processes_work_below_a_long_temporary_folder(tmp_path, context):
     folder = tmp_path / ("x" * 90)
     folder.mkdir()
-    ended = load(tmp_path, context=context, TMPDIR=str(folder))
-    assert (ended.returncode, ended.stdout.strip()) == (0, str(sum(range(20)))), ended.stderr
+    process = load(tmp_path, context=context, TMPDIR=str(folder))
+    assert (process.returncode, process.stdout.strip()) == (0, str(sum(range(20)))), process.stderr
 
 
 @pytest.mark.slow
 def test_without_a_short_folder_the_error_of_the_socket_is_told(tmp_path):
     folder = tmp_path / ("x" * 90)
     folder.mkdir()
-    ended = load(tmp_path, before="pass", TMPDIR=str(folder))
-    assert ended.returncode == 1 and "AF_UNIX path too long" in ended.stderr.splitlines()[-1]
+    process = load(tmp_path, before="pass", TMPDIR=str(folder))
+    assert process.returncode == 1 and "AF_UNIX path too long" in process.stderr.splitlines()[-1]
 
 
 def test_other_errors_of_the_program_are_not_taken_for_a_lost_loader_process():
