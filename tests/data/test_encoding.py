@@ -35,77 +35,104 @@ def tokenizer(request):
 
 @pytest.fixture
 def chatting():
-    made = STYLES["opened"]()
-    made.chat_template = CHATML
-    return made
+    tokenizer = STYLES["opened"]()
+    tokenizer.chat_template = CHATML
+    return tokenizer
 
 
-def marked(row, mark=True):
-    return [each for each, own in zip(row.ids, row.answer, strict=True) if own == mark]
+def answer_ids(row):
+    return [token for token, is_answer in zip(row.ids, row.answer, strict=True) if is_answer]
 
 
-def plain(tokenizer, ids):
-    kept = [each for each in ids if each not in tokenizer.all_special_ids]
-    return tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+def question_ids(row):
+    return [token for token, is_answer in zip(row.ids, row.answer, strict=True) if not is_answer]
+
+
+def decode_text(tokenizer, ids):
+    text_ids = [token for token in ids if token not in tokenizer.all_special_ids]
+    return tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("seq2seq", [False, True])
 def test_what_is_marked_is_the_answer_and_its_end(tokenizer, seq2seq):
     examples = some_examples(40)
-    for example, row in zip(examples, encoder(tokenizer, seq2seq=seq2seq).encode_all(examples), strict=True):
-        answer = marked(row)
+    rows = encoder(tokenizer, seq2seq=seq2seq).encode_all(examples)
+    for example, row in zip(examples, rows, strict=True):
+        answer = answer_ids(row)
         assert answer[-1] == tokenizer.eos_token_id and answer.count(tokenizer.eos_token_id) == 1
-        assert plain(tokenizer, answer).strip() == example.target
-        before = row.ids[: row.answer.index(True)]
-        assert not any(row.answer[: len(before)]) and plain(tokenizer, before).strip() == example.source
+        assert decode_text(tokenizer, answer).strip() == example.target
+        # Nothing before the first token of the answer is marked.
+        question = row.ids[: row.answer.index(True)]
+        assert not any(row.answer[: len(question)])
+        assert decode_text(tokenizer, question).strip() == example.source
+
+    long = replace(examples[0], target="tu " * 100, choices=())
     with pytest.raises(ValueError, match="max_seq_length=40 is invalid: in example e-0 of TC its answer"):
-        long = replace(examples[0], target="tu " * 100, choices=())
         encoder(tokenizer, length=40, seq2seq=seq2seq).encode(long)
 
 
 def test_a_row_has_one_frame_and_released_code_cuts_the_question_itself(tokenizer):
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    spelled = [replace(each, source=f"<s></s> {each.source}", text=(0, 3)) for each in some_examples(3)]
-    for row in encoder(tokenizer).encode_all(some_examples(20) + spelled):
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    examples = some_examples(20)
+    for example in some_examples(3):
+        examples.append(replace(example, source=f"<s></s> {example.source}", text=(0, 3)))
+    for row in encoder(tokenizer).encode_all(examples):
         assert row.ids.count(eos) == 1
         if bos is not None and tokenizer("a")["input_ids"][0] == bos:
             assert row.ids[0] == bos and row.ids.count(bos) == 1
+
     (example,) = some_examples(1, words=(60, 60))
     row = encoder(tokenizer, length=70, truncate="released").encode(example)
-    assert len(row.ids) <= 70 and "Answer:" not in plain(tokenizer, row.ids)
+    assert len(row.ids) <= 70 and "Answer:" not in decode_text(tokenizer, row.ids)
 
 
 @pytest.mark.parametrize("truncate", ["tail", "middle"])
 @pytest.mark.parametrize("seq2seq", [False, True])
 def test_a_cut_example_keeps_its_question_and_its_whole_answer(tokenizer, truncate, seq2seq):
-    examples, length = some_examples(20, words=(30, 60)), 75
-    whole = encoder(tokenizer, length=4000, seq2seq=seq2seq).encode_all(examples)
-    cut = encoder(tokenizer, length=length, truncate=truncate, seq2seq=seq2seq).encode_all(examples)
-    for example, row, full in zip(examples, cut, whole, strict=True):
-        assert row.cut > 0 and marked(row) == marked(full)
-        assert len(marked(row, False)) == length if seq2seq else len(row.ids) <= length
-        text = plain(tokenizer, marked(row, False)).strip()
-        assert text.startswith(example.source[: example.text[0]].strip()) and text.endswith("\nAnswer:")
-        assert (example.source[example.text[1] - 3 : example.text[1]] in text) == (truncate == "middle")
+    examples = some_examples(20, words=(30, 60))
+    full_rows = encoder(tokenizer, length=4000, seq2seq=seq2seq).encode_all(examples)
+    cut_rows = encoder(tokenizer, length=75, truncate=truncate, seq2seq=seq2seq).encode_all(examples)
+    for example, row, full in zip(examples, cut_rows, full_rows, strict=True):
+        assert row.cut > 0 and answer_ids(row) == answer_ids(full)
+        question = question_ids(row)
+        if seq2seq:  # the answer is a sequence of its own
+            assert len(question) == 75
+        else:
+            assert len(row.ids) <= 75
+
+        text = decode_text(tokenizer, question).strip()
+        begin, end = example.text
+        assert text.startswith(example.source[:begin].strip()) and text.endswith("\nAnswer:")
+        assert (example.source[end - 3 : end] in text) == (truncate == "middle")
 
 
 def test_tokens_that_run_into_each_other_are_told_apart(monkeypatch):
-    tokenizer, (example,) = STYLES["opened"](), some_examples(1)
-    joined = Encoder.together
-    monkeypatch.setattr(Encoder, "together", lambda self, pairs: [ids[1:] for ids in joined(self, pairs)])
-    assert plain(tokenizer, marked(encoder(tokenizer).encode(example))) == f" {example.target}"
+    tokenizer = STYLES["opened"]()
+    (example,) = some_examples(1)
+    encode_together = Encoder.together
+
+    def drop_first_token(self, pairs):
+        return [ids[1:] for ids in encode_together(self, pairs)]
+
+    monkeypatch.setattr(Encoder, "together", drop_first_token)
+    answer = answer_ids(encoder(tokenizer).encode(example))
+    assert decode_text(tokenizer, answer) == f" {example.target}"
 
 
 @pytest.mark.parametrize("scored_turns", ["all", "last"])
 def test_the_assistant_alone_is_marked_in_a_chat(chatting, scored_turns):
-    example, made = chat(), encoder(chatting, scored_turns=scored_turns, length=4000)
-    row = made.encode(example)
+    example = chat()
+    encode = encoder(chatting, scored_turns=scored_turns, length=4000)
+    row = encode.encode(example)
     answers = [turn.content for turn in example.turns if turn.role == "assistant"]
-    wanted = answers if scored_turns == "all" else answers[-1:]
-    told = chatting.decode(marked(row), clean_up_tokenization_spaces=False)
-    assert told == "".join(f"{content}</s>" for content in wanted)
-    trailing = next(at for at, mark in enumerate(reversed(row.answer)) if not mark)
-    assert made.prompt(example).ids == row.ids[: len(row.ids) - trailing]
+    expected = answers if scored_turns == "all" else answers[-1:]
+    text = chatting.decode(answer_ids(row), clean_up_tokenization_spaces=False)
+    assert text == "".join(f"{content}</s>" for content in expected)
+
+    # The prompt ends where the last answer begins.
+    num_last = row.answer[::-1].index(False)
+    assert encode.prompt(example).ids == row.ids[: len(row.ids) - num_last]
     chatting.chat_template = MARKED
     assert encoder(chatting, scored_turns=scored_turns, length=4000).encode(example) == row
 
@@ -122,17 +149,21 @@ def test_a_chat_that_cannot_be_rendered_is_refused_by_its_id(chatting):
 
 
 def test_a_long_chat_loses_its_oldest_exchanges_and_ends_in_its_answer(chatting):
-    for example, drop in ((chat(exchanges=6), None), (chat(exchanges=1, words=(40, 50)), 30)):
-        whole = encoder(chatting, length=4000).encode(example)
-        room = len(whole.ids) - drop if drop else len(whole.ids) // 2
-        row = encoder(chatting, length=room).encode(example)
-        assert row.cut == len(whole.ids) - len(row.ids) > 0
-        end = chatting.decode(row.ids, clean_up_tokenization_spaces=False)
-        assert end.endswith(f"{example.target}</s>") and (drop or example.turns[0].content in end)
+    for example in (chat(exchanges=6), chat(exchanges=1, words=(40, 50))):
+        full = encoder(chatting, length=4000).encode(example)
+        has_one_exchange = len(example.turns) == 3
+        # A single exchange cannot be left out: its question is cut.
+        length = len(full.ids) - 30 if has_one_exchange else len(full.ids) // 2
+        row = encoder(chatting, length=length).encode(example)
+        assert row.cut == len(full.ids) - len(row.ids) > 0
+        text = chatting.decode(row.ids, clean_up_tokenization_spaces=False)
+        assert text.endswith(f"{example.target}</s>")
+        if not has_one_exchange:
+            assert example.turns[0].content in text
         assert read_example(write_example(example)) == example
 
 
-def spelled_by(tokenizer, ids):
+def spell_tokens(tokenizer, ids):
     return "".join(tokenizer.convert_ids_to_tokens(ids)).replace("▁", " ").strip()
 
 
@@ -146,15 +177,17 @@ def test_questions_answers_and_choices_do_not_inject_special_tokens(kind, seq2se
     if not tokenizer.eos_token:
         tokenizer.eos_token = end  # which ends answers
 
-    def special_ids(text):
+    def list_control_ids(text):
         """Those of the row, the choices and the right answer, where `text` is in each text."""
         example = Example("e", f"red {text} q", f"red {text}", "colors", (f"a {text}", f"red {text}"))
         prompt = encode.prompt(example)
-        parts = [encode.encode(example).ids, prompt.ids, *prompt.choices, prompt.reference]
-        return [[token for token in part if token in control] for part in parts]
+        control_ids = []
+        for ids in (encode.encode(example).ids, prompt.ids, *prompt.choices, prompt.reference):
+            control_ids.append([token for token in ids if token in control])
+        return control_ids
 
-    for spelled in (end, f"red{end}red", end.upper(), f"{end} {end}"):
-        assert special_ids(spelled) == special_ids("red"), spelled
+    for spelling in (end, f"red{end}red", end.upper(), f"{end} {end}"):
+        assert list_control_ids(spelling) == list_control_ids("red"), spelling
 
 
 def test_answers_of_slow_tokenizers_have_added_words_and_no_special_tokens():
@@ -187,7 +220,7 @@ def test_decoders_answers_have_the_frame_of_targets():
     answer = encoder(tokenizer, seq2seq=True).prompt(Example("e", "as", "a</s>b", "t")).reference
     assert answer[0] == tokenizer.pad_token_id and answer[-1] == tokenizer.eos_token_id
     assert tokenizer.eos_token_id not in answer[1:-1]
-    assert spelled_by(tokenizer, answer[1:-1]) == "a</s>b"
+    assert spell_tokens(tokenizer, answer[1:-1]) == "a</s>b"
 
 
 @pytest.mark.parametrize("truncate", ["tail", "middle"])
@@ -195,35 +228,37 @@ def test_a_cut_text_that_spells_special_tokens_keeps_what_is_around_it(truncate)
     tokenizer = unigram()
     text = "ab</s>s" * 12
     example = Example("e", f"bbb {text} sss", "as", "t", (), (4, 4 + len(text)))
-    whole = encoder(tokenizer, length=400).encode(example)
+    full = encoder(tokenizer, length=400).encode(example)
     row = encoder(tokenizer, length=60, truncate=truncate).encode(example)
-    assert len(row.ids) == 60 and row.cut == len(whole.ids) - 60
+    assert len(row.ids) == 60 and row.cut == len(full.ids) - 60
     assert row.ids.count(tokenizer.eos_token_id) == 1
-    question = spelled_by(tokenizer, row.ids[: row.answer.index(True)])
+    question = spell_tokens(tokenizer, row.ids[: row.answer.index(True)])
     assert question.startswith("bbb ab</s>s") and question.endswith(" sss")
     assert question.removesuffix(" sss").endswith("</s>s") == (truncate == "middle")
 
 
 def test_the_key_of_rows_of_examples_has_the_libraries_of_slow_tokenizers(tmp_path, monkeypatch):
-    corpus = write_corpus(tmp_path, [write_example(each) for each in some_examples(4)])
+    corpus = write_corpus(tmp_path, [write_example(example) for example in some_examples(4)])
     texts = Corpora({"law": corpus}, tmp_path, encoding=Encoding(truncate="released", scored_turns="all"))
-    made_by = tokenized_tasks.make_once
+    make_once = tokenized_tasks.make_once
 
-    def folder_of(tokenizer):
+    def find_folder(tokenizer):
+        """The folder of the cache that has the rows, named by their key."""
         folders = []
 
-        def make_once(folder, make):
+        def record_folder(folder, make):
             folders.append(folder)
-            return made_by(folder, make=make)
+            return make_once(folder, make=make)
 
-        monkeypatch.setattr(tokenized_tasks, "make_once", make_once)
+        monkeypatch.setattr(tokenized_tasks, "make_once", record_folder)
         texts.packed("law", "train", format=TextFormat(tokenizer, ()), length=400)
         return folders[0]
 
-    tokenizers = (ByT5Tokenizer(), STYLES["opened"]())
-    before = [folder_of(tokenizer) for tokenizer in tokenizers]
+    slow = ByT5Tokenizer()
+    fast = STYLES["opened"]()
+    slow_folder = find_folder(slow)
+    fast_folder = find_folder(fast)
     monkeypatch.setattr(tokenizer_hash.metadata, "version", lambda name: "0.0")
-    slow, fast = [folder_of(tokenizer) for tokenizer in tokenizers]
-    assert slow != before[0] and fast == before[1]
-    tokenizers[1].chat_template = CHATML
-    assert folder_of(tokenizers[1]) != fast
+    assert find_folder(slow) != slow_folder and find_folder(fast) == fast_folder
+    fast.chat_template = CHATML
+    assert find_folder(fast) != fast_folder

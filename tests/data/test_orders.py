@@ -95,7 +95,7 @@ def test_words_of_any_alphabet_weigh_by_their_counts_and_by_how_few_documents_ha
     twice = 1 + math.log(2)
     rare = 1 + math.log(5 / 2)
     unit = 1 / math.sqrt(twice**2 + 2) / 2
-    assert [rules, court, bread] == pytest.approx([rare * unit, twice * rare * once, 0])
+    assert [rules, court, bread] == pytest.approx([rare * unit, twice * rare * unit, 0])
     assert the == pytest.approx(unit + 1 / math.sqrt(2) / 2)
 
     embeddings = embed_by_words({"a": [["Straße STRASSE x 42 суд"]], "b": [["42 !"]], "c": []})

@@ -21,8 +21,15 @@ from cpt.data.text_format import TextFormat, make_text_format
 from cpt.data.tokenize import TokenizeBatch
 from cpt.data.tokenizer_hash import rows_digest, tokenizer_digest
 from cpt.models.objectives import Causal
-from tests.support import data_fixtures as made
-from tests.support.data_fixtures import make_prose, write_corpus
+from tests.support.data_fixtures import (
+    bare_tokenizer,
+    bos_tokenizer,
+    eos_tokenizer,
+    make_prose,
+    tokenizer_with_template,
+    wordpiece_tokenizer,
+    write_corpus,
+)
 from tests.support.tokenizer_kinds import bert_legacy, merged_end, unigram, word_level
 
 
@@ -59,7 +66,7 @@ def turns_end_in(token):
 
 
 def test_the_hash_of_a_slow_tokenizer_has_its_options_and_files(tmp_path):
-    made_with = {
+    tokenizers = {
         "plain": bert_legacy(tmp_path / "a"),
         "cased": bert_legacy(tmp_path / "a", do_lower_case=False),
         "accents": bert_legacy(tmp_path / "a", strip_accents=False),
@@ -70,32 +77,32 @@ def test_the_hash_of_a_slow_tokenizer_has_its_options_and_files(tmp_path):
         "bytes": ByT5Tokenizer(),
         "sentinels": ByT5Tokenizer(extra_ids=3),
     }
-    assert len({tokenizer_digest(each) for each in made_with.values()}) == len(made_with)
+    assert len({tokenizer_digest(tokenizer) for tokenizer in tokenizers.values()}) == len(tokenizers)
     changed = bert_legacy(tmp_path / "a")
     changed.basic_tokenizer.do_lower_case = False
-    assert tokenizer_digest(changed) == tokenizer_digest(made_with["cased"])
+    assert tokenizer_digest(changed) == tokenizer_digest(tokenizers["cased"])
 
 
 def test_the_hash_of_a_slow_tokenizer_is_the_same_elsewhere_and_after_use(tmp_path):
-    made_with = {
+    tokenizers = {
         "bert": bert_legacy(tmp_path / "v"),
         "bytes": ByT5Tokenizer(),
         "tweets": bertweet(tmp_path / "w", merges="a b 1\n"),  # which keeps the paths of its files
     }
-    for name, tokenizer in made_with.items():
+    for name, tokenizer in tokenizers.items():
         tokenizer.save_pretrained(tmp_path / name)
         shutil.copytree(tmp_path / name, tmp_path / "moved" / name)
         copies = [type(tokenizer).from_pretrained(folder / name) for folder in (tmp_path, tmp_path / "moved")]
         copies[0]("River stones @abc", split_special_tokens=True)
-        hashes = {tokenizer_digest(each) for each in copies}
-        rows = {rows_digest(each) for each in copies}
-        assert len(hashes) == len(rows) == 1 and rows != hashes
+        hashes = {tokenizer_digest(copy) for copy in copies}
+        row_hashes = {rows_digest(copy) for copy in copies}
+        assert len(hashes) == len(row_hashes) == 1 and row_hashes != hashes
         if name != "tweets":  # transformers does not save the merges of these as it reads them
             assert hashes == {tokenizer_digest(tokenizer)}
 
 
 def test_the_key_of_rows_has_what_becomes_of_the_text():
-    tokenizer = made.bos_tokenizer()
+    tokenizer = bos_tokenizer()
     formats = [
         TextFormat(tokenizer, (2,)),
         TextFormat(tokenizer, ()),
@@ -103,55 +110,58 @@ def test_the_key_of_rows_has_what_becomes_of_the_text():
         TextFormat(tokenizer, (2,), row_start=0),
         TextFormat(tokenizer, (2,), special_tokens=PARSE),
     ]
-    assert len({each.digest for each in formats}) == len(formats)
-    assert TextFormat(made.bos_tokenizer(), (2,)).digest == formats[0].digest
+    assert len({text_format.digest for text_format in formats}) == len(formats)
+    assert TextFormat(bos_tokenizer(), (2,)).digest == formats[0].digest
 
 
 @pytest.mark.parametrize("make", [unigram, word_level, merged_end])
 def test_text_that_spells_a_special_token_does_not_inject_it(make):
     tokenizer = make()
     encoder = TextEncoder(tokenizer, SPLIT)
-    eos, plain = tokenizer.eos_token, "as" if make is unigram else "red"
+    eos = tokenizer.eos_token
+    plain = "as" if make is unigram else "red"
     assert encoder.encode([plain]) == tokenizer([plain])["input_ids"]
     for text in (eos, f"{plain} {eos} {plain}", f"{plain}{eos}"):
         (ids,) = encoder.encode([text])
         assert ids and tokenizer.eos_token_id not in ids
         if make is unigram:  # it knows the characters
             assert tokenizer.unk_token_id not in ids
-    direct = tokenizer(f"{plain} {eos}", split_special_tokens=True)["input_ids"]
-    assert tokenizer.eos_token_id in direct  # as without the encoder
+
+    # Without the encoder, these tokenizers do inject it.
+    ids = tokenizer(f"{plain} {eos}", split_special_tokens=True)["input_ids"]
+    assert tokenizer.eos_token_id in ids
 
 
 def test_slow_tokenizers_do_not_inject_special_tokens_either(tmp_path):
     tokenizer = bert_legacy(tmp_path / "v")
     begin, end = TextEncoder(tokenizer, SPLIT).frame
-    split, parsed = (
-        TextEncoder(tokenizer, mode).encode(["river [SEP] stones"])[0] for mode in (SPLIT, PARSE)
-    )
+    (split,) = TextEncoder(tokenizer, SPLIT).encode(["river [SEP] stones"])
+    (parsed,) = TextEncoder(tokenizer, PARSE).encode(["river [SEP] stones"])
     assert tokenizer.sep_token_id not in split[len(begin) : -len(end)]
     expected = ["[CLS]", "river", "[SEP]", "stone", "##s", "[SEP]"]
     assert tokenizer.convert_ids_to_tokens(parsed) == expected
 
 
 def test_added_words_are_used_and_special_ones_split_or_parsed():
-    for tokenizer in (ByT5Tokenizer(), made.bos_tokenizer()):
+    for tokenizer in (ByT5Tokenizer(), bos_tokenizer()):
         tokenizer.add_tokens(["benzol", AddedToken("toluol", normalized=False)])
         tokenizer.add_tokens([AddedToken("<drug>", special=True)], special_tokens=True)
         words = {tokenizer.convert_tokens_to_ids(word) for word in ("benzol", "toluol")}
         tag = tokenizer.convert_tokens_to_ids("<drug>")
         text = "ba benzol <drug>toluol de"
-        (split,), (parsed,) = (TextEncoder(tokenizer, mode).encode([text]) for mode in (SPLIT, PARSE))
+        (split,) = TextEncoder(tokenizer, SPLIT).encode([text])
+        (parsed,) = TextEncoder(tokenizer, PARSE).encode([text])
         assert words <= {*split} and tag not in split
         assert words <= {*parsed} and parsed.count(tag) == 1
         assert tokenizer.decode(split, skip_special_tokens=True) == text
 
 
 def test_a_text_that_spells_its_own_frame_does_not_get_it_twice():
-    tokenizer = made.bos_tokenizer()
+    tokenizer = bos_tokenizer()
     text_format = TextFormat(tokenizer, (tokenizer.eos_token_id,), special_tokens=PARSE)
     table = TokenizeBatch(text_format)(pa.table({"text": ["ba de", "<s>ba de</s>", "ba</s>de"]}))
-    plain, framed, inside = table["ids"].to_pylist()
-    assert framed == plain and inside.count(tokenizer.eos_token_id) == 2
+    plain, framed, divided = table["ids"].to_pylist()
+    assert framed == plain and divided.count(tokenizer.eos_token_id) == 2
     assert table["spelled"].to_pylist() == [0, 2, 1]
 
 
@@ -171,8 +181,8 @@ def test_a_text_that_spells_its_own_frame_does_not_get_it_twice():
 )
 def test_the_separator_is_that_of_pre_training(eos, special, template, ends, expected):
     tokenizer = chat_tokenizer(eos, special=special, template=template)
-    ids = [tokenizer.convert_tokens_to_ids(token) for token in ends]
-    separator = choose_separator(tokenizer, model_ends=ids)
+    end_ids = [tokenizer.convert_tokens_to_ids(token) for token in ends]
+    separator = choose_separator(tokenizer, model_ends=end_ids)
     assert tokenizer.convert_ids_to_tokens(list(separator.ids)) == [expected]
     assert separator.is_doubtful == (eos == expected == "<turn-end>")
     assert tokenizer.eos_token == eos
@@ -186,42 +196,51 @@ def test_a_separator_by_name_is_one_token_of_the_vocabulary():
         ValueError, match=r"^domains.separator=<two tokens> is invalid: .* Allowed: auto, none"
     ):
         choose_separator(tokenizer, "<two tokens>")
-    closed = made.eos_tokenizer()
+    closed = eos_tokenizer()
     assert choose_separator(closed, "</s>").ids == choose_separator(closed).ids == ()
     conditions = make_text_format(tokenizer, TextOptions()).conditions
     assert conditions == {"separator": "<|endoftext|>"}
-    assert make_text_format(made.bos_tokenizer(), TextOptions()).conditions == {}
+    assert make_text_format(bos_tokenizer(), TextOptions()).conditions == {}
 
 
 @pytest.mark.parametrize("kind", PACKERS)
 def test_each_row_begins_with_bos_and_no_token_is_lost(tmp_path, kind):
-    tokenizer, texts, length = made.bos_tokenizer(), make_prose(60), 16
+    tokenizer = bos_tokenizer()
+    texts = make_prose(60)
     text_format = make_text_format(tokenizer, TextOptions(), is_causal=True)
     assert text_format.row_start == tokenizer.bos_token_id
     packed = packing.pack(
-        write_corpus(tmp_path, texts), "train", format=text_format, length=length, name="a", cache=tmp_path,
+        write_corpus(tmp_path, texts),
+        "train",
+        format=text_format,
+        length=16,
+        name="a",
+        cache=tmp_path,
         packing=kind,
-    )  # fmt: skip
-    rows, owners = packed.rows["ids"], packed.rows["documents"]
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    assert all(row[0] == bos and 1 < len(row) <= length for row in rows)
+    )
+    rows = packed.rows["ids"]
+    bos = tokenizer.bos_token_id
+    assert all(row[0] == bos and 1 < len(row) <= 16 for row in rows)
     if kind == "concat":
-        assert {len(row) for row in rows[:-1]} == {length}
+        assert {len(row) for row in rows[:-1]} == {16}
 
+    # Put together again without the inserted tokens, the pieces are the documents.
     documents = [[] for _ in texts]
-    inserted = 0
-    for row, numbers in zip(rows, owners, strict=True):
+    num_inserted = 0
+    for row, numbers in zip(rows, packed.rows["documents"], strict=True):
         position = 0
-        for number, group in itertools.groupby(numbers):
-            piece = row[position : position + len(list(group))]
+        for number, tokens in itertools.groupby(numbers):
+            piece = row[position : position + len(list(tokens))]
+            # A row of "concat" has BOS at its start alone, other rows have it before each document.
+            has_bos = kind != "concat" or position == 0
             position += len(piece)
-            starts_anew = kind != "concat" or position == len(piece)
-            if documents[number] and starts_anew:
+            if documents[number] and has_bos:
                 assert piece[0] == bos
                 piece = piece[1:]
-                inserted += 1
+                num_inserted += 1
             documents[number] += piece
-    assert inserted and documents == [[*tokenizer(text)["input_ids"], eos] for text in texts]
+    expected = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    assert num_inserted and documents == expected
 
     sizes = packed.sizes()
     assert Causal().scorable(sizes).sum() == sum(map(len, documents)) == packed.facts["tokens"]
@@ -231,14 +250,19 @@ def test_each_row_begins_with_bos_and_no_token_is_lost(tmp_path, kind):
 
 
 def test_who_gets_bos_in_rows():
-    opened, bare = made.bos_tokenizer(), made.bare_tokenizer()
-    auto, yes, no = (TextOptions(bos_in_rows=value) for value in ("auto", True, False))
+    opened = bos_tokenizer()
+    bare = bare_tokenizer()
+    auto = TextOptions(bos_in_rows="auto")
+    yes = TextOptions(bos_in_rows=True)
+    no = TextOptions(bos_in_rows=False)
     assert make_text_format(opened, auto, is_causal=True, is_checkpoint=False).row_start is None
     assert make_text_format(opened, auto, is_causal=False).row_start is None
     assert make_text_format(opened, no, is_causal=True).row_start is None
     assert make_text_format(bare, auto, is_causal=True).row_start is None
     assert make_text_format(opened, yes, is_causal=True, is_checkpoint=False).row_start is not None
-    unframed = made.tokenizer_with_template("$A", bos_token="<s>", eos_token="</s>")  # as GPT-2
+
+    # A tokenizer that has BOS but does not put it before texts, as GPT-2's.
+    unframed = tokenizer_with_template("$A", bos_token="<s>", eos_token="</s>")
     assert make_text_format(unframed, auto, is_causal=True).row_start is None
     assert make_text_format(unframed, yes, is_causal=True).row_start == unframed.bos_token_id
     for tokenizer, is_causal in ((bare, True), (opened, False)):
@@ -257,42 +281,45 @@ def pack_texts(folder, texts, tokenizer, *, length=16, **options):
 
 def test_unknown_tokens_are_counted_whatever_the_model_of_the_tokenizer(tmp_path):
     cases = {
-        "wordpieces": (made.wordpiece_tokenizer(), ["ba q de q", "ba de"], 2 / 6),
+        "wordpieces": (wordpiece_tokenizer(), ["ba q de q", "ba de"], 2 / 6),
         "word-level": (word_level(), ["red blue", "green <end>"], 2 / 4),
         "unigram": (unigram(), ["ab x", "ab"], 1 / 8),
-        "bytes": (made.bos_tokenizer(), ["ba \u0e02", "<unk>"], 0),
+        "bytes": (bos_tokenizer(), ["ba \u0e02", "<unk>"], 0),
         "slow": (ByT5Tokenizer(), ["\u0e02 ba"], 0),
     }
     for name, (tokenizer, texts, share) in cases.items():
         packed, _ = pack_texts(tmp_path / name, texts, tokenizer)
         assert unknown_share(packed) == pytest.approx(share), name
-    assert unknown_id(made.bos_tokenizer()) is None and unknown_id(CanineTokenizer()) is None
+    assert unknown_id(bos_tokenizer()) is None and unknown_id(CanineTokenizer()) is None
 
 
 def test_the_log_has_unknown_and_special_tokens_and_rows_without_bos(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="cpt")
     texts = [f"{text} <mask> q\u0e02" for text in make_prose(30)]
-    packed, text_format = pack_texts(tmp_path / "1", texts, made.wordpiece_tokenizer())
+    packed, text_format = pack_texts(tmp_path / "1", texts, wordpiece_tokenizer())
     report_texts({"law train": packed}, text_format, is_causal=False)
-    (record,) = caplog.records[-1:]
+    record = caplog.records[-1]
     assert record.levelname == "WARNING" and f"{unknown_share(packed):.2%} of law train" in record.message
+    unreadable, _ = pack_texts(tmp_path / "2", ["\u0e02\u0e03", "\u0e04"], wordpiece_tokenizer())
     with pytest.raises(ValueError, match="has no token that the tokenizer .* knows: 100% of its tokens"):
-        nothing, _ = pack_texts(tmp_path / "2", ["\u0e02\u0e03", "\u0e04"], made.wordpiece_tokenizer())
-        check_training_text("law", nothing, text_format)
+        check_training_text("law", unreadable, text_format)
     check_training_text("law", packed, text_format)
 
-    opened, text_format = pack_texts(tmp_path / "3", texts, made.bos_tokenizer())
+    # Special tokens that texts spell, and rows that begin with BOS.
+    opened, text_format = pack_texts(tmp_path / "3", texts, bos_tokenizer())
     caplog.clear()
     report_texts({"law train": opened}, text_format, is_causal=True)
     spelled, starts = [record.message for record in caplog.records]
     assert "30 in law train; split into ordinary tokens" in spelled
-    share = 100 * sum(row[0] == 0 for row in opened.rows["ids"]) / len(opened)
-    assert starts.startswith(f"{share:.0f} % of rows begin with <s>")
-    parsed, text_format = pack_texts(tmp_path / "4", texts, made.bos_tokenizer(), special_tokens=PARSE)
+    rows_with_bos = [row for row in opened.rows["ids"] if row[0] == 0]
+    percent = 100 * len(rows_with_bos) / len(opened)
+    assert starts.startswith(f"{percent:.0f} % of rows begin with <s>")
+
+    parsed, text_format = pack_texts(tmp_path / "4", texts, bos_tokenizer(), special_tokens=PARSE)
     caplog.clear()
     report_texts({"law train": parsed}, text_format, is_causal=False)
     assert "30 in law train; parsed as their ids" in caplog.records[0].message
-    mask = made.bos_tokenizer().convert_tokens_to_ids("<mask>")
+    mask = bos_tokenizer().convert_tokens_to_ids("<mask>")
     assert sum(row.count(mask) for row in parsed.rows["ids"]) == 30
 
 
