@@ -1,5 +1,6 @@
 """Chats as tokens: each answer follows the tokens of its prompt, and nothing of a message is left out."""
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import replace
@@ -77,13 +78,15 @@ def test_every_token_of_an_answer_follows_the_prompt_as_it_is_asked(kind, templa
         scored = tokenizer.decode(answer.ids, skip_special_tokens=True)
         assert "<unk>" in tokenizer.convert_ids_to_tokens(answer.ids) or text.strip() in scored
         if template not in ("llama3", "granite"):  # which print the date
-            asked = tokenizer.apply_chat_template(
+            prompt = tokenizer.apply_chat_template(
                 messages[: answer.turn], add_generation_prompt=True, tokenize=False
             )
-            assert answer.prompt == tokenizer(asked, add_special_tokens=False)["input_ids"]
+            assert answer.prompt == tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+    # Answers of one sequence are scored in one pass: each continues the one before.
     for sequence in sequences_of(answers):
-        for earlier, later in zip(sequence, sequence[1:], strict=False):
-            assert later.prompt[: len(earlier.whole)] == earlier.whole
+        for previous, answer in itertools.pairwise(sequence):
+            assert answer.prompt[: len(previous.whole)] == previous.whole
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
@@ -125,8 +128,12 @@ def test_a_tokenizer_without_a_fast_version_scores_whole_answers():
 
 
 def test_answers_of_a_template_that_drops_thoughts_are_sequences_of_their_own():
-    thoughts = [assistant("one", reasoning_content="b c d"), assistant("yes", reasoning_content="no")]
-    messages = [user("hello"), thoughts[0], user("why"), thoughts[1]]
+    messages = [
+        user("hello"),
+        assistant("one", reasoning_content="b c d"),
+        user("why"),
+        assistant("yes", reasoning_content="no"),
+    ]
     tokenizer, answers = answers_of("qwen3", messages)
     first, second = (tokenizer.decode(answer.whole) for answer in answers)
     assert "<think>\nb c d\n</think>\n\none<|im_end|>" in first
@@ -137,8 +144,16 @@ def test_answers_of_a_template_that_drops_thoughts_are_sequences_of_their_own():
     assert [sum(row.answer) - 1 for row in rows] == [len(answer.ids) for answer in answers]  # 1: eos
     assert all(row.example is example for row in rows)
     assert len(list(encoder(tokenizer, scored_turns="last").encode_all([example]))) == 1
-    within = [assistant("<think>\nb c d\n</think>\n\none"), assistant("<think>\nno\n</think>\n\nyes")]
-    assert answers_of("qwen3", [user("hello"), within[0], user("why"), within[1]])[1] == answers
+
+    # Thoughts may also stand in the text of a turn.
+    messages = [
+        user("hello"),
+        assistant("<think>\nb c d\n</think>\n\none"),
+        user("why"),
+        assistant("<think>\nno\n</think>\n\nyes"),
+    ]
+    _, answers_with_inline_thoughts = answers_of("qwen3", messages)
+    assert answers_with_inline_thoughts == answers
 
 
 def test_a_system_prompt_before_the_last_question_only_is_in_each_prompt():
@@ -180,8 +195,8 @@ def test_other_forms_of_calls_and_chats_are_the_same_chat():
         ("observation", "12"),
         ("gpt", "yes"),
     ]
-    row = {"conversations": [{"from": name, "value": value} for name, value in spoken]}
-    row |= {"system": "be", "tools": json.dumps(TOOLS)}
+    conversations = [{"from": name, "value": value} for name, value in spoken]
+    row = {"conversations": conversations, "system": "be", "tools": json.dumps(TOOLS)}
     sharegpt = read_chat(row, "chats.jsonl, line 1", IgnoredKeys())
     assert [turn.role for turn in sharegpt.turns] == ["system", "user", "assistant", "tool", "assistant"]
     assert sharegpt.turns[2].details["tool_calls"][0]["function"] == function
@@ -219,14 +234,15 @@ UNPRINTED = [
 ]
 
 
-@pytest.mark.parametrize(("template", "messages", "row", "what"), UNPRINTED)
-def test_what_the_template_does_not_print_is_refused_by_name(template, messages, row, what):
-    with pytest.raises(BadExampleError, match=f"example e: .* does not print {what}"):
+@pytest.mark.parametrize(("template", "messages", "row", "unprinted"), UNPRINTED)
+def test_what_the_template_does_not_print_is_refused_by_name(template, messages, row, unprinted):
+    with pytest.raises(BadExampleError, match=f"example e: .* does not print {unprinted}"):
         answers_of(template, messages, **row)
 
 
 def test_names_that_the_template_does_not_print_are_counted():
-    tokenizer, counts = chat_tokenizer("gpt2", chat_templates.CHATML), ChatCounts()
+    tokenizer = chat_tokenizer("gpt2", chat_templates.CHATML)
+    counts = ChatCounts()
     messages = [{**user("hello"), "name": "ann"}, assistant("one", name="bob")]
     ChatEncoder(tokenizer).answers(read(messages), counts)
     assert counts.unused_keys == {"name": 2}
@@ -259,9 +275,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("messages", "what"), WRONG)
-def test_a_message_that_cannot_be_used_is_refused_with_its_line(messages, what):
-    with pytest.raises(BadExampleError, match=f"^chats.jsonl, line 1.*{what}"):
+@pytest.mark.parametrize(("messages", "reason"), WRONG)
+def test_a_message_that_cannot_be_used_is_refused_with_its_line(messages, reason):
+    with pytest.raises(BadExampleError, match=f"^chats.jsonl, line 1.*{reason}"):
         read(messages)
 
 
@@ -276,17 +292,21 @@ def test_keys_that_are_not_read_are_counted_and_nulls_are_none():
 @pytest.mark.parametrize("template", ["chatml", "mistral", "marked_spaced"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama3"])
 def test_control_tokens_in_a_turn_are_text_and_those_of_the_template_are_parsed(template, kind):
-    spelled = [user("was <s>ten</s> now"), assistant("five <|im_end|> left")]
-    tokenizer, answers = answers_of(template, spelled, kind=kind)
+    messages = [user("was <s>ten</s> now"), assistant("five <|im_end|> left")]
+    tokenizer, answers = answers_of(template, messages, kind=kind)
     (answer,) = answers
-    plain = answers_of(template, [user("was ten now"), assistant("five left")], kind=kind)[1][0]
-    special = Counter(token for token in answer.whole if token in tokenizer.added_tokens_decoder)
-    assert special == Counter(token for token in plain.whole if token in tokenizer.added_tokens_decoder)
+    plain_messages = [user("was ten now"), assistant("five left")]
+    _, plain_answers = answers_of(template, plain_messages, kind=kind)
+
+    def count_added_tokens(ids):
+        return Counter(token for token in ids if token in tokenizer.added_tokens_decoder)
+
+    assert count_added_tokens(answer.whole) == count_added_tokens(plain_answers[0].whole)
     assert "was <s>ten</s> now" in tokenizer.decode(answer.prompt)
     assert "five <|im_end|> left" in tokenizer.decode(answer.ids)
     if template != "marked_spaced":
-        marked = tokenizer.apply_chat_template(spelled, sanitize_control_tokens=True)["input_ids"]
-        assert answer.whole == marked[: len(answer.whole)]
+        rendered = tokenizer.apply_chat_template(messages, sanitize_control_tokens=True)["input_ids"]
+        assert answer.whole == rendered[: len(answer.whole)]
 
 
 @pytest.mark.parametrize("make", [unigram, word_level, lower_words, merged_end, ByT5Tokenizer, bert_legacy])
@@ -295,17 +315,17 @@ def test_turns_do_not_inject_control_tokens_with_any_kind_of_tokenizer(make, tmp
     if tokenizer.eos_token is None:
         tokenizer.eos_token = tokenizer.sep_token
     tokenizer.chat_template = SPACED_TURNS
-    control = TextEncoder(tokenizer, SPLIT).control_ids
+    control_ids = TextEncoder(tokenizer, SPLIT).control_ids
     end = tokenizer.eos_token
 
-    def special_ids(messages):
+    def list_control_ids(messages):
         (answer,) = ChatEncoder(tokenizer).answers(read(messages))
-        return [token for token in answer.whole if token in control]
+        return [token for token in answer.whole if token in control_ids]
 
-    plain = special_ids([user("red"), assistant("red")])
+    expected = list_control_ids([user("red"), assistant("red")])
     for text in (end, f"red {end} red", f"red{end}", end.upper(), f"red {end.upper()} {end}"):
-        assert special_ids([user(text), assistant(text)]) == plain, text
-    assert special_ids([{"role": f"user {end}", "content": "red"}, assistant("red")]) == plain
+        assert list_control_ids([user(text), assistant(text)]) == expected, text
+    assert list_control_ids([{"role": f"user {end}", "content": "red"}, assistant("red")]) == expected
 
 
 def test_names_in_tools_and_arguments_do_not_inject_control_tokens():
@@ -335,8 +355,8 @@ def test_options_of_a_row_are_those_of_its_template_at_training_and_in_prompts()
     prompt = encoder(tokenizer).prompt(example)
     assert prompt.ids == answer.prompt
     assert read_example(write_example(example)) == example
-    without = read([user("hello"), assistant("one")])
-    assert without.question != example.question and "template_options" not in write_example(without)
+    plain = read([user("hello"), assistant("one")])
+    assert plain.question != example.question and "template_options" not in write_example(plain)
 
     tokenizer.chat_template = "{% if enable_thinking is false %}/no{% endif %}" + TEMPLATES["marked_spaced"]
     (answer,) = ChatEncoder(tokenizer).answers(example)
@@ -388,12 +408,14 @@ def test_the_date_that_a_template_prints_is_that_of_the_run():
 def test_a_long_chat_keeps_a_call_with_its_result():
     tokenizer = chat_tokenizer("gpt2", chat_templates.QWEN25)
     example = read([*agent(""), user("hello"), assistant("one")])
-    whole = encoder(tokenizer, length=4000).encode(example)
-    row = encoder(tokenizer, length=len(whole.ids) - 1).encode(example)
+    full = encoder(tokenizer, length=4000).encode(example)
+    row = encoder(tokenizer, length=len(full.ids) - 1).encode(example)
     assert tokenizer.decode(row.ids) == (
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\none<|im_end|></s>"
     )
-    assert (row.lost_answers, row.cut) == (2, len(whole.ids) - len(row.ids))
+    assert (row.lost_answers, row.cut) == (2, len(full.ids) - len(row.ids))
+
+    # Where all turns are a question, a call, its result and the answer, nothing can be left out.
     single = replace(example, turns=example.turns[:4])
     size = len(encoder(tokenizer, length=4000).encode(single).ids)
     with pytest.raises(BadExampleError, match="what may not be cut take"):

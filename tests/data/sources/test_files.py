@@ -18,7 +18,7 @@ from cpt.data.corpus import make_corpus
 from cpt.data.sources import readers
 from cpt.data.sources.base import GENERAL
 from cpt.data.sources.files import SPLIT_WORDS, split_of
-from tests.data.sources.test_sources import hub, read, said, texts
+from tests.data.sources.test_sources import open_hub, open_texts, read_documents, read_texts
 
 
 def write(path, content):
@@ -26,22 +26,24 @@ def write(path, content):
     path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def in_lines(*documents):
+def format_lines(*documents):
     return "".join(json.dumps({"text": text}) + "\n" for text in documents)
 
 
 def test_the_words_of_splits_are_those_of_datasets():
-    assert {word for words in SPLIT_KEYWORDS.values() for word in words} == set(SPLIT_WORDS)
+    expected = {}
     for split, words in SPLIT_KEYWORDS.items():
-        assert {SPLIT_WORDS[word] for word in words} == {{"validation": "valid"}.get(str(split), str(split))}
+        name = "valid" if str(split) == "validation" else str(split)
+        expected |= dict.fromkeys(words, name)
+    assert expected == dict(SPLIT_WORDS)
 
 
 def test_what_files_are_taken_as_is_in_one_line(tmp_path, caplog):
     caplog.set_level(logging.INFO, "cpt")
     for name in ("books.jsonl", "wiki.train.jsonl", "wiki.eval.jsonl", "dev/wiki.jsonl", "train-dev.jsonl"):
-        write(tmp_path / "a" / name, in_lines(name))
-    assert {text: split for split, text in read(tmp_path)}["train-dev.jsonl"] == "valid"
-    line = next(each for each in caplog.messages if each.startswith("Reading 5 files of a"))
+        write(tmp_path / "a" / name, format_lines(name))
+    assert {text: split for split, text in read_documents(tmp_path)}["train-dev.jsonl"] == "valid"
+    line = next(message for message in caplog.messages if message.startswith("Reading 5 files of a"))
     assert "1 as test (like wiki.eval.jsonl), 2 as train (like wiki.train.jsonl), 2 as valid" in line
     assert "1 of train have no split in the name" in line and "1 have several splits" in line
 
@@ -50,8 +52,8 @@ def test_a_domain_whose_files_are_all_held_out_by_their_names_is_refused_before_
     write(tmp_path / "a" / "x.test.txt", "One.\n")
     write(tmp_path / "test" / "x.txt", "One.\n")
     with pytest.raises(ValueError, match=r"a has no file to train on: .*x.test.txt \(test\)"):
-        texts(tmp_path).check(["a"])
-    texts(tmp_path).check(["test"])
+        open_texts(tmp_path).check(["a"])
+    open_texts(tmp_path).check(["test"])
     assert "named as held-out text, as domains of their own: test" in caplog.text
 
 
@@ -59,19 +61,19 @@ def test_a_link_to_what_is_not_mounted_is_no_missing_domain(tmp_path):
     write(tmp_path / "a" / "x.txt", "One.\n")
     (tmp_path / "law").symlink_to(tmp_path / "disk" / "law")
     with pytest.raises(ValueError, match=r"law is a link to .*disk/law, which does not.*ignore=\[law\]"):
-        texts(tmp_path)
-    assert texts(tmp_path, ignore=["law"]).names == ["a"]
+        open_texts(tmp_path)
+    assert open_texts(tmp_path, ignore=["law"]).names == ["a"]
     (tmp_path / "law").rename(tmp_path / GENERAL)
     with pytest.raises(ValueError, match="general is a link to .*, which does not exist"):
-        texts(tmp_path)
+        open_texts(tmp_path)
 
 
 def test_text_in_no_domain_and_hidden_folders_are_named(tmp_path, caplog):
     caplog.set_level(logging.INFO, "cpt")
     for name in ("a/x.txt", "a/.part/x.txt", "law.JSONL", "README.md", ".old/x.txt"):
         write(tmp_path / name, "One.\n")
-    texts(tmp_path).check(["a"])
-    assert said(tmp_path) == ["One."]
+    open_texts(tmp_path).check(["a"])
+    assert read_texts(tmp_path) == ["One."]
     levels = {record.getMessage(): record.levelname for record in caplog.records}
     assert levels[f"Ignoring 1 text files of {tmp_path} in no domain's folder: law.JSONL"] == "WARNING"
     assert levels[f"Ignoring files of {tmp_path} in no domain's folder: README.md"] == "INFO"
@@ -84,29 +86,36 @@ PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 @pytest.mark.parametrize("name", ["x.JSONL.GZ", "x.ndjson.xz", "x.Json.bz2", "X.TXT.bz2", "x.tsv", "X.Md"])
 def test_suffixes_of_any_case_and_packing(name, tmp_path):
-    raw = b"text\nOne.\n" if "tsv" in name else b"One." if "x.j" not in name.lower() else b""
-    if "js" in name.lower():
-        raw = in_lines("One.").encode()
-    write(tmp_path / "a" / name, PACKERS.get(os.path.splitext(name)[1].lower(), bytes)(raw))
-    assert said(tmp_path) == ["One."]
+    if "tsv" in name:
+        content = "text\nOne.\n"
+    elif "js" in name.lower():
+        content = format_lines("One.")
+    else:
+        content = "One."
+    _, suffix = os.path.splitext(name)
+    compress = PACKERS.get(suffix.lower(), bytes)
+    write(tmp_path / "a" / name, compress(content.encode()))
+    assert read_texts(tmp_path) == ["One."]
 
 
 @pytest.mark.parametrize(
     "name", ["b.txt.gz", "b.JSONL.BZ2", "b.md.xz", "b.jsonl.zst", "b.parquet", "b.arrow"]
 )
 def test_a_file_of_0_bytes_that_would_have_a_header_is_refused_before_anything_is_read(name, tmp_path):
-    write(tmp_path / "a" / "a.jsonl", in_lines("One."))
+    write(tmp_path / "a" / "a.jsonl", format_lines("One."))
     write(tmp_path / "a" / name, "")
     with pytest.raises(ValueError, match=f"{name} is damaged: it has 0 bytes"):
-        texts(tmp_path).check(["a"])
+        open_texts(tmp_path).check(["a"])
 
 
 @pytest.mark.parametrize("name", ["cut.jsonl.xz", "cut.jsonl.bz2", "cut.jsonl.gz"])
 def test_a_packed_file_that_is_cut_is_refused(name, tmp_path):
-    raw = in_lines(*(str(number * 7919) for number in range(3000))).encode()
-    write(tmp_path / "a" / name, PACKERS[name[name.rindex(".") :]](raw)[:-50])
+    raw = format_lines(*(str(number * 7919) for number in range(3000))).encode()
+    _, suffix = os.path.splitext(name)
+    compress = PACKERS[suffix]
+    write(tmp_path / "a" / name, compress(raw)[:-50])
     with pytest.raises(ValueError, match=f"{name} cannot be read: "):
-        read(tmp_path)
+        read_documents(tmp_path)
 
 
 def test_a_column_that_is_there_twice_is_refused_where_it_is_read(tmp_path):
@@ -114,12 +123,12 @@ def test_a_column_that_is_there_twice_is_refused_where_it_is_read(tmp_path):
     (tmp_path / "a").mkdir()
     pq.write_table(table, tmp_path / "a" / "x.parquet")
     write(tmp_path / "a" / "y.jsonl", '{"id": 1, "id": 2, "meta": {"a": 1, "a": 2}, "text": "d"}\n')
-    assert said(tmp_path) == ["c", "d"]
+    assert read_texts(tmp_path) == ["c", "d"]
     with pytest.raises(ValueError, match="x.parquet has a column twice: id, id, text"):
-        read(tmp_path, column="id")
+        read_documents(tmp_path, column="id")
     (tmp_path / "a" / "x.parquet").unlink()
     with pytest.raises(ValueError, match=r"y.jsonl, line 1 has the column 'id' twice"):
-        read(tmp_path, column="id")
+        read_documents(tmp_path, column="id")
 
 
 LINE_ENDS = {
@@ -138,22 +147,25 @@ def test_lines_end_as_in_python(name, chunk, tmp_path, monkeypatch):
     lines = list(readers.lines(tmp_path / "a" / "x.txt"))
     monkeypatch.setattr(readers, "CHUNK", chunk)
     assert list(readers.lines(tmp_path / "a" / "x.txt")) == lines
-    assert said(tmp_path, document="line") == expected
-    write(tmp_path / "b" / "x.jsonl", in_lines("One.", "Two.").replace("\n", "\r"))
-    assert said(tmp_path, "b") == ["One.", "Two."]
+    assert read_texts(tmp_path, document="line") == expected
+    write(tmp_path / "b" / "x.jsonl", format_lines("One.", "Two.").replace("\n", "\r"))
+    assert read_texts(tmp_path, "b") == ["One.", "Two."]
 
 
 def test_byte_order_marks_of_joined_files_are_removed_and_counted(tmp_path, caplog):
     write(tmp_path / "a" / "x.txt", "\ufeffone\n\ufefftwo\nth\ufeffree\n")
-    write(tmp_path / "a" / "y.jsonl", "\ufeff" + in_lines("four", "\ufefffive") + "\ufeff" + in_lines("six"))
+    write(
+        tmp_path / "a" / "y.jsonl",
+        "\ufeff" + format_lines("four", "\ufefffive") + "\ufeff" + format_lines("six"),
+    )
     write(tmp_path / "a" / "z.csv", "\ufefftext,id\nseven,1\n\ufefftext,id\neight,2\n")
     expected = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
-    assert said(tmp_path, document="line") == expected
+    assert read_texts(tmp_path, document="line") == expected
     assert "5 byte order marks removed (first in x.txt)" in caplog.text
     assert "1 repeated lines of column names left out (first in z.csv)" in caplog.text
     caplog.clear()
     write(tmp_path / "b" / "x.txt", "\ufeffone\ntwo\n")
-    assert said(tmp_path, "b", document="line") == ["one", "two"] and "mark" not in caplog.text
+    assert read_texts(tmp_path, "b", document="line") == ["one", "two"] and "mark" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -173,50 +185,53 @@ def test_byte_order_marks_of_joined_files_are_removed_and_counted(tmp_path, capl
 def test_what_is_damaged_or_no_utf8_is_refused(content, reason, tmp_path):
     write(tmp_path / "a" / "x.txt", content)
     with pytest.raises(ValueError, match=reason):
-        read(tmp_path, document="line")
+        read_documents(tmp_path, document="line")
 
 
 def test_rare_control_characters_are_text(tmp_path):
     pages = "N\bNA\bAM\bME\bE\x1b[1m of a page\x00 with a NUL in it, form feed\x0c.\n"
     write(tmp_path / "a" / "x.txt", pages)
-    assert said(tmp_path, document="line") == [pages.rstrip("\n")]
+    assert read_texts(tmp_path, document="line") == [pages.rstrip("\n")]
 
 
 def test_files_about_the_data_are_left_out_beside_tables_and_named(tmp_path, caplog):
     caplog.set_level(logging.INFO, "cpt")
-    about = ["README.md", "LICENSE", "LICENSE.txt", "Notice-2.txt", "CITATION.cff", "dataset_infos.json"]
-    for name in [*about, "data/README.md", "_SUCCESS"]:
+    names = ["README.md", "LICENSE", "LICENSE.txt", "Notice-2.txt", "CITATION.cff", "dataset_infos.json"]
+    for name in [*names, "data/README.md", "_SUCCESS"]:
         write(tmp_path / "a" / name, "{}")
-    write(tmp_path / "a" / "data" / "train-00000-of-00001.jsonl", in_lines("One."))
+    write(tmp_path / "a" / "data" / "train-00000-of-00001.jsonl", format_lines("One."))
     write(tmp_path / "a" / "noticeable.txt", "Two.")
-    texts(tmp_path).check(["a"])
-    assert said(tmp_path) == ["One.", "Two."]
+    open_texts(tmp_path).check(["a"])
+    assert read_texts(tmp_path) == ["One.", "Two."]
     assert "Leaving out files of a: 8 about the data (CITATION.cff, LICENSE" in caplog.text
     # A folder of text alone may be of such files: they stay, and are named.
     for name in ("README.md", "other/readme.md", "LICENSE"):
         write(tmp_path / "b" / name, "Three.")
-    assert said(tmp_path, "b") == ["Three.", "Three."]
+    assert read_texts(tmp_path, "b") == ["Three.", "Three."]
     assert "that look like no text of it: README.md, readme.md (domains.ignore=" in caplog.text
 
 
 def test_rare_blank_lines_and_shards_do_not_make_large_documents(tmp_path, caplog):
     rows = [f"document {number}" for number in range(90)]
-    for name, every in (("rare", 30), ("usual", 5)):
-        parts = ["\n".join(rows[begin : begin + every]) for begin in range(0, 90, every)]
-        write(tmp_path / name / "x.txt", "\n\n".join(parts) + "\n")
-    assert said(tmp_path, "rare") == rows
+    # A blank line after every 30 documents separates nothing, one after every 5 paragraphs.
+    for name, size in (("rare", 30), ("usual", 5)):
+        paragraphs = ["\n".join(rows[begin : begin + size]) for begin in range(0, 90, size)]
+        write(tmp_path / name / "x.txt", "\n\n".join(paragraphs) + "\n")
+    assert read_texts(tmp_path, "rare") == rows
     assert "of the first 90 lines blank ones separate only 3 parts" in caplog.text
-    assert len(said(tmp_path, "usual")) == 18
+    assert len(read_texts(tmp_path, "usual")) == 18
+
+    # Each of many files is a document, unless they are the numbered shards of one text.
     for number in range(25):
         write(tmp_path / "shards" / f"part-{number:05}-of-00025.txt", "One.\nTwo.\n")
         write(tmp_path / "files" / f"part-{number:05}.txt", "One.\nTwo.\n")
-    assert len(said(tmp_path, "shards")) == 50 and len(said(tmp_path, "files")) == 25
+    assert len(read_texts(tmp_path, "shards")) == 50 and len(read_texts(tmp_path, "files")) == 25
 
 
 def test_the_same_file_by_two_links_is_counted(tmp_path, caplog):
     write(tmp_path / "a" / "x.txt", "One.\n")
     (tmp_path / "a" / "y.txt").symlink_to("x.txt")
-    assert said(tmp_path) == ["One.", "One."]
+    assert read_texts(tmp_path) == ["One.", "One."]
     assert "Reading 1 files of a more than once, through links (x.txt)" in caplog.text
 
 
@@ -225,20 +240,20 @@ def test_delimiters_of_tables(tmp_path):
     write(tmp_path / "a" / "b.csv", "text\tid\nThree, four\t2\n")
     write(tmp_path / "a" / "c.tsv", "id\ttext, long\ttext\n1\t2\tFive\n")
     write(tmp_path / "a" / "d.csv", 'id,text;label,text\n1,2,"Six\r\nand"\n')
-    assert said(tmp_path) == ["One; and, more.", "Two", "Three, four", "Five", "Six\nand"]
+    assert read_texts(tmp_path) == ["One; and, more.", "Two", "Three, four", "Five", "Six\nand"]
 
 
 def test_a_similar_column_is_suggested(tmp_path):
     write(tmp_path / "a" / "a.csv", "id,Text \n1,One\n")
     with pytest.raises(ValueError, match=r"has no column 'text'; it has id, Text .*Did you mean Text \?"):
-        read(tmp_path)
+        read_documents(tmp_path)
 
 
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "corpora" / "a" / "x.txt", "One.\n")
     write(tmp_path / "corpora" / "a" / "y.md", "Two.\n")
-    assert said("~/corpora", ignore=["a/y.md"]) == ["One."]
+    assert read_texts("~/corpora", ignore=["a/y.md"]) == ["One."]
 
 
 def test_saved_data_sets_and_arrow_files(tmp_path, caplog):
@@ -250,17 +265,17 @@ def test_saved_data_sets_and_arrow_files(tmp_path, caplog):
     cached = Dataset.from_dict({"text": ["Cached."]})
     cached.save_to_disk(tmp_path / "b")
     (tmp_path / "b" / "data-00000-of-00001.arrow").rename(tmp_path / "a" / "train" / "cache-1.arrow")
-    assert read(tmp_path) == [("test", "T."), ("train", "One."), ("train", "Two.")]
+    assert read_documents(tmp_path) == [("test", "T."), ("train", "One."), ("train", "Two.")]
     assert "1 not part of a saved data set (cache-1.arrow)" in caplog.text
     with pytest.raises(ValueError, match="b/data-00000-of-00001.arrow is missing: .*state.json lists it"):
-        texts(tmp_path).check(["b"])
+        open_texts(tmp_path).check(["b"])
     table = pa.table({"id": list(range(250)), "text": pa.array(map(str, range(250)), pa.large_string())})
     (tmp_path / "c").mkdir()
     with pa.ipc.new_file(tmp_path / "c" / "file.arrow", table.schema) as writer:
         writer.write_table(table, max_chunksize=120)
     with pa.ipc.new_stream(tmp_path / "c" / "stream.ARROW", table.schema) as writer:
         writer.write_table(table)
-    assert said(tmp_path, "c") == [*map(str, range(250))] * 2
+    assert read_texts(tmp_path, "c") == [*map(str, range(250))] * 2
 
 
 def test_split_of_paths_is_that_of_words_alone(tmp_path):
@@ -269,7 +284,9 @@ def test_split_of_paths_is_that_of_words_alone(tmp_path):
 
 
 BAD_RECORDS = {
-    "x.jsonl": in_lines("One.") + '{"text": "cut\n{"body": "b"}\n{"text": 7}\n[]\n' + in_lines("Two."),
+    "x.jsonl": format_lines("One.")
+    + '{"text": "cut\n{"body": "b"}\n{"text": 7}\n[]\n'
+    + format_lines("Two."),
     "x.csv": "id,text\n1,One.\n2,b,c\n3,Two.\n",
 }
 
@@ -278,24 +295,24 @@ BAD_RECORDS = {
 def test_bad_records_stop_or_are_counted(name, tmp_path, caplog):
     write(tmp_path / "a" / name, BAD_RECORDS[name])
     with pytest.raises(ValueError, match=rf"{name}, line .*\(domains.on_bad_example=skip leaves it out\)"):
-        read(tmp_path)
-    source = texts(tmp_path, on_bad_example="skip")
+        read_documents(tmp_path)
+    source = open_texts(tmp_path, on_bad_example="skip")
     assert [text for _, text in source.read("a")] == ["One.", "Two."]
     entry = source.skipped["a"]["a row that cannot be read"]
     assert entry["count"] == {"x.jsonl": 4, "x.csv": 1}[name] and f"{name}, line" in entry["first"]
-    assert source.fingerprint("a") != texts(tmp_path).fingerprint("a")
+    assert source.fingerprint("a") != open_texts(tmp_path).fingerprint("a")
     with pytest.raises(ValueError, match=r"on_bad_example=skip is invalid: all examples of a are bad"):
-        read(tmp_path, column="other", on_bad_example="skip")
+        read_documents(tmp_path, column="other", on_bad_example="skip")
     # Damage of a whole file is no bad record.
-    write(tmp_path / "a" / "y.jsonl", in_lines("Three.").encode() + b"\xff\n")
+    write(tmp_path / "a" / "y.jsonl", format_lines("Three.").encode() + b"\xff\n")
     with pytest.raises(ValueError, match="y.jsonl is not UTF-8: line 2"):
         list(source.read("a"))
 
 
 def test_skipped_records_are_in_the_facts_and_the_log_of_a_text(tmp_path, caplog):
     rows = [f"One of the documents, number {number}." for number in range(30)]
-    write(tmp_path / "a" / "x.jsonl", in_lines(*rows) + "{\n")
-    corpus = make_corpus(texts(tmp_path, on_bad_example="skip"), "a", cache=tmp_path / ".cache")
+    write(tmp_path / "a" / "x.jsonl", format_lines(*rows) + "{\n")
+    corpus = make_corpus(open_texts(tmp_path, on_bad_example="skip"), "a", cache=tmp_path / ".cache")
     assert corpus.facts["skipped"]["a row that cannot be read"]["count"] == 1
     assert "Skipping 1 examples of a (domains.on_bad_example=skip)" in caplog.text
 
@@ -308,8 +325,8 @@ def test_a_data_set_skips_rows_without_text_and_names_splits_that_are_not_read(t
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ValueError, match="column 'text' is not text: 3 .domains.on_bad_example=skip"):
-        list(hub({"path": "~/saved"}).read("news"))
-    source = hub({"path": "~/saved"}, on_bad_example="skip")
+        list(open_hub({"path": "~/saved"}).read("news"))
+    source = open_hub({"path": "~/saved"}, on_bad_example="skip")
     assert list(source.read("news")) == [("train", "One."), ("train", "Two.")]
     assert source.skipped["news"]["a row that cannot be read"]["count"] == 2
     assert "Leaving out splits of" in caplog.text and "eval, unsupervised" in caplog.text

@@ -20,20 +20,53 @@ from cpt.data.sources.hub import Hub
 from cpt.data.sources.m2d2 import NOT_DOMAINS
 from cpt.data.sources.texts import Texts
 from tests.conftest import ROOT
-from tests.support.data_fixtures import SHARED
+from tests.support.data_fixtures import HELD_OUT
 
 DOCUMENTS = ['One, "quoted".', "Zwei\nZeilen, ä 🙂", "form\x0cfeed\u2028and\x85others", "NA", "x" * 10**5]
 PACK = {".gz": gzip.compress, ".zst": lambda raw: pa.compress(raw, codec="zstd", asbytes=True)}
 
 
-def texts(root, **options):
-    how = {"folder": ".", "column": "text", "document": "auto", "general": "general", **SHARED}
-    return Texts(**how | {"ignore": (), "columns": None, "root": str(root)} | options)
+def open_texts(
+    root,
+    *,
+    columns=None,
+    column="text",
+    document="auto",
+    general="general",
+    ignore=(),
+    on_bad_example="stop",
+    orders=None,
+    **options,
+):
+    """The domains in the sub-folders of `root`."""
+    return Texts(
+        root=str(root),
+        folder=".",
+        columns=columns,
+        column=column,
+        document=document,
+        general=general,
+        ignore=ignore,
+        on_bad_example=on_bad_example,
+        orders=orders,
+        held_out=HELD_OUT,
+        score_on="test",
+        **options,
+    )
 
 
-def hub(entry, *, column="text", streaming=True, general=None, on_bad_example="stop", **others):
-    how = {"column": column, "streaming": streaming, "general": general, **SHARED}
-    return Hub(catalogue={"news": entry, **others}, on_bad_example=on_bad_example, **how)
+def open_hub(entry, *, streaming=True, on_bad_example="stop"):
+    """The domain "news", of a data set that is loaded as the entry says."""
+    return Hub(
+        catalogue={"news": entry},
+        column="text",
+        streaming=streaming,
+        general=None,
+        on_bad_example=on_bad_example,
+        orders=None,
+        held_out=HELD_OUT,
+        score_on="test",
+    )
 
 
 def put(path, content):
@@ -42,53 +75,66 @@ def put(path, content):
     path.write_bytes(PACK.get(path.suffix, bytes)(raw))
 
 
-def read(root, name="a", **options):
-    return list(texts(root, **options).read(name))
+def read_documents(root, name="a", **options):
+    return list(open_texts(root, **options).read(name))
 
 
-def said(root, name="a", **options):
-    return [text for _, text in read(root, name, **options)]
+def read_texts(root, name="a", **options):
+    return [text for _, text in read_documents(root, name, **options)]
 
 
-def in_lines(documents, column="text"):
+def format_lines(documents, column="text"):
     return "".join(json.dumps({"id": 1, column: text, "meta": None}) + "\n\n" for text in documents)
 
 
-def in_csv(documents, column):
-    rows = csv.writer(made := io.StringIO(newline=""))
-    rows.writerows([["id", column], *enumerate(documents)])
-    return made.getvalue()
+def format_lines_with_mark(documents, column):
+    return "\ufeff" + format_lines(documents, column)
 
 
-def in_array(documents, column):
-    return " " + json.dumps([{column: each} for each in documents], indent=1)
+def format_csv(documents, column):
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows([["id", column], *enumerate(documents)])
+    return file.getvalue()
 
 
-def in_parquet(documents, column):
-    pq.write_table(pa.table({column: documents}), made := io.BytesIO(), row_group_size=2)
-    return made.getvalue()
+def format_array(documents, column):
+    return " " + json.dumps([{column: text} for text in documents], indent=1)
 
 
-WRITERS = {
-    **dict.fromkeys(("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"), in_lines),
-    "lines.json": lambda *what: "\ufeff" + in_lines(*what),
-    **{"array.json": in_array, "a.csv": in_csv, "a.csv.gz": in_csv, "a.parquet": in_parquet},
+def format_parquet(documents, column):
+    file = io.BytesIO()
+    pq.write_table(pa.table({column: documents}), file, row_group_size=2)
+    return file.getvalue()
+
+
+FORMATS = {
+    "a.jsonl": format_lines,
+    "a.jsonl.gz": format_lines,
+    "a.jsonl.zst": format_lines,
+    "lines.json": format_lines_with_mark,
+    "array.json": format_array,
+    "a.csv": format_csv,
+    "a.csv.gz": format_csv,
+    "a.parquet": format_parquet,
 }
 
 
 def test_every_kind_of_table_gives_its_documents_without_the_empty_ones_of_the_column_asked_for(tmp_path):
-    for name, write in WRITERS.items():
-        put(tmp_path / name / name, write(DOCUMENTS, "body"))
-        assert said(tmp_path, name, column="body") == DOCUMENTS, name
+    for name, format_table in FORMATS.items():
+        put(tmp_path / name / name, format_table(DOCUMENTS, "body"))
+        assert read_texts(tmp_path, name, column="body") == DOCUMENTS, name
     put(tmp_path / "a" / "a.jsonl", '{"text": null}\n{"text": ""}\n{"text": " \\n"}\n{"text": "b", "n": 1}\n')
     put(tmp_path / "a" / "b.csv", 'text,id\n"",1\n" ",2\n\nc,3\n')
-    put(tmp_path / "a" / "c.parquet", in_parquet([None, "", "d"], "text"))
+    put(tmp_path / "a" / "c.parquet", format_parquet([None, "", "d"], "text"))
     put(tmp_path / "a" / "d.csv", "")
     put(tmp_path / "a" / "h.json", '\n\n[{"text": "One."},\n{"text": "Two."}]')
-    put(tmp_path / "law" / "a.jsonl", in_lines(["d"], "body"))
-    source = texts(tmp_path, columns={"law": "body"})
-    assert said(tmp_path) == [*"bcd", "One.", "Two."] and list(source.read("law")) == [("train", "d")]
-    assert source.fingerprint("law") != texts(tmp_path).fingerprint("law")
+    assert read_texts(tmp_path) == [*"bcd", "One.", "Two."]
+
+    # A domain can have a column of its own.
+    put(tmp_path / "law" / "a.jsonl", format_lines(["d"], "body"))
+    source = open_texts(tmp_path, columns={"law": "body"})
+    assert list(source.read("law")) == [("train", "d")]
+    assert source.fingerprint("law") != open_texts(tmp_path).fingerprint("law")
 
 
 PLAIN = "\ufeffOne.\r\nMore.\r\n\r\n  \r\nTwo.\n\n\nThree.\x0cStill\u2028three."
@@ -112,11 +158,11 @@ def test_what_a_document_of_a_text_file_is_and_its_split_by_its_name(tmp_path):
         put(tmp_path / end / f"b.{end}", PLAIN)
         put(tmp_path / end / "a.txt", "")  # an empty file says nothing of paragraphs
         for document, expected in [*UNITS.items(), ("auto", UNITS["paragraph"])]:
-            assert said(tmp_path, end, document=document) == expected
+            assert read_texts(tmp_path, end, document=document) == expected
     for split, names in SPLIT_OF.items():
         for number, name in enumerate(names.split()):
             put(tmp_path / f"{split}{number}" / name, '{"text": "b"}\n')
-            assert read(tmp_path, f"{split}{number}") == [(split, "b")]
+            assert read_documents(tmp_path, f"{split}{number}") == [(split, "b")]
 
 
 def test_files_are_read_in_order_with_whatever_names_they_have_and_streamed(tmp_path):
@@ -125,9 +171,9 @@ def test_files_are_read_in_order_with_whatever_names_they_have_and_streamed(tmp_
         put(tmp_path / "a" / name, f"{name}\n")
     for hidden in (".b.txt", ".cache/c.txt", "readme.md"):
         put(tmp_path / "a" / hidden, "hidden\n")
-    assert said(tmp_path, ignore=["*.md"]) == names
+    assert read_texts(tmp_path, ignore=["*.md"]) == names
     put(tmp_path / "b" / "a.txt", b"One.\nTwo.\n\xff\n")
-    documents = texts(tmp_path, document="line").read("b")
+    documents = open_texts(tmp_path, document="line").read("b")
     assert [next(documents), next(documents)] == [("train", "One."), ("train", "Two.")]
     with pytest.raises(ValueError, match="line 3, byte 1"):
         next(documents)
@@ -147,57 +193,63 @@ BROKEN = {  # what is said after the path of the file
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_named_on_one_line(tmp_path, name):
-    (content, told), path = BROKEN[name], tmp_path / "a" / name
+    content, reason = BROKEN[name]
+    path = tmp_path / "a" / name
     path.parent.mkdir()
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError) as error:
-        read(tmp_path)
-    assert str(path) in str(error.value) and told in str(error.value) and "\n" not in str(error.value)
+        read_documents(tmp_path)
+    message = str(error.value)
+    assert str(path) in message and reason in message and "\n" not in message
 
 
 def test_a_sub_folder_with_text_is_a_domain_and_what_is_no_text_is_named_and_may_be_left_out(tmp_path):
     for name in ("zoo", "b.c", "1", "ä b", "general", ".git", "data"):
         put(tmp_path / name / "train.txt", "One.\n")
     put(tmp_path / "loose.txt", "One.\n")
-    assert texts(tmp_path).names == ["1", "b.c", "data", "zoo", "ä b"]
-    assert list(texts(tmp_path, general="zoo").read(GENERAL)) == [("train", "One.")]
+    assert open_texts(tmp_path).names == ["1", "b.c", "data", "zoo", "ä b"]
+    assert list(open_texts(tmp_path, general="zoo").read(GENERAL)) == [("train", "One.")]
     put(tmp_path / "1" / "deep" / "a.jsonl.lz4", b"?")
     put(tmp_path / "1" / "deep" / "b.pdf", b"?")
     with pytest.raises(ValueError, match=r"a.jsonl.lz4 \(and 1 more\) is not.*ignore=\[\*.jsonl.lz4\]"):
-        texts(tmp_path).check(["1", "b.c"])
-    told = texts(tmp_path, ignore=["*.jsonl.lz4", "*.pdf"])
-    told.check(told.names)
-    assert [text for _, text in told.read("1")] == ["One."]
+        open_texts(tmp_path).check(["1", "b.c"])
+    source = open_texts(tmp_path, ignore=["*.jsonl.lz4", "*.pdf"])
+    source.check(source.names)
+    assert [text for _, text in source.read("1")] == ["One."]
 
 
 def test_the_fingerprint_is_that_of_the_files(tmp_path):
-    path, seen = tmp_path / "a" / "a.txt", set()
+    path = tmp_path / "a" / "a.txt"
+    fingerprints = set()
 
-    def look(**options):
-        seen.add(json.dumps(texts(tmp_path, **options).fingerprint("a")))
-        return len(seen)
+    def count_fingerprints(**options):
+        fingerprints.add(json.dumps(open_texts(tmp_path, **options).fingerprint("a")))
+        return len(fingerprints)
 
     put(path, "One.\n")
-    assert look() == 1
+    assert count_fingerprints() == 1
+    # Files of other domains are no part of it.
     put(tmp_path / "b" / "b.txt", "One.\n")
-    assert look() == 1
+    assert count_fingerprints() == 1
+    # Time, size and name of a file are.
     os.utime(path, ns=(1, 1))
-    assert [look(), look(column="body")] == [2, 3]
+    assert [count_fingerprints(), count_fingerprints(column="body")] == [2, 3]
     path.write_text("Longer.\n")
     os.utime(path, ns=(1, 1))
-    assert look() == 4
+    assert count_fingerprints() == 4
     path.rename(path.with_name("test.txt"))
-    assert look() == 5
+    assert count_fingerprints() == 5
+
     (tmp_path / "b" / "gone.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"gone.txt is a link to nothing"):
-        texts(tmp_path).fingerprint("b")
+        open_texts(tmp_path).fingerprint("b")
 
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for split in ("train", "validation", "test"):
-        put(tmp_path / "news" / f"{split}.jsonl", in_lines([f"{split} {n}" for n in range(3)]))
+        put(tmp_path / "news" / f"{split}.jsonl", format_lines([f"{split} {number}" for number in range(3)]))
     return tmp_path / "news"
 
 
@@ -210,31 +262,45 @@ def test_saved_folders_and_data_files_are_read(kind, streaming, dataset, monkeyp
     for name, split in loaded.items():
         split.to_parquet(f"{name}.parquet")
         split.to_json(f"{name}.json")
-    files = {name: f"{name}.{kind}" for name in loaded} | {"train": [f"train.{kind}"]}
-    entry = {"path": "saved"} if kind == "saved" else {"path": kind, "data_files": files}
-    source = hub(entry, streaming=streaming)
-    found, before = list(source.read("news")), source.fingerprint("news")
-    assert found == list(hub({"path": str(dataset)}).read("news")) and len(found) == 9
-    os.utime("saved/dataset_dict.json" if kind == "saved" else f"train.{kind}", (1, 1))
-    assert source.fingerprint("news") != before
-    # A data set gives its splits, or those that are asked for.
-    entry, theirs = {"path": str(dataset)}, {"train": "train", "valid": "validation", "test": "test"}
-    found = list(hub(entry, streaming=streaming).read("news"))
-    assert found == [(ours, f"{name} {n}") for ours, name in theirs.items() for n in range(3)]
-    wanted = entry | {"splits": {"train": "validation", "test": "train" if streaming else "train[:2]"}}
-    found = list(hub(wanted, streaming=streaming).read("news"))
-    expected = [("train", f"validation {n}") for n in range(3)]
-    assert found == expected + [("test", f"train {n}") for n in range(3 if streaming else 2)]
+    if kind == "saved":
+        entry = {"path": "saved"}
+        changed_file = "saved/dataset_dict.json"
+    else:
+        files = {name: f"{name}.{kind}" for name in loaded}
+        files["train"] = [files["train"]]  # a list is allowed, too
+        entry = {"path": kind, "data_files": files}
+        changed_file = f"train.{kind}"
+    source = open_hub(entry, streaming=streaming)
+    documents = list(source.read("news"))
+    assert documents == list(open_hub({"path": str(dataset)}).read("news")) and len(documents) == 9
+    fingerprint = source.fingerprint("news")
+    os.utime(changed_file, (1, 1))
+    assert source.fingerprint("news") != fingerprint
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(streaming, dataset):
+    entry = {"path": str(dataset)}
+    expected = [("train", f"train {number}") for number in range(3)]
+    expected += [("valid", f"validation {number}") for number in range(3)]
+    expected += [("test", f"test {number}") for number in range(3)]
+    assert list(open_hub(entry, streaming=streaming).read("news")) == expected
+
+    # A part of a split cannot be streamed.
+    entry["splits"] = {"train": "validation", "test": "train" if streaming else "train[:2]"}
+    expected = [("train", f"validation {number}") for number in range(3)]
+    expected += [("test", f"train {number}") for number in range(3 if streaming else 2)]
+    assert list(open_hub(entry, streaming=streaming).read("news")) == expected
 
 
 @pytest.mark.parametrize("names", [["train", "dev", "validation"], ["all"]])
 def test_splits_that_do_not_say_which_is_read_and_scripts_are_refused(names, tmp_path):
     DatasetDict({name: Dataset.from_dict({"text": [name]}) for name in names}).save_to_disk(tmp_path)
     with pytest.raises(ValueError, match=f"has the splits {', '.join(names)}. Allowed: train, test, and one"):
-        list(hub({"path": str(tmp_path)}).read("news"))
+        list(open_hub({"path": str(tmp_path)}).read("news"))
     put(tmp_path / "news" / "news.py", "import datasets")
     with pytest.raises(ValueError, match="domains.catalogue.news.path=.* is invalid: Dataset scripts are"):
-        list(hub({"path": str(tmp_path / "news")}).read("news"))
+        list(open_hub({"path": str(tmp_path / "news")}).read("news"))
 
 
 @pytest.mark.parametrize("named", [{}, {"name": "tax"}])
@@ -246,49 +312,58 @@ def test_a_configuration_that_is_missing_or_unknown_is_refused_with_the_entry_an
     for name in ("law", "art"):
         put(tmp_path / f"{name}.jsonl", '{"text": "One."}\n')
     with pytest.raises(ValueError, match=r"domains.catalogue.news is invalid: .*\['law', 'art'\]"):
-        list(hub({"path": str(tmp_path)} | named).read("news"))
-    assert [*hub({"path": str(tmp_path), "name": "art"}).read("news")] == [("train", "One.")]
+        list(open_hub({"path": str(tmp_path), **named}).read("news"))
+    assert list(open_hub({"path": str(tmp_path), "name": "art"}).read("news")) == [("train", "One.")]
 
 
 def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its_fine_ones(tmp_path):
     for name in ("cs.AI", "cs.CL", "cs_l1", "math.AG", "math.AC", "hep-th", GENERAL):
         put(tmp_path / name / "all.txt", "".join(f"{name} {number}.\n" for number in range(40)))
     fine = ["cs.AI", "cs.CL", "hep-th", "math.AC", "math.AG"]
-    assert texts(tmp_path, by="fine").domains == fine and texts(tmp_path).domains == sorted([*fine, "cs_l1"])
-    made = texts(tmp_path, by="coarse")
-    assert made.domains == ["cs", "hep-th", "math"] and made.members("cs") == ["cs.AI", "cs.CL"]
-    made.check_domains(made.domains)
-    corpus = make_corpus(made, "cs", cache=tmp_path / ".cache")
-    found = [text for split in SPLITS for text in corpus.documents(split)["text"]]
-    read = [text for name in fine[:2] for _, text in made.read(name)]
-    assert sorted(found) == sorted(read) and len(found) == 80
-    before = stamp_of(made, "cs")
+    assert open_texts(tmp_path, by="fine").domains == fine
+    assert open_texts(tmp_path).domains == sorted([*fine, "cs_l1"])
+    source = open_texts(tmp_path, by="coarse")
+    assert source.domains == ["cs", "hep-th", "math"] and source.members("cs") == ["cs.AI", "cs.CL"]
+    source.check_domains(source.domains)
+
+    corpus = make_corpus(source, "cs", cache=tmp_path / ".cache")
+    coarse_texts = []
+    for split in SPLITS:
+        coarse_texts += corpus.documents(split)["text"]
+    fine_texts = [text for _, text in [*source.read("cs.AI"), *source.read("cs.CL")]]
+    assert sorted(coarse_texts) == sorted(fine_texts) and len(coarse_texts) == 80
+    stamp = stamp_of(source, "cs")
     (tmp_path / "cs.CL" / "more.txt").write_text("one more line\n")
-    assert stamp_of(made, "cs") != before and before.startswith("cs-")
+    assert stamp_of(source, "cs") != stamp and stamp.startswith("cs-")
+
+    # Folders that M2D2 names as no domains are refused where fine ones are asked for.
     put(tmp_path / NOT_DOMAINS[0] / "all.txt", "One.\n")
     with pytest.raises(ValueError, match="is in M2D2's list"):
-        _ = texts(tmp_path, by="fine").domains
-    assert NOT_DOMAINS[0] in texts(tmp_path).domains
-    assert texts(tmp_path, by="fine", ignore=[*NOT_DOMAINS]).domains == fine
+        _ = open_texts(tmp_path, by="fine").domains
+    assert NOT_DOMAINS[0] in open_texts(tmp_path).domains
+    assert open_texts(tmp_path, by="fine", ignore=[*NOT_DOMAINS]).domains == fine
+
     # Only some are left, and named orders are of them.
-    assert texts(tmp_path, only=["math.AC", "hep-th"]).domains == ["hep-th", "math.AC"]
-    assert texts(tmp_path, only="/(cs|math)\\.A./").domains == ["cs.AI", "math.AC", "math.AG"]
+    assert open_texts(tmp_path, only=["math.AC", "hep-th"]).domains == ["hep-th", "math.AC"]
+    assert open_texts(tmp_path, only="/(cs|math)\\.A./").domains == ["cs.AI", "math.AC", "math.AG"]
     orders = [["cs.CL", "math.AG", "cs.AI"]]
-    assert texts(tmp_path, orders=orders, only="cs.*").named_orders == [["cs.CL", "cs.AI"]]
+    assert open_texts(tmp_path, orders=orders, only="cs.*").named_orders == [["cs.CL", "cs.AI"]]
 
 
 def test_the_layout_of_das6(tmp_path):
-    domains, splits = ["restaurant", "acl", "ai", "phone", "pubmed", "camera"], ("test", "train", "valid")
+    domains = ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
     for folder in [*(f"corpora/{name}" for name in domains), "general"]:
-        for split in splits:
-            put(tmp_path / "das6" / folder / f"{split}.jsonl.gz", in_lines([f"{folder} {split}"]))
+        for split in ("test", "train", "valid"):
+            put(tmp_path / "das6" / folder / f"{split}.jsonl.gz", format_lines([f"{folder} {split}"]))
     settings = OmegaConf.load(ROOT / "conf" / "domains" / "das6.yaml")
     settings.root = str(tmp_path / "das6")
     del settings["name"]
     source = instantiate(settings, _convert_="all")
-    assert source.names == sorted(domains) and all(sorted(each) == sorted(domains) for each in source.orders)
+    assert source.names == sorted(domains)
+    assert all(sorted(order) == sorted(domains) for order in source.orders)
     for name, folder in (("ai", "corpora/ai"), (GENERAL, "general")):
-        assert list(source.read(name)) == [(s, f"{folder} {s}") for s in splits]
+        splits = ("test", "train", "valid")
+        assert list(source.read(name)) == [(split, f"{folder} {split}") for split in splits]
 
 
 NUMPYDOC = r"""Return the shortest path between two nodes

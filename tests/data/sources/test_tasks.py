@@ -16,211 +16,279 @@ from cpt.data.tokenized_tasks import read_examples
 ANSWERS = ["bad", "good"]
 
 
-def rows(count, *, first=0):
-    return [{"text": f"text {first + at}", "label": ANSWERS[at % 2]} for at in range(count)]
+def make_rows(count, *, first=0):
+    """Texts with their numbers, whose answer is "good" for odd ones."""
+    return [
+        {"text": f"text {number}", "label": ANSWERS[number % 2]} for number in range(first, first + count)
+    ]
 
 
-def put(path: Path, value, *, lines=False):
+def write_text(path: Path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(map(json.dumps, value)) if lines else value
-    path.write_text(text if isinstance(text, str) else json.dumps(text))
+    path.write_text(text)
 
 
-def cl_benchmark(root, split, own):
-    given = [{"label": each["label"], "sentence": each["text"]} for each in own]
-    put(root / "SC" / "SST-2" / f"{split}.json", given)
-    put(root / "SC" / "SST-2" / "labels.json", ["good", "bad"])
+def write_json(path: Path, value):
+    write_text(path, json.dumps(value))
 
 
-def superni(root, split, own):
-    instances = [{"input": each["text"], "output": [each["label"]]} for each in own]
-    whole = {"Definition": ["Say what it is."], "Instances": instances}
-    put(root / "task1_sst-2" / f"{split}.json", whole)
+def write_lines(path: Path, rows):
+    write_text(path, "\n".join(map(json.dumps, rows)))
 
 
-def alpaca(root, split, own):
-    asked = {"instruction": "Say it."}
-    for name in ("sst-2", "sst-2_T5"):
-        given = [asked | {"input": each["text"], "output": each["label"]} for each in own]
-        put(root / split / f"{name}.json", given)
+def write_cl_benchmark(root, split, rows):
+    examples = [{"label": row["label"], "sentence": row["text"]} for row in rows]
+    write_json(root / "SC" / "SST-2" / f"{split}.json", examples)
+    write_json(root / "SC" / "SST-2" / "labels.json", ["good", "bad"])
 
 
-def fewshot_tsv(root, split, own):
-    lines = "".join(f"{each['text']}\t{each['label']}\n" for each in own)
-    put(root / "sst-2_csv" / "0_42" / f"{split.replace('dev', 'valid')}.txt", lines)
+def write_superni(root, split, rows):
+    instances = [{"input": row["text"], "output": [row["label"]]} for row in rows]
+    task = {"Definition": ["Say what it is."], "Instances": instances}
+    write_json(root / "task1_sst-2" / f"{split}.json", task)
 
 
-def trace(root, split, own):
-    given = [{"prompt": each["text"], "answer": each["label"]} for each in own]
-    put(root / "sst-2" / f"{split.replace('dev', 'eval')}.json", given)
+def write_alpaca(root, split, rows):
+    examples = []
+    for row in rows:
+        examples.append({"instruction": "Say it.", "input": row["text"], "output": row["label"]})
+    write_json(root / split / "sst-2.json", examples)
+    write_json(root / split / "sst-2_T5.json", examples)
 
 
-def jsonl(root, split, own):
-    put(root / "sst-2" / f"{split}.jsonl", own, lines=True)
+def write_fewshot_tsv(root, split, rows):
+    lines = "".join(f"{row['text']}\t{row['label']}\n" for row in rows)
+    write_text(root / "sst-2_csv" / "0_42" / f"{split.replace('dev', 'valid')}.txt", lines)
 
 
-def csv(root, split, own):
-    lines = (f"{each['text']},{each['label']}\n" for each in own)
-    put(root / "sst-2" / f"{split}.csv", "".join(["text,label\n", *lines]))
+def write_trace(root, split, rows):
+    examples = [{"prompt": row["text"], "answer": row["label"]} for row in rows]
+    write_json(root / "sst-2" / f"{split.replace('dev', 'eval')}.json", examples)
 
 
-LAYOUTS = {each.__name__: each for each in (cl_benchmark, superni, alpaca, fewshot_tsv, trace, jsonl, csv)}
+def write_jsonl(root, split, rows):
+    write_lines(root / "sst-2" / f"{split}.jsonl", rows)
 
 
-def write(root, layout):
+def write_csv(root, split, rows):
+    lines = [f"{row['text']},{row['label']}\n" for row in rows]
+    write_text(root / "sst-2" / f"{split}.csv", "".join(["text,label\n", *lines]))
+
+
+LAYOUTS = {
+    "cl_benchmark": write_cl_benchmark,
+    "superni": write_superni,
+    "alpaca": write_alpaca,
+    "fewshot_tsv": write_fewshot_tsv,
+    "trace": write_trace,
+    "jsonl": write_jsonl,
+    "csv": write_csv,
+}
+
+
+def write_splits(root, layout):
     for split, first in (("train", 0), ("dev", 50), ("test", 100)):
-        LAYOUTS[layout](root / "root", split, rows(40, first=first))
+        LAYOUTS[layout](root / "root", split, make_rows(40, first=first))
 
 
 @pytest.fixture
-def source(composed, tmp_path):
-    def made(*values, group="tasks"):
-        cfg = composed(f"domains={group}", f"domains.root={tmp_path / 'root'}", *values)
-        return instantiate({key: each for key, each in cfg.domains.items() if key != "name"}, _convert_="all")
+def open_source(composed, tmp_path):
+    """Makes the source that the config describes."""
 
-    return made
+    def make(*options, group="tasks"):
+        cfg = composed(f"domains={group}", f"domains.root={tmp_path / 'root'}", *options)
+        settings = {name: value for name, value in cfg.domains.items() if name != "name"}
+        return instantiate(settings, _convert_="all")
+
+    return make
 
 
-def examples(source, name, cache, split="train"):
-    found = make_corpus(source, name, cache=cache).documents(split)["text"]
-    return [read_example(each) for each in found]
+def make_examples(source, name, cache, split="train"):
+    documents = make_corpus(source, name, cache=cache).documents(split)["text"]
+    return [read_example(document) for document in documents]
+
+
+def text_of(example):
+    """The text that an example asks about, without the prompt around it."""
+    return example.source[slice(*example.text)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_is_read(source, tmp_path, layout):
-    write(tmp_path, layout)
-    made = source(f"domains.format={layout}")
-    (name,) = made.names
+def test_a_layout_is_read(open_source, tmp_path, layout):
+    write_splits(tmp_path, layout)
+    source = open_source(f"domains.format={layout}")
+    (name,) = source.names
     assert name in ("sst-2", "task1_sst-2")
-    made.check([name])
-    found = {split: examples(made, name, tmp_path, split) for split in ("train", "valid", "test")}
-    texts = {split: {each.source[slice(*each.text)] for each in own} for split, own in found.items()}
-    assert {split: len(own) for split, own in texts.items()} == {"train": 38, "valid": 2, "test": 40}
-    assert texts["train"] | texts["valid"] == {f"text {at}" for at in range(40)}
-    assert texts["test"] == {f"text {at}" for at in range(100, 140)}
-    for each in sum(found.values(), []):
-        assert each.target == ANSWERS[int(each.source[slice(*each.text)].split()[1]) % 2]
-        assert sorted(each.choices) == ANSWERS
+    source.check([name])
+    train = make_examples(source, name, tmp_path, "train")
+    valid = make_examples(source, name, tmp_path, "valid")
+    test = make_examples(source, name, tmp_path, "test")
+    for example in train + valid + test:
+        number = int(text_of(example).removeprefix("text "))
+        assert example.target == ANSWERS[number % 2]
+        assert sorted(example.choices) == ANSWERS
+
+    train_texts = {text_of(example) for example in train}
+    valid_texts = {text_of(example) for example in valid}
+    assert (len(train_texts), len(valid_texts)) == (38, 2)
+    assert train_texts | valid_texts == {f"text {number}" for number in range(40)}
+    assert {text_of(example) for example in test} == {f"text {number}" for number in range(100, 140)}
 
 
-def test_the_prompt_of_o_lora_is_theirs_and_options_are_shuffled_by_the_example_alone(source, tmp_path):
-    write(tmp_path, "cl_benchmark")
-    asked = "What is the sentiment of the following paragraph? Choose one from the option.\n"
-    rest = asked + "Option: good, bad \n{text}\nAnswer:"
-    for names, before in (("dataset", "Task:SC\nDataset:sst-2\n"), ("task", "Task:SC\n"), ("none", "")):
-        given = ["domains.format=cl_benchmark", "domains/template=o_lora", f"domains.template.names={names}"]
-        for each in examples(source(*given), "sst-2", tmp_path):
-            assert each.source == before + rest.format(text=each.source[slice(*each.text)])
-    made = source("domains.format=cl_benchmark", "domains.template.options=shuffled")
-    first, again = ({each.source for each in examples(made, "sst-2", tmp_path / name)} for name in "ab")
-    assert first == again and len({each.partition("\n")[0] for each in first}) == 2
+def test_the_prompt_of_o_lora_is_theirs_and_options_are_shuffled_by_the_example_alone(open_source, tmp_path):
+    write_splits(tmp_path, "cl_benchmark")
+    question = "What is the sentiment of the following paragraph? Choose one from the option.\n"
+    question += "Option: good, bad \n{text}\nAnswer:"
+    for names, header in (("dataset", "Task:SC\nDataset:sst-2\n"), ("task", "Task:SC\n"), ("none", "")):
+        source = open_source(
+            "domains.format=cl_benchmark", "domains/template=o_lora", f"domains.template.names={names}"
+        )
+        for example in make_examples(source, "sst-2", tmp_path):
+            assert example.source == header + question.format(text=text_of(example))
+
+    source = open_source("domains.format=cl_benchmark", "domains.template.options=shuffled")
+    questions = {example.source for example in make_examples(source, "sst-2", tmp_path / "a")}
+    assert questions == {example.source for example in make_examples(source, "sst-2", tmp_path / "b")}
+    assert len({question.partition("\n")[0] for question in questions}) == 2
 
 
-def test_a_question_of_train_is_no_test_and_each_answer_is_drawn_as_often_as_asked(source, tmp_path, caplog):
-    root = tmp_path / "root" / "a"
+def test_a_question_of_train_is_no_test_and_each_answer_is_drawn_as_often_as_asked(
+    open_source, tmp_path, caplog
+):
+    folder = tmp_path / "root" / "a"
     contradicting = {"text": "text 3", "label": "bad"}
     copies = [{"text": "text 1", "label": "good"}, {"text": "text 2", "label": "good"}]
-    put(root / "train.jsonl", [*rows(40), contradicting], lines=True)
-    put(root / "test.jsonl", [*copies, *rows(10, first=100)], lines=True)
-    corpus = make_corpus(source(), "a", cache=tmp_path)
+    write_lines(folder / "train.jsonl", [*make_rows(40), contradicting])
+    write_lines(folder / "test.jsonl", [*copies, *make_rows(10, first=100)])
+    corpus = make_corpus(open_source(), "a", cache=tmp_path)
     assert corpus.facts["documents"] == {"train": 38, "valid": 2, "test": 10}
     assert (corpus.facts["duplicates"], corpus.facts["held_out_copies"]) == (1, 2)
     assert "2 questions have different ones" in caplog.text
-    uneven = [{"text": f"text {at}", "label": "abc"[int(at > 30) + int(at > 50)]} for at in range(60)]
-    put(tmp_path / "root" / "b" / "train.jsonl", uneven, lines=True)
 
-    def drawn(count, split="train"):
-        made = source(f"domains.per_class={count}")
-        return {each.id: each.target for each in examples(made, "b", tmp_path, split)}
+    # 31 questions are answered by a, 20 by b and 9 by c.
+    labels = "a" * 31 + "b" * 20 + "c" * 9
+    uneven = [{"text": f"text {number}", "label": label} for number, label in enumerate(labels)]
+    write_lines(tmp_path / "root" / "b" / "train.jsonl", uneven)
 
-    few = drawn(4)
-    assert Counter(few.values()) == {"a": 4, "b": 4, "c": 4}
-    assert few.items() <= drawn(8).items()  # the draw grows
-    assert drawn(4, "test") == drawn("all", "test") and len(drawn("all")) == 60 - 3 - 6
+    def draw_answers(per_class, split="train"):
+        """The answers by the ids of their examples."""
+        source = open_source(f"domains.per_class={per_class}")
+        return {example.id: example.target for example in make_examples(source, "b", tmp_path, split)}
+
+    answers = draw_answers(4)
+    assert Counter(answers.values()) == {"a": 4, "b": 4, "c": 4}
+    assert answers.items() <= draw_answers(8).items()  # the draw grows
+    assert draw_answers(4, "test") == draw_answers("all", "test")
+    assert len(draw_answers("all")) == 60 - 3 - 6
 
 
-def test_fewer_examples_are_a_fixed_draw_of_a_sorted_file(source, tmp_path):
+def test_fewer_examples_are_a_fixed_draw_of_a_sorted_file(open_source, tmp_path):
     for split, count in (("train", 200), ("test", 60)):
-        ordered = sorted(rows(count, first=count), key=lambda row: row["label"])
-        put(tmp_path / "root" / "a" / f"{split}.jsonl", ordered, lines=True)
-    corpus = make_corpus(source(), "a", cache=tmp_path)
-    few, again = ([*read_examples(corpus, "test", max_examples=20)] for _ in range(2))
-    assert few == again and len(few) == 20 and {each.target for each in few} == {"good", "bad"}
-    whole = [*read_examples(corpus, "test")]
-    assert few == [each for each in whole if each in few]
-    assert [*read_examples(corpus, "test", max_examples=60)] == whole
+        rows = sorted(make_rows(count, first=count), key=lambda row: row["label"])
+        write_lines(tmp_path / "root" / "a" / f"{split}.jsonl", rows)
+    corpus = make_corpus(open_source(), "a", cache=tmp_path)
+    drawn = list(read_examples(corpus, "test", max_examples=20))
+    assert drawn == list(read_examples(corpus, "test", max_examples=20))
+    assert len(drawn) == 20 and {example.target for example in drawn} == {"good", "bad"}
+    # They are drawn from the whole file, and in its order.
+    examples = list(read_examples(corpus, "test"))
+    assert drawn == [example for example in examples if example in drawn]
+    assert list(read_examples(corpus, "test", max_examples=60)) == examples
 
 
-def test_an_answer_that_is_no_choice_and_two_data_sets_of_one_name_are_refused(source, tmp_path):
-    write(tmp_path, "cl_benchmark")
-    path, given = tmp_path / "root" / "SC" / "SST-2" / "test.json", "domains.format=cl_benchmark"
-    put(path, [*json.loads(path.read_text()), {"label": "-", "sentence": "nobody knows"}])
+def test_an_answer_that_is_no_choice_and_two_data_sets_of_one_name_are_refused(open_source, tmp_path):
+    write_splits(tmp_path, "cl_benchmark")
+    path = tmp_path / "root" / "SC" / "SST-2" / "test.json"
+    write_json(path, [*json.loads(path.read_text()), {"label": "-", "sentence": "nobody knows"}])
     with pytest.raises(ValueError, match="example 40 of sst-2, test: its answer '-' is not one of the"):
-        make_corpus(source(given), "sst-2", cache=tmp_path)
-    assert len(examples(source(given, "domains.unknown=drop"), "sst-2", tmp_path, "test")) == 40
-    put(tmp_path / "root" / "Other" / "sst-2" / "train.json", [{"label": "a", "sentence": "b"}])
+        make_corpus(open_source("domains.format=cl_benchmark"), "sst-2", cache=tmp_path)
+    source = open_source("domains.format=cl_benchmark", "domains.unknown=drop")
+    assert len(make_examples(source, "sst-2", tmp_path, "test")) == 40
+
+    write_json(tmp_path / "root" / "Other" / "sst-2" / "train.json", [{"label": "a", "sentence": "b"}])
     with pytest.raises(InstantiationException, match="sst-2 is the name of 2 data sets"):
-        source(given)
+        open_source("domains.format=cl_benchmark")
 
 
-def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_prompt(source, tmp_path):
+def test_chats_and_instructions_are_read_and_one_with_nothing_to_it_has_its_own_prompt(open_source, tmp_path):
     chats = []
-    for at in range(30):
-        asked = {"role": "user", "content": f"hello {at}"}
-        chats.append({"messages": [asked, {"role": "assistant", "content": f"good day {at}"}, asked]})
-    put(tmp_path / "root" / "talk.jsonl", chats, lines=True)
-    made = source(group="instructions")
-    assert made.names == ["talk"]
-    for each in examples(made, "talk", tmp_path):
-        number = each.target.split()[-1]
-        assert each.turns == (Turn("user", f"hello {number}"), Turn("assistant", f"good day {number}"))
-        assert each.choices == ()
-    given = [{"instruction": f"Do {n}.", "input": f"in {n}" * (n % 2), "output": f"o {n}"} for n in range(40)]
-    put(tmp_path / "root" / "train" / "do.json", given)
-    made = source("domains.format=alpaca", "domains/template=alpaca", group="instructions")
-    for each in examples(made, "do", tmp_path):
-        assert ("### Input:" in each.source) == (int(each.target.split()[1]) % 2)
-        assert each.source.endswith("### Response:")
+    for number in range(30):
+        question = {"role": "user", "content": f"hello {number}"}
+        answer = {"role": "assistant", "content": f"good day {number}"}
+        chats.append({"messages": [question, answer, question]})
+    write_lines(tmp_path / "root" / "talk.jsonl", chats)
+    source = open_source(group="instructions")
+    assert source.names == ["talk"]
+    # The question at the end, which nothing answers, is left out.
+    for example in make_examples(source, "talk", tmp_path):
+        number = example.target.split()[-1]
+        assert example.turns == (Turn("user", f"hello {number}"), Turn("assistant", f"good day {number}"))
+        assert example.choices == ()
+
+    instructions = []
+    for number in range(40):
+        text = f"in {number}" if number % 2 else ""
+        instructions.append({"instruction": f"Do {number}.", "input": text, "output": f"o {number}"})
+    write_json(tmp_path / "root" / "train" / "do.json", instructions)
+    source = open_source("domains.format=alpaca", "domains/template=alpaca", group="instructions")
+    for example in make_examples(source, "do", tmp_path):
+        number = int(example.target.removeprefix("o "))
+        assert ("### Input:" in example.source) == (number % 2)
+        assert example.source.endswith("### Response:")
 
 
-def test_files_of_a_split_are_those_of_its_name_and_hidden_ones_are_none(source, tmp_path):
-    root, row = tmp_path / "root", {"text": "a", "label": "b"}
-    for place in ("news/train_00", "news/test_00", "news/testing", "news/.old/train", "elsewhere/train"):
-        put(root / f"{place}.jsonl", [row], lines=True)
+def test_files_of_a_split_are_those_of_its_name_and_hidden_ones_are_none(open_source, tmp_path):
+    root = tmp_path / "root"
+    row = {"text": "a", "label": "b"}
+    for name in ("news/train_00", "news/test_00", "news/testing", "news/.old/train", "elsewhere/train"):
+        write_lines(root / f"{name}.jsonl", [row])
     (root / "linked").symlink_to(root / "elsewhere")
-    found = source("domains.format=jsonl").files
-    assert [split for split, _ in found["news"]] == ["test", "test", "train"]
-    assert [path.name for _, path in found["linked"]] == ["train.jsonl"]
+    files = open_source("domains.format=jsonl").files
+    assert [split for split, _ in files["news"]] == ["test", "test", "train"]
+    assert [path.name for _, path in files["linked"]] == ["train.jsonl"]
+
+    # A file beside the folders that is named as a split would be a task of its own.
     for name in ("test", "law_test", "eval-law", "law.dev"):
-        put(root / f"{name}.jsonl", [row], lines=True)
+        write_lines(root / f"{name}.jsonl", [row])
         with pytest.raises(InstantiationException, match=f"{name}.jsonl is in no task's folder"):
-            source("domains.format=jsonl")
+            open_source("domains.format=jsonl")
         (root / f"{name}.jsonl").unlink()
-    put(root / "unit_test_writing.jsonl", [row], lines=True)
-    assert "unit_test_writing" in source("domains.format=jsonl").names
+    write_lines(root / "unit_test_writing.jsonl", [row])
+    assert "unit_test_writing" in open_source("domains.format=jsonl").names
 
 
-def test_names_of_task_files_suffixes_links_to_nothing_and_other_files(source, tmp_path, caplog):
+def test_names_of_task_files_suffixes_links_to_nothing_and_other_files(open_source, tmp_path, caplog):
     caplog.set_level(logging.INFO, "cpt")
-    root, row = tmp_path / "root", {"text": "a", "label": "b"}
-    splits = {"law.train": "train", "law_test": "test", "web-valid": "dev", "evaluation": "dev", "x": "train"}
-    splits |= {"train/law.test": "test", "attest": "train"}
+    root = tmp_path / "root"
+    row = {"text": "a", "label": "b"}
+    splits = {
+        "law.train": "train",
+        "law_test": "test",
+        "web-valid": "dev",
+        "evaluation": "dev",
+        "x": "train",
+        "train/law.test": "test",
+        "attest": "train",
+    }
     for name in splits:
-        put(root / "law" / f"{name}.JSONL", [row], lines=True)
-        (root / "law" / f"{name}.JSONL").rename(root / "law" / f"{name}.NdJson")
-    put(root / "art" / "train.csv", [row])
-    put(root / "Art.JSONL", [row], lines=True)
-    found = source("domains.format=jsonl")
-    assert {str(p.relative_to(root / "law"))[:-7]: split for split, p in found.files["law"]} == splits
-    assert found.names == ["Art", "law"]
-    found.check(["law"])
+        write_lines(root / "law" / f"{name}.NdJson", [row])
+    write_json(root / "art" / "train.csv", [row])
+    write_lines(root / "Art.JSONL", [row])
+    source = open_source("domains.format=jsonl")
+    names = {}  # the splits by the names of files
+    for split, path in source.files["law"]:
+        names[str(path.relative_to(root / "law").with_suffix(""))] = split
+    assert names == splits
+    assert source.names == ["Art", "law"]
+    source.check(["law"])
     assert "Ignoring 1 files that are no .jsonl or .ndjson (domains.format=jsonl): train.csv" in caplog.text
+
     (root / "gone").symlink_to(tmp_path / "not" / "mounted")
     with pytest.raises(InstantiationException, match="gone is a link to .*mounted, which does not exist"):
-        source("domains.format=jsonl")
+        open_source("domains.format=jsonl")
 
 
-FILES = [  # what stands in a file, and what is said of it
+FILES = [  # the text of a file, and what is wrong with it
     ("jsonl", '{"text": "b", "label": "a"}\n{"text": "a" "b"}', ", line 2 is not JSON"),
     ("jsonl", "\udcff", " is not UTF-8: line 1, byte 1"),
     ("csv", "text,label\na,b\nc", ", line 3 has 1 values"),
@@ -230,66 +298,63 @@ FILES = [  # what stands in a file, and what is said of it
 ]
 
 
-@pytest.mark.parametrize(("layout", "text", "told"), FILES)
-def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, layout, text, told):
-    path = tmp_path / "root" / "law" / f"train.{ {'superni': 'json', 'csv': 'csv'}.get(layout, 'jsonl') }"
+@pytest.mark.parametrize(("layout", "text", "reason"), FILES)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(open_source, tmp_path, layout, text, reason):
+    suffix = {"superni": "json", "csv": "csv"}.get(layout, "jsonl")
+    path = tmp_path / "root" / "law" / f"train.{suffix}"
     path.parent.mkdir(parents=True)
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    made = source(f"domains.format={layout}")
+    source = open_source(f"domains.format={layout}")
     with pytest.raises(ValueError) as error:
-        list(made.read(made.names[0]))
-    assert str(error.value).startswith(f"{path}{told}")
+        list(source.read(source.names[0]))
+    assert str(error.value).startswith(f"{path}{reason}")
 
 
-def chats_of(count, first=0):
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": f"hello {number}"},
-                {"role": "assistant", "content": f"good day {number}"},
-            ]
-        }
-        for number in range(first, first + count)
-    ]
+def make_chats(count, first=0):
+    chats = []
+    for number in range(first, first + count):
+        question = {"role": "user", "content": f"hello {number}"}
+        chats.append({"messages": [question, {"role": "assistant", "content": f"good day {number}"}]})
+    return chats
 
 
 def test_validation_chats_are_those_of_the_file_and_keys_that_are_not_read_are_logged(
-    source, tmp_path, caplog
+    open_source, tmp_path, caplog
 ):
     caplog.set_level("INFO", logger="cpt")
     folder = tmp_path / "root" / "talk"
-    train = chats_of(30)
+    train = make_chats(30)
     train[3]["messages"][0]["id"] = 7
     train[4]["origin"] = "forum"
-    put(folder / "train.jsonl", train, lines=True)
-    put(folder / "valid.jsonl", chats_of(4, first=100), lines=True)
-    chats = source(group="instructions")
-    chats.check(["talk"])
-    assert len(examples(chats, "talk", tmp_path, "valid")) == 4
-    assert len(examples(chats, "talk", tmp_path, "train")) == 27
+    write_lines(folder / "train.jsonl", train)
+    write_lines(folder / "valid.jsonl", make_chats(4, first=100))
+    source = open_source(group="instructions")
+    source.check(["talk"])
+    assert len(make_examples(source, "talk", tmp_path, "valid")) == 4
+    assert len(make_examples(source, "talk", tmp_path, "train")) == 27
     assert "Ignoring keys of messages in talk that are not read: id (1)" in caplog.text
     assert "Leaving out keys of rows in talk that are not read: origin (1)" in caplog.text
 
 
-def test_bad_rows_of_any_layout_are_skipped_and_counted(source, tmp_path, caplog):
+def test_bad_rows_of_any_layout_are_skipped_and_counted(open_source, tmp_path, caplog):
     path = tmp_path / "root" / "news" / "train.jsonl"
     good = [{"text": f"text {number}", "label": "yes"} for number in range(30)]
-    put(
-        path,
-        [*good, {"text": "no label"}, {"text": None, "label": "yes"}, {"text": "a", "label": " "}],
-        lines=True,
-    )
+    bad = [{"text": "no label"}, {"text": None, "label": "yes"}, {"text": "a", "label": " "}]
+    write_lines(path, good + bad)
     path.write_text(path.read_text() + '\n{"text": "cut')
-    given = ["domains.format=jsonl", "domains.choices=none"]
+    source = open_source("domains.format=jsonl", "domains.choices=none")
     with pytest.raises(ValueError, match=r"line 31 has no column 'label'.*on_bad_example=skip leaves it out"):
-        list(source(*given).read("news"))
-    tasks = source(*given, "domains.on_bad_example=skip")
-    assert len(list(tasks.read("news"))) == 30
-    counts = {kind: facts["count"] for kind, facts in tasks.skipped["news"].items()}
+        list(source.read("news"))
+
+    skipping = ("domains.format=jsonl", "domains.choices=none", "domains.on_bad_example=skip")
+    source = open_source(*skipping)
+    assert len(list(source.read("news"))) == 30
+    counts = {kind: facts["count"] for kind, facts in source.skipped["news"].items()}
     missing = "a row without the texts that it needs"
     assert counts == {missing: 2, "an empty answer": 1, "a row that cannot be read": 1}
-    assert make_corpus(tasks, "news", cache=tmp_path).facts["skipped"][missing]["count"] == 2
+    assert make_corpus(source, "news", cache=tmp_path).facts["skipped"][missing]["count"] == 2
     assert f"Skipping 2 examples of news (domains.on_bad_example=skip): {missing}" in caplog.text
-    put(path, [{"text": "no label"}] * 3, lines=True)
+
+    write_lines(path, [{"text": "no label"}] * 3)
     with pytest.raises(ValueError, match="all examples of news are bad"):
-        list(source(*given, "domains.on_bad_example=skip").read("news"))
+        list(open_source(*skipping).read("news"))
