@@ -158,8 +158,8 @@ def check_all_signals() -> None:
         store = process_store()
         if notice.number:
             store.set(STORE_KEY, str(notice.number))
-        elif time.monotonic() - notice.asked > STORE_INTERVAL:
-            notice.asked = time.monotonic()
+        elif time.monotonic() - notice.last_read > STORE_INTERVAL:
+            notice.last_read = time.monotonic()
             if store.check([STORE_KEY]):
                 notice.number = int(store.get(STORE_KEY))
     check_signals()
@@ -224,12 +224,12 @@ def shard_as(rows: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def dot(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
+def dot(firsts: Sequence[Tensor], seconds: Sequence[Tensor]) -> Tensor:
     """sum_i a_i b_i over all entries of pairs of tensors, a scalar."""
     products = []
-    for left, right in zip(lefts, rights, strict=True):
-        products.append(torch.dot(to_local(left).flatten(), to_local(right).flatten()))
-    return add_up(products, lefts)
+    for first, second in zip(firsts, seconds, strict=True):
+        products.append(torch.dot(to_local(first).flatten(), to_local(second).flatten()))
+    return add_up(products, firsts)
 
 
 def add_up(terms: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:

@@ -135,9 +135,9 @@ def explain_missing_choice(error: of_hydra.MissingConfigException) -> str:
 
 def explain_unparsed(error: of_hydra.OverrideParseException) -> str:
     # Hydra's lines are the cause, the argument, the position in it and a page of its documentation.
-    others = ("Error parsing", "See ", "^")
+    other_starts = ("Error parsing", "See ", "^")
     lines = [line.strip() for line in error.message.splitlines()]
-    cause = " ".join(line for line in lines if line and not line.startswith(others))
+    cause = " ".join(line for line in lines if line and not line.startswith(other_starts))
     if cause.startswith("LexerNoViableAltException"):  # and the argument again
         cause = "it has characters outside Hydra's grammar"
     return f"{error.override} is invalid: {cause}. Allowed: {allowed_form(str(error.override))}"

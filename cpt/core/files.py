@@ -63,10 +63,14 @@ def writing(path: Path) -> Iterator[None]:
     except Exception as error:
         if not WRITE_ERROR.search(str(error)):
             raise
-        cause = str(error).splitlines()[0]
-        if TORCH_ERROR.search(cause):  # which names positions in its archive, and no cause
-            cause = "the file would be incomplete"
+        cause = describe_write_error(error)
         raise OSError(f"{path} cannot be written ({cause}; {free_space(path)})") from error
+
+
+def describe_write_error(error: Exception) -> str:
+    """What a library says of a write that has failed; torch names positions in its archive alone."""
+    first_line = str(error).splitlines()[0]
+    return "the file would be incomplete" if TORCH_ERROR.search(first_line) else first_line
 
 
 def with_free_space(error: OSError, path: Path) -> OSError:

@@ -90,6 +90,7 @@ class ProcessId:
         if (self.host, self.namespace) != (current.host, current.namespace):
             return None
         try:
+            # Another process may have got the pid; a zombie has ended, but nobody has asked how.
             is_same = abs(start_time(self.pid) - self.start_time) < CLOCK_S
             return is_same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except (psutil.NoSuchProcess, ValueError, OverflowError):
@@ -137,10 +138,10 @@ class Heartbeat:
         is_alive = self.process.is_alive()
         return age_s(self.written) < STALE_S if is_alive is None else is_alive
 
-    def ended(self, state: State, why: str) -> Heartbeat:
+    def with_end(self, state: State, message: str) -> Heartbeat:
         """The last heartbeat of a run, its message on one line."""
-        message = truncate(" ".join(why.split()), MAX_MESSAGE)
-        return replace(self, state=state, why=message, written=utc_now(), phase_eta_s=None, run_eta_s=None)
+        line = truncate(" ".join(message.split()), MAX_MESSAGE)
+        return replace(self, state=state, why=line, written=utc_now(), phase_eta_s=None, run_eta_s=None)
 
     def write(self, folder: Path) -> None:
         """Atomic, but not synced to disk: after a crash of the machine the file is worth nothing."""
@@ -168,17 +169,18 @@ def heartbeat_format() -> TypeAdapter[Heartbeat]:
     return TypeAdapter(Heartbeat)
 
 
-def record_exit(folder: Path, state: State, why: str, *, began: str) -> None:
-    """Records how a run ended that began at a time and may have been killed before it could do so."""
+def record_exit(folder: Path, state: State, message: str, *, run_start: str) -> None:
+    """Records how a run ended that was started at a time and may have been killed before it could do so."""
     with suppress(OSError):
         stored = None
         with suppress(ValueError):
             stored = Heartbeat.load(folder)
-        if stored is None or (stored.written < began and not stored.alive):  # of an earlier start
-            stored = Heartbeat(state="running", began=began)
+        is_of_earlier_start = stored is not None and stored.written < run_start and not stored.alive
+        if stored is None or is_of_earlier_start:
+            stored = Heartbeat(state="running", began=run_start)
         elif stored.alive or not stored.active:
             return  # it has recorded its end itself
-        stored.ended(state, why).write(folder)
+        stored.with_end(state, message).write(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +191,8 @@ class Phase:
     stage: int | None = None
     stages: int | None = None
     trains: bool = False  # whether its progress bar counts optimizer steps
-    done: int = 0  # optimizer steps of the domains before
-    total: int = 0  # of all domains
+    earlier_steps: int = 0  # optimizer steps of the domains before
+    total_steps: int = 0  # of all domains
     remaining_s: float | None = None  # all later phases; None if unknown
     remaining_steps: int = 0  # that take as long as this phase's, not in remaining_s
 
@@ -201,7 +203,7 @@ class HeartbeatThread:
     folder: Path | None = None
     phase = Phase(name="")
     waiting = ""  # what the run waits for
-    began = ""
+    run_start = ""
     bars: list[tqdm] = []
 
     @contextmanager
@@ -211,48 +213,53 @@ class HeartbeatThread:
         self.phase = Phase(name="starting")
         self.bars = []
         self.waiting = ""
-        self.began = utc_now()
+        self.run_start = utc_now()
         self.warned = False
         self.write(self.read())
         stopped = threading.Event()
-        end: tuple[State, str] = ("finished", "")
-
-        def write_changes() -> None:
-            """Writes a new phase or state, and the first step of a phase, at once; all else once a period."""
-            last_state = None
-            next_time = 0.0
-            while not stopped.wait(TICK_S):
-                beat = self.read()
-                current_state = (beat.phase, bool(beat.step), beat.state)
-                if current_state != last_state or time.monotonic() > next_time:
-                    last_state = current_state
-                    next_time = time.monotonic() + PERIOD_S
-                    self.write(beat)
-
-        thread = threading.Thread(target=write_changes, daemon=True, name="heartbeat")
+        thread = threading.Thread(target=self.write_changes, args=[stopped], daemon=True, name="heartbeat")
         thread.start()
+
+        state: State = "finished"
+        message = ""
         try:
             yield
         except Preempted as error:
-            end = ("preempted", str(error).split(";")[0])
+            state = "preempted"
+            message = str(error).split(";")[0]
             raise
         except BaseException as error:
-            end = ("failed", format_error(error))
+            state = "failed"
+            message = format_error(error)
             raise
         finally:
+            # The thread first: a heartbeat that it writes later would replace the last one.
             stopped.set()
             thread.join()
-            state, why = end
-            beat = self.read().ended(state, why)
+            beat = self.read().with_end(state, message)
             if state == "finished":
                 beat = replace(beat, phase="", done=1.0)
             self.write(beat)
             self.folder = None
             self.bars = []
 
+    def write_changes(self, stopped: threading.Event) -> None:
+        """Until it is stopped: writes a new phase or state, and the first step of a phase, at once; all else
+        once a period."""
+        last_state = None
+        next_time = 0.0
+        while not stopped.wait(TICK_S):
+            beat = self.read()
+            current_state = (beat.phase, bool(beat.step), beat.state)
+            if current_state != last_state or time.monotonic() > next_time:
+                last_state = current_state
+                next_time = time.monotonic() + PERIOD_S
+                self.write(beat)
+
     def read(self) -> Heartbeat:
         """The current heartbeat. Within a stage a closed bar counts too, without the time left."""
-        phase = self.phase  # the run's thread may set another one meanwhile
+        # Read once: the run's thread may set another phase meanwhile.
+        phase = self.phase
         bars = self.bars
         open_bars = [bar for bar in bars if not bar.disable]
         if open_bars:
@@ -268,25 +275,20 @@ class HeartbeatThread:
             stage=phase.stage,
             stages=phase.stages,
             why=self.waiting,
-            began=self.began,
+            began=self.run_start,
         )
         if bar is not None:
             beat = replace(beat, step=bar.n, steps=bar.total)
             if phase.stage is None and " " in bar.desc:  # `tokenising law`, where the phase is `tokenising`
                 beat = replace(beat, phase=bar.desc.strip(": "))
-            rate = find_rate(bar)
-            if rate and bar.total and open_bars:
-                eta = round(max(0.0, bar.total - bar.n) / rate, 1)
-                beat = replace(beat, phase_eta_s=eta)
-                if phase.remaining_s is not None:
-                    later_s = phase.remaining_s + phase.remaining_steps / rate
-                    beat = replace(beat, run_eta_s=round(eta + later_s, 1))
+            if open_bars:
+                beat = add_eta(beat, bar, phase)
 
-        if phase.total:
-            steps_done: int | float = phase.done
+        if phase.total_steps:
+            steps_done: int | float = phase.earlier_steps
             if phase.trains:
                 steps_done += beat.step or 0
-            beat = replace(beat, done=round(min(1.0, steps_done / phase.total), 4))
+            beat = replace(beat, done=round(min(1.0, steps_done / phase.total_steps), 4))
         return beat
 
     def write(self, beat: Heartbeat) -> None:
@@ -300,26 +302,40 @@ class HeartbeatThread:
             self.warned = True
 
     @contextmanager
-    def waiting_for(self, what: str) -> Iterator[None]:
-        self.waiting = what
+    def waiting_for(self, event: str) -> Iterator[None]:
+        """Within, the run's status says that it waits for this."""
+        self.waiting = event
         try:
             yield
         finally:
             self.waiting = ""
 
     def set_phase(self, phase: Phase | str) -> None:
+        """Begins a phase; bars of the phase before no longer count."""
         self.phase = Phase(name=phase) if isinstance(phase, str) else phase
         self.bars = []
 
 
+def add_eta(beat: Heartbeat, bar: tqdm, phase: Phase) -> Heartbeat:
+    """A heartbeat with the seconds that the phase of an open bar and the whole run still take, if known."""
+    rate = find_rate(bar)
+    if not rate or not bar.total:
+        return beat
+    phase_eta_s = round(max(0.0, bar.total - bar.n) / rate, 1)
+    if phase.remaining_s is None:
+        return replace(beat, phase_eta_s=phase_eta_s)
+    later_s = phase.remaining_s + phase.remaining_steps / rate
+    return replace(beat, phase_eta_s=phase_eta_s, run_eta_s=round(phase_eta_s + later_s, 1))
+
+
 def find_rate(bar: tqdm) -> float | None:
     """Units per second of a bar, None if unknown."""
-    shown = bar.format_dict
-    if shown["rate"]:
-        return shown["rate"]
+    timing = bar.format_dict
+    if timing["rate"]:  # a smoothed one, which a bar has once it has been drawn again
+        return timing["rate"]
     num_new = bar.n - bar.initial
-    if num_new > 0 and shown["elapsed"]:
-        return num_new / shown["elapsed"]
+    if num_new > 0 and timing["elapsed"]:
+        return num_new / timing["elapsed"]
     return None
 
 
@@ -349,19 +365,19 @@ def progress_bar(
     *,
     total: int | None,
     hidden: bool,
-    done: int = 0,
+    initial: int = 0,
     unit: str = "it",
     scale: bool = False,
     delay: float = 0.0,
 ) -> tqdm:
-    """A bar named `label` that ends at `total` units, of which some are done, and goes when it is closed.
+    """A bar named `label` that ends at `total` units, begins at `initial`, and goes when it is closed.
     With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds. The run's
     progress.json says where it is."""
     is_terminal = sys.stderr.isatty()
     bar = tqdm(
         desc=label,
         total=total,
-        initial=done,
+        initial=initial,
         unit=unit,
         unit_scale=scale,
         leave=False,

@@ -138,10 +138,14 @@ def list_choices(overrides: tuple[str, ...]) -> dict[str, str]:
 
 # A value for models built here, another for given checkpoints.
 OmegaConf.register_new_resolver(
-    "built_or_given", lambda checkpoint, built, given: built if checkpoint is None else given, replace=True
+    "built_or_given",
+    lambda checkpoint, if_built, if_given: if_built if checkpoint is None else if_given,
+    replace=True,
 )
 # A default that depends on another option: ${by:${method.rule},{ties:1},0.5}, the last for all other choices.
-OmegaConf.register_new_resolver("by", lambda choice, values, other: values.get(choice, other), replace=True)
+OmegaConf.register_new_resolver(
+    "by", lambda choice, values, default: values.get(choice, default), replace=True
+)
 OmegaConf.register_new_resolver("choices", name_run, replace=True)
 # Of `trainer` under srun, as torchrun's environment variables are.
 OmegaConf.register_new_resolver("tasks_per_node", tasks_per_node, replace=True)

@@ -47,7 +47,7 @@ class SignalState:
 
     number = 0
     deferrals = 0
-    asked = 0.0  # when the store was asked last
+    last_read = 0.0  # when the store of the processes was read
     released: list[Popen] = []
 
     def receive(self, number: int, frame: FrameType | None) -> None:
@@ -96,16 +96,18 @@ def heed_signals() -> Iterator[None]:
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
     threading.Thread(target=watch_signals, args=[receiving], daemon=True, name="signals").start()
-    woken = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number, handler in before.items():
+    previous_descriptor = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
+    previous_handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in previous_handlers.items():
         if handler != signal.SIG_IGN:
             signal.signal(number, notice.receive)
+
     try:
         yield
     except Preempted as leaving:
         if is_first_process():
             print(f"cpt: {leaving}", file=sys.stderr, flush=True)
+        # The others save what they have learned too: they are killed only if that takes too long.
         deadline = time.monotonic() + CHILDREN_S
         for child in children():
             try:
@@ -117,9 +119,9 @@ def heed_signals() -> Iterator[None]:
         leave_process(GO_ON)
     finally:
         notice.deferrals += 1  # the program has ended: a signal is only recorded
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(woken)
+        signal.set_wakeup_fd(previous_descriptor)
         sending.close()
         notice.deferrals -= 1
 

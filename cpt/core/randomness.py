@@ -57,20 +57,20 @@ def shuffle(positions: np.ndarray, count: int | np.ndarray, *, stream: int | np.
     counts = np.broadcast_to(words_of(count), shape)
 
     items = feistel(words_of(positions), keys, halves)
-    beyond = items >= counts
-    while beyond.any():
-        items[beyond] = feistel(items[beyond], keys[beyond], halves[beyond])
-        beyond = items >= counts
+    is_beyond = items >= counts
+    while is_beyond.any():
+        items[is_beyond] = feistel(items[is_beyond], keys[is_beyond], halves[is_beyond])
+        is_beyond = items >= counts
     return items.astype(np.int64)
 
 
 def feistel(words: np.ndarray, keys: np.ndarray, half: np.ndarray) -> np.ndarray:
     """Keyed bijections of the integers below 4 ** half, each [B]."""
     low_bits = (np.uint64(1) << half) - np.uint64(1)
-    left = words >> half
-    right = words & low_bits
+    left_half = words >> half
+    right_half = words & low_bits
     for round_keys in mix_bits(keys + np.arange(ROUNDS, dtype=np.uint64)[:, None]):
-        mixed = left ^ (mix_bits(right ^ round_keys) & low_bits)
-        left = right
-        right = mixed
-    return (left << half) | right
+        mixed = left_half ^ (mix_bits(right_half ^ round_keys) & low_bits)
+        left_half = right_half
+        right_half = mixed
+    return (left_half << half) | right_half

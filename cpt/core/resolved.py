@@ -101,7 +101,7 @@ def is_changing(text: str) -> bool:
     return not set(CALL.findall(text)) <= REPEATABLE
 
 
-def written(config: DictConfig, key: str) -> str:
+def read_unresolved(config: DictConfig, key: str) -> str:
     """A text of a config as it was written, not resolved."""
     parent, _, name = key.rpartition(".")
     section: Any = OmegaConf.to_container(OmegaConf.select(config, parent), resolve=False)
@@ -112,7 +112,7 @@ def resolve_sweep_folder(config: DictConfig) -> None:
     """Replaces the folder of a sweep, of which each job would have another, by its name."""
     fix_time()
     HydraConfig.instance().set_config(config)
-    if is_changing(written(config, SWEEP_FOLDER)):
+    if is_changing(read_unresolved(config, SWEEP_FOLDER)):
         set_values(config, {SWEEP_FOLDER: str(config.hydra.sweep.dir)})
 
 
@@ -121,7 +121,7 @@ def resolve_job(config: DictConfig, number: int, *, sweep: DictConfig) -> list[s
 
     Returns the overrides that pass these values and the job's number on to the job's process."""
     fix_time()
-    if is_changing(written(config, SWEEP_FOLDER)):
+    if is_changing(read_unresolved(config, SWEEP_FOLDER)):
         set_values(config, {SWEEP_FOLDER: str(sweep.hydra.sweep.dir)})
     set_values(config, {JOB_NUMBER: number})  # as Hydra's launchers
 

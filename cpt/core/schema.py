@@ -243,10 +243,11 @@ def describe_wrong_type(error: ValidationError, key: str) -> str:
     for step in first["loc"]:
         path += f"[{step}]" if isinstance(step, int) else f".{step}"
 
-    needed = first["type"].partition("_")[0]
-    if needed in PROBLEMS:
-        return f"{path} is {PROBLEMS[needed]}"
-    return f"{path} is {first['input']!r:.40}, needed is {needed}"
+    # pydantic's type of an error is `missing`, `extra_forbidden`, or the type that a value had to be.
+    expected = first["type"].partition("_")[0]
+    if expected in PROBLEMS:
+        return f"{path} is {PROBLEMS[expected]}"
+    return f"{path} is {first['input']!r:.40}, needed is {expected}"
 
 
 def join(section: str, name: str) -> str:
@@ -269,20 +270,19 @@ def prefix_errors(section: str) -> Iterator[None]:
         raise ValueError(join(section, str(error))) from error
 
 
-def unknown_name(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
-    """The message for an option, or for a `group=choice`, that does not exist. `whole` replaces the list of
-    what is allowed."""
+def unknown_name(key: str, allowed: Iterable[str], *, listing: str | None = None) -> str:
+    """The message for an option, or for a `group=choice`, that does not exist. `listing` replaces the list
+    of what is allowed, of which many names are left out."""
     names_by_end = {}
     for name in allowed:
         section, _, end = name.rpartition(".")
         if not section or end not in INTERNAL:
             names_by_end[end] = name
 
-    listed = whole
-    if listed is None:
-        listed = abbreviate(names_by_end.values(), limit=MAX_LISTED) or "none"
+    if listing is None:
+        listing = abbreviate(names_by_end.values(), limit=MAX_LISTED) or "none"
     kind = "choice" if "=" in key else "option"
-    message = f"{key} is invalid: unknown {kind}. Allowed: {listed}"
+    message = f"{key} is invalid: unknown {kind}. Allowed: {listing}"
 
     last_word = re.split("[.=]", key)[-1]
     similar = difflib.get_close_matches(last_word, names_by_end, n=1, cutoff=0.6)

@@ -28,15 +28,15 @@ def load_target(target: str, *, section: str = "") -> Any:
     """The class or function of a `_target_`; raises ValueError if it does not exist."""
     key = join(section, "_target_")
     try:
-        found_object = resolve_name(target)
+        loaded = resolve_name(target)
     except Exception as error:  # whatever a module raises while it is imported
         cause = find_import_error(target, error)
         raise InvalidOptionError(key, target, reason=reason(cause), allowed="module.Class") from cause
 
-    if not callable(found_object):
-        kind = type(found_object).__name__
+    if not callable(loaded):
+        kind = type(loaded).__name__
         raise InvalidOptionError(key, target, reason=f"a {kind}", allowed="module.Class")
-    return found_object
+    return loaded
 
 
 def find_import_error(target: str, error: Exception) -> Exception:
@@ -125,18 +125,19 @@ def is_config_class(module_name: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Section:
-    """The values of a section; `used` are the names that other values interpolate."""
+    """The values of a section; `interpolated` are the names that other values interpolate."""
 
     name: str
     values: Mapping[str, Any]
-    used: frozenset[str] = frozenset()
+    interpolated: frozenset[str] = frozenset()
 
     def read(self, kind: type[Read]) -> Read:
         """The options of the section. Raises ValueError as `read_options`."""
         types = option_types(kind)
-        values: dict[str, Any] = {}
+        values = {}
         for name, value in self.values.items():
-            if name not in types and name in self.used:
+            # A user's own entry, which the config itself uses, is no option that is misspelt.
+            if name not in types and name in self.interpolated:
                 continue
             if isinstance(value, Mapping) and "_target_" in value:
                 values[name] = Section(join(self.name, name), value).choose()
@@ -144,11 +145,11 @@ class Section:
                 values[name] = value
         return read_options(kind, values, section=self.name)
 
-    def choose(self, *, needed: bool = False) -> Any:
+    def choose(self, *, is_required: bool = False) -> Any:
         """What `_target_` chooses: Options where a class is its own Options, else a Choice; None where
-        nothing is chosen, unless it is `needed`."""
+        nothing is chosen. Raises ValueError for that if a choice is required."""
         target = self.values.get("_target_")
-        check_value(join(self.name, "_target_"), target, Text if needed else Text | None)
+        check_value(join(self.name, "_target_"), target, Text if is_required else Text | None)
         if target is None:
             return None
 
@@ -167,12 +168,13 @@ class Section:
         """The values that Options have a name for, and the others."""
         types = option_types(kind)
         options = {name: value for name, value in self.values.items() if name in types}
-        others = {name: value for name, value in self.values.items() if name not in types}
-        return options, others
+        other_values = {name: value for name, value in self.values.items() if name not in types}
+        return options, other_values
 
 
-def read_section(cfg: DictConfig, section: str, written: str, *, names: Sequence[str] = ()) -> Section:
-    """A section of a config that is `written` so, or these names at its top. Raises MissingMandatoryValue."""
+def read_section(cfg: DictConfig, section: str, config_text: str, *, names: Sequence[str] = ()) -> Section:
+    """A section of a config, or these names at its top. `config_text` is the whole config as it is written,
+    not resolved. Raises MissingMandatoryValue."""
     node = OmegaConf.select(cfg, section) if section else cfg
     if not isinstance(node, DictConfig):
         check_value(section, to_python(node), Mapping[str, Any])
@@ -181,8 +183,8 @@ def read_section(cfg: DictConfig, section: str, written: str, *, names: Sequence
     for name in names or map(str, node):
         if name in node or OmegaConf.is_missing(node, name):
             values[name] = to_python(node[name])  # raises for what is missing
-    used = frozenset(name for name in values if is_used(join(section, name), written))
-    return Section(section, values, used)
+    interpolated = frozenset(name for name in values if is_used(join(section, name), config_text))
+    return Section(section, values, interpolated)
 
 
 def to_python(value: Any) -> Any:
@@ -208,6 +210,7 @@ def check_arguments(section: str, arguments: Mapping[str, Any], *, given_by_cpt:
     else:
         makers = [chosen]
 
+    # A constructor that takes any keyword hands it to the one above: their names add up until one does not.
     excluded = ("self", *given_by_cpt)
     names: dict[str, None] = {}
     for maker in makers:

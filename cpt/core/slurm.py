@@ -6,6 +6,8 @@ tasks. Each task that it starts has those of its step."""
 import os
 from collections.abc import Mapping
 
+from cpt.core.exceptions import InvalidOptionError
+
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST")  # set by srun alone
 INTERACTIVE = ("bash", "interactive")  # job names of `srun --pty bash` and `salloc`, as Lightning knows them
 TASK = (
@@ -57,8 +59,12 @@ def check_launch(devices: int | None, nodes: int) -> None:
     is_job = tasks > 0 and not is_started_by_torchrun()
     if is_job and not is_slurm_task() and not is_interactive():
         if tasks > 1:
-            problem = f"SLURM_NTASKS={tasks} is invalid without srun, which starts the tasks"
-            raise ValueError(f"{problem}. Allowed: srun python run.py …, or --ntasks=1 for one process")
+            raise InvalidOptionError(
+                "SLURM_NTASKS",
+                tasks,
+                context="without srun, which starts the tasks",
+                allowed="srun python run.py …, or --ntasks=1 for one process",
+            )
         if devices is not None:
             compare_tasks(tasks, devices, nodes)
     elif devices is not None:
@@ -74,10 +80,10 @@ def check_task_count(devices: int, nodes: int) -> None:
 
 def compare_tasks(tasks: int, devices: int, nodes: int) -> None:
     if tasks != devices * nodes:
-        problem = f"trainer.devices={devices} trainer.num_nodes={nodes} is invalid: SLURM_NTASKS={tasks}"
-        allowed = f"srun with --nodes={nodes} --ntasks-per-node={devices}, a task per device"
         raise ValueError(
-            f"{problem}. Allowed: {allowed}; or the devices of {tasks} tasks (strategy=ddp, fsdp)"
+            f"trainer.devices={devices} trainer.num_nodes={nodes} is invalid: SLURM_NTASKS={tasks}. "
+            f"Allowed: srun with --nodes={nodes} --ntasks-per-node={devices}, a task per device; "
+            f"or the devices of {tasks} tasks (strategy=ddp, fsdp)"
         )
 
 

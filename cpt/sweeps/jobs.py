@@ -128,7 +128,9 @@ class Job:
         self.log_end(f"finished in {time.monotonic() - self.start_time:.0f} s")
         if not self.whole:
             state: State = "preempted" if self.state == "preempted" else "failed"
-            record_exit(self.folder, state, self.failure().removeprefix(f"{state} "), began=self.start_date)
+            record_exit(
+                self.folder, state, self.failure().removeprefix(f"{state} "), run_start=self.start_date
+            )
 
     def log_end(self, finished: str) -> None:
         if self.whole:

@@ -76,8 +76,8 @@ class ActivityTimer:
             stage=number,
             stages=len(self.data),
             trains=activity == "learn",
-            done=sum(num_steps[:next_to_score]),
-            total=sum(num_steps),
+            earlier_steps=sum(num_steps[:next_to_score]),
+            total_steps=sum(num_steps),
             remaining_s=remaining_s,
             remaining_steps=untimed_steps,
         )

@@ -18,7 +18,10 @@ class ProgressBar(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.bar = progress_bar(
-            self.label, total=trainer.max_steps, done=trainer.global_step, hidden=not trainer.is_global_zero
+            self.label,
+            total=trainer.max_steps,
+            initial=trainer.global_step,
+            hidden=not trainer.is_global_zero,
         )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

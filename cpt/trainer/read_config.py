@@ -90,7 +90,7 @@ def read_sections(cfg: DictConfig) -> Sections:
     endtask = read("endtask").values
     if endtask.get("_target_") is not None:
         check_task_values(endtask)
-    method = read("method").choose(needed=True)
+    method = read("method").choose(is_required=True)
     top = read_section(cfg, "", text, names=[field.name for field in fields(RunOptions)])
     return Sections(
         lr_scheduler=read_schedule(read("lr_scheduler")),
@@ -130,7 +130,7 @@ def check_keys(cfg: DictConfig, text: str) -> None:
 
     for key in map(str, cfg):
         if key not in allowed_keys and key not in SETS_OTHERS and not is_used(key, text):
-            raise ValueError(unknown_name(key, allowed_keys, whole=", ".join(allowed_keys)))
+            raise ValueError(unknown_name(key, allowed_keys, listing=", ".join(allowed_keys)))
     for key in allowed_keys:
         if key not in cfg and not OmegaConf.is_missing(cfg, key):
             raise ValueError(f"{key} is missing. Allowed: {key}=CHOICE, one of conf/{key}")
@@ -140,7 +140,7 @@ def choose(section: Section, kind: type, *, default: Any = None) -> Any:
     """The options of the class below `kind` that a section chooses; `default` where it chooses none."""
     if default is not None and section.values.get("_target_", "") is None:
         return default
-    options = section.choose(needed=default is not None)
+    options = section.choose(is_required=default is not None)
     if options is not None:
         check_kind(section, options, kind)
     return options
@@ -170,7 +170,7 @@ def read_model(section: Section) -> ModelOptions:
 
 def read_schedule(section: Section) -> Any:
     """The schedule: one of cpt's, or what a class of the user's makes."""
-    schedule = section.choose(needed=True)
+    schedule = section.choose(is_required=True)
     if isinstance(schedule, Choice):
         schedule = schedule.load()(**schedule.arguments)
     if not callable(schedule):
@@ -184,7 +184,7 @@ def read_schedule(section: Section) -> Any:
 
 def read_source(section: Section) -> Source:
     """Where the text comes from: a source of cpt's, or what a class of the user's makes."""
-    source = section.choose(needed=True)
+    source = section.choose(is_required=True)
     if isinstance(source, Choice):
         source = source.load()(**source.arguments)
     check_kind(section, source, Source)
@@ -201,7 +201,7 @@ def read_trainer(section: Section) -> TrainerOptions:
     """The options of the trainer. Those that cpt has no name for go to lightning.Trainer, which rejects what
     it does not know; but for those that cpt sets, and those that other values interpolate."""
     options, others = section.split(TrainerOptions)
-    lightning_options = {name: value for name, value in others.items() if name not in section.used}
+    lightning_options = {name: value for name, value in others.items() if name not in section.interpolated}
     for name, value in lightning_options.items():
         if name in SET_BY_CPT:
             raise InvalidOptionError(

@@ -171,7 +171,7 @@ class RunDir:
         with FileLock(lock, timeout=0) if lock.exists() else contextlib.nullcontext():
             self.remove_if_empty()
         if self.path.is_dir():
-            record_exit(self.path, "failed", format_error(error), began=start_time)
+            record_exit(self.path, "failed", format_error(error), run_start=start_time)
 
     def remove_if_empty(self) -> None:
         """Removes the directory if it has no file of a run."""

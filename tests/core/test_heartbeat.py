@@ -78,11 +78,20 @@ def test_a_killed_process_takes_its_children_with_it_and_a_rank_ends_without_its
 
 def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path):
     with heartbeat.heartbeat(tmp_path):
-        with progress_bar("tokenising law", total=10, hidden=False, done=4) as bar:
+        with progress_bar("tokenising law", total=10, hidden=False, initial=4) as bar:
             bar.smoothing, bar.start_t, bar.n = 0, bar._time() - 3, 6
             assert HEARTBEAT.read().phase_eta_s == pytest.approx(6.0, abs=0.5)  # (10 - 6) / ((6 - 4) / 3)
-        known = {"remaining_s": 14.0, "remaining_steps": 60, "done": 20, "total": 100}
-        set_phase(Phase(name="training law", stage=1, stages=3, trains=True, **known))
+        phase = Phase(
+            name="training law",
+            stage=1,
+            stages=3,
+            trains=True,
+            earlier_steps=20,
+            total_steps=100,
+            remaining_s=14.0,
+            remaining_steps=60,
+        )
+        set_phase(phase)
         with progress_bar("law (1/3)", total=10, hidden=False) as bar:
             assert HEARTBEAT.read().phase_eta_s is HEARTBEAT.read().run_eta_s is None  # no step yet
             bar.start_t, bar.n = bar._time() - 10, 5

@@ -238,7 +238,6 @@ class TextWriter(ReplaySource):
             f"texts before {stage.name}",
             total=sum(job.tokens_to_write for job in jobs),
             hidden=files is None,
-            done=sum(progress.tokens.values()),
             unit="tok",
             scale=True,
         )
