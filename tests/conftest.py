@@ -44,10 +44,10 @@ trainer.steps=6 trainer.batch_size=8 trainer.eval_batch_size=64 trainer.importan
 trainer.checkpoint_every=2 trainer.log_every_n_steps=2 trainer.precision=32-true logger=none
 """
 SMALL = SIZES.split()
-SMALL_GPT2 = ["model=tiny_gpt2", *(each for each in SMALL if not each.startswith("model.config."))]
+SMALL_GPT2 = ["model=tiny_gpt2", *(option for option in SMALL if not option.startswith("model.config."))]
 SMALL_GPT2 += ["model.config.n_embd=32", "model.config.n_head=2"]
 SMALL_T5 = ["model=tiny_t5", "model.mlm_probability=0.15", "model.mean_span=3"]
-SMALL_T5 += [each for each in SMALL if not each.startswith(("model.config.", "model.vocab_size"))]
+SMALL_T5 += [option for option in SMALL if not option.startswith(("model.config.", "model.vocab_size"))]
 SMALL_T5 += [f"model.config.{size}" for size in ("d_model=32", "d_kv=16", "d_ff=48", "num_heads=2")]
 SMALL_T5 += ["model.vocab_size=400"]
 LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of tests in which a model learns
@@ -56,10 +56,11 @@ LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of 
 def pytest_configure() -> None:
     """Has programs that tests start heed signals, though these tests may be started where some are ignored:
     in the background of a shell, by nohup."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python sets handlers in the main thread only
+    for signal_number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(signal_number) == signal.SIG_IGN:
+            signal.signal(signal_number, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is found
@@ -69,15 +70,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_campaign_row(item.nodeid):
             item.add_marker(pytest.mark.campaign)
-        asked = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        learns = LEARNING & {*getattr(item, "fixturenames", ()), *map(str, asked)}
-        if learns or item.get_closest_marker("campaign"):
+
+        # A parameter may be the name of a fixture that the test asks for by request.getfixturevalue.
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        names = {*getattr(item, "fixturenames", ()), *map(str, parameters)}
+        if names & LEARNING or item.get_closest_marker("campaign"):
             item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What the tests read in stays: to look through it for cycles was a tenth of what they took."""
+    """Excludes the imported modules from garbage collection, which took a tenth of the time of all tests."""
     gc.disable()
     try:
         return (yield)
@@ -88,7 +91,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def sparing() -> None:
+def fast_libraries() -> None:
     import torch
 
     import cpt.core.naming  # noqa: F401  (registers the resolvers)
@@ -116,8 +119,8 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def told() -> Iterator[None]:
-    """What a run holds back of its lines (a process that is not the first) is told again in the next test."""
+def restored_log_level() -> Iterator[None]:
+    """A run that is not the first process raises the level, which would silence the next test."""
     logger = logging.getLogger("cpt")
     level = logger.level
     yield
@@ -138,15 +141,15 @@ def composed() -> Iterator[Callable[..., DictConfig]]:
 
 
 def with_values(*overrides: str) -> DictConfig:
-    """As Hydra composes it, in its two steps: to choose from the groups takes 0.1 s and is done once for each
-    choice, to set values takes none."""
+    """The config as Hydra composes it, in its two steps: to choose from the groups takes 0.1 s and is done
+    once for each choice, to set values takes almost no time."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    chosen = tuple(each for each in overrides if is_choice(each))
-    cfg = pickle.loads(composed_once(chosen))  # a copy in a sixth of deepcopy's time
-    values = OverridesParser.create().parse_overrides([each for each in overrides if each not in chosen])
-    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+    choices = tuple(override for override in overrides if is_choice(override))
+    values = [override for override in overrides if override not in choices]
+    cfg = pickle.loads(composed_once(choices))  # a copy in a sixth of deepcopy's time
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), cfg)
     return cfg
 
 
@@ -166,18 +169,19 @@ def composed_once(choices: tuple[str, ...]) -> bytes:
 
 @pytest.fixture
 def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that adds a callback to the trainers of later stages, or none: `killing(Killer(step=3))`."""
     from cpt.trainer import stage  # not at the start of every test
 
-    trainer = stage.make_trainer
+    make_trainer = stage.make_trainer
 
-    def by(killer: Any) -> None:
-        def deadly(options: Any, *, callbacks: Any = (), **others: Any) -> Any:
-            extra = [killer] if callbacks and killer else []
-            return trainer(options, callbacks=[*callbacks, *extra], **others)
+    def add_killer(killer: Any) -> None:
+        def make_trainer_with_killer(options: Any, *, callbacks: Any, **arguments: Any) -> Any:
+            killers = [] if killer is None else [killer]
+            return make_trainer(options, callbacks=[*callbacks, *killers], **arguments)
 
-        monkeypatch.setattr(stage, "make_trainer", deadly)
+        monkeypatch.setattr(stage, "make_trainer", make_trainer_with_killer)
 
-    return by
+    return add_killer
 
 
 def sized(name: str, sizes: list[str]) -> Any:
@@ -185,8 +189,8 @@ def sized(name: str, sizes: list[str]) -> Any:
 
     @pytest.fixture(name=name)
     def config(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
-        places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
-        return lambda *overrides: composed(*places, *sizes, *overrides)
+        texts = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
+        return lambda *overrides: composed(*texts, *sizes, *overrides)
 
     return config
 
@@ -201,7 +205,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a third of a small run; tests/reporting/test_snapshots.py draws them."""
     names = ["matrix", "text_curves", "training", "monitor", "modules", "overlap", "layers", "distributions"]
     for name in names:
-        monkeypatch.setattr(f"cpt.reporting.run_figures.draw_{name}", lambda *given, **how: b"")
+        monkeypatch.setattr(f"cpt.reporting.run_figures.draw_{name}", lambda *args, **kwargs: b"")
 
 
 @pytest.fixture

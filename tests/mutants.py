@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LIST, RESULTS = ROOT / "tests" / "mutants.toml", ROOT / "tests" / "mutants.json"
+LIST = ROOT / "tests" / "mutants.toml"
+RESULTS = ROOT / "tests" / "mutants.json"
 LIMIT_S = 240  # of one mutant's tests
 OUTPUT = 2000  # characters that are shown of tests that fail without a mutant
 # Imported once; the process of each mutant is a fork, which then imports cpt from its copy.
@@ -54,8 +55,11 @@ class Mutant:
         """The file and its text with the fault. Raises ValueError where its text does not occur once."""
         paths = [path for path in sorted((root / "cpt").rglob("*.py")) if str(path).endswith(self.file)]
         texts = {path: path.read_text(encoding="utf-8") for path in paths}
-        if (times := sum(text.count(self.old) for text in texts.values())) != 1:
-            raise ValueError(f"mutant {self.name}: its text occurs {times} times, not once: {self.old!r}")
+        num_occurrences = sum(text.count(self.old) for text in texts.values())
+        if num_occurrences != 1:
+            raise ValueError(
+                f"mutant {self.name}: its text occurs {num_occurrences} times, not once: {self.old!r}"
+            )
         (path,) = [path for path, text in texts.items() if self.old in text]
         return path, texts[path].replace(self.old, self.new)
 
@@ -65,37 +69,38 @@ class Mutant:
         compile(text, str(path), "exec")
         for test in self.tests:
             file, _, name = test.partition("::")
-            there = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
-            if not there or (name and f"def {name.partition('[')[0]}(" not in there):
+            source = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
+            if not source or (name and f"def {name.partition('[')[0]}(" not in source):
                 raise ValueError(f"mutant {self.name}: there is no {test}; change it in tests/mutants.toml")
 
 
 @dataclass
 class Result:
-    """What tests said of a mutant, or of the code as it is; `by`: the test that has failed."""
+    """What tests said of a mutant, or of the code as it is."""
 
-    state: str
+    state: str  # one of STATES
     seconds: float
-    by: str
+    failed_test: str  # empty where none failed
     output: str
 
 
 def read_mutants() -> list[Mutant]:
     """`methods/test_l2: one two` names two tests of a file, `methods/test_l2` all of it."""
-    found = []
+    mutants = []
     for area, members in tomllib.loads(LIST.read_text(encoding="utf-8")).items():
-        for name, given in members.items():
+        for name, fields in members.items():
             tests: list[str] = []
-            for line in given.pop("tests"):
+            for line in fields.pop("tests"):
                 path, _, names = line.partition(":")
-                tests += [f"tests/{path}.py::test_{each}" for each in names.split()] or [f"tests/{path}.py"]
-            found.append(Mutant(f"{area}.{name}", tests=tuple(tests), **given))
-    return found
+                tests += [f"tests/{path}.py::test_{test}" for test in names.split()] or [f"tests/{path}.py"]
+            mutants.append(Mutant(f"{area}.{name}", tests=tuple(tests), **fields))
+    return mutants
 
 
 def make_copy(folder: Path) -> Path:
     shutil.copytree(ROOT, folder / "checkout", ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
-    if (shared := ROOT.parent / "shared").exists():  # numbers of the authors' code, where tests look for them
+    shared = ROOT.parent / "shared"  # numbers of the authors' code, where tests look for them
+    if shared.exists():
         (folder / "shared").symlink_to(shared.resolve())
     return folder / "checkout"
 
@@ -104,22 +109,25 @@ def run_tests(copy: Path, tests: Sequence[str], failed: Path, output: Path) -> N
     """The process of one mutant: pytest in the copy; its exit code is pytest's."""
     import pytest
 
+    # A session of its own, so that try_tests can also kill what the tests start.
     os.setsid()
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+
+    # cpt and tests are imported from the copy, never from this checkout.
     os.chdir(copy)
     os.environ["PYTHONPATH"] = str(copy)
-    ours = ("", str(ROOT), str(ROOT / "tests"))
-    sys.path[:] = [str(copy), *(each for each in sys.path if each not in ours)]
+    checkout_paths = ("", str(ROOT), str(ROOT / "tests"))
+    sys.path[:] = [str(copy), *(path for path in sys.path if path not in checkout_paths)]
 
     class Chosen:
-        """All of a file but its campaign, and the tests that are named; the first one that fails is noted."""
+        """All of a file but its campaign, and the tests that are named; writes the first that fails."""
 
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
             named = {item for item in items if {item.nodeid, item.nodeid.partition("[")[0]} & {*tests}}
-            items[:] = [each for each in items if each in named or not each.get_closest_marker("campaign")]
+            items[:] = [item for item in items if item in named or not item.get_closest_marker("campaign")]
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed:
@@ -130,73 +138,98 @@ def run_tests(copy: Path, tests: Sequence[str], failed: Path, output: Path) -> N
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-m", ""]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported by now
     code = pytest.main([*options, f"--basetemp={copy.parent / 'tmp'}", *tests], plugins=[Chosen()])
+
+    # Threads and exit handlers that the tests have left are not waited for.
     sys.stdout.flush()
     os._exit(int(code))
 
 
 def try_tests(copy: Path, tests: Sequence[str], mutant: Mutant | None = None) -> Result:
-    began, failed, output = time.monotonic(), copy.parent / "failed.txt", copy.parent / "output.txt"
-    failed.write_text("")
+    start = time.monotonic()
+    failed_file = copy.parent / "failed.txt"
+    failed_file.write_text("")
+    output_file = copy.parent / "output.txt"
+
+    # Without a mutant, a file that no test imports is written as it is.
     path, text = mutant.mutated(copy) if mutant else (copy / "setup.py", "")
-    before = path.read_text(encoding="utf-8")
-    # What was compiled of it goes, since its size and second may be the same.
+    original_text = path.read_text(encoding="utf-8")
+    # The compiled file is removed: Python would use it where size and second of the source are the same.
     compiled = Path(importlib.util.cache_from_source(str(path)))
     try:
-        path.write_text(text or before, encoding="utf-8")
+        path.write_text(text or original_text, encoding="utf-8")
         compiled.unlink(missing_ok=True)
         fork = multiprocessing.get_context("fork")
-        process = fork.Process(target=run_tests, args=(copy, tests, failed, output))
+        process = fork.Process(target=run_tests, args=(copy, tests, failed_file, output_file))
         process.start()
         process.join(LIMIT_S)
-        late = process.is_alive()
+        is_late = process.is_alive()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)  # also what the tests have left
+            os.killpg(process.pid or 0, signal.SIGKILL)  # also processes that the tests have started
         process.join()
-        by = failed.read_text()
-        # A process that ends otherwise than by a failed test says nothing about the mutant.
-        state = "killed" if by else "survived" if process.exitcode == 0 else "invalid"
-        took = round(time.monotonic() - began, 1)
-        return Result("timed out" if late else state, took, by, output.read_text(errors="replace"))
     finally:
-        path.write_text(before, encoding="utf-8")
+        path.write_text(original_text, encoding="utf-8")
         compiled.unlink(missing_ok=True)
+
+    failed_test = failed_file.read_text()
+    if is_late:
+        state = "timed out"
+    elif failed_test:
+        state = "killed"
+    elif process.exitcode == 0:
+        state = "survived"
+    else:  # a process that ends otherwise than by a failed test says nothing about the mutant
+        state = "invalid"
+    seconds = round(time.monotonic() - start, 1)
+    return Result(state, seconds, failed_test, output_file.read_text(errors="replace"))
 
 
 def run_mutants(mutants: Sequence[Mutant]) -> Iterator[tuple[str, Result]]:
+    # Mutants of the same test files are a group: its tests are run once without a mutant.
     groups: dict[tuple[str, ...], list[Mutant]] = {}
     for mutant in mutants:
-        files = dict.fromkeys(each.partition("::")[0] for each in mutant.tests)
+        files = dict.fromkeys(test.partition("::")[0] for test in mutant.tests)
         groups.setdefault(tuple(files), []).append(mutant)
+
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = make_copy(Path(folder))
         for members in groups.values():
-            done = {each: try_tests(copy, each.tests, each) for each in members}
-            killed = {mutant: found for mutant, found in done.items() if found.state == "killed"}
-            tests = {found.by for found in killed.values()}
-            plain = try_tests(copy, sorted(tests)) if tests else None
-            if plain and plain.state != "survived":
-                print(f"invalid, as tests fail without a mutant: {plain.by or plain.state}", flush=True)
-                print(plain.output[-OUTPUT:], file=sys.stderr)
-                for found in killed.values():
-                    found.state = "invalid"
-            for mutant, found in done.items():
-                if found.state == "invalid" and not found.by:
-                    print(found.output[-OUTPUT:], file=sys.stderr)
-                print(f"{found.state:9}  {found.seconds:5.1f} s  {mutant.name}  {found.by}", flush=True)
-                yield mutant.name, found
+            results = {mutant: try_tests(copy, mutant.tests, mutant) for mutant in members}
+
+            # A test that fails on the code as it is has not detected anything.
+            killed = [result for result in results.values() if result.state == "killed"]
+            tests = {result.failed_test for result in killed}
+            unchanged = try_tests(copy, sorted(tests)) if tests else None
+            if unchanged and unchanged.state != "survived":
+                reason = unchanged.failed_test or unchanged.state
+                print(f"invalid, as tests fail without a mutant: {reason}", flush=True)
+                print(unchanged.output[-OUTPUT:], file=sys.stderr)
+                for result in killed:
+                    result.state = "invalid"
+
+            for mutant, result in results.items():
+                if result.state == "invalid" and not result.failed_test:
+                    print(result.output[-OUTPUT:], file=sys.stderr)
+                line = f"{result.state:9}  {result.seconds:5.1f} s  {mutant.name}  {result.failed_test}"
+                print(line, flush=True)
+                yield mutant.name, result
 
 
-def write_results(results: dict[str, Result], known: Sequence[str]) -> None:
-    both = json.loads(RESULTS.read_text(encoding="utf-8"))["mutants"] if RESULTS.exists() else {}
-    both |= {name: {"state": r.state, "seconds": r.seconds, "by": r.by} for name, r in results.items()}
-    both = {name: both[name] for name in known if name in both}
+def write_results(results: dict[str, Result], names: Sequence[str]) -> None:
+    """Adds results to those of earlier calls; `names`: of all mutants, in their order. Others are removed."""
+    stored = json.loads(RESULTS.read_text(encoding="utf-8"))["mutants"] if RESULTS.exists() else {}
+    for name, result in results.items():
+        stored[name] = {"state": result.state, "seconds": result.seconds, "by": result.failed_test}
+    rows = {name: stored[name] for name in names if name in stored}
+
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    states = [each["state"] for each in both.values()]
-    about: dict[str, Any] = {"commit": commit.strip(), "date": time.strftime("%Y-%m-%d"), "run": len(both)}
-    about |= {state: states.count(state) for state in STATES}
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in both.items())
-    text = f'{{\n "about": {json.dumps(about)},\n "mutants": {{\n{lines}\n }}\n}}\n'
+    head = {"commit": commit.strip(), "date": time.strftime("%Y-%m-%d"), "run": len(rows)}
+    states = [row["state"] for row in rows.values()]
+    counts = {state: states.count(state) for state in STATES}
+
+    # One line a mutant, so that a diff shows what has changed.
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    text = f'{{\n "about": {json.dumps(head | counts)},\n "mutants": {{\n{lines}\n }}\n}}\n'
     RESULTS.write_text(text, encoding="utf-8")
 
 
@@ -205,32 +238,41 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="names or areas of mutants (default: all)")
     parser.add_argument("--list", action="store_true", help="list them, and check that each can be applied")
     parser.add_argument("--write", action="store_true", help="note the results in tests/mutants.json")
-    given = parser.parse_args()
-    every, wrong = read_mutants(), []
-    mutants = [m for m in every if not given.names or {m.name, m.name.partition(".")[0]} & {*given.names}]
+    arguments = parser.parse_args()
+
+    all_mutants = read_mutants()
+    mutants = all_mutants
+    if arguments.names:
+        names = {*arguments.names}
+        mutants = [m for m in all_mutants if {m.name, m.name.partition(".")[0]} & names]
+
+    errors = []
     for mutant in mutants:
         try:
             mutant.check()
         except (ValueError, SyntaxError) as error:
-            wrong.append(str(error))
-    if given.list:
-        print("\n".join(f"{each.name}: {' '.join(each.tests)}" for each in mutants))
-    if wrong or not mutants:
-        print("\n".join(wrong) or f"no mutant is called {' or '.join(given.names)}", file=sys.stderr)
+            errors.append(str(error))
+    if arguments.list:
+        print("\n".join(f"{mutant.name}: {' '.join(mutant.tests)}" for mutant in mutants))
+    if errors or not mutants:
+        print("\n".join(errors) or f"no mutant is called {' or '.join(arguments.names)}", file=sys.stderr)
         return 1
-    if given.list:
+    if arguments.list:
         return 0
+
+    # Libraries read these when they are imported: before the imports that all forks share.
     for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     for name in PRELOADED.split(", "):
         importlib.import_module(name)
+
     results = {}
-    for name, found in run_mutants(mutants):
-        results[name] = found
-        if given.write:
-            write_results(results, [each.name for each in every])
-    states = [found.state for found in results.values()]
+    for name, result in run_mutants(mutants):
+        results[name] = result
+        if arguments.write:
+            write_results(results, [mutant.name for mutant in all_mutants])
+    states = [result.state for result in results.values()]
     print(", ".join(f"{states.count(state)} {state}" for state in STATES))
     return int("survived" in states)
 

@@ -188,8 +188,8 @@ class MarkFinder(ast.NodeVisitor):
 
     def visit_Raise(self, node: ast.Raise) -> None:
         if isinstance(node.exc, ast.Call) and self.message_names:
-            arguments = [name for argument in node.exc.args for name in names_in(argument)]
-            if self.message_names[-1].intersection(arguments):
+            names = set().union(*map(names_in, node.exc.args))
+            if names & self.message_names[-1]:
                 self.add("assembled error", node)
         self.generic_visit(node)
 

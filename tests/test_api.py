@@ -8,7 +8,6 @@
 
 import re
 import shutil
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +20,14 @@ from tests.support.example_runs import save_scores
 from tests.support.forked_scripts import run_script
 
 
-def documented(page: str, folder: str) -> dict[str, Any]:
-    """What the Python block of a page that reads runs defines."""
+def run_documented_code(page: str, folder: str) -> dict:
+    """The names that the Python block of a page defines when it reads the runs of `folder`."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    (code,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.S) if "from cpt import" in each)
-    made: dict[str, Any] = {}
-    exec(re.sub(r'"outputs/[^"]*"', repr(folder), code), made)
-    return made
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    (code,) = [block for block in blocks if "from cpt import" in block]
+    namespace = {}
+    exec(re.sub(r'"outputs/[^"]*"', repr(folder), code), namespace)
+    return namespace
 
 
 def test_a_run_and_a_sweep_are_data_frames_by_the_documented_lines_too(tmp_path):
@@ -39,13 +39,17 @@ def test_a_run_and_a_sweep_are_data_frames_by_the_documented_lines_too(tmp_path)
     run = load_run(tmp_path / "ewc-1")
     assert list(run.matrix.index) == run.scores.rows and list(run.matrix.columns) == run.scores.domains
     np.testing.assert_array_equal(run.matrix.to_numpy(), run.scores.matrix)
+
     frame = load_runs(tmp_path)
-    best = frame.query("metric == 'LC' and unit == 'nats'").groupby("method")["value"].agg(["mean", "count"])
-    assert best["count"].tolist() == [2, 2] and best["mean"]["ewc"] > best["mean"]["ncl"]
+    values = (
+        frame.query("metric == 'LC' and unit == 'nats'").groupby("method")["value"].agg(["mean", "count"])
+    )
+    assert values["count"].tolist() == [2, 2] and values["mean"]["ewc"] > values["mean"]["ncl"]
     assert set(frame["folder"]) == {str(folder) for folder in tmp_path.iterdir()} and load_runs().empty
-    documented("compare.md", str(tmp_path))
-    one = documented("reading-results.md", str(tmp_path / "ewc-1"))
-    assert {"metric", "unit", "value", "low", "high"} <= {*one["run"].frame.columns}
+
+    run_documented_code("compare.md", str(tmp_path))
+    namespace = run_documented_code("reading-results.md", str(tmp_path / "ewc-1"))
+    assert {"metric", "unit", "value", "low", "high"} <= {*namespace["run"].frame.columns}
 
 
 def test_what_cannot_be_read_is_named(tmp_path):

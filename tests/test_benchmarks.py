@@ -21,10 +21,10 @@ def test_every_benchmark_can_be_imported(name, monkeypatch):
 
 @pytest.mark.parametrize("part", ["packing, GPT-2 124M", "RoBERTa-base, 128", "methods, RoBERTa-base, 128"])
 def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
-    few = ["--dry", "--steps", "1", "--repeats", "2", "--together", "3", "--methods", "ewc", "--threads", "1"]
-    places = ["--parts", part, "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out.json")]
-    done = run_script(FOLDER / "gpu.py", *few, *places, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())["parts"][part]
-    assert not found.get("failed"), found
-    assert found["chunks" if "chunks" in found else "subjects"]
+    sizes = ["--dry", "--steps=1", "--repeats=2", "--together=3", "--methods=ewc", "--threads=1"]
+    paths = ["--parts", part, "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out.json")]
+    process = run_script(FOLDER / "gpu.py", *sizes, *paths, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    result = json.loads((tmp_path / "out.json").read_text())["parts"][part]
+    assert not result.get("failed"), result
+    assert result["chunks" if "chunks" in result else "subjects"]

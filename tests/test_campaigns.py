@@ -25,20 +25,21 @@ TRIALS = {
 QUICK = ("a killed run",)
 
 
+OTHER = [pytest.param(name, marks=pytest.mark.campaign) for name in TRIALS if name not in QUICK]
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("campaign")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "what", [pytest.param(name, marks=[pytest.mark.campaign] * (name not in QUICK)) for name in TRIALS]
-)
-def test_a_trial_of_each_campaign_is_fine(what, place):
-    if "disk" in what and os.geteuid() != 0:
+@pytest.mark.parametrize("fault", [*QUICK, *OTHER])
+def test_a_trial_of_each_campaign_is_fine(fault, folder):
+    trial, number = TRIALS[fault]
+    if "disk" in fault and os.geteuid() != 0:
         pytest.skip("a file system of one's own needs root")
-    if "SLURM" in what and TRIALS[what][0] is slurm.trial and slurm.missing():
+    if trial is slurm.trial and slurm.missing():
         pytest.skip(slurm.missing())
-    trial, number = TRIALS[what]
-    (found,) = frame.run_trials(trial, place, [number], seed=0)
-    assert found["fine"], found
+    (outcome,) = frame.run_trials(trial, folder, [number], seed=0)
+    assert outcome["fine"], outcome

@@ -24,20 +24,25 @@ def run(small, start, tmp_path):
 
 
 def test_it_frees_what_no_run_has_used_and_a_run_makes_it_again(run, start, tmp_path, capsys):
-    cache, old = tmp_path / "cache", time.time() - 40 * 86400
+    cache = tmp_path / "cache"
     artifacts = [path.parent for path in cache.rglob("checksums.json")]
     assert len(artifacts) > 5 and all(permissions(path) == "0755" for path in artifacts)
     assert clean.main([str(cache)]) == 0 and capsys.readouterr().out.startswith("0 entries")
-    left, held = cache / "packed" / "a-train-0123456789abcdef.partial", artifacts[0]
-    left.mkdir()
-    for path in [left, *artifacts]:
-        os.utime(path, (old, old))
+
+    partial = cache / "packed" / "a-train-0123456789abcdef.partial"
+    partial.mkdir()
+    days_ago = time.time() - 40 * 86400
+    for path in [partial, *artifacts]:
+        os.utime(path, (days_ago, days_ago))
     assert clean.main([str(cache)]) == 0
-    assert f"{len(artifacts) + 1} entries; add --yes" in capsys.readouterr().out and left.exists()
-    with locked(held):
+    assert f"{len(artifacts) + 1} entries; add --yes" in capsys.readouterr().out and partial.exists()
+
+    locked_artifact = artifacts[0]
+    with locked(locked_artifact):
         assert clean.main([str(cache), "--yes"]) == 0
-    assert "in use" in capsys.readouterr().out and not left.exists()
-    assert [path for path in artifacts if path.exists()] == [held]
+    assert "in use" in capsys.readouterr().out and not partial.exists()
+    assert [path for path in artifacts if path.exists()] == [locked_artifact]
+
     start(run, tmp_path / "outputs" / "again")
     assert clean.main([str(cache), "--days", "30"]) == 0  # the one that was old has been used
     assert capsys.readouterr().out.startswith("0 entries")
@@ -47,13 +52,13 @@ def test_a_finished_run_without_its_stages_stays_finished(run, start, tmp_path):
     folder = tmp_path / "outputs" / "run"
     scores = (folder / "scores.json").read_bytes()
     assert clean.main([str(folder), "--yes"]) == 0 and any((folder / "stages").iterdir())
+
     size = (folder / "stages" / "001.pt").stat().st_size  # without the weights, which the model keeps
+    weights = folder / "model" / "model.safetensors"
     assert clean.count_freed_bytes(folder / "stages") == size
-    assert (
-        clean.count_freed_bytes(folder) > (folder / "model" / "model.safetensors").stat().st_size > 2 * size
-    )
+    assert clean.count_freed_bytes(folder) > weights.stat().st_size > 2 * size
     assert clean.main([str(tmp_path / "outputs"), "--stages", "--yes"]) == 0
-    assert not (folder / "stages").exists() and (folder / "model" / "model.safetensors").exists()
+    assert not (folder / "stages").exists() and weights.exists()
     assert verify.main([str(folder)]) == 0
     start(run, folder)
     assert (folder / "scores.json").read_bytes() == scores
@@ -68,7 +73,8 @@ class AtStep(Callback):
 
     def on_train_batch_end(self, trainer, *args):
         if self.function is not None and trainer.datamodule.domain.name == self.domain:
-            function, self.function = self.function, None
+            function = self.function
+            self.function = None
             function()
 
 
@@ -77,17 +83,20 @@ def test_it_leaves_all_that_a_run_uses(small, start, tmp_path, killing, capsys):
     printed = []
 
     def clean_all():
-        assert (
-            clean.main([str(cache), "--days", "0"]) == clean.main([str(cache), "--days", "0", "--yes"]) == 0
-        )
+        assert clean.main([str(cache), "--days", "0"]) == 0
+        assert clean.main([str(cache), "--days", "0", "--yes"]) == 0
         printed.append(capsys.readouterr().out)
 
     killing(AtStep(clean_all, "law"))
     start(small("order=[law]", "trainer.steps=2", f"cache_dir={cache}"), tmp_path / "outputs" / "run")
     artifacts = [path.parent for path in cache.rglob("checksums.json")]
     assert len(artifacts) > 5 and not list(cache.rglob("*.removed.partial"))
+
+    # Each artifact is listed twice: in the list alone and in that of the removal.
     lines = [line for line in printed[0].splitlines() if f"in use by process {os.getpid()} on " in line]
     assert len(lines) == 2 * len(artifacts)
+
+    # The run has ended: its records of use are gone, and everything may be removed.
     assert not list((cache / USES).iterdir())
     assert clean.main([str(cache), "--days", "0", "--yes"]) == 0
     assert not [path for path in artifacts if path.exists()]
@@ -100,7 +109,8 @@ def test_a_base_that_is_removed_during_a_run_is_made_again_with_the_same_result(
     base = tmp_path / "cache" / "base"
     killing(AtStep(lambda: [shutil.rmtree(path.parent) for path in base.glob("*/config.json")], "law"))
     disturbed = start(cfg, tmp_path / "outputs" / "disturbed")
-    assert [each for each in caplog.messages if "which was removed while the run used it" in each]
+    assert [line for line in caplog.messages if "which was removed while the run used it" in line]
+
     killing(None)
     assert start(cfg, tmp_path / "outputs" / "run") == disturbed
     models = [tmp_path / "outputs" / name / "model/model.safetensors" for name in ("run", "disturbed")]

@@ -28,41 +28,46 @@ CANNOT = {  # and the choice or option that is meant
 }
 
 
-def called(*arguments, cwd, program=(str(ROOT / "run.py"),), **options):
-    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120} | options
-    return subprocess.run([sys.executable, *program, *arguments], cwd=cwd, encoding="utf-8", **given)
+def call(*arguments, cwd, program=(str(ROOT / "run.py"),), stdout=subprocess.PIPE):
+    """The process of a command that has ended, with what it wrote."""
+    command = [sys.executable, *program, *arguments]
+    return subprocess.run(
+        command, cwd=cwd, stdout=stdout, stderr=subprocess.PIPE, encoding="utf-8", timeout=120
+    )
 
 
 @pytest.mark.parametrize("arguments", CANNOT)
 def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(arguments, tmp_path):
     (tmp_path / "mine/method").mkdir(parents=True)
     (tmp_path / "mine/method/mine.yaml").write_text("name: mine\n_target_: [\n")
-    ended = run_script(ROOT / "run.py", *arguments.split(), cwd=tmp_path)
-    assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (1, "", 1), ended.stderr
+    process = run_script(ROOT / "run.py", *arguments.split(), cwd=tmp_path)
+    message = process.stderr
+    assert (process.returncode, process.stdout, len(message.splitlines())) == (1, "", 1), message
     if arguments.startswith("--config-dir"):  # the message of PyYAML with the file and line
-        assert "mine.yaml" in ended.stderr and "line 3" in ended.stderr
+        assert "mine.yaml" in message and "line 3" in message
     else:
-        assert is_refused(arguments, ended.stderr.removeprefix("cpt: ").strip()), ended.stderr
-        assert ended.stderr.endswith(f"Did you mean {CANNOT[arguments]}?\n") == bool(CANNOT[arguments])
+        assert is_refused(arguments, message.removeprefix("cpt: ").strip()), message
+        assert message.endswith(f"Did you mean {CANNOT[arguments]}?\n") == bool(CANNOT[arguments])
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_question_mark_lists_all_choices_of_a_group(tmp_path):
-    ended = run_script(ROOT / "run.py", "method=?", cwd=tmp_path)
-    listed = ended.stderr.strip().partition("choices of method: ")[2].split(", ")
-    assert listed == sorted(path.stem for path in (ROOT / "conf/method").glob("*.yaml"))
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1) and not any(tmp_path.iterdir())
+    process = run_script(ROOT / "run.py", "method=?", cwd=tmp_path)
+    choices = process.stderr.strip().partition("choices of method: ")[2].split(", ")
+    assert choices == sorted(path.stem for path in (ROOT / "conf/method").glob("*.yaml"))
+    assert (process.returncode, len(process.stderr.splitlines())) == (1, 1) and not any(tmp_path.iterdir())
 
 
 def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    given = ["--cfg=all", "seed=3"]
-    by_path, by_name = called(*given, cwd=tmp_path), called(*given, cwd=tmp_path, program=["-m", "cpt"])
+    by_path = call("--cfg=all", "seed=3", cwd=tmp_path)
+    by_name = call("--cfg=all", "seed=3", cwd=tmp_path, program=["-m", "cpt"])
     assert by_path.returncode == by_name.returncode == 0
     assert by_path.stdout == by_name.stdout and "seed: 3" in by_name.stdout and "name: run" in by_name.stdout
-    ended = called("--help", cwd=tmp_path)
-    assert ended.returncode == 0 and "Groups (group=choice):" in ended.stdout
-    assert called("--version", cwd=tmp_path).stdout == f"cpt {__version__}\n"
+
+    process = call("--help", cwd=tmp_path)
+    assert process.returncode == 0 and "Groups (group=choice):" in process.stdout
+    assert call("--version", cwd=tmp_path).stdout == f"cpt {__version__}\n"
 
 
 def test_closed_streams_end_no_program(tmp_path):
@@ -70,16 +75,16 @@ def test_closed_streams_end_no_program(tmp_path):
     (tmp_path / "run" / "config.yaml").write_text("name: x\n")
     closed = "<&- >&- 2>&-"
     line = f"{sys.executable} -m cpt.status {tmp_path} {closed}; {sys.executable} -m cpt --version {closed}"
-    ended = subprocess.run(["bash", "-c", f"set -e; {line}"], cwd=ROOT, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    process = subprocess.run(["bash", "-c", f"set -e; {line}"], cwd=ROOT, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_a_reader_that_leaves_ends_a_program_without_a_traceback(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
-    ended = called("method=das", "--options", cwd=tmp_path, stdout=writing)
+    process = call("method=das", "--options", cwd=tmp_path, stdout=writing)
     os.close(writing)
-    assert ended.stderr == "" and ended.returncode in (UNREAD, 0)  # 0: argparse's own --help
+    assert process.stderr == "" and process.returncode in (UNREAD, 0)  # 0: argparse's own --help
 
 
 @pytest.mark.parametrize(
@@ -94,10 +99,10 @@ def test_a_reader_that_leaves_ends_a_program_without_a_traceback(tmp_path):
     ],
 )  # fmt: skip
 def test_names_keep_the_form_in_which_they_are_typed(argument, value):
-    once = keep_text(argument)
-    (override,) = OverridesParser.create().parse_overrides([once])
+    quoted = keep_text(argument)
+    (override,) = OverridesParser.create().parse_overrides([quoted])
     assert override.value() == value and type(override.value()) is type(value)
-    assert keep_text(once) == once
+    assert keep_text(quoted) == quoted
 
 
 def test_names_in_a_sweep_keep_their_form_too():

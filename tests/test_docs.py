@@ -16,7 +16,9 @@ from cpt.cli import to_hydra
 from cpt.trainer.read_config import read_sections
 from tests.conftest import ROOT, with_values
 
-README, DOCS, CONF = ROOT / "README.md", ROOT / "docs", ROOT / "conf"
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+CONF = ROOT / "conf"
 MORE = ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 DOCUMENTS = [README, *(ROOT / name for name in MORE), *sorted(DOCS.glob("*.md"))]
 WRITTEN_BY_THE_READER = {"cpt/methods/l1.py", "conf/method/l1.yaml"}
@@ -30,72 +32,87 @@ OPTION = re.compile(rf"\+?((?:{'|'.join(g.replace('/', '[.]') for g in GROUPS)}|
 OPEN = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
 
 
-def told(path: Path) -> str:
+def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def lines(path: Path) -> list[str]:
-    """What is in blocks of code; a line that ends with a backslash goes on."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", told(path), re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+def code_lines(path: Path) -> list[str]:
+    """The lines in blocks of code; a line that ends with a backslash is joined with the next."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", read(path), re.DOTALL | re.MULTILINE)
+    return "".join(blocks).replace("\\\n", " ").splitlines()
 
 
 def spans(path: Path) -> list[str]:
     """What is in backquotes within the prose, and the lines of code."""
-    prose = re.sub(r"^```.*?^```", "", told(path), flags=re.DOTALL | re.MULTILINE)
-    return [*re.findall(r"`([^`\n]+)`", prose), *lines(path)]
+    prose = re.sub(r"^```.*?^```", "", read(path), flags=re.DOTALL | re.MULTILINE)
+    return [*re.findall(r"`([^`\n]+)`", prose), *code_lines(path)]
 
 
 def words(path: Path) -> list[str]:
-    return [word.strip("'\"") for span in spans(path) for word in span.split()]
+    return [word.strip("'\"") for word in " ".join(spans(path)).split()]
 
 
-def missing(found, is_known):
-    return {each for each in found if not is_known(each)}
+def missing(names, exists):
+    return {name for name in names if not exists(name)}
+
+
+def in_checkout(name):
+    return (ROOT / name).exists()
 
 
 def test_tests_files_links_programs_and_extras_that_are_named_exist():
     all_tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    extras = set(tomllib.loads(told(ROOT / "pyproject.toml"))["project"]["optional-dependencies"])
-
-    def there(name):
-        return (ROOT / name).exists()
+    extras = set(tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"])
 
     for path in DOCUMENTS:
-        text = told(path)
-        named = [word.rstrip("/") for word in re.findall(r"`([^`\n]+)`", text)]
-        tests = {name for name in named if re.fullmatch(r"test_\w+", name)}
+        text = read(path)
+        quoted = [word.rstrip("/") for word in re.findall(r"`([^`\n]+)`", text)]
+        tests = {name for name in quoted if re.fullmatch(r"test_\w+", name)}
         assert missing(tests, lambda name: f"def {name}(" in all_tests) == set(), path
-        files = {name for name in named if re.fullmatch(r"(cpt|conf|tests|benchmarks|docs)/[\w/.]+", name)}
-        assert missing(files - WRITTEN_BY_THE_READER, there) == set(), path
+        files = {name for name in quoted if re.fullmatch(r"(cpt|conf|tests|benchmarks|docs)/[\w/.]+", name)}
+        assert missing(files - WRITTEN_BY_THE_READER, in_checkout) == set(), path
+
         links = re.findall(r"\]\(([^)#:\s]+)[^):]*\)", text)
-        assert missing(links, lambda link, at=path.parent: (at / link).exists()) == set(), path
+        assert missing(links, lambda link, folder=path.parent: (folder / link).exists()) == set(), path
         modules = set(re.findall(r"python -m ([\w.]+)", text))
         assert missing(modules - OF_EXTRAS, find_spec) == set(), path
-        assert missing(re.findall(r"python ([\w/]+\.py)", text), there) == set(), path
+        assert missing(re.findall(r"python ([\w/]+\.py)", text), in_checkout) == set(), path
         assert set(re.findall(r"pip install -e ['\"]\.\[(\w+)\]", text)) <= extras, path
+
+
+def find_choices(path: Path) -> set[tuple[str, str]]:
+    """The group and the choice of each word like `method=ewc`; of `method=ewc,kd` both choices."""
+    choices = set()
+    for word in words(path):
+        match = CHOICE.fullmatch(word)
+        if match:
+            choices.update((match[1], name) for name in re.split(r"[,|]", match[2]))
+    return choices
+
+
+def find_options(path: Path) -> set[str]:
+    """The option of each word like `method.strength=1` or `method.strength`."""
+    matches = map(OPTION.fullmatch, words(path))
+    return {match[1] for match in matches if match and not match[1].startswith(OPEN)}
 
 
 def test_choices_exist_and_options_have_names_of_the_config():
     """Options by the last part of their names."""
-    texts = [told(path) for path in CONF.rglob("*.yaml")]
-    known = {name for text in texts for name in re.findall(r"(\w+):", text)}
+    config_keys = set(re.findall(r"(\w+):", "\n".join(map(read, CONF.rglob("*.yaml")))))
     for path in DOCUMENTS:
-        found = {match for word in words(path) if (match := CHOICE.fullmatch(word))}
-        wanted = {(match[1], name) for match in found for name in re.split(r"[,|]", match[2])}
-        wanted -= CHOSEN_BY_THE_READER
-        assert missing(wanted, lambda each: (CONF / each[0] / f"{each[1]}.yaml").exists()) == set(), path
-        found = {match[1] for word in words(path) if (match := OPTION.fullmatch(word))}
-        found = {name for name in found if not name.startswith(OPEN)}
+        for group, name in find_choices(path) - CHOSEN_BY_THE_READER:
+            assert (CONF / group / f"{name}.yaml").exists(), (path, group, name)
         if path.name not in OF_PROGRAMS:
-            assert missing(found, lambda name: name.rpartition(".")[2] in known) == set(), path
+            options = find_options(path)
+            assert missing(options, lambda option: option.rpartition(".")[2] in config_keys) == set(), path
 
 
 def test_every_method_and_source_has_its_page():
-    methods, sources = ({path.stem for path in (CONF / of).glob("*.yaml")} for of in ("method", "domains"))
-    assert missing(sources, lambda name: f"| `{name}`" in told(DOCS / "data.md")) == set()
-    folded = told(DOCS / "fidelity.md").lower().replace("-", "_").replace("++", "pp")
-    assert missing(methods - {"ncl", "one", "joint", "none"}, folded.__contains__) == set()
+    methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    sources = {path.stem for path in (CONF / "domains").glob("*.yaml")}
+    assert missing(sources, lambda name: f"| `{name}`" in read(DOCS / "data.md")) == set()
+    fidelity = read(DOCS / "fidelity.md").lower().replace("-", "_").replace("++", "pp")
+    assert missing(methods - {"ncl", "one", "joint", "none"}, fidelity.__contains__) == set()
 
 
 OF_HYDRA = {"-m", "--multirun", "--help", "--options", "--check"}
@@ -119,24 +136,23 @@ def reader_configs(folder: Path) -> Path:
     """The YAMLs of the documents whose file is named above them, written there."""
     named = re.compile(r"`my_conf/(\S+)`[^\n]*:\n\n```yaml\n(.*?)^```", re.M | re.S)
     for path in DOCUMENTS:
-        for name, text in named.findall(told(path)):
+        for name, text in named.findall(read(path)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text.replace("my_package.my_module.Mine", "cpt.methods.ncl.NCL"))
     return folder
 
 
-def compose_run(given: list[str], configs: Path) -> None:
-    """Composes what a run is told, and has its values checked."""
-    flags = OF_HYDRA | {word for word in given if word.startswith(("--config-dir=", "$"))}
-    wanted = [one_of(word.replace("…", "x")) for word in given if word not in flags]
-    wanted = [word for word in wanted if not word.startswith(OF_ANOTHER)]
-    own = to_hydra(wanted)
+def compose_run(arguments: list[str], configs: Path) -> None:
+    """Composes the config of a run with these arguments, and has its values checked."""
+    flags = OF_HYDRA | {word for word in arguments if word.startswith(("--config-dir=", "$"))}
+    overrides = [one_of(word.replace("…", "x")) for word in arguments if word not in flags]
+    overrides = to_hydra([override for override in overrides if not override.startswith(OF_ANOTHER)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        if any(OF_THE_READER.fullmatch(word) for word in own):
+        if any(OF_THE_READER.fullmatch(override) for override in overrides):
             path = f"hydra.searchpath=[file://{configs},file://{ROOT / 'docs' / 'examples'}]"
-            cfg = compose("config", overrides=[*own, path])
+            cfg = compose("config", overrides=[*overrides, path])
         else:
-            cfg = with_values(*own)
+            cfg = with_values(*overrides)
     try:
         read_sections(cfg)
     except ValueError as error:
@@ -147,26 +163,39 @@ def compose_run(given: list[str], configs: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
 def test_what_starts_a_run_composes_with_values_that_are_allowed(path, tmp_path):
-    configs, wrong = reader_configs(tmp_path), {}
-    commands = [part for line in lines(path) for part in line.split("&&")]
-    for words in (shlex.split(command, comments=True) for command in commands):
-        places = [at for at, word in enumerate(words) if word == "run.py" or (word == "cpt" and at == 0)]
-        given = words[places[0] + 1 :] if places else []
-        if places and not any("_target_=my_package" in word for word in given):
-            try:
-                compose_run(given, configs)
-            except Exception as error:  # whatever is wrong is told of all commands at once
-                wrong[" ".join(given)] = str(error)
-    assert wrong == {}
+    configs = reader_configs(tmp_path)
+    commands = []
+    for line in code_lines(path):
+        commands += line.split("&&")
+
+    errors = {}
+    for command in commands:
+        arguments = find_arguments(shlex.split(command, comments=True))
+        if arguments is None or any("_target_=my_package" in argument for argument in arguments):
+            continue
+        try:
+            compose_run(arguments, configs)
+        except Exception as error:  # the errors of all commands are shown at once
+            errors[" ".join(arguments)] = str(error)
+    assert errors == {}
 
 
-PROGRAMS = sorted({*re.findall(r"python -m (cpt\.[\w.]+)", told(ROOT / "docs/cli.md"))})
+def find_arguments(command_words: list[str]) -> list[str] | None:
+    """The arguments of `cpt …` or `… run.py …`; None for other commands."""
+    if command_words[:1] == ["cpt"]:
+        return command_words[1:]
+    if "run.py" in command_words:
+        return command_words[command_words.index("run.py") + 1 :]
+    return None
+
+
+PROGRAMS = sorted({*re.findall(r"python -m (cpt\.[\w.]+)", read(ROOT / "docs/cli.md"))})
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_documented_program_has_a_help(program, capsys):
     is_file = find_spec(program).submodule_search_locations is None
     module = import_module(program if is_file else f"{program}.__main__")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         module.main(["--help"])
-    assert ended.value.code == 0 and f"usage: python -m {program}" in capsys.readouterr().out
+    assert raised.value.code == 0 and f"usage: python -m {program}" in capsys.readouterr().out

@@ -46,9 +46,12 @@ def test_the_perplexity_of_a_report_is_that_of_plain_transformers(small_gpt2, st
             (tmp_path / "texts" / name / f"{split}.jsonl").write_text(lines)
     start(small_gpt2(f"domains.root={tmp_path / 'texts'}", "order=[law]"), tmp_path / "run")
     scores = json.loads((tmp_path / "run" / "scores.json").read_text())
-    given = [tmp_path / "run" / "model", "16", tmp_path / "texts" / "law" / "test.jsonl"]
-    made = run_script(EXAMPLES / "perplexity.py", *map(str, given), cwd=tmp_path)
-    perplexity, scored = re.match(r"([\d.]+) over (\d+) tokens of 30 documents", made.stdout).groups()
-    at = scores["domains"].index("law")
-    assert int(scored) == scores["scored"][at]
-    assert float(perplexity) == pytest.approx(math.exp(scores["nll"][-1][at]), rel=1e-5)
+
+    model = str(tmp_path / "run" / "model")
+    text = str(tmp_path / "texts" / "law" / "test.jsonl")
+    process = run_script(EXAMPLES / "perplexity.py", model, "16", text, cwd=tmp_path)
+    pattern = r"([\d.]+) over (\d+) tokens of 30 documents"
+    perplexity, num_scored = re.match(pattern, process.stdout).groups()
+    column = scores["domains"].index("law")
+    assert int(num_scored) == scores["scored"][column]
+    assert float(perplexity) == pytest.approx(math.exp(scores["nll"][-1][column]), rel=1e-5)

@@ -50,14 +50,14 @@ VALUES = st.recursive(
 
 def refused(error: BaseException, *names: str) -> None:
     """Raises AssertionError for an error that does not say in a line what it is about, by a name."""
-    said = reason(error)
-    assert said and "\n" not in said, repr(said)
-    assert not names or any(name in said for name in names), f"{said!r} names none of {names}"
+    message = reason(error)
+    assert message and "\n" not in message, repr(message)
+    assert not names or any(name in message for name in names), f"{message!r} names none of {names}"
 
 
-def keys_of(node: DictConfig, at: str = "") -> Iterator[str]:
+def keys_of(node: DictConfig, section: str = "") -> Iterator[str]:
     for name in node:
-        key = f"{at}.{name}" if at else str(name)
+        key = f"{section}.{name}" if section else str(name)
         yield key
         inner = node._get_node(name)
         if isinstance(inner, DictConfig) and not inner._is_none() and not inner._is_missing():
@@ -69,28 +69,32 @@ def keys() -> tuple[str, ...]:
     return tuple(keys_of(compose("config")))
 
 
-def written(value: Any) -> str:
+def to_argument(value: Any) -> str:
     """A value as somebody writes it on a command line, not always with its quotes."""
     if isinstance(value, list):
-        return f"[{','.join(map(written, value))}]"
+        return f"[{','.join(map(to_argument, value))}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}: {written(each)}" for key, each in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        return "{" + ",".join(f"{key}: {to_argument(item)}" for key, item in value.items()) + "}"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 SIGN = st.sampled_from(["", "", "", "", "+", "++", "~"])
 KEY = st.one_of(st.deferred(lambda: st.sampled_from(keys())), st.text(min_size=1, max_size=8))
 OVERRIDES = st.lists(
-    st.builds(lambda sign, key, value: f"{sign}{key}={written(value)}", SIGN, KEY, VALUES),
+    st.builds(lambda sign, key, value: f"{sign}{key}={to_argument(value)}", SIGN, KEY, VALUES),
     min_size=1,
     max_size=3,
 )
 
 
-def check_overrides(said: list[str]) -> None:
+def check_overrides(overrides: list[str]) -> None:
     try:
-        check_command_line(said)
-        make_plan(compose("config", overrides=said))
+        check_command_line(overrides)
+        make_plan(compose("config", overrides=overrides))
     except FORESEEN as error:
         refused(error)
 
@@ -111,21 +115,23 @@ def as_parquet(rows: list[Any]) -> bytes:
     return file.getvalue()
 
 
-def spoil(raw: bytes, places: list[tuple[int, int]], cut: int | None) -> bytes:
-    changed = bytearray(raw)
-    for place, value in places if raw else ():
-        changed[place % len(changed)] = value
-    return bytes(changed[:cut])
+def spoil(raw: bytes, changes: list[tuple[int, int]], cut: int | None) -> bytes:
+    """Bytes of which some are changed, by position and new value, and only the first `cut` stay."""
+    spoiled = bytearray(raw)
+    if raw:
+        for position, value in changes:
+            spoiled[position % len(spoiled)] = value
+    return bytes(spoiled[:cut])
 
 
 ROWS = st.lists(ROW, max_size=5)
 JSON = ROWS.map(lambda rows: "\n".join(map(json.dumps, rows)).encode())
-PLACES = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=3)
+CHANGES = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=3)
 CUT = st.one_of(st.none(), st.none(), st.integers(0, 200))
 CONTENT = st.one_of(
     st.binary(max_size=60),
     st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")),
-    st.builds(spoil, JSON | ROWS.map(as_parquet), PLACES, CUT),
+    st.builds(spoil, JSON | ROWS.map(as_parquet), CHANGES, CUT),
 )
 
 
@@ -137,8 +143,16 @@ def check_text(name: str, packed: str, content: bytes) -> None:
         path = Path(folder) / "law" / f"all{name}{packed}"
         path.parent.mkdir()
         path.write_bytes(content)
-        options = {"root": folder, "folder": ".", "general": None, "ignore": (), "columns": None}
-        source = Texts(**options, column="text", document="auto", **SHARED)
+        source = Texts(
+            root=folder,
+            folder=".",
+            general=None,
+            ignore=(),
+            columns=None,
+            column="text",
+            document="auto",
+            **SHARED,
+        )
         try:
             source.check(["law"])
             for split, document in source.read("law"):
@@ -151,83 +165,103 @@ def check_task(kind: str, content: bytes) -> None:
     """An end task of which one file is such is read, or refused with the file's or the folder's name."""
     with tempfile.TemporaryDirectory() as folder:
         write_task(Path(folder), "law", train=6, test=4, dev=2)
-        place = Path(folder) / "endtasks" / "law"
-        (place / "test.jsonl").unlink()
-        (place / f"test{kind}").write_bytes(content)
+        task_folder = Path(folder) / "endtasks" / "law"
+        (task_folder / "test.jsonl").unlink()
+        (task_folder / f"test{kind}").write_bytes(content)
         try:
             plan_endtasks(options("texts", root=Path(folder)), ["law"], ["law"]).source.task("law")
         except FORESEEN as error:
             refused(error, folder, "law")
 
 
-def changed_text(raw: bytes, value: Any, at: float) -> bytes:
+def change_value(raw: bytes, value: Any, fraction: float) -> bytes:
+    """A JSON or YAML file in which one value is another, at that fraction of all values in it."""
     text = raw.decode()
-    begins = [place for place, sign in enumerate(text) if sign in ":[,"] or [0]
-    place = begins[int(at * (len(begins) - 1))] + 1
-    end = min((found for sign in ",]}\n" if (found := text.find(sign, place)) >= 0), default=len(text))
-    return (text[:place] + json.dumps(value) + text[end:]).encode()
+    starts = [position + 1 for position, sign in enumerate(text) if sign in ":[,"] or [1]
+    start = starts[int(fraction * (len(starts) - 1))]
+    end = start
+    while end < len(text) and text[end] not in ",]}\n":
+        end += 1
+    return (text[:start] + json.dumps(value) + text[end:]).encode()
 
 
 FILES = "scores.json progress.json config.yaml identity.json checksums.json documents"
 
 
 def check_run(
-    name: str, how: str, value: Any, at: float, places: list[tuple[int, int]], cut: int | None
+    name: str, damage: str, value: Any, fraction: float, changes: list[tuple[int, int]], cut: int | None
 ) -> None:
-    """Whatever a file of a run folder has become, it is told of in lines, by each command that reads it."""
+    """A run of which one file is damaged, by a value or by bytes, is reported by each command that reads it."""
     out = contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO()))
-    with tempfile.TemporaryDirectory() as top, out as said, contextlib.redirect_stderr(said):
-        run = Path(top) / "run"
-        place = RunDir(run)
-        save_scores(run, finished=at < 0.5)
-        Heartbeat(state="running", began=utc_now()).write(run)
-        place.write_config(SETTINGS)
-        told = {"version": 1, "order": ["law"], "texts": {}, "base": {}, "tokenizer": "0", "endtasks": {}}
-        place.manifest.write_text(json.dumps(told))
-        (run / "checksums.json").write_text(json.dumps({"files": {"report.md": [3, "0"]}}))
-        for row in range(2):
-            place.save_documents(row, {"law": np.ones((2, 3))})
-        path = run / "documents" / "000.npz" if name == "documents" else run / name
-        raw, is_text = path.read_bytes(), path.suffix in (".json", ".yaml") and how == "value"
-        path.write_bytes(changed_text(raw, value, at) if is_text else spoil(raw, places, cut))
+    with tempfile.TemporaryDirectory() as top, out as stream, contextlib.redirect_stderr(stream):
+        folder = Path(top) / "run"
+        write_run(folder, finished=fraction < 0.5)
+        path = folder / "documents" / "000.npz" if name == "documents" else folder / name
+        raw = path.read_bytes()
+        if damage == "value" and path.suffix in (".json", ".yaml"):
+            path.write_bytes(change_value(raw, value, fraction))
+        else:
+            path.write_bytes(spoil(raw, changes, cut))
+
         verify.main([top])
         status.main([top])
         with contextlib.suppress(*FORESEEN):
-            format_scores(Scores.load(run / "scores.json"))
+            format_scores(Scores.load(folder / "scores.json"))
         with contextlib.suppress(*FORESEEN):
-            place = RunDir(run)
-            place.check_config(SETTINGS)
-            OmegaConf.load(place.config)
-            place.find_damaged_outputs(full=True)
-            place.check_documents(2)
+            run = RunDir(folder)
+            run.check_config(SETTINGS)
+            OmegaConf.load(run.config)
+            run.find_damaged_outputs(full=True)
+            run.check_documents(2)
+
+
+def write_run(folder: Path, *, finished: bool) -> None:
+    """Each of FILES, as a run of two rows writes it."""
+    save_scores(folder, finished=finished)
+    Heartbeat(state="running", began=utc_now()).write(folder)
+    run = RunDir(folder)
+    run.write_config(SETTINGS)
+    manifest = {"version": 1, "order": ["law"], "texts": {}, "base": {}, "tokenizer": "0", "endtasks": {}}
+    run.manifest.write_text(json.dumps(manifest))
+    (folder / "checksums.json").write_text(json.dumps({"files": {"report.md": [3, "0"]}}))
+    for row in range(2):
+        run.save_documents(row, {"law": np.ones((2, 3))})
 
 
 TEXTS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
-HOW = st.sampled_from(["value", "bytes"])
+DAMAGES = st.sampled_from(["value", "bytes"])
 AREAS = {
     "overrides": (check_overrides, (OVERRIDES,)),
     "texts": (check_text, (st.sampled_from(TEXTS), st.sampled_from(["", "", ".gz", ".zst"]), CONTENT)),
     "end tasks": (check_task, (st.sampled_from([".jsonl", ".csv", ".parquet", ".json"]), CONTENT)),
-    "run folders": (check_run, (st.sampled_from(FILES.split()), HOW, VALUES, st.floats(0, 1), PLACES, CUT)),
+    "run folders": (
+        check_run,
+        (st.sampled_from(FILES.split()), DAMAGES, VALUES, st.floats(0, 1), CHANGES, CUT),
+    ),
 }
 
 
-FEW = {"overrides": 12, "texts": 60, "end tasks": 40, "run folders": 30}
+FEW = {"overrides": 12, "texts": 60, "end tasks": 40, "run folders": 30}  # the same inputs each time
 MANY = [pytest.param(area, 2500, marks=pytest.mark.campaign) for area in AREAS]  # others each time
 
 
 @pytest.mark.filterwarnings("ignore")  # what a library warns of is no traceback
 @pytest.mark.parametrize(("area", "count"), [*FEW.items(), *MANY])
 def test_what_nobody_meant_is_taken_or_refused_in_a_line(area, count):
-    check_input, parts = AREAS[area]
-    how = {"derandomize": True, "phases": [Phase.generate]} if count == FEW[area] else {}
+    check_input, strategies = AREAS[area]
+    is_fixed = count == FEW[area]
 
     @settings(
-        max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), **how
+        max_examples=count,
+        derandomize=is_fixed,
+        phases=[Phase.generate] if is_fixed else list(Phase),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
     )
-    @given(st.tuples(*parts))
-    def look(each: tuple) -> None:
-        check_input(*each)
+    @given(st.tuples(*strategies))
+    def check_drawn_input(arguments: tuple) -> None:
+        check_input(*arguments)
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        look()
+        check_drawn_input()

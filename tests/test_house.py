@@ -11,27 +11,29 @@ from cpt.methods.base import ContinualMethod
 from tests.conftest import ROOT
 from tests.support.campaign import CAMPAIGN_ROWS
 
-CPT, MAP = ROOT / "cpt", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+CPT = ROOT / "cpt"
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
-def block(after: str) -> str:
-    return MAP.split(f"\n## {after}\n", 1)[1].split("\n```\n")[1]
+def block(heading: str) -> str:
+    """The first block of code below a heading."""
+    return CONTRIBUTING.split(f"\n## {heading}\n", 1)[1].split("\n```\n")[1]
 
 
 def test_what_rests_until_the_campaign_and_every_wing_of_the_map_is_there():
-    there = {
-        (path.name, name)
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-    assert set(CAMPAIGN_ROWS) - there == set()
+    tests = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        names = re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        tests.update((path.name, name) for name in names)
+    assert set(CAMPAIGN_ROWS) - tests == set()
+
     wings = {f"{path.name}/" for path in CPT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert wings == set(re.findall(r"^  (\w+/) +\w", block("The map"), re.MULTILINE))
 
 
 def test_the_hooks_that_are_drawn_are_there():
     drawn = set(re.findall(r"(?<![\w.])([a-z_]+)\(", block("The loop")))
-    table = set(re.findall(r"`([a-z_]+)\([\w, ]*\)`", MAP.split("\n## Adding a method\n")[0]))
+    table = set(re.findall(r"`([a-z_]+)\([\w, ]*\)`", CONTRIBUTING.split("\n## Adding a method\n")[0]))
     assert {name for name in (drawn | table) - {"method"} if not hasattr(ContinualMethod, name)} == set()
     of_masks = set(re.findall(r"mask\.(\w+)\(", block("The loop")))
     assert of_masks and {name for name in of_masks if not hasattr(GradientMask, name)} == set()
@@ -50,7 +52,7 @@ OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "bench
 PAGES = [*(ROOT / name for name in OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def written(path: Path) -> Iterator[tuple[int, str]]:
+def texts_by_line(path: Path) -> Iterator[tuple[int, str]]:
     """The text of a file by line; of Python its strings and comments."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
@@ -69,11 +71,10 @@ def without_code(text: str) -> str:
 
 
 def test_no_banned_phrase_is_written():
-    files = [*PAGES, *(ROOT / "conf").rglob("*.yaml"), *(ROOT / "cpt").rglob("*.py")]
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {match[0]}"
-        for path in [*files, *(ROOT / "cpt").rglob("*.j2")]
-        for line, text in written(path)
-        for match in BANNED.finditer(without_code(text))
-    ]
-    assert found == []
+    files = [*PAGES, *(ROOT / "conf").rglob("*.yaml"), *CPT.rglob("*.py"), *CPT.rglob("*.j2")]
+    phrases = []
+    for path in files:
+        for line, text in texts_by_line(path):
+            for match in BANNED.finditer(without_code(text)):
+                phrases.append(f"{path.relative_to(ROOT)}:{line}: {match[0]}")
+    assert phrases == []

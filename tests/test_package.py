@@ -46,13 +46,20 @@ FILES = {
 }
 
 
-def called(*command, cwd) -> str:
-    """What a command says; it ends well, and sees nothing of this checkout."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "encoding": "utf-8"}
-    ended = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, timeout=300, **options)
-    assert ended.returncode == 0, ended.stdout
-    return ended.stdout
+def call(*command, cwd) -> str:
+    """The output of a command, which succeeds and sees nothing of this checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=environment,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+    )
+    assert process.returncode == 0, process.stdout
+    return process.stdout
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +75,7 @@ def build_wheel(folder, *, excluded=None) -> Path:
         shutil.copytree(path, folder / name) if path.is_dir() else shutil.copy(path, folder)
     if excluded is not None:
         shutil.rmtree(folder / excluded)
-    called(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder / "made", folder, cwd=folder)
+    call(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder / "made", folder, cwd=folder)
     return next(folder.glob("made/*.whl"))
 
 
@@ -79,19 +86,19 @@ def install_wheel(wheel, environment) -> Path:
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     libraries = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     (packages / "libraries.pth").write_text("\n".join(libraries))
-    into = [*PIP, f"--python={programs / 'python'}", "install", "--no-deps", "--no-index"]
-    called(*into, "--no-build-isolation", "--ignore-installed", wheel, cwd=environment)
+    install = [*PIP, f"--python={programs / 'python'}", "install", "--no-deps", "--no-index"]
+    call(*install, "--no-build-isolation", "--ignore-installed", wheel, cwd=environment)
     return programs
 
 
 def test_the_wheel_has_the_code_the_configs_and_published_scores(wheel):
     code = [path for path in (ROOT / "cpt").rglob("*.*") if path.suffix in (".py", ".typed", ".j2", ".json")]
-    wanted = {str(path.relative_to(ROOT)) for path in code}
-    wanted |= {f"cpt/conf/{path.relative_to(CONF)}" for path in CONF.rglob("*.yaml")}
-    wanted |= {f"cpt/published/{path.name}" for path in PUBLISHED.glob("*.json")}
+    expected = {str(path.relative_to(ROOT)) for path in code}
+    expected.update(f"cpt/conf/{path.relative_to(CONF)}" for path in CONF.rglob("*.yaml"))
+    expected.update(f"cpt/published/{path.name}" for path in PUBLISHED.glob("*.json"))
     with zipfile.ZipFile(wheel) as archive:
-        there = set(archive.namelist())
-        assert wanted - there == set() and not any(name.startswith("conf/") for name in there)
+        names = set(archive.namelist())
+    assert expected - names == set() and not any(name.startswith("conf/") for name in names)
 
 
 def test_a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout(
@@ -101,16 +108,19 @@ def test_a_users_own_method_source_and_experiment_are_swept_away_from_the_checko
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    given = [f"domains.root={corpora}", f"cache_dir={cache}", *SMALL, "seed=0,1"]
-    said = called(programs / "cpt", "--config-dir=mine", "-m", "experiment=mine", *given, cwd=tmp_path)
-    assert "2 jobs: 2 finished" in said
-    runs = sorted((tmp_path / "outputs/mine").glob("*/scores.json"))
-    scores = [json.loads(path.read_text()) for path in runs]
-    assert [(each["run"]["method"], each["run"]["seed"]) for each in scores] == [("mine", 0), ("mine", 1)]
-    assert all(each["domains"] == ["food", "law", "general"] for each in scores)
-    assert all((path.parent / "model/mine.txt").read_text() == "food law" for path in runs)
-    compared = called(programs / "python", "-m", "cpt.report", "outputs/mine", cwd=tmp_path)
-    assert "mine" in compared and (tmp_path / "outputs/mine/comparison.html").exists()
+    overrides = [f"domains.root={corpora}", f"cache_dir={cache}", *SMALL, "seed=0,1"]
+    output = call(programs / "cpt", "--config-dir=mine", "-m", "experiment=mine", *overrides, cwd=tmp_path)
+    assert "2 jobs: 2 finished" in output
+
+    paths = sorted((tmp_path / "outputs/mine").glob("*/scores.json"))
+    for seed, path in enumerate(paths):
+        scores = json.loads(path.read_text())
+        assert (scores["run"]["method"], scores["run"]["seed"]) == ("mine", seed)
+        assert scores["domains"] == ["food", "law", "general"]
+        assert (path.parent / "model/mine.txt").read_text() == "food law"
+    assert len(paths) == 2
+    comparison = call(programs / "python", "-m", "cpt.report", "outputs/mine", cwd=tmp_path)
+    assert "mine" in comparison and (tmp_path / "outputs/mine/comparison.html").exists()
 
 
 def test_without_contrib_a_run_a_sweep_and_their_report_work(corpora, cache, tmp_path):
@@ -121,11 +131,11 @@ def test_without_contrib_a_run_a_sweep_and_their_report_work(corpora, cache, tmp
     programs = install_wheel(wheel, tmp_path / "venv")
 
     options = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]", *SMALL]
-    called(programs / "cpt", *options, "name=alone", cwd=tmp_path)
+    call(programs / "cpt", *options, "name=alone", cwd=tmp_path)
     assert len([*tmp_path.glob("outputs/alone/*/report.html")]) == 1
-    output = called(programs / "cpt", "-m", *options, "method=ncl,replay", "name=swept", cwd=tmp_path)
+    output = call(programs / "cpt", "-m", *options, "method=ncl,replay", "name=swept", cwd=tmp_path)
     assert "2 jobs: 2 finished" in output
-    called(programs / "python", "-m", "cpt.report", "outputs/swept", cwd=tmp_path)
+    call(programs / "python", "-m", "cpt.report", "outputs/swept", cwd=tmp_path)
     assert (tmp_path / "outputs/swept/comparison.html").exists()
 
 

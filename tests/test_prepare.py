@@ -1,5 +1,6 @@
 """`python -m cpt.prepare` on small folders in the layouts of the authors; sources read the result."""
 
+import itertools
 import json
 
 from datasets import Dataset, DatasetDict
@@ -30,6 +31,19 @@ def write_aspects(path, count, labels):
     write_json(path, dict(enumerate(rows)))
 
 
+def write_labelled(path, labels):
+    rows = [json.dumps({"text": f"{path.stem} {n}", "label": label}) for n, label in enumerate(labels)]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(rows))
+
+
+def read_prepared(root, *, splits):
+    """The source of the prepared end tasks, whose aspects come as the second text."""
+    columns = {"id": "id", "text": "text_pair", "text_pair": "text", "label": "label"}
+    plan = options("texts", columns=columns, root=str(root), splits=splits)
+    return plan_endtasks(plan, None, ["acl"]).source
+
+
 def test_das6_has_the_published_counts_and_a_missing_file_is_named(tmp_path, monkeypatch, capsys):
     """On the layout of DAS with its numbers of examples, and corpora of 40 lines."""
     data = tmp_path / "released" / "data"
@@ -42,27 +56,28 @@ def test_das6_has_the_published_counts_and_a_missing_file_is_named(tmp_path, mon
     for name, count in PRODUCTS.items():
         for part, size in {"train": count - 20, "dev": 10, "test": 10}.items():
             write_aspects(data / f"absa/dat/{name}/{part}.json", size, "+-")
-    for name, (classes, test, dev) in SIZES.items():
-        (data / name).mkdir()
-        labels = [str(label) for label, size in enumerate(classes) for _ in range(size)]
-        for split, given in {"train": labels, "test": labels[:1] * test, "dev": labels[:1] * dev}.items():
-            rows = [json.dumps({"text": f"{split} {n}", "label": label}) for n, label in enumerate(given)]
-            (data / name / f"{split}.jsonl").write_text("\n".join(rows))
+    for name, (class_sizes, test, dev) in SIZES.items():
+        train_labels = []
+        for label, size in enumerate(class_sizes):
+            train_labels += [str(label)] * size
+        write_labelled(data / name / "train.jsonl", train_labels)
+        write_labelled(data / name / "test.jsonl", ["0"] * test)
+        write_labelled(data / name / "dev.jsonl", ["0"] * dev)
+
     out = tmp_path / "out"
     assert prepare.main(["das6", str(data), str(out)]) == 0
     printed = capsys.readouterr().out
     assert "Differs" not in printed and printed.splitlines()[-1] == f"{out}: ready, 0 differences"
     documents = list(read_folder(out / "corpora" / "acl", "acl", column="text", document="line"))
     assert dict(documents) == {"valid": "line 0", "test": "line 1", "train": "line 39"}
-    columns = {"id": "id", "text": "text_pair", "text_pair": "text", "label": "label"}
-    given = {"columns": columns, "root": str(out)}
-    plans = {name: options("texts", **given, splits=name) for name in ("das", "own")}
-    tasks = {name: plan_endtasks(plan, None, ["acl"]).source for name, plan in plans.items()}
+
+    das_splits = read_prepared(out, splits="das")
     for name, task in prepare.ENDTASKS.items():
-        counts = tuple(len(tasks["das"].read(name, split)) for split in ("train", "test"))
+        counts = tuple(len(das_splits.read(name, split)) for split in ("train", "test"))
         assert counts == task.published, name
-    first = tasks["own"].read("restaurant", "test")[0]
-    assert (first.text, first.text_pair, first.label) == ("menu", "s0", "positive")
+    example = read_prepared(out, splits="own").read("restaurant", "test")[0]
+    assert (example.text, example.text_pair, example.label) == ("menu", "s0", "positive")
+
     (data / "sciie/dev.jsonl").unlink()
     (data / "acl_anthology.txt").write_text("x" * 2_000_000)
     assert prepare.main(["das6", str(data), str(out)]) == 1
@@ -72,7 +87,8 @@ def test_das6_has_the_published_counts_and_a_missing_file_is_named(tmp_path, mon
 
 
 def test_tasks_are_copied_without_the_development_split_and_read_through(tmp_path, capsys, monkeypatch):
-    released, out = tmp_path / "released", tmp_path / "out"
+    released = tmp_path / "released"
+    out = tmp_path / "out"
     monkeypatch.setattr(prepare, "STANDARD", dict.fromkeys(prepare.STANDARD, (3, 2)))
     for task in prepare.STANDARD:
         folder = released / task
@@ -82,8 +98,9 @@ def test_tasks_are_copied_without_the_development_split_and_read_through(tmp_pat
     assert prepare.main(["standard_cl", str(released), str(out)]) == 0
     printed = capsys.readouterr().out
     assert "Differs" not in printed and printed.count("Missing, optional:") == len(prepare.LONG)
-    found = {(name, split) for name, split, _ in find_files(out, "cl_benchmark")}
-    assert found == {(task.partition("/")[2], s) for task in prepare.STANDARD for s in ("train", "test")}
+    names = [task.partition("/")[2] for task in prepare.STANDARD]
+    files = {(name, split) for name, split, _ in find_files(out, "cl_benchmark")}
+    assert files == set(itertools.product(names, ("train", "test")))
 
     for task in prepare.TRACE:
         for split in ("train", "eval", "test"):
@@ -95,7 +112,8 @@ def test_tasks_are_copied_without_the_development_split_and_read_through(tmp_pat
 
 
 def test_m2d2_is_counted_by_coarse_domain_and_read_from_files_or_saved_data_sets(tmp_path, capsys):
-    released, out = tmp_path / "released", tmp_path / "out"
+    released = tmp_path / "released"
+    out = tmp_path / "out"
     for folder in ("cs.AI", "Philosophy_and_thinking__Thinking/SPLIT", "hep-th", "eval_sets"):
         (released / folder).mkdir(parents=True)
         for split in ("train", "valid", "test"):

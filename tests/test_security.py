@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,39 +19,63 @@ from tests.support.forked_scripts import run_script
 CANARY = "canary-7f3a9"
 
 
-def test_no_file_is_read_that_could_bring_code():
-    called, imported = [], set()
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call in the code of cpt, as it is written."""
+
+    file: str
+    function: str
+    keywords: dict[str | None, str]
+
+
+def read_calls_and_imports() -> tuple[list[FunctionCall], set[tuple[str, str | None]]]:
+    """All calls in cpt, and its imports as (file, module)."""
+    calls = []
+    imports = set()
     for path in sorted((ROOT / "cpt").rglob("*.py")):
-        where = path.relative_to(ROOT).as_posix()
+        file = path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
-                given = {each.arg: ast.unparse(each.value) for each in node.keywords}
-                called.append((where, ast.unparse(node.func), given))
+                keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                calls.append(FunctionCall(file, ast.unparse(node.func), keywords))
             elif isinstance(node, ast.Import):
-                imported |= {(where, each.name) for each in node.names}
+                imports.update((file, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                imported.add((where, node.module))
-    loads = [(where, given.get("weights_only")) for where, name, given in called if name == "torch.load"]
-    assert loads == [("cpt/core/tensors.py", "True")]
-    for key in ("allow_pickle", "shell"):
-        assert {where for where, _, given in called if given.get(key, "False") != "False"} == set()
-    loaders = {given.get("Loader") for _, name, given in called if name == "yaml.load"}
+                imports.add((file, node.module))
+    return calls, imports
+
+
+def test_no_file_is_read_that_could_bring_code():
+    calls, imports = read_calls_and_imports()
+
+    torch_loads = [call for call in calls if call.function == "torch.load"]
+    assert [call.file for call in torch_loads] == ["cpt/core/tensors.py"]
+    assert torch_loads[0].keywords["weights_only"] == "True"
+    for keyword in ("allow_pickle", "shell"):
+        assert [call for call in calls if call.keywords.get(keyword, "False") != "False"] == []
+    loaders = {call.keywords.get("Loader") for call in calls if call.function == "yaml.load"}
     assert loaders <= {"Loader"}  # cpt.reporting.load_runs: CSafeLoader or SafeLoader
-    never = {"yaml.unsafe_load", "yaml.full_load", "eval", "os.system"}
-    assert never.isdisjoint(name for _, name, _ in called)
-    kinds = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "pickle"}
-    assert {each for each in imported if each[1] in kinds} <= {("cpt/core/tensors.py", "pickle")}
-    loads = [(name, given) for _, name, given in called if name.endswith(".from_pretrained")]
+    unsafe_functions = {"yaml.unsafe_load", "yaml.full_load", "eval", "os.system"}
+    assert unsafe_functions.isdisjoint(call.function for call in calls)
+
+    unsafe_modules = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "pickle"}
+    unsafe_imports = {(file, module) for file, module in imports if module in unsafe_modules}
+    assert unsafe_imports <= {("cpt/core/tensors.py", "pickle")}
+
+    # Transformers runs the code of a checkpoint where this option is true, and asks where it is absent.
     code_free = ("kind.", "PeftModel", "GenerationConfig")  # which take no code of a checkpoint
-    asked = [given.get("trust_remote_code") for name, given in loads if not name.startswith(code_free)]
-    assert len(asked) >= 4 and set(asked) == {"False"}
+    loads = [call for call in calls if call.function.endswith(".from_pretrained")]
+    loads = [call for call in loads if not call.function.startswith(code_free)]
+    assert len(loads) >= 4
+    assert {call.keywords.get("trust_remote_code") for call in loads} == {"False"}
 
 
 def test_a_checkpoint_with_code_of_its_own_is_refused_and_nobody_is_asked(tmp_path, monkeypatch):
-    kinds = {"AutoConfig": "own.Own", "AutoModelForMaskedLM": "own.M", "AutoTokenizer": ["own.Words", None]}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": kinds}))
-    words = {"auto_map": kinds, "tokenizer_class": "Words"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(words))
+    auto_map = {"AutoConfig": "own.Own", "AutoModelForMaskedLM": "own.M"}
+    auto_map["AutoTokenizer"] = ["own.Words", None]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    tokenizer_config = {"auto_map": auto_map, "tokenizer_class": "Words"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (tmp_path / "own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
     monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail("asked") if prompt else "y")
     for read in (loading.load_config, loading.load_tokenizer):
@@ -68,7 +93,8 @@ class Evil:
 
 
 def test_a_state_with_a_pickle_in_it_is_refused_in_a_line(tmp_path, capsys):
-    run, mark = tmp_path / "run", tmp_path / "ran"
+    run = tmp_path / "run"
+    mark = tmp_path / "ran"  # a folder that the pickle makes if it is loaded
     stage = run / "stages" / "001.pt"
     stage.parent.mkdir(parents=True)
     torch.save({"weight": torch.zeros(2), "more": Evil(mark)}, stage)
@@ -86,15 +112,17 @@ def test_what_looks_secret_is_hidden_and_a_folder_is_claimed_again_with_it(tmp_p
     secret = {"hub": {"token": CANARY, "name": "x"}, "list": [{"password": CANARY}]}
     secret["logger"] = {"mine": {"api_key": CANARY, "tracking_uri": f"https://me:{CANARY}@host/x"}}
     plain = {"method": {"key": "cosine", "tokens": 5, "token": None}, "url": "https://host/me@x"}
-    told = redact(secret | plain)
-    assert CANARY not in json.dumps(told) and told == redact(told) and told == told | plain
-    assert told["logger"]["mine"]["tracking_uri"] == f"https://{HIDDEN}@host/x"
-    assert told["hub"] == {"token": HIDDEN, "name": "x"}
-    place = RunDir(tmp_path / "run")
+    redacted = redact(secret | plain)
+    assert CANARY not in json.dumps(redacted)
+    assert redacted == redact(redacted) and redacted == redacted | plain
+    assert redacted["logger"]["mine"]["tracking_uri"] == f"https://{HIDDEN}@host/x"
+    assert redacted["hub"] == {"token": HIDDEN, "name": "x"}
+
+    run = RunDir(tmp_path / "run")
     settings = {"seed": 0, "method": {"api_key": CANARY}}
-    place.write_config(settings)
-    assert CANARY not in place.config.read_text()
-    place.check_config(settings)
+    run.write_config(settings)
+    assert CANARY not in run.config.read_text()
+    run.check_config(settings)
 
 
 @pytest.mark.slow
@@ -107,16 +135,18 @@ def test_a_run_writes_nothing_secret_of_its_environment(corpora, cache, tmp_path
     monkeypatch.setenv("HF_TOKEN", f"{CANARY}-hub")
     monkeypatch.setenv("WANDB_API_KEY", CANARY.ljust(40, "0"))
     folder = tmp_path / "run"
-    given = [each for each in SMALL if each != "logger=none"]
-    given += ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law]"]
-    given += ["domains.column=${oc.env:MLFLOW_TRACKING_URI}", f"hydra.run.dir={folder}"]
-    ended = run_script(ROOT / "run.py", *given, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    written = [path for path in folder.rglob("*") if path.is_file()]
-    assert len(written) > 15 and any(path.suffix == ".wandb" for path in written)
-    assert {str(path) for path in written if CANARY.encode() in path.read_bytes()} == set()
-    assert CANARY not in ended.stdout + ended.stderr
+    options = [option for option in SMALL if option != "logger=none"]
+    options += ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law]"]
+    options += ["domains.column=${oc.env:MLFLOW_TRACKING_URI}", f"hydra.run.dir={folder}"]
+    process = run_script(ROOT / "run.py", *options, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 15 and any(path.suffix == ".wandb" for path in files)
+    assert {str(path) for path in files if CANARY.encode() in path.read_bytes()} == set()
+    assert CANARY not in process.stdout + process.stderr
     stored = (folder / "config.yaml").read_text()
     assert r"column: \${oc.env:MLFLOW_TRACKING_URI}#" in stored
-    again = run_script(ROOT / "run.py", *given, cwd=tmp_path)  # another password is the same run
-    assert "Nothing to train" in again.stdout + again.stderr
+
+    second_process = run_script(ROOT / "run.py", *options, cwd=tmp_path)  # the stored form is the same run
+    assert "Nothing to train" in second_process.stdout + second_process.stderr

@@ -13,33 +13,34 @@ import pytest
 from cpt import status
 from cpt.core.heartbeat import STALE_S, Heartbeat, ProcessId, start_time, utc_now
 from cpt.reporting.load_runs import find_runs
-from tests.core.test_heartbeat import earlier, gone
+from tests.core.test_heartbeat import earlier, ended_process
 from tests.support.example_runs import save_scores
 
 AWAY = ProcessId(host="away", pid=7, start_time=1.0)
 
 
-def beat(state="running", **given) -> Heartbeat:
-    return Heartbeat(**{"state": state, "began": utc_now(), **given})
+def beat(state="running", **fields) -> Heartbeat:
+    return Heartbeat(state=state, began=utc_now(), **fields)
 
 
-def make_run(folder, made=None, *, finished=None, rows=2) -> Path:
+def make_run(folder, heartbeat=None, *, finished=None, rows=2) -> Path:
+    """A run folder; with `finished`, its scores.json is cut off behind what status reads."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("name: x\n")
-    if made is not None:
-        made.write(folder)
+    if heartbeat is not None:
+        heartbeat.write(folder)
     if finished is not None:
-        about = json.dumps({"order": ["law", "food", "space", "art"], "finished": finished})
+        run = json.dumps({"order": ["law", "food", "space", "art"], "finished": finished})
         names = json.dumps(["base", "law", "food", "space", "art"][:rows])
-        text = f'{{\n"version": 3,\n"rows": {names},\n"run": {about},\n"nll": [[1'
+        text = f'{{\n"version": 3,\n"rows": {names},\n"run": {run},\n"nll": [[1'
         (folder / "scores.json").write_text(text)
     return folder
 
 
-STATES = {
+STATES = {  # fields of the heartbeat, whether the scores are finished, the state and its reason
     "here": ({}, None, "running", ""),
     "silent": ({"process": AWAY, "written": earlier(STALE_S + 1)}, None, "silent", ""),
-    "killed": ({"process": gone(), "run_eta_s": 3.0, "phase_eta_s": 3.0}, None, "killed", ""),
+    "killed": ({"process": ended_process(), "run_eta_s": 3.0, "phase_eta_s": 3.0}, None, "killed", ""),
     "finished": ({"state": "finished"}, True, "finished", ""),
     "failed later": ({"state": "failed", "why": "no"}, True, "finished", "its last start: failed, no"),
     "lost": ({"state": "finished"}, None, "unfinished", "scores.json is not that of a finished run"),
@@ -48,19 +49,19 @@ STATES = {
 
 @pytest.mark.parametrize("case", STATES)
 def test_states(case, tmp_path):
-    given, finished, state, why = STATES[case]
-    make_run(tmp_path / "run", beat(phase="training law", done=0.4, **given), finished=finished)
-    (seen,) = status.read_statuses([tmp_path])
-    assert (seen.state, seen.why, seen.done) == (state, why, 0.4)
-    line = status.format_status(seen)
+    fields, finished, state, reason = STATES[case]
+    make_run(tmp_path / "run", beat(phase="training law", done=0.4, **fields), finished=finished)
+    (run_status,) = status.read_statuses([tmp_path])
+    assert (run_status.state, run_status.why, run_status.done) == (state, reason, 0.4)
+    line = status.format_status(run_status)
     assert ("training law" in line) == (state != "finished") and "0:03" not in line
 
 
 def test_without_a_heartbeat_the_scores_tell(tmp_path):
     for name, finished, rows in ("a", None, 2), ("b", False, 3), ("c", True, 5):
         make_run(tmp_path / name, finished=finished, rows=rows)
-    found = [(each.state, each.done) for each in status.read_statuses([tmp_path])]
-    assert found == [("unfinished", None), ("unfinished", 0.5), ("finished", 1.0)]
+    states = [(run_status.state, run_status.done) for run_status in status.read_statuses([tmp_path])]
+    assert states == [("unfinished", None), ("unfinished", 0.5), ("finished", 1.0)]
 
 
 def test_scores_of_another_programs_form_are_read_as_a_report_reads_them(tmp_path):
@@ -78,45 +79,49 @@ def test_scores_of_another_programs_form_are_read_as_a_report_reads_them(tmp_pat
     (tmp_path / "foreign" / "scores.json").write_text(
         '{"rows": ["base"], "run": {"order": [], "finished": true}}'
     )
-    found = {Path(each.run).name: each for each in status.read_statuses([tmp_path])}
-    states = {name: "finished" if finished else "unfinished" for name, (finished, _) in forms.items()}
-    assert {name: found[name].state for name in forms} == states
-    assert found["one line"].done == (len(scores.rows) - 1) / len(scores.run["order"]) == 1
-    assert found["foreign"].state == "unknown" and len(find_runs([tmp_path]).damaged) == 1
+
+    statuses = {Path(run_status.run).name: run_status for run_status in status.read_statuses([tmp_path])}
+    for name, (finished, _) in forms.items():
+        assert statuses[name].state == ("finished" if finished else "unfinished"), name
+    assert statuses["one line"].done == (len(scores.rows) - 1) / len(scores.run["order"]) == 1
+    assert statuses["foreign"].state == "unknown" and len(find_runs([tmp_path]).damaged) == 1
 
 
 def test_the_table_and_json(tmp_path, capsys):
-    where = {"phase": "training law", "stage": 2, "stages": 4, "step": 30, "steps": 120}
-    how = {"done": 0.319, "phase_eta_s": 12.4, "run_eta_s": 3723.0}
-    make_run(tmp_path / "a", beat(**where, **how, written=earlier(130)))
+    progress = {"phase": "training law", "stage": 2, "stages": 4, "step": 30, "steps": 120}
+    remaining = {"done": 0.319, "phase_eta_s": 12.4, "run_eta_s": 3723.0}
+    make_run(tmp_path / "a", beat(**progress, **remaining, written=earlier(130)))
     make_run(tmp_path / "b", beat("failed", why="no"))
+
     assert status.main([str(tmp_path)]) == 0
     _, line, _, total = capsys.readouterr().out.splitlines()
-    by = f"{ProcessId.current().host}:{os.getpid()}"
-    words = f"running 31 % 1:02:03 2 min {by} {tmp_path / 'a'} training law (2/4) 25 %, 0:12"
+    process = f"{ProcessId.current().host}:{os.getpid()}"
+    words = f"running 31 % 1:02:03 2 min {process} {tmp_path / 'a'} training law (2/4) 25 %, 0:12"
     assert line.split() == words.split() and total == "2 runs: 1 running, 1 failed"
+
     assert status.main(["--json", str(tmp_path)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    first, second = told["runs"]
-    assert told["counts"] == {"running": 1, "failed": 1}
-    assert first == first | {"run": str(tmp_path / "a"), "state": "running", "done": 0.319}
-    assert first["heartbeat"] == first["heartbeat"] | where | how
-    assert (second["state"], second["why"], second["process"]["pid"]) == ("failed", "no", os.getpid())
+    output = json.loads(capsys.readouterr().out)
+    running, failed = output["runs"]
+    assert output["counts"] == {"running": 1, "failed": 1}
+    assert running == running | {"run": str(tmp_path / "a"), "state": "running", "done": 0.319}
+    assert running["heartbeat"] == running["heartbeat"] | progress | remaining
+    assert (failed["state"], failed["why"], failed["process"]["pid"]) == ("failed", "no", os.getpid())
 
 
 def test_a_process_that_is_stopped_is_shown_as_stopped(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        own = ProcessId.current()
-        process_id = replace(own, pid=process.pid, start_time=start_time(process.pid))
+        pid = process.pid
+        process_id = replace(ProcessId.current(), pid=pid, start_time=start_time(pid))
         make_run(tmp_path / "run", beat(process=process_id, phase="training law"))
-        (seen,) = status.read_statuses([tmp_path])
-        assert seen.state == "running"
+        (run_status,) = status.read_statuses([tmp_path])
+        assert run_status.state == "running"
+
         process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        (seen,) = status.read_statuses([tmp_path])
-        assert (seen.state, seen.why) == ("stopped", f"kill -CONT {process.pid} continues it")
-        assert f":{process.pid}" in status.format_status(seen)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        (run_status,) = status.read_statuses([tmp_path])
+        assert (run_status.state, run_status.why) == ("stopped", f"kill -CONT {pid} continues it")
+        assert f":{pid}" in status.format_status(run_status)
         process.send_signal(signal.SIGCONT)
     finally:
         process.kill()

@@ -36,67 +36,82 @@ print((make_once(folder, make=make) / "second").read_text())
 
 
 def flip(path):
-    stat, data = path.stat(), path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
+    """Changes a bit of the last byte; size and times stay."""
+    stat = path.stat()
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-@pytest.fixture
-def thing(tmp_path):
-    """A function that opens an artifact of two files, and a list of how often it was made."""
-    made = []
+class Artifact:
+    """An artifact of two files in a cache; `num_builds` counts how often it was made."""
 
-    def make(partial):
-        made.append(partial)
-        assert not (tmp_path / "kind" / "thing").exists()
+    def __init__(self, folder):
+        self.folder = folder
+        self.num_builds = 0
+
+    def open(self):
+        return make_once(self.folder, make=self.make)
+
+    def make(self, partial):
+        self.num_builds += 1
+        assert not self.folder.exists()
         (partial / "deep").mkdir(exist_ok=True)
         (partial / "first").write_bytes(b"x" * 1000)
         (partial / "deep" / "second").write_text("whole")
 
-    return lambda: make_once(tmp_path / "kind" / "thing", make=make), made
+
+@pytest.fixture
+def artifact(tmp_path):
+    return Artifact(tmp_path / "kind" / "artifact")
 
 
 def test_the_first_process_of_a_run_makes_what_is_missing_and_without_it_another(
-    thing, tmp_path, monkeypatch
+    artifact, tmp_path, monkeypatch
 ):
     """Only the first logs and shows bars: a second that comes first waits for it."""
     monkeypatch.setenv("LOCAL_RANK", "1")
-    opened, made = thing
 
-    def first():
+    def make_in_first_process():
         time.sleep(0.1)
-        with cache.FileLock(tmp_path / "kind" / "thing.lock"):
+        with cache.FileLock(tmp_path / "kind" / "artifact.lock"):
             (tmp_path / "partial").mkdir()
             (tmp_path / "partial" / "first").write_text("by the first")
-            cache.finish_artifact(tmp_path / "partial", tmp_path / "kind" / "thing")
+            cache.finish_artifact(tmp_path / "partial", artifact.folder)
 
     monkeypatch.setattr(cache, "HEAD_START", 60)
     with ThreadPoolExecutor() as threads:
-        began = threads.submit(first)
-        assert (opened() / "first").read_text() == "by the first" and not made
-        began.result()
+        first_process = threads.submit(make_in_first_process)
+        assert (artifact.open() / "first").read_text() == "by the first" and artifact.num_builds == 0
+        first_process.result()  # raises what it raised
+
     monkeypatch.setattr(cache, "HEAD_START", 0.05)
-    cache.discard(tmp_path / "kind" / "thing")
-    assert (opened() / "first").read_text() == "x" * 1000 and len(made) == 1
+    cache.discard(artifact.folder)
+    assert (artifact.open() / "first").read_text() == "x" * 1000 and artifact.num_builds == 1
 
 
 @pytest.mark.slow
 def test_a_killed_maker_leaves_nothing_that_is_loaded_and_those_that_start_together_make_one(tmp_path):
-    folder, log, go = tmp_path / "kind" / "thing", tmp_path / "log", tmp_path / "go"
+    folder = tmp_path / "kind" / "artifact"
+    half_made = tmp_path / "kind" / "artifact.partial" / "first"
+    log = tmp_path / "log"
+    go = tmp_path / "go"  # makers wait for this file
 
-    def started(seconds):
+    def start_maker(seconds):
         command = [sys.executable, "-c", MAKER, str(folder), str(log), str(seconds)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
     go.touch()
-    killed, deadline = started(60), time.monotonic() + 30
-    while not (tmp_path / "kind" / "thing.partial" / "first").exists() and time.monotonic() < deadline:
+    killed = start_maker(60)
+    deadline = time.monotonic() + 30
+    while not half_made.exists() and time.monotonic() < deadline:
         time.sleep(0.005)
     killed.kill()
     killed.communicate(timeout=30)
-    assert (tmp_path / "kind" / "thing.partial" / "first").exists() and not folder.exists()
+    assert half_made.exists() and not folder.exists()
+
     go.unlink()
-    processes = [started(0.2) for _ in range(2)]
+    processes = [start_maker(0.2) for _ in range(2)]
     go.touch()
     assert [process.communicate(timeout=30)[0] for process in processes] == ["whole\n"] * 2
     assert sorted(path.name for path in folder.iterdir()) == ["checksums.json", "first", "second"]
@@ -113,27 +128,26 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("harm", DAMAGE)
-def test_a_damaged_artifact_is_made_again(thing, tmp_path, caplog, harm):
-    opened, made = thing
-    folder = opened()
-    assert opened() == folder and len(made) == 1
-    damage, message = DAMAGE[harm]
+def test_a_damaged_artifact_is_made_again(artifact, caplog, harm):
+    folder = artifact.open()
+    assert artifact.open() == folder and artifact.num_builds == 1
+
+    damage, reason = DAMAGE[harm]
     damage(folder)
-    assert opened() == folder and len(made) == 2
+    assert artifact.open() == folder and artifact.num_builds == 2
     assert (folder / "deep" / "second").read_text() == "whole"
-    (told,) = caplog.messages
-    assert told.startswith(f"Rebuilding {folder}, which is damaged ({message}")
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["thing", "thing.lock"]
+    (message,) = caplog.messages
+    assert message.startswith(f"Rebuilding {folder}, which is damaged ({reason}")
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["artifact", "artifact.lock"]
 
 
-def test_a_large_artifact_is_checked_by_size_and_in_full_if_wanted(thing, monkeypatch):
+def test_a_large_artifact_is_checked_by_size_and_in_full_if_wanted(artifact, monkeypatch):
     monkeypatch.setattr(cache, "SMALL", 0)
-    opened, made = thing
-    folder = opened()
+    folder = artifact.open()
     flip(folder / "first")
-    for full, count in ((False, 1), (True, 2)):
+    for full, num_builds in ((False, 1), (True, 2)):
         check_all.set(full)
-        assert opened() == folder and len(made) == count
+        assert artifact.open() == folder and artifact.num_builds == num_builds
     check_all.set(False)
 
 
@@ -142,35 +156,52 @@ def test_a_full_disk_is_told_with_the_path(tmp_path):
         with open("/dev/full", "wb", buffering=0) as file:  # whose write knows no name
             file.write(b"a")
 
-    with pytest.raises(OSError, match=rf"No space left on device, [\d,]+ bytes free: '{tmp_path}/kind/thing"):
-        make_once(tmp_path / "kind" / "thing", make=fill)
+    folder = tmp_path / "kind" / "artifact"
+    with pytest.raises(OSError, match=rf"No space left on device, [\d,]+ bytes free: '{folder}"):
+        make_once(folder, make=fill)
 
 
-def test_all_is_on_the_disk_before_it_has_its_name(thing, tmp_path, monkeypatch):
-    done, replace = [], os.replace
-    monkeypatch.setattr(os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")))
-    monkeypatch.setattr(os, "replace", lambda *paths: (done.append(paths[1]), replace(*paths)))
-    folder, partial = thing[0](), tmp_path / "kind" / "thing.partial"
-    checksums, renamed = done.index(partial / CHECKSUMS), done.index(folder)
+def test_all_is_on_the_disk_before_it_has_its_name(artifact, tmp_path, monkeypatch):
+    events = []  # a text: this file or folder was synced; a path: something was renamed to it
+    replace = os.replace
+
+    def record_sync(descriptor):
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def record_rename(source, destination):
+        events.append(destination)
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_rename)
+    folder = artifact.open()
+
+    partial = tmp_path / "kind" / "artifact.partial"
+    checksums_written = events.index(partial / CHECKSUMS)
+    folder_renamed = events.index(folder)
     names = ("first", "deep", "deep/second", f"{CHECKSUMS}.partial")
-    assert {*done[:checksums]} == {str(partial), *(str(partial / name) for name in names)}
-    assert done[checksums + 1 : renamed] == [str(partial)] and done[renamed + 1 :] == [str(folder.parent)]
+    assert {*events[:checksums_written]} == {str(partial), *(str(partial / name) for name in names)}
+    assert events[checksums_written + 1 : folder_renamed] == [str(partial)]
+    assert events[folder_renamed + 1 :] == [str(folder.parent)]
 
 
 def test_an_archive_of_losses_by_document_with_any_byte_changed_is_told_in_a_line(tmp_path):
     archive = documents_file(tmp_path, 0)
     archive.parent.mkdir()
     np.savez(archive, law=np.ones((2, 3)))
-    whole, refused = archive.read_bytes(), 0
-    for place in range(len(whole)):
-        archive.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+    content = archive.read_bytes()
+
+    num_refused = 0
+    for position, byte in enumerate(content):
+        archive.write_bytes(content[:position] + bytes([byte ^ 255]) + content[position + 1 :])
         try:
             check_archive(archive, instead="do this")
         except ValueError as error:
             assert str(error).endswith("; do this")
-            refused += 1
-    assert refused > len(whole) / 2
-    archive.write_bytes(whole[:-9])
+            num_refused += 1
+    assert num_refused > len(content) / 2  # not all: some bytes of a zip file mean nothing
+
+    archive.write_bytes(content[:-9])
     with pytest.raises(ValueError, match="000.npz is truncated or damaged"):
         load_documents(tmp_path, [0])
 
@@ -221,15 +252,18 @@ def test_two_users_of_one_group_share_a_cache_under_umask_002(open_cache):
         (partial / "first").write_text("by the first user")
         (partial / "first").chmod(0o600)  # as safetensors does
 
-    before = os.umask(0o002)
+    umask = os.umask(0o002)
     try:
         cache.make_once(folder, make=make)
     finally:
-        os.umask(before)
+        os.umask(umask)
         end_uses()
+
     modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
     assert modes == {folder.name: 0o775, "deep": 0o775, "first": 0o664, CHECKSUMS: 0o664}
     assert folder.stat().st_gid == 4242
+
+    # The other user of the group reads it, and builds it anew where it is damaged.
     assert open_as_other_user(folder, group=4242).stdout == "by the first user\n"
     (folder / "first").write_text("damaged")
     assert open_as_other_user(folder, group=4242).stdout == "by the other user\n"

@@ -37,9 +37,11 @@ def test_what_decides_the_result_identifies_a_run(composed, tmp_path):
 
 
 def test_a_method_or_a_checkpoint_has_a_rate_of_its_own(composed):
-    checkpoint, method = "model.name_or_path=somewhere", "+method.lr_multiplier=4"
-    for given, rate in {(): 2e-3, (method, checkpoint): 4e-4, (method, "optim.lr=0.5"): 0.5}.items():
-        assert composed(*given).optim.lr == rate
+    checkpoint = "model.name_or_path=somewhere"
+    method = "+method.lr_multiplier=4"
+    assert composed().optim.lr == 2e-3
+    assert composed(method, checkpoint).optim.lr == 4e-4
+    assert composed(method, "optim.lr=0.5").optim.lr == 0.5
 
 
 OF_MEMORY = r"out of memory \(.+\); rerun the same command .+"
@@ -53,11 +55,11 @@ ENDING = {
 }
 
 
-@pytest.mark.parametrize(("error", "said"), ENDING.values(), ids=ENDING)
-def test_an_error_of_the_user_or_of_memory_ends_in_one_line(error, said, capsys):
-    with pytest.raises(SystemExit) as ended, readable():
+@pytest.mark.parametrize(("error", "message"), ENDING.values(), ids=ENDING)
+def test_an_error_of_the_user_or_of_memory_ends_in_one_line(error, message, capsys):
+    with pytest.raises(SystemExit) as raised, readable():
         raise error
-    assert ended.value.code == 1 and re.fullmatch(f"cpt: {said}\n", capsys.readouterr().err)
+    assert raised.value.code == 1 and re.fullmatch(f"cpt: {message}\n", capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -66,11 +68,12 @@ def test_a_wrong_config_is_found_without_torch(wrong, tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['run.py', {wrong!r}]; import runpy\n"
         f"try: runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')\n"
-        "except SystemExit as ended: print(ended.code, {'torch', 'lightning', 'datasets'} & set(sys.modules))"
+        "except SystemExit as error: print(error.code, {'torch', 'lightning', 'datasets'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ended.stdout.splitlines()[-1] == "1 set()" and f"{wrong} is inv" in ended.stderr, ended.stderr
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert process.stdout.splitlines()[-1] == "1 set()", process.stderr
+    assert f"{wrong} is invalid" in process.stderr
 
 
 ALIKE = {
@@ -84,8 +87,8 @@ ALIKE = {
 
 @pytest.mark.parametrize("choices", ALIKE)
 def test_runs_of_one_name_are_told_apart_by_their_paths(choices):
-    overrides, endings = ALIKE[choices]
-    runs = [RunIdentity(each.split(), "ncl", 0, 0) for each in overrides]
+    overrides_of_runs, endings = ALIKE[choices]
+    runs = [RunIdentity(overrides.split(), "ncl", 0, 0) for overrides in overrides_of_runs]
     assert len({run.name() for run in runs}) == 1
     assert distinguish_runs(runs) == [f"ncl_order-0_seed-0_a-{ending}" for ending in endings]
 

@@ -14,7 +14,7 @@ from cpt.core.files import replace, replacing, writing
 from cpt.core.tensors import save_state
 
 FULL = Path("/dev/full")  # whose every write fails as on a full disk
-TOLD = re.compile(r"cpt: .+ cannot be written.*[\d,]+ bytes free.*\n")
+MESSAGE = re.compile(r"cpt: .+ cannot be written.*[\d,]+ bytes free.*\n")
 
 
 def write_arrow(path):
@@ -45,10 +45,11 @@ WRITERS = [write_arrow, write_safetensors, write_state, write_without_a_name]
 def test_a_full_disk_is_one_line_with_the_free_bytes(write, tmp_path, capsys):
     with pytest.raises(SystemExit), readable():
         write(tmp_path / "file")
-    told = capsys.readouterr().err
-    assert TOLD.fullmatch(told) and "inline_container" not in told and "unexpected pos" not in told
+    message = capsys.readouterr().err
+    assert MESSAGE.fullmatch(message)
+    assert "inline_container" not in message and "unexpected pos" not in message  # the words of torch.save
     if write is not write_without_a_name:
-        assert told.startswith(f"cpt: {tmp_path / 'file'} cannot be written")
+        assert message.startswith(f"cpt: {tmp_path / 'file'} cannot be written")
 
 
 def test_atomic_writes_tell_their_path_and_leave_the_old_file(tmp_path, monkeypatch, capsys):
@@ -62,8 +63,8 @@ def test_atomic_writes_tell_their_path_and_leave_the_old_file(tmp_path, monkeypa
     for write in (lambda: replace(path, "new"), lambda: save_state({}, path)):
         with pytest.raises(SystemExit), readable():
             write()
-        told = capsys.readouterr().err
-        assert TOLD.fullmatch(told) and f"{path} cannot be written: Disk quota exceeded" in told
+        message = capsys.readouterr().err
+        assert MESSAGE.fullmatch(message) and f"{path} cannot be written: Disk quota exceeded" in message
     assert path.read_text() == "old"
 
 

@@ -33,16 +33,18 @@ def earlier(seconds: float) -> str:
     return (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
 
 
-def gone() -> ProcessId:
+def ended_process() -> ProcessId:
+    """A process that has ended and been waited for."""
     with subprocess.Popen(["true"]) as process:
-        started = start_time(process.pid)
-    return replace(ProcessId.current(), pid=process.pid, start_time=started)
+        start = start_time(process.pid)
+    return replace(ProcessId.current(), pid=process.pid, start_time=start)
 
 
-def here(program: str, **variables: str) -> subprocess.Popen:
-    kept = {name: value for name, value in os.environ.items() if name not in (PARENT, "LOCAL_RANK")}
+def start_program(program: str, **variables: str) -> subprocess.Popen:
+    """Starts a Python program that is no rank and has no parent to follow, but by these variables."""
+    inherited = {name: value for name, value in os.environ.items() if name not in (PARENT, "LOCAL_RANK")}
     command = [sys.executable, "-c", program]
-    return subprocess.Popen(command, cwd=ROOT, env=kept | variables, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=inherited | variables, stdout=subprocess.PIPE, text=True)
 
 
 def wait_while(condition) -> None:
@@ -52,35 +54,47 @@ def wait_while(condition) -> None:
 
 
 def test_a_process_is_told_from_another_with_its_pid_and_from_a_zombie():
-    own = ProcessId.current()
-    assert own.is_alive() and replace(own, start_time=own.start_time + 2).is_alive()  # the clock was set
-    assert replace(own, start_time=own.start_time - 100).is_alive() is False
-    assert replace(own, host="away").is_alive() is replace(own, namespace="container").is_alive() is None
-    assert gone().is_alive() is replace(own, pid=-1).is_alive() is replace(own, pid=2**80).is_alive() is False
+    current = ProcessId.current()
+    assert current.is_alive()
+    assert replace(current, start_time=current.start_time + 2).is_alive()  # the clock was set
+    assert replace(current, start_time=current.start_time - 100).is_alive() is False
+    for missing in (ended_process(), replace(current, pid=-1), replace(current, pid=2**80)):
+        assert missing.is_alive() is False
+    for unknown in (replace(current, host="away"), replace(current, namespace="container")):
+        assert unknown.is_alive() is None
+
     with subprocess.Popen(["true"]) as process:  # a zombie until it is waited for
-        zombie = replace(own, pid=process.pid, start_time=start_time(process.pid))
+        zombie = replace(current, pid=process.pid, start_time=start_time(process.pid))
         wait_while(zombie.is_alive)
         assert zombie.is_alive() is False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_a_killed_process_takes_its_children_with_it_and_a_rank_ends_without_its_first():
-    with here(PROGRAM) as process:
+    with start_program(PROGRAM) as process:
         child = psutil.Process(int(process.stdout.readline()))
         process.kill()
     wait_while(lambda: child.is_running() and child.status() != "zombie")
     assert not child.is_running() or child.status() == "zombie"
-    for rank, code, words in (("1", 128 + signal.SIGKILL, ""), (None, 0, "here")):
-        with here(CHILD, **{PARENT: str(gone().pid)} | ({"LOCAL_RANK": rank} if rank else {})) as process:
-            said, _ = process.communicate(timeout=60)
-        assert (process.returncode, said.strip()) == (code, words)
+
+    # A rank ends when its parent is gone; a process that is no rank may have inherited the variable.
+    variables = {PARENT: str(ended_process().pid)}
+    with start_program(CHILD, LOCAL_RANK="1", **variables) as process:
+        output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output.strip()) == (128 + signal.SIGKILL, "")
+    with start_program(CHILD, **variables) as process:
+        output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output.strip()) == (0, "here")
 
 
 def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path):
     with heartbeat.heartbeat(tmp_path):
         with progress_bar("tokenising law", total=10, hidden=False, initial=4) as bar:
-            bar.smoothing, bar.start_t, bar.n = 0, bar._time() - 3, 6
+            bar.smoothing = 0
+            bar.start_t = bar._time() - 3
+            bar.n = 6
             assert HEARTBEAT.read().phase_eta_s == pytest.approx(6.0, abs=0.5)  # (10 - 6) / ((6 - 4) / 3)
+
         phase = Phase(
             name="training law",
             stage=1,
@@ -94,10 +108,12 @@ def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path):
         set_phase(phase)
         with progress_bar("law (1/3)", total=10, hidden=False) as bar:
             assert HEARTBEAT.read().phase_eta_s is HEARTBEAT.read().run_eta_s is None  # no step yet
-            bar.start_t, bar.n = bar._time() - 10, 5
+            bar.start_t = bar._time() - 10
+            bar.n = 5
             beat = HEARTBEAT.read()
             assert (beat.phase, beat.stage, beat.done) == ("training law", 1, 0.25)
             assert beat.run_eta_s == pytest.approx(beat.phase_eta_s + 14 + 120, abs=2)
         assert HEARTBEAT.read().done == 0.25  # between the last step and the next phase
-    ended = Heartbeat.load(tmp_path)
-    assert (ended.state, ended.done, ended.run_eta_s) == ("finished", 1.0, None)
+
+    stored = Heartbeat.load(tmp_path)
+    assert (stored.state, stored.done, stored.run_eta_s) == ("finished", 1.0, None)

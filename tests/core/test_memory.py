@@ -13,14 +13,15 @@ from cpt.core.memory import forget_peak, give_back, peak
 def test_free_memory_is_given_back_and_the_peak_is_of_what_comes():
     pieces = [torch.ones(2**14) for _ in range(2000)]  # of 64 KiB each, small enough for the heap
     del pieces[:-1]  # the heap ends where the last one lies: nothing is given back by itself
-    held = psutil.Process().memory_info().rss
+    resident_bytes = psutil.Process().memory_info().rss
     give_back()
-    assert held - psutil.Process().memory_info().rss > 2**26
+    assert resident_bytes - psutil.Process().memory_info().rss > 2**26
+
     cpu = torch.device("cpu")
     forget_peak(cpu)
-    low = peak(cpu)
+    first_peak = peak(cpu)
     torch.ones(50_000_000)
-    assert peak(cpu) >= low + 190_000_000
+    assert peak(cpu) >= first_peak + 190_000_000
     give_back()  # a run in this process has set that large blocks are kept
     forget_peak(cpu)
-    assert peak(cpu) < low + 100_000_000
+    assert peak(cpu) < first_peak + 100_000_000

@@ -28,27 +28,30 @@ def test_the_words_are_splitmix64s():
 def test_a_key_is_the_same_in_every_process_and_tells_its_parts_apart():
     assert key("probe", "news", 3) == 16634162284742173032
     parts = [("ab", "c"), ("a", "bc"), ("abc",), ("ab", "c", ""), (1, 2), (12,), ("c", "ab")]
-    keys = [key(*each) for each in parts]
-    assert len(set(keys)) == len(keys) and all(0 <= each < WORD for each in keys)
+    keys = [key(*parts_of_key) for parts_of_key in parts]
+    assert len(set(keys)) == len(keys) and min(keys) >= 0 and max(keys) < WORD
 
 
 def test_a_samples_key_is_a_function_of_stream_and_number_and_keys_do_not_meet():
     stream = splitmix(7, 1)[0]
     expected = [splitmix(stream ^ (number * GOLDEN % WORD), 1)[0] for number in (0, 1, 5, 10**12)]
     assert sample_keys(7, np.array([0, 1, 5, 10**12])).tolist() == expected
-    many = np.concatenate([sample_keys(key("s", stream), np.arange(2000)) for stream in range(50)])
-    assert len(np.unique(many)) == len(many)
+
+    keys = np.concatenate([sample_keys(key("s", stream), np.arange(2000)) for stream in range(50)])
+    assert len(np.unique(keys)) == len(keys)
 
 
 def test_a_draw_depends_on_its_rows_key_its_place_and_its_stream():
     keys = sample_keys(1, np.arange(20))
-    whole = draws(keys, 11, stream=0)
-    picked = [13, 2, 2, 7]
-    assert np.array_equal(draws(keys[picked], 11, stream=0), whole[picked])
-    assert np.array_equal(draws(keys, 5, stream=0), whole[:, :5])
-    assert not set(whole.flat) & set(draws(keys, 11, stream=1).flat)
-    row = splitmix((int(keys[4]) + 2 * GOLDEN) % WORD, 1)[0]
-    expected = [(splitmix(row ^ (place * GOLDEN % WORD), 1)[0] >> 11) / 2**53 for place in range(11)]
+    numbers = draws(keys, 11, stream=0)
+    rows = [13, 2, 2, 7]
+    assert np.array_equal(draws(keys[rows], 11, stream=0), numbers[rows])
+    assert np.array_equal(draws(keys, 5, stream=0), numbers[:, :5])
+    assert not set(numbers.flat) & set(draws(keys, 11, stream=1).flat)
+
+    row_key = splitmix((int(keys[4]) + 2 * GOLDEN) % WORD, 1)[0]
+    words = [splitmix(row_key ^ (position * GOLDEN % WORD), 1)[0] for position in range(11)]
+    expected = [(word >> 11) / 2**53 for word in words]  # the upper 53 bits, as a number from 0 to 1
     assert draws(keys, 11, stream=2)[4].tolist() == expected
 
 
@@ -56,8 +59,13 @@ def test_every_item_comes_once_and_depends_on_its_position_count_and_stream():
     for count in (*range(1, 70), 127, 128, 129, 256, 257, 1000, 4097):
         items = shuffle(np.arange(count), count, stream=5)
         assert items.dtype == np.int64 and sorted(items.tolist()) == list(range(count))
-    mixed = shuffle(np.array([7, 7, 8]), 1000, stream=np.array([3, 4, 3], np.uint64))
-    alone = [int(shuffle(np.array([p]), 1000, stream=s)[0]) for p, s in ((7, 3), (7, 4), (8, 3))]
-    assert mixed.tolist() == alone and shuffle(np.arange(0), 10, stream=0).tolist() == []
+    assert shuffle(np.arange(0), 10, stream=0).tolist() == []
+
+    # Several positions and streams in one call give what each gives in a call of its own.
+    together = shuffle(np.array([7, 7, 8]), 1000, stream=np.array([3, 4, 3], np.uint64))
+    for item, position, stream in zip(together, (7, 7, 8), (3, 4, 3), strict=True):
+        assert item == shuffle(np.array([position]), 1000, stream=stream)[0]
+
+    # Recorded values: another permutation would change the result of every run.
     assert shuffle(np.arange(12), 12, stream=1).tolist() == [6, 9, 0, 2, 7, 1, 11, 10, 3, 8, 5, 4]
     assert shuffle(np.array([10**9 - 1]), 10**9, stream=1).tolist() == [287203451]

@@ -48,7 +48,7 @@ class Outer(Options):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "message"),
     [
         ({"strength": 7}, "m.strength=7 does not go with itself"),
         ({"strenght": 1}, "m.strenght is invalid: unknown option. Allowed: m.strength, m.inner. Did you"),
@@ -57,19 +57,20 @@ class Outer(Options):
         ({"strength": 1, "inner": 2}, "m.inner=2 is invalid. Allowed: null or keys with values"),
     ],
 )
-def test_options_are_read_and_frozen_or_refused_in_one_line(given, told):
+def test_options_are_read_and_frozen_or_refused_in_one_line(options, message):
     with pytest.raises(ValueError) as raised:
-        schema.read_options(Outer, given, section="m")
-    assert str(raised.value).startswith(told) and "\n" not in str(raised.value)
-    made = schema.read_options(Outer, {"strength": 1, "inner": {"decay": 0.5}}, section="")
-    assert made == Outer(strength=1, inner=Inner(decay=0.5)) and type(made.strength) is int
+        schema.read_options(Outer, options, section="m")
+    assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
+
+    outer = schema.read_options(Outer, {"strength": 1, "inner": {"decay": 0.5}}, section="")
+    assert outer == Outer(strength=1, inner=Inner(decay=0.5)) and type(outer.strength) is int
     with pytest.raises(AttributeError):
-        made.strength = 3
+        outer.strength = 3
 
 
 def test_a_target_that_cannot_be_imported_is_told_with_the_cause(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("import absent\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for target, why in (("mine.Mine", "No module named 'absent'"), ("json.Mine", "module 'json' has no")):
-        with pytest.raises(ValueError, match=f"_target_={target} is invalid: {why}"):
+    for target, reason in (("mine.Mine", "No module named 'absent'"), ("json.Mine", "module 'json' has no")):
+        with pytest.raises(ValueError, match=f"_target_={target} is invalid: {reason}"):
             load_target(target)

@@ -15,36 +15,33 @@ from cpt.core.secrets import (
 )
 from cpt.trainer.run_dir import RunDir
 
-SECRET_KEYS = (
-    *("callbacks.n.teams_token", "telegramToken", "X-Auth-Token", "logger.x.pat", "gitlab_pat", "db_pwd"),
-    *("discord_webhook", "mattermost_webhook_url", "smtp_password", "passphrase", "storage_account_key"),
-    *("signingKey", "aws_secret_access_key", "client_secret", "secret_name", "google_credentials", "apikey"),
-    *("azure_connection_string", "sentry_dsn", "session_cookie", "Authorization", "hf.api_key"),
-    "refresh_tokens",
-)
-OTHER_KEYS = (
-    *("max_tokens", "trainer.tokens", "special_tokens", "pad_token", "eos_token", "separator_token", "key"),
-    *("image_token", "mask_token", "tokenizer", "tokenizer_name", "text_key", "label_key", "sort_keys"),
-    *("pattern", "path", "update", "steps_per_token", "token_type", "patience", "keep", "compat", "spat"),
-    *("split_special_tokens", "decoder_start_token", "tokens_per_row"),
-)
+SECRET_KEYS = """
+callbacks.n.teams_token telegramToken X-Auth-Token logger.x.pat gitlab_pat db_pwd
+discord_webhook mattermost_webhook_url smtp_password passphrase storage_account_key
+signingKey aws_secret_access_key client_secret secret_name google_credentials apikey
+azure_connection_string sentry_dsn session_cookie Authorization hf.api_key refresh_tokens
+"""
+OTHER_KEYS = """
+max_tokens trainer.tokens special_tokens pad_token eos_token separator_token key
+image_token mask_token tokenizer tokenizer_name text_key label_key sort_keys
+pattern path update steps_per_token token_type patience keep compat spat
+split_special_tokens decoder_start_token tokens_per_row
+"""
 
 
-@pytest.mark.parametrize("key", SECRET_KEYS)
+@pytest.mark.parametrize("key", SECRET_KEYS.split())
 def test_a_secret_is_known_by_the_end_of_its_key(key):
-    assert is_secret(key) and redact({key: "canary", "list": [{key: 1234}]}) == {
-        key: HIDDEN,
-        "list": [{key: HIDDEN}],
-    }
+    assert is_secret(key)
+    assert redact({key: "canary", "list": [{key: 1234}]}) == {key: HIDDEN, "list": [{key: HIDDEN}]}
 
 
-@pytest.mark.parametrize("key", OTHER_KEYS)
+@pytest.mark.parametrize("key", OTHER_KEYS.split())
 def test_words_of_models_and_columns_are_no_secrets(key):
     assert not is_secret(key) and redact({key: "shown"}) == {key: "shown"}
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "redacted"),
     [
         ("postgresql+psycopg://me:p@s/canary@db:5432/x", f"postgresql+psycopg://{HIDDEN}@db:5432/x"),
         ("https://canary@host/path", f"https://{HIDDEN}@host/path"),
@@ -58,8 +55,8 @@ def test_words_of_models_and_columns_are_no_secrets(key):
         ("org/model@main pad_token=<pad> max_tokens=5", "org/model@main pad_token=<pad> max_tokens=5"),
     ],
 )
-def test_secrets_are_known_by_their_form(text, shown):
-    assert redact_text(text) == redact_text(shown) == shown
+def test_secrets_are_known_by_their_form(text, redacted):
+    assert redact_text(text) == redact_text(redacted) == redacted
 
 
 def test_an_override_is_shown_without_its_secret():
@@ -84,32 +81,32 @@ def test_texts_of_the_environment_are_shown_by_name_however_they_come_in(monkeyp
     monkeypatch.setenv("CANARY", "canary-value")
     monkeypatch.setenv("NUMBER", "12")
     monkeypatch.setenv("LIST", "[canary-a,canary-b]")
-    shown = hide_environment(OmegaConf.create(ENVIRONMENT))
-    assert "canary" not in str(shown)
-    assert (shown["decoded"], shown["default"], shown["plain"]) == (12, "fallback", "text")
-    assert shown["direct"].startswith("${oc.env:CANARY}#") and shown["nested"]["list"][1] == "plain"
-    assert shown["other"] == shown["direct"] == shown["copy"]["list"][0] != shown["within"]
-    assert [text.partition("#")[0] for text in shown["texts"]] == ["${oc.env:LIST}"] * 2
+    settings = hide_environment(OmegaConf.create(ENVIRONMENT))
+    assert "canary" not in str(settings)
+    assert (settings["decoded"], settings["default"], settings["plain"]) == (12, "fallback", "text")
+    assert settings["direct"].startswith("${oc.env:CANARY}#") and settings["nested"]["list"][1] == "plain"
+    assert settings["other"] == settings["direct"] == settings["copy"]["list"][0] != settings["within"]
+    assert [text.partition("#")[0] for text in settings["texts"]] == ["${oc.env:LIST}"] * 2
 
 
 def test_another_value_of_a_variable_is_another_run_and_another_secret_the_same(tmp_path, monkeypatch):
     def settings(**variables):
+        """What a run stores of its config when the environment has these variables."""
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        made = OmegaConf.create(
-            {"method": {"rank": "${oc.env:RANK}", "api_key": "${oc.env:KEY}", "x": r"\${y}"}}
-        )
-        return redact(hide_environment(made))
+        method = {"rank": "${oc.env:RANK}", "api_key": "${oc.env:KEY}", "x": r"\${y}"}
+        return redact(hide_environment(OmegaConf.create({"method": method})))
 
     run = RunDir(tmp_path)
     run.write_config(settings(RANK="one", KEY="canary"))
     assert "one" not in run.config.read_text() and "canary" not in run.config.read_text()
+
     assert run.find_config_changes(settings(KEY="another")) == []
-    assert (
-        run.find_config_changes({"method": {"rank": "one", "api_key": "typed", "x": "${y}"}}) == []
-    )  # typed, not by name
+    typed = {"method": {"rank": "one", "api_key": "typed", "x": "${y}"}}  # no names of variables
+    assert run.find_config_changes(typed) == []
     (change,) = run.find_config_changes(settings(RANK="two"))
     assert change.startswith("method.rank: ${oc.env:RANK}#") and "two" not in change
+
     run.write_config({"method": {"rank": "two", "api_key": HIDDEN, "x": "${y}"}})  # of an earlier version
     assert run.find_config_changes(settings()) == []
     assert is_same_setting(1, 1) and not is_same_setting("${oc.env:A}#0000000", "x")

@@ -40,7 +40,7 @@ def environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variables", "is_task", "several"),
+    ("variables", "is_task", "is_of_several"),
     [
         ({}, False, False),
         (BATCH | TWO, False, False),
@@ -52,13 +52,12 @@ def environment(monkeypatch):
         (BATCH | TWO | STEP | {"TORCHELASTIC_RUN_ID": "x"}, False, False),
     ],
 )
-def test_a_task_is_what_srun_started(environment, variables, is_task, several):
+def test_a_task_is_what_srun_started(environment, variables, is_task, is_of_several):
     environment(variables)
-    assert (slurm.is_slurm_task(), is_one_of_several()) == (is_task, several)
-    assert (slurm.tasks_per_node(5), slurm.step_nodes()) == (
-        (2 if "SLURM_NTASKS_PER_NODE" in variables else 5) if several else 5,
-        1,
-    )
+    assert (slurm.is_slurm_task(), is_one_of_several()) == (is_task, is_of_several)
+    is_counted = is_of_several and "SLURM_NTASKS_PER_NODE" in variables
+    assert slurm.tasks_per_node(5) == (2 if is_counted else 5)
+    assert slurm.step_nodes() == 1
 
 
 @pytest.mark.parametrize(
@@ -108,8 +107,9 @@ def test_a_run_is_refused_before_it_has_a_folder_and_a_job_of_a_local_sweep_is_n
     with pytest.raises(ValueError, match="--ntasks-per-node=3"):
         start(small("strategy=ddp", "trainer.devices=3", "trainer.batch_size=6"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    kept = slurm.without_task(BATCH | TWO | STEP | {"PATH": "/bin"})
-    assert kept == {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "wrap", "PATH": "/bin"}
+
+    variables_of_job = slurm.without_task(BATCH | TWO | STEP | {"PATH": "/bin"})
+    assert variables_of_job == {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "wrap", "PATH": "/bin"}
 
 
 def test_devices_and_nodes_follow_srun(environment, composed):
@@ -124,8 +124,10 @@ def test_devices_and_nodes_follow_srun(environment, composed):
 
 
 def test_devices_are_counted():
-    given = (3, "2", "0,1", [0, 2], (1,), "auto", -1, "-1")
-    assert [count_devices(each) for each in given] == [3, None, 2, 2, 1, None, None, None]
+    for devices, count in [(3, 3), ("0,1", 2), ([0, 2], 2), ((1,), 1)]:
+        assert count_devices(devices) == count
+    for devices in ("2", "auto", -1, "-1"):  # only Lightning knows how many these are
+        assert count_devices(devices) is None
 
 
 SIGNALED = """
@@ -144,9 +146,14 @@ with heed_signals(), defer_signals():
 def test_signals_of_scheduler_and_launcher_are_one_to_a_job(variables, code):
     """SLURM signals every process of a job, its launcher once more; elsewhere a second one ends at once."""
     environment = {name: value for name, value in os.environ.items() if name != PARENT} | variables
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", SIGNALED]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **streams) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SIGNALED],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGUSR2)
         time.sleep(1)
