@@ -128,14 +128,19 @@ def write_checksums(folder: Path, paths: Iterable[Path], *, unread: Table | None
 def read_checksums(folder: Path) -> Table:
     """Raises ValueError if `checksums.json` is missing or damaged, PermissionError if it may not be read."""
     try:
-        table = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))["files"]
-        return {name: (size, digest) for name, (size, digest) in table.items()}
+        entries = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))["files"]
+        table = {name: (size, digest) for name, (size, digest) in entries.items()}
     except FileNotFoundError:
         raise ValueError(f"{CHECKSUMS} is missing") from None
     except PermissionError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{CHECKSUMS} is damaged") from error
+
+    # Sizes are added up by callers, and damaged JSON may have any value in their place.
+    if not all(isinstance(size, int) for size, _ in table.values()):
+        raise ValueError(f"{CHECKSUMS} is damaged")
+    return table
 
 
 def find_damage(folder: Path, table: Table, *, full: bool) -> Iterator[str]:

@@ -121,6 +121,7 @@ def test_a_killed_maker_leaves_nothing_that_is_loaded_and_those_that_start_toget
 DAMAGE = {
     "a bit": (lambda folder: flip(folder / "first"), "first"),
     "a bit of a deep file": (lambda folder: flip(folder / "deep" / "second"), "deep/second"),
+    "a size": (lambda folder: (folder / CHECKSUMS).write_text('{"files": {"first": [{}, ""]}}'), CHECKSUMS),
     "half the checksums": (lambda folder: os.truncate(folder / CHECKSUMS, 50), CHECKSUMS),
     "truncated": (lambda folder: os.truncate(folder / "first", 10), "first has 10 bytes, not 1000"),
     "a file": (lambda folder: (folder / "first").unlink(), "first is missing"),
