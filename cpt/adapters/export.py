@@ -102,7 +102,7 @@ def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
     if name not in index["parts"]:
         raise InvalidOptionError("domain", name, allowed=", ".join(index["parts"]))
 
-    model = model_class.from_pretrained(folder)
+    model = model_class.from_pretrained(folder, trust_remote_code=False)
     # Before the part is loaded, which has the parameters of what is attached.
     if index["attach"] is not None:
         attach = import_attach(index["attach"])
