@@ -30,9 +30,8 @@ def test_the_tokens_of_every_style_are_ours_and_what_differs_is_told(style, seq2
     if style == "opened" and not seq2seq:  # a special token that is spelled out
         special = task_encoder.tokenizer.eos_token
         odd = Example("odd", f"What is {special} for?\nAnswer:", LABELS[0], "TC", LABELS)
-        assert export_task(tmp_path, "TC", map(task_encoder.prompt, [*examples, odd]), texts).differing == [
-            "odd"
-        ]
+        exported = export_task(tmp_path, "TC", map(task_encoder.prompt, [*examples, odd]), texts)
+        assert exported.differing == ["odd"]
 
 
 @pytest.mark.slow

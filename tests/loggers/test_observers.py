@@ -3,6 +3,7 @@ identifiers."""
 
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -41,13 +42,17 @@ FAILURES = {
 class Recorder(Logger):
     """Keeps what it gets; fails in the methods named in `failing`."""
 
-    name, version = "recorder", ""
+    name = "recorder"
+    version = ""
 
-    def __init__(self, failing=(), error="disk", places=3):
+    def __init__(self, failing=(), error="disk", digits=3):
         super().__init__()
-        if places < 1:
-            raise ValueError("places has to be positive")
-        self.failing, self.error, self.metrics, self.calls = failing, error, [], 0
+        if digits < 1:
+            raise ValueError("digits has to be positive")
+        self.failing = failing
+        self.error = error
+        self.metrics = []
+        self.calls = 0
         self.fail("init")
 
     def fail(self, method):
@@ -93,8 +98,10 @@ def no_variables(monkeypatch):
 @pytest.mark.parametrize("error", FAILURES)
 @pytest.mark.parametrize("method", ["log_hyperparams", "log_metrics", "experiment", "save", "finalize"])
 def test_a_logger_that_fails_is_one_warning_and_the_others_go_on(tmp_path, caplog, method, error):
-    failing, other, scores = Recorder([method], error), Recorder(), make_scores()
-    custom = {"mine": failing, "other": other}
+    failing = Recorder([method], error)
+    working = Recorder()
+    scores = make_scores()
+    custom = {"mine": failing, "other": working}
     with track(logged_run(tmp_path), csv_file=True, wandb=None, custom=custom) as loggers:
         for logger in loggers:  # as a trainer does before each stage
             _ = logger.experiment if hasattr(logger, "experiment") else None
@@ -103,10 +110,10 @@ def test_a_logger_that_fails_is_one_warning_and_the_others_go_on(tmp_path, caplo
                 logger.log_metrics({"train/lm/law": 1.0}, step=step)
         log_stage(loggers, scores)
         log_scores(loggers, scores, folder=tmp_path)
-    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert len(warnings) == 1 and warnings[0].startswith("logger.mine failed (")
-    assert type(FAILURES[error]).__name__ in warnings[0]
-    assert len(other.metrics) == 7 and other.status == "success"
+
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("logger.mine failed (") and type(FAILURES[error]).__name__ in warning
+    assert len(working.metrics) == 7 and working.status == "success"
     assert isinstance(failing, Recorder)  # callbacks ask for the class
 
 
@@ -124,9 +131,10 @@ def test_a_logger_that_fails_now_and_then_keeps_the_rest(caplog):
     logger = Recorder()
     guard_logger(logger, "logger.mine")
     for step in range(10):
-        logger.failing = ["log_metrics"] * (step % 2)
+        logger.failing = ["log_metrics"] if step % 2 == 1 else []
         logger.log_metrics({"step": step})
-    assert [each["step"] for each in logger.metrics] == [0, 2, 4, 6, 8]
+    assert [metrics["step"] for metrics in logger.metrics] == [0, 2, 4, 6, 8]
+
     logger.failing = ["log_image"]
     assert logger.log_image("a", []) is None and caplog.text.count("failed") == 1
 
@@ -161,12 +169,11 @@ def test_a_failure_at_construction_is_a_warning_and_a_wrong_option_is_refused(tm
         loggers = make_loggers(entry(failing=["init"], error=error), folder=tmp_path)
         assert isinstance(loggers["mine"], DummyLogger)
         assert caplog.text.count("logger.mine failed") == 1
-    for options, message in (
-        ({"places": 0}, "places has to be positive"),
-        ({"place": 1}, "logger.mine.place"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make_loggers(entry(**options), folder=tmp_path)
+
+    with pytest.raises(ValueError, match="digits has to be positive"):
+        make_loggers(entry(digits=0), folder=tmp_path)
+    with pytest.raises(ValueError, match="logger.mine.digit"):
+        make_loggers(entry(digit=1), folder=tmp_path)
 
 
 def test_wandb_that_cannot_be_opened_is_a_warning(tmp_path, monkeypatch, caplog, no_variables):
@@ -194,10 +201,12 @@ def test_a_run_whose_observers_all_fail_is_finished_and_the_same_command_makes_i
         patched.setattr("cpt.reporting.run_page.build_blocks", fail)
         patched.setattr("cpt.trainer.finalize.write_model_card", fail)
         start(cfg, tmp_path / "run")
+
     run = RunDir(tmp_path / "run")
     assert run.load_scores().run["finished"] and not (run.path / "report.html").exists()
     for name in ("logger.board", "logger.csv", "The report", "The model card"):
-        assert [name in line for line in caplog.messages].count(True) == 1, name
+        assert len([line for line in caplog.messages if name in line]) == 1, name
+
     start(cfg, run.path)
     assert (run.path / "report.html").exists() and run.find_damaged_outputs(full=True) == []
 
@@ -205,7 +214,7 @@ def test_a_run_whose_observers_all_fail_is_finished_and_the_same_command_makes_i
 # Names of texts
 
 
-LIKE = {
+SIMILAR_NAMES = {
     "signs": ["C", "C++", "C#", "C*"],
     "blanks": ["my data", "my_data", "my  data", "my-data"],
     "case": ["Law", "law", "LAW", "food"],
@@ -216,18 +225,14 @@ LIKE = {
 
 
 def mlflow_cleaned(name):
-    import re
-
     return re.sub("[^a-zA-Z0-9_/. -]+", "", name)
 
 
 def tensorboard_cleaned(name):
-    import re
-
     return re.sub(r"[^-/\w\.]", "_", name).lstrip("/")
 
 
-@pytest.mark.parametrize("texts", LIKE.values(), ids=LIKE)
+@pytest.mark.parametrize("texts", SIMILAR_NAMES.values(), ids=SIMILAR_NAMES)
 def test_texts_have_distinct_names_that_no_logger_changes(texts):
     names = MetricNames(texts)
     logged = [names.logged(f"train/lm/{text}") for text in texts]
@@ -236,6 +241,8 @@ def test_texts_have_distinct_names_that_no_logger_changes(texts):
         assert mlflow_cleaned(name) == name == tensorboard_cleaned(name)
         assert os.path.normpath(name) == name and len(name) <= 250
         assert names.logged(name) == name or name.split("/")[-1] in names.alike
+
+    # A name does not depend on the order of the texts.
     assert logged == [MetricNames(texts[::-1]).logged(f"train/lm/{text}") for text in texts]
 
 
@@ -243,7 +250,8 @@ def test_plain_names_stay_and_custom_loggers_get_one_value_for_each_text(tmp_pat
     for name in ("train/lm/law", "ppl/das_6.1-x", "stages/learned", "lr-AdamW/pg1"):
         assert MetricNames(["law"]).logged(name) == name
     caplog.set_level("INFO")
-    texts, logger = ["C", "C++", "C#"], Recorder()
+    texts = ["C", "C++", "C#"]
+    logger = Recorder()
     scores = make_scores(order=texts)
     with track(logged_run(tmp_path, texts), csv_file=True, wandb=None, custom={"mlflow": logger}) as loggers:
         log_stage(loggers, scores)
@@ -259,7 +267,8 @@ def test_plain_names_stay_and_custom_loggers_get_one_value_for_each_text(tmp_pat
 
 def test_an_identifier_is_drawn_once_and_moves_with_the_folder(tmp_path, no_variables):
     random.seed(0)
-    state, identifiers = random.getstate(), {}
+    state = random.getstate()
+    identifiers = {}
     for name in ("a", "b", "a/deep"):
         (tmp_path / name).mkdir()
         identifiers[name] = choose_identifier(tmp_path / name)
@@ -301,8 +310,8 @@ def test_labels_and_places_are_the_variables_unless_an_option_is_given(monkeypat
     for name, value in values.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     assert LABELS.obey_environment() == WandbLabels(name="n", group="g", job_type="j", tags=("a", "b"))
-    own = WandbLabels(name="x", group="x", job_type="x", tags=("mine",))
-    assert own.obey_environment().tags == ("mine",)
+    labels = WandbLabels(name="x", group="x", job_type="x", tags=("mine",))
+    assert labels.obey_environment().tags == ("mine",)  # tags of the config stay
     assert wandb_environment.choose_project(None) == "p" and wandb_environment.choose_project("q") == "q"
     assert wandb_environment.choose_entity(None) == "e" and wandb_environment.choose_entity("f") == "f"
 
@@ -343,12 +352,13 @@ def test_files_of_wandb_are_in_the_run_folder_unless_a_variable_or_a_settings_fi
 ):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_CACHE_DIR", "/mine")
-    before = dict(os.environ)
+    environment = dict(os.environ)
     with files_in(tmp_path / "run"):
-        changed = {name: os.environ[name] for name in os.environ if os.environ[name] != before.get(name)}
+        changed = {name: value for name, value in os.environ.items() if value != environment.get(name)}
     folder = tmp_path / "run" / "wandb"
     assert changed == {"WANDB_DATA_DIR": str(folder / "data"), "WANDB_CONFIG_DIR": str(folder / "config")}
-    assert dict(os.environ) == before
+    assert dict(os.environ) == environment
+
     settings = Path(tmp_path, "home", ".config", "wandb", "settings")
     settings.parent.mkdir(parents=True)
     settings.write_text("[default]\nbase_url = https://wandb.example.org\n")

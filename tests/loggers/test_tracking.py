@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import math
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,25 +31,27 @@ def runs(corpora, cache, tmp_path_factory):
     import wandb
 
     folder = tmp_path_factory.mktemp("runs")
-    quick = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-    quick += [*(o for o in SMALL if o != "logger=none"), "trainer.log_every_n_steps=1", "trainer.steps=4"]
-    given = {"s0": ["seed=0", "tags=[a,b]"], "s1": ["seed=1", "mask=migu"]}
-    given["s1"] += ["trainer.log_every_n_steps=10"]
-    given["failing"] = ["optim.lr=1e30", "trainer.gradient_clip_val=null"]
+    options = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
+    options += [option for option in SMALL if option != "logger=none"]
+    options += ["trainer.log_every_n_steps=1", "trainer.steps=4"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        for name, more in given.items():
-            fails = pytest.raises(ValueError, match="the lm loss is") if name == "failing" else nullcontext()
-            with fails:
-                train(with_values(*quick, *more), run_dir=folder / name)
-    wandb.teardown()
+        train(with_values(*options, "seed=0", "tags=[a,b]"), run_dir=folder / "s0")
+        rarely_logged = ["mask=migu", "trainer.log_every_n_steps=10"]
+        train(with_values(*options, "seed=1", *rarely_logged), run_dir=folder / "s1")
+        diverging = ["optim.lr=1e30", "trainer.gradient_clip_val=null"]
+        with pytest.raises(ValueError, match="the lm loss is"):
+            train(with_values(*options, *diverging), run_dir=folder / "failing")
+    wandb.teardown()  # only then are W&B's files whole: its service writes them
     return folder
 
 
 def test_every_run_is_one_run_with_its_own_id_and_group_and_shown_as_it_ended(runs):
-    told = of_kind(runs, "run")
-    assert len({run.run_id for run in told}) == len(told) == 3
-    assert {(run.run_group, run.job_type) for run in told} == {("default", "ncl")}
-    ((first,), (second,)) = (of_kind(runs / name, "run") for name in ("s0", "s1"))
+    records = of_kind(runs, "run")
+    assert len({run.run_id for run in records}) == len(records) == 3
+    assert {(run.run_group, run.job_type) for run in records} == {("default", "ncl")}
+
+    (first,) = of_kind(runs / "s0", "run")
+    (second,) = of_kind(runs / "s1", "run")
     assert list(first.tags) == ["a", "b"] and second.display_name == "ncl + migu order=law,food seed=1"
     assert config(runs / "s1")["trainer"]["steps"] == 4
     for name, code in {"s0": 0, "s1": 0, "failing": 1}.items():
@@ -59,22 +60,27 @@ def test_every_run_is_one_run_with_its_own_id_and_group_and_shown_as_it_ended(ru
 
 
 def test_losses_are_one_curve_over_all_tokens_and_the_matrix_is_one_over_stages_and_a_table(runs):
-    logged, told = history(runs / "s0"), Scores.load(runs / "s0" / "scores.json")
+    logged = history(runs / "s0")
+    scores = Scores.load(runs / "s0" / "scores.json")
     curve = {row["train/tokens"]: row["train/loss"] for row in logged if "train/loss" in row}
     tokens = [*curve]
     assert len(curve) == 8 and tokens == sorted(tokens) and all(0 < loss < 20 for loss in curve.values())
-    assert (tokens[3], tokens[-1]) == (told.tokens_read[1], sum(told.tokens_read))
-    short = [row["train/tokens"] for row in history(runs / "s1") if "train/loss" in row]
-    assert short == [tokens[3], tokens[-1]]  # a stage shorter than log_every_n_steps has a point at its end
-    keys = {key for row in logged for key in row if key.startswith("train")}
-    assert keys == {f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens", "tokens_per_s")}
+    assert (tokens[3], tokens[-1]) == (scores.tokens_read[1], sum(scores.tokens_read))
+    ends = [row["train/tokens"] for row in history(runs / "s1") if "train/loss" in row]
+    assert ends == [tokens[3], tokens[-1]]  # a stage shorter than log_every_n_steps has a point at its end
+
+    keys = set().union(*logged)
+    train_keys = {key for key in keys if key.startswith("train")}
+    assert train_keys == {f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens", "tokens_per_s")}
+    assert any("matrix_image" in key for key in keys)
+
     stages = {row["stage"]: row for row in logged if "stage" in row}
-    assert set(stages) == {0, 1, 2} and stages[2]["ppl/law"] == pytest.approx(math.exp(told.nll[2][0]))
-    assert any("matrix_image" in key for row in logged for key in row)
+    assert set(stages) == {0, 1, 2} and stages[2]["ppl/law"] == pytest.approx(math.exp(scores.nll[2][0]))
     lines = table(runs / "s0", "matrix")
     assert [[*line] for line in lines] == [["after", "law", "food", "general"]] * 3
     assert [line["after"] for line in lines] == ["base", "law", "food"]
-    assert summary(runs / "s0")["LC/perplexity"] == pytest.approx(told.metrics["LC"]["perplexity"])
+    assert summary(runs / "s0")["LC/perplexity"] == pytest.approx(scores.metrics["LC"]["perplexity"])
+
     with (runs / "s0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows if row["name"] == "train/lm/food"] == list(range(4))
@@ -83,41 +89,50 @@ def test_losses_are_one_curve_over_all_tokens_and_the_matrix_is_one_over_stages_
 def test_a_rebuilt_run_has_the_curves_of_the_live_one(runs):
     import wandb
 
-    live, scores = history(runs / "s0"), Scores.load(runs / "s0" / "scores.json")
+    live = history(runs / "s0")
+    scores = Scores.load(runs / "s0" / "scores.json")
     assert sync_runs({runs / "s0": scores}, project="p", entity=None, mode="offline") == 0
     wandb.teardown()
     rebuilt = history(runs / "s0" / REBUILT)
+
     for name in ("train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s"):
-        both = [[(row["train/tokens"], row[name]) for row in rows if name in row] for rows in (live, rebuilt)]
-        assert both[0] == both[1]
-    keys = [{key.split(".")[0] for row in rows for key in row} - {"_timestamp"} for rows in (live, rebuilt)]
-    assert keys[0] == keys[1]
+        assert points_of(name, rebuilt) == points_of(name, live)
+    assert names_in(rebuilt) == names_in(live)
+
+
+def points_of(name, rows):
+    return [(row["train/tokens"], row[name]) for row in rows if name in row]
+
+
+def names_in(rows):
+    """The names of all rows up to their first point, but for the time, which is another at each logging."""
+    return {key.split(".")[0] for key in set().union(*rows)} - {"_timestamp"}
 
 
 def test_a_resumed_run_repeats_no_point(tmp_path):
     (tmp_path / "wandb").mkdir()
     points = []
-    run = SimpleNamespace(log=points.append, define_metric=lambda *given, **how: None)
+    run = SimpleNamespace(log=points.append, define_metric=lambda *args, **kwargs: None)
     for _ in range(2):  # the second start begins after a kill
         curves = Curves(run, progress=tmp_path / "wandb" / "tokens")
-        for domain, before, steps in (("law", 0, (1, 2, 3)), ("a/b", 30, (1,))):
-            curves.enter(domain, tokens=before)
+        for domain, earlier_tokens, steps in (("law", 0, (1, 2, 3)), ("a/b", 30, (1,))):
+            curves.enter(domain, tokens=earlier_tokens)
             for step in steps:
                 curves.log({f"train/lm/{domain}": 1.0, f"train/tokens/{domain}": 10.0 * step, "epoch": 0})
-    places = [each["train/tokens"] for each in points]
-    assert places == sorted(places) and places[:4] == [10, 20, 30, 40]
-    assert {key for each in points for key in each} == {"train/loss", "train/tokens"}
+
+    tokens = [point["train/tokens"] for point in points]
+    assert tokens == sorted(tokens) and tokens[:4] == [10, 20, 30, 40]
+    assert set().union(*points) == {"train/loss", "train/tokens"}
 
 
 def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(tmp_path, monkeypatch, caplog):
-    tried, down = [], ConnectionError("W&B: timed out; logger.mode=offline keeps the run in its folder")
-
+    modes = []  # of the calls of init, in their order
     labels = WandbLabels(name="ncl", group="g", job_type="ncl")
 
     def init(identifier, folder, *, mode, **options):
-        tried.append(mode)
+        modes.append(mode)
         if mode == "online" and identifier == "down":
-            raise down
+            raise ConnectionError("W&B: timed out; logger.mode=offline keeps the run in its folder")
 
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -125,41 +140,48 @@ def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(tmp_path, mo
     monkeypatch.setattr(wandb_run, "init_wandb", init)
 
     def open_run(identifier, mode="auto"):
-        place = WandbPlace(mode=mode)
-        wandb_run.open_wandb(identifier, tmp_path, destination=place, labels=labels, config={})
+        destination = WandbPlace(mode=mode)
+        wandb_run.open_wandb(identifier, tmp_path, destination=destination, labels=labels, config={})
 
-    open_run("a")
+    open_run("a")  # without an API key
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")
     open_run("a")
-    assert tried == ["offline", "online"] and not caplog.text
+    assert modes == ["offline", "online"] and not caplog.text
+
     for mode in ("auto", "online"):  # of a server that does not answer
         caplog.clear()
         open_run("down", mode)
-        assert tried[-2:] == ["online", "offline"] and "timed out" in caplog.text
+        assert modes[-2:] == ["online", "offline"] and "timed out" in caplog.text
 
 
 def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_to_wandb(tmp_path):
     import wandb
 
     folder = tmp_path / "das_seed-3"
-    whole = make_scores(method="das", endtasks=make_endtasks([[0.5] * 3] * 4, when="each"))
-    labels = WandbLabels(name="das order=0 seed=3", group="g", job_type="das")
-    run = LoggedRun(folder=folder, labels=labels, config={"seed": 3}, texts=whole.domains)
-    place = WandbPlace(mode="offline", project="p")
     folder.mkdir()
-    for rows in (3, 4):
-        by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "modules", *COST_COLUMNS)}
-        fails = pytest.raises(KeyboardInterrupt) if rows == 3 else nullcontext()
-        with fails, track(run, csv_file=True, wandb=place, custom={}) as loggers:
-            log_stage(loggers, dataclasses.replace(whole, **by_row, endtasks={}))
-            if rows == 3:
-                raise KeyboardInterrupt
-            log_scores(loggers, whole, folder=folder)
+    scores = make_scores(method="das", endtasks=make_endtasks([[0.5] * 3] * 4, when="each"))
+    labels = WandbLabels(name="das order=0 seed=3", group="g", job_type="das")
+    run = LoggedRun(folder=folder, labels=labels, config={"seed": 3}, texts=scores.domains)
+    destination = WandbPlace(mode="offline", project="p")
+
+    def scores_of_rows(num_rows):
+        columns = ("rows", "nll", "modules", *COST_COLUMNS)
+        values = {name: getattr(scores, name)[:num_rows] for name in columns}
+        return dataclasses.replace(scores, **values, endtasks={})
+
+    tracked = track(run, csv_file=True, wandb=destination, custom={})
+    with pytest.raises(KeyboardInterrupt), tracked as loggers:
+        log_stage(loggers, scores_of_rows(3))
+        raise KeyboardInterrupt
+    with track(run, csv_file=True, wandb=destination, custom={}) as loggers:
+        log_stage(loggers, scores_of_rows(4))
+        log_scores(loggers, scores, folder=folder)
     wandb.teardown()
+
     starts = of_kind(folder, "run")  # else `wandb sync` counts the second's steps from 0
     assert [(run.run_id, run.resume) for run in starts] == [(read_identifier(folder), True)] * 2
     assert [end.exit_code for end in of_kind(folder, "exit")] == [1, 0]
-    assert not (set(summarize_scores(whole)) - set(choose_headlines(whole))) & set(summary(folder))
+    assert not (set(summarize_scores(scores)) - set(choose_headlines(scores))) & set(summary(folder))
     assert [row["stage"] for row in history(folder) if "ppl/law" in row] == [2, 3]
 
 

@@ -48,14 +48,14 @@ def test_as_many_are_dropped_as_said_the_others_scaled_and_a_seed_gives_a_mask_w
             deviation = (p * (1 - p) / len(is_dropped)) ** 0.5
             assert abs(is_dropped.double().mean().item() - p) < 5 * deviation
 
-    ones = torch.ones(1000)
+    values = torch.ones(1000)
     plain_dropout = functional.dropout
-    first = drop(ones, 0.5)
+    dropped = drop(values, 0.5)
     with pytest.raises(KeyError), use_quick_dropout(True):
-        assert not torch.equal(functional.dropout(ones, 0.5), first)  # the generator goes on
+        assert not torch.equal(functional.dropout(values, 0.5), dropped)  # the generator goes on
         torch.manual_seed(0)
-        assert torch.equal(nn.Dropout(0.5)(ones), first)
+        assert torch.equal(nn.Dropout(0.5)(values), dropped)
         raise KeyError
     torch.manual_seed(0)
     assert functional.dropout is plain_dropout
-    assert not torch.equal(plain_dropout(ones, 0.5), first)
+    assert not torch.equal(plain_dropout(values, 0.5), dropped)

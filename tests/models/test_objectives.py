@@ -20,7 +20,8 @@ from cpt.models.objectives import Causal, CausalAnswers, Masked, Seq2SeqAnswers,
 from tests.support.data_fixtures import HELD_OUT, bos_tokenizer, make_rows
 from tests.support.task_fixtures import encoder, some_examples
 
-SPECIAL, MASK = [0, 1, 2, 98], 2
+SPECIAL = [0, 1, 2, 98]
+MASK = 2
 
 
 class Vocabulary(SimpleNamespace):

@@ -120,29 +120,27 @@ def test_a_masked_objective_needs_tokens_that_see_both_sides():
 def test_a_span_objective_needs_a_causal_decoder_and_an_encoder_of_both_sides(build):
     model = build("t5", "span", T5)
     assert refusal(model, "span") == ""
-    for part, fault in (("decoder", False), ("encoder", True)):
+
+    # Each side of the model, made to see what it must not.
+    for side, is_decoder, change in (("decoder", True, show_following), ("encoder", False, hide_following)):
         model = build("t5", "span", T5, "eager")
-        stack = getattr(model, part)
-        stack.config.is_decoder = not fault
-        stack.is_decoder = not fault
-        if part == "encoder":
-            for block in stack.block:
-                hide_following(block.layer[0].SelfAttention)
-            assert "the encoder of a t5" in refusal(model, "span")
-        else:
-            for block in stack.block:
-                show_following(block.layer[0].SelfAttention)
-            assert "the decoder of a t5" in refusal(model, "span")
+        stack = getattr(model, side)
+        stack.config.is_decoder = is_decoder
+        stack.is_decoder = is_decoder
+        for block in stack.block:
+            change(block.layer[0].SelfAttention)
+        assert f"the {side} of a t5" in refusal(model, "span")
 
 
 def hide_following(attention) -> None:
     """Lets each token see only those before it."""
     forward = attention.forward
 
-    def masked(hidden_states, mask=None, **rest):
+    def masked(hidden_states, mask=None, **arguments):
         length = hidden_states.shape[1]
-        least = torch.finfo(hidden_states.dtype).min
-        return forward(hidden_states, mask=torch.full((1, 1, length, length), least).triu(1), **rest)
+        minimum = torch.finfo(hidden_states.dtype).min
+        following = torch.full((1, 1, length, length), minimum).triu(1)
+        return forward(hidden_states, mask=following, **arguments)
 
     attention.forward = masked
 
@@ -151,9 +149,9 @@ def show_following(attention) -> None:
     """Lets each token see all others."""
     forward = attention.forward
 
-    def unmasked(hidden_states, mask=None, **rest):
+    def unmasked(hidden_states, mask=None, **arguments):
         length = hidden_states.shape[1]
-        return forward(hidden_states, mask=torch.zeros(1, 1, length, length), **rest)
+        return forward(hidden_states, mask=torch.zeros(1, 1, length, length), **arguments)
 
     attention.forward = unmasked
 

@@ -126,8 +126,8 @@ def test_gates_shut_what_zeroed_weights_shut(name):
     inputs = inputs_of(model)
     groups = find_units(model, ["heads", "neurons", "outputs"])
     heads = [group for group in groups if group.kind == "heads"]
-    others = [group for group in groups if group.kind != "heads"]
-    for group in heads[-2:] + others[-2:]:
+    neurons_and_outputs = [group for group in groups if group.kind != "heads"]
+    for group in heads[-2:] + neurons_and_outputs[-2:]:
         unit, suffix = (1, FAMILIES[name].out) if group.kind == "heads" else (5, FAMILIES[name].down)
         gate = torch.ones(group.count).index_fill(0, torch.tensor(unit), 0)
         with gate_units([group], {group.name: gate}):
@@ -180,18 +180,20 @@ def test_gates_of_samples_are_apart_and_open_ones_change_no_bit(name):
     torch.manual_seed(3)
     gates = {group.name: torch.rand(B, group.count, dtype=torch.float64) + 0.5 for group in groups}
     gradients = gate_gradients(model, groups, inputs, gates)
+
+    # The second sample alone, and all in another order, have the same gradients.
     second_inputs = {key: ids[1:2] for key, ids in inputs.items()}
     second_gates = {key: gate[1] for key, gate in gates.items()}
     second_gradients = gate_gradients(model, groups, second_inputs, second_gates)
     order = torch.tensor([2, 0, 1])
-    moved_inputs = {key: ids[order] for key, ids in inputs.items()}
-    moved_gates = {key: gate[order] for key, gate in gates.items()}
-    moved_gradients = gate_gradients(model, groups, moved_inputs, moved_gates)
-    for gradient, of_second, moved in zip(gradients, second_gradients, moved_gradients, strict=True):
+    reordered_inputs = {key: ids[order] for key, ids in inputs.items()}
+    reordered_gates = {key: gate[order] for key, gate in gates.items()}
+    reordered_gradients = gate_gradients(model, groups, reordered_inputs, reordered_gates)
+    for gradient, of_second, reordered in zip(gradients, second_gradients, reordered_gradients, strict=True):
         atol = 1e-5 * gradient.abs().max().item()
         assert not torch.allclose(gradient[0], gradient[1], rtol=0, atol=atol)
         torch.testing.assert_close(gradient[1], of_second, rtol=0, atol=atol)
-        torch.testing.assert_close(gradient[order], moved, rtol=0, atol=atol)
+        torch.testing.assert_close(gradient[order], reordered, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -49,8 +49,8 @@ def check_rows(before, after, words, *, first=333):
     for number, word in enumerate(words):
         mean = before[sub_tokens(word)].mean(0)
         torch.testing.assert_close(after[first + number], mean)
-    others = [row for row in range(len(before)) if not first <= row < first + len(words)]
-    assert torch.equal(after[others], before[others])
+    old_rows = [row for row in range(len(before)) if not first <= row < first + len(words)]
+    assert torch.equal(after[old_rows], before[old_rows])
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -16,10 +16,10 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 def make_base(folder, *, model_type: str) -> None:
     """A checkpoint without weights, whose tokenizer.json has a normalizer that its class would not build."""
-    words = {token: number for number, token in enumerate(["[UNK]", "[PAD]", "[MASK]", "[CLS]", "[SEP]"])}
     letters = [chr(code) for code in (*range(33, 127), *range(192, 256))]
-    words |= {letter: 5 + number for number, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.WordPiece(words, unk_token="[UNK]", continuing_subword_prefix=""))
+    tokens = ["[UNK]", "[PAD]", "[MASK]", "[CLS]", "[SEP]", *letters]
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]", continuing_subword_prefix=""))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("q", "k")])
     tokenizer.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.decoder = decoders.WordPiece()

@@ -1,5 +1,6 @@
 """Callbacks: custom ones, movement in the protected subspace, looks at text while a domain is learned."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,7 +67,9 @@ def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
     first, *_, resumed = Counting.instances
     assert len(Counting.instances) == 5 and (first.batches, first.stages) == (12, ["law", "food"])
     assert resumed.state_dict() == first.state_dict()
-    (state := tmp_path / "killed" / "callbacks" / "001.pt").write_bytes(b"PK")
+
+    state = tmp_path / "killed" / "callbacks" / "001.pt"
+    state.write_bytes(b"PK")
     assert verify.main([str(tmp_path / "killed")]) == 1
     with pytest.raises(ValueError, match=f"{state} is truncated or damaged"):
         CustomCallbacks({"counting": resumed}, state.parent).enter_stage(2)
@@ -108,10 +111,11 @@ def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, start
     killed(start, killing, small(*options), tmp_path / "ours", step=4, domain="food")
     start(small(*options), tmp_path / "ours")
     start(small(*options, "method.apply_to=gradient"), tmp_path / "theirs")
-    ours, theirs = (read_scores(tmp_path / name)["protected_movement"] for name in ("ours", "theirs"))
-    for (leak, random), (other_leak, other_random) in zip(ours[1:], theirs[1:], strict=True):
-        assert leak < 1e-3 and other_leak > max(100 * leak, 1e-2)
-        assert random == pytest.approx(other_random, rel=0.5) and random > 0.02
+    ours = read_scores(tmp_path / "ours")["protected_movement"]
+    theirs = read_scores(tmp_path / "theirs")["protected_movement"]
+    for (leak, random), (their_leak, their_random) in zip(ours[1:], theirs[1:], strict=True):
+        assert leak < 1e-3 and their_leak > max(100 * leak, 1e-2)
+        assert random == pytest.approx(their_random, rel=0.5) and random > 0.02
 
 
 def test_what_protects_nothing_for_a_whole_domain_has_none_and_ewc_once_it_knows_what_matters(
@@ -126,23 +130,18 @@ def test_what_protects_nothing_for_a_whole_domain_has_none_and_ewc_once_it_knows
 
 
 THREE = ["order=[law,food,space]", "trainer.steps=6"]
-OFF = {"every": None, "max_tokens": 2000, "past": 4, "general": True, "stop": None, "patience": None}
+OFF = MonitorOptions(every=None, max_tokens=2000, past=4, general=True, stop=None, patience=None, keep="last")
 EVERY = ["monitor.every=2", "monitor.max_tokens=200"]
-
-
-def options(**changes):
-    return MonitorOptions(**OFF | {"keep": "last"} | changes)
 
 
 def record_losses(values):
     """What was watched of a stage whose texts had these losses, of three documents each."""
     watched = MonitorRecord()
-    counts = [9.0, 11.0, 10.0]
+    counts = np.array([9.0, 11.0, 10.0])
     num_looks = len(next(iter(values.values())))
     looks = []
     for number in range(num_looks):
-        sums = {text: [means[number] * count for count in counts] for text, means in values.items()}
-        looks.append({text: np.array([text_sums, counts]) for text, text_sums in sums.items()})
+        looks.append({text: np.array([means[number] * counts, counts]) for text, means in values.items()})
     for step, look in enumerate(looks):
         watched.add(step, looks[0], look)
     return watched
@@ -150,12 +149,12 @@ def record_losses(values):
 
 def test_a_stage_ends_when_a_text_has_risen_for_certain():
     watched = record_losses({"mine": [3.0, 2.0], "past": [2.0, 2.3], "general": [4.0, 4.05]})
-    assert watched.why_stop(options(every=1, stop=0.2), stage_texts=("mine",)).startswith(
-        "past has risen by 0.300"
-    )
-    assert not watched.why_stop(options(every=1, stop=0.31), stage_texts=("mine",))
+    reason = watched.why_stop(replace(OFF, every=1, stop=0.2), stage_texts=("mine",))
+    assert reason.startswith("past has risen by 0.300")
+    assert not watched.why_stop(replace(OFF, every=1, stop=0.31), stage_texts=("mine",))
     stage_looks = record_losses({"mine": [3.0, 4.0], "past": [2.0, 2.0]})  # which may rise
-    assert not stage_looks.why_stop(options(every=1, stop=0.2), stage_texts=("mine",))
+    assert not stage_looks.why_stop(replace(OFF, every=1, stop=0.2), stage_texts=("mine",))
+
     doubted = MonitorRecord()
     counts = [10.0, 10.0, 10.0]
     first_losses = {text: np.array([[20.0, 20.0, 20.0], counts]) for text in ("mine", "past")}
@@ -163,7 +162,7 @@ def test_a_stage_ends_when_a_text_has_risen_for_certain():
     doubted.add(1, first_losses, first_losses | {"past": risen})
     low, high = doubted.rise["past"][-1]
     assert low < 0 and high > 1 and (low + high) / 2 == pytest.approx(1 / 3)
-    assert not doubted.why_stop(options(every=1, stop=0.1), stage_texts=["mine"])
+    assert not doubted.why_stop(replace(OFF, every=1, stop=0.1), stage_texts=["mine"])
 
 
 def test_looking_changes_no_bit(small, start, tmp_path):
@@ -214,7 +213,6 @@ def test_a_stage_that_ended_early_is_the_same_after_any_kill(small, start, killi
         killed(start, killing, small(*options), tmp_path / "killed", step=step, domain="food")
     start(small(*options), tmp_path / "killed")
     resumed = read_scores(tmp_path / "killed")
-    assert all(
-        undisturbed[name] == resumed[name] for name in ("nll", "monitor", "seen", "flops", "rates", "metrics")
-    )
+    for name in ("nll", "monitor", "seen", "flops", "rates", "metrics"):
+        assert undisturbed[name] == resumed[name], name
     assert same_state(state_of(tmp_path / "whole"), state_of(tmp_path / "killed"))

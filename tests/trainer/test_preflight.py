@@ -29,20 +29,22 @@ from tests.support.wrong_options import AT_ONCE, ON_A_CAUSAL, ON_A_DECODER, ON_T
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 WRONG = {"small": ON_THE_MODEL, "small_gpt2": ON_A_CAUSAL, "small_t5": ON_A_DECODER}
-WRONG_OF_SIZES = [(size, option) for size in WRONG for option in WRONG[size]]
+WRONG_OF_SIZES = []
+for size, options in WRONG.items():
+    WRONG_OF_SIZES += [(size, option) for option in options]
 
 
 @pytest.fixture
 def unread(monkeypatch, start, tmp_path):
     """A start whose texts may not be read; gives why it is refused."""
 
-    def look(cfg):
+    def refusal(cfg):
         with pytest.raises(ValueError) as raised:
             start(cfg, tmp_path / "run")
         return reason(raised.value)
 
     monkeypatch.setattr(Corpora, "read", None)
-    return look
+    return refusal
 
 
 @pytest.mark.parametrize(("size", "option"), WRONG_OF_SIZES)
@@ -52,7 +54,7 @@ def test_what_only_the_libraries_know_is_told_before_any_text_is_read(size, opti
     assert is_refused(option, message), message
 
 
-def some_words():
+def some_tokenizer():
     lines = ["the court finds that a party must pay damages"] * 5
     return train_tokenizer(iter(lines), vocabulary=300, objective="masked")
 
@@ -64,38 +66,49 @@ def saved(folder, *parts):
 
 
 def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(small, start, tmp_path):
-    words = some_words()
-    config = {"d_model": 32, "max_position_embeddings": 40, "dropout": 0.0}
-    for side in ("encoder", "decoder"):
-        config |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 48}
-    config |= {"vocab_size": len(words), "decoder_start_token_id": words.eos_token_id}
-    config |= {f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **config))
-    bart = saved(tmp_path / "bart", model, words)
+    tokenizer = some_tokenizer()
+    config = AutoConfig.for_model(
+        "bart",
+        d_model=32,
+        max_position_embeddings=40,
+        dropout=0.0,
+        encoder_layers=1,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=48,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.eos_token_id,
+    )
+    bart = saved(tmp_path / "bart", AutoModelForSeq2SeqLM.from_config(config), tokenizer)
     options = [f"model.name_or_path={bart}", "model.mean_span=3", "order=[law]", "trainer.steps=2"]
     start(small(*options), tmp_path / "run")
-    words = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+
+    exported_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "model")
-    ids = find_sentinel_ids(words)
-    assert len(ids) == 100 and ids[0] == len(words) - 1
-    assert model.get_input_embeddings().num_embeddings == len(words) and is_tied(model)
+    ids = find_sentinel_ids(exported_tokenizer)
+    assert len(ids) == 100 and ids[0] == len(exported_tokenizer) - 1
+    assert model.get_input_embeddings().num_embeddings == len(exported_tokenizer) and is_tied(model)
     scores = read_scores(tmp_path / "run")
     assert scores["run"]["objective"] == "span" and scores["nll"][1] != scores["nll"][0]
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    words = some_words()
+    tokenizer = some_tokenizer()
     config = {"model_type": "roberta", **SIZES, "max_position_embeddings": 64}
-    return saved(tmp_path / "checkpoint", build_model(config, words, "masked", seed=0), words)
+    return saved(tmp_path / "checkpoint", build_model(config, tokenizer, "masked", seed=0), tokenizer)
 
 
 def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small, unread, tmp_path):
     option = f"model.name_or_path={checkpoint}"
     intact_checkpoint = shutil.copytree(checkpoint, tmp_path / "whole")
-    config, weights = (
-        (intact_checkpoint / name).read_bytes() for name in ("config.json", "model.safetensors")
-    )
+    config = (intact_checkpoint / "config.json").read_bytes()
+    weights = (intact_checkpoint / "model.safetensors").read_bytes()
     quantized = config.replace(b"{", b'{"quantization_config": {"quant_method": "fp8"}, ', 1)
     harms = [
         ("model.safetensors", weights[:-100], "model.safetensors is truncated or damaged ("),
@@ -107,16 +120,20 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
         ("adapter_config.json", b"{}", f"{option} is invalid: it has an adapter of peft"),
     ]
     for name, data, complaint in harms:
-        (checkpoint / name).write_bytes(data) if data else (checkpoint / name).unlink()
+        if data is None:
+            (checkpoint / name).unlink()
+        else:
+            (checkpoint / name).write_bytes(data)
         assert complaint in unread(small(option))
         shutil.rmtree(checkpoint)
         shutil.copytree(intact_checkpoint, checkpoint)
+
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
     assert f"{option} is invalid: it has no tokenizer" in unread(small(option))
-    words = AutoTokenizer.from_pretrained(intact_checkpoint)
-    words.add_tokens(["contract", "section"])
-    words.save_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(intact_checkpoint)
+    tokenizer.add_tokens(["contract", "section"])
+    tokenizer.save_pretrained(checkpoint)
     assert "Allowed: model.resize=true" in unread(small(option))
     prepare_run(make_plan(small(option, "model.resize=true")), RunDir(checkpoint))
 
@@ -135,9 +152,9 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
 def test_what_transformers_loads_and_does_not_save_is_told(
     file, changes, named, small_gpt2, unread, tmp_path
 ):
-    words = train_tokenizer(iter(["the court finds that"] * 5), vocabulary=300, objective="causal")
+    tokenizer = train_tokenizer(iter(["the court finds that"] * 5), vocabulary=300, objective="causal")
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    folder = saved(tmp_path / "base", build_model(config, words, "causal", seed=0), words)
+    folder = saved(tmp_path / "base", build_model(config, tokenizer, "causal", seed=0), tokenizer)
     path = folder / file
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     option = f"model.name_or_path={folder}"
@@ -180,9 +197,8 @@ def test_attention_weights_and_config_are_checked_before_any_text_is_read(checkp
     edit_config(checkpoint, vocab_size=vocab_size, layer_norm_eps="1e-5")
     assert f"{key} is invalid: its config.json is refused by transformers (" in unread(small(key))
     edit_config(checkpoint, layer_norm_eps=1e-5)
-    save_file(
-        {f"module.{name}": weight for name, weight in weights.items()}, checkpoint / "model.safetensors"
-    )
+    wrapped_weights = {f"module.{name}": weight for name, weight in weights.items()}
+    save_file(wrapped_weights, checkpoint / "model.safetensors")
     assert "'module.', of a wrapper of the model, is in the names of tensors" in unread(small(key))
 
 
@@ -204,9 +220,10 @@ def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, u
 @pytest.fixture
 def headless(tmp_path):
     """A tiny MPNet of two blocks as sentence-transformers save it: without a language-model head."""
-    words = some_words()
+    tokenizer = some_tokenizer()
     config = {"model_type": "mpnet", **SIZES, "max_position_embeddings": 40}
-    return saved(tmp_path / "headless", build_model(config, words, "masked", seed=3).base_model, words)
+    model = build_model(config, tokenizer, "masked", seed=3)
+    return saved(tmp_path / "headless", model.base_model, tokenizer)
 
 
 def test_a_checkpoint_without_a_head_is_refused(headless, small, unread):
@@ -225,9 +242,8 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
     options += [f"+model.pretraining.head_layers={upper}"]
     start(small(*options), tmp_path / "run")
     (completed_folder,) = (path for path in (cache / "base").glob("headless-*") if path.is_dir())
-    base, headless_state = (
-        AutoModelForMaskedLM.from_pretrained(path).state_dict() for path in (completed_folder, headless)
-    )
+    base = AutoModelForMaskedLM.from_pretrained(completed_folder).state_dict()
+    headless_state = AutoModelForMaskedLM.from_pretrained(headless).state_dict()
     random = load_model(headless, "masked").state_dict()
     changed = {name for name in base if not torch.equal(base[name], random[name])}
     blocks = 1 + upper
@@ -243,9 +259,9 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))
 
 
-def read_complaint(look) -> str:
+def read_complaint(read) -> str:
     with pytest.raises((ValueError, HydraException)) as raised:
-        look()
+        read()
     return reason(raised.value)
 
 
@@ -259,9 +275,15 @@ def test_a_wrong_value_is_told_with_what_is_allowed(options, composed):
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_of_the_config_is_right(group, choice, composed):
-    chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}
-    hub = ["+domains.catalogue.news={path: ag_news}"] * (choice == "hub" and group == "domains")
-    cfg = composed(*chosen.get(group, [f"{group}={choice}"]), *hub, "model.name_or_path=somewhere")
+    options = ["model.name_or_path=somewhere"]
+    if group == "routing":  # a group within another
+        options += ["method=adapter", f"routing@method.routing={choice}"]
+    else:
+        options.append(f"{group}={choice}")
+    if (group, choice) == ("domains", "hub"):  # the catalogue has no default
+        options.append("+domains.catalogue.news={path: ag_news}")
+
+    cfg = composed(*options)
     for missing in OmegaConf.missing_keys(cfg):
         OmegaConf.update(cfg, missing, ["a"] if missing == "benchmark.tasks" else "given")
     if choice == "drift" and group == "budget":  # a budget needs a bound

@@ -21,13 +21,12 @@ def record_looks(*looks):
 
 def losses(**means):
     """Of three documents with ten tokens each, nats and tokens."""
-    return {text: np.array([[10.0 * nll for nll in values], [10.0] * 3]) for text, values in means.items()}
+    return {text: np.array([10.0 * np.array(nll), [10.0] * 3]) for text, nll in means.items()}
 
 
 def test_over_the_budget_it_goes_back_and_a_stage_without_any_ends():
-    record = record_looks(
-        (0, 0), *[(0.05, 0.11), (0.05, float("nan"))] * 4
-    )  # the interval counts, not the mean
+    over_budget = [(0.05, 0.11), (0.05, float("nan"))] * 4  # the interval counts, not the mean
+    record = record_looks((0, 0), *over_budget)
     assert record.kept == 0 and not record.ended and len(record.acts) == 8
     resumed_record = BudgetRecord({"general": 0.1})
     resumed_record.add(0, {"general": (0, 0)})
@@ -61,9 +60,8 @@ def test_drift_is_of_the_general_text_and_the_mean_of_past_ones_to_the_upper_end
     assert drift["general"] == pytest.approx((0.1, 0.1)) and drift["past"] == pytest.approx((0.2, 0.2))
     assert find_drift(["past"], first_losses, {"mine": current_losses["mine"]}, stage_texts=["mine"]) == {}
     current_losses = losses(general=[4, 4, 4.3])
-    assert find_drift(["general"], first_losses, current_losses, stage_texts=[])["general"] == pytest.approx(
-        (0.1, 0.3)
-    )
+    drift = find_drift(["general"], first_losses, current_losses, stage_texts=[])
+    assert drift["general"] == pytest.approx((0.1, 0.3))
 
 
 TWO = ["order=[law,food]", "trainer.steps=12", "monitor.every=2", "monitor.max_tokens=400"]

@@ -1,6 +1,5 @@
 """Replay of text that the model writes: the same whoever writes it and whenever, and no past text is read."""
 
-import itertools
 import json
 import shutil
 from collections import Counter, defaultdict
@@ -60,21 +59,23 @@ def blocks(monkeypatch):
 
 
 def test_the_mixture_is_that_of_real_text(start, small_gpt2, tmp_path, monkeypatch):
+    """The rows of past domains are other ones; which domain a row is of, and the rows of the new one, are not."""
     getitem = TrainStream.__getitem__
-    batches = {}
+    batches = {}  # of one run, by its domain and step
 
-    def record_batch(stream, number):
-        batch = getitem(stream, number)
-        parts, rows, _ = stream.locate_step(number)
-        new = rows[parts < len(stream.names)].tolist()
-        batches[name, stream.names[0], number] = (batch["domains"].tolist(), new)
+    def record_batch(stream, step):
+        batch = getitem(stream, step)
+        parts, rows, _ = stream.locate_step(step)
+        rows_of_new_domain = rows[parts < len(stream.names)].tolist()
+        batches[stream.names[0], step] = (batch["domains"].tolist(), rows_of_new_domain)
         return batch
 
     monkeypatch.setattr(TrainStream, "__getitem__", record_batch)
-    for name, mixture in (("past", ["replay=past", "replay.past_ratio=0.5"]), ("generated", FEW)):
-        start(small_gpt2(THREE, *mixture, "replay.mode=append"), tmp_path / name)
-    for domain, step in itertools.product(("law", "food", "space"), range(6)):
-        assert batches["generated", domain, step] == batches["past", domain, step]
+    start(small_gpt2(THREE, "replay=past", "replay.past_ratio=0.5", "replay.mode=append"), tmp_path / "past")
+    batches_of_real_text = dict(batches)
+    batches.clear()
+    start(small_gpt2(THREE, *FEW, "replay.mode=append"), tmp_path / "generated")
+    assert len(batches) == 3 * 6 and batches == batches_of_real_text
 
 
 @pytest.fixture
@@ -155,11 +156,11 @@ def test_two_processes_write_what_one_writes(corpora, cache, tmp_path):
         assert code == 0, (tmp_path / name / "out" / "log").read_text()
     texts_of_one = written_texts(tmp_path / "one" / "run")
     texts_of_two = written_texts(tmp_path / "two" / "run")
-    assert (
-        texts_of_one["002-food/law"] == texts_of_two["002-food/law"]
-    )  # before any sum over processes can differ
+    # The first written texts come before any sum over processes can differ.
+    assert texts_of_one["002-food/law"] == texts_of_two["002-food/law"]
     assert texts_of_one.keys() == texts_of_two.keys() and texts_of_one == texts_of_two
-    matrix_of_one, matrix_of_two = (np.array(matrix(tmp_path / name / "run")) for name in ("one", "two"))
+    matrix_of_one = np.array(matrix(tmp_path / "one" / "run"))
+    matrix_of_two = np.array(matrix(tmp_path / "two" / "run"))
     np.testing.assert_allclose(matrix_of_one, matrix_of_two, atol=1e-4)
 
 
@@ -194,11 +195,13 @@ def gifted(monkeypatch):
             samples = []
             for index, context in enumerate(contexts):
                 decoded_contexts.append(text_writer.tokenizer.decode(context, skip_special_tokens=True))
-                text = f"Options: short\nevidence {round(float(uniforms[index, 0]) * 1e6)}\nAnswer: __ans__ "
-                ids = text_writer.tokenizer(
-                    text + ("wide" if index == 1 else "short"), add_special_tokens=False
-                )
-                samples.append(([*ids["input_ids"], *[sampling.end] * (index != 2)], float(index)))
+                number = round(float(uniforms[index, 0]) * 1e6)
+                answer = "wide" if index == 1 else "short"
+                text = f"Options: short\nevidence {number}\nAnswer: __ans__ {answer}"
+                ids = text_writer.tokenizer(text, add_special_tokens=False)["input_ids"]
+                if index != 2:
+                    ids = [*ids, sampling.end]
+                samples.append((ids, float(index)))
             return samples
 
         monkeypatch.setattr(writer, "sample_texts", written_by_hand)

@@ -1,5 +1,6 @@
 """Texts and examples that a model writes: how they are sampled, which are kept, their rows and files."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -56,7 +57,8 @@ def make_samples(seed: int, count: int = 60) -> list[Sample]:
 @pytest.mark.parametrize(("tokens", "drop"), [(1, 0.9), (137, 0.0), (200, 0.9)])
 def test_the_budget_is_met_to_the_token(tokens, drop):
     samples = make_samples(3, count=900)
-    sizes, nll = (np.array([getattr(sample, name) for sample in samples]) for name in ("size", "nll"))
+    sizes = np.array([sample.size for sample in samples])
+    nll = np.array([sample.nll for sample in samples])
     num_tokens_wanted = round(tokens / (1 - drop) + 0.49)
     kept_sizes = choose_texts(
         sizes, nll, tokens_to_replay=tokens, tokens_to_write=num_tokens_wanted, is_cut=True
@@ -105,18 +107,19 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
     row_indices = np.arange(len(rows))
     assert lengths.sum() == tokens == facts["tokens"]
     ids = [row[:size].tolist() for row, size in zip(rows.ids(row_indices), lengths, strict=True)]
-    remaining_tokens = tokens
-    packed = []
+
+    packed = []  # tokens of ended texts
     cut_rows = []
+    remaining_tokens = tokens
     for sample in samples:
-        sample_ids = [*sample.ids, *[end] * sample.ended]
+        sample_ids = [*sample.ids, end] if sample.ended else sample.ids
         if remaining_tokens and sample.ended and len(sample_ids) <= remaining_tokens:
             packed += sample_ids
         elif remaining_tokens:
             cut_rows.append(sample_ids[:remaining_tokens])
         remaining_tokens -= min(remaining_tokens, len(sample_ids))
     assert [row for row in ids if row in cut_rows] == cut_rows
-    assert [token for row in ids if row not in cut_rows for token in row] == packed
+    assert list(itertools.chain(*[row for row in ids if row not in cut_rows])) == packed
     documents = rows.document_of(row_indices)
     assert len(set(documents[documents >= 0].tolist())) == facts["texts"]
 
@@ -210,6 +213,9 @@ def test_texts_are_those_of_a_walk_by_hand_in_any_batch(model, temperature, top_
     for (ids, nll), context, row in zip(samples[:8], CONTEXTS, uniforms, strict=False):
         expected, mean = by_hand(model, context, row, sampling)
         assert ids == expected and nll == pytest.approx(mean, abs=1e-4)
-    cuts = [slice(at, at + 7) for at in range(0, 40, 7)]
-    parts = [sample_texts(model, CONTEXTS[at], uniforms[at], sampling=sampling) for at in cuts]
-    assert [ids for part in parts for ids, _ in part] == [ids for ids, _ in samples]
+
+    samples_in_batches = []
+    for first in range(0, 40, 7):
+        batch = slice(first, first + 7)
+        samples_in_batches += sample_texts(model, CONTEXTS[batch], uniforms[batch], sampling=sampling)
+    assert [ids for ids, _ in samples_in_batches] == [ids for ids, _ in samples]
