@@ -94,12 +94,12 @@ RULES = option_types(FinetuneOptions) | option_types(FinetuneProtocol) | {"path"
 
 
 def check_task_values(
-    values: Mapping[str, Any], types: Mapping[str, Any] = RULES, *, place: str = "endtask"
+    values: Mapping[str, Any], types: Mapping[str, Any] = RULES, *, section: str = "endtask"
 ) -> None:
     """Raises ValueError for a value that is not allowed; a missing one is not looked at."""
     for key, value in values.items():
-        check_value(join(place, key), value, types.get(key, Any))
-    check_names(values.get("columns", ()), EXAMPLE_COLUMNS, section=join(place, "columns"))
+        check_value(join(section, key), value, types.get(key, Any))
+    check_names(values.get("columns", ()), EXAMPLE_COLUMNS, section=join(section, "columns"))
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,9 @@ class FinetuneTask:
     @cached_property
     def content(self) -> str:
         """A hash of the examples that are used, in their order."""
-        splits = [[asdict(example) for example in split] for split in (self.train, self.dev, self.test)]
+        splits = []
+        for examples in (self.train, self.dev, self.test):
+            splits.append([asdict(example) for example in examples])
         return digest([self.name, self.classes, splits])
 
     def digest(self, seed: int) -> str:
@@ -177,11 +179,11 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
     splits: Any = option("where the splits come from")
 
     def __post_init__(self) -> None:
-        check_task_values({"columns": self.columns}, place="")
+        check_task_values({"columns": self.columns}, section="")
         types = RULES | option_types(type(self))
         for name, values in self.named.items():
             check_names(values, (*SETTINGS, *self.TASK_OPTIONS), section=f"tasks.{name}")
-            check_task_values(values, types, place=f"tasks.{name}")
+            check_task_values(values, types, section=f"tasks.{name}")
 
     @property
     def named(self) -> dict[str, dict[str, Any]]:
@@ -230,6 +232,7 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
             splits[split] = self.read(name, split) if split in splits_used else []
         classes = self.labels_of(name, splits["train"])
 
+        # The classes are those of the whole train split: a sample of it may lack a rare one.
         for split, examples in splits.items():
             max_samples = settings.max_train_samples if split == "train" else settings.max_eval_samples
             if max_samples is not None and max_samples < len(examples):
@@ -237,6 +240,7 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
                 sample = randomness.shuffle(np.arange(max_samples), len(examples), stream=stream)
                 splits[split] = [examples[index] for index in np.sort(sample)]
 
+        # What is scored is `test` from here on: tuning scores dev, and never sees the test examples.
         dev = splits["dev"]
         test = splits["test"]
         if self.score_on == "dev":
@@ -313,7 +317,10 @@ class FileTasks(TaskSource):
         return files
 
     def fingerprint(self, name: str) -> Any:
-        return text_files.stamps(path for split in FILE_SPLITS for path in self.files(name, split))
+        paths: list[Path] = []
+        for split in FILE_SPLITS:
+            paths += self.files(name, split)
+        return text_files.stamps(paths)
 
     def examples(self, name: str, split: str) -> Iterator[tuple[LabelledExample, Mapping[str, Any]]]:
         """Each example of a split's files with all of its row."""
@@ -334,16 +341,19 @@ class FileTasks(TaskSource):
     def read_das_split(self, name: str, split: str) -> list[LabelledExample]:
         """The examples of all files whose `das_split` is the split. Raises ValueError for dev, which DAS has
         not, and for another value."""
-        task_key = f"endtask.tasks.{name}"
         if split == "dev" and self.score_on == "dev":
             raise InvalidOptionError(
-                "endtask.score_on", "dev", reason="splits=das has no dev", allowed=f"{task_key}.splits=own"
+                "endtask.score_on",
+                "dev",
+                reason="splits=das has no dev",
+                allowed=f"endtask.tasks.{name}.splits=own",
             )
         if split == "dev":
             raise InvalidOptionError(
-                f"{task_key}.select", "dev", reason="splits=das has no dev", allowed="select=last"
+                f"endtask.tasks.{name}.select", "dev", reason="splits=das has no dev", allowed="select=last"
             )
 
+        # The authors move examples between the released files: those of a split may be in any of them.
         examples = []
         for file_split in FILE_SPLITS:
             for example, row in self.examples(name, file_split):
@@ -351,10 +361,10 @@ class FileTasks(TaskSource):
         for example, das_split in examples:
             if das_split not in ("train", "test"):
                 raise InvalidOptionError(
-                    f"{task_key}.splits",
+                    f"endtask.tasks.{name}.splits",
                     "das",
                     reason=f"{example.id} has das_split={das_split}",
-                    allowed=f"train, test in every example, or {task_key}.splits=own",
+                    allowed=f"train, test in every example, or endtask.tasks.{name}.splits=own",
                 )
         return [example for example, das_split in examples if das_split == split]
 
@@ -486,12 +496,13 @@ def plan_endtasks(
         return None
     values = dict(to_python(options))
     target = values.pop("_target_")
-    choice = values.pop("name", None)
+    choice = values.pop("name", None)  # as in endtask=NAME
     check_value("endtask._target_", target, Text)
     with prefix_errors("endtask"):
         source_class = Choice(target, {}, below=f"{TaskSource.__module__}.TaskSource").load()
     source = read_options(source_class, values, section="endtask")
 
+    # A name that is neither a domain nor has data is misspelt: such a task would never be measured.
     if source_names is not None:
         for name in source.named:
             if name not in source_names and not source.exists(name):

@@ -203,9 +203,10 @@ METRICS: Mapping[str, Metric] = {
 TITLES = {"ZS": "base (ZS)", "CPT": "just learned (CPT)", "LC": "final (LC)", "FG": "forgetting (FG)"}
 
 
-def intransigence(diagonal: Array, *, one: Array) -> Array:
-    """Cost against learning each domain alone (method `one`), > 0 is bad: `mean_j (L[j][j] - ONE[j][j])`."""
-    return (np.asarray(diagonal) - np.asarray(one)).mean(-1)
+def intransigence(diagonal: Array, *, reference: Array) -> Array:
+    """Cost against learning each domain alone (method `one`, whose diagonal is the reference), > 0 is bad:
+    `mean_j (L[j][j] - ONE[j][j])`."""
+    return (np.asarray(diagonal) - np.asarray(reference)).mean(-1)
 
 
 @dataclass(kw_only=True)
@@ -430,6 +431,7 @@ def compute_draws(
     seed: int,
 ) -> ByMetricAndUnit:
     """What is computed of the drawn matrices of means, as `bootstrap` has them: each value [replicate]."""
+    # A generator for each column: the documents of two texts are drawn independently.
     generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
     num_rows = len(samples[0][0])
     max_items = max(counts.size for _, counts in samples)
@@ -446,7 +448,9 @@ def compute_draws(
 
     values: ByMetricAndUnit = {}
     for name, by_unit in chunks[0].items():
-        values[name] = {unit: np.concatenate([chunk[name][unit] for chunk in chunks]) for unit in by_unit}
+        values[name] = {}
+        for unit in by_unit:
+            values[name][unit] = np.concatenate([chunk[name][unit] for chunk in chunks])
     return values
 
 

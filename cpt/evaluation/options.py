@@ -97,7 +97,7 @@ class EvalOptions(Options):
         self, number: int, *, stages: Sequence[Sequence[str]], texts: Sequence[str]
     ) -> list[str]:
         """The texts that the model after `number` stages is scored on; `stages`: the domains of each."""
-        kind, _, limit = self.columns.partition(":")
+        kind, _, limit = self.columns.partition(":")  # of near:K, sample:K the number
         has_further_texts = is_due(self.rows, number, stages=len(stages))
         if number in (0, len(stages)) or (has_further_texts and kind == "all"):
             return list(texts)
@@ -115,12 +115,14 @@ def choose_stages(number: int, num_stages: int, *, kind: str, limit: str) -> lis
     if kind == "seen":
         return list(range(number))
     last = number - 1
-    others = [stage for stage in range(num_stages) if stage != last]
+    other_stages = [stage for stage in range(num_stages) if stage != last]
     if kind == "near":
-        others.sort(key=lambda stage: (abs(stage - last), stage))
-        return others[: int(limit)]
-    sample = shuffle(np.arange(len(others)), len(others), stream=key("columns", number))
-    return [others[index] for index in sample[: int(limit)]]
+        other_stages.sort(key=lambda stage: (abs(stage - last), stage))
+        return other_stages[: int(limit)]
+
+    # A sample for K is part of that for K + 1, so that a run can be given more columns later.
+    sample = shuffle(np.arange(len(other_stages)), len(other_stages), stream=key("columns", number))
+    return [other_stages[index] for index in sample[: int(limit)]]
 
 
 @config

@@ -52,11 +52,10 @@ def file_name(task: str) -> str:
 
 
 def save_predictions(
-    path: Path, columns: Mapping[str, Sequence[str] | None], *, about: Mapping[str, Any]
+    path: Path, columns: Mapping[str, Sequence[str] | None], *, metadata: Mapping[str, Any]
 ) -> None:
-    """Writes a row for each example; a column without value is null. The file appears whole or not at all.
-
-    `about` becomes its metadata."""
+    """Writes a row for each example, and the file's metadata; a column without value is null. The file
+    appears whole or not at all."""
     num_examples = len(columns["id"] or ())
     arrays = {}
     for name, values in columns.items():
@@ -65,7 +64,7 @@ def save_predictions(
 
     table = pa.table(arrays)
     with replacing(path) as partial_path:
-        table = table.replace_schema_metadata({KEY: json.dumps(dict(about))})
+        table = table.replace_schema_metadata({KEY: json.dumps(dict(metadata))})
         parquet.write_table(table, partial_path, write_page_checksum=True)
 
 
@@ -146,19 +145,21 @@ def mark_answers(path: Path, measure: str) -> pd.DataFrame:
     return mark_examples(table["id"].to_pylist(), answers.references, MEASURES[measure].compute(answers))
 
 
-def join_examples(marked: Sequence[pd.DataFrame], *, what: str) -> list[pd.DataFrame]:
-    """The examples that all have, in one order. Raises ValueError where ids stand for other examples."""
-    first, *others = marked
-    if not all(first.index.equals(frame.index) for frame in others):
+def join_examples(marked: Sequence[pd.DataFrame], *, label: str) -> list[pd.DataFrame]:
+    """The examples that all have, in one order; `label` says in an error whose they are. Raises ValueError
+    where ids stand for other examples."""
+    first, *other_frames = marked
+    # Frames with the same ids in the same order are joined row by row, even where ids occur twice.
+    if not all(first.index.equals(frame.index) for frame in other_frames):
         if any(frame.index.has_duplicates for frame in marked):
-            raise ValueError(f"{what}: the examples differ, and their ids do not tell them apart")
-        is_shared = np.all([first.index.isin(frame.index) for frame in others], axis=0)
+            raise ValueError(f"{label}: the examples differ, and their ids do not tell them apart")
+        is_shared = np.all([first.index.isin(frame.index) for frame in other_frames], axis=0)
         shared_ids = first.index[is_shared]
         marked = [frame.loc[shared_ids] for frame in marked]
 
     references = marked[0]["reference"]
     if not all(references.equals(frame["reference"]) for frame in marked[1:]):
-        raise ValueError(f"{what}: other right answers for the same ids, so these are other examples")
+        raise ValueError(f"{label}: other right answers for the same ids, so these are other examples")
     return list(marked)
 
 

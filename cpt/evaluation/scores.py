@@ -145,8 +145,10 @@ class Scores(Layout):
         # A file of a version without one of the columns has none of its rows.
         column_lengths = {len(getattr(self, name)) for name in ("modules", *COST_COLUMNS)}
         if len(self.nll) != num_rows or not column_lengths <= {0, num_rows}:
-            costs = "trained, stored, seen, flops, memory, skipped"
-            raise ValueError(f"nll, modules or costs ({costs}) are not of the rows {self.rows}")
+            raise ValueError(
+                "nll, modules or costs (trained, stored, seen, flops, memory, skipped) are not of the rows "
+                f"{self.rows}"
+            )
 
         unknown_activities = set(self.activity_seconds) - set(ACTIVITIES)
         unknown_metrics = set(self.metrics) - set(METRICS)
@@ -279,10 +281,7 @@ class Scores(Layout):
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls.from_data(data)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            remedy = "restore it from a copy, or delete it to run again"
-            if has_later_version(data):
-                remedy = "update cpt"
-            raise ValueError(f"{path}: damaged or foreign ({error}); {remedy}") from None
+            raise ValueError(f"{path}: damaged or foreign ({error}); {choose_remedy(data)}") from None
 
     @classmethod
     def from_data(cls, data: Any) -> Scores:
@@ -325,6 +324,13 @@ def has_later_version(data: Any) -> bool:
     """Whether the content of a file says that a later cpt wrote it."""
     version = data.get("version") if isinstance(data, dict) else None
     return isinstance(version, int) and version > VERSION
+
+
+def choose_remedy(data: Any) -> str:
+    """What to do about a file with this content, which cannot be read."""
+    if has_later_version(data):
+        return "update cpt"
+    return "restore it from a copy, or delete it to run again"
 
 
 def is_required(column: Field[Any]) -> bool:

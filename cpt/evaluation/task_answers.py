@@ -116,7 +116,7 @@ def write_answers(
     padding = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     rank, num_processes = share
 
-    written: dict[int, str] = {}
+    answers: dict[int, str] = {}
     for batch in batches[rank::num_processes]:
         ids, mask = pad_prompts(
             [questions[question].ids for question in batch], padding=padding, on_the_left=not is_seq2seq
@@ -140,9 +140,9 @@ def write_answers(
             output = output[:, width:]
         texts = tokenizer.batch_decode(output, skip_special_tokens=True)
         for question, text in zip(batch, texts, strict=True):
-            written[question] = text.strip()
+            answers[question] = text.strip()
         step(len(batch))
-    return written
+    return answers
 
 
 def split_by_length(batches: Sequence[Sequence[int]], length: Callable[[int], int]) -> list[list[int]]:

@@ -254,16 +254,17 @@ def score_ngrams(source: Counter, answer: Counter, references: Sequence[Counter]
     source = multiply_counts(source, len(references))
     answer = multiply_counts(answer, len(references))
 
-    added = set(answer) - set(source)
-    to_add = set(reference) - set(source)
-    kept = source & answer
-    to_keep = source & reference
-    deleted = source - answer
-    to_delete = source - reference
+    # N-grams that are added count once; those that are kept or deleted count as often as they occur.
+    added_ngrams = set(answer) - set(source)
+    ngrams_to_add = set(reference) - set(source)
+    kept_ngrams = source & answer
+    ngrams_to_keep = source & reference
+    deleted_ngrams = source - answer
+    ngrams_to_delete = source - reference
     return (
-        f_score(len(added & to_add), len(added), len(to_add)),
-        f_score((kept & reference).total(), kept.total(), to_keep.total()),
-        ratio((deleted & to_delete).total(), deleted.total()),
+        f_score(len(added_ngrams & ngrams_to_add), len(added_ngrams), len(ngrams_to_add)),
+        f_score((kept_ngrams & reference).total(), kept_ngrams.total(), ngrams_to_keep.total()),
+        ratio((deleted_ngrams & ngrams_to_delete).total(), deleted_ngrams.total()),
     )
 
 
@@ -279,9 +280,9 @@ def f_score(num_right: int, num_predicted: int, num_expected: int) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def ratio(part: int, whole: int) -> float:
-    """Of nothing, 1: what is not there to do is done."""
-    return part / whole if whole else 1.0
+def ratio(count: int, total: int) -> float:
+    """The share of a total; 1 of nothing: what is not there to do is done."""
+    return count / total if total else 1.0
 
 
 @dataclass(frozen=True)
@@ -398,19 +399,19 @@ def matrix_of(answers: Mapping[str, Any]) -> Array:
 
 
 def compute_metrics(
-    matrix: Array, *, rows: Sequence[str], tasks: Sequence[str], asked: Array | None = None
+    matrix: Array, *, rows: Sequence[str], tasks: Sequence[str], is_asked: Array | None = None
 ) -> dict[str, Array]:
     """ANSWER_METRICS of a matrix of scores [..., row, task], each value [...], if their terms exist.
-    `asked`, [row, task], says which cells were (None: all): AP needs those of the last row, the others all of
-    them."""
+    `is_asked`, [row, task], says which cells were asked (None: all): AP needs those of the last row, the
+    others all of them."""
     layout = Layout(rows=list(rows), domains=list(tasks), tokens=[], bytes=[])
     means = compute_means(matrix, layout=layout, higher_is_better=True)
 
     is_complete = True
     has_last_row = True
-    if asked is not None and not asked.all():
+    if is_asked is not None and not is_asked.all():
         is_complete = False
-        has_last_row = bool(asked[-1].all())
+        has_last_row = bool(is_asked[-1].all())
 
     values = {}
     for name, (loss_metric, _, _) in ANSWER_METRICS.items():
@@ -433,10 +434,10 @@ def compute_intervals(
         not_asked = np.full(num_examples, np.nan)
         stacked = np.stack([not_asked if row is None else row for row in rows_of_task])  # [row, example]
         samples.append((stacked.astype(float), np.ones(num_examples)))
-    asked = np.array(asked_by_task).T
+    is_asked = np.array(asked_by_task).T
 
     def compute(matrix: Array) -> dict[str, dict[str, Array]]:
-        return {"score": compute_metrics(matrix, asked=asked, rows=rows, tasks=list(values))}
+        return {"score": compute_metrics(matrix, is_asked=is_asked, rows=rows, tasks=list(values))}
 
     return bootstrap(samples, compute, adjusted=True)["score"]
 

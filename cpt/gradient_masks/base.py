@@ -66,7 +66,8 @@ class GradientMask(nn.Module):
             return {}
 
         def keep_protected(factor: Tensor, movement: Tensor) -> Tensor:
-            return movement * (factor.to(movement) <= PROTECTED_BELOW)
+            is_protected = factor.to(movement) <= PROTECTED_BELOW
+            return movement * is_protected
 
         return {parameter: partial(keep_protected, factor) for parameter, factor in self.factors()}
 
@@ -129,7 +130,8 @@ class StepSnapshot:
             for (parameter, step), (_, old) in zip(steps, self.previous, strict=True):
                 parameter.copy_(step.add_(old))
             return
-        [(parameter, old)] = self.previous
+
+        parameter, old = self.previous[0]  # a factor is of one parameter
         scale_(parameter, self.factor, start=old)
         if self.state is not None:
             for name, value in find_moments(parameter, optimizer).items():

@@ -157,24 +157,27 @@ class Subspaces(Constraint):
 
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
         projections: dict[nn.Parameter, Protection] = {}
-        for weight, (left, right) in self.find_bases().items():
-            projections[weight] = partial(self.project, left=left, right=right)
+        for weight, (left_basis, right_basis) in self.find_bases().items():
+            projections[weight] = partial(self.project, left_basis=left_basis, right_basis=right_basis)
         return projections
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         for parameter, step in steps:
-            left, right = self.find_bases()[parameter]
-            to_local(step).sub_(self.project(step, left=left, right=right))
+            left_basis, right_basis = self.find_bases()[parameter]
+            to_local(step).sub_(self.project(step, left_basis=left_basis, right_basis=right_basis))
 
-    def project(self, step: Tensor, *, left: Tensor, right: Tensor) -> Tensor:
-        """The protected part of a step, of its local rows where it is sharded."""
+    def project(self, step: Tensor, *, left_basis: Tensor, right_basis: Tensor) -> Tensor:
+        """The protected part of a step, of its local rows where it is sharded: `left_basis` is U [n, k],
+        `right_basis` V [m, k]."""
         local_step = to_local(step)
-        rows = local_rows(left, step).to(local_step)
-        right = right.to(local_step)
-        within = rows.T @ local_step  # [k, m]
+        u = local_rows(left_basis, step).to(local_step)
+        v = right_basis.to(local_step)
+
+        # U^T step sums over rows, of which each process has some.
+        coefficients = u.T @ local_step  # [k, m]
         if is_sharded(step):
-            all_reduce_sum(within)
+            all_reduce_sum(coefficients)
         if self.protected == "block":
-            return rows @ (within @ right) @ right.T
-        across = (local_step @ right) @ right.T
-        return rows @ (within - (within @ right) @ right.T) + across
+            return u @ (coefficients @ v) @ v.T
+        across = (local_step @ v) @ v.T
+        return u @ (coefficients - (coefficients @ v) @ v.T) + across

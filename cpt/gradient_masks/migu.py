@@ -113,6 +113,7 @@ class MagnitudeMask(GradientMask):
 
     def allocate_rows(self, maps: list[Projection]) -> None:
         """Makes the buffers for the rows of some layers; the counts of those that had some stay, by name."""
+        # Looked up before `maps` and `slices` change: a layer that grows has other rows afterwards.
         previous_counts = {}
         for layer, rows in zip(self.maps, self.slices, strict=True):
             previous_counts[layer.name] = self.chosen[rows]
@@ -290,9 +291,9 @@ class MagnitudeMask(GradientMask):
 
         large = torch.stack([self.select(text_sums.to(self.sums)) for text_sums in sums]).cpu()
         for layer, rows in zip(self.maps, self.slices, strict=True):
-            both = large[:, rows] @ large[:, rows].T
+            num_shared = large[:, rows] @ large[:, rows].T  # [T, T] rows that are large on both texts
             counts = large[:, rows].sum(1)
-            diagnostics[f"similarity/{layer.name}"] = both / (counts[:, None] + counts - both)
+            diagnostics[f"similarity/{layer.name}"] = num_shared / (counts[:, None] + counts - num_shared)
 
         max_width = max(layer.outputs for layer in self.maps)
         widest = [number for number, layer in enumerate(self.maps) if layer.outputs == max_width][-1]

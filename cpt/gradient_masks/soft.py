@@ -108,19 +108,22 @@ class Proxy:
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Each sample's KL(f1 || f2), [B], of two dropout passes over its uncorrupted ids, mean over its
         scored positions. Both passes run as one batch [2B, T]."""
-        once = self.objective.restore(batch)
-        twice = cast(Batch, {name: tensor.repeat(2, 1) for name, tensor in inputs_of(once).items()})
-        twice["positions"] = torch.cat([once["positions"], once["positions"] + output_ids(once).numel()])
-        logits, hidden = self.objective.outputs(model, twice)
-        outputs = select_positions(hidden, twice["positions"]) if self.compared == "hidden" else logits
+        restored = self.objective.restore(batch)
+        doubled = cast(Batch, {name: tensor.repeat(2, 1) for name, tensor in inputs_of(restored).items()})
+
+        # Positions count the tokens of the whole batch: the second half comes after all of the first.
+        num_tokens = output_ids(restored).numel()
+        doubled["positions"] = torch.cat([restored["positions"], restored["positions"] + num_tokens])
+        logits, hidden = self.objective.outputs(model, doubled)
+        outputs = select_positions(hidden, doubled["positions"]) if self.compared == "hidden" else logits
         return sample_means(kl_divergence(*outputs.chunk(2)), batch)
 
-    def measure(self, soft: SoftMask, probe: Iterable[Batch]) -> Tensor:
+    def measure(self, soft: SoftMask, importance_batches: Iterable[Batch]) -> Tensor:
         """The importances of the soft mask's units, [units]; 0 if not measured."""
         if self.compared is None:
             return torch.zeros_like(soft.importance)
         with set_dropout(self.model, self.rate):
-            return soft.measure(self.model, probe, self.losses, passes=2)
+            return soft.measure(self.model, importance_batches, self.losses, passes=2)
 
 
 class UnitMask(GradientMask):

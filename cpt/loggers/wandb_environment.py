@@ -70,8 +70,10 @@ def check_environment() -> None:
         raise ValueError(unknown_name(f"WANDB_MODE={mode}", MODES))
     for tag in os.environ.get("WANDB_TAGS", "").split(","):
         if len(tag.strip()) > LONGEST_TAG:
-            reason = f"the tag {tag.strip()} has {len(tag.strip())} characters"
-            raise ValueError(f"WANDB_TAGS is invalid: {reason}. Allowed: 1 to {LONGEST_TAG} each")
+            raise ValueError(
+                f"WANDB_TAGS is invalid: the tag {tag.strip()} has {len(tag.strip())} characters. "
+                f"Allowed: 1 to {LONGEST_TAG} each"
+            )
     identifier = os.environ.get("WANDB_RUN_ID")
     if identifier and not IDENTIFIER.fullmatch(identifier):
         raise ValueError(f"WANDB_RUN_ID={identifier} is invalid. Allowed: letters, digits, _, . and -")

@@ -237,7 +237,7 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     description = describe_conditions(measured)
     if base_hash:
         description += f", base {base_hash}"
-    facts: dict[str, Any] = {
+    facts = {
         "label": name,
         "measured": description,
         "conditions": measured,
@@ -256,7 +256,7 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     points = frames.task_points(scores)
     for task_point in points:
         run.log(task_point)
-    logged: dict[str, Any] = {}
+    logged: dict[str, wandb.Table | wandb.Html] = {}
     for table_name, frame in frames.tabulate(scores).items():
         logged[table_name] = wandb.Table(columns=[*frame], data=frame.to_numpy().tolist())
     page = folder / "report.html"

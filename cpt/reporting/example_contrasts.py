@@ -164,7 +164,7 @@ def subtract_baseline(
 
     frames = [group_examples[pair] for pair in shared_pairs]
     frames += [baseline_examples[pair] for pair in shared_pairs]
-    joined = predictions.join_examples(frames, what=f"{group.name}, {task}")
+    joined = predictions.join_examples(frames, label=f"{group.name}, {task}")
     values = np.array([frame["value"] for frame in joined]).astype(float)  # [frame, example]
     if values.size == 0:
         return None

@@ -260,7 +260,7 @@ def measure_run(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, fl
         if shared:
             learned = np.array([losses[domain] for domain in shared])
             reference_learned = np.array([reference_losses[domain] for domain in shared])
-            numbers["intransigence/nats"] = float(intransigence(learned, one=reference_learned))
+            numbers["intransigence/nats"] = float(intransigence(learned, reference=reference_learned))
 
     names = list_value_names(scores)
     return {name: numbers[key] for key, name in names.items() if key in numbers}

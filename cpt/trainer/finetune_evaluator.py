@@ -124,7 +124,7 @@ class FinetuneEvaluator(FileEvaluator):
             "prediction": [task.classes[index] for index in predicted],
         }
         path = endtask_file(self.folder(number), name, seed)
-        predictions.save_predictions(path, columns, about=metadata)
+        predictions.save_predictions(path, columns, metadata=metadata)
 
     def find_job(self, name: str, model: PreTrainedModel) -> finetune.FinetuneJob:
         """The encoded examples and settings of a task, made once for all seeds and stages."""

@@ -182,7 +182,7 @@ class TaskEvaluator(FileEvaluator):
             "choices": [list(example.choices) for example in examples],
         }
         path = predictions.answers_file(self.folder(number), task)
-        predictions.save_predictions(path, columns, about=metadata)
+        predictions.save_predictions(path, columns, metadata=metadata)
 
     def results(self, num_rows: int) -> dict[str, Any]:
         """With the metrics of the matrix of scores, and their intervals after the last stage."""
@@ -219,7 +219,7 @@ class TaskEvaluator(FileEvaluator):
             for row, head in enumerate(heads_by_row):
                 is_measured[row, column] = head is not None
         metrics = task_metrics.compute_metrics(
-            task_metrics.matrix_of(answers), rows=names, tasks=list(summaries), asked=is_measured
+            task_metrics.matrix_of(answers), rows=names, tasks=list(summaries), is_asked=is_measured
         )
         answers["metrics"] = {name: float(value) for name, value in metrics.items()}
         is_complete = num_rows == len(self.data) + 1

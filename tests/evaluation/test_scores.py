@@ -135,7 +135,9 @@ def test_units_and_intransigence_by_hand():
     assert values["FG_max"]["perplexity"] == pytest.approx((np.e**3.9 - np.e**3 + np.e**4.3 - np.e**3.8) / 2)
     assert make_scores().metrics["LC"]["median"]["perplexity"] == pytest.approx(np.exp(4.3))
     single_domain_nll = np.array([2.5, 4.1, 4.7])
-    assert metrics.intransigence(np.array([3.0, 4.0, 5.0]), one=single_domain_nll) == pytest.approx(0.7 / 3)
+    assert metrics.intransigence(np.array([3.0, 4.0, 5.0]), reference=single_domain_nll) == pytest.approx(
+        0.7 / 3
+    )
 
 
 def test_each_policy_chooses_what_it_says():

@@ -196,13 +196,13 @@ def test_sari_is_that_of_other_programs_and_by_hand():
 def test_examples_are_joined_by_their_ids_where_these_stand_for_the_same():
     marked = mark_examples(["a", "b", "c"], ["x", "y", "z"], [1, 0, 1])
     first, second = join_examples(
-        [marked, mark_examples(["c", "d", "a"], ["z", "y", "x"], [0, 1, 1])], what=""
+        [marked, mark_examples(["c", "d", "a"], ["z", "y", "x"], [0, 1, 1])], label=""
     )
     assert first.index.tolist() == second.index.tolist() == ["a", "c"]
     assert (first["value"].tolist(), second["value"].tolist()) == ([1, 1], [1, 0])
     with pytest.raises(ValueError, match="law: other right answers for the same ids"):
-        join_examples([marked, mark_examples(["a", "b"], ["x", "x"], [1, 0])], what="law")
+        join_examples([marked, mark_examples(["a", "b"], ["x", "x"], [1, 0])], label="law")
     twice = mark_examples(["a", "a"], ["x", "y"], [1, 0])
-    assert join_examples([twice, twice], what="law")[1]["value"].tolist() == [1, 0], "joined by place"
+    assert join_examples([twice, twice], label="law")[1]["value"].tolist() == [1, 0], "joined by place"
     with pytest.raises(ValueError, match="law: the examples differ, and their ids do not tell them apart"):
-        join_examples([twice, mark_examples(["a"], ["x"], [1])], what="law")
+        join_examples([twice, mark_examples(["a"], ["x"], [1])], label="law")

@@ -45,7 +45,7 @@ def save_answers(
                 "choices": [list(choices) for choices in answers.choices],
             }
             path = answers_file(folder / "answers" / f"{number:03d}-{rows[number]}", task)
-            save_predictions(path, dict(zip(ANSWER_COLUMNS, columns, strict=True)), about=metadata)
+            save_predictions(path, dict(zip(ANSWER_COLUMNS, columns, strict=True)), metadata=metadata)
 
     tasks = {}
     for task, answers_by_row in answers_by_task.items():

@@ -218,7 +218,7 @@ def measured_tasks(monkeypatch):
         metadata |= dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), 10 * number + seed)
         labels = [example.label for example in task.test]
         columns = {"id": [example.id for example in task.test], "label": labels, "prediction": labels}
-        save_predictions(endtask_file(self.folder(number), name, seed), columns, about=metadata)
+        save_predictions(endtask_file(self.folder(number), name, seed), columns, metadata=metadata)
 
     monkeypatch.setattr(FinetuneEvaluator, "measure_task", note)
     return counted
