@@ -47,13 +47,13 @@ class TextMask:
     """Where text is in a pass (`text_in`); its hooks are methods, so that a copy of a model has its own."""
 
     def __init__(self) -> None:
-        self.present: dict[str, Tensor | None] = {}
+        self.masks: dict[str, Tensor | None] = {}  # by side, in a pass; None: no padding
 
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.present = find_text_masks(module, kwargs)
+        self.masks = find_text_masks(module, kwargs)
 
     def close(self, *args: Any) -> None:
-        self.present = {}
+        self.masks = {}
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,9 @@ class MoELayer(nn.Module):
 
     def members(self, group: int) -> range:
         """The numbers of a group's experts; BASE: that of the model's FFN."""
-        sizes = [1, *(len(each.experts) for each in self.groups)]
+        sizes = [1]  # of the FFN, which is expert 0 and group -1
+        for expert_group in self.groups:
+            sizes.append(len(expert_group.experts))
         start = sum(sizes[: group + 1])
         return range(start, start + sizes[group + 1])
 
@@ -172,7 +174,7 @@ class MoELayer(nn.Module):
     def copy_group(self, group: int) -> None:
         """Makes the newest experts copies of those of a group, in turn; BASE: of the model's FFN."""
         sources = self.members(group)
-        experts = self.experts
+        experts = self.experts  # without expert 0: expert e is entry e - 1
         for number, expert in enumerate(self.groups[-1].experts):
             copied = sources[number % len(sources)]
             if copied == 0:
@@ -195,7 +197,7 @@ class MoELayer(nn.Module):
         logits = self.router_logits(tokens)[:, active.start : active.stop]
         highest, chosen = logits.topk(min(self.top_k, len(active)))
         gates = highest.softmax(-1)
-        chosen = chosen + active.start
+        chosen = chosen + active.start  # numbers among all experts
         is_text = self.find_text(len(tokens))
         self.record = make_record(
             logits.softmax(-1), gates, chosen, is_text, num_experts=1 + len(self.experts)
@@ -205,9 +207,10 @@ class MoELayer(nn.Module):
     def router_logits(self, tokens: Tensor) -> Tensor:
         """z of tokens [N, D], [N, E] in 32 bits or more."""
         router = torch.cat([group.router for group in self.groups])
-        wide = torch.promote_types(router.dtype, torch.float32)
+        wide_dtype = torch.promote_types(router.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
-            logits = functional.pad(functional.linear(tokens.to(wide), router.to(wide)), (1, 0))
+            scores = functional.linear(tokens.to(wide_dtype), router.to(wide_dtype))
+            logits = functional.pad(scores, (1, 0))  # z_0 = 0
         if self.opening != 1:
             offset = log(self.opening) if self.opening > 0 else -torch.inf
             start = self.members(len(self.groups) - 1).start
@@ -216,10 +219,11 @@ class MoELayer(nn.Module):
 
     def find_text(self, num_tokens: int) -> Tensor | None:
         """Which of N tokens are no padding, [N] bool; None: all, or not known."""
-        present = self.text_mask.present.get(self.side) if self.side else None
-        if present is None or present.numel() != num_tokens:
+        mask = self.text_mask.masks.get(self.side) if self.side else None
+        # A mask may be of other tokens than the FFN sees, as those of a cache in generation.
+        if mask is None or mask.numel() != num_tokens:
             return None
-        return present.flatten().bool()
+        return mask.flatten().bool()
 
     def sort_by_expert(
         self, x: Tensor, tokens: Tensor, gates: Tensor, chosen: Tensor, is_text: Tensor | None
@@ -227,19 +231,25 @@ class MoELayer(nn.Module):
         """A row for each token and chosen expert, expert after expert."""
         device = x.device
         num_choices = gates.shape[1]
+        # Stable: within an expert, rows stay in the order of the tokens.
         sorted_experts, order = chosen.flatten().sort(stable=True)
         further_experts = torch.arange(1, 1 + len(self.experts), device=device)
         starts = [0, *torch.searchsorted(sorted_experts, further_experts).tolist(), len(order)]
 
+        # The k choices of a token follow each other in `chosen.flatten()`, so it is repeated k times.
         repeated = tokens[:, None].expand(-1, num_choices, -1).reshape(-1, tokens.shape[1])
         rows = repeated.index_select(0, order)
         leading_ones = [1] * (x.ndim - 2)  # layers see as many dimensions as before
         row_is_text = None if is_text is None else is_text.repeat_interleave(num_choices)[order]
+
+        # The inverse of the order: where each choice of each token has gone.
+        row_numbers = torch.arange(len(order), device=device)
+        row_positions = torch.empty_like(order).scatter(0, order, row_numbers)
         return Dispatch(
             x=x,
             rows=rows.view(*leading_ones, *rows.shape),
             counts=[end - start for start, end in pairwise(starts)],
-            row_positions=torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=device)),
+            row_positions=row_positions,
             gates=gates,
             is_text=row_is_text,
         )
@@ -248,10 +258,12 @@ class MoELayer(nn.Module):
         """The pre-hook of layers that read x: selects the tokens of expert 0."""
         count = 1 + len(self.experts)
         active = range(count) if self.active is None else self.active
+        # With expert 0 alone the FFN is the model's own.
         if count == 1 or active == range(1):
             self.dispatch = None
             self.record = None
             return None
+        # A gated FFN has two layers that read x: the second takes what the first has routed.
         if self.dispatch is None or self.dispatch.x is not args[0]:
             self.dispatch = self.route(args[0], active)
         return (self.dispatch.split(self.dispatch.rows)[0],)
@@ -261,6 +273,7 @@ class MoELayer(nn.Module):
         if self.dispatch is None:
             return output
         dispatch = self.dispatch
+        # The last layer reads the features that the FFN has made of all rows; the layers before it, tokens.
         inputs = dispatch.split(dispatch.rows if self.features is None else self.features)[1:]
         is_text: Sequence[Tensor | None] = [None] * len(inputs)
         if dispatch.is_text is not None:
@@ -289,6 +302,7 @@ class MoELayer(nn.Module):
         if dispatch is None:
             return output
         by_expert = self.append_experts(len(self.ffn_layers) - 1, module, args, output).flatten(0, -2)
+        # The pass of the FFN ends here; `append_experts` has read both.
         self.dispatch = None
         self.features = None
         by_token = by_expert.index_select(0, dispatch.row_positions).view(*dispatch.gates.shape, -1)
@@ -307,17 +321,17 @@ def make_record(
     return RoutingRecord(probabilities, gates, chosen, num_experts)
 
 
-def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list[str]:
-    """The blocks whose FFN becomes a mixture: the last of `every` each, unless frozen."""
+def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, interval: int) -> list[str]:
+    """The blocks whose FFN becomes a mixture: the last of `interval` each, unless frozen."""
     ffns = find_sublayers(model, ("neurons",))
-    if every > len(ffns):
-        raise InvalidOptionError("method.every", every, allowed=f"1 to {len(ffns)}, the model's blocks")
+    if interval > len(ffns):
+        raise InvalidOptionError("method.every", interval, allowed=f"1 to {len(ffns)}, the model's blocks")
     frozen = {id(parameter) for parameter in find_frozen(model, freeze)}
-    chosen = [ffn.name for ffn in ffns[every - 1 :: every] if id(ffn.out.weight) not in frozen]
+    chosen = [ffn.name for ffn in ffns[interval - 1 :: interval] if id(ffn.out.weight) not in frozen]
     if not chosen:
         raise InvalidOptionError(
             "method.every",
-            every,
+            interval,
             reason="freeze leaves no FFN that becomes a mixture",
             allowed="a smaller method.every or fewer of freeze.layers, and no trainable=…",
         )
@@ -334,7 +348,7 @@ def attach_mixtures(
 ) -> Scope:
     """Makes the FFNs of the named blocks mixtures of one expert, or with groups of further ones."""
     ffns = {ffn.name: ffn for ffn in find_sublayers(model, ("neurons",))}
-    text_mask = TextMask()
+    text_mask = TextMask()  # one for all mixtures: the model's inputs have it
     model.register_forward_pre_hook(text_mask.open, with_kwargs=True)
     model.register_forward_hook(text_mask.close, always_call=True)
     sides = [find_token_side(model, ffns[name].out.name) for name in blocks]
@@ -369,6 +383,7 @@ def extend_to_newest(model: nn.Module, scope: Scope) -> Scope:
             maps += mixture.ffn_layers
     for projection in maps:
         parameters |= {id(parameter) for parameter in projection.module.parameters()}
+    # In the model's order, which is that of the optimizer's state.
     names = [name for name, parameter in model.named_parameters() if id(parameter) in parameters]
     return Scope((*scope.names, *names), (*scope.maps, *maps))
 
@@ -414,12 +429,13 @@ class GatedScorer(DomainScorer):
 
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
         nll = self.objective.nll(model, batch)
-        if "idle" in batch:
+        if "idle" in batch:  # a pass for the other processes' sake: of no text
             return nll
         sources = self.all_sources
         if len(sources) == 1:
             shares = torch.full((1, 1), float(len(nll)), dtype=torch.double, device=nll.device)
-        else:  # gates summed over tokens and mixtures
+        else:
+            # Gates summed over tokens and mixtures, then over each domain's experts.
             expert_sums = torch.stack([mixture.last_record.gate_sums for mixture in self.mixtures]).sum(0)
             source_sums = []
             for source in sources:

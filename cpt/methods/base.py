@@ -115,7 +115,7 @@ class ContinualMethod(StageModule):
         """By parameter, the projection of a movement on the subspace protected for the whole domain; by
         default that of the first mask with one."""
         protections: dict[nn.Parameter, Protection] = {}
-        for mask in reversed(list(self.masks)):
+        for mask in reversed(list(self.masks)):  # the first mask is the last to overwrite
             protections.update(mask.protected_subspace())
         return protections
 
@@ -157,11 +157,14 @@ class ContinualMethod(StageModule):
 
     def constant_part(self, domain: int) -> int | None:
         """The domain (-1: the base) whose modules alone decide the scores of a domain's text, or None."""
+        # A subclass may compute scores from anything else, and without a scope all of the model is trained.
         has_default_scores = type(self).nll is ContinualMethod.nll and type(self.router) is Router
         if not has_default_scores or type(self.domain_params) is not DomainParams or self.scope is None:
             return None
-        sources = cast(Router, self.router).sources(domain)
+
+        # What is trained and not stored per domain changes the scores of all domains.
         stores_whole_scope = set(self.scope.names) <= set(self.domain_params.names)
+        sources = cast(Router, self.router).sources(domain)
         return sources[0] if len(sources) == 1 and stores_whole_scope else None
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -178,6 +181,7 @@ class ContinualMethod(StageModule):
         a copy already, in which everything is trainable."""
         if self.scope is None:
             return self.model
+        # A copy, as the next domains need the model with its frozen parameters.
         copy = deepcopy(self.model).requires_grad_(True)
         if self.domain_params is not None:
             self.domain_params.load_into(copy, domain)

@@ -40,9 +40,10 @@ from cpt.models.weights import Snapshot
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
     """L_con of vectors, each [N, D], a scalar; candidates are those of all processes."""
+    # In one collective: [M, 2, D], M the samples of all processes.
     pairs, rows_before = gather_rows(torch.stack([positives, negatives], dim=1))
     candidates = functional.normalize(torch.cat([pairs[:, 0], pairs[:, 1]]), dim=-1)
-    similarity = functional.normalize(anchors, dim=-1) @ candidates.T
+    similarity = functional.normalize(anchors, dim=-1) @ candidates.T  # [N, 2 M]
     own_positives = rows_before + torch.arange(len(anchors), device=anchors.device)
     return functional.cross_entropy(similarity / temperature, own_positives)
 
@@ -72,6 +73,7 @@ class ContrastMethod(ContinualMethod):
 
     @property
     def soft(self) -> SoftMask:
+        """The method's mask; masks of the config come before it."""
         return cast(SoftMask, self.masks[-1])
 
     def describe_accumulation(self) -> str:
@@ -92,24 +94,29 @@ class ContrastMethod(ContinualMethod):
         options = self.options
         model = self.model
         text = batch if options.contrast_text == "corrupted" else self.objective.restore(batch)
+        # Then the pass of the language-model loss is one of the three already.
         is_same_text = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
-        count = ceil(options.contrast_samples * len(text["input_ids"]))
-        if count < len(text["input_ids"]):
-            samples = {name: value[:count] for name, value in inputs_of(text).items()}
+
+        num_rows = len(text["input_ids"])
+        num_samples = ceil(options.contrast_samples * num_rows)
+        if num_samples < num_rows:
+            samples = {name: value[:num_samples] for name, value in inputs_of(text).items()}
             text = self.objective.lay_out(cast(Batch, samples))
 
-        def represent() -> Tensor:  # the samples as vectors [B, D], without the head
+        def represent() -> Tensor:  # the samples as vectors [N, D], without the head
             return mean_over_tokens(self.objective.encode(model, text), text.get("attention_mask"))
 
+        # In this order, which decides which dropout each pass draws.
         with set_dropout(model, options.contrast_dropout), keep_activations(model):
             if is_same_text:
-                anchor = mean_over_tokens(hidden[:count], text.get("attention_mask"))
+                anchor = mean_over_tokens(hidden[:num_samples], text.get("attention_mask"))
             else:
                 anchor = represent()
             positive = represent()
             with gate_units(self.soft.groups, self.soft.gates()):
                 negative = represent()
         loss = contrastive(anchor, positive, negative, temperature=options.temperature)
+        # Every k-th step has the term, so k times its weight has the mean of one at each step.
         return options.contrast * options.contrast_every * loss
 
 
@@ -119,6 +126,7 @@ class DAS(ContrastMethod):
     options: DASOptions
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        # What the base knows is measured once; what domains add, after each of them.
         if self.domain.index == 0:
             self.soft.update_max(self.proxy.measure(self.soft, importance_batches))
 
@@ -147,5 +155,7 @@ class DGA(ContrastMethod):
         self.base = Snapshot(self.model, persistent=False)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        # First the base's weights, whose knowledge is measured. Not the maximum with earlier domains: the
+        # model has none of them.
         self.base.restore(self.model)
         self.soft.set_importance(self.proxy.measure(self.soft, importance_batches))

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,10 +58,11 @@ class ByPrompt(DomainScorer):
     def reading(self, model: PreTrainedModel, domains: Tensor) -> Iterator[None]:
         """A context in which each of B rows is read with the prompt of its domain, [B]."""
         count = len(self.prompts)
-        weights = {}
+        weights = {}  # before the first domain: the model's own prompt, of no vectors
         if count:
+            # `source_of` for a whole batch: the latest prompt for rows of other text.
             sources = torch.where((domains >= 0) & (domains < count), domains, count - 1)
-            weights = {self.name: torch.stack(list(self.prompts))[sources]}
+            weights = {self.name: torch.stack(list(self.prompts))[sources]}  # [B, n, D]
         with swap_weights(model, weights):
             yield
 
@@ -81,24 +81,29 @@ class ELLE(ContinualMethod):
     options: ELLEOptions
 
     def __init__(self, options: ELLEOptions, context: MethodContext) -> None:
-        attached: dict[str, Any] = {"tokens": 0, "causal": context.objective.causal}
-        self.prompting: ByPrompt | None = None
+        causal = context.objective.causal
+        self.prompting: ByPrompt | None = None  # without prompts: None
         names: tuple[str, ...] = ()
         if options.prompt:
             check_tokens(options.prompt, length=context.length, model=context.model, option="method.prompt")
             check_rows(context, f"method=elle, {PER_ROW}")
-            names = attach_prompt(context.model, **attached).names
+            # Of no vectors, with which the model is the base: `ByPrompt` puts a domain's prompt in its place
+            # in each pass.
+            names = attach_prompt(context.model, tokens=0, causal=causal).names
         super().__init__(options, context)
-        self.prompts = nn.ParameterList()
+
+        self.prompts = nn.ParameterList()  # [n, D] of each domain so far
         self.moved: Tensor | None = None  # the largest change of a token's loss by growth (nats), [1]
         if names:
-            self.prompting = self.router = ByPrompt(names[0], self.prompts, context.objective)
-            self.attached = attach_prompt, attached
+            self.prompting = ByPrompt(names[0], self.prompts, context.objective)
+            self.router = self.prompting
+            self.attached = attach_prompt, {"tokens": 0, "causal": causal}
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
         stages = super().stages(order)
+        # On a copy without values: refuses what cannot grow before any text is read.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            model = make_skeleton(self.model)  # refuses what cannot grow, before any text is read
+            model = make_skeleton(self.model)
             for stage in stages:
                 self.grow(model, stage)
         return [replace(stage, recovery=self.options.recovery) for stage in stages]
@@ -106,6 +111,7 @@ class ELLE(ContinualMethod):
     def grow(self, model: PreTrainedModel, stage: Domain) -> None:
         """Grows a model for a stage; raises ValueError where it cannot."""
         growths = self.options.growth(stage.index)
+        # In this order: new neurons and heads have the new hidden size, and new blocks are copies with both.
         for option in ("hidden", "neurons", "heads", "layers"):
             try:
                 self.grow_by(model, option, growths[option])
@@ -124,8 +130,8 @@ class ELLE(ContinualMethod):
         if option == "hidden":
             growth.grow_hidden(model, int(value), noise=noise)
         elif option == "neurons" and value != 1:
-            added = round((value - 1) * find_sublayers(model, ("neurons",))[0].count)
-            growth.grow_neurons(model, added, noise=noise)
+            num_neurons = find_sublayers(model, ("neurons",))[0].count  # of each FFN
+            growth.grow_neurons(model, round((value - 1) * num_neurons), noise=noise)
         elif option == "heads":
             growth.grow_heads(model, int(value), noise=noise)
         elif option == "layers":
@@ -138,16 +144,20 @@ class ELLE(ContinualMethod):
         growths = self.options.growth(stage.index)
         if growths == NO_GROWTH:
             return
-        if self.weights_before_decay is not None:  # the domain starts there
+
+        # Grown are the weights that the domain starts from.
+        if self.weights_before_decay is not None:
             self.weights_before_decay.restore(self.model)
         batch = self.draw_tokens()
         nll_before = self.token_losses(batch)
         size_before = self.model.num_parameters()
         self.grow(self.model, stage)
+        # The domain's own prompt is drawn from the narrower embeddings, and is widened with the others.
         if growths["hidden"] > 1 and self.prompting is not None:
             self.widen_prompts(self.prompting.name, growths["hidden"])
         for parameter in self.frozen:
             parameter.requires_grad_(False)
+
         self.moved = (self.token_losses(batch) - nll_before).abs().max().view(1)
         log.info(
             "Growing the model before %s from %d to %d parameters: a token's loss moves by up to %.1e nats",
@@ -160,6 +170,7 @@ class ELLE(ContinualMethod):
     def draw_tokens(self) -> Batch:
         """A row of random tokens, all of them scored."""
         entries = self.model.get_input_embeddings().num_embeddings
+        # On the CPU, whose draws are alike on all machines.
         ids = torch.randint(entries, (1, min(NUM_COMPARED_TOKENS, self.length)), device="cpu")
         ids = ids.to(self.model.device)
         decoder_ids = ids if self.model.config.is_encoder_decoder else None
@@ -180,7 +191,7 @@ class ELLE(ContinualMethod):
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
-        if self.prompting is not None:
+        if self.prompting is not None:  # not the model's own, of no vectors: `prompts` are trained
             self.model.get_parameter(self.prompting.name).requires_grad_(False)
         has_past_text = bool(self.replay.past_ratio or self.options.recovery)  # earlier prompts see text
         for index, prompt in enumerate(self.prompts):
@@ -197,21 +208,23 @@ class ELLE(ContinualMethod):
             return super().losses(batch)
 
     def on_gradients_ready(self) -> None:
+        # The first step of the domain's own text has a new optimizer, unless moments are to be carried over.
+        # Here and not after the step, as masks copy the moments before it.
         recovery_steps = self.data.recovery_steps(self.domain)
         is_recovered = recovery_steps > 0 and self.trainer.global_step == recovery_steps
         if is_recovered and self.optimizer_state is None:
-            self.trainer.optimizers[0].state.clear()  # before masks keep moments
+            self.trainer.optimizers[0].state.clear()
 
     def model_for(self, domain: int) -> PreTrainedModel:
         if self.prompting is None:
             return super().model_for(domain)
         name = self.prompting.name
-        source = self.prompting.source_of(domain)
+        source = self.prompting.source_of(domain)  # BASE before the first domain
         prompt = self.model.get_parameter(name) if source == BASE else self.prompts[source]
         return with_prompt(self.model, name, prompt)
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        assert self.prompting is not None
+        assert self.prompting is not None  # exports with modules have `attached`
         name = self.prompting.name
         return {domain: {name: self.prompts[index]} for index, domain in enumerate(order)}
 

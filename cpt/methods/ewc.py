@@ -56,11 +56,12 @@ class AnchorPenalty(ContinualMethod):
         return None
 
     def make_zeros(self) -> dict[str, Tensor]:
+        """A zero for each weight, by parameter name: importances before the first domain."""
         return {name: torch.zeros_like(parameter) for name, parameter in self.model.named_parameters()}
 
     def weighted_distance(self, factor: float) -> Tensor:
         """factor/2 sum_i w_i (theta_i - theta*_i)^2, a scalar; w are the importances, or 1."""
-        weights = None if self.importances is None else self.importances.named()
+        weights = None if self.importances is None else self.importances.named()  # None: all are 1
         anchors = self.anchor.named()
         return factor * quadratic_penalty(self.model, anchors, weights, is_offloaded=self.anchor.offloaded)
 
@@ -89,12 +90,16 @@ class Consolidation(AnchorPenalty):
             measured = self.measure(importance_batches)
         importances = cast(NamedTensors, self.importances)
         stored = importances.named()
+        # One parameter at a time: where importances are offloaded, the device then holds one of the old ones.
         for name, new in measured.items():
-            old = importances.on_module_device(stored[name]) if name in stored else torch.zeros_like(new)
+            old = torch.zeros_like(new)  # of a parameter that the model has grown
+            if name in stored:
+                old = importances.on_module_device(stored[name])
             merged = merge_importances(
                 old, new, domains=self.domains, merge=self.options.merge, gamma=self.options.gamma
             )
             importances.update({name: merged})
+        # After the merge, which counts the domains before; theta* is where the importances were measured.
         self.domains.add_(1)
         self.anchor.capture(self.model)
 
@@ -179,7 +184,8 @@ class MAS(Consolidation):
         return self.importance
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        penalty = self.weighted_distance(2 * self.options.strength)  # first: the order of sums of gradients
+        # lambda, not lambda/2. Computed before L_lm, as gradients are summed in the order of the terms.
+        penalty = self.weighted_distance(2 * self.options.strength)
         return super().losses(batch) | {"mas": penalty}
 
     def measure(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
@@ -187,7 +193,7 @@ class MAS(Consolidation):
             logits, hidden = self.objective.outputs(model, batch)
             output = logits
             if self.options.output == "hidden":
-                output = select_positions(hidden, batch["positions"])
+                output = select_positions(hidden, batch["positions"])  # where logits are computed too
             return output.float().square().sum(-1)
 
         return estimate_sensitivity(
@@ -216,8 +222,10 @@ class SI(AnchorPenalty):
     def __init__(self, options: SIOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         self.importance = NamedTensors(self.make_zeros())
-        self.path_integral = PreciseTensors(self.make_zeros())  # omega
-        self.before_step: dict[str, tuple[Tensor, Tensor]] = {}  # gradient and weight, by name
+        # omega, in at least 32 bits: a step adds little to it.
+        self.path_integral = PreciseTensors(self.make_zeros())
+        # The gradient of L_lm and the weight by parameter name, between backward and the step's end.
+        self.before_step: dict[str, tuple[Tensor, Tensor]] = {}
 
     @property
     def importances(self) -> NamedTensors:
@@ -239,8 +247,9 @@ class SI(AnchorPenalty):
             weight = to_local(parameter)
             anchor = self.anchor.on_module_device(to_local(anchors[name]))
             importance = self.anchor.on_module_device(to_local(importances[name]))
-            penalty = 2 * self.options.strength * importance * (weight - anchor)
-            self.before_step[name] = (to_local(parameter.grad) - penalty, weight.clone())
+            # `grad` is that of both terms of the loss; omega takes that of L_lm alone.
+            penalty_gradient = 2 * self.options.strength * importance * (weight - anchor)
+            self.before_step[name] = (to_local(parameter.grad) - penalty_gradient, weight.clone())
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -249,6 +258,7 @@ class SI(AnchorPenalty):
             if name in self.before_step:
                 gradient, start = self.before_step[name]
                 integral = to_local(integrals[name])
+                # omega <- omega - g (theta' - theta)
                 integral.sub_((gradient * (to_local(parameter) - start)).to(integral.device))
         self.before_step.clear()
 
@@ -257,13 +267,15 @@ class SI(AnchorPenalty):
         anchors = self.anchor.named()
         importances = self.importance.named()
         weights = named_weights(self.model)
-        for name, tensor in self.path_integral.named().items():
-            distance = to_local(weights[name]).to(tensor.device) - to_local(anchors[name])
-            integral = to_local(tensor)
+        # Where the sums are stored, which may be the CPU; integrals, importances and anchors are there alike.
+        for name, sharded_integral in self.path_integral.named().items():
+            integral = to_local(sharded_integral)
+            distance = to_local(weights[name]).to(integral.device) - to_local(anchors[name])
             # Omega <- max(0, Omega + omega / (distance^2 + xi))
             damped = distance.square() + self.options.damping
             to_local(importances[name]).add_(integral / damped).clamp_min_(0)
             integral.zero_()
+        # Last: the distance is from where the domain started.
         self.anchor.capture(self.model)
 
 
@@ -285,12 +297,17 @@ class Recall(Constraint):
         return self.anchor_names if self.options.annealed or self.options.strength else ()
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
-        rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        rates: dict[nn.Parameter, float] = {}
+        for group in optimizer.param_groups:
+            rates.update(dict.fromkeys(group["params"], group["lr"]))
         anchors = self.named_anchors()
         pull_share = 1 - self.share if self.options.annealed else 1
+
         for parameter, sharded_step in steps:
             step = to_local(sharded_step)
             pull = rates[parameter] * self.options.strength * pull_share
+            # The parameter has made its whole step already. The pull is towards theta* from where lambda of
+            # the step leads.
             weight_before = to_local(parameter) - step
             step.mul_(self.share)
             anchor = self.on_module_device(to_local(anchors[self.anchor_names[parameter]]))
@@ -312,7 +329,8 @@ class RecAdam(ContinualMethod):
 
     def __init__(self, options: RecAdamOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)  # of a partial
+        # An optimizer of a plug-in may be another function than a partial, whose rate is not known here.
+        rate = getattr(context.optimizer, "keywords", {}).get("lr", 0.0)
         if rate * options.strength >= MAX_PULL:
             raise InvalidOptionError(
                 "method.strength",
@@ -329,6 +347,7 @@ class RecAdam(ContinualMethod):
             self.anchor.capture(self.model)
 
     def transform_gradients(self, optimizer: Optimizer) -> None:
+        # Looked up at each step: where weights are sharded they are other parameters than at first.
         anchors = self.anchor.named()
         weights = named_weights(self.model)
         self.recall.anchor_names = {weight: name for name, weight in weights.items() if name in anchors}

@@ -67,8 +67,10 @@ class CopyingMethod(ContinualMethod):
             source = candidates[perplexities.index(min(perplexities))]
         else:
             [source] = candidates
-        earlier = self.sources[: self.domain.index]
-        self.sources = torch.cat([earlier, earlier.new_tensor([source])])
+
+        # Cut first: a domain that is started again replaces its entry.
+        earlier_sources = self.sources[: self.domain.index]
+        self.sources = torch.cat([earlier_sources, earlier_sources.new_tensor([source])])
         return source
 
     def list_candidates(self, learned: Sequence[int], *, base: bool) -> list[int]:
@@ -83,6 +85,7 @@ class CopyingMethod(ContinualMethod):
     def measure_perplexities(self, importance_batches: Iterable[Batch], candidates: Sequence[int]) -> Tensor:
         """The perplexity with each candidate on the importance batches of all processes, [candidates] in 64
         bits."""
+        # By candidate the sum of the loss, and last the number of tokens.
         sums = torch.zeros(len(candidates) + 1, dtype=torch.double, device=self.device)
         with set_mode(self.model, training=False):
             for batch in importance_batches:
@@ -102,7 +105,8 @@ class CopyingMethod(ContinualMethod):
         return diagnostics
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        for name in ("sources", "perplexities"):  # as long as what the state holds
+        # torch loads into buffers of the same shape only; these grow with the domains.
+        for name in ("sources", "perplexities"):
             stored = state_dict.get(prefix + name, getattr(self, name))
             setattr(self, name, torch.empty_like(stored, device=self.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -129,10 +133,12 @@ class DEMIX(CopyingMethod):
         else:
             scope = scope_of_ffns(context.model)
         super().__init__(options, context, scope)
+        # FFNs are weights of a plain model: nothing is added to it before they are loaded.
         self.attached = (attach_bottlenecks, options.bottleneck) if has_adapters else (None, {})
         self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        # The base competes where the mixture that scores text has it as an expert.
         source = self.choose_source(
             importance_batches, self.domain_params.domains, base=self.router.routing.base
         )
@@ -177,13 +183,18 @@ class LifelongMoE(CopyingMethod):
     options: LifelongMoEOptions
 
     def __init__(self, options: LifelongMoEOptions, context: MethodContext) -> None:
-        scope = None
+        scope = None  # without mixtures all of the model is trained
+        scope_outside_mixtures = None
         if options.num_experts:
-            blocks = choose_blocks(context.model, context.freeze, every=options.every)
-            scope = scope_outside_ffns(context.model, blocks) if options.dense == "trained" else Scope((), ())
+            blocks = choose_blocks(context.model, context.freeze, interval=options.every)
+            scope_outside_mixtures = Scope((), ())
+            if options.dense == "trained":
+                scope_outside_mixtures = scope_outside_ffns(context.model, blocks)
             attach_mixtures(context.model, blocks=blocks, top_k=options.top_k)
-        super().__init__(options, context, scope and extend_to_newest(context.model, scope))
-        self.scope_outside_mixtures = scope
+            scope = extend_to_newest(context.model, scope_outside_mixtures)
+        super().__init__(options, context, scope)
+
+        self.scope_outside_mixtures = scope_outside_mixtures
         if self.mixtures:
             self.router = GatedScorer(self.model, context.objective)
         self.teacher = NamedTensors(self.dense_weights() if options.strength else {})
@@ -210,9 +221,10 @@ class LifelongMoE(CopyingMethod):
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.mixtures:
             source = self.choose_source(importance_batches, range(self.domain.index), base=True)
-            reshard(self.model)
+            reshard(self.model)  # after passes weights may be gathered: what is copied into those is lost
             for mixture in self.mixtures:
                 mixture.copy_group(source)
+        # f_{t-1}, as the dense parts are trained in place; earlier experts keep their bits.
         if self.options.strength:
             self.teacher.update(self.dense_weights())
         self.shares.clear()
@@ -225,7 +237,8 @@ class LifelongMoE(CopyingMethod):
         self.open_newest(self.progress)
         if not self.options.strength:
             return super().losses(batch) | self.balance_terms(batch)
-        logits = self.objective.outputs(self.model, batch)[0]
+        logits, _ = self.objective.outputs(self.model, batch)
+        # The balance is of the last pass: before the teacher's.
         terms = {"lm": token_nll(logits, batch).sum() * batch["weight"]} | self.balance_terms(batch)
         divergence = kl_divergence(self.teacher_logits(batch), logits).sum() * batch["weight"]
         return terms | {"kd": self.options.strength * divergence}
@@ -233,11 +246,12 @@ class LifelongMoE(CopyingMethod):
     @torch.no_grad()
     def teacher_logits(self, batch: Batch) -> Tensor:
         """The logits of f_{t-1}: with the dense weights before the domain, and without its experts."""
-        newest = len(self.mixtures[0].groups) - 1 if self.mixtures else BASE
+        newest = len(self.mixtures[0].groups) - 1 if self.mixtures else BASE  # of no effect without mixtures
         weights = swap_weights(self.model, self.teacher.named())
         experts = use_experts(self.model, newest, before=True)
         with set_mode(self.model, training=False), weights, experts:
-            return self.objective.outputs(self.model, batch)[0]
+            logits, _ = self.objective.outputs(self.model, batch)
+        return logits
 
     def open_newest(self, progress: float) -> None:
         """Opens the newest experts by the share of the domain's steps."""
@@ -250,15 +264,20 @@ class LifelongMoE(CopyingMethod):
         mixtures = self.mixtures
         if not mixtures or not self.options.balance:
             return {}
-        first_choices = torch.stack([mixture.last_record.first_choices for mixture in mixtures])
+        first_choices = torch.stack([mixture.last_record.first_choices for mixture in mixtures])  # [M, E]
+        # Of all micro-batches: `on_gradients_ready` makes the next step's s of them.
         if self.first_choices is None:
             self.first_choices = first_choices
         else:
             self.first_choices = self.first_choices + first_choices
 
+        # s is of the previous step, so that a step's term does not depend on how its batch is cut into
+        # micro-batches.
         shares = self.shares.named().get("firsts")
         if shares is None:  # the domain's first step
             shares = torch.full_like(first_choices, 1 / first_choices.shape[1], dtype=torch.float)
+
+        # A mean of P over the whole step: each micro-batch divides by the tokens of a mean one.
         tokens_read, tokens_written = self.objective.side_lengths(self.length)  # of a full row
         terms = []
         for mixture, share in zip(mixtures, self.shares.on_module_device(shares), strict=True):
@@ -280,19 +299,21 @@ class LifelongMoE(CopyingMethod):
             self.shares.update({"firsts": shares.float()})
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        self.open_newest(1.0)
+        self.open_newest(1.0)  # after a single step they would not be
         super().after_domain(importance_batches)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if not self.mixtures:
             return super().export(folder, order)
-        mixtures = find_mixtures(self.model)
+        mixtures_by_name = find_mixtures(self.model)
+        # The arguments of `attach_mixtures` that make a model with as many experts.
         options = {
-            "blocks": [name.removesuffix(f".{MIXTURE}") for name in mixtures],
+            "blocks": [name.removesuffix(f".{MIXTURE}") for name in mixtures_by_name],
             "top_k": self.options.top_k,
             "groups": [len(group.experts) for group in self.mixtures[0].groups],
         }
-        prefixes = tuple(f"{name}." for name in mixtures)
+        # All experts in one part: a token's router chooses among those of all domains.
+        prefixes = tuple(f"{name}." for name in mixtures_by_name)
         experts = {}
         for name, parameter in self.model.named_parameters():
             if name.startswith(prefixes):

@@ -50,22 +50,24 @@ class GatedMethod(ContinualMethod):
     @property
     def claimed(self) -> ClaimedUnits:
         """The units that the domains so far have opened."""
-        return cast(ClaimedUnits, self.masks[-1])
+        return cast(ClaimedUnits, self.masks[-1])  # a method's masks come after those of the config
 
     def gated_losses(self, batch: Batch, *, name: str, weight: float | None) -> dict[str, Tensor]:
         """The losses with gates at the annealed s, and the weighted regularizer of the gates."""
         s = anneal(self.progress, s_max=self.gates.s_max)
         self.gates.set(s)
         terms = super().losses(batch)
+        # R [units]: the gates of this domain on units that no earlier domain has claimed.
         if self.gates.parts and weight is not None:
             terms[name] = weight * regulariser(self.gates.soft(s), self.claimed.cumulative_gates)
         return terms
 
     def after_update(self) -> None:
+        # At a large |e| the compensated gradient vanishes too: the gate could not change any more.
         self.gates.clamp(self.options.limit)
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        super().after_domain(importance_batches)
+        super().after_domain(importance_batches)  # stores the domain's e, of which `open_units` reads
         if self.domain_params is not None:
             self.claimed.update_max(self.open_units(self.domain.index))
 
@@ -93,7 +95,7 @@ class HAT(GatedMethod):
     def __init__(self, options: HATOptions, context: MethodContext) -> None:
         model = context.model
         has_adapters = options.form == "adapter"
-        scope: Scope | None = None
+        scope: Scope | None = None  # of form=full: all of the model is trained
         units: list[Units] = []
         if has_adapters:
             scope = attach_bottlenecks(model, **options.bottleneck)
@@ -104,22 +106,25 @@ class HAT(GatedMethod):
         if scope is not None:
             scope = replace(scope, names=scope.names + gates.names)
         super().__init__(options, context, scope=scope)
+
         self.gates = gates
         if has_adapters:
             self.attached = attach_bottlenecks, options.bottleneck
         self.masks.append(ClaimedUnits(gates.groups, apply_to=options.apply_to))
 
+        # With all units open a whole model is the base; with all closed, adapters add nothing to it.
         base_e = -options.limit if has_adapters else options.limit
         base = {name: torch.full_like(model.get_parameter(name), base_e) for name in gates.names}
-        if base:
+        if base:  # without units the method is ncl
             self.use_domain_params(DomainParams(model, gates.names, base=base), options.routing)
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
-        owners = owned_parameters(self.gates.groups) | {part.e for part in self.gates.parts}
+        owned = owned_parameters(self.gates.groups) | {part.e for part in self.gates.parts}
+        # No gate protects what no unit owns.
         if self.options.shared == "frozen" and domain > 0:
             for parameter in self.model.parameters():
-                parameter.requires_grad_(parameter.requires_grad and parameter in owners)
+                parameter.requires_grad_(parameter.requires_grad and parameter in owned)
         for part in self.gates.parts:
             part.e.requires_grad_(True)  # also in frozen layers: which of their units a domain uses
 
@@ -134,6 +139,7 @@ class HAT(GatedMethod):
     def rates(self) -> dict[nn.Parameter, float]:
         rate = self.options.gate_rate
         if rate is None and self.starts_open:
+            # A rate of e alone, whatever the model's: what is returned is a multiple of the model's rate.
             rate = OPEN_LR / cast(partial, self.make_optimizer).keywords["lr"]
         elif rate is None:
             rate = NORMAL_RATE
@@ -150,9 +156,12 @@ class HAT(GatedMethod):
         """A copy with the domain's gates folded into the weights, and hard and fixed in place."""
         if self.domain_params is None:
             return self.model
+        # In one call, so that the copied gates are modules of the copied model.
         model, gates = deepcopy((self.model, self.gates))
         model.requires_grad_(True)
         self.domain_params.load_into(model, domain)
+        # Folded, for a model that is saved without gates; the gates of the copy multiply by the same 0 and 1
+        # again, also in training, so that closed units stay closed in end tasks.
         gates.set(None)
         gates.fold(self.open_units(domain))
         for part in gates.parts:
@@ -160,6 +169,7 @@ class HAT(GatedMethod):
         return model
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        # Shared weights, with the gates of each domain folded in: an exported model has no gates.
         owned = owned_parameters(self.gates.groups)
         modules: dict[str, dict[str, Tensor]] = {}
         for index, domain in enumerate(order):
@@ -173,8 +183,9 @@ class HAT(GatedMethod):
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.attached is not None:
             return super().export(folder, order)
-        last = self.model_for(len(order) - 1)
-        return export.export_parts(folder, last, {}, attach=None, options={})
+        # A whole model has no modules that are added to it: the last domain's, without its gates.
+        last_model = self.model_for(len(order) - 1)
+        return export.export_parts(folder, last_model, {}, attach=None, options={})
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Claimed units by group, and the overlap of domains' units by kind."""
@@ -182,14 +193,16 @@ class HAT(GatedMethod):
         learned = self.domain_params.domains if self.domain_params else []
         if not learned:
             return diagnostics
+
         is_open = torch.stack([self.open_units(domain) for domain in learned])  # [domains, units]
+        is_open_by_group = is_open.split(self.gates.sizes, dim=1)
         by_kind: dict[str, list[Tensor]] = {}
-        for group, group_is_open in zip(
-            self.gates.groups, is_open.split(self.gates.sizes, dim=1), strict=True
-        ):
+        for group, group_is_open in zip(self.gates.groups, is_open_by_group, strict=True):
             by_kind.setdefault(group.kind, []).append(group_is_open)
-        for kind, parts in by_kind.items():
-            units = torch.cat(parts, dim=1)
+
+        for kind, groups in by_kind.items():
+            units = torch.cat(groups, dim=1)
+            # [i, j]: the share of domain i's open units that domain j has opened too
             diagnostics[f"overlap/{kind}"] = units @ units.T / units.sum(1, keepdim=True).clamp_min(1)
         return diagnostics
 
@@ -225,12 +238,14 @@ class CPTPlugin(GatedMethod):
         norms = norms_of(model) if options.norms == "per_domain" else ()
         trained = replace(scope, names=scope.names + gates.names + norms)
         super().__init__(options, context, scope=trained)
+
         self.attached = attach_plugins, options.plugin
         self.plugins = scope.names
         self.norms = norms
         self.gates = gates
         self.masks.append(ClaimedUnits(gates.groups, apply_to="update"))
 
+        # The base has its own norms, and all gates closed (e below 0): plug-ins add nothing.
         base: dict[str, Tensor] = {name: model.get_parameter(name) for name in norms}
         for name in gates.names:
             base[name] = torch.full_like(model.get_parameter(name), -1)
@@ -244,6 +259,7 @@ class CPTPlugin(GatedMethod):
             self.model.get_parameter(norm).copy_(base[norm])
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
+        # At 0 the term is left out, as in the paper.
         return self.gated_losses(batch, name="sparsity", weight=self.options.sparsity or None)
 
     def model_for(self, domain: int) -> PreTrainedModel:
@@ -257,10 +273,14 @@ class CPTPlugin(GatedMethod):
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         modules: dict[str, dict[str, Tensor]] = {}
-        plugins = {name: self.model.get_parameter(name) for name in self.plugins}
-        for index, domain in enumerate(order):  # its norms, and the plug-ins with its gates folded in
-            stored = self.domain_params.weights(index)
+        for index, domain in enumerate(order):
+            # The plug-ins with the domain's gates folded in, and its norms.
             folded = self.gates.folded(self.open_units(index))
-            modules[domain] = {name: folded.get(p, p).detach() for name, p in plugins.items()}
-            modules[domain] |= {name: stored[name] for name in self.norms}
+            stored = self.domain_params.weights(index)
+            modules[domain] = {}
+            for name in self.plugins:
+                parameter = self.model.get_parameter(name)
+                modules[domain][name] = folded.get(parameter, parameter).detach()
+            for name in self.norms:
+                modules[domain][name] = stored[name]
         return modules

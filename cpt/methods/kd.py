@@ -38,12 +38,14 @@ class KD(ContinualMethod):
         self.teacher = Snapshot(self.model, persistent=True)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        # A copy, as the student trains on in these weights.
         self.teacher.capture(self.model)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         outputs = self.objective.outputs(self.model, batch)
         with self.teacher.teaching(self.model), self.teacher_precision():
             teacher_outputs = self.objective.outputs(self.model, batch)
+        # [K]; both terms are sums over positions, as a batch's weight makes means of them.
         divergence = distillation(
             self.distilled(outputs, batch),
             self.distilled(teacher_outputs, batch),

@@ -57,6 +57,7 @@ class LoRA(ContinualMethod):
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
+        # The first domain has the adapter that was drawn when it was attached.
         if self.domain_params is None or self.domain.index == 0:
             return
         if isinstance(self.options, LoRAOptions) and self.options.start == "base":
@@ -68,6 +69,7 @@ class LoRA(ContinualMethod):
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
+        # One adapter per domain, or one of all ranks: the earlier ones of IncLoRA add to the newest.
         adapters: Mapping[str, Mapping[str, Tensor]]
         if self.domain_params is None:
             adapters = {order[-1]: lora.join_all_adapters(self.model)}
@@ -127,7 +129,7 @@ class _ProductNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        wide_dtype = torch.promote_types(a.dtype, torch.float32)
+        wide_dtype = torch.promote_types(a.dtype, torch.float32)  # the sum is of as many terms as W has
         with torch.autocast(a.device.type, enabled=False):
             wide_a = a.to(wide_dtype)
             wide_b = b.to(wide_dtype)
@@ -189,6 +191,7 @@ class WidthGroup:
 
 def pair_overlap(groups: Iterable[WidthGroup], *, penalty: str) -> Tensor:
     """Sum over maps, earlier domains and entries of |A_k A_t^T| or its square, a scalar."""
+    # One product per width, not one per layer and earlier domain.
     terms = []
     for group in groups:
         products = torch.bmm(group.earlier, torch.stack(group.newest).transpose(1, 2)).float()
@@ -234,9 +237,10 @@ class OLoRA(IncLoRA):
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
-        self.groups = None
+        self.groups = None  # they have the A of the domains before this one
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
+        # A alone is stored; B is in the frozen weights, or with the earlier adapters.
         self.domain_factors.capture(self.model, self.domain.index)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
@@ -276,9 +280,10 @@ class AttentionScorer(DomainScorer):
 
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
         nll = self.objective.nll(model, batch)
-        weights = self.router.row_log_weights.exp()[batch["rows"]].T
+        weights = self.router.row_log_weights.exp()[batch["rows"]].T  # [t, K]
         sources = self.all_sources
-        if len(weights) > len(sources):  # within a domain, whose adapter is there and its mean attention not
+        # Within a domain its adapter is there, and its mean attention, by which domains are counted, not yet.
+        if len(weights) > len(sources):
             sources = list(range(len(weights)))
         self.record_weights(domain, sources, weights)
         return nll
@@ -358,9 +363,10 @@ class SAPT(ContinualMethod):
 
     def earlier_divergences(self, batch: Batch) -> Tensor:
         """KL(mean a of its domain || a) of each row of an earlier domain in the last forward pass, [n]."""
-        domains = batch["domains"]
+        domains = batch["domains"]  # [B], -1: general text
         log_weights = router_of(self.model).row_log_weights
         is_earlier = (domains >= 0) & (domains < self.domain.index)
+        # So it is in the first domain, before which there is no mean to compare with.
         if not is_earlier.any():
             return log_weights[:0, 0]
         means = pad_attention(self.mean_attention, log_weights.shape[1]).to(log_weights)
@@ -368,17 +374,18 @@ class SAPT(ContinualMethod):
 
     def key_distances(self, batch: Batch) -> Tensor:
         """1 - cos(e, k_t) of each row of the current domain in the last forward pass, [n]."""
-        cosines = router_of(self.model).cosines
+        cosines = router_of(self.model).cosines  # [B, 1 or T, t]
         assert cosines is not None
-        return 1 - cosines[:, -1, -1][batch["domains"] == self.domain.index]
+        newest = cosines[:, -1, -1]  # at the last place, of the whole row; the newest key is the last
+        return 1 - newest[batch["domains"] == self.domain.index]
 
     @torch.no_grad()
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         router = router_of(self.model)
-        # The sum of a over rows, and last the number of rows.
+        # The sum of a over scored positions, each with that of its row, and last the number of positions.
         sums = torch.zeros(len(router.keys) + 1, dtype=torch.double, device=self.device)
         for batch in importance_batches:
-            self.objective.encode(self.model, batch)
+            self.objective.encode(self.model, batch)  # for its weights alone, which the router keeps
             weights = router.row_log_weights.exp()[batch["rows"]].double()
             sums += torch.cat([weights.sum(0), weights.new_tensor([len(weights)])])
         all_reduce_sum(sums)

@@ -9,7 +9,7 @@ share one; without a prompt the model is the base."""
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +54,14 @@ class PromptMethod(ContinualMethod):
     ) -> None:
         check_tokens(options.num_virtual_tokens, length=context.length, model=context.model)
         check_rows(context, f"method={method}, {PER_ROW}")
-        attached: dict[str, Any] = {"tokens": options.num_virtual_tokens, "causal": context.objective.causal}
-        scope = attach_prompt(context.model, **attached)
+        tokens = options.num_virtual_tokens
+        causal = context.objective.causal
+        scope = attach_prompt(context.model, tokens=tokens, causal=causal)
         super().__init__(options, context, scope=scope)
-        self.attached = attach_prompt, attached
+
+        self.attached = attach_prompt, {"tokens": tokens, "causal": causal}
         [self.name] = scope.names
+        # The base's prompt is one of no vectors, with which the model is the base.
         self.domain_params = store(self.model, scope.names, base={self.name: self.prompt[:0]})
         if routing is not None:
             self.use_domain_params(self.domain_params, routing)
@@ -105,11 +108,13 @@ class Prompt(PromptMethod):
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         if self.options.per_domain:
             return super().nll(batch, domain)
+        # Without a router, which reads text of an unknown domain with the base: all text has the one prompt.
         with swap_weights(self.model, self.weights(domain)):
             nll = self.objective.nll(self.model, batch)
         return nll, torch.ones_like(nll)
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        # One prompt for all domains is exported once, under the last one's name.
         return super().domain_modules(order if self.options.per_domain else order[-1:])
 
 
@@ -133,14 +138,14 @@ def check_tokens(
     domains: int = 1,
 ) -> None:
     """Raises ValueError where prompts of domains and sample exceed the model's positions."""
-    limit = find_max_positions(model)
+    limit = find_max_positions(model)  # None: any number
     if limit is not None and length + tokens * domains > limit:
-        most = (limit - length) // domains
+        max_tokens = (limit - length) // domains
         raise InvalidOptionError(
             option,
             tokens,
             context=f"for {domains} domains",
-            allowed=f"0 to {most}, the positions beyond model.max_seq_length={length}",
+            allowed=f"0 to {max_tokens}, the positions beyond model.max_seq_length={length}",
         )
 
 
@@ -170,6 +175,7 @@ class ProgPrompt(PromptMethod):
             self.residual = nn.Sequential(down, nn.ReLU(), up)
 
     def stages(self, order: Sequence[str]) -> list[Domain]:
+        # The last domain's chain has a prompt of each.
         tokens = self.options.num_virtual_tokens
         check_tokens(tokens, length=self.length, model=self.model, domains=len(order))
         return super().stages(order)
@@ -191,8 +197,10 @@ class ProgPrompt(PromptMethod):
         chain = self.earlier_chain()
         if self.options.start == "vocabulary":
             self.prompt.copy_(draw_prompt(self.model, len(self.prompt), generator))
-        elif chain is not None:
+        elif chain is not None:  # the last domain's prompt comes first in it
             self.prompt.copy_(chain[: len(self.prompt)])
+
+        # New layers for each domain: those of the last one are part of its stored prompt.
         if self.residual is not None:
             for parameter in self.residual.parameters():
                 parameter.zero_()
@@ -209,5 +217,6 @@ class ProgPrompt(PromptMethod):
 
     @torch.no_grad()
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
+        # The parameter is P_t without its residual layers; stored is what text is read with.
         with swap_weights(self.model, {self.name: nn.Parameter(self.residual_prompt())}):
             super().after_domain(importance_batches)

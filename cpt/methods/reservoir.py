@@ -50,9 +50,9 @@ class Reservoir(nn.Module):
         by_domain: bool = False,
     ) -> None:
         super().__init__()
-        source, target = objective.side_lengths(length)
+        source, target = objective.side_lengths(length)  # target: of the decoder, None without one
         self.seed = seed
-        self.pad = pad or 0
+        self.pad = pad or 0  # without a padding token any id does: it is masked
         self.by_domain = by_domain
         self.isolated = objective.isolated
         self.decodes = target is not None
@@ -60,8 +60,9 @@ class Reservoir(nn.Module):
         self.input_ids = nn.Buffer(torch.zeros(samples, source, dtype=torch.int32))
         if target is not None:
             self.decoder_input_ids = nn.Buffer(torch.zeros(samples, target, dtype=torch.int32))
+        # Labels are those of the side that predicts.
         self.labels = nn.Buffer(torch.full((samples, target or source), UNSCORED, dtype=torch.int32))
-        self.lengths = nn.Buffer(torch.zeros(samples, dtype=torch.int32))
+        self.lengths = nn.Buffer(torch.zeros(samples, dtype=torch.int32))  # tokens per slot, 0: empty
         size = (samples, objective.max_scored(length), width)
         self.outputs = nn.Buffer(torch.zeros(size, dtype=PRECISIONS[precision]))
         self.seen = nn.Buffer(torch.zeros(samples, dtype=torch.int64))
@@ -84,7 +85,11 @@ class Reservoir(nn.Module):
     def count(self) -> int:
         """The samples offered to this process; rebalances a state of another number of processes."""
         rank, world = rank_and_world()
-        if int((self.seen > 0).sum()) not in (0, world):
+        # `seen` has an entry above 0 for each process that was offered samples.
+        num_processes_before = int((self.seen > 0).sum())
+        if num_processes_before not in (0, world):
+            # With the filled slots first, the slots r, r + w, ... of any process are filled from their start
+            # on, as `choose_slots` fills them; each process has then seen an equal share.
             filled_first = (self.lengths == 0).int().argsort(stable=True)
             total = int(self.seen.sum())
             for buffer in self.buffers():
@@ -98,12 +103,14 @@ class Reservoir(nn.Module):
     def add(self, batch: Batch, outputs: Tensor, *, domain: int = -1) -> None:
         """Offers a batch's samples, of the domain with this place in the order, with the outputs [K, width]
         at its scored positions, clamped to the range of half precision."""
-        world = rank_and_world()[1]
+        _, world = rank_and_world()
         count = len(batch["input_ids"])
+        # Chosen before the count moves: the slot of a sample depends on how many came before it.
         rows_by_slot = self.choose_slots(count)
         self.seen[:world] += count
         if not rows_by_slot:
             return
+
         labels = labels_of(batch)
         row_outputs = outputs.split(torch.bincount(batch["rows"], minlength=count).tolist())
         for slot, row in rows_by_slot.items():
@@ -156,6 +163,7 @@ class Reservoir(nn.Module):
         if domain is not None:
             slots = slots[self.domains[slots] == domain]
         filled = slots[self.lengths[slots] > 0]
+        # The first entries of a permutation of all filled slots: distinct, and without drawing the rest.
         order = shuffle(np.arange(min(count, len(filled))), len(filled), stream=stream)
         return filled[torch.from_numpy(order)]
 
@@ -172,6 +180,7 @@ class Reservoir(nn.Module):
 
     def outputs_of(self, slots: Tensor) -> Tensor:
         """The stored outputs [K, width] at the scored positions of the samples in slots [B]."""
+        # Slot after slot, as a batch numbers its scored positions; a slot's entries after them are padding.
         scored_counts = (self.labels[slots] != UNSCORED).sum(1, keepdim=True)
         positions = torch.arange(self.outputs.shape[1])
         flat_positions = slots[:, None] * len(positions) + positions
@@ -180,12 +189,14 @@ class Reservoir(nn.Module):
 
     @torch.no_grad()
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # Each process has written its own slots only; a file has those of all.
         for buffer in self.buffers():
             gather_shards(buffer)
         super()._save_to_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Reservoir":
-        # Outputs are moved but never cast; the other buffers stay on the CPU, where reads wait for no GPU.
+        # Outputs are moved but never cast, as `fn` casts floating-point tensors and these are passed to it as
+        # integers; the other buffers stay on the CPU, where reads wait for no GPU.
         def move(buffer: Tensor) -> Tensor:
             if buffer is not self.outputs:
                 return buffer
@@ -239,11 +250,12 @@ class DERPP(ContinualMethod):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = self.objective.outputs(self.model, batch)
         lm = token_nll(logits, batch).sum() * batch["weight"]
+        # Before this batch is stored: it would be replayed in the step that it is learned in.
         match, replay = self.replay_terms(max(1, self.draw_size(len(hidden))))
-        matched = logits
+        outputs = logits
         if self.options.matched == "hidden":
-            matched = select_positions(hidden, batch["positions"])
-        self.memory.add(batch, matched)
+            outputs = select_positions(hidden, batch["positions"])
+        self.memory.add(batch, outputs)
         return {
             "lm": lm,
             "derpp_match": self.options.alpha * match,
@@ -258,30 +270,32 @@ class DERPP(ContinualMethod):
 
     def replay_terms(self, count: int) -> tuple[Tensor, Tensor]:
         """Squared error on one draw of `count` samples and loss on another, means; 0 from an empty memory."""
-        matched = self.memory.draw(count, purpose="match")
-        replayed = self.memory.draw(count, purpose="replay")
-        if not len(matched):
+        matched_slots = self.memory.draw(count, purpose="match")  # x'
+        replayed_slots = self.memory.draw(count, purpose="replay")  # x''
+        if not len(matched_slots):
             zero = torch.zeros((), device=self.device)
             return zero, zero.clone()
-        stored = self.memory.outputs_of(matched).float()
+        stored_outputs = self.memory.outputs_of(matched_slots).float()  # z'
+        num_matched = len(stored_outputs)  # positions
 
         # Both draws in one pass: the positions of the matched samples come first.
-        both = self.objective.lay_out(self.memory.batch(torch.cat([matched, replayed])))
-        matched_positions, replayed_positions = both["positions"].tensor_split([len(stored)])
-        replay_batch = both | {
+        joint_batch = self.objective.lay_out(self.memory.batch(torch.cat([matched_slots, replayed_slots])))
+        matched_positions, replayed_positions = joint_batch["positions"].tensor_split([num_matched])
+        replay_batch = joint_batch | {
             "positions": replayed_positions,
-            "targets": both["targets"][len(stored) :],
+            "targets": joint_batch["targets"][num_matched:],
         }
         if self.options.matched == "hidden":  # the head is computed for the replayed draw only
-            logits, hidden = self.objective.outputs(self.model, replay_batch)
-            present = select_positions(hidden, matched_positions)
+            replay_logits, hidden = self.objective.outputs(self.model, replay_batch)
+            outputs = select_positions(hidden, matched_positions)
         else:
-            logits, _ = self.objective.outputs(self.model, both)
-            present, logits = logits.tensor_split([len(stored)])
+            logits, _ = self.objective.outputs(self.model, joint_batch)
+            outputs, replay_logits = logits.tensor_split([num_matched])
 
-        nll = token_nll(logits, replay_batch)
-        squared = functional.mse_loss(present.float(), stored, reduction="sum") / max(1, stored.numel())
-        return squared, nll.sum() / max(1, len(nll))  # a drawn row may have no scored token
+        # Means over at least 1: a drawn row may have no scored token.
+        nll = token_nll(replay_logits, replay_batch)
+        squared_error = functional.mse_loss(outputs.float(), stored_outputs, reduction="sum")
+        return squared_error / max(1, stored_outputs.numel()), nll.sum() / max(1, len(nll))
 
 
 class Reference(Constraint):
@@ -297,6 +311,7 @@ class Reference(Constraint):
         return self.gradients[0] if self.gradients else ()
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
+        # A loss rises where a gradient points against its reference, or the step that is made points along.
         sign = 1 if self.apply_to == "gradient" else -1
         steps_made = [step for _, step in steps]
         references = []
@@ -306,8 +321,9 @@ class Reference(Constraint):
         products = sign * torch.stack([inner_product(steps_made, reference) for reference in references])
         raises_loss = bool((products < 0).any())
         self.step_counts.add_(torch.tensor([1, raises_loss], device=self.step_counts.device))
+        # g + G^T v; with one reference v is -g^T g_ref / g_ref^T g_ref, as in A-GEM.
         if raises_loss:
-            weights = solve(gram_matrix(references), products, least=self.margin).tolist()
+            weights = solve(gram_matrix(references), products, lower_bound=self.margin).tolist()
             for weight, reference in zip(weights, references, strict=True):
                 torch._foreach_add_(steps_made, reference, alpha=sign * weight)
 
@@ -348,7 +364,9 @@ class AGEM(ContinualMethod):
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         for batch in importance_batches:
-            self.memory.add(batch, torch.empty(len(batch["positions"]), 0), domain=self.domain.index)
+            # Without outputs: a reference gradient needs the text and its labels only.
+            no_outputs = torch.empty(len(batch["positions"]), 0)
+            self.memory.add(batch, no_outputs, domain=self.domain.index)
 
     def transform_gradients(self, optimizer: Optimizer) -> None:
         domain = self.domain.index
@@ -362,13 +380,15 @@ class AGEM(ContinualMethod):
     def reference_gradient(self, source: int | None) -> dict[nn.Parameter, Tensor]:
         """The mean loss's gradient by parameter on a draw from a domain's samples, or (None) from all."""
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        share = max(1, self.options.minibatch_size // self.trainer.world_size)
-        slots = self.memory.draw(share, purpose=f"step {self.trainer.global_step}", domain=source)
+        num_samples = max(1, self.options.minibatch_size // self.trainer.world_size)  # of this process
+        slots = self.memory.draw(num_samples, purpose=f"step {self.trainer.global_step}", domain=source)
 
+        # Zeros if this process has no samples: the sum is over all processes.
         gradients = [torch.zeros_like(parameter) for parameter in trained]
         count = torch.zeros((), device=self.device)
         if len(slots):
             batch = self.objective.lay_out(self.memory.batch(slots))
+            # Not `backward`, which would add to the gradients of the step.
             with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
                 loss = self.objective.nll(self.model, batch).sum()
             gradients = list(torch.autograd.grad(loss, trained, materialize_grads=True, allow_unused=True))
@@ -380,20 +400,22 @@ class AGEM(ContinualMethod):
         return dict(zip(trained, gradients, strict=True))
 
 
-def solve(gram: Tensor, products: Tensor, *, least: float) -> Tensor:
-    """argmin over v [t] >= least of 1/2 v^T gram v + products^T v, by coordinate descent in 64 bits.
+def solve(gram: Tensor, products: Tensor, *, lower_bound: float) -> Tensor:
+    """argmin over v [t] >= lower_bound of 1/2 v^T gram v + products^T v, by coordinate descent in 64 bits.
 
-    >>> solve(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([-4.0, 1.0]), least=0.0).tolist()
+    >>> solve(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([-4.0, 1.0]), lower_bound=0.0).tolist()
     [2.0, 0.0]
     """
     gram = gram.double().cpu()
     products = products.double().cpu()
-    v = torch.full_like(products, least)
+    v = torch.full_like(products, lower_bound)
+    # A reference gradient of 0 constrains nothing, and would be a divisor.
     coordinates = gram.diagonal().nonzero().flatten().tolist()
     for _ in range(MAX_SWEEPS):
         previous = v.clone()
+        # The minimum over one entry with the others fixed, in turn.
         for k in coordinates:
-            v[k] = (v[k] - (gram[k] @ v + products[k]) / gram[k, k]).clamp_min(least)
+            v[k] = (v[k] - (gram[k] @ v + products[k]) / gram[k, k]).clamp_min(lower_bound)
         if (v - previous).abs().max() <= TOLERANCE * v.abs().max():
             break
     return v
@@ -402,14 +424,14 @@ def solve(gram: Tensor, products: Tensor, *, least: float) -> Tensor:
 def gram_matrix(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
     """The inner products of lists of tensors with each other, [t, t]."""
     rows = []
-    for left in vectors:
-        rows.append(torch.stack([inner_product(left, right) for right in vectors]))
+    for first in vectors:
+        rows.append(torch.stack([inner_product(first, second) for second in vectors]))
     return torch.stack(rows)
 
 
-def inner_product(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+def inner_product(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
     """The inner product of two lists of tensors, a scalar in at least 32 bits."""
     products = []
-    for a, b in zip(left, right, strict=True):
+    for a, b in zip(first, second, strict=True):
         products.append(torch.dot(a.flatten().float(), b.flatten().float()))
     return torch.stack(products).sum()

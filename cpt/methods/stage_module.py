@@ -39,7 +39,7 @@ from cpt.models.options import Freeze
 from cpt.models.weights import Snapshot
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Progress, Schedule
-from cpt.optim.state import CarriedState, lay_out_moments, unfuse_mixed
+from cpt.optim.state import CarriedState, lay_out_moments, parameters_of, unfuse_mixed
 
 MAX_OBSERVED = 32  # evaluated texts that masks observe, evenly spread over the order
 
@@ -176,6 +176,7 @@ class StageModule(LightningModule):
         """Grows the model for a stage, once. Raises ValueError where new parameters would not be trained."""
         if stage in self.expanded_stages:
             return
+        # Seeded by the stage alone: a resumed run repeats the growth of all stages, and has to draw the same.
         shapes_before = parameter_shapes(self.model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(key(self.seed, "shape", stage.name) % 2**63)
@@ -185,6 +186,7 @@ class StageModule(LightningModule):
         shapes = parameter_shapes(self.model)
         if shapes == shapes_before:
             return
+        # Parameters outside of a method's scope would silently stay at their first values.
         frozen = {id(parameter) for parameter in self.frozen}
         untrained = []
         for name in shapes.keys() - shapes_before:
@@ -210,6 +212,7 @@ class StageModule(LightningModule):
             groups.append({"params": matrices, "rate": rate})
             groups.append({"params": vectors, "rate": rate, "weight_decay": 0.0})
 
+        # The optimizer writes its own rate into each group; only then can it be multiplied.
         optimizer = self.make_optimizer(groups)
         unfuse_mixed(optimizer)
         for group in optimizer.param_groups:
@@ -221,7 +224,7 @@ class StageModule(LightningModule):
 
     def check_optimized(self, optimizer: Optimizer) -> None:
         """Raises ValueError for a parameter that requires a gradient and is in no group of the optimizer."""
-        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        optimized = {id(parameter) for parameter in parameters_of(optimizer)}
         missing = []
         for name, parameter in self.named_parameters():
             if parameter.requires_grad and id(parameter) not in optimized:
@@ -240,6 +243,8 @@ class StageModule(LightningModule):
             mask.activate(self.domain.index)
         if self.trainer.global_step == 0:
             self.start_domain()
+
+        # Also on resume: a loaded state is row-major, whatever its parameters are.
         optimizer = self.trainer.optimizers[0]
         self.check_optimized(optimizer)
         lay_out_moments(optimizer)
@@ -251,6 +256,7 @@ class StageModule(LightningModule):
         if self.optimizer_state is not None:
             self.optimizer_state.clear()  # the optimizer has the state by now
 
+        # The method before its masks: it may restore the weights that they measure.
         self.seed_torch("before")
         self.before_domain(self.data.importance_batches())
         for mask in self.masks:
@@ -292,6 +298,7 @@ class StageModule(LightningModule):
             self.seed_torch("after")
             self.after_domain(self.data.importance_batches())
             self.zero_grad()
+        # With a decay branch both were captured before it, in on_train_batch_start.
         if self.branch_step == self.trainer.max_steps:
             self.capture_for_next_domain()
         self.to(previous_device)
@@ -306,6 +313,7 @@ class StageModule(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         with mark_recorded(self.masks, is_only_micro_batch=self.trainer.accumulate_grad_batches == 1):
             terms = self.losses(batch)
+        # The guard checks them with the gradient's norm, once per step.
         self.guard.add_losses(terms)
         if self.trainer.global_step == 0 or self.is_logged():  # the bar has a loss from the first step on
             for term, value in terms.items():
@@ -319,6 +327,8 @@ class StageModule(LightningModule):
         return bool((self.trainer.global_step + 1) % cast(Any, self.trainer).log_every_n_steps == 0)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        # Averaged first: what follows decides alike in all processes. Constraints last, as a factor or a
+        # projection of the method could lead out of what they leave.
         average_gradients(self)
         self.on_gradients_ready()
         self.apply_factors(optimizer)
@@ -357,7 +367,7 @@ class StageModule(LightningModule):
         gradient_clip_algorithm: Any = None,
     ) -> None:
         # torch's clip_grad_norm_ in two halves: the guard checks the norm in between.
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
         norm = total_norm([parameter.grad for parameter in parameters])
         if self.is_logged():
             self.log(f"train/grad_norm/{self.domain.name}", norm)
@@ -379,7 +389,9 @@ class StageModule(LightningModule):
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        # A skipped step has moved nothing, and counts for no method.
         if self.step_is_made:
+            # Factors limit what constraints that come first make of a step.
             for snapshot in sorted(self.snapshots, key=lambda snapshot: not snapshot.mask.comes_first):
                 snapshot.apply(cast(Optimizer, optimizer))
             self.after_update()
@@ -394,6 +406,7 @@ class StageModule(LightningModule):
         self.columns = list(texts)
         scored = self.data.scored_texts
 
+        # Few texts, evenly spread: what masks observe takes time for each of them.
         self.observed = set()
         if self.observes:
             positions = np.linspace(0, len(scored) - 1, min(len(scored), MAX_OBSERVED)).round().astype(int)
@@ -404,6 +417,7 @@ class StageModule(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         column = int(batch["column"])
         name = self.columns[column]
+        # An idle batch is a repeated one, of a process that has no more text.
         is_observed = name in self.observed and "idle" not in batch
         with mark_observed(self.masks, column if is_observed else None):
             nll, count = self.nll(batch, self.data.domain_indices.get(name, BASE))

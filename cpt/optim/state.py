@@ -42,19 +42,17 @@ class CarriedState(NamedTensors):
             carried.setdefault(name, {})[key] = value
         names = {parameter: name for name, parameter in named_parameters}
 
-        # An optimizer counts its parameters over all groups.
+        # By number, as a state_dict has it. What remains in `carried` belongs to no parameter any more.
         loaded: dict[int, dict[str, Tensor]] = {}
         new_names = []
-        index = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names[parameter]
-                if name in carried and fits_parameter(carried[name], parameter):
-                    loaded[index] = carried.pop(name)
-                else:
-                    new_names.append(name)
-                index += 1
+        for index, parameter in enumerate(parameters_of(optimizer)):
+            name = names[parameter]
+            if name in carried and fits_parameter(carried[name], parameter):
+                loaded[index] = carried.pop(name)
+            else:
+                new_names.append(name)
 
+        # Nothing is carried into the first domain, where all parameters are new.
         if loaded:
             log_differences(new_names, "new and start without state")
             log_differences(list(carried), "gone")
@@ -64,7 +62,16 @@ class CarriedState(NamedTensors):
         return name.rpartition(":")[0].removeprefix("model.")  # a module names its model's parameters so
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CarriedState":
+        # Stays on the CPU and is never cast: a count of steps in 16 bits would be rounded.
         return self
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """An optimizer's parameters over all groups, as its state_dict counts them."""
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters.extend(group["params"])
+    return parameters
 
 
 def fits_parameter(state: Mapping[str, Tensor], parameter: nn.Parameter) -> bool:
@@ -86,6 +93,7 @@ def log_differences(names: Sequence[str], description: str) -> None:
 
 def lie_as(values: Tensor, like: Tensor) -> Tensor:
     """The values with the strides of another tensor of their shape."""
+    # A count of steps is a scalar, and of a sharded parameter the rows are laid out already.
     if is_sharded(like) or values.shape != like.shape or values.stride() == like.stride():
         return values
     return torch.empty_like(like, dtype=values.dtype, device=values.device).copy_(values)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from cpt.core.distributed import is_sharded, shard_like
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.models.fsdp import named_weights, reshard, shard_model
+from cpt.optim.state import parameters_of
 from cpt.trainer.checkpoint import fill_tensors, layout_of, save_sharded
 from cpt.trainer.costs import own_names
 
@@ -114,14 +115,6 @@ class FSDP2Strategy(DDPStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """An optimizer's parameters, as its state_dict counts them."""
-    parameters: list[nn.Parameter] = []
-    for group in optimizer.param_groups:
-        parameters.extend(group["params"])
-    return parameters
 
 
 def shard_entries(entries: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:

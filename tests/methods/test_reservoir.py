@@ -421,7 +421,7 @@ def test_the_constraints_of_several_domains_are_those_of_brute_force(minimum):
         gradient = torch.randn(6, generator=generator)
         gram = (references @ references.T).double()
         products = (references @ gradient).double()
-        multipliers = solve(gram, products, least=minimum)
+        multipliers = solve(gram, products, lower_bound=minimum)
         assert torch.allclose(multipliers, solve_by_cases(gram, products, minimum=minimum), atol=1e-8)
         num_free.add((multipliers > minimum).sum().item())
     assert len(num_free) > 2  # none, some and several of them bind
