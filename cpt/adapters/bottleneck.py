@@ -53,15 +53,18 @@ class Bottleneck(nn.Module):
 
     def add_to_sum(self, block: nn.Module, args: Any, output: Any) -> Any:
         """The block's forward hook; its output is hidden states, or a tuple that begins with them."""
-        hidden, *others = output if isinstance(output, tuple) else (output,)
+        is_tuple = isinstance(output, tuple)
+        hidden = output[0] if is_tuple else output
         last_norm = self.last_norm
         self.last_norm = None
+        # A block that ends with a norm, as BERT's, has the last norm's output as its own.
         if last_norm is not None and last_norm[2] is hidden:
             norm, residual_sum, _ = last_norm
+            # `forward`, as a call would run the hooks of the norm again.
             hidden = norm.forward(residual_sum + self(hidden).to(residual_sum))
         else:
             hidden = hidden + self(hidden).to(hidden)
-        return (hidden, *others) if isinstance(output, tuple) else hidden
+        return (hidden, *output[1:]) if is_tuple else hidden
 
 
 def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int, activation: str) -> Scope:
@@ -70,11 +73,14 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
     width = model.config.hidden_size
     if reduction > width:
         raise InvalidOptionError("method.reduction_factor", reduction, allowed=f"1 to {width}, all features")
+
+    # The modules that get an adapter as a child, by name: blocks, or the last layers of sub-layers.
     if placement == "pfeiffer":
         hosts = find_blocks(model)
     else:
         kinds = ("neurons",) if placement == "ffn" else ("heads", "neurons")
         hosts = [(sublayer.out.name, sublayer.out.module) for sublayer in find_sublayers(model, kinds)]
+
     adapters: dict[str, Bottleneck] = {}
     for name, host in hosts:
         like = next(host.parameters())
@@ -98,13 +104,14 @@ class Plugin(Bottleneck):
         super().__init__(width, size, activation="relu", like=like)
         self.output_relu = output_relu
         self.input: Tensor | None = None  # of the sub-layer, while it runs
+        # A ReLU of zeros would have no gradient. Drawn in either case, so that later draws are the same.
         weight = INIT_STD * torch.randn(self.up.weight.shape)
         if output_relu:
             self.up.weight.data.copy_(weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        added = super().forward(hidden)
-        return added.relu() if self.output_relu else added
+        change = super().forward(hidden)
+        return change.relu() if self.output_relu else change
 
     def record_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """The pre-hook of a layer that reads the sub-layer's input."""
@@ -134,6 +141,7 @@ def attach_plugins(model: PreTrainedModel, *, attention: float, ffn: float, outp
 
 def find_entrance(sublayer: SubLayer) -> Projection:
     """A layer that reads the sub-layer's input: keys and values may come from an encoder."""
+    # An FFN has no query; all of its layers read the same input.
     sources = [source for source, _ in sublayer.sources]
     for source in sources:
         if QUERY.fullmatch(source.name.rpartition(".")[2]):

@@ -37,8 +37,8 @@ class Scope:
 
     def others(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters of a model outside of the scope."""
-        inside = {id(model.get_parameter(name)) for name in self.names}
-        return [parameter for parameter in model.parameters() if id(parameter) not in inside]
+        scope_ids = {id(model.get_parameter(name)) for name in self.names}
+        return [parameter for parameter in model.parameters() if id(parameter) not in scope_ids]
 
 
 class DomainParams(NamedTensors):
@@ -66,6 +66,8 @@ class DomainParams(NamedTensors):
         """The parameters of a domain, or of the BASE, by name, on the module's device."""
         if domain == BASE:
             return {name: self.base.on_module_device(tensor) for name, tensor in self.base.named().items()}
+
+        # Stored as `DOMAIN:NAME`. Copied to the device are those of the domain alone.
         weights = {}
         for joint_name, tensor in self.named().items():
             number, _, name = joint_name.partition(":")
@@ -79,10 +81,10 @@ class DomainParams(NamedTensors):
         for name, values in self.weights(domain).items():
             model.get_parameter(name).copy_(values)
 
-    def map_to(self, stored: Mapping[str, Tensor], *, only: bool = False) -> None:
+    def map_to(self, stored: Mapping[str, Tensor], *, replaces_all: bool = False) -> None:
         """Replaces buffers by the same tensors mapped from a file, by name; what the file lacks, or has in
-        shards, stays in memory. With `only`, the file's are all there are."""
-        if only:
+        shards, stays in memory. If it `replaces_all`, the file's are the only ones afterwards."""
+        if replaces_all:
             self.mapped = frozenset(stored)
             self._buffers = dict(stored)
             return
@@ -127,9 +129,10 @@ def load_mapped(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
             continue
         names = [name for name in state if name.startswith(f"{prefix}.")]
         mapped[domain_params] = {name.rpartition(".")[2]: state.pop(name) for name in names}
+    # After the rest is loaded: a store that finds nothing in a state becomes empty, and unmapped.
     module.load_state_dict(state)
     for domain_params, tensors in mapped.items():
-        domain_params.map_to(tensors, only=True)
+        domain_params.map_to(tensors, replaces_all=True)
 
 
 def in_memory(module: nn.Module) -> list[Tensor]:
@@ -166,12 +169,14 @@ class DomainScorer(ABC):
     def record_weights(self, domain: int, sources: list[int], weights: Tensor) -> None:
         """Adds the weights [n, K] with which n sources scored K positions of a domain's text."""
         sums = self.recorded.setdefault(domain, {})
-        for source, added in zip(sources, weights.detach().sum(1, dtype=torch.double), strict=True):
-            sums[source] = sums.get(source, 0) + added
+        batch_sums = weights.detach().sum(1, dtype=torch.double)  # [n]
+        for source, batch_sum in zip(sources, batch_sums, strict=True):
+            sums[source] = sums.get(source, 0) + batch_sum
 
     def routing_weights(self, domain: int) -> dict[int, float]:
         """The sources that scored a domain's text, with their mean weights over the positions of all
         processes, which sum to 1, without sources of less than a thousandth of the largest. A collective."""
+        # Of all sources, also those that this process has not used: each sends as many numbers.
         recorded = self.recorded.get(domain, {})
         local_sums = [float(recorded.get(source, 0)) for source in self.all_sources]
         sums = sum_on_cpu(torch.tensor(local_sums, dtype=torch.double))
@@ -215,6 +220,7 @@ class Router(DomainScorer):
             return [BASE]
         if rule == "last":
             return self.all_sources[-1:]
+        # A mixture. Before the first domain it is of the base, whatever the routing says.
         if self.routing.base or len(self.all_sources) == 1:
             return self.all_sources
         return self.all_sources[1:]
@@ -232,6 +238,7 @@ class Router(DomainScorer):
         self.posterior_sum = torch.zeros_like(self.prior)
 
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
+        # The prior moves from row to row of one text; the next text starts with the uniform one again.
         sources = self.sources(domain)
         if self.text != (domain, sources):
             self.start_text(domain, sources, batch["positions"].device)
@@ -248,18 +255,23 @@ class Router(DomainScorer):
         top_k = 1 if self.rule(domain) == "nearest" else self.routing.top_k
         log_weights = self.log_weights(log_likelihood, batch["rows"], top_k=top_k)
         self.record_weights(domain, sources, log_weights.exp())
+        # -log sum_j p(D = j | x_<i) p(x_i | x_<i, D = j)
         return -torch.logsumexp(log_weights + log_likelihood, dim=0)
 
     def log_weights(self, log_likelihood: Tensor, rows: Tensor, *, top_k: int | None) -> Tensor:
         """Log weights [n, K] of n sources at positions of `rows` [K], ascending, from their log-likelihoods
         [n, K] there: the posteriors before each position. Moves the prior at the end of each row."""
+        # `row` [K] numbers the R rows with a scored position from 0; `row_sizes` [R] are their positions.
         _, row, row_sizes = rows.unique_consecutive(return_inverse=True, return_counts=True)
+
+        # log p(x_<i | D = j): running sums over the whole batch, minus those before the row.
         sums = log_likelihood.double().cumsum(1)
-        row_ends = sums[:, row_sizes.cumsum(0) - 1]
+        row_ends = sums[:, row_sizes.cumsum(0) - 1]  # [n, R]
         row_starts = torch.cat([row_ends.new_zeros(len(row_ends), 1), row_ends[:, :-1]], dim=1)
-        sums_before = sums - log_likelihood - row_starts[:, row]  # within the row
+        sums_before = sums - log_likelihood - row_starts[:, row]  # within the row, without its own position
         row_totals = row_ends - row_starts
 
+        # One row after another: the prior of a row may depend on the rows before it.
         log_priors = torch.empty_like(row_totals)
         for number, row_total in enumerate(row_totals.unbind(1)):
             log_priors[:, number] = self.prior.log()
@@ -271,6 +283,7 @@ class Router(DomainScorer):
 
     def move_prior(self, row_total: Tensor) -> None:
         """Moves the prior after a row of a text, from the log-likelihood [n] of the row."""
+        # A cached prior is fixed once it has counted its rows; an updating one counts none.
         if self.routing.prior == "uniform" or self.num_cached_rows == self.routing.cached:
             return
         posterior = (self.prior.log() + row_total).softmax(0)
@@ -291,6 +304,7 @@ def keep_largest(log_weights: Tensor, count: int) -> Tensor:
             [0.3750],
             [0.0000]])
     """
+    # A stable sort, as topk does not say which of equals it takes.
     largest = log_weights.sort(dim=0, descending=True, stable=True).indices[:count]
     selected = torch.full_like(log_weights, -torch.inf)
     selected.scatter_(0, largest, log_weights.gather(0, largest))

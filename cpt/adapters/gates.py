@@ -34,8 +34,8 @@ class _Compensated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (e,) = ctx.saved_tensors
-        open_ = torch.sigmoid(e)
-        return gradient * (ctx.s_max * open_ * (1 - open_)), None, None
+        sigmoid = torch.sigmoid(e)
+        return gradient * (ctx.s_max * sigmoid * (1 - sigmoid)), None, None  # s_max sigmoid'(e)
 
 
 def soft(e: Tensor, s: float, *, s_max: float) -> Tensor:
@@ -77,6 +77,7 @@ class Gate(nn.Module):
         gates = gates.to(x.dtype)
         if x.shape[-1] == len(gates):
             return x * gates
+        # A head has several features, side by side, and one gate.
         return (x.unflatten(-1, (len(gates), -1)) * gates.unsqueeze(-1)).flatten(-2)
 
     def scale(self, module: nn.Module, args: tuple, output: Tensor | None = None) -> Any:
@@ -134,12 +135,15 @@ class Gates:
         folded: dict[nn.Parameter, Tensor] = {}
         for group, group_gates in zip(self.groups, gates.split(self.sizes), strict=True):
             for part in group.parts:
+                # Once per unit: only where its activations are gated, not in the layer at their other end.
                 if part.module is not group.gate:
                     continue
                 parameter = getattr(part.module, part.attribute)
+                # The gate of each row or column along the part's axis, by the unit that it belongs to.
                 factor = group_gates.to(parameter)[part.members[:, 0].to(group_gates.device)]
                 shape = [1] * parameter.ndim
                 shape[part.axis] = -1
+                # A weight may read one group and write another.
                 folded[parameter] = folded.get(parameter, parameter.detach()) * factor.view(shape)
         return folded
 
@@ -161,6 +165,7 @@ def attach_gates(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> 
             group.gate.register_forward_pre_hook(part.scale)
         else:
             group.gate.register_forward_hook(part.scale)
+    # The names that a state_dict of the model has.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return Gates(groups, parts, tuple(names[id(part.e)] for part in parts), s_max)
 
@@ -178,6 +183,7 @@ def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
 
 
 def owned_parameters(groups: Iterable[Units]) -> set[nn.Parameter]:
+    """The parameters of which some entries are a unit's own, in any of the groups."""
     parameters = set()
     for group in groups:
         parameters |= {getattr(part.module, part.attribute) for part in group.parts}

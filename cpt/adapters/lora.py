@@ -50,6 +50,7 @@ class FusedLoraLinear(Linear):
     faster than a product, a scaling and a sum. In 32 bits the last digits differ."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # What peft adds to the plain formula, it computes itself.
         if args or kwargs or self.disable_adapters or self.merged or self.lora_variant:
             return super().forward(x, *args, **kwargs)
         result = self.base_layer(x)
@@ -80,6 +81,7 @@ def attach_lora(
             reason=f"encoder and decoder of a {model.config.model_type} look tokens up apart",
             allowed="false",
         )
+    # Found before adapters are there, which would be found as well.
     maps = find_targets(model, targets)
     segments = find_segments(model)
     adapted_names = list(maps)
@@ -160,6 +162,7 @@ class AdapterReach:
 def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
     """What the tuners in a model adapt; None of a model without any. Experts are one parameter in
     transformers 5, and no layer that `all-linear` finds."""
+    # The weights that have a tuner, and the tuners' own, which are no part of the model.
     adapted_ids = set[int]()
     tuner_ids = set[int]()
     for layer in model.modules():
@@ -175,6 +178,7 @@ def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
     if not adapted_ids:
         return None
 
+    # Not counted: embeddings and head. Convolutions may have three axes too, and are no experts.
     head = model.get_output_embeddings()
     outside_ids = set[int]()
     if head is not None:
@@ -247,6 +251,7 @@ def has_earlier(layer: LoraLayer) -> bool:
 @torch.no_grad()
 def reset_newest(model: nn.Module, seed: int) -> None:
     """Draws the newest adapters, with product 0, from the global generator, which it sets."""
+    # peft takes no generator.
     torch.manual_seed(seed)
     for layer in lora_layers(model).values():
         layer.reset_lora_parameters(NEWEST, True)
@@ -272,9 +277,11 @@ def join_adapters(layer: LoraLayer) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def set_earlier(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> None:
     """Makes A and B the earlier adapters of a layer, without dropout, as of merged ones."""
-    is_trained = factors_of(layer)[0].requires_grad
+    newest_a, _ = factors_of(layer)
+    is_trained = newest_a.requires_grad
     without_dropout = replace(config, lora_dropout=0.0, init_lora_weights=False)
     layer.update_layer(EARLIER, len(a), lora_alpha=config.lora_alpha, config=without_dropout)
+    # peft divides alpha by the rank of all earlier adapters, where each has alpha / r.
     layer.scaling[EARLIER] = layer.scaling[NEWEST]
 
     # Activating adapters makes both of them trainable.
@@ -292,7 +299,9 @@ def begin_adapter(model: PreTrainedModel, *, stored: str, seed: int) -> None:
         merge_newest(model)
     else:
         for layer in lora_layers(model).values():
-            set_earlier(layer, model.peft_config[NEWEST], *join_adapters(layer))
+            joined_a, joined_b = join_adapters(layer)
+            set_earlier(layer, model.peft_config[NEWEST], joined_a, joined_b)
+    # At the end: the new adapter starts with product 0, and what the last has learned is elsewhere.
     reset_newest(model, seed)
 
 
@@ -327,10 +336,12 @@ def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrained
     A head that is tied to the embedding stays tied if both are still the same; else the configuration says
     that they are not."""
     copy = deepcopy(model)
+    # Counted before the first layer is unwrapped: a tied head has to be seen with its embedding.
     num_owners = Counter[int]()
-    for part in copy.modules():
-        num_owners.update(id(parameter) for parameter in part.parameters(recurse=False))
-    shared = {parameter for parameter, count in num_owners.items() if count > 1}
+    for module in copy.modules():
+        num_owners.update(id(parameter) for parameter in module.parameters(recurse=False))
+    shared = {parameter_id for parameter_id, count in num_owners.items() if count > 1}
+
     for name in tuner_layers(copy):
         layer = copy.get_submodule(name)
         if merged:
@@ -344,6 +355,7 @@ def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrained
 
 def tuner_layers(model: nn.Module) -> list[str]:
     """The names of peft's layers, without those inside of others."""
+    # A module is named before those inside of it.
     names: list[str] = []
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in names)
@@ -370,10 +382,10 @@ def unwrap(layer: Any, *, merged: bool) -> nn.Module:
 def separate_shared(layer: nn.Module, shared: Set[int]) -> None:
     """Gives a layer of peft copies of its own of parameters, by id, that other layers have too, as a tied
     head: what it has learned is merged into them and must not reach the others."""
-    for part in layer.modules():
-        for name, parameter in list(part.named_parameters(recurse=False)):
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in shared:
-                setattr(part, name, nn.Parameter(parameter.detach().clone()))
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
 
 
 def settle_ties(model: PreTrainedModel) -> None:
@@ -383,6 +395,7 @@ def settle_ties(model: PreTrainedModel) -> None:
     if head is None or not model.config.tie_word_embeddings:
         return
     table = model.get_input_embeddings()
+    # On the meta device there are no values to compare.
     if head.weight is table.weight or head.weight.device.type == "meta":
         return
     if torch.equal(head.weight, table.weight):
@@ -396,8 +409,9 @@ def untie(model: PreTrainedModel) -> None:
     """Configures head and embedding as untied, and gives each a parameter of its own where a model of that
     configuration has two: also the second bias of heads as RoBERTa's, which loading would draw at random."""
     model.config.tie_word_embeddings = False
+    # By the new configuration: what is still one parameter there stays one here.
     plain = dict(make_skeleton(model).named_parameters(remove_duplicate=False))
-    first_names: dict[int, str] = {}
+    first_names: dict[int, str] = {}  # by the id of a parameter, the first of its names
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         first = first_names.setdefault(id(parameter), name)
         is_tied = first == name or name not in plain or plain[name] is plain.get(first)
@@ -409,7 +423,8 @@ def untie(model: PreTrainedModel) -> None:
 
 def join_all_adapters(model: PreTrainedModel) -> dict[str, Tensor]:
     """All adapters as one, by the names of the newest."""
-    joined: dict[int, Tensor] = {}  # by the id of the newest parameter
+    # By the id of the newest parameter: the layers' names are not those of parameters.
+    joined: dict[int, Tensor] = {}
     for layer in lora_layers(model).values():
         newest_a, newest_b = factors_of(layer)
         joined_a, joined_b = join_adapters(layer)
@@ -427,6 +442,7 @@ def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Ma
     """Writes the base, and each domain's adapter in peft's format; returns the expression that loads both."""
     base = without_tuners(model, merged=False)
     base.save_pretrained(folder)
+
     for name, weights in parts.items():
         adapter_folder = folder / "adapters" / quote(name, safe=" ")
         adapter_folder.mkdir(parents=True, exist_ok=True)
@@ -436,6 +452,7 @@ def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Ma
         exported = {f"base_model.model.{key}": own_storage(value) for key, value in state.items()}
         save_file(exported, adapter_folder / "adapter_model.safetensors")
 
+        # Of this part: joined adapters have more ranks than the model's newest.
         rank = len(next(value for key, value in weights.items() if "_A." in key))
         export_config(model, rank, base_folder=folder).save_pretrained(str(adapter_folder))
     loading = f"transformers.{type(base).__name__}.from_pretrained({json.dumps(str(folder))})"
@@ -468,9 +485,11 @@ def attach_tuner(
     """Adds a tuner of peft to the layers of the targets; `auto` are all linear layers but the head, for
     ln_tuning the norms. Raises ValueError for unknown arguments, for a model that does not go with it, and
     for what could not be merged into a plain model."""
-    kind = PeftType("LORA" if tuner == "dora" else tuner.upper())
+    kind = PeftType("LORA" if tuner == "dora" else tuner.upper())  # DoRA is an option of LoRA
     settings = default_arguments(model, tuner, targets)
     settings.update(arguments)
+
+    # Before peft is called, whose error would name no option of cpt.
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     fields = config_class.__dataclass_fields__
     allowed_names = [name for name in fields if name not in ("peft_type", "task_type")]
@@ -483,6 +502,7 @@ def attach_tuner(
             "adapters are merged into. Allowed: null"
         )
 
+    # Before the tuner is added: the names that an exported model has to have again.
     plain_names = set(model.state_dict())
     setting = f"{tuner} with method.arguments={format_value(dict(arguments))}"
     try:
@@ -514,6 +534,7 @@ def default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> d
         return {"target_modules": norms}
     layers = find_targets(model, "all-linear" if targets == "auto" else targets)
     settings: dict[str, Any] = {"target_modules": list(layers)}
+    # GPT-2's Conv1D has its weight transposed; only these tuners of peft have an option for it.
     has_conv = any(isinstance(module, Conv1D) for module in layers.values())
     if has_conv and tuner in ("dora", "ia3", "vera"):
         settings["fan_in_fan_out"] = True
@@ -522,6 +543,7 @@ def default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> d
     if tuner == "fourierft":
         settings["init_weights"] = True  # starts as the base
     if tuner == "ia3":
+        # In an FFN it scales the input of the last layer, elsewhere the output.
         down = {sublayer.out.name for sublayer in find_sublayers(model, ("neurons",))}
         settings["feedforward_modules"] = [name for name in layers if name in down]
     return settings

@@ -33,6 +33,7 @@ SAMPLE_ROUTER = "pair_router"  # its name in the encoder or body of a model
 
 def weigh_ranks(features: Tensor, weights: Tensor) -> Tensor:
     """The rank features [..., t r] of t adapters times the weights [..., t] of each."""
+    # An adapter's r ranks follow each other, so that one weight is for r features.
     features_by_adapter = features.unflatten(-1, (weights.shape[-1], -1))  # [..., t, r]
     return (features_by_adapter * weights[..., None].to(features)).flatten(-2)
 
@@ -52,6 +53,7 @@ def attach_experts(
 ) -> Scope:
     """Adds `experts` LoRA adapters of rank r with a router to each linear layer of the targets; a single
     adapter, which has weight 1, is without a router."""
+    # One adapter of all ranks; alpha grows with them, as each expert is scaled by alpha / r.
     scope = lora.attach_lora(
         model, r=experts * r, alpha=experts * alpha, dropout=dropout, targets=targets, embeddings=False
     )
@@ -124,10 +126,12 @@ class SampleRouter(nn.Module):
     @torch.no_grad()
     def add_key(self, generator: torch.Generator) -> None:
         """Starts a new key after the earlier ones."""
+        # The parameter stays the same one, and only its values are new: the optimizer knows it.
         self.earlier = torch.cat([self.earlier, self.key])
         self.key.copy_(torch.empty(self.key.shape).uniform_(-1, 1, generator=generator))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        # torch loads into buffers of the same shape only; there is a key for each domain of the state.
         stored = state_dict.get(f"{prefix}earlier", self.earlier)
         self.earlier = self.earlier.new_empty(stored.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -139,9 +143,10 @@ class SampleRouter(nn.Module):
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         keys = self.keys
         if self.causal:
+            # A place may depend on no later one. Padding at the start has sum 0 and count 0.
             mask = torch.ones_like(states[..., 0]) if self.mask is None else self.mask.to(states)
-            is_token = mask[..., None]
-            means = (states * is_token).cumsum(1) / is_token.cumsum(1).clamp_min(1)
+            token_weights = mask[..., None]  # 1, at padding 0
+            means = (states * token_weights).cumsum(1) / token_weights.cumsum(1).clamp_min(1)
         else:
             means = mean_over_tokens(states, self.mask)[:, None]
 
@@ -156,7 +161,7 @@ class SampleRouter(nn.Module):
     def read_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """The pre-hook of the encoder or body."""
         inputs = dict(zip(self.argument_names, args, strict=False)) | kwargs
-        cache = next((inputs[name] for name in CACHES if inputs.get(name) is not None), None)
+        cache = next((inputs[name] for name in CACHES if inputs.get(name) is not None), None)  # None: none
         if cache is not None and cache.get_seq_length() > 0 and self.log_weights is not None:
             # Generation continues: the new tokens have the weights of the last one.
             self.log_weights = self.log_weights[:, -1:]
@@ -166,6 +171,7 @@ class SampleRouter(nn.Module):
         mask = inputs.get("attention_mask")
         embeddings = inputs.get("inputs_embeds")
         self.mask = mask if mask is not None and mask.ndim == 2 else None
+        # Of ids there are no embeddings yet: `read_embeddings` gets them.
         if self.query_kind == "encoder":
             self.attend(self.encode_without_adapters(module, inputs))
         elif embeddings is not None:
@@ -180,6 +186,7 @@ class SampleRouter(nn.Module):
         self.text_shape = (text.shape[0], text.shape[1])
         # All adapters have weight 0.
         self.log_weights = self.key.new_full((len(text), 1, len(self.earlier) + 1), -torch.inf)
+        # Without the caches of the pass itself, which would keep this one's keys and values.
         arguments = {name: value for name, value in inputs.items() if name not in CACHES}
         arguments.update(cache_arguments(module))
         with torch.no_grad(), set_mode(module, training=False):
@@ -195,6 +202,7 @@ class SampleRouter(nn.Module):
         assert self.log_weights is not None
         weights = self.log_weights.exp()
         rows, length = self.text_shape
+        # Some layers see the tokens of all samples in one list.
         if features.ndim == 2 and len(features) == rows * length:
             return weights.expand(-1, length, -1).flatten(0, 1)
         if features.ndim != 3 or len(features) % rows:
@@ -225,6 +233,7 @@ def attach_routed(
     """Adds a LoRA adapter to each linear layer of the targets within the model's body, and a router that
     weights it and those of earlier domains for each sample. ValueError for targets without a layer in the
     body."""
+    # Not in the head, which sees scored positions alone: whose samples they are is not known there.
     maps = [name for name in lora.find_targets(model, targets) if find_token_side(model, name) is not None]
     if not maps:
         raise InvalidOptionError("method.target_modules", targets, allowed="layers of the body")
@@ -242,6 +251,7 @@ def attach_routed(
         causal=causal and not is_encoder_decoder,
         like=embedding.weight,
     )
+    # Inputs may be passed by position.
     router.argument_names = tuple(inspect.signature(stack.forward).parameters)
     stack.add_module(SAMPLE_ROUTER, router)
     stack.register_forward_pre_hook(router.read_inputs, with_kwargs=True)
@@ -249,6 +259,7 @@ def attach_routed(
     for layer in lora.lora_layers(model).values():
         layer.lora_A[lora.NEWEST].register_forward_hook(partial(router.weigh, slice(-1, None)))
 
+    # In this order: a state's earlier adapters are made first, then they get their hook.
     lora.resize_on_load(model)
     model.register_load_state_dict_pre_hook(route_earlier)
     router_names = [name for name, _ in model.named_parameters() if f"{SAMPLE_ROUTER}." in name]

@@ -63,6 +63,9 @@ class PromptVectors(nn.Module):
         inputs = dict(zip(self.names, args, strict=False)) | kwargs
         inputs = {name: value for name, value in inputs.items() if value is not None}
         self.check_inputs(inputs)
+
+        # What stands at the prompt's positions: any ids, as `embed` puts the prompt over their embeddings; 1
+        # in the mask, which attends to them.
         fillers = {
             "inputs_embeds": 0,
             "attention_mask": 1,
@@ -72,6 +75,7 @@ class PromptVectors(nn.Module):
         for name, filler in fillers.items():
             if name in inputs:
                 inputs[name] = self.insert(inputs[name], filler)
+        # With ids the embedding has a hook (`embed`); embeddings that are passed in go past it.
         if "inputs_embeds" in inputs:
             inputs["inputs_embeds"] = self.fill(inputs["inputs_embeds"])
 
@@ -124,6 +128,8 @@ class PromptVectors(nn.Module):
     def cut_states(self, states: Tensor) -> Tensor:
         """Hidden states [B, T + n, D] at the text's positions, [B, T, D]."""
         count = self.positions_taken
+        # In a causal model the state at the prompt's last position predicts the second token: the first
+        # token's state is among those that are cut. An encoder's prompt precedes the text.
         if self.leading:
             return states[:, count:]
         return torch.cat([states[:, :1], states[:, 1 + count :]], 1)
@@ -148,8 +154,13 @@ class PromptChain(DomainParams):
     def weights(self, domain: int) -> dict[str, Tensor]:
         if domain == BASE:
             return super().weights(BASE)
-        prompts = [super(PromptChain, self).weights(earlier) for earlier in self.up_to(domain)]
-        return {name: torch.cat([prompt[name] for prompt in prompts]) for name in prompts[0]}
+        prompts = []  # by name, of the domain and those before it
+        for earlier in self.up_to(domain):
+            prompts.append(super().weights(earlier))
+        chain = {}
+        for name in prompts[0]:
+            chain[name] = torch.cat([prompt[name] for prompt in prompts])
+        return chain
 
     def up_to(self, domain: int) -> list[int]:
         """The domains up to one that have a prompt, descending."""
@@ -164,6 +175,7 @@ def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope
     """Adds a prompt of `tokens` random ordinary tokens' vectors; `causal`: outputs predict the next token."""
     has_encoder = model.config.is_encoder_decoder
     inner = find_input_stack(model)
+    # An encoder's own, as it and the decoder have two modules with one table.
     table = (inner if has_encoder else model).get_input_embeddings()
     special = special_ids(model)
     prompt = PromptVectors(
@@ -198,6 +210,10 @@ def special_ids(model: PreTrainedModel) -> set[int]:
     """The token ids that a model's configuration names, the padding's among them."""
     ids: set[int] = set()
     for name, value in model.config.to_dict().items():
-        if name.endswith("_token_id") and value is not None:
-            ids |= set(value) if isinstance(value, list) else {value}
+        if not name.endswith("_token_id") or value is None:
+            continue
+        if isinstance(value, list):  # several ends of a text
+            ids.update(value)
+        else:
+            ids.add(value)
     return ids
