@@ -368,7 +368,7 @@ class StageModule(LightningModule):
     ) -> None:
         # torch's clip_grad_norm_ in two halves: the guard checks the norm in between.
         parameters = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
-        norm = total_norm([parameter.grad for parameter in parameters])
+        norm = total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
         if self.is_logged():
             self.log(f"train/grad_norm/{self.domain.name}", norm)
 
