@@ -39,7 +39,7 @@ class Scoring:
     def __call__(self) -> None:
         module, data = self.workload.module, self.workload.data
         data.by_length = self.by_length
-        data.asked = [domain.name for domain in data.domains]
+        data.requested_texts = [domain.name for domain in data.domains]
         arguments = self.workload.machine.lightning_arguments(self.workload.plan.trainer)
         fitting = make_trainer(arguments | {"precision": self.precision}, label="")
         start_mark = Mark()

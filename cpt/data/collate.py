@@ -56,7 +56,7 @@ class Rows:
     segments: np.ndarray | None = None  # [B, T] int64: the document of each token, -1 at padding; or None
 
     @property
-    def present(self) -> np.ndarray:
+    def is_token(self) -> np.ndarray:
         """Where there is no padding, [B, T]."""
         return np.arange(self.ids.shape[1]) < self.lengths[:, None]
 
@@ -91,13 +91,13 @@ class Collator(Protocol):
 def label_batch(
     input_ids: Tensor,
     labels: Tensor,
-    present: Tensor,
+    is_token: Tensor,
     *,
     decoder_input_ids: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Batch:
     """The batch of rows [B, T] whose outputs predict `labels` ([B, T], or [B, L] of `decoder_input_ids`)
-    where these are not UNSCORED; `present` [B, T] is false at padding."""
+    where these are not UNSCORED; `is_token` [B, T] is false at padding."""
     positions = (labels.flatten() != UNSCORED).nonzero().flatten()
     batch: Batch = {
         "input_ids": input_ids,
@@ -109,8 +109,8 @@ def label_batch(
         batch["decoder_input_ids"] = decoder_input_ids
     if segments is not None:
         batch["segments"] = segments
-    if not present.all():
-        batch["attention_mask"] = present.long()
+    if not is_token.all():
+        batch["attention_mask"] = is_token.long()
     return batch
 
 
@@ -177,13 +177,15 @@ class SharedRows:
             room[row] -= lengths[sample]
         return cls(rows, begins, num_rows=int(rows.max()) + 1, width=int((begins + lengths).max()))
 
-    def layout(self, present: np.ndarray) -> np.ndarray:
-        """The `layout` [R, W] of a batch whose tokens are `present` [B, T] where there is no padding."""
-        padding = np.argmin(present)  # the first such place, which fills what is free
-        layout = np.full((self.num_rows, self.width), padding)
-        columns = np.arange(present.shape[1])
-        positions = (self.rows * self.width + self.begins)[:, None] + columns
-        layout.ravel()[positions[present]] = np.flatnonzero(present)
+    def layout(self, is_token: np.ndarray) -> np.ndarray:
+        """The `layout` [R, W] of a batch whose places `is_token` [B, T] says are no padding."""
+        # What stays free in the shared rows is filled with a place of padding, here the first.
+        padding_place = np.argmin(is_token)
+        layout = np.full((self.num_rows, self.width), padding_place)
+
+        columns = np.arange(is_token.shape[1])
+        flat_places = (self.rows * self.width + self.begins)[:, None] + columns  # [B, T]
+        layout.ravel()[flat_places[is_token]] = np.flatnonzero(is_token)
         return layout
 
 
@@ -199,7 +201,7 @@ class Sharing:
         """The batch with its `layout` where shared rows cost less; their rest is filled with padding. Rows of
         several widths are tried."""
         mask = batch.get("attention_mask")
-        if mask is None:
+        if mask is None:  # no row is padded, so there is nothing to gain
             return batch
 
         lengths = mask.sum(1).cpu().numpy()
@@ -215,8 +217,8 @@ class Sharing:
         if cheapest is None:
             return batch
 
-        present = np.arange(mask.shape[1]) < lengths[:, None]
-        layout = torch.from_numpy(cheapest.layout(present))
+        is_token = np.arange(mask.shape[1]) < lengths[:, None]
+        layout = torch.from_numpy(cheapest.layout(is_token))
         laid_out = batch.copy()
         laid_out["layout"] = layout.to(mask.device)
         return laid_out

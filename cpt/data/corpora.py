@@ -111,9 +111,14 @@ def log_shared(corpora: Mapping[str, Corpus]) -> None:
     pairs = find_shared(corpora)
     if not pairs or not is_first_process():
         return
-    shown = ", ".join(f"{pair.count} of {pair.held_out} in {pair.trained}" for pair in pairs[:MAX_SHOWN])
-    more = f" and {len(pairs) - MAX_SHOWN} more pairs" if len(pairs) > MAX_SHOWN else ""
-    log.warning("Held-out documents in the training text of other domains bias the losses: %s%s", shown, more)
+    first_pairs = ", ".join(
+        f"{pair.count} of {pair.held_out} in {pair.trained}" for pair in pairs[:MAX_SHOWN]
+    )
+    log.warning(
+        "Held-out documents in the training text of other domains bias the losses: %s%s",
+        first_pairs,
+        count_unnamed(len(pairs), "pairs"),
+    )
 
 
 def log_near_duplicates(corpora: Mapping[str, Corpus]) -> None:
@@ -133,13 +138,17 @@ def log_near_duplicates(corpora: Mapping[str, Corpus]) -> None:
         return
 
     names = sorted(shares, key=lambda name: -shares[name])
-    more = f" and {len(names) - MAX_SHOWN} more texts" if len(names) > MAX_SHOWN else ""
     log.warning(
         "Held-out documents with a near-duplicate in their domain's training text bias the losses: "
         "%s%s (of a sample; similarity .5 or more)",
         "; ".join(descriptions[name] for name in names[:MAX_SHOWN]),
-        more,
+        count_unnamed(len(names), "texts"),
     )
+
+
+def count_unnamed(count: int, noun: str) -> str:
+    """How many more there are than a message names; empty if it names all."""
+    return f" and {count - MAX_SHOWN} more {noun}" if count > MAX_SHOWN else ""
 
 
 @dataclass(frozen=True)
@@ -158,17 +167,19 @@ def find_shared(corpora: Mapping[str, Corpus]) -> list[SharedDocuments]:
     held_out_keys = [corpora[name].keys("valid", "test") for name in names]
     train_keys = [corpora[name].keys("train") for name in names]
 
-    # Each key once, and the text that holds it out first.
+    # Each key once, and the text that holds it out first: otherwise a document that all texts hold out would
+    # be counted for each of them.
     keys, first_positions = np.unique(np.concatenate(held_out_keys), return_index=True)
     text_of_position = np.repeat(np.arange(len(names)), [len(text_keys) for text_keys in held_out_keys])
     holders = text_of_position[first_positions]
 
     counts = np.zeros((len(names), len(names)), np.int64)
     for column, text_keys in enumerate(train_keys):
+        # Where a key would be inserted among the held-out ones, it is, or it is not held out.
         positions = np.minimum(np.searchsorted(keys, text_keys), len(keys) - 1)
         is_held_out = keys[positions] == text_keys
         np.add.at(counts, (holders[positions[is_held_out]], column), 1)
-    np.fill_diagonal(counts, 0)
+    np.fill_diagonal(counts, 0)  # within a text a key is in one split
 
     pairs = []
     for row, column in np.argwhere(counts):

@@ -294,13 +294,15 @@ def assign(
     hashes. ValueError for an empty split."""
     if not len(hashes):
         raise ValueError(f"domain {name} has no text: its files are empty")
-    keys = hashes if keys is None else keys
+    if keys is None:
+        keys = hashes
     seed = int(held_out["seed"])
 
     splits = np.full(len(source_splits), DROPPED, np.int8)
     originals = find_originals(keys, source_splits)
     splits[originals] = source_splits[originals]
 
+    # Hashes rank the documents, so that the splits do not depend on their order in the files.
     train = rank_by_hash(splits, 0, hashes, stream=key("split", seed))
     begin = 0
     for split in (1, 2):

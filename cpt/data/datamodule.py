@@ -37,8 +37,9 @@ class ImportanceLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for number, batch in enumerate(self.loader):
-            moved = {name: value.to(self.device) for name, value in batch.items()}
-            yield cast(Batch, moved)
+            device_batch = {name: value.to(self.device) for name, value in batch.items()}
+            yield cast(Batch, device_batch)
+            # Some processes may have a batch more than others, which nobody would meet after it.
             if number < self.num_common:
                 leave_together(f"in the probe of {self.domain}")
 
@@ -68,7 +69,7 @@ class DomainSequence(LightningDataModule):
     validation: Mapping[str, Packed] = field(default_factory=dict)
     trainer: Trainer = field(init=False)  # Lightning's, while it fits or validates
     domain: Domain = field(default=Domain("", -1, ()), init=False)  # before the first is entered
-    asked: Sequence[str] | None = field(default=None, init=False)  # the held-out texts to score; None: all
+    requested_texts: Sequence[str] | None = field(default=None, init=False)  # held out, to score; None: all
     by_length: bool = field(default=False, init=False)  # whether rows of similar length are scored together
     replay_source: ReplaySource | None = field(default=None, init=False)  # None: training text is replayed
 
@@ -120,9 +121,11 @@ class DomainSequence(LightningDataModule):
         recovery_steps = self.recovery_steps(self.domain)
 
         if step < recovery_steps:
-            schedule_step, schedule_steps = step, recovery_steps
+            schedule_step = step
+            schedule_steps = recovery_steps
         else:
-            schedule_step, schedule_steps = step - recovery_steps, stage_steps - recovery_steps
+            schedule_step = step - recovery_steps
+            schedule_steps = stage_steps - recovery_steps
         return Progress(
             schedule_step,
             schedule_steps,
@@ -146,6 +149,7 @@ class DomainSequence(LightningDataModule):
         num_past = math.floor(num_samples * to_fraction(self.replay.past_ratio))
         num_general = math.floor(num_samples * to_fraction(self.replay.general_ratio))
 
+        # Turns go round, so that texts differ by one draw at most: rounded up, no text has too few.
         replayed = {}
         earlier_texts = self.earlier_texts(domain)
         for name in earlier_texts:
@@ -155,6 +159,7 @@ class DomainSequence(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """The current stage from the trainer's step on; resuming costs the same anywhere."""
+        # A source of replay stands for what it has written: a text without any is not replayed.
         stage = self.domain
         texts = self.train if self.replay_source is None else self.replay_source.texts
         past = {name: texts[name] for name in self.earlier_texts(stage) if name in texts}
@@ -202,17 +207,19 @@ class DomainSequence(LightningDataModule):
     @contextmanager
     def scoring(self, texts: Sequence[str], *, by_length: bool) -> Iterator[None]:
         """Within, these held-out texts are evaluated; `by_length`: rows of similar length share a batch."""
-        self.asked = texts
+        self.requested_texts = texts
         self.by_length = by_length
         try:
             yield
         finally:
-            self.asked = None
+            self.requested_texts = None
             self.by_length = False
 
     @property
     def scored_texts(self) -> list[str]:
-        return [name for name in self.held_out if self.asked is None or name in self.asked]
+        if self.requested_texts is None:
+            return list(self.held_out)
+        return [name for name in self.held_out if name in self.requested_texts]
 
     def scored_rows(self, name: str) -> np.ndarray:
         """The rows of a held-out text that are scored: all, or a sample of `eval_tokens`."""

@@ -55,15 +55,21 @@ class WatchedLoader(DataLoader):
         try:
             yield from batches
         except (OSError, EOFError) as error:
+            # The connection breaks a moment before the process is gone and has an exit code.
             deadline = time.monotonic() + EXIT_S
             while time.monotonic() < deadline:
                 for worker in batches._workers:
                     if worker.exitcode is not None:
-                        killed = worker.exitcode == -signal.SIGKILL
-                        ending = "killed by signal: Killed" if killed else f"exit code {worker.exitcode}"
-                        raise RuntimeError(f"DataLoader worker (pid {worker.pid}) ended: {ending}") from error
+                        raise RuntimeError(
+                            f"DataLoader worker (pid {worker.pid}) ended: {describe_exit(worker.exitcode)}"
+                        ) from error
                 time.sleep(0.05)
             raise
+
+
+def describe_exit(exit_code: int) -> str:
+    """How a process ended, in the words by which PyTorch says that it was killed."""
+    return "killed by signal: Killed" if exit_code == -signal.SIGKILL else f"exit code {exit_code}"
 
 
 def prepare_loader_processes() -> None:
@@ -94,9 +100,8 @@ def use_short_sockets() -> None:
     """Moves the sockets by which loader processes hand over tensors to a short folder, where TMPDIR is too
     long for them. Raises ValueError without such a folder."""
     temporary = tempfile.gettempdir()
-    settings: dict[str, Any] = vars(current_process())[
-        "_config"
-    ]  # which processes inherit, spawned or forked
+    # Processes inherit these settings, spawned or forked.
+    settings: dict[str, Any] = vars(current_process())["_config"]
     if "tempdir" in settings or len(os.fsencode(temporary)) + SOCKET_SUFFIX <= MAX_SOCKET_PATH:
         return
 
@@ -135,10 +140,10 @@ def report_unsent_batch(queue: Any, error: Exception, batch: Any) -> None:
     is bytes already, its number is lost and the process ends, which the run notices."""
     message = f"a loader process cannot send a batch: {error}"
     if isinstance(batch, tuple):
+        number = batch[0]
         failure = OSError(f"{message} (trainer.num_workers)")
-        queue.put(
-            (batch[0], ExceptionWrapper((OSError, failure, None), where="in DataLoader worker process"))
-        )
+        wrapper = ExceptionWrapper((OSError, failure, None), where="in DataLoader worker process")
+        queue.put((number, wrapper))
     else:
         print(f"cpt: {message}", file=sys.stderr, flush=True)
         os._exit(UNSENT)

@@ -220,10 +220,11 @@ def chain_tree(similarity: Similarity) -> list[int]:
     groups = [members for _, members in sorted(group_coarse(similarity.names).items())]
     between_groups = np.empty((len(groups), len(groups)))
     for row, members in enumerate(groups):
-        for column, others in enumerate(groups):
-            between_groups[row, column] = matrix[np.ix_(members, others)].mean()
+        for column, column_members in enumerate(groups):
+            between_groups[row, column] = matrix[np.ix_(members, column_members)].mean()
     to_general = np.array([similarity.general[members].mean() for members in groups])
 
+    # Within a coarse domain the chain goes on from the last fine one of the coarse domain before.
     indices: list[int] = []
     for group in chain_greatest(round_cosines(between_groups), round_cosines(to_general)):
         members = groups[group]

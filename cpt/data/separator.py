@@ -142,5 +142,5 @@ def find_document_ends(tokenizer: PreTrainedTokenizerBase, model_ends: Sequence[
     well_known = [special[token] for token in DOCUMENT_ENDS if token in special]
     confirmed = [token_id for token_id in well_known if token_id in model_ends]
     names = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id in model_ends}
-    others = [token_id for token_id, token in names.items() if not ends_turns(tokenizer, token)]
-    return [*confirmed, *well_known, *others]
+    other_model_ends = [token_id for token_id, token in names.items() if not ends_turns(tokenizer, token)]
+    return [*confirmed, *well_known, *other_model_ends]

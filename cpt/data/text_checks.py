@@ -32,8 +32,10 @@ def report_texts(texts: Mapping[str, Packed], text_format: TextFormat, *, is_cau
 
 
 def report_unknown(texts: Mapping[str, Packed], text_format: TextFormat) -> None:
+    """Logs in which texts the tokenizer does not know all, those with the largest share first."""
     shares = {name: unknown_share(text) for name, text in texts.items()}
-    affected = sorted((name for name, share in shares.items() if share), key=lambda name: -shares[name])
+    affected = [name for name, share in shares.items() if share > 0]
+    affected.sort(key=lambda name: -shares[name])
     if not affected:
         return
     level = logging.WARNING if shares[affected[0]] > HARMFUL_SHARE else logging.INFO
@@ -48,8 +50,10 @@ def report_unknown(texts: Mapping[str, Packed], text_format: TextFormat) -> None
 
 
 def report_spelled(texts: Mapping[str, Packed], text_format: TextFormat) -> None:
+    """Logs in which texts special tokens are spelled, those with most first."""
     counts = {name: text.facts.get("spelled", 0) for name, text in texts.items()}
-    affected = sorted((name for name, count in counts.items() if count), key=lambda name: -counts[name])
+    affected = [name for name, count in counts.items() if count > 0]
+    affected.sort(key=lambda name: -counts[name])
     if not affected:
         return
     treatment = "parsed as their ids (domains.special_tokens=parse)"
@@ -63,6 +67,7 @@ def report_spelled(texts: Mapping[str, Packed], text_format: TextFormat) -> None
 
 
 def report_row_starts(texts: Mapping[str, Packed], text_format: TextFormat) -> None:
+    """Logs how many rows begin with the BOS token, of a tokenizer that puts it before a text."""
     bos = text_format.tokenizer.bos_token_id
     if bos is None or frame_of(text_format.tokenizer)[0][:1] != [bos]:
         return
@@ -88,6 +93,6 @@ def check_training_text(name: str, text: Packed, text_format: TextFormat) -> Non
 
 def list_first(items: Sequence[str]) -> str:
     """The first items, and how many more there are."""
-    remaining = len(items) - SHOWN
-    more = f" and {remaining} more" if remaining > 0 else ""
-    return ", ".join(items[:SHOWN]) + more
+    listed = ", ".join(items[:SHOWN])
+    num_remaining = len(items) - SHOWN
+    return f"{listed} and {num_remaining} more" if num_remaining > 0 else listed

@@ -33,6 +33,7 @@ def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> 
         framed = tokenizer(text_target=text, verbose=False)["input_ids"]
     else:
         framed = tokenizer(text, verbose=False)["input_ids"]
+    # What is around the text is found by the text's own ids within, wherever the tokenizer says it puts them.
     for begin in range(len(framed) - len(bare) + 1):
         end = begin + len(bare)
         if framed[begin:end] == bare:
@@ -212,6 +213,7 @@ class TextEncoder:
 
         `split_special_tokens` finds no added tokens in a text, but the model may still find special tokens in
         its own vocabulary: word-level and Unigram models (T5) have `</s>` there."""
+        # Whether the model finds them can only be tried: alone, as a word and within one.
         samples: list[str] = []
         for token in self.special:
             samples += [token, f"a {token} a", f"a{token}a"]
@@ -263,6 +265,7 @@ def rename_tokens(tokenizer: Any, tokens: set[str]) -> Tokenizer:
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
     for setting in ("truncation", "padding", "post_processor"):
         definition[setting] = None
+    # Entries are renamed and not removed: an id is a position in the vocabulary.
     model = definition["model"]
     hidden = tokens - {model.get("unk_token")}
     if "merges" in model:
@@ -284,8 +287,8 @@ def rename_tokens(tokenizer: Any, tokens: set[str]) -> Tokenizer:
 def merge_entries(merge: str | Sequence[str], prefix: str) -> tuple[str, str, str]:
     """The vocabulary entries that a merge of a BPE joins, a pair or a text with a blank between, and the one
     that it makes: without the `prefix` of entries within a word."""
-    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return left, right, left + right.removeprefix(prefix)
+    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return first, second, first + second.removeprefix(prefix)
 
 
 def hide(token: str, hidden: set[str]) -> str:

@@ -38,7 +38,7 @@ BATCH = 1 << 20  # bytes of text that the tokenizer is given at once
 # What a cached file has of each document: its ids; how many of them are of its text, not around it, and how
 # many of these are unknown; and how many special tokens the text spells.
 COUNTS = ("body", "unknown", "spelled")
-FEATURES = Features({"ids": List(Value("int32")), **{name: Value("int32") for name in COUNTS}})
+FEATURES = Features({"ids": List(Value("int32"))} | {name: Value("int32") for name in COUNTS})
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,19 @@ def tokenize_shard(
     number: int, *, corpus: Corpus, split: str, shards: int, tokenize: TokenizeBatch, folder: Path
 ) -> Path:
     """The file with the ids of a shard, made unless it exists and is intact."""
+    # The checksum is written once the file is on disk: without it, or with another, the file is not whole.
     path = folder / f"{number:05d}-of-{shards:05d}.arrow"
     checksum = path.with_suffix(".hash")
     if path.exists() and not (checksum.exists() and checksum.read_text() == file_hash(path)):
         path.unlink()
-    mean = corpus.facts["bytes"][split] / corpus.facts["documents"][split]
+
+    # `datasets` takes batches of documents, the tokenizer's memory depends on their bytes.
+    mean_bytes = corpus.facts["bytes"][split] / corpus.facts["documents"][split]
     disable_progress_bars()
     corpus.documents(split, number, shards).with_format("arrow").map(
         tokenize,
         batched=True,
-        batch_size=max(1, min(1000, int(BATCH / (1 + mean)))),
+        batch_size=max(1, min(1000, int(BATCH / (1 + mean_bytes)))),
         remove_columns="text",
         features=FEATURES,
         cache_file_name=str(path),
@@ -123,6 +126,7 @@ def map_in_processes(work: Callable[[Any], Any], items: Iterable[Any], processes
     try:
         yield from pool.map(work, items)
     except BaseException as error:
+        # Workers ignore other signals, and would finish their shards first.
         for pid in list(pool._processes or ()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -139,6 +143,7 @@ def map_in_processes(work: Callable[[Any], Any], items: Iterable[Any], processes
 def start_worker() -> None:
     ignore_signals()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # A parent that is killed by SIGKILL cannot end its workers.
     parent = parent_process()
 
     def exit_with_parent() -> None:

@@ -177,6 +177,7 @@ class Encoder:
         """The rows of examples, in their order; adds to `counts` of chats. Raises BadExampleError for one
         that cannot be encoded, unless `bad` skips them."""
         bad = bad or BadExamples(is_skipping=False)
+        # A tokenizer is faster with many texts at once than with one; chats are rendered one by one.
         pairs = [(example.source, example.target) for example in examples if not example.turns]
         tokenized = zip(self.ids_of([source for source, _ in pairs]), self.together(pairs), strict=True)
         for example in examples:
@@ -221,6 +222,7 @@ class Encoder:
         """The row of some answers of a chat. The oldest exchanges are cut, then the last question's end."""
         part = replace(example, turns=example.turns[: answers[-1].turn + 1])
         ids, marks = self.chat_row(answers)
+        # The template decides how many tokens a turn has, so the chat is rendered again after each cut.
         num_tokens = len(ids)
         num_answers = len(answers)
         while len(ids) > self.length:
@@ -258,6 +260,7 @@ class Encoder:
         if later_questions:
             return replace(example, turns=(*turns[:first], *turns[later_questions[0] :]))
 
+        # One exchange is left: of its question the end is cut, by tokens.
         num_over = num_tokens - self.length
         has_question = len(turns) - first >= 2 and turns[-2].role != ASSISTANT
         question = turns[-2].content if has_question else ""
@@ -269,6 +272,8 @@ class Encoder:
                 "too many tokens",
             )
         shorter = self.tokenizer.decode(words[:-num_over], clean_up_tokenization_spaces=False)
+        # A cut within a character leaves a replacement character. Some tokenizers give a text back that is
+        # longer than it was: the caller calls until it fits, so each call has to make it shorter.
         shorter = shorter.rstrip("\ufffd")
         if len(shorter) >= len(question):
             shorter = question[:-1]
@@ -292,9 +297,10 @@ class Encoder:
             row = self.encode_chat(example, "last")[0]
             begin = row.answer.index(True)
             reference = row.ids[begin:]
-            if example.turns[-1].details:  # what is written is compared with calls and thoughts, too
-                written = self.tokenizer.decode(reference, skip_special_tokens=True).strip()
-                example = replace(example, target=written or example.target)
+            # What a model writes is compared with calls and thoughts, too, as the template renders them.
+            if example.turns[-1].details:
+                rendered_answer = self.tokenizer.decode(reference, skip_special_tokens=True).strip()
+                example = replace(example, target=rendered_answer or example.target)
             return TaskPrompt(example, row.ids[:begin], [], reference)
         (question,) = self.ids_of([example.source])
         texts = [*example.choices, example.target]
@@ -336,6 +342,7 @@ class Encoder:
         if self.seq2seq:
             ids = self.text_encoder.encode_target(text)
             return ids if self.frame[1] else [*ids, *self.ending]
+        # Choices are measured without a question, and a token may span a question's end and its answer.
         num_question = len(question)
         if question and joint_ids[:num_question] == question and len(joint_ids) > num_question:
             return [*joint_ids[num_question:], *self.ending]
@@ -357,6 +364,7 @@ class Encoder:
         if self.encoding.truncate == "released" and room > 0:
             return question[:room], num_over
 
+        # Instruction and options stay: only the text that is asked about is cut, at its end or middle.
         begin, end = self.find_text(example, len(question))
         num_kept = end - begin - num_over  # of the text's tokens
         if num_kept < 0:
@@ -377,11 +385,12 @@ class Encoder:
         """Begin and end of the text that may be cut, among the first `num_ids` of the question; (0, 0) where
         no token is within it."""
         text_begin, text_end = example.text
-        inside = []
+        # A token that is partly outside belongs to the template, which may not be cut.
+        positions = []
         for position, (start, stop) in enumerate(self.text_encoder.offsets(example.source)[:num_ids]):
             if text_begin <= start < stop <= text_end:
-                inside.append(position)
-        return (inside[0], inside[-1] + 1) if inside else (0, 0)
+                positions.append(position)
+        return (positions[0], positions[-1] + 1) if positions else (0, 0)
 
     def too_long(self, example: Example, problem: str) -> BadExampleError:
         """The error of an example that does not fit."""
@@ -411,8 +420,8 @@ class TokenizedTask(Packed):
 
     def document_of(self, rows: np.ndarray) -> np.ndarray:
         """The example of each token, [B, length] int64, -1 on padding."""
-        present = np.arange(self.length) < self.row_lengths[rows][:, None]
-        return np.where(present, np.asarray(rows)[:, None], PADDING)
+        is_token = np.arange(self.length) < self.row_lengths[rows][:, None]
+        return np.where(is_token, np.asarray(rows)[:, None], PADDING)
 
 
 def write_examples(
@@ -425,6 +434,7 @@ def write_examples(
     num_rows = 0  # of the same example
     with ArrowWriter(path=str(path), features=Features(ROW_FEATURES)) as writer:
         for row in rows:
+            # Of a chat the answers are rendered, so their text is what the scored tokens say.
             scored = [token for token, is_answer in zip(row.ids, row.answer, strict=True) if is_answer]
             if row.example.turns:
                 answer_text = tokenizer.decode(scored, skip_special_tokens=True)
@@ -440,6 +450,7 @@ def write_examples(
             }
             writer.write(values)
 
+            # The rows of a chat come one after another: the first counts it, the second that it is divided.
             num_rows = num_rows + 1 if row.example is previous else 1
             previous = row.example
             if num_rows == 1:

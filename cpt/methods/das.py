@@ -68,7 +68,7 @@ class ContrastMethod(ContinualMethod):
         self.period = options.contrast_every if options.contrast else 1
         if options.contrast:
             check_dropout(
-                self.model, options.contrast_dropout, option="contrast_dropout", without="contrast=0"
+                self.model, options.contrast_dropout, option="contrast_dropout", alternative="contrast=0"
             )
 
     @property

@@ -51,14 +51,13 @@ def separate_documents(
     table = find_padded_positions(model)
     first_position = 0 if table is None or table.padding_idx is None else table.padding_idx + 1
 
+    # No attention_mask says where text is, so that modules which need it look it up by the ids.
     TEXT_MASKS[ids] = segments >= 0
-    inputs: dict[str, Any] = {
-        "input_ids": ids,
-        "position_ids": columns - document_starts + first_position,
-    }
-    if not causal:
-        inputs["attention_mask"] = make_block_masks(model, segments)
-    return inputs
+    position_ids = columns - document_starts + first_position
+    if causal:
+        return {"input_ids": ids, "position_ids": position_ids}
+    masks = make_block_masks(model, segments)
+    return {"input_ids": ids, "position_ids": position_ids, "attention_mask": masks}
 
 
 def separate_samples(batch: Batch, layout: Tensor) -> tuple[dict[str, Any], Tensor]:
@@ -69,11 +68,12 @@ def separate_samples(batch: Batch, layout: Tensor) -> tuple[dict[str, Any], Tens
     ids = batch["input_ids"].flatten()[layout]
     TEXT_MASKS[ids] = is_token
 
-    # The rest of a row is a sample of padding.
+    # The rest of a row is a sample of padding: its positions restart at 0, as those of every sample.
     num_tokens = is_token.sum(1, keepdim=True)
     columns = torch.arange(layout.shape[1], device=layout.device)
     position_ids = torch.where(is_token, layout % length, columns - num_tokens)
 
+    # The layout says which token is at each place of the rows: its inverse gives the place of each token.
     row_positions = torch.arange(layout.numel(), device=layout.device)
     positions = torch.zeros_like(batch["input_ids"]).flatten().scatter(0, layout.flatten(), row_positions)
     return {"input_ids": ids, "position_ids": position_ids}, positions
@@ -87,6 +87,7 @@ def make_block_masks(model: PreTrainedModel, segments: Tensor) -> Tensor | dict[
         columns = torch.arange(segments.shape[1], device=segments.device)
         is_near = (columns[:, None] - columns).abs() <= model.config.sliding_window
         masks["sliding_attention"] = is_seen & is_near
+    # Eager attention adds a mask to its scores, others take it as truth values.
     if model.config._attn_implementation == "eager":
         zero = torch.zeros((), dtype=model.dtype, device=is_seen.device)
         lowest = torch.finfo(model.dtype).min
@@ -120,6 +121,7 @@ def find_text_masks(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str,
 
 def check_isolation(model: PreTrainedModel, *, causal: bool = True) -> None:
     """Raises ValueError for a model whose class cannot separate the samples of a row."""
+    # Only positions that restart say where a sample begins, and a state that is carried on ignores them.
     if model._is_stateful:
         refuse_isolation(model, "carries a state from token to token")
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -155,7 +157,7 @@ def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = Tru
         shared_batch = Sharing(even=1).lay_out(batch)
 
     with set_mode(model, training=False):
-        alone = hidden_states(model, inputs_of(batch))[is_token]
+        separate = hidden_states(model, inputs_of(batch))[is_token]
         inputs, positions = make_inputs(model, shared_batch, causal=causal)
         try:
             shared = hidden_states(model, inputs)
@@ -165,7 +167,7 @@ def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = Tru
             log.debug("blocks: %s", error)
             refuse_isolation(model, "takes no mask of blocks")
     shared = shared[0] if documents else split_samples(shared, positions, batch)[is_token]
-    if not (alone - shared).abs().max() <= 1e-4 * alone.abs().max():  # rounding; nan differs
+    if not (separate - shared).abs().max() <= 1e-4 * separate.abs().max():  # rounding; nan differs
         refuse_isolation(model, "mixes the samples of a row")
 
 

@@ -59,7 +59,7 @@ def quick_dropout(
     if not training or not 0 < p < 1 or input.device.type != "cpu":
         return plain(input, p, training, inplace)
 
-    # Four entries share the 64 bits of a drawn number.
+    # Four entries share the 64 bits of a drawn number: fewer draws are what makes it quick.
     num_draws = math.ceil(input.numel() / 4)
     draws = torch.empty(num_draws, dtype=torch.int64).random_(-(2**63), None)
     levels = draws.view(torch.int16)[: input.numel()].view(input.shape)

@@ -134,6 +134,7 @@ def project_on_important(
     def keep_important(importance: Tensor, movement: Tensor) -> Tensor:
         count = max(1, importance.numel() // 20)
         threshold = importance.flatten().kthvalue(importance.numel() - count + 1).values
+        # Where fewer entries have any importance, the threshold is 0, which all others would reach.
         return movement * ((importance >= threshold) & (importance > 0)).to(movement.device)
 
     projections: dict[nn.Parameter, Callable[[Tensor], Tensor]] = {}

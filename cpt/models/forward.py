@@ -117,8 +117,9 @@ def set_dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
         yield
 
 
-def check_dropout(model: nn.Module, rate: float | None, *, option: str, without: str) -> None:
-    """Raises ValueError if two passes in train mode with dropout at a `rate` could not differ."""
+def check_dropout(model: nn.Module, rate: float | None, *, option: str, alternative: str) -> None:
+    """Raises ValueError if two passes in train mode with dropout at a `rate` could not differ; `alternative`
+    is the setting with which nobody needs that they do."""
     rates = [module_rate for *_, module_rate in find_dropout(model)]
     drops = any(rates) if rate is None else bool(rates and rate)
     if not drops:
@@ -127,7 +128,7 @@ def check_dropout(model: nn.Module, rate: float | None, *, option: str, without:
             f"method.{option}",
             rate,
             reason=f"two passes of {type(model).__name__} do not differ",
-            allowed=f"{remedy}, or {without}",
+            allowed=f"{remedy}, or {alternative}",
         )
 
 

@@ -58,14 +58,15 @@ def adjust_config(model: PreTrainedModel, grown: str) -> Iterator[Callable[[], P
     """A model and its configuration change inside the context, which yields a function that makes a skeleton
     of the present configuration. On leaving, the modules get the sizes of the configuration. Raises
     ValueError, which names the `grown` part, if the configuration does not make the model's shapes."""
-    message = f"{grown} of a {model.config.model_type} can not be grown"
 
     def make_grown_skeleton() -> PreTrainedModel:
         try:
             type(model.config).from_dict(model.config.to_dict())  # as it will be read, which checks it
             return make_skeleton(model)
         except Exception as error:  # whatever a configuration raises
-            raise ValueError(f"{message}: {reason(error)}") from error
+            raise ValueError(
+                f"{grown} of a {model.config.model_type} can not be grown: {reason(error)}"
+            ) from error
 
     yield make_grown_skeleton
 
@@ -75,7 +76,8 @@ def adjust_config(model: PreTrainedModel, grown: str) -> Iterator[Callable[[], P
         shape = state[name].shape if name in state else ()
         if shape != tensor.shape:
             raise ValueError(
-                f"{message}: its configuration makes {name} {list(tensor.shape)}, not {list(shape)}"
+                f"{grown} of a {model.config.model_type} can not be grown: "
+                f"its configuration makes {name} {list(tensor.shape)}, not {list(shape)}"
             )
     copy_sizes(skeleton, model)
 
@@ -317,18 +319,18 @@ def add_copies(sublayer: SubLayer, units: Tensor, *, noise: float) -> None:
         if source.bias is not None:
             replace_parameter(source.module, "bias", index_axis(source.bias, 0, rows))
 
-    # A unit and its copies share the unit's weights in the layer that reads them.
+    # A unit and its copies share the unit's weights in the layer that reads them: its output stays.
     out = sublayer.out
-    axis = 1 - out.axis
+    input_axis = 1 - out.axis
     size = out.inputs // sublayer.count
     features = torch.arange(out.inputs).view(sublayer.count, size)
     origins = torch.cat([features.flatten(), features[units].flatten()])
     multiplicity = torch.bincount(units, minlength=sublayer.count) + 1
     divisors = multiplicity[origins // size].to(out.weight)
-    if axis == 0:
+    if input_axis == 0:
         divisors = divisors[:, None]
-    weight = index_axis(out.weight, axis, origins) / divisors
-    replace_parameter(out.module, "weight", separate_copies(weight, axis, origins[out.inputs :], noise))
+    weight = index_axis(out.weight, input_axis, origins) / divisors
+    replace_parameter(out.module, "weight", separate_copies(weight, input_axis, origins[out.inputs :], noise))
 
 
 def find_copied_rows(segments: Sequence[Tensor], members: Tensor, units: Tensor, *, count: int) -> Tensor:

@@ -141,7 +141,7 @@ class Masked(Objective):
     def make_tables(self, rows: Rows) -> Tables:
         ids = rows.ids
         length = ids.shape[1]
-        is_text = rows.present & ~np.isin(ids, self.special_ids)
+        is_text = rows.is_token & ~np.isin(ids, self.special_ids)
         lottery = np.where(is_text, draws(rows.keys, length, stream=0), 2.0)  # draws are below 1
         is_predicted = mark_lowest(lottery, self.scored(Sizes(is_text.sum(1), rows.lengths)))
 
@@ -152,7 +152,7 @@ class Masked(Objective):
         inputs = np.where(is_random, self.plain_ids[choices], inputs)
 
         columns = np.broadcast_to(np.arange(length), ids.shape)
-        return Tables(inputs, rows.present, np.where(is_predicted, ids, UNSCORED), columns)
+        return Tables(inputs, rows.is_token, np.where(is_predicted, ids, UNSCORED), columns)
 
 
 class Causal(Objective):
@@ -166,7 +166,7 @@ class Causal(Objective):
         return sizes.all - first_tokens
 
     def make_tables(self, rows: Rows) -> Tables:
-        is_predicted = rows.present
+        is_predicted = rows.is_token
         if rows.segments is not None:
             is_predicted[:, 1:] &= rows.segments[:, 1:] == rows.segments[:, :-1]
         return label_next_tokens(rows, is_predicted)
@@ -235,13 +235,13 @@ class Span(Objective):
         ends = np.stack([text_lengths, hole_lengths], axis=2).reshape(num_rows, -1).cumsum(1)
         num_ends = np.zeros((num_rows, width + 2), np.int64)
         np.add.at(num_ends, (np.arange(num_rows)[:, None], np.minimum(ends, width + 1)), 1)
-        return (num_ends.cumsum(1)[:, :width] % 2 == 1) & rows.present
+        return (num_ends.cumsum(1)[:, :width] % 2 == 1) & rows.is_token
 
     def make_tables(self, rows: Rows) -> Tables:
         # A column more: the end of the longest row.
         width = rows.ids.shape[1] + 1
         ids = append_column(rows.ids, self.end)
-        is_token = append_column(rows.present, False)
+        is_token = append_column(rows.is_token, False)
         is_hidden = append_column(self.draw_hidden(rows), False)
         is_end = np.arange(width) == rows.lengths[:, None]
         ids[is_end] = self.end
@@ -411,7 +411,7 @@ class Seq2SeqAnswers(Answers):
 
     def make_answer_tables(self, rows: Rows) -> Tables:
         assert rows.answers is not None
-        in_question = rows.present & ~rows.answers
+        in_question = rows.is_token & ~rows.answers
         source = left_align(rows.ids, in_question, filler=self.pad)
         is_source = left_align(in_question, in_question, filler=False)
 
@@ -429,7 +429,7 @@ def label_next_tokens(rows: Rows, is_predicted: np.ndarray) -> Tables:
     labels = np.full_like(rows.ids, UNSCORED)
     labels[:, :-1] = np.where(is_predicted[:, 1:], rows.ids[:, 1:], UNSCORED)
     columns = np.broadcast_to(np.arange(1, rows.ids.shape[1] + 1), rows.ids.shape)
-    return Tables(rows.ids, rows.present, labels, columns)
+    return Tables(rows.ids, rows.is_token, labels, columns)
 
 
 def join_tables(answers: Tables, raw: Tables, is_answered: np.ndarray, *, pad: int) -> Tables:

@@ -62,10 +62,10 @@ class Snapshot(NamedTensors):
             return
         # One after another, so that the module's device holds one tensor at a time.
         for tensor, target in zip(local_tensors, local_targets, strict=True):
-            moved = tensor.to(self.device)
-            moved.lerp_(target.to(moved), share)
-            if moved is not tensor:
-                tensor.copy_(moved)
+            device_tensor = tensor.to(self.device)
+            device_tensor.lerp_(target.to(device_tensor), share)
+            if device_tensor is not tensor:
+                tensor.copy_(device_tensor)
 
     @contextmanager
     def teaching(self, model: nn.Module) -> Iterator[None]:
@@ -295,17 +295,20 @@ def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[floa
             if new is None:
                 incomplete_kinds.add(kinds[name])
                 continue
-            moved = float(torch.linalg.vector_norm(new - old)) ** 2
-            length = float(torch.linalg.vector_norm(old)) ** 2
+            squared_move = float(torch.linalg.vector_norm(new - old)) ** 2
+            squared_norm = float(torch.linalg.vector_norm(old)) ** 2
             num_changed = int((new != old).sum())
-            sums[kinds[name]] += torch.tensor([moved, length, num_changed, old.numel()], dtype=torch.float64)
+            sums[kinds[name]] += torch.tensor(
+                [squared_move, squared_norm, num_changed, old.numel()], dtype=torch.float64
+            )
 
+    # A sum over all kinds would be of fewer weights than it says where one is incomplete.
     totals = {kind: values.tolist() for kind, values in sums.items() if kind not in incomplete_kinds}
     if totals and not incomplete_kinds:
         totals["all"] = torch.stack(list(sums.values())).sum(0).tolist()
     movement = {}
-    for kind, (moved, length, num_changed, count) in totals.items():
-        relative = (moved / length) ** 0.5 if length else 0.0
+    for kind, (squared_move, squared_norm, num_changed, count) in totals.items():
+        relative = (squared_move / squared_norm) ** 0.5 if squared_norm else 0.0
         movement[kind] = [relative, num_changed / count]
     return movement
 

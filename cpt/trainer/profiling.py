@@ -166,9 +166,9 @@ def profile_run(
     short_data = build_data(short_plan, one_process, corpora, base, module)
     short_data.eval_tokens = plan.trainer.eval_batch_size * plan.model.max_seq_length
     texts = list(short_data.held_out)
-    short_data.asked = list(dict.fromkeys([texts[0], texts[-1]]))
+    short_data.requested_texts = list(dict.fromkeys([texts[0], texts[-1]]))
     short_data.by_length = not module.in_sequence
-    num_tokens = sum(int(short_data.scored_sizes(text).all.sum()) for text in short_data.asked)
+    num_tokens = sum(int(short_data.scored_sizes(text).all.sum()) for text in short_data.requested_texts)
 
     profiles = []
     with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as folder:

@@ -81,7 +81,7 @@ def test_masks_are_of_text_alone_counted_ahead_and_the_same_in_any_batch(rate):
         part, _ = objective.batch(rows.some(np.array(picked)))
         assert torch.equal(part["input_ids"], batch["input_ids"][picked])
         assert torch.equal(labels_of(part), labels_of(batch)[picked])
-        mask = torch.from_numpy(rows.present[picked]).long()
+        mask = torch.from_numpy(rows.is_token[picked]).long()
         assert torch.equal(part.get("attention_mask", torch.ones_like(mask)), mask)
 
 
@@ -199,7 +199,7 @@ def test_two_stacks_read_the_question_and_write_the_answer(t5, answered):
         answer = torch.from_numpy(rows.ids[row][rows.answers[row]])
         labels[row, : len(answer)] = answer
         assert (batch["decoder_input_ids"][row, len(answer) :] == 1).all()
-        source = rows.ids[row][rows.present[row] & ~rows.answers[row]]
+        source = rows.ids[row][rows.is_token[row] & ~rows.answers[row]]
         assert batch["input_ids"][row, : len(source)].tolist() == source.tolist()
         assert int(batch["attention_mask"][row].sum()) == len(source)
     theirs = t5(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
@@ -268,7 +268,7 @@ def test_counts_are_those_of_the_table_and_both_sides_joined_at_the_sentinels_ar
             assert join(source, target) == ids[:length].tolist()
         restored = objective.restore(batch)
         assert torch.equal(restored["input_ids"], torch.from_numpy(rows.ids))
-        assert torch.equal(restored["attention_mask"], torch.from_numpy(rows.present).long())
+        assert torch.equal(restored["attention_mask"], torch.from_numpy(rows.is_token).long())
 
 
 def test_raw_text_between_answers_has_its_places_and_its_width(answered):

@@ -264,10 +264,11 @@ class Source(Options, ABC):
                     f"the domain name {name!r:.90} is invalid. Allowed: "
                     f"printable Unicode without /, at most {MAX_NAME_BYTES} bytes"
                 )
-        used: set[str] = set()
+
+        used_names: set[str] = set()
         for members in self.groups.values():
-            used.update(members)
-        unused = [name for name in self.names if name not in used]
+            used_names.update(members)
+        unused = [name for name in self.names if name not in used_names]
         if unused:
             log.info(
                 "Leaving out %d of %d domains, like %s (domains.by=%s, domains.only=%s)",

@@ -131,7 +131,10 @@ class InstalledDocs(Source):
 
 def stamp_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Any:
     """The fingerprint of the docstrings of packages."""
-    return stamps(path for package in packages for path in modules(package))
+    paths: list[Path] = []
+    for package in packages:
+        paths += modules(package)
+    return stamps(paths)
 
 
 def read_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Iterator[tuple[str, str]]:
@@ -164,9 +167,8 @@ def package_roots(package: str) -> list[Path]:
     """The folders of a package, or the file that it is."""
     if package == "stdlib":
         return [Path(sysconfig.get_paths()["stdlib"])]
-    if (
-        not package.isidentifier()
-    ):  # only a top-level name is found without importing: find_spec("a.b") imports a
+    # Only a top-level name is found without importing: find_spec("a.b") imports a.
+    if not package.isidentifier():
         return []
     spec = importlib.util.find_spec(package)
     if spec is None:
@@ -178,17 +180,18 @@ def package_roots(package: str) -> list[Path]:
 
 def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """The module (pandas.core.frame) and the paragraphs of each file, each once; ValueError as `modules`."""
-    seen: set[str] = set()
+    # The same paragraph may stand in many docstrings: it counts where it is read first.
+    seen_paragraphs: set[str] = set()
     sources = {package: modules(package) for package in packages}  # all of them, before any is read
     for package, package_modules in sources.items():
         bar = tqdm(package_modules.items(), desc=f"reading {package}", disable=None, leave=False)
         for path, module in bar:
             for texts in texts_of_file(path):
                 paragraphs = dict.fromkeys(chain.from_iterable(map(prose, texts)))
-                new = [paragraph for paragraph in paragraphs if paragraph not in seen]
-                seen.update(paragraphs)
-                if sum(len(paragraph.split()) for paragraph in new) >= MIN_DOCUMENT_WORDS:
-                    yield module, new
+                new_paragraphs = [paragraph for paragraph in paragraphs if paragraph not in seen_paragraphs]
+                seen_paragraphs.update(paragraphs)
+                if sum(len(paragraph.split()) for paragraph in new_paragraphs) >= MIN_DOCUMENT_WORDS:
+                    yield module, new_paragraphs
 
 
 def texts_of_file(path: Path) -> list[list[str]]:
@@ -253,9 +256,13 @@ def blank_tables(lines: Iterable[str]) -> Iterator[str]:
     is_fenced = False
     is_table = False
     for line in lines:
+        # A fence opens or closes a block, and belongs to it.
         is_fence = bool(_FENCE.match(line))
-        is_fenced = is_fenced != is_fence
+        if is_fence:
+            is_fenced = not is_fenced
         is_code = is_fenced or is_fence
+
+        # A doctest or table ends with a blank line.
         is_blank = is_code or not line
         is_table = not is_blank and (is_table or bool(_DOCTEST_OR_TABLE.match(line)))
         yield "" if is_blank or is_table or _ROW.match(line) else line

@@ -259,11 +259,12 @@ def refuse_unknown(paths: list[Path]) -> None:
     if not paths:
         return
     first = paths[0]
-    further = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
-    pattern = f"*{''.join(first.suffixes[-2:])}" if first.suffix else first.name
+    subject = f"{first} (and {len(paths) - 1} more)" if len(paths) > 1 else str(first)
+    # Most often there are several files of the kind: the pattern leaves out all of them.
+    ignored = f"*{''.join(first.suffixes[-2:])}" if first.suffix else first.name
     raise ValueError(
-        f"{first}{further} is not a file of text. Allowed: {' '.join(SUFFIXES)}, also {' '.join(PACKED)}, "
-        f"or leave out what is not text: domains.ignore=[{pattern}]"
+        f"{subject} is not a file of text. Allowed: {' '.join(SUFFIXES)}, also {' '.join(PACKED)}, "
+        f"or leave out what is not text: domains.ignore=[{ignored}]"
     )
 
 

@@ -157,6 +157,7 @@ def log_files(folder: Path, name: str, paths: Sequence[Path]) -> None:
 def choose_unit(paths: Sequence[Path]) -> str:
     """What a document of .txt files is: the file where there are many that are no shards, else what blank
     lines separate in the first lines of the first file that is not empty, else the line."""
+    # Many files are documents each, unless they are shards of one file, which say so by their names.
     whole_files = [path for path in paths if not SHARD.search(path.name)]
     if not paths or len(whole_files) >= MANY_FILES:
         if paths:
@@ -170,6 +171,7 @@ def choose_unit(paths: Sequence[Path]) -> str:
         if paragraph_lines:
             break
 
+    # A few blank lines in a long file of one document a line are no separators: their parts would be huge.
     num_paragraphs = len(paragraph_lines)
     num_lines = sum(paragraph_lines)
     is_separated = num_paragraphs > 1 and num_lines <= MAX_LINES_PER_PARAGRAPH * num_paragraphs
@@ -254,6 +256,7 @@ def split_lines(file: IO[bytes]) -> Iterator[bytes]:
             if not next_byte:
                 break
             chunk += next_byte
+        # The expression is slower, and most files have line feeds alone.
         parts = LINE_END.split(chunk) if b"\r" in chunk else chunk.split(b"\n")
         for part in parts[:-1]:
             pieces.append(part)
@@ -375,6 +378,7 @@ def json_rows(path: Path, *, oddities: Oddities | None = None, reject: Reject = 
     for number, line in numbered:
         if not line.strip():
             continue
+        # An array may be on any number of lines, so all of it is read before the first value.
         if is_first and line.lstrip().startswith("["):
             array = line + "".join(text for _, text in numbered)
             for position, value in enumerate(parse_json(array, path, number), start=1):
@@ -409,7 +413,9 @@ def csv_rows(
 ) -> Iterator[Row]:
     """The rows of a file whose first line names the columns, separated by commas, semicolons, tabs or bars.
     A row that repeats the names, as in files that were joined, is left out."""
-    csv.field_size_limit(2**31 - 1)  # the module's own limit is shorter than documents are
+    # The module's own limit is shorter than documents are. It is that of the process, and stays: several
+    # files may be read in turn, and the first to end would restore it for the others.
+    csv.field_size_limit(2**31 - 1)
     text = lines(path, oddities)
     first_line = next(text, "")
     delimiter = choose_delimiter(first_line, columns)
@@ -510,13 +516,20 @@ def cell(row: Any, column: str, where: str, option: str) -> Any:
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} has no column {column!r}; it has {row!r:.60} ({option})")
     if column not in row:
-        names = ", ".join(map(str, row))
-        similar = similar_name(column, [str(name) for name in row])
-        suggestion = f". Did you mean {similar}?" if similar else ""
-        raise ValueError(f"{where} has no column {column!r}; it has {names} ({option}){suggestion}")
+        raise missing_column(row, column, where, option)
     if isinstance(row, RepeatedKeys) and column in row.repeated:
         raise ValueError(f"{where} has the column {column!r} twice. Allowed: each name once")
     return row[column]
+
+
+def missing_column(row: Mapping[Any, Any], column: str, where: str, option: str) -> ValueError:
+    """The error of a row without a column, with the names that it has and the most similar one."""
+    names = [str(name) for name in row]
+    message = f"{where} has no column {column!r}; it has {', '.join(names)} ({option})"
+    similar = similar_name(column, names)
+    if similar:
+        message += f". Did you mean {similar}?"
+    return ValueError(message)
 
 
 def similar_name(name: str, names: Sequence[str]) -> str | None:

@@ -165,8 +165,10 @@ def read_records(
 ) -> Iterator[RawExample]:
     """The usable rows of a file; `bad` gets the others, and raises for them unless they are skipped. Counts
     the keys of chats that are not read in `ignored_keys`."""
-    bad = BadExamples(is_skipping=False) if bad is None else bad
-    ignored_keys = IgnoredKeys() if ignored_keys is None else ignored_keys
+    if bad is None:
+        bad = BadExamples(is_skipping=False)
+    if ignored_keys is None:
+        ignored_keys = IgnoredKeys()
     if layout == "fewshot_tsv":
         yield from read_tsv(path, bad=bad)
         return
@@ -337,13 +339,14 @@ class Template(Options):
 
         if not text.strip() and self.without_text is not None:
             return self.without_text.format_map(values).rstrip(), (0, 0)
+        # The span of the text is needed: what is before and after it is formatted apart.
         before, placeholder, after = self.source.partition("{text}")
         beginning = before.format_map(values)
         ending = after.format_map(values)
         if not placeholder:
             return (beginning + ending).rstrip(), (0, 0)
         source = (beginning + text + ending).rstrip()
-        text_end = min(len(beginning) + len(text), len(source))
+        text_end = min(len(beginning) + len(text), len(source))  # blanks at its end may be stripped
         return source, (len(beginning), text_end)
 
 
