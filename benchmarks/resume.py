@@ -84,7 +84,7 @@ def fit(workload: Workload, callbacks: list[Callback], *, resumed: Path | None) 
 def write_checkpoint(workload: Workload, folder: Path, *, step: int) -> Path:
     """What cpt saves after a step."""
     path = folder / f"{step}.ckpt"
-    fit(workload, [StepCheckpoint(path, every=step, guard=NanGuard()), After(step)], resumed=None)
+    fit(workload, [StepCheckpoint(path, interval=step, guard=NanGuard()), After(step)], resumed=None)
     return path
 
 

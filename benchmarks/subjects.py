@@ -94,7 +94,7 @@ def fit(
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        last = StepCheckpoint(folder / "last.ckpt", every=options.checkpoint_every, guard=guard)
+        last = StepCheckpoint(folder / "last.ckpt", interval=options.checkpoint_every, guard=guard)
         run_metadata = {"name": "bench", "group": "bench", "job_type": "bench", "tags": [], "config": {}}
         with track(workload.plan.logger.flags, folder, about=run_metadata) as loggers:
             trainer = make_trainer(

@@ -76,15 +76,18 @@ class Base:
         ValueError where this process cannot make it; several processes cannot pre-train within a run."""
         if Path(self.checkpoint).is_dir():
             return
-        if self.rebuild is not None and not is_distributed():
-            log.warning("Making %s again, which was removed while the run used it", self.checkpoint)
-            self.rebuild()
-            return
-
-        advice = "restore it, and run the same command again to continue"
-        if self.rebuild is not None:
-            advice = "run the same command again: it makes the base again and continues"
-        raise ValueError(f"{self.checkpoint} was removed while the run used it; {advice}")
+        if self.rebuild is None:
+            raise ValueError(
+                f"{self.checkpoint} was removed while the run used it; "
+                "restore it, and run the same command again to continue"
+            )
+        if is_distributed():
+            raise ValueError(
+                f"{self.checkpoint} was removed while the run used it; "
+                "run the same command again: it makes the base again and continues"
+            )
+        log.warning("Making %s again, which was removed while the run used it", self.checkpoint)
+        self.rebuild()
 
     def model(self) -> PreTrainedModel:
         """A fresh copy of the model. Raises ValueError where it does not fit the tokenizer or the length, or
@@ -166,7 +169,9 @@ def adapt_checkpoint(
     if options.layers is None and head_steps == 0:
         return base
 
-    contents: Any = getattr(loading.load_config(checkpoint), "_commit_hash", None)  # of the Hub
+    # The key of the cache: what the checkpoint holds, and all options that the adapted model depends on. A
+    # commit of the Hub says its contents, files on disk are hashed.
+    contents: Any = getattr(loading.load_config(checkpoint), "_commit_hash", None)
     if not contents:
         contents = {name: file_hash(path) for name, path in checkpoint_files(checkpoint).items()}
     settings: dict[str, Any] = {"layers": options.layers, "resize": base.resize}
@@ -182,6 +187,7 @@ def adapt_checkpoint(
     base_hash = digest([FORMAT, contents, settings])
     folder = corpora.cache / "base" / f"{Path(checkpoint).name}-{base_hash}"
 
+    # An estimate of costs does not need a trained head, which takes minutes: the same model without it.
     if head_steps and not trains and not folder.exists():
         untrained_options = replace(options, pretraining=None)
         untrained_base = replace(base, lacks="the language-model head")
@@ -377,7 +383,7 @@ def pretrain(
     if resume_from is not None:
         check_state(checkpoint_path, instead="delete it to pre-train the base from its beginning")
     guard = NanGuard(advice=ADVICE)
-    step_checkpoint = StepCheckpoint(checkpoint_path, every=CHECKPOINT_EVERY, guard=guard)
+    step_checkpoint = StepCheckpoint(checkpoint_path, interval=CHECKPOINT_EVERY, guard=guard)
     trainer = make_trainer(
         {
             "accelerator": accelerator,

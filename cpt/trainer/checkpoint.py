@@ -163,7 +163,7 @@ def save_sharded(state: Mapping[str, Any], path: Path) -> None:
         whole_state[SHARDS] = {"folder": folder.name, "sums": sums, "places": sharded.key_paths}
     if is_first_process():
         save_state(whole_state, path)
-        remove_folders(path, but=folder)
+        remove_folders(path, except_for=folder)
 
 
 def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
@@ -182,6 +182,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
         files.append(folder / ".metadata")
         for file in (*folder.iterdir(), folder):
             sync(file)
+    # Each process hashes its own files, which it has just written; all need the hashes of all.
     sums: dict[str, Any] = {}
     for process_sums in gather_objects(hash_files(folder, files)):
         sums.update(process_sums)
@@ -211,6 +212,7 @@ def fill_tensors(
         else:
             tensors[name] = torch.empty(size, dtype=dtype)
 
+    # A tensor that is whole in this process is read by it alone, without the others.
     is_alone = not is_distributed() or not any(map(is_sharded, tensors.values()))
     with without_warnings():
         checkpoint.load(tensors, checkpoint_id=folder, no_dist=is_alone)

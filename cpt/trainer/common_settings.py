@@ -16,12 +16,13 @@ def check_same_settings(plan: Plan) -> None:
     if len(set(gather_objects(digest(settings)))) == 1:
         return
 
-    first, *others = gather_objects(settings)
-    for key in sorted(first):
-        for other in others:
-            if other.get(key) != first[key]:
-                first_value = format_value(first[key])
-                other_value = format_value(other.get(key))
+    # The hashes differ, which says nothing: now all settings are sent, to name the first that differs.
+    first_settings, *later_settings = gather_objects(settings)
+    for key in sorted(first_settings):
+        for process_settings in later_settings:
+            if process_settings.get(key) != first_settings[key]:
+                first_value = format_value(first_settings[key])
+                other_value = format_value(process_settings.get(key))
                 raise ValueError(
                     f"{key} is invalid: it is {first_value} in one process and {other_value} in another. "
                     "Allowed: the same value in all of them"

@@ -281,11 +281,12 @@ def format_table(cost: Mapping[str, Any]) -> str:
 def format_counts(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of counts with their sums."""
     frame = pd.DataFrame(rows).drop(columns=list(HIDDEN_COLUMNS), errors="ignore")
+    # Before rows are left out of a long table: the sums are of all.
     sums = pd.DataFrame([{frame.columns[0]: "all", **frame.iloc[:, 1:].sum()}])
     if len(frame) > MAX_ROWS:
         frame = pd.concat([frame.head(MAX_ROWS // 2), frame.tail(MAX_ROWS // 2)])
-    shown = pd.concat([frame, sums]).map(lambda cell: cell if isinstance(cell, str) else f"{cell:,.0f}")
-    return shown.replace("nan", "–").to_string(index=False)
+    cells = pd.concat([frame, sums]).map(lambda cell: cell if isinstance(cell, str) else f"{cell:,.0f}")
+    return cells.replace("nan", "–").to_string(index=False)
 
 
 def format_estimate(cost: Mapping[str, Any]) -> list[str]:

@@ -109,12 +109,11 @@ class FileEvaluator(Evaluator):
         if number <= max(scores.grown, default=0):
             log.info("Skipping %s after %s: its weights were not kept", self.GROUP, row)
             return
-        option = f"{self.GROUP}.when"
         raise InvalidOptionError(
-            option,
+            f"{self.GROUP}.when",
             self.when,
             reason=f"the weights after {row} were not kept",
-            allowed=f"{option}=last, or a new name=… (save_all_stages=true keeps them for later)",
+            allowed=f"{self.GROUP}.when=last, or a new name=… (save_all_stages=true keeps them for later)",
         )
 
     def measure(self, number: int, device: torch.device) -> None:

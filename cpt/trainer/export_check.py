@@ -2,7 +2,7 @@
 
 import ast
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,13 +145,11 @@ def load_as_written(folder: Path, expression: str) -> PreTrainedModel:
     name = AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0]
     kind = getattr(transformers, name)
     plain, info = kind.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
+    # transformers initializes what is missing at random, with a warning at most.
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(map(str, info[fault]))
         if keys:
-            names = ", ".join(keys[:NUM_NAMED])
-            if len(keys) > NUM_NAMED:
-                names += ", …"
-            raise ValueError(f"{len(keys)} {fault.replace('_', ' ')}: {names}")
+            raise ValueError(f"{len(keys)} {fault.replace('_', ' ')}: {name_first(keys)}")
     del plain  # before another copy is in memory
 
     loaded = evaluate(ast.parse(expression, mode="eval").body)
@@ -159,6 +157,12 @@ def load_as_written(folder: Path, expression: str) -> PreTrainedModel:
         loaded = loaded.get_base_model()
     model: PreTrainedModel = loaded
     return model
+
+
+def name_first(names: Sequence[str]) -> str:
+    """The first names, with an ellipsis for those that follow."""
+    listed = ", ".join(names[:NUM_NAMED])
+    return f"{listed}, …" if len(names) > NUM_NAMED else listed
 
 
 def evaluate(node: ast.expr) -> Any:

@@ -161,9 +161,9 @@ def describe_origin(plan: Plan) -> dict[str, Any]:
         described["adapted"] = "; ".join(adaptations)
 
     if plan.resolved["init_from"] is not None:
-        earlier = Scores.load(Path(plan.resolved["init_from"]) / "scores.json")
-        learned = [*earlier.base.get("learned", []), *earlier.run["order"]]
-        described["learned"] = list(dict.fromkeys(learned))
+        earlier_scores = Scores.load(Path(plan.resolved["init_from"]) / "scores.json")
+        learned = [*earlier_scores.base.get("learned", []), *earlier_scores.run["order"]]
+        described["learned"] = list(dict.fromkeys(learned))  # a domain may have been learned twice
     return described
 
 

@@ -143,6 +143,7 @@ def naming_cause(section: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # The error may name the section already; its class stays, for those who handle it.
         message = f"{section} is invalid: {reason(error).removeprefix('trainer is invalid: ')}"
         if isinstance(error, MessageError):
             raise error.with_message(message) from error

@@ -71,7 +71,7 @@ def link_weights(path: Path, model: Path) -> None:
         sync(file)
     links = {"folder": folder.name, "sums": hash_files(folder, files), "tensors": linked}
     save_state(state | dict.fromkeys(linked) | {LINKS: links}, path)
-    remove_folders(path, but=folder)
+    remove_folders(path, except_for=folder)
 
 
 def hash_exported(model: Path) -> tuple[dict[Any, FileAndKey], set[int]]:
@@ -111,11 +111,11 @@ def fill_linked(state: dict[str, Any], path: Path) -> dict[str, Any]:
     folder = path.with_name(links["folder"])
     with ExitStack() as stack:
         opened = {name: stack.enter_context(safe_open(folder / name, "pt")) for name in links["sums"]}
-        used: set[FileAndKey] = set()
+        mapped: set[FileAndKey] = set()
         for name, (file, key) in links["tensors"].items():
             tensor = opened[file].get_tensor(key)
-            if (file, key) in used:  # each name has a tensor of its own, to be changed
+            if (file, key) in mapped:  # each name has a tensor of its own, to be changed
                 tensor = tensor.clone()
             state[name] = tensor
-            used.add((file, key))
+            mapped.add((file, key))
     return state

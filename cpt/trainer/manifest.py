@@ -116,9 +116,9 @@ class Manifest:
                 self.base[name] = entry
 
 
-def has_other_hash(entry: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two entries of files (size, time, hash) have other contents."""
-    return entry[-1] != other[-1]
+def has_other_hash(entry: Sequence[Any], stored_entry: Sequence[Any]) -> bool:
+    """Whether a file has other contents than the stored entry says; both are (size, time, hash)."""
+    return entry[-1] != stored_entry[-1]
 
 
 def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
@@ -140,39 +140,46 @@ def reject_order(plan: Plan, run: RunDir, stored_order: Sequence[str]) -> None:
     further domains are added."""
     new_domains = [name for name in plan.order if name not in stored_order]
     gone_domains = [name for name in stored_order if name not in plan.order]
-    differences = []
-    if new_domains:
-        differences.append(f"new: {join_first(new_domains)}")
-    if gone_domains:
-        differences.append(f"gone: {join_first(gone_domains)}")
-    difference = ", ".join(differences) or f"{join_first(stored_order)} -> {join_first(plan.order)}"
-    learned = f"{run.path} has learned {join_first(stored_order)} ({difference})"
+    difference = describe_order_difference(plan.order, stored_order)
     resume = f"'order=[{','.join(stored_order)}]' 'hydra.run.dir={run.path}' resumes with the domains it had"
 
+    # Further domains may follow, unless the first ones would have been trained differently with them.
     is_longer = is_beginning(stored_order, plan.order)
     has_other_domains = bool(new_domains or gone_domains)
-    reason = ""
     if is_longer or (plan.is_ordered_by_texts and has_other_domains):
         reason = why_not_extendable(plan)
-    if reason:
-        raise ValueError(
-            f"{learned}, and nothing can follow: {reason}. "
-            f"Allowed: {resume}; another name=… learns all from the beginning"
-        )
+        if reason:
+            raise ValueError(
+                f"{run.path} has learned {join_first(stored_order)} ({difference}), and nothing can follow: "
+                f"{reason}. Allowed: {resume}; another name=… learns all from the beginning"
+            )
 
     scores = run.load_scores()
     if is_longer and scores is not None and scores.run["finished"]:
         folder = run.path.with_name(f"{run.path.name}-{new_domains[-1]}")
         raise ValueError(
-            f"{learned} and stays as it is. "
+            f"{run.path} has learned {join_first(stored_order)} ({difference}) and stays as it is. "
             f"Allowed: 'extend={run.path}' 'hydra.run.dir={folder}' learns what is new; {resume}"
         )
-    order = format_value(plan.run.order)
-    remedy = "restore them" if gone_domains else resume
     raise ValueError(
-        f"order={order} means other domains than when {run.path} was started ({difference}); "
-        f"{remedy}, another name=… begins a new run, or delete the folder"
+        f"order={format_value(plan.run.order)} means other domains than when {run.path} was started "
+        f"({difference}); {'restore them' if gone_domains else resume}, "
+        "another name=… begins a new run, or delete the folder"
     )
+
+
+def describe_order_difference(order: Sequence[str], stored_order: Sequence[str]) -> str:
+    """Which domains are new or gone; of the same ones, both orders."""
+    new_domains = [name for name in order if name not in stored_order]
+    gone_domains = [name for name in stored_order if name not in order]
+    differences = []
+    if new_domains:
+        differences.append(f"new: {join_first(new_domains)}")
+    if gone_domains:
+        differences.append(f"gone: {join_first(gone_domains)}")
+    if not differences:
+        return f"{join_first(stored_order)} -> {join_first(order)}"
+    return ", ".join(differences)
 
 
 def reject_changes(run: RunDir, changes: Sequence[str]) -> None:
@@ -205,10 +212,10 @@ def join_first(items: Sequence[str], separator: str = " ") -> str:
     >>> join_first([f"a{number}" for number in range(10)])
     'a0 a1 a2 a3 a4 a5 a6 a7 and 2 more'
     """
-    shown = list(items[:MAX_SHOWN])
+    listed = list(items[:MAX_SHOWN])
     if len(items) > MAX_SHOWN:
-        shown.append(f"and {len(items) - MAX_SHOWN} more")
-    return separator.join(shown)
+        listed.append(f"and {len(items) - MAX_SHOWN} more")
+    return separator.join(listed)
 
 
 def write_manifest(
@@ -234,7 +241,8 @@ def write_manifest(
     for task, content in endtasks.items():
         if stored.endtasks.get(task, content) != content:
             log.info("Measuring end task %s again: its data changed", task)
-    # Of other domains, as by domains.only, too; before the manifest, so that a kill leaves it to be done.
+    # The stored config has the order as it was given, which may mean other domains now. It is written before
+    # the manifest: after a kill in between, the next start does it again.
     if run.stored_config().get("order") != plan.settings["order"]:
         run.write_config(plan.settings)
     manifest.save(run)

@@ -219,8 +219,8 @@ def check_losses(row: str, text_scores: Mapping[str, TextScore]) -> None:
     if not non_finite:
         return
 
+    # Before any training the model or its precision is at fault; later, most likely the learning rate.
+    remedy = ADVICE
     if row == "base":
-        advice = "allowed: a model whose losses are numbers (model.name_or_path, trainer.precision)"
-    else:
-        advice = ADVICE
-    raise ValueError(f"the loss after {row} is not finite ({', '.join(non_finite)}); {advice}")
+        remedy = "allowed: a model whose losses are numbers (model.name_or_path, trainer.precision)"
+    raise ValueError(f"the loss after {row} is not finite ({', '.join(non_finite)}); {remedy}")

@@ -19,6 +19,7 @@ from cpt.evaluation.finetune_tasks import FinetunePlan, plan_endtasks
 from cpt.evaluation.options import AUTO
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
+from cpt.models.options import ModelOptions
 from cpt.optim.options import carried
 from cpt.trainer.read_config import Sections, read_sections
 from cpt.trainer.run_dir import RunDir
@@ -26,7 +27,6 @@ from cpt.trainer.run_dir import RunDir
 # Classes that are known to work with sharded weights. Others say so by an attribute `sharded`.
 PACKAGES_WITH_SHARDING = ("cpt.methods.", "cpt.gradient_masks.")
 NAMED_GROUPS = ("method", "replay", "model")  # config groups whose choice is shown by its name
-NEW_MODEL_OPTIONS = ("config", "pretraining", "vocab_size", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,7 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
     stored_config = read_first_config(run, sections.run.extend)
     max_tokens = choose_max_tokens(sections, stored_config)
     settings = with_max_tokens(plain_config(cfg), max_tokens)  # raises for what is missing
+    # Of scores without numbers: raises for a metric that does not exist, before a sweep has run its jobs.
     run_objective({"metrics": {}, "endtasks": {}, "rows": []}, sections.run.optimized_metric)
     check_batch_size(sections)
 
@@ -110,16 +111,16 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
         init_from = Path(settings["init_from"])
         check_init_from(init_from, full=sections.run.verify_inputs == "full")
         names["model"] = f"{sections.model.name} from {init_from.name}"
-        new_options: dict[str, Any] = dict.fromkeys(NEW_MODEL_OPTIONS)
-        model = replace(sections.model, name_or_path=str(init_from / "model"), **new_options)
-        sections = replace(sections, model=model)
-    if sections.source.encoding is None:
+        sections = replace(sections, model=start_from_export(sections.model, init_from))
+    if sections.source.encoding is None:  # raw text has no questions
         sections = replace(sections, answers=None)
 
-    source, trainer = sections.source, sections.trainer
+    source = sections.source
+    trainer = sections.trainer
     order = orders.resolve_order(
         sections.run.order, names=source.domains, orders=source.named_orders, seed=sections.run.seed
     )
+    # conf/ interpolates the multiplier of the method into the rate, so that a given rate ignores it.
     has_rate = not OmegaConf.is_interpolation(cfg.optim, "lr")
     plan = Plan(
         **vars(sections),
@@ -138,9 +139,23 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
     return with_stored_date(plan, stored_config)
 
 
+def start_from_export(model: ModelOptions, run_folder: Path) -> ModelOptions:
+    """The options of a model that begins with the exported weights of a run, without those that make a new
+    one."""
+    return replace(
+        model,
+        name_or_path=str(run_folder / "model"),
+        config=None,
+        pretraining=None,
+        vocab_size=None,
+        layers=None,
+    )
+
+
 def read_first_config(run: RunDir | None, extend: str | None) -> Mapping[str, Any]:
-    """The leaves of the config that the first start of a run stored or, of a new one that extends a run, that
-    this one has; empty for other new runs. Raises ValueError for a damaged file."""
+    """The leaves of the config that the first start of a run stored. A new run that extends another one
+    continues with what that one stored; of other new runs it is empty. Raises ValueError for a damaged
+    file."""
     if run is None:
         return {}
     if extend is not None and not run.is_started():
@@ -205,6 +220,7 @@ def check_init_from(folder: Path, *, full: bool) -> None:
         raise InvalidOptionError(
             "init_from", folder, reason="no finished run", allowed="null, or the folder of one"
         )
+    # The model is taken over, not the report: its damage changes nothing.
     damage = []
     for line in RunDir(folder).find_damaged_outputs(full=full):
         if not line.startswith(("report.", "report-")):

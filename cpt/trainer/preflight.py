@@ -95,14 +95,14 @@ def check_target(folder: Path) -> None:
         )
 
 
-def check_wandb(place: WandbPlace) -> None:
+def check_wandb(destination: WandbPlace) -> None:
     """Raises ValueError for options and variables that W&B refuses. An installation of W&B that cannot be
     imported is no reason to: the run will say so and continue."""
     try:
         from cpt.loggers.wandb_run import check_settings
     except Exception:  # not ImportError alone: W&B's parts may be of different versions
         return
-    check_settings(place)
+    check_settings(destination)
 
 
 def try_trainer(

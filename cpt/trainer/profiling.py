@@ -193,8 +193,12 @@ def compare_importance_samples(
     plan: Plan, data: DomainSequence, *, num_samples: int, world_size: int
 ) -> float:
     """How many times more importance samples a process of the run takes than `num_samples`, 1 at least."""
-    sizes = [sum(len(data.train[text]) for text in stage.texts) for stage in data]
+    sizes = []  # rows of each stage
+    for stage in data:
+        sizes.append(sum(len(data.train[text]) for text in stage.texts))
     mean_size = sum(sizes) / len(sizes) if sizes else 0.0
+
+    # No stage has more samples than rows, and the processes of a run share them.
     return max(1, min(plan.trainer.importance_samples, mean_size) / num_samples / world_size)
 
 

@@ -200,8 +200,10 @@ def read_masks(read: Callable[[str], Section]) -> tuple[Choice, ...]:
 def read_trainer(section: Section) -> TrainerOptions:
     """The options of the trainer. Those that cpt has no name for go to lightning.Trainer, which rejects what
     it does not know; but for those that cpt sets, and those that other values interpolate."""
-    options, others = section.split(TrainerOptions)
-    lightning_options = {name: value for name, value in others.items() if name not in section.interpolated}
+    options, further_options = section.split(TrainerOptions)
+    lightning_options = {
+        name: value for name, value in further_options.items() if name not in section.interpolated
+    }
     for name, value in lightning_options.items():
         if name in SET_BY_CPT:
             raise InvalidOptionError(
@@ -216,8 +218,8 @@ def read_trainer(section: Section) -> TrainerOptions:
 def read_logger(section: Section) -> LoggerOptions:
     """The options of cpt's loggers; further entries are loggers of Lightning or of the user."""
     options, entries = section.split(LoggerOptions)
-    others = check_targets(entries, "logger")
-    return replace(section, values={**options, "others": others}).read(LoggerOptions)
+    custom_loggers = check_targets(entries, "logger")
+    return replace(section, values={**options, "others": custom_loggers}).read(LoggerOptions)
 
 
 def check_targets(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:

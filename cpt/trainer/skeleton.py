@@ -25,9 +25,10 @@ def build_skeleton(config: PretrainedConfig, objective: str, *, source: str) -> 
         with on_meta_device():
             return loading.AUTO_MODELS[objective].from_config(config)
     except Exception as error:  # whatever a class raises for sizes and names that it does not know
-        cause = describe_cause(error, config)
-        problem = f"no {config.model_type} model can be built of its configuration ({cause})"
-        raise ValueError(f"{source} is invalid: {problem}. Allowed: what transformers knows") from error
+        raise ValueError(
+            f"{source} is invalid: no {config.model_type} model can be built of its configuration "
+            f"({describe_cause(error, config)}). Allowed: what transformers knows"
+        ) from error
 
 
 def describe_cause(error: Exception, config: PretrainedConfig) -> str:

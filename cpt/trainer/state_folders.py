@@ -53,10 +53,10 @@ def new_folder(path: Path, number: int, kind: str) -> Path:
     return path.with_name(f"{path.stem}.{number}.{kind}")
 
 
-def remove_folders(path: Path, *, but: Path | None) -> None:
+def remove_folders(path: Path, *, except_for: Path | None) -> None:
     """Removes the folders next to a small file but one."""
     for folder in find_folders(path):
-        if folder != but:
+        if folder != except_for:
             shutil.rmtree(folder)
 
 

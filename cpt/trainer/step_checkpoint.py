@@ -11,15 +11,15 @@ from cpt.trainer.checkpoint import map_stored
 
 
 class StepCheckpoint(Callback):
-    """Saves the trainer's state every `every` optimizer steps and after the last one.
+    """Saves the trainer's state every `interval` optimizer steps and after the last one.
 
     Weights that are not finite are not saved: the guard ends the stage or rolls it back. A checkpoint brings
     the modules of earlier domains into memory; those that stay on disk are mapped again from the file of the
     stage before, `stage_path`."""
 
-    def __init__(self, path: Path, *, every: int, guard: NanGuard, stage_path: Path | None = None) -> None:
+    def __init__(self, path: Path, *, interval: int, guard: NanGuard, stage_path: Path | None = None) -> None:
         self.path = path
-        self.every = every
+        self.interval = interval
         self.guard = guard
         self.stage_path = stage_path
         self.step = 0  # the last optimizer step that was seen
@@ -58,7 +58,7 @@ class StepCheckpoint(Callback):
         if step == self.step:  # a micro-batch within a step
             return
         self.step = step
-        if step % self.every == 0 or step == trainer.max_steps or trainer.should_stop:
+        if step % self.interval == 0 or step == trainer.max_steps or trainer.should_stop:
             self.save(trainer, pl_module)
 
     def save_once(self, trainer: Any, pl_module: LightningModule) -> None:

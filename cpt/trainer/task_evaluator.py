@@ -163,14 +163,14 @@ class TaskEvaluator(FileEvaluator):
         ranked_mean: list[str] | None = None
         if has_choices(questions):
             ranked, ranked_mean = rank_choices(questions, answers.choice_nll)
-        written: list[str] | None = None
+        written_texts: list[str] | None = None
         if self.options.written:
-            written = [answers.texts[question] for question in range(len(questions))]
+            written_texts = [answers.texts[question] for question in range(len(questions))]
 
         columns: dict[str, Sequence[str] | None] = {
             "id": [example.id for example in examples],
             "reference": [example.target for example in examples],
-            "written": written,
+            "written": written_texts,
             "ranked": ranked,
             "ranked_mean": ranked_mean,
         }

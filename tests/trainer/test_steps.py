@@ -27,7 +27,7 @@ def test_the_state_is_kept_as_often_as_asked_for_and_after_the_last_step(
 ):
     guard = NanGuard()
     steps = []
-    saving = StepCheckpoint(tmp_path / "state", every=checkpoint_every, guard=guard)
+    saving = StepCheckpoint(tmp_path / "state", interval=checkpoint_every, guard=guard)
     trainer = SimpleNamespace(global_step=0, max_steps=10, should_stop=False)
     trainer.save_checkpoint = lambda path: steps.append(trainer.global_step)
     module = SimpleNamespace(parameters=lambda: [])
