@@ -140,6 +140,7 @@ class ChatEncoder:
     def answers(self, example: Example, counts: ChatCounts | None = None) -> list[Answer]:
         """The scored answers of a chat, in their order; adds to `counts`. Raises BadExampleError for a chat
         without any."""
+        # Where answers are is found in the text; then all texts are tokenized at once.
         chat = RenderedChat.of(example, self)
         numbers = [number for number, turn in enumerate(example.turns) if turn.is_answer]
         pieces: list[tuple[int, str, Span]] = []  # number of the turn, text, span of the answer
@@ -157,6 +158,7 @@ class ChatEncoder:
             if chat.is_marked:
                 counts.num_spelling += 1
 
+        # Of each piece the prompt, and the prompt with the answer: the answer's ids are what this one adds.
         texts = []
         for _, text, (begin, end) in pieces:
             texts += [text[:begin], text[:end]]
@@ -427,6 +429,8 @@ class RenderedChat:
             )
         except RENDER_ERRORS as error:
             raise self.refuse(error) from error
+        # Templates mark earlier answers as well. Where a template renders earlier turns differently later on,
+        # the marks cannot be compared with their end, and the last one is the answer's.
         text = texts[0]
         before = self.render(number) if number else ""
         if text.startswith(before):
@@ -434,6 +438,7 @@ class RenderedChat:
         else:
             marked = [(begin, end) for begin, end in spans[0][-1:] if begin < end]
 
+        # Spans that touch are one answer, as of a template with a mark for thoughts and one for the text.
         joined: list[Span] = []
         for begin, end in marked:
             if joined and joined[-1][1] == begin:
@@ -453,6 +458,8 @@ class RenderedChat:
             while turns[answer].role != ASSISTANT:
                 answer += 1
             text = text_of_answer.get(answer) or self.render(answer + 1)
+            # An answer has to be there, but for blanks. Other turns a template may cut or reformat: it is
+            # enough that another text in their place changes what is rendered.
             content = condense(self.messages[number]["content"])
             if content not in condense(text):
                 is_scored = number in text_of_answer
@@ -460,6 +467,7 @@ class RenderedChat:
                     self.refuse_unused(
                         f"the text of turn {number + 1} ({turn.role})", f"a turn of {turn.role}"
                     )
+            # What a template does not print, no model learns: names and ids are noted, all else is an error.
             for key in turn.details:
                 if self.is_changed_by(number, answer, removed_key=key):
                     continue

@@ -205,6 +205,8 @@ def read_documents(
         keep(raw)
         add_document(split, raw)
 
+    # Text is split by hashes of all of its bytes, examples by those of their questions. Of
+    # documents with the same key the first stays.
     documents = np.asarray(hashes.documents)
     keys = np.asarray(hashes.keys)
     answers = np.asarray(hashes.answers)
@@ -224,6 +226,7 @@ def read_documents(
             keys=keys,
         )
 
+    # Sources say what they skipped only after they were read.
     facts = describe_splits(splits, documents, source_splits, np.asarray(hashes.sizes))
     skipped = [source.skipped[member] for member in members if source.skipped.get(member)]
     if skipped:

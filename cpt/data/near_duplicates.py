@@ -142,11 +142,13 @@ class HeldOutSpans:
     ) -> None:
         """Records which held-out documents are near-duplicates, of pairs of a training text (its index in
         `raw_texts`) and a held-out document with the share of its spans that the text has, [pairs]."""
+        # A text may be a candidate for several documents: its spans are counted once.
         distinct_numbers, inverse = np.unique(text_numbers, return_inverse=True)
         text_sizes = np.array([len(distinct_spans(raw_texts[number])) for number in distinct_numbers], int)
         sizes = text_sizes[inverse]
         document_sizes = self.sizes[documents]
 
+        # Jaccard similarity |A ∩ B| / |A ∪ B|, compared without the division.
         common = shares * document_sizes  # estimated from the sample
         union = document_sizes + sizes - common
         similar = documents[common >= MIN_SIMILARITY * union]
@@ -201,6 +203,7 @@ def count_near_duplicates(
         hidden=False,
         delay=DELAY,
     ) as progress:
+        # Every n-th batch, so that the sample is of the whole text and not of its beginning.
         for number, batch in enumerate(batches(training)):
             if number % stride == 0:
                 num_matches += spans.compare(batch)

@@ -160,6 +160,7 @@ class Similarity:
         """From the mean embedding of each domain, [D], and that of the general text."""
         names = sorted(means)
         embeddings = np.array([*(means[name] for name in names), general], float)  # [N + 1, D]
+        # Words that all texts have make every cosine large: only what differs between domains is compared.
         centered = embeddings - embeddings[:-1].mean(0)
         lengths = np.linalg.norm(centered, axis=1, keepdims=True)
         units = centered / np.where(lengths > 0, lengths, 1)

@@ -344,6 +344,7 @@ def pack(
             write_rows(packer.finish())
             writer.finalize()
 
+        # The shards are what a killed process continues from; whole rows need them no more.
         shutil.rmtree(folder / "tokens")
         (folder / FACTS).write_text(json.dumps(facts))
         expected = corpus.facts["documents"][split]
@@ -353,6 +354,7 @@ def pack(
                 "delete it, and the text is read again"
             )
 
+    # The default is left out of the key, which is older than the other packings.
     key_values = [FORMAT, corpus.facts["digest"], split, format.digest, length]
     if packing != CONCAT:
         key_values.append(packing)

@@ -112,6 +112,8 @@ class TrainStream(Dataset):
         if not self.pools:
             return new_samples
 
+        # Draws of a pool are numbered over all steps: those of this one lie between what the steps before and
+        # this one have drawn in all. Its texts follow the stage's own.
         parts = [new_samples]
         first_text = len(self.names)
         for pool in self.pools:
@@ -122,6 +124,7 @@ class TrainStream(Dataset):
             first_text += len(pool.texts)
         all_samples = Samples.join(parts)
 
+        # Mixed, as a step is cut into micro-batches and processes: each is to have its share of both.
         num_new = len(new_samples.rows)
         num_samples = len(all_samples.rows)
         stream = sample_keys(key(self.seed, "places", *self.names), np.array([step]))
@@ -261,6 +264,8 @@ def stack_rows(texts: Sequence[Packed], samples: Samples) -> Rows:
     for group in groups:
         lengths[group.is_here] = group.text.row_lengths[group.rows]
 
+    # Packed rows are full, so that all batches have one width, which compiled models need. Rows of examples
+    # and single documents are short: a batch is as wide as its longest.
     answers_by_group = [group.text.answers(group.rows) for group in groups]
     has_answers = any(answers is not None for answers in answers_by_group)
     if has_answers or all(group.text.packing == NONE for group in groups):

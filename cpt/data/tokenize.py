@@ -103,7 +103,7 @@ def tokenize_shard(
 
     # `datasets` takes batches of documents, the tokenizer's memory depends on their bytes.
     mean_bytes = corpus.facts["bytes"][split] / corpus.facts["documents"][split]
-    disable_progress_bars()
+    disable_progress_bars()  # one bar is shown for all shards
     corpus.documents(split, number, shards).with_format("arrow").map(
         tokenize,
         batched=True,

@@ -474,8 +474,8 @@ def encode_corpus(
     corpus: Corpus, split: str, *, encoder: Encoder, name: str, cache: Path, rows_digest: str
 ) -> TokenizedTask:
     """The rows of a split, made once for all runs with these examples, tokenizer and encoding; `rows_digest`
-    is the key of what the tokenizer and its template make of them. Raises
-    ValueError where no example of the split can be used."""
+    is the key of what the tokenizer and its template make of them. Raises ValueError where no example of the
+    split can be used."""
     options = [asdict(encoder.encoding), encoder.length, encoder.seq2seq]
     cache_key = digest(["examples", CACHE_VERSION, corpus.facts["digest"], split, rows_digest, options])
 
@@ -493,6 +493,7 @@ def encode_corpus(
                     bar.update(len(examples))
 
         counts = write_examples(folder / ROWS_FILE, rows(), tokenizer=encoder.tokenizer)
+        # Chats and bad examples are counted while the rows are made, one by one, so only here.
         if not counts.examples:
             raise bad.all_skipped(f"{name}, {split}")
         counts.spelling = chat_counts.num_spelling
@@ -501,6 +502,7 @@ def encode_corpus(
         (folder / COUNTS_FILE).write_text(json.dumps(asdict(counts)))
 
     folder = make_once(cache / "packed" / f"{name}-{split}-{cache_key}", make=make)
+    # Also of rows that an earlier run has made: what was cut concerns every run that trains on them.
     counts = EncodingCounts(**json.loads((folder / COUNTS_FILE).read_text()))
     if is_first_process():
         counts.log(name, split, encoder)

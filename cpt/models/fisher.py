@@ -67,6 +67,7 @@ def sum_powers(
     sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     count = next(iter(sums.values())).new_zeros(())
 
+    # Only trained weights have gradients; of the others the sums stay 0.
     trained_names = [name for name, weight in weights.items() if weight.requires_grad]
     trained_weights = [weights[name] for name in trained_names]
     trained_sums = [sums[name] for name in trained_names]
@@ -159,6 +160,7 @@ def measure_similarity(model: PreTrainedModel, objective: Objective, batches: It
     sums = torch.zeros(2, len(layers), device=model.device)  # of cosines, and of tokens
     for batch in batches:
         states.clear()
+        # Hooks are there for one pass: others must not pay for them.
         with ExitStack() as hooks:
             for number, layer in enumerate(layers):
                 handle = layer.register_forward_hook(partial(record, number), with_kwargs=True)
@@ -167,9 +169,8 @@ def measure_similarity(model: PreTrainedModel, objective: Objective, batches: It
         if "idle" in batch:
             continue
         for number, (block_input, block_output) in states.items():
-            cosines = functional.cosine_similarity(
-                block_input.float(), block_output.float(), dim=-1
-            )  # [B, T]
+            # [B, T], as the mask
+            cosines = functional.cosine_similarity(block_input.float(), block_output.float(), dim=-1)
             mask = batch.get("attention_mask")
             if mask is None or mask.shape != cosines.shape:  # a block mask, or the other stack's
                 mask = torch.ones_like(cosines)

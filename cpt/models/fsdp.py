@@ -28,11 +28,12 @@ class Reduction:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **options: Any
     ) -> Any:
+        # The powers are of each process's gradient, so they are taken before the sum over processes.
         if self.weight is not None:
             powers = input_tensor.square_() if self.power == 2 else input_tensor.abs_()
             powers.mul_(self.weight)
             op = distributed.ReduceOp.SUM
-        # torch 2.13 has another name for it
+        # torch 2.13 has another name for it.
         reduce = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
         return reduce(output_tensor, input_tensor, op=op, group=group, **options)
 
@@ -48,6 +49,7 @@ def shard_model(
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
         cast(FSDPModule, module).set_custom_reduce_scatter(model.reduction)
+    # FSDP gathers weights for forward methods alone: by this one parts of the model are run as well.
     model.run_part = MethodType(lambda self, function, *args, **named: function(*args, **named), model)
     register_fsdp_forward_method(model, "run_part")
 
@@ -78,7 +80,8 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def raised_gradients(model: nn.Module, power: int, *, weight: float) -> Iterator[None]:
     """Backward passes inside the context add sum_r c_r |g_r|^p over processes r to the gradients."""
     reduction = cast(Reduction, model.reduction)
-    reduction.power, reduction.weight = power, weight
+    reduction.power = power
+    reduction.weight = weight
     try:
         yield
     finally:

@@ -175,6 +175,7 @@ def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
                 layers.append(copy_block(new_block, layers[number - num_copies]))
                 prefixes.append(f"{stack}.{number}.")
 
+        # Blocks add to what passes through them: with outputs of zero they leave it as it is.
         for sublayer in find_sublayers(model, ("heads", "neurons")):
             if sublayer.out.name.startswith(tuple(prefixes)):
                 for parameter in sublayer.out.module.parameters():
@@ -219,13 +220,16 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
         )
     segments = {projection.module: projection.segments for projection in find_projections(model)}
     with adjust_config(model, "hidden size") as make_grown_skeleton:
+        # The neurons stay as many: a configuration may derive their number from the hidden size.
         set_fields(model, dict.fromkeys(NEURONS, find_sublayers(model, ("neurons",))[0].count))
         multiply_widths(model, times)
         repeat_parameters(model, make_grown_skeleton(), segments, times=times, noise=noise)
 
-        # A tied head reads the repeated features with the repeated rows of the embedding.
-        repeats = times if is_tied(model) else 1
-        divisor = repeats / times ** (getattr(config, "scale_decoder_outputs", 0) / 2)
+        # A tied head reads the repeated features with the repeated rows of the embedding, so its logits are
+        # `times` as large. A T5 may scale the head's input by the root of the width, which is larger now.
+        divisor = float(times) if is_tied(model) else 1.0
+        if getattr(config, "scale_decoder_outputs", False):
+            divisor /= times**0.5
         last_norm = [module for module in model.modules() if type(module).__name__.endswith("Norm")][-1]
         for parameter in last_norm.parameters():  # right before the head
             parameter.data /= divisor

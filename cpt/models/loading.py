@@ -180,6 +180,8 @@ def load_config(checkpoint: str) -> PretrainedConfig:
             reason=f"its config.json is refused by transformers ({reason(error)})",
             allowed="a config.json as the class of the model reads it",
         ) from error
+
+    # A checkpoint may ask for tuples or attention maps, which methods would have to tell apart.
     for name, value in PLAIN_OUTPUTS.items():
         setattr(config, name, value)
     return config
@@ -378,6 +380,7 @@ def train_tokenizer(texts: Iterator[str], *, vocabulary: int, objective: str) ->
     bpe.train_from_iterator(texts, trainer)
     bpe.post_processor = make_post_processor(bpe, objective)
 
+    # The names that BERT has for the same two tokens. Sentinels come last, by which T5 finds them.
     if not has_sentinels:
         special_tokens["cls_token"] = special_tokens["bos_token"]
         special_tokens["sep_token"] = special_tokens["eos_token"]

@@ -73,6 +73,7 @@ def weight_names(config: PretrainedConfig) -> list[str]:
 def find_weight_files(checkpoint: str, config: PretrainedConfig) -> list[Path]:
     """The files of weights that transformers loads of a folder or of a name on the Hub, from which they are
     downloaded. Raises ValueError for a model without them."""
+    # In the order in which transformers looks for them; an index names the shards.
     supported = f"a model with {', '.join(weight_names(config))}"
     for name in weight_names(config):
         try:
@@ -155,6 +156,7 @@ def check_report(
 ) -> None:
     """Raises ValueError for a checkpoint that lacks parameters, those of the `head` only if it `needs_head`,
     or has them in other shapes."""
+    # First what explains most: under a wrapper's names, all parameters seem to be missing.
     wrapper = find_wrapper(stored, report)
     if wrapper:
         accessors = "model.module, model._orig_mod, merge_and_unload()"
@@ -179,6 +181,7 @@ def check_report(
             allowed=ONE_MODEL,
         )
 
+    # Without a head a model can be used, as its head may be trained; without a part of the body it cannot.
     body_missing = [name for name in report.missing if name not in head]
     if body_missing:
         count = f"{len(body_missing)} tensors that config.json describes"

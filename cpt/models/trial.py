@@ -160,6 +160,7 @@ def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor,
     def encoder_outputs(tokens: Tensor) -> Tensor:
         return objective.encode(model, make_batch(objective, tokens, name))[0]
 
+    # A config says how a model attends, but not all models do what theirs says: so it is tried.
     if name == "causal" and sees_ahead(outputs, row, model):
         alternative = "model.objective=masked, or " if "masked" in possible else ""
         return (

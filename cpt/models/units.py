@@ -323,6 +323,7 @@ def find_sublayer(
             count = out.inputs
             layouts = [(count,), (count, count)]  # up, or gate and up
 
+        # A fused layer holds several of them: the widths of all sources together say which layout it is.
         split_counts = match_layout(layouts, sources, size=out.inputs // count)
         if split_counts is not None and out.inputs % count == 0:
             split_sources = [

@@ -137,6 +137,8 @@ def report_rows(
             unclear,
         )
         return
+
+    # Embeddings are often padded to a multiple of 64: new tokens take these rows before the table grows.
     num_in_padding = sum(token_id < rows for token_id in added_tokens.new)
     log.info(
         "Resizing the embedding of %s from %d to %d rows: %d new tokens begin as the mean of their "

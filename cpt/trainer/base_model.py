@@ -345,6 +345,8 @@ def pretrain(
     pretraining = options.pretraining
     assert pretraining is not None
     loading.check_length(options.max_seq_length, model, base.objective)
+
+    # A run in small: plain training on one domain, the general text.
     context = MethodContext(
         model=model.train(),
         objective=base.objective,
@@ -401,6 +403,7 @@ def pretrain(
         trainer.fit(method, datamodule=data, ckpt_path=resume_from, weights_only=True)
     drop_optimizer(trainer)
 
+    # The checkpoint goes last: a kill before leaves it, and the next start has only to save again.
     method.cpu()
     method.model.save_pretrained(folder)
     save_tokenizer(base.tokenizer, base=base.checkpoint, folder=folder)

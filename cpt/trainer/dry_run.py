@@ -126,11 +126,13 @@ def count_stages(
     for number, stage in enumerate([Domain("base", -1, ()), *data]):
         scored_texts = policy.choose_columns(number, stages=stage_texts, texts=list(data.held_out))
         missing_texts: Collection[str] = scored_texts
-        num_steps, num_tokens = 0, 0.0
-        if number > 0:
+        num_steps = 0
+        num_tokens = 0.0
+        if number > 0:  # not the base
             num_steps = data.steps(stage)
             num_tokens = count_stage_tokens(data, stage)
 
+        # A stage with a row is trained; of its row losses may be missing, as of texts that are asked for now.
         if scores is not None and number < num_rows:
             steps_left = 0
             missing_texts = find_missing_texts(run, scores, number, scored_texts)
@@ -191,6 +193,7 @@ def extrapolate_costs(
     plan: Plan, profiles: Sequence[Profile], stages: Sequence[dict[str, Any]], world_size: int
 ) -> dict[str, Any]:
     """Memory, disk and seconds of all stages."""
+    # A few stages were run: what each further one adds is taken to be the same.
     last = len(stages) - 1
     trained = profiles[1:]
     extended = extend_profiles(profiles, last)

@@ -102,6 +102,7 @@ def read_questions(
                 reason="the answers are open, not choices",
                 allowed=", ".join(name for name in KNOWN_BY if name not in task_metrics.RANKED),
             )
+        # Open answers can only be written, choices can be ranked as well.
         if has_choices or options.written:
             questions[task] = prompts
         else:

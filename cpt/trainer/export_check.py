@@ -61,8 +61,8 @@ def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
     # The first rows with scored tokens, up to the one that completes CHECKED_TOKENS.
     objective = data.objective.scoring
     rows = data.scored_rows(text)[objective.scored(data.scored_sizes(text)) > 0]
-    tokens = data.held_out[text].row_lengths[rows].cumsum()
-    rows = rows[: int(np.searchsorted(tokens, CHECKED_TOKENS)) + 1]
+    cumulative_tokens = data.held_out[text].row_lengths[rows].cumsum()
+    rows = rows[: int(np.searchsorted(cumulative_tokens, CHECKED_TOKENS)) + 1]
     subset = EvalSubset(
         data.held_out,
         {text: rows},
@@ -110,6 +110,7 @@ def check_export(
     """Raises ValueError where the model of an `expression` does not load from its folder without missing or
     unused weights, or does not score the sample as the module did, and its whole documents as the last row
     has them: `recorded` [2, documents], nats and tokens, or None."""
+    # Loading draws random numbers for weights that are missing, which the run must not notice.
     with torch.random.fork_rng(devices=[]):
         try:
             model = load_as_written(folder, expression)
@@ -118,6 +119,8 @@ def check_export(
         except Exception as error:
             raise wrong_export_error(folder, reason(error)) from error
 
+    # First against the weights in memory, which differ by nothing but the dtype of the file; then against
+    # what the matrix has, which was computed in the run's precision.
     allowed = BY_WEIGHTS[model.dtype]
     cause = describe_loss_difference(losses, sample.expected, allowed=allowed, label="the run's weights give")
     if cause is None and recorded is not None:
@@ -143,14 +146,14 @@ def load_as_written(folder: Path, expression: str) -> PreTrainedModel:
     """What an expression loads, as transformers' class. Raises ValueError for weights of the plain model that
     its folder lacks, has in another shape or has in addition."""
     name = AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures[0]
-    kind = getattr(transformers, name)
-    plain, info = kind.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
+    model_class = getattr(transformers, name)
+    plain_model, info = model_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
     # transformers initializes what is missing at random, with a warning at most.
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(map(str, info[fault]))
         if keys:
             raise ValueError(f"{len(keys)} {fault.replace('_', ' ')}: {name_first(keys)}")
-    del plain  # before another copy is in memory
+    del plain_model  # before another copy is in memory
 
     loaded = evaluate(ast.parse(expression, mode="eval").body)
     if isinstance(loaded, PeftModel):

@@ -71,8 +71,8 @@ def check_extension(plan: Plan, source: RunDir) -> Manifest:
             reason="its run is not finished",
             allowed="a finished run; the command of that run finishes it",
         )
+    # What the config says is compared before contents, which may have to be read to be compared.
     check_longer_order(plan, source, manifest)
-
     changed_options = source.find_config_changes(plan.settings)
     if changed_options:
         raise InvalidOptionError(

@@ -57,12 +57,14 @@ def finalize(
     has_stages = len(scores.rows) > 1  # method=none evaluates the base alone
     last_stage_path = run.stage_path(len(scores.rows) - 1)
 
+    # Export and report take minutes: a signal is obeyed before each, and the next start begins there.
     check_signals("before the model was exported")
     set_phase("exporting the model")
     if has_base_folder:
         base.restore_folder()  # its tokenizer is copied
     if isinstance(module.model, FSDPModule):  # this process has a shard of the weights
         module = build_whole_module(plan, machine, run, base, data, scores)
+    # Scored before the export, which may change the module, and compared with what is loaded again.
     sample = draw_sample(module, data)
     loading = export_model(run, base, module, data)
     check_export(
@@ -88,6 +90,7 @@ def finalize(
     scores.optimized_metric = run_objective(vars(scores), plan.run.optimized_metric)
     scores.run["finished"] = True
 
+    # Checksums are of the pages, too. The last stage's file then shares the exported weights on disk.
     write_pages(run.path, scores)
     run.write_checksums()
     if last_stage_path.exists():

@@ -153,6 +153,7 @@ class FinetuneEvaluator(FileEvaluator):
         return self.jobs[name, length]
 
     def results(self, num_rows: int) -> dict[str, Any]:
+        # By metric: rows, tasks, seeds; None where a result is missing.
         seconds: list[float] = []
         scores: dict[str, list[list[list[Any]]]] = {metric: [] for metric in ENDTASK_METRICS}
         for row in range(num_rows):

@@ -37,6 +37,8 @@ class FSDP2Strategy(DDPStrategy):
         self.reshard = reshard
 
     def setup(self, trainer: Trainer) -> None:
+        """As DDPStrategy's, with the model sharded before it is moved to the device, which then holds
+        the rows of this process alone, and before the optimizer is made of its parameters."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module: Any = self.lightning_module

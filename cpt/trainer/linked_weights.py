@@ -37,6 +37,7 @@ def link_weights(path: Path, model: Path) -> None:
     of the model next to it: the stage stays whole when the model is deleted. Sharded tensors that the model
     lacks are written whole. Changes nothing on a file system without hard links. For one process, which holds
     one tensor at a time in memory."""
+    # The file may be linked already, to a model that was exported before.
     exported, exported_sizes = hash_exported(model)
     state = fill_linked(load_tensors(path), path)
     shards = state.pop(SHARDS, None)
@@ -47,6 +48,7 @@ def link_weights(path: Path, model: Path) -> None:
     sharded_tensors = () if shards is None else read_shards(shards, path)
     whole_tensors = (([name], value) for name, value in state.items() if isinstance(value, Tensor))
     for names, tensor in itertools.chain(sharded_tensors, whole_tensors):
+        # Most tensors of a method's own have a size that no exported one has: these need no hash.
         entry = None
         if tensor.nbytes in exported_sizes:
             entry = exported.get(hash_tensor(tensor))
@@ -66,6 +68,8 @@ def link_weights(path: Path, model: Path) -> None:
     if not linked:
         folder.rmdir()
         return
+
+    # The folder is on disk before the small file names it: a kill in between leaves the old state.
     files = [file for file in folder.rglob("*") if file.is_file()]
     for file in (*files, *{file.parent for file in files}, folder):
         sync(file)

@@ -85,7 +85,7 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
 
     multiplier = plan.ignored_rate
     if multiplier not in (None, 1):
-        yield (f"method.lr_multiplier={multiplier}: optim.lr is a number (model.lr=… is multiplied by it)")
+        yield f"method.lr_multiplier={multiplier}: optim.lr is a number (model.lr=… is multiplied by it)"
     if options.offload_method_state and (not keeps_weights(module) or machine.device.type == "cpu"):
         yield f"trainer.offload_method_state=true: {method} keeps no weights, or the device is a CPU"
 
@@ -155,6 +155,7 @@ def warn_of_lost_updates(plan: Plan, module: ContinualMethod, *, precision: Prec
         )
         return
 
+    # Of Adam a step is about as large as the rate, whatever the gradient, so the share is known before.
     frozen = {id(parameter) for parameter in module.frozen}
     trained = [parameter for parameter in module.model.parameters() if id(parameter) not in frozen]
     share = lost_update_share(trained, rate=rate)

@@ -275,11 +275,13 @@ class ContinualTrainer:
                 evaluator.report_lost_weights(number, self.scores)
                 continue
 
+            # Until the results are in the scores, a run that was finished is not.
             self.scores.run["finished"] = False
             self.load_stage(number)
             with self.timer.time(evaluator.KIND, number):
                 evaluator.measure(number, self.machine.device)
 
+            # The row is there before its results are collected into it, and committed with them.
             is_new_row = number == len(self.scores.rows)
             if is_new_row:
                 self.append_row(number)

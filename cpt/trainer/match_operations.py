@@ -48,6 +48,8 @@ def match_operations(plan: Plan, machine: Machine, corpora: Corpora, base: Base,
             reason="one process counts operations",
             allowed=f"trainer.{unit}=N, the N that plan=true logs",
         )
+
+    # The reference is the same run without method, masks and replay.
     ncl = Choice("cpt.methods.ncl.NCL", Options())
     if plan.method == ncl and plan.masks == () and plan.replay == NO_REPLAY:
         return plan
@@ -58,6 +60,8 @@ def match_operations(plan: Plan, machine: Machine, corpora: Corpora, base: Base,
     operations = count_operations(plan, machine, corpora, base)
     if not operations.in_steps:
         return plan
+
+    # What a method does around domains does not depend on the steps, so they pay for it.
     scaled_size = (reference.in_steps - operations.around_domains) / operations.in_steps * configured_size
     size: int | float = round(scaled_size) if unit == "steps" else float(f"{scaled_size:.6g}")
     if size <= 0:
@@ -70,6 +74,7 @@ def match_operations(plan: Plan, machine: Machine, corpora: Corpora, base: Base,
             ),
             allowed=f"null, more trainer.{unit}, fewer trainer.importance_samples",
         )
+
     comparison = "as given" if size == configured_size else f"not {configured_size}"
     log.info(
         "Matching the %.3g operations of ncl: trainer.%s=%s, %s", reference.in_steps, unit, size, comparison

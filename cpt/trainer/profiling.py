@@ -125,6 +125,7 @@ def count_bytes(module: Any, trainer: Trainer) -> dict[str, int]:
         "optimizer state": optimizer_state,
     }
 
+    # A method's state has the model's weights among it: what is counted under one use is not counted again.
     counted_storages: set[int] = set()
     num_bytes = dict.fromkeys([*uses, "offloaded"], 0)
     for use, tensors in uses.items():
@@ -264,6 +265,7 @@ def store_stage(plan: Plan, module: ContinualMethod, path: Path, profile: Profil
 
 def extend_profiles(profiles: Sequence[Profile], num_stages: int) -> list[Profile]:
     """The profiles of the base and all stages: each further one adds what the last profiled one has added."""
+    # A single trained stage says nothing of growth: it is compared with itself, and adds nothing.
     extended = list(profiles[: num_stages + 1])
     trained = profiles[1:]
     for num_beyond in range(1, num_stages - len(trained) + 1):

@@ -80,6 +80,7 @@ class Sections:
 
 def read_sections(cfg: DictConfig) -> Sections:
     """Raises ValueError for an unknown key and an invalid value, MissingMandatoryValue for `???`."""
+    # The config as it is written shows which keys others interpolate: these are not unknown.
     text = str(OmegaConf.to_container(cfg, resolve=False))
     check_keys(cfg, text)
 
@@ -90,6 +91,8 @@ def read_sections(cfg: DictConfig) -> Sections:
     endtask = read("endtask").values
     if endtask.get("_target_") is not None:
         check_task_values(endtask)
+
+    # Options of no group are those of the run, but for `trainable`, which says what is frozen.
     method = read("method").choose(is_required=True)
     top = read_section(cfg, "", text, names=[field.name for field in fields(RunOptions)])
     return Sections(

@@ -94,6 +94,7 @@ class StageTrainer:
 
         if callbacks.monitor is not None:
             self.store_monitoring(domain, callbacks.monitor)
+        # A state that is not finite is not stored: the next start continues from the stage before.
         check_finite(self.module.state_dict(), domain.name)
         state = self.store_state(number)
         return replace(
@@ -159,6 +160,8 @@ class StageTrainer:
                 callbacks=callbacks.in_order(),
                 preemption=Preemption(callbacks.step_checkpoint),
             )
+
+            # Also in the first round, after a kill. With rollback there is one of the stage's beginning.
             resume_from = str(checkpoint_path) if checkpoint_path.exists() else None
             try:
                 with defer_signals(), use_quick_dropout(self.machine.quick_dropout):

@@ -56,6 +56,8 @@ def read_chat(row: Any, where: str, ignored_keys: IgnoredKeys) -> RawExample:
     BadExampleError for a row without a chat, or with a turn of another form."""
     if not isinstance(row, Mapping):
         raise BadExampleError(f"{where} is not an object. Allowed: {MESSAGES_FORM}", "not an object")
+
+    # What follows the last answer is a prompt without one.
     turns = list(read_turns(row, where, ignored_keys.of_messages))
     while turns and not turns[-1].is_answer:
         turns.pop()
@@ -70,12 +72,15 @@ def read_chat(row: Any, where: str, ignored_keys: IgnoredKeys) -> RawExample:
                 f"{where}: an answer of the {ASSISTANT} is empty. Allowed: a text, tool_calls, weight=0",
                 "an empty answer",
             )
+
+    # An answer that only calls tools has no text: the calls stand for it, to be compared with other answers.
     last = turns[-1]
     target = last.content
     if not target.strip():
         target = json.dumps(last.details.get("tool_calls", last.details), ensure_ascii=False)
     tools = read_tools(row, where)
     template_options = read_template_options(row, where, ignored_keys.of_rows)
+
     read_keys = ROW_KEYS | turn_keys(row)
     ignored_keys.of_rows.update(
         str(key) for key, value in row.items() if key not in read_keys and value not in EMPTY
@@ -218,6 +223,7 @@ def read_weight(message: Mapping[str, Any], where: str) -> bool:
 def read_tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """The calls of a message as chat templates take them: {type: function, function: {name, arguments}},
     whose arguments are an object; OpenAI stores them as JSON in a text."""
+    # OpenAI's older form is one call without a list, and some data sets have a single call without one.
     calls = message.get("tool_calls") or []
     if not calls and message.get(FUNCTION_CALL):
         calls = [{"function": message[FUNCTION_CALL]}]

@@ -222,13 +222,16 @@ def docstrings(source: str) -> Iterator[str]:
         finally:
             if collects:
                 gc.enable()
+
+    # ast.walk goes level by level. Here the bodies of a node go on the stack in reverse: what is first in the
+    # file is taken from it first.
     while stack:
         node = stack.pop()
         if isinstance(node, DOCUMENTED):
             text = ast.get_docstring(node, clean=False)
             if text:
                 yield text
-        for name in ("cases", "finalbody", "orelse", "handlers", "body"):  # the first in a file on top
+        for name in ("cases", "finalbody", "orelse", "handlers", "body"):
             stack += reversed(getattr(node, name, ()))
 
 
@@ -278,6 +281,7 @@ def blank_blocks(lines: Iterable[str]) -> list[str]:
             text_lines.append("")
             continue
 
+        # A line that is not deeper ends the block, and may begin another one.
         block_indent = None
         note = _NOTE.match(line)
         is_directive = bool(_DIRECTIVE.match(line))
@@ -332,12 +336,12 @@ def plain_text(text: str) -> str:
 
     def plain_math(match: re.Match[str]) -> str:
         tex = re.sub(r"\{(\w)\}", r"\1", _TEX_STYLE.sub("", match[1] or match[2]))
-        return re.sub(r"\\([a-zA-Z]+)", lambda name: _TEX.get(name[1], name[1]), tex)
+        return re.sub(r"\\([a-zA-Z]+)", lambda command: _TEX.get(command[1], command[1]), tex)
 
     if "$" in text or ":math:" in text:
         text = _MATH.sub(plain_math, text)
     for sign, pattern, replacement in _MARKUP:
-        if sign in text:
+        if sign in text:  # much faster than a search by the expression
             text = pattern.sub(replacement, text)
     return " ".join(text.split())
 

@@ -199,6 +199,7 @@ def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = No
 
     Raises ValueError for a file that is no text and has no known purpose, for a link to nothing, for an
     empty file of a format that has a header, and for a folder without text."""
+    # What is not text is left out only where its purpose is known: else data would be missing unnoticed.
     files = FolderFiles()
     paths = sorted(walk(folder, ignored=ignored, hidden=files.hidden))
     listed = saved_files(paths)

@@ -100,6 +100,7 @@ class Hub(Source):
         except ValueError as error:  # a configuration that is missing or unknown
             raise ValueError(f"domains.catalogue.{name} is invalid: {cause(error)}") from error
 
+        # Splits that are named are taken as they are; of those that are chosen it is said which are not.
         splits = entry.get("splits") or choose_splits(path, split_names)
         unread = [split_name for split_name in split_names if split_name not in splits.values()]
         if unread and not entry.get("splits"):
@@ -115,6 +116,7 @@ class Hub(Source):
             for text in clean_documents(texts, position, oddities=oddities):
                 num_read += 1
                 yield split, text
+
         changes = oddities.describe()
         if changes:
             log.warning("Reading %s: %s", name, changes)

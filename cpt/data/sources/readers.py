@@ -108,6 +108,7 @@ def read_folder(
     if left_out:
         log.info("Leaving out files of %s: %s", name, left_out)
 
+    # All .txt files of a folder have one unit, whichever file shows it; a Markdown file is a document.
     plain_unit = document
     if document == "auto":
         plain_unit = choose_unit([path for path in files.text if kind(path) == ".txt"])
@@ -124,7 +125,7 @@ def read_folder(
                 for text in documents_of(path, column=column, unit=unit, oddities=oddities, reject=reject):
                     progress.update(len(text))
                     yield split, text
-            progress.update(end - progress.n)
+            progress.update(end - progress.n)  # sizes are estimates
 
     changes = oddities.describe()
     if changes:
@@ -178,9 +179,14 @@ def choose_unit(paths: Sequence[Path]) -> str:
     unit = "paragraph" if is_separated else "line"
     folder = paths[0].parent
     if num_paragraphs > 1 and not is_separated:
-        message = "Reading %d .txt files of %s: documents are lines, since of the first %d lines blank ones "
-        message += "separate only %d parts (domains.document=paragraph takes these as documents)"
-        log.warning(message, len(paths), folder, num_lines, num_paragraphs)
+        log.warning(
+            "Reading %d .txt files of %s: documents are lines, since of the first %d lines blank ones "
+            "separate only %d parts (domains.document=paragraph takes these as documents)",
+            len(paths),
+            folder,
+            num_lines,
+            num_paragraphs,
+        )
     else:
         log.info(
             "Reading %d .txt files of %s: documents are %ss (domains.document)", len(paths), folder, unit
@@ -284,6 +290,7 @@ def lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
                 raise ValueError(
                     f"{path} is not UTF-8: line {number}, byte {error.start + 1} ({error.reason})"
                 ) from error
+            # Files that were joined have marks at the beginnings of lines.
             if text.startswith(MARK):
                 if number > 1:  # that of the whole file is usual
                     num_marks += 1
@@ -424,6 +431,7 @@ def csv_rows(
     if len({*header}) < len(header):
         raise ValueError(f"{path} has a column twice: {', '.join(header)}. Allowed: each name once")
 
+    # Files that were joined have their header several times.
     num_repeated = 0
     num_columns = len(header)
     for row in filter(None, reader):  # without blank lines

@@ -437,6 +437,7 @@ class Tasks(Source):
                 allowed=", ".join(get_args(Layout)),
             )
 
+        # The layout has data sets below tasks: two tasks may have one of the same name.
         if self.format == "cl_benchmark":
             for name, dataset_files in files.items():
                 folders = sorted({str(path.parent) for _, path in dataset_files})
@@ -541,6 +542,8 @@ class Tasks(Source):
         num_read = 0
         num_dropped = 0
         for split, number, record in self.records(name, bad=bad, ignored_keys=ignored_keys):
+            # Released files have a few answers outside the choices. They are an error unless the config says
+            # that they are known and dropped.
             is_empty = not record.target.strip()
             is_outside = bool(choices) and record.target not in choices
             if (is_empty or is_outside) and self.unknown == "drop":
@@ -661,6 +664,7 @@ class Tasks(Source):
             self.choices,
             self.unknown,
         ]
+        # Further ones only where they change what is read: the cache of other texts stays valid.
         if self.chats:
             options.append(CHATS_FORMAT)
         if self.on_bad_example == "skip":
