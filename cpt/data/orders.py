@@ -225,7 +225,7 @@ def chain_tree(similarity: Similarity) -> list[int]:
             between_groups[row, column] = matrix[np.ix_(members, column_members)].mean()
     to_general = np.array([similarity.general[members].mean() for members in groups])
 
-    # Within a coarse domain the chain goes on from the last fine one of the coarse domain before.
+    # Within a coarse domain the chain continues from the last fine one of the coarse domain before.
     indices: list[int] = []
     for group in chain_greatest(round_cosines(between_groups), round_cosines(to_general)):
         members = groups[group]

@@ -180,7 +180,7 @@ def package_roots(package: str) -> list[Path]:
 
 def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """The module (pandas.core.frame) and the paragraphs of each file, each once; ValueError as `modules`."""
-    # The same paragraph may stand in many docstrings: it counts where it is read first.
+    # Many docstrings may have the same paragraph: it counts where it is read first.
     seen_paragraphs: set[str] = set()
     sources = {package: modules(package) for package in packages}  # all of them, before any is read
     for package, package_modules in sources.items():
