@@ -50,12 +50,16 @@ class FakeQueue:
     cluster = "slurm"
 
     def __init__(self, *answers, final=None):
-        self.answers, self.final, self.questions = list(answers), final or {}, 0
+        self.answers = list(answers)
+        self.final = final or {}
 
     def active(self):
-        self.questions += 1
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        return None if answer is None else {job: (state, "/work") for job, state in answer.items()}
+        answer = self.answers[0]
+        if len(self.answers) > 1:
+            self.answers.pop(0)
+        if answer is None:
+            return None
+        return {job: (state, "/work") for job, state in answer.items()}
 
     def final_state(self, job):
         return self.final.get(job, "")
@@ -84,14 +88,15 @@ def submitted(tmp_path, monkeypatch):
     return make
 
 
-def wait(queue, *jobs):
-    Collector(jobs, queue, []).wait()
-    return [each.job for each in jobs]
+def wait(queue, *cluster_jobs):
+    Collector(cluster_jobs, queue, []).wait()
+    return [cluster_job.job for cluster_job in cluster_jobs]
 
 
-def finish(each, monkeypatch):
-    each.job.folder.mkdir()
-    (each.job.folder / "scores.json").write_text('{"run": {"finished": true}}')
+def finish(cluster_job, monkeypatch):
+    folder = cluster_job.job.folder
+    folder.mkdir()
+    (folder / "scores.json").write_text('{"run": {"finished": true}}')
     monkeypatch.setattr(cluster, "is_finished_already", lambda config, folder: folder.exists())
 
 
@@ -113,55 +118,66 @@ def test_each_job_ends_for_itself(submitted, monkeypatch):
     finish(jobs[0], monkeypatch)
     finish(jobs[10], monkeypatch)
     final = {"38_6": "CANCELLED", "38_7": "TIMEOUT", "38_8": "FAILED"}
-    ended = wait(FakeQueue({}, final=final), *jobs)
-    assert [job.state for job in ended] == [
-        *(
-            "finished",
-            "failed",
-            "preempted",
-            "failed",
-            "preempted",
-            "failed",
-            "failed",
-            "preempted",
-            "failed",
-        ),
-        *("failed", "finished", "failed"),
+    finished_jobs = wait(FakeQueue({}, final=final), *jobs)
+    assert [job.state for job in finished_jobs] == [
+        "finished",
+        "failed",
+        "preempted",
+        "failed",
+        "preempted",
+        "failed",
+        "failed",
+        "preempted",
+        "failed",
+        "failed",
+        "finished",
+        "failed",
     ]
-    said = [job.failure() for job in ended]
-    assert said[3] == "failed (cancelled): job 38_3 was cancelled"
-    assert said[4] == "preempted: job 38_4: it reached its time limit too often"
-    assert (
-        said[5] == "failed (lost): OSError: no such node"
-        and said[6] == "failed (cancelled): job 38_6 was cancelled"
-    )
-    assert said[7] == "preempted: job 38_7 reached its time limit (hydra.launcher.timeout_min)"
-    assert "ended as FAILED without a result: ModuleNotFoundError: No module named 'cpt'" in said[8]
-    assert "38_9_0_result.pkl is unreadable: " in said[9] and "unreadable: tuple in it" in said[11]
-    lines = summarize_jobs(ended)
+
+    messages = [job.failure() for job in finished_jobs]
+    assert messages[3] == "failed (cancelled): job 38_3 was cancelled"
+    assert messages[4] == "preempted: job 38_4: it reached its time limit too often"
+    assert messages[5] == "failed (lost): OSError: no such node"
+    assert messages[6] == "failed (cancelled): job 38_6 was cancelled"
+    assert messages[7] == "preempted: job 38_7 reached its time limit (hydra.launcher.timeout_min)"
+    assert "ended as FAILED without a result: ModuleNotFoundError: No module named 'cpt'" in messages[8]
+    assert "38_9_0_result.pkl is unreadable: " in messages[9] and "unreadable: tuple in it" in messages[11]
+    lines = summarize_jobs(finished_jobs)
     assert lines[0] == "12 jobs: 2 finished, 3 preempted, 7 failed"
     assert not any("console.log" in line for line in lines)  # none of them has one
 
 
 def test_a_job_that_is_queued_again_is_waited_for_and_told_once(submitted, caplog):
     caplog.set_level("INFO")
-    each = submitted(0)
-    states = [{"38_0": "PENDING"}, {"38_0": "RUNNING"}, {"38_0": "RUNNING"}, {}, {"38_0": "PENDING"}, None]
-    queue = FakeQueue(*states, {"38_0": "RUNNING"}, {})
+    job = submitted(0)
+    queue = FakeQueue(
+        {"38_0": "PENDING"},
+        {"38_0": "RUNNING"},
+        {"38_0": "RUNNING"},
+        {},
+        {"38_0": "PENDING"},
+        None,
+        {"38_0": "RUNNING"},
+        {},
+    )
 
-    def end():
+    def end_job():
+        """Writes the result once the queue has given all its answers."""
         while len(queue.answers) > 1:
             time.sleep(0.01)
-        each.handle.paths.result_pickle.write_bytes(pickle.dumps(("success", JobEnd(1, 0))))
+        job.handle.paths.result_pickle.write_bytes(pickle.dumps(("success", JobEnd(1, 0))))
 
-    threading.Thread(target=end).start()
+    threading.Thread(target=end_job).start()
+    # A job that is in no queue for less than this is not taken for lost.
     cluster.GONE_S = 10.0
-    wait(queue, each)
+    wait(queue, job)
     lines = [record.getMessage() for record in caplog.records]
-    began = "Job #0 x=0: running (38_0), run-0/console.log"
     assert lines[:-1] == [
-        *(began, "Job #0 x=0: queued again (38_0)", "The scheduler does not answer; waiting"),
-        *("The scheduler answers again", began),
+        "Job #0 x=0: running (38_0), run-0/console.log",
+        "Job #0 x=0: queued again (38_0)",
+        "The scheduler does not answer; waiting",
+        "The scheduler answers again",
+        "Job #0 x=0: running (38_0), run-0/console.log",
     ]
 
 
@@ -172,9 +188,9 @@ def test_a_job_that_nobody_knows_is_not_waited_for_and_silence_is_no_end(submitt
 
 def test_a_signal_leaves_the_jobs_in_the_queue_and_names_them(submitted, caplog):
     jobs = [submitted(number) for number in (0, 1, 2, 5)]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as system_exit:
         Collector(jobs, FakeQueue({}), [signal.SIGINT]).wait()
-    assert ended.value.code == GO_ON
+    assert system_exit.value.code == GO_ON
     assert caplog.messages == [
         "Stopping on SIGINT; 4 jobs still in the queue: 38_[0-2,5]; scancel 38 ends them; "
         "the same command waits for them"
@@ -188,18 +204,20 @@ def test_what_an_earlier_start_has_in_the_queue_is_found(submitted, tmp_path):
     jobs = [submitted(number).job for number in range(6)]
 
     def entry(number, *, overrides=None, folder="/work", cluster="slurm", job=None):
-        return Submission(
-            f"run-{number}", overrides or (f"x={number}",), cluster, job or f"38_{number}", folder
-        )
+        overrides = overrides or (f"x={number}",)
+        return Submission(f"run-{number}", overrides, cluster, job or f"38_{number}", folder)
 
     log.append([entry(0, job="12"), entry(0), entry(1), entry(2, overrides=("x=2", "y=1"))])
     log.append([entry(3, folder="/elsewhere"), entry(4, cluster="local"), entry(5)])
+    # The last line is that of a start which was killed while it wrote.
     with log.path.open("a") as file:
-        file.write('{"run": "run-5", "job": "99')  # killed while it wrote
-    states = {f"38_{number}": "RUNNING" for number in (0, 2, 3, 4, 5)} | {"12": "RUNNING"}
-    same, other = find_queued(jobs, log.latest(), FakeQueue(states))
-    assert {job.number: submission.job for job, submission in same.items()} == {0: "38_0", 5: "38_5"}
-    assert {job.number: submission.job for job, submission in other.items()} == {2: "38_2"}
+        file.write('{"run": "run-5", "job": "99')
+
+    states = dict.fromkeys(("38_0", "38_2", "38_3", "38_4", "38_5", "12"), "RUNNING")
+    queued, queued_with_other_options = find_queued(jobs, log.latest(), FakeQueue(states))
+    assert {job.number: submission.job for job, submission in queued.items()} == {0: "38_0", 5: "38_5"}
+    ids = {job.number: submission.job for job, submission in queued_with_other_options.items()}
+    assert ids == {2: "38_2"}
     assert find_queued(jobs, {}, FakeQueue(None)) == ({}, {})  # nothing to ask
     with pytest.raises(ValueError, match="squeue does not answer"):
         find_queued(jobs, log.latest(), FakeQueue(None))
@@ -255,17 +273,17 @@ def task(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    before = signal.signal(signal.SIGTERM, lambda *_: None)  # submitit's handler
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)  # stands for submitit's
 
     def call(*, number=signal.SIGTERM, times=2):
-        def send():
+        def send_signals():
             while not (tmp_path / "ready").exists():
                 time.sleep(0.01)
             for _ in range(times):  # as SLURM does at the end of a grace time
                 os.kill(os.getpid(), number)
                 time.sleep(0.2)
 
-        sender = threading.Thread(target=send)
+        sender = threading.Thread(target=send_signals)
         sender.start()
         try:
             return ClusterTask((sys.executable, "-S", "-c", RUN), tmp_path, Path("console.log"), 20.0)()
@@ -273,7 +291,7 @@ def task(tmp_path, monkeypatch):
             sender.join()
 
     yield call
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, previous_handler)
 
 
 @pytest.mark.parametrize(
@@ -289,17 +307,17 @@ def task(tmp_path, monkeypatch):
 def test_a_preempted_job_is_queued_again_and_a_cancelled_one_is_not(
     task, programs, tmp_path, state, requeues, end
 ):
+    requeue = f'echo "$2" >> {tmp_path}/requeued; {requeues}'
     show = f"echo JobId=5 JobState={state}" if state else "exit 1"
-    programs(
-        "scontrol",
-        f'if [ "$1" = requeue ]; then echo "$2" >> {tmp_path}/requeued; {requeues}; else {show}; fi',
-    )
+    programs("scontrol", f'if [ "$1" = requeue ]; then {requeue}; else {show}; fi')
     if end is None:
         with pytest.raises(SystemExit):
             task()
     else:
         assert task() == end
-    assert (tmp_path / "console.log").read_text() == "saved\n"  # by one signal, however many come
+
+    # One signal reaches the run, however many come.
+    assert (tmp_path / "console.log").read_text() == "saved\n"
     assert (tmp_path / "requeued").exists() == (state == "RUNNING")
 
 
@@ -307,11 +325,11 @@ def test_too_many_time_limits_are_no_failure(task):
     def refuse(*_):  # submitit's handler of its last warning
         raise submitit.core.utils.UncompletedJobError("Job not requeued because: timed-out too many times.")
 
-    before = signal.signal(signal.SIGUSR2, refuse)
+    previous_handler = signal.signal(signal.SIGUSR2, refuse)
     try:
         end = task(number=signal.SIGUSR2, times=1)
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        signal.signal(signal.SIGUSR2, previous_handler)
     assert end.code == GO_ON and "hydra.launcher.max_num_timeout" in end.stopped
 
 
@@ -319,15 +337,20 @@ class FakeExecutor:
     """Takes arrays and writes a result for each of their jobs, or refuses."""
 
     def __init__(self, folder, *, refuses=()):
-        self.folder, self.refuses, self.arrays = folder, refuses, []
+        self.folder = folder
+        self.refuses = refuses  # numbers of arrays, from 1
+        self.arrays = []  # their sizes
 
     def submit_array(self, tasks):
         self.arrays.append(len(tasks))
         array = len(self.arrays)
         if array in self.refuses:
             raise submitit.core.utils.FailedJobError("sbatch: error: Batch job submission failed: Invalid\n")
-        handles = [submitit.SlurmJob(folder=self.folder, job_id=f"{array}_{at}") for at in range(len(tasks))]
-        for handle, task in zip(handles, tasks, strict=True):
+
+        handles = []
+        for number, task in enumerate(tasks):
+            handle = submitit.SlurmJob(folder=self.folder, job_id=f"{array}_{number}")
+            handles.append(handle)
             handle.paths.folder.mkdir(parents=True)
             folder = task.folder / task.console.parent
             folder.mkdir(parents=True)
@@ -343,17 +366,18 @@ def swept(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "job_command", lambda config: ["run.py"])
     monkeypatch.setattr(launcher, "SlurmQueue", lambda: FakeQueue({}))
 
-    def run(number, **fakes):
-        made = SubmititLauncher(
+    def run(num_jobs, *, refuses=()):
+        swept_launcher = SubmititLauncher(
             cluster="slurm", submitit_folder=str(tmp_path / "jobs" / "%j"), gpus_per_node=1
         )
-        made.config = OmegaConf.create({"hydra": {"sweep": {"dir": "outputs/many"}}})
-        executor = FakeExecutor(tmp_path / "jobs" / "%j", **fakes)
-        monkeypatch.setattr(made, "make_executor", lambda: executor)
-        jobs = [
-            Job(at, (f"x={at}",), f"x={at}", OmegaConf.create(), Path(f"run-{at}")) for at in range(number)
-        ]
-        made.run(jobs, jobs, 0)
+        swept_launcher.config = OmegaConf.create({"hydra": {"sweep": {"dir": "outputs/many"}}})
+        executor = FakeExecutor(tmp_path / "jobs" / "%j", refuses=refuses)
+        monkeypatch.setattr(swept_launcher, "make_executor", lambda: executor)
+        jobs = []
+        for number in range(num_jobs):
+            override = f"x={number}"
+            jobs.append(Job(number, (override,), override, OmegaConf.create(), Path(f"run-{number}")))
+        swept_launcher.run(jobs, jobs, 0)
         return jobs, executor
 
     return run
@@ -381,25 +405,31 @@ def test_options_are_checked_and_requeue_is_an_option_of_sbatch(programs, tmp_pa
     programs("srun", "exit 1")
     programs("sbatch", "exit 1")
 
-    def script(**options):
-        made = SubmititLauncher(cluster="slurm", submitit_folder=str(tmp_path / "%j"), **options)
-        made.check()
-        return made.make_executor()._executor._make_submission_file_text("true", "x")
+    def write_script(**options):
+        """The file that sbatch gets."""
+        slurm_launcher = SubmititLauncher(cluster="slurm", submitit_folder=str(tmp_path / "%j"), **options)
+        slurm_launcher.check()
+        return slurm_launcher.make_executor()._executor._make_submission_file_text("true", "x")
 
-    text = script(
+    text = write_script(
         requeue=True, name="first", partition="gpu", timeout_min=600, comment=None, tasks_per_node=2
     )
-    wanted = [
+    for option in (
         "requeue",
         "job-name=first",
         "partition=gpu",
         "time=600",
         "ntasks-per-node=2",
         "signal=USR2@120",
-    ]
-    assert all(f"#SBATCH --{option}\n" in text for option in wanted) and "comment" not in text
-    assert "--no-requeue" in script(requeue=False, additional_parameters={"mail-type": "END"})
-    assert "mail-type=END" in script(additional_parameters={"mail-type": "END"}) and "requeue" not in script()
+    ):
+        assert f"#SBATCH --{option}\n" in text
+    assert "comment" not in text
+
+    # An option of sbatch that is no option of the launcher is a further parameter.
+    mail = {"mail-type": "END"}
+    assert "--no-requeue" in write_script(requeue=False, additional_parameters=mail)
+    text = write_script(additional_parameters=mail)
+    assert "mail-type=END" in text and "requeue" not in text
     for options, message in (
         ({"partitoin": "gpu"}, "Unknown argument 'partitoin'"),
         ({"timeout_min": "long"}, '"timeout_min" expected type'),
@@ -407,7 +437,7 @@ def test_options_are_checked_and_requeue_is_an_option_of_sbatch(programs, tmp_pa
         ({"signal_delay_s": 0}, "hydra.launcher.signal_delay_s=0 is invalid"),
     ):
         with pytest.raises(ValueError, match=message) as raised:
-            script(**options)
+            write_script(**options)
         assert "\n" not in str(raised.value)
 
 
@@ -437,7 +467,7 @@ if "seed=3" in sys.argv:
     sys.exit("cpt: no")
 if "seed=4" in sys.argv:
     time.sleep(60)
-(folder,) = [each for each in os.listdir("outputs/default") if "seed-2" in each]
+(folder,) = [name for name in os.listdir("outputs/default") if "seed-2" in name]
 open("outputs/default/" + folder + "/scores.json", "w").write('{"run": {"finished": true}}')
 """
 
@@ -459,14 +489,14 @@ def local(small, corpora, cache, tmp_path, monkeypatch):
     config = loader.load_configuration("config", shared, RunMode.MULTIRUN)
 
     def launch(*overrides):
-        options = {
-            name: config.hydra.launcher[name] for name in ("cluster", "submitit_folder", "timeout_min")
-        }
-        made = SubmititLauncher(**options)
+        options = config.hydra.launcher
+        local_launcher = SubmititLauncher(
+            cluster=options.cluster, submitit_folder=options.submitit_folder, timeout_min=options.timeout_min
+        )
         config.hydra.sweeper._target_ = BASIC_SWEEPER
         context = HydraContext(config_loader=loader, callbacks=None)
-        made.setup(hydra_context=context, task_function=None, config=config)
-        return made.launch([[*shared, each] for each in overrides], 0)
+        local_launcher.setup(hydra_context=context, task_function=None, config=config)
+        return local_launcher.launch([[*shared, override] for override in overrides], 0)
 
     yield launch
     HydraConfig.instance().cfg = None
@@ -474,9 +504,9 @@ def local(small, corpora, cache, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_sweep_by_submitit_on_this_machine(local, capsys, tmp_path):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as system_exit:
         local("seed=2", "seed=3")
-    assert ended.value.code == 1
+    assert system_exit.value.code == 1
     assert "1 of 2 jobs failed: #1 seed=3" in capsys.readouterr().err
     names = {path.name for path in (tmp_path / "outputs" / "default").iterdir()}
     assert not any(name.isdigit() for name in names)  # no stray folders beside the runs
@@ -490,17 +520,21 @@ def test_jobs_of_a_submitter_that_died_are_waited_for(local, tmp_path, monkeypat
     monkeypatch.setattr(Collector, "wait", lambda self: None)
     with pytest.raises(SystemExit):
         local("seed=4")
+
+    # The second start: a job takes a minute, so that its end is not waited for.
+    def end_jobs(self):
+        for cluster_job in self.jobs:
+            cluster_job.note_end(JobEnd(GO_ON, 0))
+
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["run.py"])
     monkeypatch.setattr(launcher, "job_command", lambda config: pytest.fail("submitted again"))
     (job,) = LocalQueue().active()
-    monkeypatch.setattr(
-        Collector, "wait", lambda self: [each.note_end(JobEnd(GO_ON, 0)) for each in self.jobs]
-    )
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(Collector, "wait", end_jobs)
+    with pytest.raises(SystemExit) as system_exit:
         local("seed=4")
-    assert ended.value.code == GO_ON
+    assert system_exit.value.code == GO_ON
     assert any(f"submitted before ({job})" in message for message in caplog.messages)
     os.kill(int(job), signal.SIGTERM)
 
@@ -513,6 +547,6 @@ def test_the_help_of_flat_keys(tmp_path):
         "hydra/launcher=slurm",
         "hydra.launcher.partitio=gpu",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert "hydra.launcher.partitio is invalid" in done.stderr and "partition" in done.stderr
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 1 and len(process.stderr.splitlines()) == 1
+    assert "hydra.launcher.partitio is invalid" in process.stderr and "partition" in process.stderr
