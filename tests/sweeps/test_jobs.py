@@ -42,28 +42,38 @@ from tests.support.forked_scripts import is_alive, wait_for
 
 class Sweep:
     def __init__(self, shared):
-        self.shared, loader = list(shared), GlobalHydra.instance().config_loader()
+        self.shared = list(shared)  # the overrides of every job
+        loader = GlobalHydra.instance().config_loader()
         self.context = HydraContext(config_loader=loader, callbacks=None)
         self.config = loader.load_configuration("config", self.shared, RunMode.MULTIRUN)
 
-    def jobs(self, *each):
-        return compose_jobs(self.given(each), 0, context=self.context, config=self.config)
+    def jobs(self, *lines):
+        return compose_jobs(self.overrides(*lines), 0, context=self.context, config=self.config)
 
-    def compose(self, overrides):
+    def compose(self, line):
         """The config of a job as Hydra's launchers compose it, in the process of the sweep."""
-        given = [*self.given([overrides])[0], "hydra.mode=MULTIRUN"]  # of Hydra's main program, by `-m`
-        config = self.context.config_loader.load_sweep_config(self.config, given)
+        (overrides,) = self.overrides(line)
+        overrides.append("hydra.mode=MULTIRUN")  # of Hydra's main program, by `-m`
+        config = self.context.config_loader.load_sweep_config(self.config, overrides)
         HydraConfig.instance().set_config(config)
         return config
 
-    def given(self, each):
-        return [[*self.shared, *overrides.split()] for overrides in each]
+    def compose_run(self, line=""):
+        """The config of the same job as a run of its own."""
+        (overrides,) = self.overrides(line)
+        config = self.context.config_loader.load_configuration("config", overrides, RunMode.RUN)
+        HydraConfig.instance().set_config(config)
+        return config
 
-    def launched(self, launcher, *each, sweeper="hydra_plugins.cpt.OptunaSweeper"):
+    def overrides(self, *lines):
+        """All overrides of jobs, given those of each on a line."""
+        return [[*self.shared, *line.split()] for line in lines]
+
+    def launched(self, launcher, *lines, sweeper="hydra_plugins.cpt.OptunaSweeper"):
         with open_dict(self.config):
             self.config.hydra.sweeper._target_ = sweeper
         launcher.setup(hydra_context=self.context, task_function=None, config=self.config)
-        return launcher.launch(self.given(each), 0)
+        return launcher.launch(self.overrides(*lines), 0)
 
 
 @pytest.fixture
@@ -75,18 +85,21 @@ def sweep(small, corpora, cache, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    return tmp_path_factory.mktemp("kept") / "run"
+def stored_run(tmp_path_factory):
+    """Where the finished run is kept for all tests; the first of them makes it."""
+    return tmp_path_factory.mktemp("stored") / "run"
 
 
 @pytest.fixture
-def done(sweep, start, kept):
+def finished_run(sweep, start, stored_run):
+    """The folder of the job "seed=1", which is finished."""
     (job,) = sweep.jobs("seed=1")
     assert not job.before and job.folder.parent == Path("outputs/default")
-    if not kept.exists():
-        start(OmegaConf.create({key: job.config[key] for key in job.config if key != "hydra"}), job.folder)
-        shutil.copytree(job.folder, kept)
-    shutil.copytree(kept, job.folder, dirs_exist_ok=True)
+    if not stored_run.exists():
+        config = OmegaConf.create({name: job.config[name] for name in job.config if name != "hydra"})
+        start(config, job.folder)
+        shutil.copytree(job.folder, stored_run)
+    shutil.copytree(stored_run, job.folder, dirs_exist_ok=True)
     return job.folder
 
 
@@ -97,24 +110,23 @@ def test_equal_jobs_are_one_and_labels_say_what_differs(sweep):
 
 
 def test_jobs_whose_paths_end_alike_have_folders_of_their_own_and_tell_their_processes(sweep):
-    alike = [f"init_from={folder} seed=1" for folder in ("a/run", "b/run", "b/other")]
-    first, second, third = sweep.jobs(*alike)
+    lines = [f"init_from={folder} seed=1" for folder in ("a/run", "b/run", "b/other")]
+    first, second, third = sweep.jobs(*lines)
     assert "init.from-a.run" in first.folder.name and "init.from-b.run" in second.folder.name
     assert second.arguments[-1] == f"hydra.run.dir={second.folder}"
     assert second.console.parent == second.folder
     assert third.arguments[:-1] == list(third.overrides) and "init.from-other" in third.folder.name
-    assert [job.folder for job in sweep.jobs(*alike)] == [first.folder, second.folder, third.folder]
+    assert [job.folder for job in sweep.jobs(*lines)] == [first.folder, second.folder, third.folder]
 
 
 def test_a_folder_that_the_user_names_is_each_jobs_own(sweep):
     """In its own process a job has no number, and another time."""
-    for written, folder in (
+    for override, folder in (
         ("hydra.sweep.subdir=${hydra.job.num}", "outputs/default/{}"),
         ('hydra.sweep.subdir="it\'s_${seed}"', "outputs/default/it's_{}"),
         ("hydra.sweep.dir=multirun/${now:%Y}", None),
     ):
-        given = Sweep([*sweep.shared, written])
-        jobs = given.jobs("seed=0", "seed=1")
+        jobs = Sweep([*sweep.shared, override]).jobs("seed=0", "seed=1")
         for number, job in enumerate(jobs):
             (parsed,) = OverridesParser.create().parse_overrides(job.arguments[-1:])
             assert (parsed.key_or_group, str(parsed.value())) == ("hydra.run.dir", str(job.folder))
@@ -129,9 +141,7 @@ def test_launchers_of_hydras_plugins_write_to_the_folder_of_a_run_alone(sweep, o
     config = sweep.compose(overrides)
     folder = Path(config.hydra.sweep.dir) / config.hydra.sweep.subdir  # as hydra.core.utils.run_job
     (job,) = sweep.jobs(overrides)
-    alone = sweep.context.config_loader.load_configuration("config", sweep.given([overrides])[0], RunMode.RUN)
-    HydraConfig.instance().set_config(alone)
-    assert folder == job.folder == Path(alone.hydra.run.dir)
+    assert folder == job.folder == Path(sweep.compose_run(overrides).hydra.run.dir)
 
 
 def test_a_job_in_the_process_of_a_sweep_starts_no_other_processes(sweep, monkeypatch):
@@ -145,8 +155,7 @@ def test_a_job_in_the_process_of_a_sweep_starts_no_other_processes(sweep, monkey
     check_process_start(2, "2")
 
     monkeypatch.delenv("LOCAL_RANK")
-    alone = sweep.context.config_loader.load_configuration("config", sweep.shared, RunMode.RUN)
-    HydraConfig.instance().set_config(alone)
+    sweep.compose_run()
     check_process_start(2, "2")
 
 
@@ -166,28 +175,32 @@ def test_submitit_gets_the_error_of_a_job_and_other_launchers_a_line(sweep, monk
         cli.app(config)
 
 
-def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch):
-    monkeypatch.setattr("subprocess.Popen", lambda *given, **options: pytest.fail("a process"))
+def test_finished_runs_are_known_without_a_process(sweep, finished_run, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **options: pytest.fail("a process"))
     launcher = ProcessLauncher(jobs=None, threads=None)
     (returned,) = sweep.launched(launcher, "seed=1", sweeper=BASIC_SWEEPER)
-    scores = json.loads((done / "scores.json").read_text())
+    scores = json.loads((finished_run / "scores.json").read_text())
     assert (returned.status, returned.return_value) == (JobStatus.COMPLETED, scores["optimized_metric"])
     # Another objective is no other run: it is computed from what was measured.
     (returned,) = sweep.launched(launcher, "seed=1 optimized_metric=FG.nats")
     assert returned.return_value == scores["metrics"]["FG"]["nats"]
 
 
-def test_what_is_not_finished_gets_its_process(sweep, done):
-    def before(overrides="seed=1"):
-        return sweep.jobs(f"{overrides} hydra.run.dir={done}")[0].before
+def test_what_is_not_finished_gets_its_process(sweep, finished_run):
+    def is_finished_before(overrides="seed=1"):
+        (job,) = sweep.jobs(f"{overrides} hydra.run.dir={finished_run}")
+        return job.before
 
-    assert before() and before("seed=1 trainer.num_workers=1")  # how a run is carried out only
-    for lacking in ("seed=2", "seed=1 trainer.steps=7", "seed=1 trainer.steps=???", "seed=1 endtask=texts"):
-        assert not before(lacking)
-    finished = (done / "scores.json").read_text()
-    for damaged in (finished.replace('"finished": true', '"finished": false'), finished[:100]):
-        (done / "scores.json").write_text(damaged)
-        assert not before()
+    assert is_finished_before()
+    # Only how a run is carried out.
+    assert is_finished_before("seed=1 trainer.num_workers=1")
+    for overrides in ("seed=2", "seed=1 trainer.steps=7", "seed=1 trainer.steps=???", "seed=1 endtask=texts"):
+        assert not is_finished_before(overrides)
+
+    scores = (finished_run / "scores.json").read_text()
+    for damaged in (scores.replace('"finished": true', '"finished": false'), scores[:100]):
+        (finished_run / "scores.json").write_text(damaged)
+        assert not is_finished_before()
 
 
 class Cluster:
@@ -199,20 +212,22 @@ class Cluster:
         pass
 
     def setup(self, *, hydra_context, task_function, config):
-        self.context, self.task, self.config = hydra_context, task_function, config
+        self.context = hydra_context
+        self.task = task_function
+        self.config = config
 
     def launch(self, job_overrides, initial_job_idx):
         if self.lost:
             raise RuntimeError("Traceback:\n  a node died\n")
-        ended = []
+        results = []
         for overrides in job_overrides:
             cfg = self.context.config_loader.load_sweep_config(self.config, overrides)
             HydraConfig.instance().set_config(cfg)
             try:
-                ended.append(JobReturn(status=JobStatus.COMPLETED, _return_value=self.task(cfg)))
+                results.append(JobReturn(status=JobStatus.COMPLETED, _return_value=self.task(cfg)))
             except OSError as error:
-                ended.append(JobReturn(status=JobStatus.FAILED, _return_value=error))
-        return ended
+                results.append(JobReturn(status=JobStatus.FAILED, _return_value=error))
+        return results
 
 
 TASK = """
@@ -224,7 +239,7 @@ if "seed=3" in sys.argv:
 if "seed=4" in sys.argv:
     sys.exit(75)
 if "seed=5" not in sys.argv:
-    (folder,) = [each for each in os.listdir("outputs/default") if "seed-2" in each]
+    (folder,) = [name for name in os.listdir("outputs/default") if "seed-2" in name]
     open("outputs/default/" + folder + "/scores.json", "w").write('{"run": {"finished": true}}')
 """
 
@@ -240,7 +255,7 @@ def cluster(monkeypatch, tmp_path):
 def test_a_job_is_the_command_that_it_would_be_alone(sweep, cluster, tmp_path, through):
     launcher = cluster if through == "cluster" else ProcessLauncher(jobs=1, threads=None)
     returned = sweep.launched(launcher, "seed=2", "seed=3", "seed=2")
-    assert [each.status.name for each in returned] == ["COMPLETED", "FAILED", "COMPLETED"]
+    assert [result.status.name for result in returned] == ["COMPLETED", "FAILED", "COMPLETED"]
     assert str(returned[1]._return_value) == "#1 seed=3: failed (exit 1): cpt: no"
     lines = (tmp_path / "seen").read_text().splitlines()
     jobs = sweep.jobs("seed=2", "seed=3")
@@ -249,12 +264,12 @@ def test_a_job_is_the_command_that_it_would_be_alone(sweep, cluster, tmp_path, t
     assert len(consoles) == 2 and consoles[0].read_text().strip().endswith(f"{tmp_path} True")
 
 
-@pytest.mark.parametrize(("seed", "code", "how"), [(3, 1, "failed"), (4, GO_ON, "were preempted")])
-def test_a_preempted_job_is_neither_finished_nor_failed(sweep, cluster, capsys, seed, code, how):
+@pytest.mark.parametrize(("seed", "code", "ending"), [(3, 1, "failed"), (4, GO_ON, "were preempted")])
+def test_a_preempted_job_is_neither_finished_nor_failed(sweep, cluster, capsys, seed, code, ending):
     with pytest.raises(SystemExit) as end:
         sweep.launched(cluster, "seed=2", f"seed={seed}", sweeper=BASIC_SWEEPER)
     assert end.value.code == code
-    assert capsys.readouterr().err.startswith(f"cpt: 1 of 2 jobs {how}: #1 seed={seed}")
+    assert capsys.readouterr().err.startswith(f"cpt: 1 of 2 jobs {ending}: #1 seed={seed}")
 
 
 def test_a_job_that_ends_well_without_a_finished_run_or_cannot_start_has_failed(sweep, cluster, monkeypatch):
@@ -267,7 +282,7 @@ def test_a_job_that_ends_well_without_a_finished_run_or_cannot_start_has_failed(
 
 
 def test_finished_runs_are_not_submitted_and_stay_so_where_a_job_is_lost(
-    sweep, done, cluster, tmp_path, monkeypatch
+    sweep, finished_run, cluster, tmp_path, monkeypatch
 ):
     returned = sweep.launched(cluster, "seed=2", "seed=1")
     assert len((tmp_path / "seen").read_text().splitlines()) == 1 and returned[1].return_value > 0
@@ -291,18 +306,24 @@ time.sleep(30)
 
 def test_a_clusters_signal_reaches_the_job_before_the_clusters_own_handler(tmp_path):
     """submitit's has the job queued again and ends."""
-    saved = []
-    before = signal.signal(signal.SIGUSR2, lambda *_: saved.append((tmp_path / "saved").exists()))
-    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "start_new_session": True}
+    was_saved = []  # whether the job had saved, at each call of the cluster's handler
+
+    def handle_signal(*_):
+        was_saved.append((tmp_path / "saved").exists())
+
+    previous_handler = signal.signal(signal.SIGUSR2, handle_signal)
+    command = [sys.executable, "-S", "-c", SAVER]
     try:
-        with subprocess.Popen([sys.executable, "-S", "-c", SAVER], **options) as process:
+        with subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True
+        ) as process:
             assert process.stdout.readline() == b"ready\n"
             with forward_signals(process):
                 threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
                 assert process.wait() == 75
     finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert saved == [True]
+        signal.signal(signal.SIGUSR2, previous_handler)
+    assert was_saved == [True]
 
 
 PROGRAM = """
@@ -321,30 +342,42 @@ open(f"{number}/times", "w").write(f"{began} {time.time()}")
 """
 
 
-def made_job(number):
-    made = Job(number, (f"x={number}",), f"x={number}", OmegaConf.create(), Path(str(number)))
-    made.folder.mkdir()
-    return made
+def make_job(number):
+    job = Job(number, (f"x={number}",), f"x={number}", OmegaConf.create(), Path(str(number)))
+    job.folder.mkdir()
+    return job
 
 
 @pytest.mark.slow
 def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    jobs, command = [made_job(number) for number in range(5)], [sys.executable, "-S", "-c", PROGRAM]
+    jobs = [make_job(number) for number in range(5)]
+    command = [sys.executable, "-S", "-c", PROGRAM]
     run_all(jobs, command=command, environments=[{}, {}], grace=1)
     assert [job.state for job in jobs] == ["failed"] * 2 + ["finished"] * 3
-    raised, killed = "failed (exit 1): RuntimeError: boom", "failed (signal 9, Killed; perhaps for want of "
-    assert jobs[0].failure() == raised and jobs[1].failure() == f"{killed}memory): begun 1"
-    beats = [Heartbeat.load(job.folder) for job in jobs[:2]]
-    assert [f"{beat.state} {beat.why}" for beat in beats] == [job.failure() for job in jobs[:2]]
-    times = [tuple(map(float, (job.folder / "times").read_text().split())) for job in jobs[2:]]
-    one, two, three = sorted(times)
-    assert two[0] < one[1] and three[0] >= min(one[1], two[1])
-    jobs[3].before, jobs[0].code = True, GO_ON
+    killed = "failed (signal 9, Killed; perhaps for want of memory)"
+    assert jobs[0].failure() == "failed (exit 1): RuntimeError: boom"
+    assert jobs[1].failure() == f"{killed}: begun 1"
+    for job in jobs[:2]:
+        heartbeat = Heartbeat.load(job.folder)
+        assert f"{heartbeat.state} {heartbeat.why}" == job.failure()
+
+    # Two run at once: the second begins beside the first, the third when one of them has ended.
+    times = []
+    for job in jobs[2:]:
+        begin, end = (job.folder / "times").read_text().split()
+        times.append((float(begin), float(end)))
+    begins = [begin for begin, _ in sorted(times)]
+    ends = [end for _, end in sorted(times)]
+    assert begins[1] < ends[0] and begins[2] >= min(ends[:2])
+
+    jobs[3].before = True
+    jobs[0].code = GO_ON
     assert summarize_jobs(jobs)[0] == "5 jobs: 2 finished, 1 finished before, 1 preempted, 1 failed"
-    # appended to the same console
+
+    # A second start appends to the same console, whose last line is no reason of its failure.
     run_all(jobs[1:2], command=command, environments=[{"QUIET": "1"}], grace=1)
-    assert jobs[1].failure() == f"{killed}memory): (no output)" and jobs[1].console.read_text() == "begun 1\n"
+    assert jobs[1].failure() == f"{killed}: (no output)" and jobs[1].console.read_text() == "begun 1\n"
 
 
 SWEEP = """
@@ -381,14 +414,20 @@ def test_jobs_end_with_their_sweep(number, tmp_path, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", SWEEP, WAITING], cwd=tmp_path) as process:
         assert wait_for(lambda: len(list(tmp_path.glob("*/pids"))) == 2)
         process.send_signal(number)
-    told = [list(map(int, path.read_text().split())) for path in tmp_path.glob("*/pids")]
-    pids, helpers = zip(*told, strict=True)
+    jobs = []
+    helpers = []
+    for path in tmp_path.glob("*/pids"):
+        job, helper = path.read_text().split()
+        jobs.append(int(job))
+        helpers.append(int(helper))
+
+    # A sweep that is killed cannot end the processes that its jobs have started.
     if number == signal.SIGKILL:
         for helper in helpers:
             os.kill(helper, signal.SIGKILL)
-        assert wait_for(lambda: not any(map(is_alive, pids)))
+        assert wait_for(lambda: not any(map(is_alive, jobs)))
     else:
-        assert process.returncode == GO_ON and not any(map(is_alive, pids + helpers))
+        assert process.returncode == GO_ON and not any(map(is_alive, jobs + helpers))
         assert [path.read_text() for path in tmp_path.glob("*/got")] == [str(int(number))] * 2
 
 
@@ -401,23 +440,28 @@ def machine(monkeypatch, tmp_path):
     return tmp_path / "nvidia-smi"
 
 
-def divided(name, number, *, jobs=None, threads=None, waiting=None, **trainer):
-    plans = [OmegaConf.create({"trainer": trainer})] * number
-    return [each.get(name) for each in divide_machine(plans, jobs=jobs, threads=threads, waiting=waiting)]
+def read_variable(name, num_jobs, *, jobs=None, threads=None, waiting=None, **trainer):
+    """A variable in the environment of each job that runs at once."""
+    configs = [OmegaConf.create({"trainer": trainer})] * num_jobs
+    environments = divide_machine(configs, jobs=jobs, threads=threads, waiting=waiting)
+    return [environment.get(name) for environment in environments]
 
 
 def test_gpus_are_divided(machine, monkeypatch):
-    machine.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: X (UUID: GPU-{i})'\n" for i in range(4)))
+    lines = [f"echo 'GPU {number}: X (UUID: GPU-{number})'\n" for number in range(4)]
+    machine.write_text("#!/bin/sh\n" + "".join(lines))
     machine.chmod(0o755)
-    share = partial(divided, "CUDA_VISIBLE_DEVICES", 9)
-    assert share(devices=1) == ["0", "1", "2", "3"] and share(devices=2) == ["0,1", "2,3"]
-    assert share(devices=3) == ["0,1,2"]
-    assert share() == share(devices=-1) == share(devices=[1, 2]) == ["0,1,2,3"]
-    assert divided("CUDA_VISIBLE_DEVICES", 2, devices="auto") == ["0,1", "2,3"]
-    assert share(devices=1, jobs=5) == ["0", "1", "2", "3", "0"]
-    assert share(devices=1, accelerator="cpu") == [None] * 8
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")  # only these are used
-    assert share(devices=1) == ["3", "GPU-7"]
+    gpus = partial(read_variable, "CUDA_VISIBLE_DEVICES", 9)
+    assert gpus(devices=1) == ["0", "1", "2", "3"] and gpus(devices=2) == ["0,1", "2,3"]
+    assert gpus(devices=3) == ["0,1,2"]
+    assert gpus() == gpus(devices=-1) == gpus(devices=[1, 2]) == ["0,1,2,3"]
+    assert read_variable("CUDA_VISIBLE_DEVICES", 2, devices="auto") == ["0,1", "2,3"]
+    assert gpus(devices=1, jobs=5) == ["0", "1", "2", "3", "0"]
+    assert gpus(devices=1, accelerator="cpu") == [None] * 8
+
+    # Only those that the user's environment shows are used.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
+    assert gpus(devices=1) == ["3", "GPU-7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []
 
@@ -425,23 +469,26 @@ def test_gpus_are_divided(machine, monkeypatch):
 def test_cores_are_divided_and_threads_that_the_user_has_set_stay(machine, monkeypatch):
     machine.write_text("#!/bin/sh\n")
     machine.chmod(0o755)
-    share = partial(divided, "OMP_NUM_THREADS")
-    assert share(9, devices=1) == ["1"] * 8 and share(3, devices=1) == ["2"] * 3
-    assert share(9, devices=2) == ["1"] * 4 and share(9, devices=1, jobs=2) == ["4"] * 2
-    for waiting, count in ((9, 4), (3, 3), (1, 1)):  # what goes on later has what it would have had
-        assert share(9, devices=1, jobs=4, waiting=waiting) == ["2"] * count
-    assert divided("OMP_WAIT_POLICY", 2, devices=1) == ["PASSIVE"] * 2
+    threads = partial(read_variable, "OMP_NUM_THREADS")
+    assert threads(9, devices=1) == ["1"] * 8 and threads(3, devices=1) == ["2"] * 3
+    assert threads(9, devices=2) == ["1"] * 4 and threads(9, devices=1, jobs=2) == ["4"] * 2
+
+    # Jobs that go on with fewer beside them have the threads that they would have had.
+    for waiting, num_environments in ((9, 4), (3, 3), (1, 1)):
+        assert threads(9, devices=1, jobs=4, waiting=waiting) == ["2"] * num_environments
+    assert read_variable("OMP_WAIT_POLICY", 2, devices=1) == ["PASSIVE"] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert share(1) == [None] and share(9, devices=1, jobs=1, threads=3) == ["3"]
+    assert threads(1) == [None] and threads(9, devices=1, jobs=1, threads=3) == ["3"]
 
 
 def test_options_of_a_swept_group_are_left_to_the_jobs_and_all_else_stays():
-    swept, one = ["-m", "method=lora,olora", "method.t=[a]"], ["-m", "method=lora", "method.t=1"]
-    assert to_hydra(swept) == [*swept[:2], "method.t=choice([a])"]
-    assert to_hydra(one) == one
+    swept = ["-m", "method=lora,olora", "method.t=[a]"]
+    assert to_hydra(swept) == ["-m", "method=lora,olora", "method.t=choice([a])"]
+    single = ["-m", "method=lora", "method.t=1"]
+    assert to_hydra(single) == single
 
 
-class Draws:
+class Counter:
     """A resolver that gives another value each time."""
 
     def __init__(self):
@@ -453,7 +500,7 @@ class Draws:
 
 @pytest.fixture
 def draws():
-    OmegaConf.register_new_resolver("draw", Draws(), replace=True)
+    OmegaConf.register_new_resolver("draw", Counter(), replace=True)
     yield
     OmegaConf.clear_resolver("draw")
 
@@ -469,15 +516,17 @@ def test_what_changes_between_processes_is_resolved_once_and_handed_on(sweep, dr
     seeds = [job.config.seed for job in jobs]
     assert seeds[0] == 1 and seeds == [job.config.seed for job in jobs]
     assert len({job.folder.parent.name for job in jobs}) == 1  # one time in all
+
+    # The process of a job composes the same config from its arguments, each time it is read.
     loader = sweep.context.config_loader
     for number, job in enumerate(jobs):
-        again = loader.load_sweep_config(sweep.config, job.arguments)  # as its process composes it
-        HydraConfig.instance().set_config(again)
-        assert Path(again.hydra.run.dir) == job.folder and job.folder.name == f"s{job.config.seed}"
+        config = loader.load_sweep_config(sweep.config, job.arguments)
+        HydraConfig.instance().set_config(config)
+        assert Path(config.hydra.run.dir) == job.folder and job.folder.name == f"s{job.config.seed}"
         for key in ("seed", "tags", "callbacks"):
-            assert again[key] == job.config[key] == again[key]
+            assert config[key] == job.config[key] == config[key]
         assert ("hydra.job.num=2" in job.arguments) == (number == 2)
-    assert again.callbacks.c.number == 2
+    assert config.callbacks.c.number == 2
 
 
 def test_jobs_without_such_values_get_their_folder_only(sweep):
@@ -489,12 +538,16 @@ def test_the_processes_of_a_run_share_its_values(sweep, draws, monkeypatch):
     monkeypatch.delenv(resolved.RESOLVED, raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     overrides = [*sweep.shared, "seed=${draw:}", "hydra.run.dir=out/${seed}-${draw:}", "hydra.mode=RUN"]
-    first, second = (sweep.context.config_loader.load_sweep_config(sweep.config, overrides) for _ in range(2))
+    loader = sweep.context.config_loader
+    first = loader.load_sweep_config(sweep.config, overrides)
+    second = loader.load_sweep_config(sweep.config, overrides)
     resolved.resolve_once(first)
     monkeypatch.setenv("LOCAL_RANK", "1")
     resolved.resolve_once(second)
     assert (first.seed, first.hydra.run.dir) == (second.seed, second.hydra.run.dir)
     assert first.seed == first.seed and first.hydra.run.dir.startswith(f"out/{first.seed}-")
+
+    # Processes of several nodes, which no other has started, do not share the time.
     monkeypatch.delenv(resolved.RESOLVED)
     monkeypatch.setattr(resolved, "start", None)
     with pytest.raises(ValueError, match="differs between the processes of a run on several nodes"):
@@ -508,17 +561,23 @@ def test_secrets_are_not_in_the_arguments_of_a_job(tmp_path):
         "+callbacks.n.chat_token='can, ary'",
         "seed=1",
         "a.pin_password=12",
+        "+x.uri=https://me:canary@host",
+        "k.api_key=${oc.env:MINE}",
+        "model.pad_token=<p>",
     ]
-    arguments += ["+x.uri=https://me:canary@host", "k.api_key=${oc.env:MINE}", "model.pad_token=<p>"]
-    shown, variables = take_out_secrets(arguments)
+    safe_arguments, variables = take_out_secrets(arguments)
     assert variables == {
-        "CPT_SECRET_0": "can, ary", "CPT_SECRET_1": "12", "CPT_SECRET_2": "https://me:canary@host",
-    }  # fmt: skip
-    assert shown[2] == "+callbacks.n.chat_token=${oc.env:CPT_SECRET_0}" and "canary" not in " ".join(shown)
-    assert [shown[at] for at in (0, 1, 3, 6, 7)] == [arguments[at] for at in (0, 1, 3, 6, 7)]
+        "CPT_SECRET_0": "can, ary",
+        "CPT_SECRET_1": "12",
+        "CPT_SECRET_2": "https://me:canary@host",
+    }
+    assert safe_arguments[2] == "+callbacks.n.chat_token=${oc.env:CPT_SECRET_0}"
+    assert "canary" not in " ".join(safe_arguments)
+    for number in (0, 1, 3, 6, 7):  # those without a secret
+        assert safe_arguments[number] == arguments[number]
+
     code = "import os, sys; print(sys.argv[1:], os.environ['CPT_SECRET_0'])"
-    process, _ = start_process(
-        [sys.executable, "-c", code, "a.token=canary"], tmp_path / "log", env=os.environ
-    )
+    command = [sys.executable, "-c", code, "a.token=canary"]
+    process, _ = start_process(command, tmp_path / "log", env=os.environ)
     assert process.wait(30) == 0
     assert "'a.token=${oc.env:CPT_SECRET_0}'" in (tmp_path / "log").read_text()

@@ -7,6 +7,7 @@ import shutil
 import sys
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -45,37 +46,40 @@ optimized_metric: LC.perplexity
 trainer: {num_workers: 0}
 hydra: {sweep: {dir: FOLDER}}
 """
-GRID, LR = {"sampler": "grid", "n_trials": None}, "lr=tag(log,interval(1e-4,1))"
+LR = "lr=tag(log,interval(1e-4,1))"
 
 
 @contextmanager
-def set_up(kind, conf, overrides, launch, **options):
-    """A sweeper with the launcher that `launch` makes of context and config."""
+def set_up(sweeper_class, conf, overrides, make_launcher, **options):
+    """A sweeper, and the launcher that `make_launcher` makes of Hydra's context and config."""
     with initialize_config_dir(str(conf), version_base="1.3"), pytest.MonkeyPatch.context() as patched:
         loader = GlobalHydra.instance().config_loader()
         config = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
-        made = {**config.hydra.sweeper, **options}
-        made.pop("_target_")
-        sweeper, context = kind(**made), HydraContext(config_loader=loader, callbacks=None)
-        launcher = launch(context, config)
-        patched.setattr(Plugins, "instantiate_launcher", lambda self, **given: launcher)
+        settings = {**config.hydra.sweeper, **options}
+        settings.pop("_target_")
+        sweeper = sweeper_class(**settings)
+        context = HydraContext(config_loader=loader, callbacks=None)
+        launcher = make_launcher(context, config)
+        patched.setattr(Plugins, "instantiate_launcher", lambda self, **arguments: launcher)
         sweeper.setup(hydra_context=context, task_function=None, config=config)
         yield sweeper, launcher
 
 
-class Runs:
-    def __init__(self, objective, *given):
-        self.objective, self.batches = objective, []
+class FunctionLauncher:
+    """A launcher whose jobs are calls of a function of the overrides, which gives the objective."""
+
+    def __init__(self, objective, context, config):
+        self.objective = objective
+        self.jobs = []  # the overrides of each
 
     def launch(self, job_overrides, initial_job_idx):
-        self.batches.append([list(job) for job in job_overrides])
-        found = [self.objective(dict(line.split("=", 1) for line in job)) for job in job_overrides]
-        status = {True: JobStatus.FAILED, False: JobStatus.COMPLETED}
-        return [JobReturn(status=status[isinstance(one, HydraException)], _return_value=one) for one in found]
-
-    @property
-    def jobs(self):
-        return [job for batch in self.batches for job in batch]
+        self.jobs += [list(overrides) for overrides in job_overrides]
+        results = []
+        for overrides in job_overrides:
+            value = self.objective(dict(line.split("=", 1) for line in overrides))
+            status = JobStatus.FAILED if isinstance(value, HydraException) else JobStatus.COMPLETED
+            results.append(JobReturn(status=status, _return_value=value))
+        return results
 
 
 @pytest.fixture
@@ -89,110 +93,137 @@ def folder(tmp_path):
 
 @pytest.fixture
 def search(folder):
-    def start(objective, *overrides, anew=False, **options):
-        if anew:
-            shutil.rmtree(folder / "sweep", ignore_errors=True)
-        made = {"n_trials": 4, "n_jobs": 1, "sampler": "random"} | options
-        with set_up(OptunaSweeper, folder / "conf", overrides, partial(Runs, objective), **made) as (
-            sweeper,
-            runs,
-        ):
-            sweeper.sweep(list(overrides))
-        return runs
+    """Searches with an objective; returns the overrides of the jobs that ran."""
 
-    return start
+    def run_search(objective, *overrides, is_new=False, n_trials=4, n_jobs=1, sampler="random", **options):
+        if is_new:
+            shutil.rmtree(folder / "sweep", ignore_errors=True)
+        make_launcher = partial(FunctionLauncher, objective)
+        with set_up(
+            OptunaSweeper,
+            folder / "conf",
+            overrides,
+            make_launcher,
+            n_trials=n_trials,
+            n_jobs=n_jobs,
+            sampler=sampler,
+            **options,
+        ) as (sweeper, launcher):
+            sweeper.sweep(list(overrides))
+        return launcher.jobs
+
+    return run_search
 
 
 @pytest.fixture
-def ends(search, capsys):
-    def line(*given, code=1, **options):
-        with pytest.raises(SystemExit, match=str(code)):
-            search(*given, **options)
-        (said,) = capsys.readouterr().err.splitlines()
-        return said
+def search_grid(search):
+    return partial(search, sampler="grid", n_trials=None)
 
-    return line
+
+@pytest.fixture
+def read_refusal(search, capsys):
+    """The line with which a search ends."""
+
+    def run_search(*arguments, **options):
+        with pytest.raises(SystemExit, match="1"):
+            search(*arguments, **options)
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return run_search
 
 
 def loss(values):
-    return abs(math.log10(float(values["lr"])) + 2) + (values.get("method") == "ncl")
+    """The least is at a learning rate of 0.01, of another method than ncl."""
+    distance = abs(math.log10(float(values["lr"])) + 2)
+    return distance + 1 if values.get("method") == "ncl" else distance
 
 
-def results(folder):
+def read_results(folder):
     return OmegaConf.to_container(OmegaConf.load(folder / "sweep/optimization_results.yaml"))
 
 
 def test_numbers_are_on_the_scale_asked_for(search):
-    for given, least, most in ((LR, 13, 47), ("lr=interval(1e-4,1)", 0, 9)):
-        jobs = search(loss, given, n_trials=60, anew=True).jobs
-        assert least <= sum(float(job[0][3:]) < 0.01 for job in jobs) <= most
+    # Of 60 learning rates, about half are below 0.01 on a logarithmic scale, and a hundredth on a linear one.
+    for space, low, high in ((LR, 13, 47), ("lr=interval(1e-4,1)", 0, 9)):
+        jobs = search(loss, space, n_trials=60, is_new=True)
+        small = [line for (line,) in jobs if float(line.removeprefix("lr=")) < 0.01]
+        assert low <= len(small) <= high
 
 
 @pytest.mark.parametrize(
-    ("stop", "left"), [(lambda: sys.exit(143), 10), (lambda: PreemptedJob("#11: preempted"), 11)]
+    ("stop", "num_finished"), [(lambda: sys.exit(143), 10), (lambda: PreemptedJob("#11: preempted"), 11)]
 )
-def test_a_killed_or_preempted_search_ends_as_if_it_had_not_been(search, folder, stop, left):
-    given = {"n_trials": 14, "n_jobs": 2, "sampler": "tpe"}
-    whole, seen = search(loss, LR, "method=ncl,das", **given).jobs, []
-    best = results(folder)
+def test_a_killed_or_preempted_search_ends_as_if_it_had_not_been(search, folder, stop, num_finished):
+    search_methods = partial(search, n_trials=14, n_jobs=2, sampler="tpe")
+    uninterrupted = search_methods(loss, LR, "method=ncl,das")
+    results = read_results(folder)
+    num_calls = 0
 
-    def stopped(values):
-        seen.append(values)
-        return loss(values) if len(seen) <= 11 else stop()
+    def stop_at_the_twelfth(values):
+        nonlocal num_calls
+        num_calls += 1
+        return loss(values) if num_calls <= 11 else stop()
 
     with pytest.raises(SystemExit, match=f"143|{GO_ON}"):
-        search(stopped, LR, "method=ncl,das", anew=True, **given)
-    rest = search(loss, LR, "method=ncl,das", **given).jobs
-    assert rest == whole[left:]  # of the batch that was killed both: their folders go on
-    assert results(folder) == best
+        search_methods(stop_at_the_twelfth, LR, "method=ncl,das", is_new=True)
+    # Of the batch that was killed both jobs run again: their folders go on.
+    assert search_methods(loss, LR, "method=ncl,das") == uninterrupted[num_finished:]
+    assert read_results(folder) == results
 
 
 def test_the_same_command_makes_the_same_trials_and_goes_on_with_more(search, folder):
-    whole = search(loss, LR, n_trials=3).jobs
-    assert search(loss, LR, n_trials=3).jobs == []
-    assert len(search(loss, LR, n_trials=5).jobs) == 2 and results(folder)["finished"] == 5
+    jobs = search(loss, LR, n_trials=3)
+    assert search(loss, LR, n_trials=3) == []
+    assert len(search(loss, LR, n_trials=5)) == 2 and read_results(folder)["finished"] == 5
 
-    def fails(values):
-        return None if [f"lr={values['lr']}"] == whole[1] else loss(values)
+    def fail_at_the_second(values):
+        return None if [f"lr={values['lr']}"] == jobs[1] else loss(values)
 
-    search(fails, LR, n_trials=3, anew=True)
-    assert search(fails, LR, n_trials=3).jobs == [whole[1]]
-    again = search(loss, LR, n_trials=4).jobs  # what has failed twice is tried once more
-    assert again[0] == whole[1] and len(again) == 2 and again[1] != whole[1]
+    search(fail_at_the_second, LR, n_trials=3, is_new=True)
+    assert search(fail_at_the_second, LR, n_trials=3) == [jobs[1]]
+    # What has failed twice is tried once more, then comes a new trial.
+    repeated, new = search(loss, LR, n_trials=4)
+    assert repeated == jobs[1] and new != jobs[1]
 
 
-def test_failures_stop_nothing_and_are_tried_again_by_the_same_command(search, ends, folder, caplog):
-    def fails(values):
+def test_failures_stop_nothing_and_are_tried_again_by_the_same_command(
+    search_grid, read_refusal, folder, caplog
+):
+    def fail_three(values):
         return {"1": HydraException("boom"), "2": None, "3": math.nan}.get(values["steps"], 1.0)
 
-    first = search(fails, "steps=range(0,5)", **GRID)
-    assert [job[0] for job in first.jobs] == [f"steps={n}" for n in range(5)]
-    assert results(folder)["finished"] == 2 and "boom" in caplog.text
-    for objective, finished in ((fails, 2), (lambda values: 0.5, 5)):  # twice and once more
-        again = search(objective, "steps=range(0,5)", **GRID)
-        assert [job[0] for job in again.jobs] == ["steps=1", "steps=2", "steps=3"]
-        assert results(folder)["finished"] == finished
-    assert search(fails, "steps=range(0,5)", **GRID).jobs == []
-    assert "no trial" in ends(lambda values: None, LR, n_trials=2, anew=True)
+    jobs = search_grid(fail_three, "steps=range(0,5)")
+    assert jobs == [[f"steps={steps}"] for steps in range(5)]
+    assert read_results(folder)["finished"] == 2 and "boom" in caplog.text
+    # They fail for the second time, then run; what is finished is not run again.
+    for objective, num_finished in ((fail_three, 2), (lambda values: 0.5, 5)):
+        jobs = search_grid(objective, "steps=range(0,5)")
+        assert jobs == [["steps=1"], ["steps=2"], ["steps=3"]]
+        assert read_results(folder)["finished"] == num_finished
+    assert search_grid(fail_three, "steps=range(0,5)") == []
+    assert "no trial" in read_refusal(lambda values: None, LR, n_trials=2, is_new=True)
 
 
 def test_a_grid_is_all_points_once_in_the_order_of_a_sweep_and_the_greatest_may_be_the_best(search, folder):
-    def steps(values):
+    def objective(values):
         return float(values["steps"])
 
-    space, most = ("method=ncl,das", "steps=range(1,4)"), {**GRID, "direction": "maximize"}
-    points = [[f"method={m}", f"steps={s}"] for m in ("ncl", "das") for s in (1, 2, 3)]
-    assert search(steps, *space, **most | {"n_trials": 2}).jobs == points[:2]
-    assert search(steps, *space, **most).jobs == points[2:]
-    assert results(folder)["best"]["params"] == {"method": "ncl", "steps": "3"}
+    space = ("method=ncl,das", "steps=range(1,4)")
+    maximize = partial(search, objective, *space, sampler="grid", direction="maximize")
+    points = [[f"method={method}", f"steps={steps}"] for method, steps in product(("ncl", "das"), (1, 2, 3))]
+    assert maximize(n_trials=2) == points[:2]
+    assert maximize(n_trials=None) == points[2:]
+    assert read_results(folder)["best"]["params"] == {"method": "ncl", "steps": "3"}
 
 
-def test_a_folder_of_another_search_is_refused(search, ends):
+def test_a_folder_of_another_search_is_refused(search, read_refusal):
     search(loss, LR, "trainer.num_workers=1")
-    assert len(search(loss, LR, "trainer.num_workers=2", n_trials=5).jobs) == 1  # execution is free
-    for changed in (["lr=interval(0.1,1)"], [LR, "steps=2"], [LR, "optimized_metric=FG.nats"]):
-        assert "is another search (" in ends(loss, *changed, n_trials=6)
-    assert "direction: " in ends(loss, LR, direction="maximize")
+    # How runs are carried out is no part of a search.
+    assert len(search(loss, LR, "trainer.num_workers=2", n_trials=5)) == 1
+    for overrides in (["lr=interval(0.1,1)"], [LR, "steps=2"], [LR, "optimized_metric=FG.nats"]):
+        assert "is another search (" in read_refusal(loss, *overrides, n_trials=6)
+    assert "direction: " in read_refusal(loss, LR, direction="maximize")
 
 
 WRONG = [
@@ -204,51 +235,62 @@ WRONG = [
 ]
 
 
-def test_wrong_options_and_spaces_are_refused_in_one_line(ends, monkeypatch):
-    for given, options, line in WRONG:
-        assert line in ends(loss, *given, anew=True, **options)
+def test_wrong_options_and_spaces_are_refused_in_one_line(read_refusal, monkeypatch):
+    for overrides, options, line in WRONG:
+        assert line in read_refusal(loss, *overrides, is_new=True, **options)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert "pip install -e '.[optuna]'" in ends(loss, LR)
+    assert "pip install -e '.[optuna]'" in read_refusal(loss, LR)
 
 
-def test_a_trial_is_the_mean_of_its_seeds_and_orders(search, folder):
-    def by_seed(values):
-        seeds = {"0": 3.0, "1": 3.0, "2": -5.0}
-        return seeds[values["seed"]] + values["order"].count("b,a") if values["lr"] == "0.9" else 0.0
+def test_a_trial_is_the_mean_of_its_seeds_and_orders(search_grid, folder):
+    def objective(values):
+        """The best seed is that of lr=0.9, the best mean that of lr=0.1."""
+        if values["lr"] == "0.1":
+            return 0.0
+        loss_of_seed = {"0": 3.0, "1": 3.0, "2": -5.0}[values["seed"]]
+        return loss_of_seed + 1 if "b,a" in values["order"] else loss_of_seed
 
     orders = OmegaConf.create([["a", "b"], ["b", "a"]])
-    runs = search(by_seed, "lr=0.1,0.9", seeds=[0, 1, 2], orders=orders, **GRID)
-    places = [(lr, seed, order) for lr in ("0.1", "0.9") for seed in range(3) for order in ("a,b", "b,a")]
-    assert runs.jobs == [[f"lr={lr}", f"seed={seed}", f"order=[{order}]"] for lr, seed, order in places]
-    assert results(folder)["best"]["params"] == {"lr": "0.1"}
+    jobs = search_grid(objective, "lr=0.1,0.9", seeds=[0, 1, 2], orders=orders)
+    expected = []
+    for lr, seed, order in product(("0.1", "0.9"), range(3), ("a,b", "b,a")):
+        expected.append([f"lr={lr}", f"seed={seed}", f"order=[{order}]"])
+    assert jobs == expected
+    assert read_results(folder)["best"]["params"] == {"lr": "0.1"}
 
 
-def test_a_failed_run_fails_its_trial(search, folder):
-    def one_fails(values):
-        fails = values["lr"] == "0.9" and values["seed"] == "1" and not mended
-        return HydraException("no") if fails else float(values["seed"])
+def test_a_failed_run_fails_its_trial(search_grid, folder):
+    is_mended = False
 
-    mended = []
-    search(one_fails, "lr=0.5,0.9", seeds=[0, 1], **GRID)
-    assert results(folder)["finished"] == 1 and results(folder)["best"]["value"] == 0.5
-    mended.append(True)
-    jobs = search(one_fails, "lr=0.5,0.9", seeds=[0, 1], **GRID).jobs
-    assert jobs == [["lr=0.9", f"seed={seed}"] for seed in (0, 1)]
+    def objective(values):
+        if values["lr"] == "0.9" and values["seed"] == "1" and not is_mended:
+            return HydraException("no")
+        return float(values["seed"])
+
+    search_grid(objective, "lr=0.5,0.9", seeds=[0, 1])
+    results = read_results(folder)
+    assert results["finished"] == 1 and results["best"]["value"] == 0.5
+    is_mended = True
+    jobs = search_grid(objective, "lr=0.5,0.9", seeds=[0, 1])
+    assert jobs == [["lr=0.9", "seed=0"], ["lr=0.9", "seed=1"]]
 
 
 def test_trials_run_no_end_tasks_whose_scores_are_of_test_text(search):
-    runs = search(loss, LR, "endtask=texts", "endtask.root=there", n_trials=1)
-    assert [line for line in runs.jobs[0] if line.startswith("endtask")] == ["endtask=none"]
+    (job,) = search(loss, LR, "endtask=texts", "endtask.root=there", n_trials=1)
+    assert [line for line in job if line.startswith("endtask")] == ["endtask=none"]
     tasks = ["endtask=texts", "endtask.root=there", "endtask.score_on=dev", "endtask.lr=0.1,0.9"]
-    (job,) = search(lambda values: 0.0, *tasks, anew=True, n_trials=1).jobs
+    (job,) = search(lambda values: 0.0, *tasks, is_new=True, n_trials=1)
     assert tasks[:3] == job[:3] and job[3] in ("endtask.lr=0.1", "endtask.lr=0.9")
 
 
-class Here:
-    """A launcher whose jobs run in this process; it is killed before the job of a number."""
+class TrainLauncher:
+    """A launcher whose jobs are runs in this process; it is killed before the job of a number."""
 
     def __init__(self, context, config, *, killed_at):
-        self.loader, self.config, self.killed_at, self.jobs = context.config_loader, config, killed_at, []
+        self.loader = context.config_loader
+        self.config = config
+        self.killed_at = killed_at
+        self.folders = []  # of the jobs that have run
 
     def launch(self, job_overrides, initial_job_idx):
         return [self.run(list(overrides)) for overrides in job_overrides]
@@ -256,115 +298,153 @@ class Here:
     def run(self, overrides):
         from cpt.train import train
 
-        if len(self.jobs) == self.killed_at:
+        if len(self.folders) == self.killed_at:
             sys.exit(143)
         cfg = self.loader.load_sweep_config(self.config, [*overrides, "hydra.mode=RUN"])
         HydraConfig.instance().set_config(cfg)
-        done = JobReturn(working_dir=cfg.hydra.run.dir, status=JobStatus.COMPLETED)
-        self.jobs.append(done.working_dir)
+        folder = cfg.hydra.run.dir
+        self.folders.append(folder)
         with open_dict(cfg):
             cfg.pop("hydra")
-        done.return_value = train(cfg, run_dir=Path(done.working_dir))
-        return done
+        objective = train(cfg, run_dir=Path(folder))
+        return JobReturn(working_dir=folder, status=JobStatus.COMPLETED, _return_value=objective)
+
+
+@contextmanager
+def set_up_tuning(overrides, *, killed_at=None, **options):
+    make_launcher = partial(TrainLauncher, killed_at=killed_at)
+    all_overrides = ["hydra/sweeper=tune", *overrides]
+    with set_up(TuneSweeper, ROOT / "conf", all_overrides, make_launcher, **options) as (sweeper, launcher):
+        yield sweeper, launcher
 
 
 @pytest.fixture
 def tune(tmp_path, monkeypatch):
+    """Tunes, and returns the folders of the runs."""
     monkeypatch.chdir(tmp_path)
 
-    def begin(*overrides, killed_at=None, run=True, **options):
-        given, launch = ["hydra/sweeper=tune", *overrides], partial(Here, killed_at=killed_at)
-        with set_up(TuneSweeper, ROOT / "conf", given, launch, **options) as (sweeper, here):
-            if not run:
-                return sweeper.read_candidates(list(overrides))
+    def run_tuning(*overrides, killed_at=None, **options):
+        with set_up_tuning(overrides, killed_at=killed_at, **options) as (sweeper, launcher):
             try:
                 sweeper.sweep(list(overrides))
-            except SystemExit as ended:
-                if ended.code != 143:
+            except SystemExit as system_exit:
+                if system_exit.code != 143:
                     raise
-            return here.jobs
+            return launcher.folders
 
-    return begin
+    return run_tuning
+
+
+def read_candidates(*overrides):
+    """What would be tuned, and the overrides of the final runs of each."""
+    with set_up_tuning(overrides) as (sweeper, _):
+        return sweeper.read_candidates(list(overrides))
+
+
+def read_candidate(*overrides):
+    candidates, _ = read_candidates(*overrides)
+    (candidate,) = candidates
+    return candidate
 
 
 @pytest.fixture
-def given(corpora, cache, no_pictures):
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-    return [*SMALL, *places, "trainer.steps=2", "name=tuned", "seed=0,1"]
+def shared_overrides(corpora, cache, no_pictures):
+    data = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
+    return [*SMALL, *data, "trainer.steps=2", "name=tuned", "seed=0,1"]
 
 
-def noting(monkeypatch, where, method):
-    splits, read = [], getattr(where, method)
+def record_splits(monkeypatch, reader_class, method):
+    """The splits of which a class reads text, by this method."""
+    splits = []
+    read_split = getattr(reader_class, method)
 
-    def noted(self, name, split, **how):
+    def record(self, name, split, **options):
         splits.append(split)
-        return read(self, name, split, **how)
+        return read_split(self, name, split, **options)
 
-    monkeypatch.setattr(where, method, noted)
+    monkeypatch.setattr(reader_class, method, record)
     return splits
 
 
+def read_tuning(path):
+    return json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
 def test_trials_read_no_test_text_and_a_killed_tuning_ends_as_one_that_was_not(
-    tune, given, tmp_path, monkeypatch, capsys
+    tune, shared_overrides, tmp_path, monkeypatch, capsys
 ):
-    read = noting(monkeypatch, Corpora, "packed")
-    given += ["method=ncl,l2"]
-    first = tune(*given, n_trials=2, n_jobs=1, killed_at=1)
-    assert len(first) == 1 and set(read) == {"train", "valid"}
-    second = tune(*given, n_trials=2, n_jobs=1, killed_at=2)  # killed in the final runs
-    assert ["/search/l2/" in job for job in second] == [True, False] and "test" in read
-    read.clear()
-    third = tune(*given, n_trials=2, n_jobs=1)
-    assert len({*first, *second, *third}) == 2 + 4 and all("/final/" in job for job in third)
+    splits = record_splits(monkeypatch, Corpora, "packed")
+    overrides = [*shared_overrides, "method=ncl,l2"]
+    trials = tune(*overrides, n_trials=2, n_jobs=1, killed_at=1)
+    assert len(trials) == 1 and set(splits) == {"train", "valid"}
+
+    # The second start is killed in the final runs, which read test text.
+    trial_and_run = tune(*overrides, n_trials=2, n_jobs=1, killed_at=2)
+    assert ["/search/l2/" in folder for folder in trial_and_run] == [True, False] and "test" in splits
+    runs = tune(*overrides, n_trials=2, n_jobs=1)
+    assert len({*trials, *trial_and_run, *runs}) == 2 + 4 and all("/final/" in folder for folder in runs)
+
     assert "Nothing to tune: ncl." in capsys.readouterr().out
-    told = json.loads((tmp_path / "outputs/tuned/tuning.json").read_text())
-    ncl, l2 = told["methods"]
+    ncl, l2 = read_tuning(tmp_path / "outputs/tuned/tuning.json")["methods"]
     assert (len(ncl["trials"]), len(ncl["runs"]), len(l2["trials"]), len(l2["runs"])) == (0, 2, 2, 2)
     assert l2["trials"][0]["values"] == ["method.strength=0.01"] and l2["flops"] > 0
-    best = min(l2["trials"], key=lambda trial: trial["score"])["values"][0].removesuffix(".0")
-    assert all(best.split("=")[1] in run["folder"] or best.endswith("=0.01") for run in l2["runs"])
-    scores = json.loads((tmp_path / l2["runs"][0]["folder"] / "scores.json").read_text())
+
+    # The final runs are those of the best value; the default of 0.01 is not in the names of folders.
+    best_trial = min(l2["trials"], key=lambda trial: trial["score"])
+    (assignment,) = best_trial["values"]
+    strength = assignment.removeprefix("method.strength=").removesuffix(".0")
+    if strength != "0.01":
+        assert all(strength in run["folder"] for run in l2["runs"])
+    run = l2["runs"][0]
+    scores = json.loads((tmp_path / run["folder"] / "scores.json").read_text())
     assert scores["conditions"]["score_on"] == "test"
-    assert scores["optimized_metric"] == l2["runs"][0]["score"]
+    assert scores["optimized_metric"] == run["score"]
 
 
-def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(tune, given, tmp_path, monkeypatch):
-    read = noting(monkeypatch, FileTasks, "read")
+def test_by_a_metric_of_end_tasks_trials_read_dev_and_final_runs_test(
+    tune, shared_overrides, tmp_path, monkeypatch
+):
+    splits = record_splits(monkeypatch, FileTasks, "read")
     for domain in ("law", "food"):
         write_task(tmp_path, domain)
-    given += ["method=l2", "optimized_metric=MF1"]
+    overrides = [*shared_overrides, "method=l2", "optimized_metric=MF1"]
     with pytest.raises(SystemExit, match="1"):
-        tune(*given)  # without end tasks
-    given += ["endtask=texts", f"endtask.root={tmp_path}", "endtask.epochs=1", "endtask.seeds=[0]"]
-    tune(*given, n_trials=2, n_jobs=1, killed_at=2)
-    assert set(read) == {"train", "dev"}
-    tune(*given, n_trials=2, n_jobs=1)
-    assert "test" in read
-    told = json.loads((tmp_path / "outputs/tuned/tuning.json").read_text())
-    assert told["direction"] == "maximize" and 0 <= told["methods"][0]["runs"][0]["score"] <= 1
+        tune(*overrides)  # without end tasks
+    overrides += ["endtask=texts", f"endtask.root={tmp_path}", "endtask.epochs=1", "endtask.seeds=[0]"]
+    tune(*overrides, n_trials=2, n_jobs=1, killed_at=2)
+    assert set(splits) == {"train", "dev"}
+    tune(*overrides, n_trials=2, n_jobs=1)
+    assert "test" in splits
+    tuning = read_tuning(tmp_path / "outputs/tuned/tuning.json")
+    assert tuning["direction"] == "maximize" and 0 <= tuning["methods"][0]["runs"][0]["score"] <= 1
 
 
-def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched(tune):
-    given = ["method=ewc,kd", "mask=none,migu", "optim.lr=tag(log,interval(1e-4,1e-2))"]
-    found, runs = tune(*given, "seed=0,1", "order=1", run=False)
-    labels = [f"{method} mask={mask}" for method in ("ewc", "kd") for mask in ("none", "migu")]
-    assert [each.label for each in found] == labels
-    assert list(found[1].space) == ["method.strength", "mask.migu.threshold", "optim.lr"]
-    assert found[0].defaults == {"method.strength": 500.0, "optim.lr": 2e-3}
+def test_candidates_are_the_choices_of_groups_and_what_is_given_is_not_searched():
+    candidates, runs = read_candidates(
+        "method=ewc,kd", "mask=none,migu", "optim.lr=tag(log,interval(1e-4,1e-2))", "seed=0,1", "order=1"
+    )
+    labels = [candidate.label for candidate in candidates]
+    assert labels == ["ewc mask=none", "ewc mask=migu", "kd mask=none", "kd mask=migu"]
+    ewc, ewc_with_mask = candidates[:2]
+    assert list(ewc_with_mask.space) == ["method.strength", "mask.migu.threshold", "optim.lr"]
+    assert ewc.defaults == {"method.strength": 500.0, "optim.lr": 2e-3}
     assert runs == [["seed=0", "seed=1"]]
-    assert found[0].overrides == ["order=1", "method=ewc", "mask=none"]
-    (derpp,), _ = tune("method=choice(derpp)", "method.alpha=choice(0.3)", run=False)
+    assert ewc.overrides == ["order=1", "method=ewc", "mask=none"]
+
+    # A value that is given is no part of the space; the space itself can be given, too.
+    derpp = read_candidate("method=choice(derpp)", "method.alpha=choice(0.3)")
     assert list(derpp.space) == ["method.beta"] and "method.alpha=0.3" in derpp.overrides
-    (ewc,), _ = tune("method=ewc", "method.strength=7", run=False)
-    assert ewc.space == {}
-    (ewc,), _ = tune("method=ewc", "method.search.strength=choice(1,500.0,7)", run=False)
+    assert read_candidate("method=ewc", "method.strength=7").space == {}
+    ewc = read_candidate("method=ewc", "method.search.strength=choice(1,500.0,7)")
     assert ewc.defaults == {"method.strength": "500.0"}
-    (ewc,), _ = tune("method=ewc", "method.search.strength=[1,10]", run=False)
+    ewc = read_candidate("method=ewc", "method.search.strength=[1,10]")
     assert ewc.space["method.strength"].get_value_string() == "interval(1,10)"
-    wrong = {"method.search.strength=7": "Allowed: [low, high]", "domains.score_on=valid": "searches use"}
-    for line, why in wrong.items():
-        with pytest.raises(ValueError, match=f"{re.escape(line)} is invalid.*{re.escape(why)}"):
-            tune("method=ewc", line, run=False)
+    for override, reason in (
+        ("method.search.strength=7", "Allowed: [low, high]"),
+        ("domains.score_on=valid", "searches use"),
+    ):
+        with pytest.raises(ValueError, match=f"{re.escape(override)} is invalid.*{re.escape(reason)}"):
+            read_candidate("method=ewc", override)
 
 
 def test_every_space_is_of_options_of_its_method_and_has_its_default(composed):
@@ -376,58 +456,94 @@ def test_every_space_is_of_options_of_its_method_and_has_its_default(composed):
         assert space or not tunable, path.stem
 
 
-def trial(number, value, score, flops=10):
-    return Trial(number, [f"method.strength={value}"], score, flops)
+def make_trial(number, strength, score, flops=10):
+    return Trial(number, [f"method.strength={strength}"], score, flops)
+
+
+def read_rows(text, num_methods):
+    """The cells of a printed table, by method."""
+    rows = {}
+    for line in text.splitlines()[1 : 1 + num_methods]:
+        name, *cells = line.split()
+        rows[name] = cells
+    return rows
 
 
 def test_equal_compute_is_the_best_of_the_first_trials_within_the_cheapest_search(tmp_path):
     runs = [FinalRun("a", 30.0, 0.1, 1000, 50), FinalRun("b", 32.0, 0.3, 1000, 50)]
-    ewc = [trial(0, 500.0, 40.0), trial(1, 70.5, 39.0), trial(2, 9.25, 41.0)]
-    das = [trial(0, 1.0, 35.0, 25), trial(1, 0.1, 34.0, 25), trial(2, 3.0, math.inf, 5)]
+    ncl = TunedMethod(name="ncl", space={}, default={}, trials=[], runs=runs[:1])
     space = {"method.strength": "tag(log,interval(1,1000))"}
-    methods = [
-        TunedMethod(name="ncl", space={}, default={}, trials=[], runs=runs[:1]),
-        TunedMethod(name="ewc", space=space, default={"method.strength": "500"}, trials=ewc, runs=runs),
-        TunedMethod(name="das", space=space, default={"method.strength": "1"}, trials=das, runs=runs),
-    ]
-    text = write_tuning(methods, tmp_path / "tuning", "LC.perplexity", "minimize", 3)
-    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:4]}
+    ewc = TunedMethod(
+        name="ewc",
+        space=space,
+        default={"method.strength": "500"},
+        trials=[make_trial(0, 500.0, 40.0), make_trial(1, 70.5, 39.0), make_trial(2, 9.25, 41.0)],
+        runs=runs,
+    )
+    das = TunedMethod(
+        name="das",
+        space=space,
+        default={"method.strength": "1"},
+        trials=[
+            make_trial(0, 1.0, 35.0, flops=25),
+            make_trial(1, 0.1, 34.0, flops=25),
+            make_trial(2, 3.0, math.inf, flops=5),
+        ],
+        runs=runs,
+    )
+    text = write_tuning([ncl, ewc, das], tmp_path / "tuning", "LC.perplexity", "minimize", 3)
+    rows = read_rows(text, 3)
     assert rows["ncl"] == ["–", "–", "–", "–", "–", "30.00", "0.1000"]
     assert rows["ewc"][:5] == ["strength=70.5", "strength=70.5", "3", "40.00", "39.00"]
     assert rows["ewc"][5:] == ["31.00", "±", "1.41", "0.2000", "±", "0.1414"]
-    assert rows["das"][:5] == ["strength=0.1", "strength=1", "2", "35.00", "34.00"]  # 25 of 30 operations
-    told = json.loads((tmp_path / "tuning.json").read_text(), parse_constant=pytest.fail)
-    assert told["equal_compute_flops"] == 30 and told["methods"][2]["trials"][2]["score"] is None
-    assert {"tuning.tex", "tuning.md", "tuning-searches.png"} < {each.name for each in tmp_path.iterdir()}
-    most = write_tuning(methods[1:2], tmp_path / "most", "LC.perplexity", "maximize", 3)
-    assert most.splitlines()[1].split()[1] == "strength=9.25"
+    # Within the 30 operations of ewc's search, das has one trial.
+    assert rows["das"][:5] == ["strength=0.1", "strength=1", "2", "35.00", "34.00"]
+
+    tuning = read_tuning(tmp_path / "tuning.json")
+    assert tuning["equal_compute_flops"] == 30
+    assert tuning["methods"][2]["trials"][2]["score"] is None
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"tuning.tex", "tuning.md", "tuning-searches.png"} < files
+    text = write_tuning([ewc], tmp_path / "most", "LC.perplexity", "maximize", 3)
+    assert read_rows(text, 1)["ewc"][0] == "strength=9.25"
 
 
 def test_a_mean_over_fewer_final_runs_than_planned_is_marked_and_its_method_named(tmp_path):
-    runs = [FinalRun(str(i), 30.0 + i, 0.1 * i if i else None, 1000, 50) for i in range(3)]
-    methods = [
-        TunedMethod(name=name, space={}, default={}, trials=[], runs=runs[:count], num_planned=3)
-        for name, count in (("ncl", 3), ("kd", 2), ("das", 0))
+    runs = [
+        FinalRun("0", 30.0, None, 1000, 50),  # without forgetting
+        FinalRun("1", 31.0, 0.1, 1000, 50),
+        FinalRun("2", 32.0, 0.2, 1000, 50),
     ]
-    lines = write_tuning(methods, tmp_path / "tuning", "LC.perplexity", "minimize", 3).splitlines()
-    rows = {line.split()[0]: line for line in lines[1:4]}
-    assert rows["ncl"].endswith("31.00 ± 1.00  0.1500 ± 0.0707 (2)")  # a run without forgetting
-    assert "30.50 ± 0.71 (2)" in rows["kd"] and rows["kd"].endswith("0.1000 (1)")
-    assert rows["das"].split()[-2:] == ["–", "–"]
-    text = "\n".join(lines)
-    assert (
-        "over 0 to 3 runs." in text and "Missing final runs, which failed: kd (1 of 3), das (3 of 3)" in text
-    )
-    stored = json.loads((tmp_path / "tuning.json").read_text())["methods"]
-    assert [(len(each["runs"]), each["num_planned"]) for each in stored] == [(3, 3), (2, 3), (0, 3)]
-    whole = write_tuning(methods[:1], tmp_path / "whole", "LC.perplexity", "minimize", 3)
-    assert "over 3 runs each." in whole and "Missing" not in whole
+    methods = [
+        TunedMethod(name=name, space={}, default={}, trials=[], runs=runs[:num_runs], num_planned=3)
+        for name, num_runs in (("ncl", 3), ("kd", 2), ("das", 0))
+    ]
+    text = write_tuning(methods, tmp_path / "tuning", "LC.perplexity", "minimize", 3)
+    ncl, kd, das = text.splitlines()[1:4]
+    assert ncl.startswith("ncl") and ncl.endswith("31.00 ± 1.00  0.1500 ± 0.0707 (2)")
+    assert kd.startswith("kd") and "30.50 ± 0.71 (2)" in kd and kd.endswith("0.1000 (1)")
+    assert das.startswith("das") and das.split()[-2:] == ["–", "–"]
+    assert "over 0 to 3 runs." in text
+    assert "Missing final runs, which failed: kd (1 of 3), das (3 of 3)" in text
+    stored = read_tuning(tmp_path / "tuning.json")["methods"]
+    counts = [(len(method["runs"]), method["num_planned"]) for method in stored]
+    assert counts == [(3, 3), (2, 3), (0, 3)]
+
+    text = write_tuning(methods[:1], tmp_path / "complete", "LC.perplexity", "minimize", 3)
+    assert "over 3 runs each." in text and "Missing" not in text
 
 
 def test_the_program_is_a_sweep_of_run_py():
     command = build_command(["method=ewc", "--budget", "4", "--seeds", "2", "name=tuned"])
-    assert command[1:3] == ["-m", "cpt"] and command[-1] == "--multirun"
-    own = ["hydra/sweeper=tune", "hydra.sweeper.n_trials=4", "seed=0,1"]  # behind a flag that may come first
-    assert command[3:-1] == ["method=ewc", "name=tuned", *own]
+    assert command[1:3] == ["-m", "cpt"]
+    # What tuning adds stands behind the arguments, the first of which may be a flag of Hydra.
+    assert command[3:] == [
+        "method=ewc",
+        "name=tuned",
+        "hydra/sweeper=tune",
+        "hydra.sweeper.n_trials=4",
+        "seed=0,1",
+        "--multirun",
+    ]
     with pytest.raises(SystemExit, match="2"):
         build_command(["--seeds", "2", "seed=1"])
