@@ -34,7 +34,7 @@ def tokenizer(request):
 
 
 @pytest.fixture
-def chatting():
+def chat_tokenizer():
     tokenizer = STYLES["opened"]()
     tokenizer.chat_template = CHATML
     return tokenizer
@@ -121,42 +121,42 @@ def test_tokens_that_run_into_each_other_are_told_apart(monkeypatch):
 
 
 @pytest.mark.parametrize("scored_turns", ["all", "last"])
-def test_the_assistant_alone_is_marked_in_a_chat(chatting, scored_turns):
+def test_the_assistant_alone_is_marked_in_a_chat(chat_tokenizer, scored_turns):
     example = chat()
-    encode = encoder(chatting, scored_turns=scored_turns, length=4000)
-    row = encode.encode(example)
+    example_encoder = encoder(chat_tokenizer, scored_turns=scored_turns, length=4000)
+    row = example_encoder.encode(example)
     answers = [turn.content for turn in example.turns if turn.role == "assistant"]
     expected = answers if scored_turns == "all" else answers[-1:]
-    text = chatting.decode(answer_ids(row), clean_up_tokenization_spaces=False)
+    text = chat_tokenizer.decode(answer_ids(row), clean_up_tokenization_spaces=False)
     assert text == "".join(f"{content}</s>" for content in expected)
 
     # The prompt ends where the last answer begins.
     num_last = row.answer[::-1].index(False)
-    assert encode.prompt(example).ids == row.ids[: len(row.ids) - num_last]
-    chatting.chat_template = MARKED
-    assert encoder(chatting, scored_turns=scored_turns, length=4000).encode(example) == row
+    assert example_encoder.prompt(example).ids == row.ids[: len(row.ids) - num_last]
+    chat_tokenizer.chat_template = MARKED
+    assert encoder(chat_tokenizer, scored_turns=scored_turns, length=4000).encode(example) == row
 
 
-def test_a_chat_that_cannot_be_rendered_is_refused_by_its_id(chatting):
-    chatting.chat_template = None
+def test_a_chat_that_cannot_be_rendered_is_refused_by_its_id(chat_tokenizer):
+    chat_tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template.* chat-0"):
-        encoder(chatting).encode(chat())
+        encoder(chat_tokenizer).encode(chat())
     with pytest.raises(ValueError, match="example chat-0 is a chat, which a model with two stacks"):
-        encoder(chatting, seq2seq=True).encode(chat())
-    chatting.chat_template = CHATML
+        encoder(chat_tokenizer, seq2seq=True).encode(chat())
+    chat_tokenizer.chat_template = CHATML
     with pytest.raises(ValueError, match="example chat-0 begins with the assistant"):
-        encoder(chatting).encode(replace(chat(), turns=(Turn("assistant", "yes"),)))
+        encoder(chat_tokenizer).encode(replace(chat(), turns=(Turn("assistant", "yes"),)))
 
 
-def test_a_long_chat_loses_its_oldest_exchanges_and_ends_in_its_answer(chatting):
+def test_a_long_chat_loses_its_oldest_exchanges_and_ends_in_its_answer(chat_tokenizer):
     for example in (chat(exchanges=6), chat(exchanges=1, words=(40, 50))):
-        full = encoder(chatting, length=4000).encode(example)
+        full = encoder(chat_tokenizer, length=4000).encode(example)
         has_one_exchange = len(example.turns) == 3
         # A single exchange cannot be left out: its question is cut.
         length = len(full.ids) - 30 if has_one_exchange else len(full.ids) // 2
-        row = encoder(chatting, length=length).encode(example)
+        row = encoder(chat_tokenizer, length=length).encode(example)
         assert row.cut == len(full.ids) - len(row.ids) > 0
-        text = chatting.decode(row.ids, clean_up_tokenization_spaces=False)
+        text = chat_tokenizer.decode(row.ids, clean_up_tokenization_spaces=False)
         assert text.endswith(f"{example.target}</s>")
         if not has_one_exchange:
             assert example.turns[0].content in text
@@ -171,7 +171,7 @@ def spell_tokens(tokenizer, ids):
 @pytest.mark.parametrize("kind", KINDS)
 def test_questions_answers_and_choices_do_not_inject_special_tokens(kind, seq2seq, tmp_path):
     tokenizer = KINDS[kind](tmp_path / "v")
-    encode = encoder(tokenizer, truncate="released", seq2seq=seq2seq)
+    example_encoder = encoder(tokenizer, truncate="released", seq2seq=seq2seq)
     control = TextEncoder(tokenizer, "split").control_ids
     end = tokenizer.eos_token or tokenizer.sep_token
     if not tokenizer.eos_token:
@@ -180,9 +180,9 @@ def test_questions_answers_and_choices_do_not_inject_special_tokens(kind, seq2se
     def list_control_ids(text):
         """Those of the row, the choices and the right answer, where `text` is in each text."""
         example = Example("e", f"red {text} q", f"red {text}", "colors", (f"a {text}", f"red {text}"))
-        prompt = encode.prompt(example)
+        prompt = example_encoder.prompt(example)
         control_ids = []
-        for ids in (encode.encode(example).ids, prompt.ids, *prompt.choices, prompt.reference):
+        for ids in (example_encoder.encode(example).ids, prompt.ids, *prompt.choices, prompt.reference):
             control_ids.append([token for token in ids if token in control])
         return control_ids
 
@@ -195,10 +195,10 @@ def test_answers_of_slow_tokenizers_have_added_words_and_no_special_tokens():
     tokenizer.add_tokens(["benzol"])
     word = tokenizer.convert_tokens_to_ids("benzol")
     for seq2seq in (False, True):
-        encode = encoder(tokenizer, truncate="released", seq2seq=seq2seq)
+        example_encoder = encoder(tokenizer, truncate="released", seq2seq=seq2seq)
         example = Example("e", "is it benzol?</s>", "a benzol </s>", "yes", ("benzol", "no"))
-        prompt = encode.prompt(example)
-        row = encode.encode(example)
+        prompt = example_encoder.prompt(example)
+        row = example_encoder.encode(example)
         assert prompt.ids.count(word) == 1 == prompt.reference.count(word) == prompt.choices[0].count(word)
         assert row.ids.count(word) == 2
         assert prompt.reference.count(tokenizer.eos_token_id) == 1

@@ -203,12 +203,15 @@ def test_what_an_earlier_start_has_in_the_queue_is_found(submitted, tmp_path):
     assert log.latest() == {}
     jobs = [submitted(number).job for number in range(6)]
 
-    def entry(number, *, overrides=None, folder="/work", cluster="slurm", job=None):
+    def make_submission(number, *, overrides=None, folder="/work", cluster="slurm", job=None):
         overrides = overrides or (f"x={number}",)
         return Submission(f"run-{number}", overrides, cluster, job or f"38_{number}", folder)
 
-    log.append([entry(0, job="12"), entry(0), entry(1), entry(2, overrides=("x=2", "y=1"))])
-    log.append([entry(3, folder="/elsewhere"), entry(4, cluster="local"), entry(5)])
+    earlier = make_submission(0, job="12")  # of the same job: the last submission counts
+    with_other_options = make_submission(2, overrides=("x=2", "y=1"))
+    log.append([earlier, make_submission(0), make_submission(1), with_other_options])
+    elsewhere = make_submission(3, folder="/elsewhere")
+    log.append([elsewhere, make_submission(4, cluster="local"), make_submission(5)])
     # The last line is that of a start which was killed while it wrote.
     with log.path.open("a") as file:
         file.write('{"run": "run-5", "job": "99')
@@ -224,7 +227,7 @@ def test_what_an_earlier_start_has_in_the_queue_is_found(submitted, tmp_path):
 
 
 @pytest.fixture
-def programs(tmp_path, monkeypatch):
+def write_program(tmp_path, monkeypatch):
     """Stands for SLURM's programs: shell scripts first on the path."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -237,20 +240,20 @@ def programs(tmp_path, monkeypatch):
     return write
 
 
-def test_slurm_is_asked_by_squeue_sacct_and_scontrol(programs):
-    programs("squeue", "echo '38_0|RUNNING|/home/a|b'; echo '41|PENDING|/home'")
-    programs("sacct", "exit 1")  # no accounting
-    programs(
+def test_slurm_is_asked_by_squeue_sacct_and_scontrol(write_program):
+    write_program("squeue", "echo '38_0|RUNNING|/home/a|b'; echo '41|PENDING|/home'")
+    write_program("sacct", "exit 1")  # no accounting
+    write_program(
         "scontrol",
         "echo 'JobId=5 ArrayJobId=5 JobState=NODE_FAIL Reason=None'; echo 'JobId=6 JobState=RUNNING'",
     )
     queue = SlurmQueue()
     assert queue.active() == {"38_0": ("RUNNING", "/home/a|b"), "41": ("PENDING", "/home")}
     assert queue.final_state("38_0") == "NODE_FAIL"
-    programs("sacct", "echo 'CANCELLED by 1000'")
+    write_program("sacct", "echo 'CANCELLED by 1000'")
     assert queue.final_state("38_0") == "CANCELLED"
     for name in ("sacct", "scontrol", "squeue"):
-        programs(name, "echo error >&2; exit 1")
+        write_program(name, "echo error >&2; exit 1")
     assert queue.final_state("38_0") == "" and queue.active() is None
     assert queue.cancel_command(["38_0", "38_1", "41"]) == "scancel 38 41"
     assert parse_job("") == {}
@@ -268,7 +271,7 @@ time.sleep(30)
 
 
 @pytest.fixture
-def task(tmp_path, monkeypatch):
+def run_task(tmp_path, monkeypatch):
     """Calls a task to which a scheduler sends a signal as soon as its run is ready."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
@@ -295,7 +298,7 @@ def task(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("state", "requeues", "end"),
+    ("state", "requeue_exit", "end"),  # None: it is queued again, and leaves no result
     [
         ("RUNNING", "exit 0", None),  # preempted, with time to spare
         ("RUNNING", "exit 1", JobEnd(GO_ON, 0)),  # the cluster queues no job again
@@ -305,29 +308,29 @@ def task(tmp_path, monkeypatch):
     ],
 )
 def test_a_preempted_job_is_queued_again_and_a_cancelled_one_is_not(
-    task, programs, tmp_path, state, requeues, end
+    run_task, write_program, tmp_path, state, requeue_exit, end
 ):
-    requeue = f'echo "$2" >> {tmp_path}/requeued; {requeues}'
+    requeue = f'echo "$2" >> {tmp_path}/requeued; {requeue_exit}'
     show = f"echo JobId=5 JobState={state}" if state else "exit 1"
-    programs("scontrol", f'if [ "$1" = requeue ]; then {requeue}; else {show}; fi')
+    write_program("scontrol", f'if [ "$1" = requeue ]; then {requeue}; else {show}; fi')
     if end is None:
         with pytest.raises(SystemExit):
-            task()
+            run_task()
     else:
-        assert task() == end
+        assert run_task() == end
 
     # One signal reaches the run, however many come.
     assert (tmp_path / "console.log").read_text() == "saved\n"
     assert (tmp_path / "requeued").exists() == (state == "RUNNING")
 
 
-def test_too_many_time_limits_are_no_failure(task):
+def test_too_many_time_limits_are_no_failure(run_task):
     def refuse(*_):  # submitit's handler of its last warning
         raise submitit.core.utils.UncompletedJobError("Job not requeued because: timed-out too many times.")
 
     previous_handler = signal.signal(signal.SIGUSR2, refuse)
     try:
-        end = task(number=signal.SIGUSR2, times=1)
+        end = run_task(number=signal.SIGUSR2, times=1)
     finally:
         signal.signal(signal.SIGUSR2, previous_handler)
     assert end.code == GO_ON and "hydra.launcher.max_num_timeout" in end.stopped
@@ -360,7 +363,7 @@ class FakeExecutor:
 
 
 @pytest.fixture
-def swept(tmp_path, monkeypatch):
+def run_sweep(tmp_path, monkeypatch):
     """A launcher whose sweep has so many jobs, without a config of their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "job_command", lambda config: ["run.py"])
@@ -383,9 +386,11 @@ def swept(tmp_path, monkeypatch):
     return run
 
 
-def test_many_jobs_are_arrays_that_slurm_takes_and_a_refused_array_fails_alone(swept, monkeypatch, tmp_path):
+def test_many_jobs_are_arrays_that_slurm_takes_and_a_refused_array_fails_alone(
+    run_sweep, monkeypatch, tmp_path
+):
     monkeypatch.setattr(launcher, "ARRAY", 80)
-    jobs, executor = swept(200, refuses={3})
+    jobs, executor = run_sweep(200, refuses={3})
     assert executor.arrays == [80, 80, 40]
     assert [job.state for job in jobs] == ["finished"] * 160 + ["failed"] * 40
     assert jobs[199].failure() == "failed (refused): sbatch: error: Batch job submission failed: Invalid"
@@ -393,17 +398,17 @@ def test_many_jobs_are_arrays_that_slurm_takes_and_a_refused_array_fails_alone(s
     assert len(recorded) == 160 and json.loads(recorded[81])["job"] == "2_1"
 
 
-def test_what_sbatch_refuses_at_once_is_one_line_with_the_options_that_ask(swept):
+def test_what_sbatch_refuses_at_once_is_one_line_with_the_options_that_ask(run_sweep):
     message = (
         r"sbatch: error: .* Invalid\. Allowed: .*gpus_per_node \(is 1\); without GPUs hydra.launcher.gpus_per"
     )
     with pytest.raises(ValueError, match=message):
-        swept(3, refuses={1})
+        run_sweep(3, refuses={1})
 
 
-def test_options_are_checked_and_requeue_is_an_option_of_sbatch(programs, tmp_path):
-    programs("srun", "exit 1")
-    programs("sbatch", "exit 1")
+def test_options_are_checked_and_requeue_is_an_option_of_sbatch(write_program, tmp_path):
+    write_program("srun", "exit 1")
+    write_program("sbatch", "exit 1")
 
     def write_script(**options):
         """The file that sbatch gets."""
@@ -473,7 +478,7 @@ open("outputs/default/" + folder + "/scores.json", "w").write('{"run": {"finishe
 
 
 @pytest.fixture
-def local(small, corpora, cache, tmp_path, monkeypatch):
+def launch_locally(small, corpora, cache, tmp_path, monkeypatch):
     """Launches a sweep by submitit's executor on this machine, whose jobs do what TASK says."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["run.py"])
@@ -503,9 +508,9 @@ def local(small, corpora, cache, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_sweep_by_submitit_on_this_machine(local, capsys, tmp_path):
+def test_a_sweep_by_submitit_on_this_machine(launch_locally, capsys, tmp_path):
     with pytest.raises(SystemExit) as system_exit:
-        local("seed=2", "seed=3")
+        launch_locally("seed=2", "seed=3")
     assert system_exit.value.code == 1
     assert "1 of 2 jobs failed: #1 seed=3" in capsys.readouterr().err
     names = {path.name for path in (tmp_path / "outputs" / "default").iterdir()}
@@ -514,12 +519,13 @@ def test_a_sweep_by_submitit_on_this_machine(local, capsys, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its process
-def test_jobs_of_a_submitter_that_died_are_waited_for(local, tmp_path, monkeypatch, caplog):
+def test_jobs_of_a_submitter_that_died_are_waited_for(launch_locally, tmp_path, monkeypatch, caplog):
     """As after kill -9: the second start finds them in the queue and submits nothing."""
     caplog.set_level("INFO")
+    # The first start submits a job, and dies before it waits.
     monkeypatch.setattr(Collector, "wait", lambda self: None)
     with pytest.raises(SystemExit):
-        local("seed=4")
+        launch_locally("seed=4")
 
     # The second start: a job takes a minute, so that its end is not waited for.
     def end_jobs(self):
@@ -533,7 +539,7 @@ def test_jobs_of_a_submitter_that_died_are_waited_for(local, tmp_path, monkeypat
     (job,) = LocalQueue().active()
     monkeypatch.setattr(Collector, "wait", end_jobs)
     with pytest.raises(SystemExit) as system_exit:
-        local("seed=4")
+        launch_locally("seed=4")
     assert system_exit.value.code == GO_ON
     assert any(f"submitted before ({job})" in message for message in caplog.messages)
     os.kill(int(job), signal.SIGTERM)

@@ -69,7 +69,7 @@ class Sweep:
         """All overrides of jobs, given those of each on a line."""
         return [[*self.shared, *line.split()] for line in lines]
 
-    def launched(self, launcher, *lines, sweeper="hydra_plugins.cpt.OptunaSweeper"):
+    def launch(self, launcher, *lines, sweeper="hydra_plugins.cpt.OptunaSweeper"):
         with open_dict(self.config):
             self.config.hydra.sweeper._target_ = sweeper
         launcher.setup(hydra_context=self.context, task_function=None, config=self.config)
@@ -178,12 +178,12 @@ def test_submitit_gets_the_error_of_a_job_and_other_launchers_a_line(sweep, monk
 def test_finished_runs_are_known_without_a_process(sweep, finished_run, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", lambda *args, **options: pytest.fail("a process"))
     launcher = ProcessLauncher(jobs=None, threads=None)
-    (returned,) = sweep.launched(launcher, "seed=1", sweeper=BASIC_SWEEPER)
+    (result,) = sweep.launch(launcher, "seed=1", sweeper=BASIC_SWEEPER)
     scores = json.loads((finished_run / "scores.json").read_text())
-    assert (returned.status, returned.return_value) == (JobStatus.COMPLETED, scores["optimized_metric"])
+    assert (result.status, result.return_value) == (JobStatus.COMPLETED, scores["optimized_metric"])
     # Another objective is no other run: it is computed from what was measured.
-    (returned,) = sweep.launched(launcher, "seed=1 optimized_metric=FG.nats")
-    assert returned.return_value == scores["metrics"]["FG"]["nats"]
+    (result,) = sweep.launch(launcher, "seed=1 optimized_metric=FG.nats")
+    assert result.return_value == scores["metrics"]["FG"]["nats"]
 
 
 def test_what_is_not_finished_gets_its_process(sweep, finished_run):
@@ -254,9 +254,9 @@ def cluster(monkeypatch, tmp_path):
 @pytest.mark.parametrize("through", ["cluster", "processes"])
 def test_a_job_is_the_command_that_it_would_be_alone(sweep, cluster, tmp_path, through):
     launcher = cluster if through == "cluster" else ProcessLauncher(jobs=1, threads=None)
-    returned = sweep.launched(launcher, "seed=2", "seed=3", "seed=2")
-    assert [result.status.name for result in returned] == ["COMPLETED", "FAILED", "COMPLETED"]
-    assert str(returned[1]._return_value) == "#1 seed=3: failed (exit 1): cpt: no"
+    results = sweep.launch(launcher, "seed=2", "seed=3", "seed=2")
+    assert [result.status.name for result in results] == ["COMPLETED", "FAILED", "COMPLETED"]
+    assert str(results[1]._return_value) == "#1 seed=3: failed (exit 1): cpt: no"
     lines = (tmp_path / "seen").read_text().splitlines()
     jobs = sweep.jobs("seed=2", "seed=3")
     assert lines == [" ".join([*job.arguments, "hydra.mode=RUN"]) for job in jobs]
@@ -267,30 +267,32 @@ def test_a_job_is_the_command_that_it_would_be_alone(sweep, cluster, tmp_path, t
 @pytest.mark.parametrize(("seed", "code", "ending"), [(3, 1, "failed"), (4, GO_ON, "were preempted")])
 def test_a_preempted_job_is_neither_finished_nor_failed(sweep, cluster, capsys, seed, code, ending):
     with pytest.raises(SystemExit) as end:
-        sweep.launched(cluster, "seed=2", f"seed={seed}", sweeper=BASIC_SWEEPER)
+        sweep.launch(cluster, "seed=2", f"seed={seed}", sweeper=BASIC_SWEEPER)
     assert end.value.code == code
     assert capsys.readouterr().err.startswith(f"cpt: 1 of 2 jobs {ending}: #1 seed={seed}")
 
 
 def test_a_job_that_ends_well_without_a_finished_run_or_cannot_start_has_failed(sweep, cluster, monkeypatch):
-    (returned,) = sweep.launched(cluster, "seed=5")
-    assert returned.status is JobStatus.FAILED
-    assert "scores.json in its folder is not that of a finished run" in str(returned._return_value)
+    (result,) = sweep.launch(cluster, "seed=5")
+    assert result.status is JobStatus.FAILED
+    assert "scores.json in its folder is not that of a finished run" in str(result._return_value)
     monkeypatch.setattr("cpt.sweeps.launcher.job_command", lambda config: ["no such program"])
-    (returned,) = sweep.launched(cluster, "seed=2")
-    assert "failed (lost): [Errno 2] No such file" in str(returned._return_value)
+    (result,) = sweep.launch(cluster, "seed=2")
+    assert "failed (lost): [Errno 2] No such file" in str(result._return_value)
 
 
 def test_finished_runs_are_not_submitted_and_stay_so_where_a_job_is_lost(
     sweep, finished_run, cluster, tmp_path, monkeypatch
 ):
-    returned = sweep.launched(cluster, "seed=2", "seed=1")
-    assert len((tmp_path / "seen").read_text().splitlines()) == 1 and returned[1].return_value > 0
+    results = sweep.launch(cluster, "seed=2", "seed=1")
+    # One job was submitted, "seed=1" is finished.
+    assert len((tmp_path / "seen").read_text().splitlines()) == 1 and results[1].return_value > 0
+
     monkeypatch.setattr(Cluster, "lost", True)
     monkeypatch.setattr("cpt.sweeps.jobs.is_finished_already", lambda cfg, folder: False)
-    returned = sweep.launched(cluster, "seed=1", "seed=6")
-    assert returned[0].status is JobStatus.COMPLETED
-    assert str(returned[1]._return_value) == "#1 seed=6: failed (lost): a node died"
+    results = sweep.launch(cluster, "seed=1", "seed=6")
+    assert results[0].status is JobStatus.COMPLETED
+    assert str(results[1]._return_value) == "#1 seed=6: failed (lost): a node died"
 
 
 SAVER = """
@@ -432,7 +434,8 @@ def test_jobs_end_with_their_sweep(number, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
+def nvidia_smi(monkeypatch, tmp_path):
+    """Where a machine of 8 cores has the program that lists its GPUs; a test writes it."""
     monkeypatch.setattr("cpt.sweeps.jobs.cores", lambda: 8)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY"):
@@ -447,10 +450,10 @@ def read_variable(name, num_jobs, *, jobs=None, threads=None, waiting=None, **tr
     return [environment.get(name) for environment in environments]
 
 
-def test_gpus_are_divided(machine, monkeypatch):
+def test_gpus_are_divided(nvidia_smi, monkeypatch):
     lines = [f"echo 'GPU {number}: X (UUID: GPU-{number})'\n" for number in range(4)]
-    machine.write_text("#!/bin/sh\n" + "".join(lines))
-    machine.chmod(0o755)
+    nvidia_smi.write_text("#!/bin/sh\n" + "".join(lines))
+    nvidia_smi.chmod(0o755)
     gpus = partial(read_variable, "CUDA_VISIBLE_DEVICES", 9)
     assert gpus(devices=1) == ["0", "1", "2", "3"] and gpus(devices=2) == ["0,1", "2,3"]
     assert gpus(devices=3) == ["0,1,2"]
@@ -466,9 +469,9 @@ def test_gpus_are_divided(machine, monkeypatch):
     assert visible_gpus() == []
 
 
-def test_cores_are_divided_and_threads_that_the_user_has_set_stay(machine, monkeypatch):
-    machine.write_text("#!/bin/sh\n")
-    machine.chmod(0o755)
+def test_cores_are_divided_and_threads_that_the_user_has_set_stay(nvidia_smi, monkeypatch):
+    nvidia_smi.write_text("#!/bin/sh\n")
+    nvidia_smi.chmod(0o755)
     threads = partial(read_variable, "OMP_NUM_THREADS")
     assert threads(9, devices=1) == ["1"] * 8 and threads(3, devices=1) == ["2"] * 3
     assert threads(9, devices=2) == ["1"] * 4 and threads(9, devices=1, jobs=2) == ["4"] * 2
