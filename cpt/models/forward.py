@@ -121,8 +121,8 @@ def check_dropout(model: nn.Module, rate: float | None, *, option: str, alternat
     """Raises ValueError if two passes in train mode with dropout at a `rate` could not differ; `alternative`
     is the setting with which nobody needs that they do."""
     rates = [module_rate for *_, module_rate in find_dropout(model)]
-    drops = any(rates) if rate is None else bool(rates and rate)
-    if not drops:
+    has_dropout = any(rates) if rate is None else bool(rates and rate)
+    if not has_dropout:
         remedy = f"{option} above 0" if rates else "another model"
         raise InvalidOptionError(
             f"method.{option}",

@@ -126,7 +126,7 @@ def compare_weights(
     """What transformers would report on loading: nothing is loaded, all tensors are on the meta device.
     Raises ValueError for tensors that do not combine into those of the model."""
     try:
-        model, loading = model_class.from_pretrained(
+        model, loading_info = model_class.from_pretrained(
             None,
             config=config,
             state_dict=dict(stored.tensors),
@@ -147,8 +147,10 @@ def compare_weights(
     # A buffer that is not stored, like a table of positions, is computed by its module. Of tied parameters,
     # the first name stands for all, as in `loading.outside_body`.
     parameters = {name for name, _ in model.named_parameters()}
-    missing = sorted(name for name in loading["missing_keys"] if name in parameters)
-    return WeightsReport(missing, sorted(loading["unexpected_keys"]), sorted(loading["mismatched_keys"]))
+    missing = sorted(name for name in loading_info["missing_keys"] if name in parameters)
+    return WeightsReport(
+        missing, sorted(loading_info["unexpected_keys"]), sorted(loading_info["mismatched_keys"])
+    )
 
 
 def check_report(
