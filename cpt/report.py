@@ -89,7 +89,8 @@ def compare_folders(options: argparse.Namespace) -> int:
         by_order=options.by == "order",
         baseline=options.baseline or BASELINE,
     )
-    check_baseline(options.baseline, sections)
+    check_baseline(options.baseline, sections)  # before anything is written
+
     if options.figures:
         code = export_figures(finished, sections, options.figures)
         problems = list(runs.damaged)
@@ -98,6 +99,7 @@ def compare_folders(options: argparse.Namespace) -> int:
         print_errors(problems)
         return code or int(bool(problems))
 
+    # The page of runs of which none has finished says which there are, and how far.
     heading = []
     if len(sections) > 1:
         heading.append(Block(lines=[LEGENDS["sections"].format(count=len(sections))]))

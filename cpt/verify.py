@@ -40,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         names = ", ".join(map(str, folders))
         print(f"cpt: {names} is invalid: no run and no cache below it. Allowed: {allowed}", file=sys.stderr)
         return 2
+
     num_damaged = 0
     for path in sorted(damage):
         for line in damage[path]:
@@ -56,16 +57,16 @@ def find_all_damage(folders: Sequence[Path]) -> dict[Path, list[str]]:
         for root, subfolders, files in os.walk(folder.resolve()):
             path = Path(root)
             if not {"config.yaml", "scores.json"}.isdisjoint(files):
-                damage[path] = list(damage_in_run(path))
+                damage[path] = list(find_damage_in_run(path))
             elif CACHED.fullmatch("/".join(path.parts[-2:])):
-                damage[path] = list(error_of(check_folder, path))
+                damage[path] = list(check_file(check_folder, path))
             else:
                 continue
-            subfolders.clear()
+            subfolders.clear()  # they have been checked with the folder
     return damage
 
 
-def damage_in_run(folder: Path) -> Iterator[str]:
+def find_damage_in_run(folder: Path) -> Iterator[str]:
     """A line for each damaged file of a run folder; of a finished run for each missing one, too."""
     run = RunDir(folder)
     read_table = partial(pq.read_table, page_checksum_verification=True)
@@ -86,7 +87,7 @@ def damage_in_run(folder: Path) -> Iterator[str]:
     }
     for pattern, check in checks.items():
         for path in sorted(folder.glob(pattern)):
-            yield from error_of(check, path)
+            yield from check_file(check, path)
 
 
 def check_scores(path: Path, run: RunDir) -> None:
@@ -101,6 +102,7 @@ def check_scores(path: Path, run: RunDir) -> None:
     missing = []
     has_stages = run.stage_path(last).parent.is_dir()  # else removed by cpt.clean
     if has_stages:
+        # Only the last stage is needed, unless all are kept; the base, of number 0, has no file.
         first = 1 if saves_all_stages else max(1, last)
         stages = [run.stage_path(number) for number in range(first, last + 1)]
         missing = [f"{stage} is missing; restore it from a backup" for stage in stages if not stage.exists()]
@@ -110,20 +112,25 @@ def check_scores(path: Path, run: RunDir) -> None:
 
 
 def check_folder(folder: Path) -> None:
+    """Raises ValueError where files of a folder differ from its checksums."""
     damage = list(find_damage(folder, read_checksums(folder), full=True))
     if damage:
         raise ValueError("; ".join(damage))
 
 
-def error_of(check: Callable[[Path], object], path: Path) -> Iterator[str]:
+def check_file(check: Callable[[Path], object], path: Path) -> Iterator[str]:
+    """The line for a file or folder in which a check finds damage: where, what, and what to do; else none."""
     try:
         check(path)
     except (ValueError, OSError, pa.ArrowException) as error:
         line = " ".join(str(error).split())
-        has_remedy = isinstance(error, PermissionError) or re.search("; (delete|restore|read|update) ", line)
-        remedy = "" if has_remedy else "; the same command rebuilds it"
         names_path = str(path.parent) in line
-        yield f"{line}{remedy}" if names_path else f"{path}: {line}{remedy}"
+
+        # Errors say themselves what to do where the same command does not help.
+        has_remedy = re.search("; (delete|restore|read|update) ", line) is not None
+        if not has_remedy and not isinstance(error, PermissionError):
+            line += "; the same command rebuilds it"
+        yield line if names_path else f"{path}: {line}"
 
 
 if __name__ == "__main__":

@@ -232,6 +232,7 @@ def readable(code: int = 1) -> Iterator[None]:
     except BrokenPipeError:  # cpt.core.output
         raise
     except Exception as error:
+        # In this order: a loader that the system killed for its memory is out of memory, not lost.
         is_foreseen = isinstance(error, FORESEEN)
         line = describe_oom(error) or describe_lost_loader(error) or describe_full_disk(error)
         if not line and is_foreseen:
@@ -239,6 +240,7 @@ def readable(code: int = 1) -> Iterator[None]:
         if not line or os.environ.get("HYDRA_FULL_ERROR"):
             raise
         print(f"cpt: {redact_text(line)}", file=sys.stderr, flush=True)
+
         # Another process holds the folder's lock: nothing has failed, and later the same command continues.
         if isinstance(error.__cause__, Timeout):
             code = GO_ON

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
+STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by the number of their file descriptor
 UNREAD = 128 + 13  # the exit code that shells show for SIGPIPE
 
 
@@ -16,13 +17,14 @@ def open_streams() -> None:
     would get its number. Text that the output's encoding lacks is escaped, and a log line that cannot be
     written is lost without a traceback."""
     logging.raiseExceptions = False
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+    for number, (name, mode) in enumerate(STREAMS):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
             setattr(sys, name, open(number, mode))  # noqa: SIM115
+
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -79,9 +79,12 @@ def die_with_parent() -> None:
     parent = os.environ.get(PARENT, "")
     if sys.platform == "linux" and parent == str(os.getppid()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
     is_job = os.environ.pop(JOB, "") != ""
     if is_job:
         os.environ.setdefault(TOGETHER, str(JOB_TOGETHER_S))
+
+    # The parent may have ended before the call above: then no signal comes any more.
     is_child = is_job or "LOCAL_RANK" in os.environ  # a rank that Lightning started
     if is_child and parent.isdigit():
         try:
@@ -90,4 +93,5 @@ def die_with_parent() -> None:
             is_gone = True
         if is_gone:
             os._exit(128 + signal.SIGKILL)
+
     os.environ[PARENT] = str(os.getpid())

@@ -70,7 +70,8 @@ def allowed(kind: Any) -> str:
     limits: list[Any] = []
     if get_origin(kind) is Annotated:
         base, *limits = get_args(kind)
-    # Of a limit that has no value, like MinLen here, only whether it is there counts.
+    # The value of a limit is its attribute of the same name: Ge(0).ge is 0. Of one without such an
+    # attribute, like MinLen, only whether it is there counts.
     bounds = {type(limit): getattr(limit, type(limit).__name__.lower(), None) for limit in limits}
     origin = get_origin(base)
     arguments = get_args(base)

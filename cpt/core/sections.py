@@ -45,7 +45,9 @@ def find_import_error(target: str, error: Exception) -> Exception:
     try:
         import_module(target.rpartition(".")[0])
     except ImportError as hidden:
-        if not target.startswith(hidden.name or target):
+        # An error without a module's name, or about a part of the target itself, says no more than `error`.
+        is_about_target = hidden.name is None or target.startswith(hidden.name)
+        if not is_about_target:
             return hidden
     return error
 
@@ -157,6 +159,8 @@ class Section:
         arguments = self.only(name for name in self.values if name not in GIVEN)
         if kind is None and not target.startswith("cpt."):  # a library's class or a user's without Options
             return Choice(target, arguments.values or Options())
+
+        # A class of cpt without Options takes none: whatever stands there is refused as an unknown option.
         options = arguments.read(kind or Options)
         is_own_options = kind is not None and target.endswith(f".{kind.__name__}")
         return options if is_own_options else Choice(target, options)

@@ -433,6 +433,8 @@ def compute_draws(
     """What is computed of the drawn matrices of means, as `bootstrap` has them: each value [replicate]."""
     # A generator for each column: the documents of two texts are drawn independently.
     generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
+
+    # For each replicate an array holds a weight for each item of a column, or a mean for each row and column.
     num_rows = len(samples[0][0])
     max_items = max(counts.size for _, counts in samples)
     chunk_size = max(1, MAX_ARRAY_SIZE // max(num_rows * len(samples), max_items))

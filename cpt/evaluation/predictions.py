@@ -89,7 +89,8 @@ def load_predictions(
 def find_predictions(
     path: Path, columns: Sequence[str] = (), *, optional: Sequence[str] = (), digest: str
 ) -> tuple[pa.Table, dict[str, Any]] | None:
-    """The same; None where there is no file, one of another digest, or a damaged one, which is logged."""
+    """What `load_predictions` gives; None where there is no file, one of another digest, or a damaged one,
+    which is logged."""
     try:
         table, metadata = load_predictions(path, columns, optional=optional)
     except FileNotFoundError:
@@ -163,7 +164,9 @@ def join_examples(marked: Sequence[pd.DataFrame], *, label: str) -> list[pd.Data
     return list(marked)
 
 
-def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> dict[tuple[str, int], Array]:
+def load_correctness(
+    folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]
+) -> dict[tuple[str, int], Array]:
     """{(task, seed): whether each test example was right}, bool [example], in the last row in which the task
     was measured; without what has no file. ValueError if a file is damaged."""
     if not endtasks:
@@ -189,7 +192,7 @@ def results_file(folder: Path, task: str) -> Path:
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """The content of such a file. Raises ValueError where it is damaged."""
+    """The content of a `results_file`. Raises ValueError where it is damaged."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         check_types(results, RESULT_TYPES)

@@ -135,11 +135,13 @@ class Scores(Layout):
         num_rows = len(self.rows)
         num_columns = len(self.domains)
         repeats_name = len(set(self.rows)) < num_rows or len(set(self.domains)) < num_columns
-        if repeats_name or self.rows[:1] not in ([], ["base"]):
+        has_other_first_row = num_rows > 0 and self.rows[0] != "base"
+        if repeats_name or has_other_first_row:
             raise ValueError(f"rows {self.rows} or columns {self.domains} occur twice, or base is not first")
 
         row_lengths = {len(losses) for losses in self.nll}
-        if {len(self.tokens), len(self.bytes), len(self.scored), *row_lengths} - {num_columns}:
+        lengths = {len(self.tokens), len(self.bytes), len(self.scored), *row_lengths}
+        if lengths != {num_columns}:
             raise ValueError(f"tokens, bytes, scored or a row of nll are not of the columns {self.domains}")
 
         # A file of a version without one of the columns has none of its rows.
@@ -173,7 +175,7 @@ class Scores(Layout):
 
     @property
     def cells(self) -> Array:
-        """The same with infinity for what was measured and was not finite: no mean may leave it out."""
+        """The matrix with infinity for what was measured and was not finite: no mean may leave it out."""
         cells = self.matrix
         for row in np.flatnonzero(np.isnan(cells).any(1)):
             cells[row] = [to_cell(loss) for loss in self.nll[row]]

@@ -106,7 +106,8 @@ def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
     """Mean over tasks of differences by example, [example] each; n counts the test examples. Examples are
     redrawn within their task (interval), or swapped between the two (p: Fisher's test with random signs). One
     task after another, of which no more is held than how often each value occurs."""
-    # By task, the values that occur and how often each does.
+    # By task, the values that occur and how often each does; rounded, as sums that are equal differ in their
+    # last digits.
     strata = [
         np.unique(differences.round(12), return_counts=True) for differences in tasks if len(differences)
     ]

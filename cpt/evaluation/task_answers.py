@@ -40,6 +40,7 @@ def score_choices(
         question, choice = pair
         return len(questions[question].ids) + len(questions[question].choices[choice])
 
+    # Pairs of near length share a batch, which saves padding.
     pairs.sort(key=length)
     batches = [pairs[begin : begin + batch_size] for begin in range(0, len(pairs), batch_size)]
     rank, num_processes = share

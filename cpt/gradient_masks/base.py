@@ -134,6 +134,7 @@ class StepSnapshot:
         parameter, old = self.previous[0]  # a factor is of one parameter
         scale_(parameter, self.factor, start=old)
         if self.state is not None:
+            # Moments that the first step has just made were 0 before it.
             for name, value in find_moments(parameter, optimizer).items():
                 scale_(value, self.factor, start=self.state.get(name, torch.zeros_like(value)))
 
@@ -149,6 +150,8 @@ def mark_recorded(masks: Sequence[GradientMask], *, is_only_micro_batch: bool = 
     finally:
         for mask in masks:
             mask.recording = False
+
+    # Not after an error: then no backward pass follows.
     for mask in masks:
         mask.decide()
 

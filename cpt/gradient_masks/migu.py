@@ -156,6 +156,7 @@ class MagnitudeMask(GradientMask):
         ]
         self.row_gradients = []
         for layer, rows in zip(self.maps, self.slices, strict=True):
+            # Of an encoder-decoder, padding is that of the side whose tokens a layer reads.
             measured = layer.module if layer.measured is None else layer.measured
             side = None if isinstance(measured, TextRowsOutput) else find_token_side(model, layer.name)
             self.hooks.append(measured.register_forward_hook(partial(self.record, rows, side)))
@@ -170,7 +171,8 @@ class MagnitudeMask(GradientMask):
     def begin_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         is_counted = self.recording and torch.is_grad_enabled()
         self.is_measuring = is_counted and self.options.importance == "output"
-        # Later micro-batches of an accumulated step also select rows.
+        # Rows are chosen before the backward pass. In an accumulated step the outputs of later micro-batches
+        # count too, so that the rows are known only after the backward passes of earlier ones.
         if self.row_gradients and is_counted and self.is_only_micro_batch and not self.is_skipping:
             self.is_limiting = True
         needs_text_masks = self.is_measuring or self.text is not None
@@ -366,9 +368,10 @@ class _RowGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
         [layer_input] = ctx.saved_tensors
         rows = ctx.find_rows()
-        chosen = gradient.flatten(0, -2).index_select(1, rows)  # [N, chosen]
-        tokens = layer_input.flatten(0, -2).to(gradient.dtype)  # [N, inputs]
-        row_gradients = chosen.T @ tokens if ctx.axis == 0 else tokens.T @ chosen
+        output_gradients = gradient.flatten(0, -2).index_select(1, rows)  # [N, chosen]
+        inputs = layer_input.flatten(0, -2).to(gradient.dtype)  # [N, inputs]
+        # A weight is [outputs, inputs], or [inputs, outputs] as in GPT-2's Conv1D.
+        row_gradients = output_gradients.T @ inputs if ctx.axis == 0 else inputs.T @ output_gradients
         weight_gradient = torch.zeros_like(ctx.weight)
         weight_gradient.index_copy_(ctx.axis, rows, row_gradients.to(ctx.weight.dtype))
         return gradient, None, weight_gradient, None, None

@@ -123,7 +123,7 @@ def read_end_tasks(runs: Sequence[MeasuredRun], unreadable: list[str]) -> dict[s
         if not is_comparable(run, "endtask"):
             continue
         try:
-            correct = predictions.correct(run.folder, run.scores.rows, run.scores.endtasks)
+            correct = predictions.load_correctness(run.folder, run.scores.rows, run.scores.endtasks)
         except ValueError as error:
             unreadable.append(str(error))
             continue

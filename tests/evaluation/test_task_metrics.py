@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from cpt.evaluation import task_metrics
-from cpt.evaluation.predictions import correct, join_examples, mark_examples
+from cpt.evaluation.predictions import join_examples, load_correctness, mark_examples
 from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, sari, summarise_answers
 
 TASKS = ["law", "food", "space"]
@@ -95,13 +95,18 @@ def test_damaged_predictions_are_one_line_and_missing_ones_are_left_out(tmp_path
     for seed in (0, 1):
         path = predicted(tmp_path, 3, "law", seed, [1, 0, 1, seed])
     correct_answers = {
-        key: is_correct.tolist() for key, is_correct in correct(tmp_path, ROWS, make_endtask_scores()).items()
+        key: is_correct.tolist()
+        for key, is_correct in load_correctness(tmp_path, ROWS, make_endtask_scores()).items()
     }
     assert correct_answers == {("law", seed): [True, False, True, bool(seed)] for seed in (0, 1)}
-    assert correct(tmp_path / "none", ROWS, make_endtask_scores()) == correct(tmp_path, ROWS, {}) == {}
+    assert (
+        load_correctness(tmp_path / "none", ROWS, make_endtask_scores())
+        == load_correctness(tmp_path, ROWS, {})
+        == {}
+    )
     path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(ValueError, match=r"law-1\.parquet: damaged predictions \(.*delete it.*$"):
-        correct(tmp_path, ROWS, make_endtask_scores())
+        load_correctness(tmp_path, ROWS, make_endtask_scores())
 
 
 CHOICES = ("World", "Sports", "Science or Technology")

@@ -28,7 +28,7 @@ from cpt.trainer.linked_weights import link_weights
 from cpt.trainer.lm_eval_evaluator import LMEvalEvaluator
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.state_folders import LINKS, SHARDS
-from cpt.verify import damage_in_run
+from cpt.verify import find_damage_in_run
 from tests.runs.reading import same_state
 
 
@@ -288,11 +288,11 @@ def test_without_hard_links_the_stage_stays_as_it_is(tmp_path, monkeypatch, capl
 def test_damage_is_told(mesh, tmp_path):
     stage = RunDir(tmp_path).stage_path(1)
     save_stage(Method(1).share_out(mesh), stage)
-    assert not [line for line in damage_in_run(tmp_path) if "shards" in line]
+    assert not [line for line in find_damage_in_run(tmp_path) if "shards" in line]
     [file] = tmp_path.glob("stages/*.shards/*.distcp")
     original = file.read_bytes()
     for data in (original[:-10], original[:-20] + b"x" + original[-19:], None):
         file.unlink() if data is None else file.write_bytes(data)
         with pytest.raises(ValueError, match=rf"001\.1\.shards: {file.name}.*; begin anew"):
             check_stage(stage, instead="begin anew")
-        assert [line for line in damage_in_run(tmp_path) if "001.1.shards" in line]
+        assert [line for line in find_damage_in_run(tmp_path) if "001.1.shards" in line]
