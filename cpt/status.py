@@ -137,7 +137,8 @@ def judge_state(beat: Heartbeat, *, is_finished: bool) -> tuple[str, str]:
         state = "stopped"
         message = f"kill -CONT {beat.process.pid} continues it"
 
-    if is_finished and not is_alive:  # the scores decide
+    # The scores decide: a run that was finished and then started again has the heartbeat of that start.
+    if is_finished and not is_alive:
         if state == "finished":
             return "finished", ""
         return "finished", f"its last start: {state}, {message}".rstrip(", ")

@@ -201,6 +201,7 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
     if plan is None:  # the order depends on texts that have not been read yet
         return False
 
+    # The sizes and times of files are compared, and no text is read: a sweep asks this of each of its jobs.
     if run.find_config_changes(plan.settings):
         return False
     if load_complete_scores(plan, run) is None or run.find_damaged_outputs(full=False):

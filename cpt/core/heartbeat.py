@@ -158,7 +158,7 @@ class Heartbeat:
             return None
         except ValidationError as error:
             first = error.errors()[0]
-            key = ".".join(map(str, first["loc"])) or "its form"
+            key = ".".join(map(str, first["loc"])) or "its form"  # no key: it is no JSON object
             raise ValueError(f"{PROGRESS_FILE} cannot be read: {key}: {first['msg']}") from None
         except OSError as error:
             raise ValueError(f"{PROGRESS_FILE} cannot be read: {error}") from None

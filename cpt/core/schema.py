@@ -141,6 +141,7 @@ def config(kind: type[T]) -> type[T]:
     validating_init = dataclass_kind.__init__
 
     def init(self: Any, **options: Any) -> None:
+        # A config has lists and mappings, where the strict types are tuples and Options.
         types = option_types(dataclass_kind)
         values = {}
         for name, value in options.items():

@@ -405,6 +405,8 @@ def bootstrap(
         columns: Sequence[int] = range(len(samples))
         if averaged_columns is not None:
             columns = averaged_columns[name]
+
+        # Columns of few items make the spread of their mean uncertain, and the percentiles too narrow.
         sizes = np.array([samples[column][1].size for column in columns], float)
         freedom = len(sizes) ** 2 / (1 / np.maximum(sizes - 1, 0.5)).sum()
         spread_share = 1 - (1 / sizes).mean()  # (n - 1) / n for the harmonic mean n of the sizes
