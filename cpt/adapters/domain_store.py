@@ -50,6 +50,7 @@ class DomainParams(NamedTensors):
         super().__init__()
         parameters = {name: model.get_parameter(name) for name in names}
         self.names = tuple(parameters)
+        # By default the model at construction. Not in a state_dict: the construction gives it again.
         self.base = NamedTensors(parameters if base is None else dict(base), persistent=False)
         self.mapped: frozenset[str] = frozenset()  # buffers that are memory-mapped from a file
 

@@ -305,6 +305,7 @@ class MoELayer(nn.Module):
         # The pass of the FFN ends here; `append_experts` has read both.
         self.dispatch = None
         self.features = None
+        # [N k, F] in the order of the experts, then [N, k, F].
         by_token = by_expert.index_select(0, dispatch.row_positions).view(*dispatch.gates.shape, -1)
         summed = (dispatch.gates[..., None].to(by_expert) * by_token).sum(1)
         return summed.view(*dispatch.x.shape[:-1], -1)

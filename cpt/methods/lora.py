@@ -209,7 +209,7 @@ def group_by_width(newest: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]
     for layers in layers_by_width.values():
         earlier_by_layer = []
         for layer in layers:
-            earlier_by_layer.append(torch.cat([factors[layer] for factors in earlier]))
+            earlier_by_layer.append(torch.cat([factors[layer] for factors in earlier]))  # [t r, d]
         groups.append(WidthGroup([newest[layer] for layer in layers], torch.stack(earlier_by_layer)))
     return groups
 
@@ -353,6 +353,7 @@ class SAPT(ContinualMethod):
         terms = super().losses(batch)
         if self.options.strength == 0:
             return terms
+        # 1/B with the rows of a mean micro-batch: cut into micro-batches, a batch has the same mean.
         if self.options.key == "attention":
             divergences = self.earlier_divergences(batch)
             terms["reflection"] = self.options.strength * divergences.sum() / batch["mean_rows"]

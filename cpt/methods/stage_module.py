@@ -277,6 +277,7 @@ class StageModule(LightningModule):
         steps = self.data.steps(self.domain)
         if self.weights_before_decay is None:
             return steps
+        # Recovery has a schedule of its own; the branch is in the one after it.
         recovery_steps = self.data.recovery_steps(self.domain)
         schedule = cast(Schedule, self.schedule)
         return recovery_steps + schedule.branch_step(steps - recovery_steps)

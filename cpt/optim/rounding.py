@@ -15,13 +15,15 @@ def lost_update_share(parameters: Iterable[nn.Parameter], *, rate: float) -> flo
 
     A step of Adam is about as large as the learning rate. The share is estimated from evenly spaced entries
     of every tensor, and is therefore the same for the same weights."""
-    num_lost, num_weights = 0.0, 0
+    num_lost = 0.0  # an estimate, not a count
+    num_weights = 0
     for parameter in parameters:
         entries = parameter.detach().flatten()
         stride = max(1, len(entries) // SAMPLE_SIZE)
         sample = entries[::stride].to(torch.bfloat16)
         is_lost = (sample - rate) == sample
 
+        # The sample stands for the whole tensor.
         num_lost += float(is_lost.double().sum() / max(1, len(sample))) * len(entries)
         num_weights += len(entries)
     return num_lost / max(1, num_weights)

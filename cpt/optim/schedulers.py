@@ -204,6 +204,7 @@ class Infinite(Schedule):
         return self.annealed == "each" and self.anneal > 0
 
     def branch_step(self, steps: int) -> int:
+        # The first step after `decay_start`, which need not be whole.
         return min(steps, math.floor(steps * (1 - self.anneal)) + 1)
 
     def __call__(self, progress: Progress) -> float:
@@ -259,6 +260,7 @@ class WSD(Schedule):
     def __call__(self, progress: Progress) -> float:
         warmup_steps = self.warmup_ratio * progress.steps
         decay_start = progress.steps * (1 - self.decay)
+        # Weights from before a decay have been trained at the peak rate last.
         has_warmup = progress.domain == 0 or not self.branched
         if has_warmup and progress.step < warmup_steps:
             return (progress.step + 1) / (warmup_steps + 1)
@@ -293,6 +295,7 @@ class ReciprocalRoot(Schedule):
         cooldown_start = progress.steps * (1 - self.cooldown)
         if progress.step <= cooldown_start:
             return self.reciprocal_root(progress.step, progress)
+        # From where the curve is at the start of the decay, so that the rate has no jump there.
         start_factor = self.reciprocal_root(cooldown_start, progress)
         position = decay_position(progress.step, progress.steps, start=cooldown_start)
         return self.final + (start_factor - self.final) * (1 - position)
@@ -306,6 +309,7 @@ class ReciprocalRoot(Schedule):
             steps_before = 0
             warmup_steps = self.warmup_ratio * progress.steps
 
+        # At least one step, so that the first factor is 1 at most; steps are counted from 1.
         warmup_steps = max(1.0, warmup_steps)
         count = step + 1 + steps_before
         if count < warmup_steps:
