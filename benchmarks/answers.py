@@ -152,7 +152,7 @@ def ask_theirs(course: Course, model: PreTrainedModel) -> list[str]:
         max_new_tokens=course.max_tokens,
         do_sample=False,
         num_beams=1,
-        eos_token_id=course.questions[0].end,
+        eos_token_id=course.questions[0].reference[-1],
         pad_token_id=tokenizer.pad_token_id,
         decoder_start_token_id=model.config.decoder_start_token_id,
     )

@@ -73,7 +73,7 @@ def try_limited_run(folder: Path, home: Path, number: int, draw: random.Random, 
     """A run in which an allocation fails, or none does."""
     overrides = [f"method={runs.shuffled(runs.METHODS, number)}", *runs.GIVEN]
     run = home / "run"
-    expected = runs.whole(folder, overrides)
+    expected = runs.run_undisturbed(folder, overrides)
     arguments = runs.command(folder, run, *overrides)
 
     max_room, limit, field = LIMITS[kind]
@@ -81,12 +81,12 @@ def try_limited_run(folder: Path, home: Path, number: int, draw: random.Random, 
     script = home / "limited.py"
     script.write_text(LIMITED.format(root=str(ROOT), room=room, limit=limit, field=field))
     process = runs.begin(arguments, run, script=script)
-    wait_for(lambda: not process.is_alive() or OWN_WORDS.search(runs.said(run)))
+    wait_for(lambda: not process.is_alive() or OWN_WORDS.search(runs.read_log(run)))
     code = wait_for_exit(process, seconds=OWN_S)
 
-    words = runs.said(run)
+    words = runs.read_log(run)
     has_own_words = OWN_WORDS.search(words) is not None
-    rerun = runs.again(arguments, run, expected)
+    rerun = runs.run_again(arguments, run, expected)
     is_expected_end = code == 0 or (code == 1 and is_memory_named(words)) or (code != 0 and has_own_words)
     return {
         "method": overrides[0],
@@ -112,7 +112,7 @@ def try_killed_tokenization(
 
     run = home / "run"
     overrides = [*runs.GIVEN, "data.preprocessing_num_workers=2", f"domains.root={folder / 'long'}"]
-    expected = runs.whole(folder, overrides)
+    expected = runs.run_undisturbed(folder, overrides)
     arguments = runs.command(folder, run, *overrides, cache=home / "cache")
     script = home / "several.py"
     script.write_text(SMALL_SHARDS)
@@ -128,9 +128,9 @@ def try_killed_tokenization(
     kill_largest(worker_pids)
     code = wait_for_exit(process, seconds=runs.HANGS_S)
 
-    words = runs.said(run)
+    words = runs.read_log(run)
     have_ended = runs.have_left(members)
-    rerun = runs.again(arguments, run, expected)
+    rerun = runs.run_again(arguments, run, expected)
     is_expected_end = code == 0 or (code == 1 and is_memory_named(words))
     return {
         "workers": len(worker_pids),

@@ -20,7 +20,8 @@ from variants import QUICK
 from cpt.core.memory import keep_free
 from cpt.data.collate import inputs_of
 from cpt.data.options import Domain
-from cpt.loggers.loggers import track
+from cpt.loggers.loggers import LoggedRun, track
+from cpt.loggers.wandb_environment import WandbLabels
 from cpt.models.fast_kernels import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.lightning import make_trainer
@@ -95,8 +96,10 @@ def fit(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         last = StepCheckpoint(folder / "last.ckpt", interval=options.checkpoint_every, guard=guard)
-        run_metadata = {"name": "bench", "group": "bench", "job_type": "bench", "tags": [], "config": {}}
-        with track(workload.plan.logger.flags, folder, about=run_metadata) as loggers:
+        labels = WandbLabels(name="bench", group="bench", job_type="bench", tags=())
+        run = LoggedRun(folder=folder, labels=labels, config={}, texts=[])
+        csv_file = workload.plan.logger.csv
+        with track(run, csv_file=csv_file, wandb=None, custom={}) as loggers:
             trainer = make_trainer(
                 workload.machine.lightning_arguments(options),
                 label=domain.name,
