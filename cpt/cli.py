@@ -40,6 +40,7 @@ TEXT_OPTIONS = (
     "cache_dir",
     "model.name",
     "model.name_or_path",
+    "model.tokenizer",
     "domains.only",
     "domains.ignore",
     "domains.root",

@@ -60,6 +60,7 @@ NEUTRAL_VALUES = {
     "domains.separator": "auto",
     "domains.bos_in_rows": "auto",
     "domains.date": None,
+    "model.tokenizer": None,
 }
 # The options of a monitor that only measures: it neither ends a stage nor chooses its weights.
 PASSIVE_MONITOR = {"monitor.stop": None, "monitor.patience": None, "monitor.keep": "last"}

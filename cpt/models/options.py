@@ -78,6 +78,7 @@ class PretrainingOptions(Options):
 
 
 Checkpoint = Annotated[Text, Allowed("a Hugging Face name or a folder")]
+TokenizerName = Annotated[Text, Allowed("a folder or a name on the Hub, of a tokenizer with added tokens")]
 
 
 @config
@@ -97,6 +98,11 @@ class ModelOptions(Options):
         "set the rows of tokens that were added to the tokenizer to the mean of their sub-tokens' rows, and "
         "add rows where the embedding is too small",
         default=False,
+    )
+    tokenizer: TokenizerName | None = option(
+        "folder or name on the Hub of the checkpoint's tokenizer with added tokens, whose rows begin as the "
+        "mean of their sub-tokens' rows; null: the checkpoint's own",
+        default=None,
     )
     vocab_size: Annotated[Int, Ge(BYTES)] | None = option("vocabulary size of a new model's tokenizer")
     config: Mapping[str, Any] | None = option("config of a new model: model_type and its arguments")

@@ -1,9 +1,12 @@
-"""Rows of embedding and head for tokens that were added to a checkpoint's tokenizer (`model.resize=true`).
+"""Rows of embedding and head for tokens that were added to a checkpoint's tokenizer.
 
 The row of a new token is the mean of the rows of the tokens that its text had before it was added. Some new
 tokens have ids beyond the embedding, which is enlarged; others fall into rows that the checkpoint has as
-padding (Qwen: 271 of 151,936). Nothing in a checkpoint says which rows it has trained, so that these are
-distinguished from its own added tokens by what the rows hold: see `find_new_tokens`."""
+padding (Qwen: 271 of 151,936).
+
+With `model.tokenizer` new tokens are those that the checkpoint's own tokenizer lacks. With
+`model.resize=true` that tokenizer has them already, and nothing in a checkpoint says which rows it has
+trained: new tokens are distinguished from its own added ones by what the rows hold, see `find_new_tokens`."""
 
 import logging
 import math
@@ -18,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_first_process
 from cpt.data.text_encoder import rename_tokens, special_tokens_of, unknown_id
+from cpt.models.extended_tokenizer import describe_other_roles, find_sub_tokens
 from cpt.models.loading import is_tied
 
 log = logging.getLogger(__name__)
@@ -59,17 +63,22 @@ def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: 
         )
 
 
-def check_head(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model whose head transformers would not resize with the embedding."""
+def check_head(model: PreTrainedModel, *, extended_by: str | None = None) -> None:
+    """Raises ValueError for a model whose head transformers would not resize with the embedding, for
+    model.resize or for new tokens of the tokenizer `extended_by`."""
     rows = model.get_input_embeddings().weight.shape[0]
     head = model.get_output_embeddings()
-    if head is None or head.weight.shape[0] != rows:
-        raise InvalidOptionError(
-            "model.resize",
-            True,
-            reason=f"transformers finds no head of {type(model).__name__} with a row for each entry",
-            allowed="model.resize=false with a tokenizer that fits, and has sentinels for span",
-        )
+    if head is not None and head.weight.shape[0] == rows:
+        return
+    reason = f"transformers finds no head of {type(model).__name__} with a row for each entry"
+    if extended_by is not None:
+        raise InvalidOptionError("model.tokenizer", extended_by, reason=reason, allowed="null")
+    raise InvalidOptionError(
+        "model.resize",
+        True,
+        reason=reason,
+        allowed="model.resize=false with a tokenizer that fits, and has sentinels for span",
+    )
 
 
 def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
@@ -86,21 +95,94 @@ def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chec
         report_rows(added_tokens, tokenizer, checkpoint=checkpoint, rows=rows, num_entries=num_entries)
 
 
-def enlarge_embeddings(model: PreTrainedModel, num_entries: int) -> None:
-    """Adds rows to embedding and head, as transformers draws them: around the mean of all."""
+def extend_rows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Gives the tokens that a checkpoint's own tokenizer lacks the mean of their sub-tokens' rows, in
+    embedding and head, which are enlarged where they have too few rows. Tokens of text that the own
+    tokenizer does not know get the mean over all of its tokens."""
+    sub_tokens = find_sub_tokens(tokenizer, own_tokenizer)
+    if not sub_tokens:
+        return
+    rows = len(model.get_input_embeddings().weight)
+    if count_entries(tokenizer) > rows:
+        enlarge_embeddings(model, count_entries(tokenizer), is_around_mean=False)
+    set_rows(model, {token_id: pieces for token_id, pieces in sub_tokens.items() if pieces})
+
+    unknown_text = [token_id for token_id, pieces in sub_tokens.items() if not pieces]
+    if unknown_text:
+        own_ids = sorted(own_tokenizer.get_vocab().values())
+        set_mean_rows(model, unknown_text, own_ids)
+
+
+def log_extension(
+    tokenizer: PreTrainedTokenizerBase,
+    own_tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str,
+    checkpoint: str,
+    rows: int,
+) -> None:
+    """Logs what `model.tokenizer=name` adds to a checkpoint whose embedding has `rows`, and what it does
+    otherwise than the checkpoint's own."""
+    roles = describe_other_roles(tokenizer, own_tokenizer)
+    if roles:
+        log.warning("Using model.tokenizer=%s with other settings than the checkpoint's: %s", name, roles)
+    sub_tokens = find_sub_tokens(tokenizer, own_tokenizer)
+    if not sub_tokens:
+        log.info("model.tokenizer=%s adds no tokens to the %d of %s", name, len(own_tokenizer), checkpoint)
+        return
+
+    num_in_padding = sum(token_id < rows for token_id in sub_tokens)
+    num_unknown = sum(not pieces for pieces in sub_tokens.values())
+    unknown = ""
+    if num_unknown:
+        unknown = f"; {num_unknown} of text that the checkpoint does not know begin as the mean of all rows"
+    log.info(
+        "Adding %d tokens of model.tokenizer=%s to %s: they begin as the mean of their sub-tokens, %d of "
+        "them in rows that the checkpoint has as padding; rows of embedding and head: %d, before %d%s",
+        len(sub_tokens),
+        name,
+        checkpoint,
+        num_in_padding,
+        max(rows, count_entries(tokenizer)),
+        rows,
+        unknown,
+    )
+
+
+def enlarge_embeddings(model: PreTrainedModel, num_entries: int, *, is_around_mean: bool = True) -> None:
+    """Adds rows to embedding and head, as transformers draws them: around the mean of all, which takes a
+    while, or as a new model's, where the caller sets all of them."""
     check_head(model)
     config = model.config
     stored_setting = config.tie_word_embeddings
     config.tie_word_embeddings = is_tied(model)  # transformers would tie an untied head of a T5
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # rows are part of the base, which does not depend on the run's seed
-        model.resize_token_embeddings(num_entries)
+        model.resize_token_embeddings(num_entries, mean_resizing=is_around_mean)
     config.tie_word_embeddings = stored_setting
 
 
 @torch.no_grad()
 def set_rows(model: PreTrainedModel, sub_tokens: dict[int, list[int]]) -> None:
     """Sets rows of embedding and head, and the head's bias, to the means over their sub-tokens."""
+    for table in vocabulary_tables(model):
+        for token_id, pieces in sub_tokens.items():
+            if token_id < len(table):
+                table[token_id] = table[pieces].mean(0)
+
+
+@torch.no_grad()
+def set_mean_rows(model: PreTrainedModel, token_ids: list[int], own_ids: list[int]) -> None:
+    """Sets rows of embedding and head, and the head's bias, to the mean over the checkpoint's own tokens."""
+    for table in vocabulary_tables(model):
+        table[token_ids] = table[own_ids].mean(0)
+
+
+def vocabulary_tables(model: PreTrainedModel) -> list[Tensor]:
+    """The tensors of a model with a row for each entry: the embedding, and of the head the weight, unless it
+    is tied, and the bias."""
     head = model.get_output_embeddings()
     tables = [model.get_input_embeddings().weight]
     if head is not None and not is_tied(model):
@@ -108,10 +190,7 @@ def set_rows(model: PreTrainedModel, sub_tokens: dict[int, list[int]]) -> None:
     bias = getattr(head, "bias", None)
     if bias is not None:
         tables.append(bias)
-    for table in tables:
-        for token_id, pieces in sub_tokens.items():
-            if token_id < len(table):
-                table[token_id] = table[pieces].mean(0)
+    return tables
 
 
 def report_rows(

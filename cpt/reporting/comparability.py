@@ -34,6 +34,8 @@ REPRESENTED = (
     "domains._target_",
     # the number of scored tokens
     "eval.max_tokens",
+    # the hash of the tokenizer
+    "model.tokenizer",
     # the base
     "model.name",
     "model.name_or_path",

@@ -26,6 +26,7 @@ from cpt.data.options import Budget, Domain
 from cpt.data.replay import NO_REPLAY
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.data.text_format import TextFormat, make_text_format
+from cpt.data.tokenizer_hash import tokenizer_digest
 from cpt.methods.base import MethodContext
 from cpt.methods.ncl import NCL
 from cpt.models import loading
@@ -33,7 +34,7 @@ from cpt.models.block_attention import try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
 from cpt.models.units import find_blocks
-from cpt.models.vocabulary import count_entries, fit_rows, warn_of_stale_rows
+from cpt.models.vocabulary import count_entries, extend_rows, fit_rows, warn_of_stale_rows
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Linear
 from cpt.trainer.base_files import save_tokenizer
@@ -62,6 +63,8 @@ class Base:
     length: int
     text_format: TextFormat
     resize: bool = False
+    own_tokenizer: PreTrainedTokenizerBase | None = None  # of the checkpoint, where `tokenizer` adds to it
+    tokenizer_source: str = ""  # model.tokenizer: a folder, or a name on the Hub
     untrained: Mapping[str, Any] | None = None  # the config of a model that is not pre-trained yet
     lacks: str = ""  # what a run still has to train before its first stage
     rebuild: Callable[[], object] | None = None  # makes a cached checkpoint again, unless it is there
@@ -70,6 +73,11 @@ class Base:
     def seq2seq(self) -> bool:
         """Whether the model is an encoder-decoder."""
         return self.objective_name in loading.SEQ2SEQ
+
+    @property
+    def tokenizer_files(self) -> str:
+        """The folder, or the name on the Hub, whose files of the tokenizer are copied."""
+        return self.tokenizer_source or self.checkpoint
 
     def restore_folder(self) -> None:
         """Makes a cached checkpoint again that was removed while the run used it: the export needs it. Raises
@@ -96,10 +104,10 @@ class Base:
             model = loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
         else:
             model = loading.load_model(self.checkpoint, self.objective_name)
-            if self.resize:
-                fit_rows(model, self.tokenizer, checkpoint=self.checkpoint)
-            else:
-                warn_of_stale_rows(model, self.tokenizer, checkpoint=self.checkpoint)
+            if not self.resize:
+                stored_tokenizer = self.own_tokenizer or self.tokenizer
+                warn_of_stale_rows(model, stored_tokenizer, checkpoint=self.checkpoint)
+            self.set_new_rows(model)
 
         loading.check_length(self.length, model, self.objective)
         if self.objective.sharing is not None:
@@ -107,6 +115,14 @@ class Base:
         if self.objective.isolated:
             try_isolation(model, documents=True, causal=self.objective.causal)
         return model
+
+    def set_new_rows(self, model: PreTrainedModel) -> None:
+        """Sets the rows of tokens that the weights of the checkpoint do not have: of its own tokenizer with
+        model.resize=true, and those that model.tokenizer adds."""
+        if self.resize:
+            fit_rows(model, self.own_tokenizer or self.tokenizer, checkpoint=self.checkpoint)
+        if self.own_tokenizer is not None:
+            extend_rows(model, self.tokenizer, self.own_tokenizer)
 
 
 def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trains: bool = True) -> Base:
@@ -175,6 +191,8 @@ def adapt_checkpoint(
     if not contents:
         contents = {name: file_hash(path) for name, path in checkpoint_files(checkpoint).items()}
     settings: dict[str, Any] = {"layers": options.layers, "resize": base.resize}
+    if base.own_tokenizer is not None:
+        settings["tokenizer"] = tokenizer_digest(base.tokenizer)
     if head_steps:
         assert pretraining is not None
         settings["head"] = asdict(pretraining)
@@ -205,7 +223,7 @@ def adapt_checkpoint(
     )
     make_once(folder, make=make)
     rebuild = partial(make_once, folder, make=make)
-    return replace(base, checkpoint=str(folder), resize=False, rebuild=rebuild)
+    return replace(base, checkpoint=str(folder), resize=False, own_tokenizer=None, rebuild=rebuild)
 
 
 def make_adapted_model(
@@ -214,12 +232,11 @@ def make_adapted_model(
     """Writes the first blocks of a checkpoint, with a head trained for `head_steps` on the general text."""
     checkpoint = str(options.name_or_path)
     model = loading.load_model(checkpoint, base.objective_name, layers=options.layers)
-    if base.resize:
-        fit_rows(model, base.tokenizer, checkpoint=checkpoint)
+    base.set_new_rows(model)
     if head_steps == 0:
         log.info("Keeping the first %d blocks of %s", options.layers, checkpoint)
         model.save_pretrained(folder)
-        save_tokenizer(base.tokenizer, base=checkpoint, folder=folder)
+        save_tokenizer(base.tokenizer, base=base.tokenizer_files, folder=folder)
         return
 
     assert options.pretraining is not None
@@ -256,14 +273,18 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
         return describe_new_base(options, corpora)
 
     config = loading.load_config(options.name_or_path)
-    tokenizer = loading.load_tokenizer(options.name_or_path)
+    tokenizer = loading.load_tokenizer(options.tokenizer or options.name_or_path)
+    own_tokenizer = None
+    if options.tokenizer is not None:
+        own_tokenizer = loading.load_tokenizer(options.name_or_path)
     needs_rows = options.resize
     objective_name = loading.resolve_objective(options.objective, config)
     if objective_name == "span" and not loading.find_sentinel_ids(tokenizer):
         loading.add_sentinels(tokenizer)
         log.info("Adding %d sentinels to the tokenizer of %s", loading.SENTINELS, options.name_or_path)
         has_more_entries = count_entries(tokenizer) > config.get_text_config().vocab_size
-        needs_rows = needs_rows or has_more_entries
+        if own_tokenizer is None:  # else they are new tokens as those of model.tokenizer
+            needs_rows = needs_rows or has_more_entries
 
     text_format = make_text_format(
         tokenizer,
@@ -271,7 +292,8 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
         is_causal=objective_name == "causal",
         model_ends=loading.find_end_ids(options.name_or_path, config),
     )
-    return replace(assemble_base(options, tokenizer, config, text_format, corpora), resize=needs_rows)
+    base = assemble_base(options, tokenizer, config, text_format, corpora)
+    return replace(base, resize=needs_rows, own_tokenizer=own_tokenizer)
 
 
 def describe_new_base(options: ModelOptions, corpora: Corpora) -> Base:
@@ -325,6 +347,7 @@ def assemble_base(
         objective=objective,
         length=options.max_seq_length,
         text_format=text_format,
+        tokenizer_source=options.tokenizer or "",
     )
 
 
@@ -406,5 +429,5 @@ def pretrain(
     # The checkpoint goes last: a kill before leaves it, and the next start has only to save again.
     method.cpu()
     method.model.save_pretrained(folder)
-    save_tokenizer(base.tokenizer, base=base.checkpoint, folder=folder)
+    save_tokenizer(base.tokenizer, base=base.tokenizer_files, folder=folder)
     checkpoint_path.unlink(missing_ok=True)

@@ -19,10 +19,13 @@ def date_chats(plan: Plan) -> Plan:
     if not plan.source.chats or encoding is None or checkpoint is None:
         return plan
 
-    if not prints_date(load_tokenizer(checkpoint)):
+    tokenizer_source = plan.model.tokenizer or checkpoint
+    if not prints_date(load_tokenizer(tokenizer_source)):
         if encoding.date is not None and is_first_process():
             log.warning(
-                "Ignoring domains.date=%s: the chat template of %s prints no date", encoding.date, checkpoint
+                "Ignoring domains.date=%s: the chat template of %s prints no date",
+                encoding.date,
+                tokenizer_source,
             )
         return with_template_date(plan, None)
 

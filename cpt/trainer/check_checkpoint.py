@@ -14,6 +14,7 @@ from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.processes import is_first_process
 from cpt.models import loading
+from cpt.models.extended_tokenizer import check_fit
 from cpt.models.stored_weights import (
     check_report,
     compare_weights,
@@ -23,7 +24,7 @@ from cpt.models.stored_weights import (
     read_stored_weights,
     weight_names,
 )
-from cpt.models.vocabulary import check_entries
+from cpt.models.vocabulary import check_entries, log_extension
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.skeleton import build_skeleton
 
@@ -47,7 +48,7 @@ ADVICE = "copy or download it again"
 
 
 def read_checkpoint(name_or_path: str, *, resize: bool) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """The config and the tokenizer of a checkpoint: a folder, or a name on the Hub.
+    """The config and the own tokenizer of a checkpoint: a folder, or a name on the Hub.
 
     Raises ValueError for a damaged or incomplete checkpoint, and for an embedding that is too small for the
     tokenizer, unless it is to be resized."""
@@ -55,7 +56,7 @@ def read_checkpoint(name_or_path: str, *, resize: bool) -> tuple[PretrainedConfi
     folder = Path(name_or_path)
     if folder.is_dir():  # else a name on the Hub
         check_weight_files(folder, config)
-        check_tokenizer_files(folder)
+        check_tokenizer_files(folder, key="model.name_or_path")
 
     with naming_cause(f"the tokenizer of model.name_or_path={name_or_path}"):
         tokenizer = loading.load_tokenizer(name_or_path)
@@ -68,6 +69,31 @@ def read_checkpoint(name_or_path: str, *, resize: bool) -> tuple[PretrainedConfi
             log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
         log_modules(folder)
     return config, tokenizer
+
+
+def read_tokenizer(
+    name: str, own_tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, *, checkpoint: str
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer=name`, which adds tokens to the checkpoint's own; logs how many.
+    Raises ValueError where it cannot be read or does not fit."""
+    if Path(name).is_dir():  # else a name on the Hub
+        check_tokenizer_files(Path(name), key="model.tokenizer")
+    try:
+        tokenizer = loading.load_tokenizer(name)
+    except Exception as error:  # whatever a class raises for files that it does not take
+        absent = "" if Path(name).exists() else "no such folder, and not loaded from the Hub: "
+        raise InvalidOptionError(
+            "model.tokenizer",
+            name,
+            reason=f"{absent}{reason(error).rstrip('.')}",
+            allowed="null, or a folder or a name on the Hub, of a tokenizer with added tokens",
+        ) from error
+
+    check_fit(tokenizer, own_tokenizer, name=name, checkpoint=checkpoint)
+    if is_first_process():
+        rows = config.get_text_config().vocab_size
+        log_extension(tokenizer, own_tokenizer, name=name, checkpoint=checkpoint, rows=rows)
+    return tokenizer
 
 
 def check_weight_files(folder: Path, config: PretrainedConfig) -> None:
@@ -140,13 +166,14 @@ def describe_weights(folder: Path) -> str:
     return "it has no weights"
 
 
-def check_tokenizer_files(folder: Path) -> None:
-    """Raises ValueError for a folder without a tokenizer, for which transformers would make an empty one."""
+def check_tokenizer_files(folder: Path, *, key: str) -> None:
+    """Raises ValueError for the folder of an option `key` that has no tokenizer, for which transformers would
+    make an empty one."""
     for pattern in TOKENIZER_FILES:
         if any(folder.glob(pattern)):
             return
     raise InvalidOptionError(
-        "model.name_or_path",
+        key,
         folder,
         reason="it has no tokenizer",
         allowed=f"a folder with the files of one, {', '.join(TOKENIZER_FILES)}",

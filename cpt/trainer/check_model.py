@@ -32,7 +32,7 @@ from cpt.models.trial import make_stand_in, try_model
 from cpt.models.vocabulary import check_head
 from cpt.models.weights import find_frozen
 from cpt.trainer.build import build_context
-from cpt.trainer.check_checkpoint import check_stored_weights, read_checkpoint
+from cpt.trainer.check_checkpoint import check_stored_weights, read_checkpoint, read_tokenizer
 from cpt.trainer.check_optimizer import check_optimizer
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.plan import Plan
@@ -86,7 +86,9 @@ def check_model(plan: Plan) -> PretrainedConfig:
     find_frozen(model, plan.freeze)  # raises for names that match nothing
     # New tokens get rows in the embedding and in the head; some heads cannot have them.
     adds_sentinels = objective == "span" and tokenizer is not None and not sentinels
-    if options.resize or adds_sentinels:
+    if options.tokenizer is not None:
+        check_head(model, extended_by=options.tokenizer)
+    elif options.resize or adds_sentinels:
         check_head(model)
 
     method = try_method(plan, model, stand_in)
@@ -97,11 +99,14 @@ def check_model(plan: Plan) -> PretrainedConfig:
 
 
 def read_model_config(plan: Plan) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
-    """The config and the tokenizer of the checkpoint. For a new model the tokenizer is None: it is trained on
-    the texts later."""
+    """The config of the checkpoint and the tokenizer of the run: the checkpoint's own, or that of
+    model.tokenizer. For a new model the tokenizer is None: it is trained on the texts later."""
     options = plan.model
     if options.name_or_path is not None:
-        return read_checkpoint(options.name_or_path, resize=options.resize)
+        config, tokenizer = read_checkpoint(options.name_or_path, resize=options.resize)
+        if options.tokenizer is not None:
+            tokenizer = read_tokenizer(options.tokenizer, tokenizer, config, checkpoint=options.name_or_path)
+        return config, tokenizer
 
     assert options.pretraining is not None and options.config is not None
     check_optimizer("model.pretraining.optim", options.pretraining.optim)

@@ -31,7 +31,7 @@ def check_same_settings(plan: Plan) -> None:
 
 def is_node_local(key: str) -> bool:
     """Whether an option may name another folder on each node: texts and bases are known by their contents."""
-    return key in BY_CONTENT or key == "model.name_or_path" or key.endswith(".path")
+    return key in (*BY_CONTENT, "model.name_or_path", "model.tokenizer") or key.endswith(".path")
 
 
 def check_same_date(plan: Plan) -> None:

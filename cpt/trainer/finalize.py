@@ -122,7 +122,7 @@ def export_model(run: RunDir, base: Base, module: ContinualMethod, data: DomainS
             path.unlink()
 
         loading = module.export(run.model, [domain.name for domain in data])
-        save_tokenizer(base.tokenizer, base=base.checkpoint, folder=run.model)
+        save_tokenizer(base.tokenizer, base=base.tokenizer_files, folder=run.model)
         copy_generation_config(base=base.checkpoint, folder=run.model)
 
         # safetensors makes its files readable by their owner alone.

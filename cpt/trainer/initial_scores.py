@@ -48,7 +48,7 @@ def make_initial_scores(
             name: describe_text(name, corpora, data, score_on=plan.source.score_on) for name in data.held_out
         },
         conditions=find_loss_conditions(plan, corpora, base, data),
-        base=describe_origin(plan),
+        base=describe_origin(plan, base),
         similarity=describe_similarity(plan),
         config_hash=plan.config_hash,
         numerics={"precision": str(machine.precision), "attention": machine.attn_implementation},
@@ -135,7 +135,7 @@ def find_loss_conditions(plan: Plan, corpora: Corpora, base: Base, data: DomainS
     return conditions
 
 
-def describe_origin(plan: Plan) -> dict[str, Any]:
+def describe_origin(plan: Plan, base: Base) -> dict[str, Any]:
     """Where the base comes from, how it was adapted, and the domains that an earlier run has taught it."""
     checkpoint = plan.model.name_or_path
     if checkpoint is None:
@@ -157,6 +157,10 @@ def describe_origin(plan: Plan) -> dict[str, Any]:
             adaptations.append(f"head trained for {steps} steps on general text")
         else:
             adaptations.append("head as it is, or random")
+    if plan.model.tokenizer is not None:
+        source = Path(plan.model.tokenizer)
+        source_name = source.resolve().name if source.is_dir() else plan.model.tokenizer
+        adaptations.append(f"{len(base.tokenizer)} entries of the tokenizer {source_name}")
     if adaptations:
         described["adapted"] = "; ".join(adaptations)
 

@@ -170,14 +170,17 @@ def warn_of_lost_updates(plan: Plan, module: ContinualMethod, *, precision: Prec
 
 def warn_of_untrained_rows(plan: Plan, module: ContinualMethod) -> None:
     """Logs where rows for new tokens are asked for and the method does not train them."""
-    if not plan.model.resize or plan.names["method"] == "none":
+    options = plan.model
+    if plan.names["method"] == "none" or not (options.resize or options.tokenizer):
         return
+    option = f"model.tokenizer={options.tokenizer}" if options.tokenizer else "model.resize=true"
     table = module.model.get_input_embeddings().weight
     frozen = {id(parameter) for parameter in module.frozen}
     if id(table) in frozen or not table.requires_grad:
         log.warning(
-            "Rows of new tokens (model.resize=true) are not trained by method=%s and stay at their initial "
+            "Rows of new tokens (%s) are not trained by method=%s and stay at their initial "
             "values; a method that trains all weights does, or method=peft method.tuner=dora with "
             "modules_to_save or trainable_token_indices (docs/methods.md)",
+            option,
             plan.names["method"],
         )

@@ -18,6 +18,7 @@ from cpt.core.exceptions import DamagedFileError, format_value
 from cpt.core.processes import is_first_process
 from cpt.core.schema import check_types
 from cpt.data.sources.base import stamp_of
+from cpt.models.options import ModelOptions
 from cpt.trainer.plan import Plan, why_not_extendable
 from cpt.trainer.run_dir import WEIGHTS, RunDir, checkpoint_files, file_stat
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_SHOWN = 8  # items that a message lists
+TOKENIZER_FOLDER = "model.tokenizer/"  # of files of the base that are not the checkpoint's own
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Manifest:
 
     order: list[str]
     texts: dict[str, dict[str, Any]]  # by name: digest, stamp (sizes and times), documents, bytes
-    base: dict[str, list[Any]] = field(default_factory=dict)  # by file: size, time, hash
+    base: dict[str, list[Any]] = field(default_factory=dict)  # by file (see base_files): size, time, hash
     tokenizer: str = ""
     endtasks: dict[str, str] = field(default_factory=dict)  # by task, the hash of its examples
 
@@ -63,13 +65,13 @@ class Manifest:
         for name, facts in self.texts.items():
             if facts.get("stamp") != stamp_of(plan.source, name):
                 texts.append(name)
-        return texts, self.find_touched_files(plan.model.name_or_path)
+        return texts, self.find_touched_files(plan.model)
 
-    def find_touched_files(self, checkpoint: str | None) -> list[str]:
+    def find_touched_files(self, model: ModelOptions) -> list[str]:
         """The files of the base that are missing, or have another size or time now."""
         if not self.base:
             return []
-        stats = {name: file_stat(path) for name, path in checkpoint_files(checkpoint).items()}
+        stats = {name: file_stat(path) for name, path in base_files(model).items()}
         return [name for name, (*stat, _) in self.base.items() if stats.get(name) != stat]
 
     def find_changes(self, plan: Plan) -> list[str]:
@@ -100,20 +102,32 @@ class Manifest:
     def compare_base(self, plan: Plan, touched_files: Sequence[str]) -> Iterator[str]:
         """Yields how files of a checkpoint differ now: of those that were touched or, with
         `verify_inputs=full`, of all. A base that the run has made is compared by `write_manifest`."""
-        checkpoint = plan.model.name_or_path
-        if checkpoint is None:
+        if plan.model.name_or_path is None:
             return
-        paths = checkpoint_files(checkpoint)
+        paths = base_files(plan.model)
         names = list(self.base) if plan.run.verify_inputs == "full" else touched_files
         for name in names:
+            option = f"model.name_or_path={plan.model.name_or_path}"
+            if name.startswith(TOKENIZER_FOLDER):
+                option = f"model.tokenizer={plan.model.tokenizer}"
             if name not in paths:
-                yield f"model.name_or_path={checkpoint} has no {name} any more"
+                yield f"{option} has no {name.removeprefix(TOKENIZER_FOLDER)} any more"
                 continue
             entry = [*file_stat(paths[name]), files.file_hash(paths[name])]
             if has_other_hash(entry, self.base[name]):
-                yield f"{name} of model.name_or_path={checkpoint} changed"
+                yield f"{name.removeprefix(TOKENIZER_FOLDER)} of {option} changed"
             else:
                 self.base[name] = entry
+
+
+def base_files(model: ModelOptions) -> dict[str, Path]:
+    """The files of a checkpoint by name and, below TOKENIZER_FOLDER, those of model.tokenizer without the
+    weights that its folder may have."""
+    paths = checkpoint_files(model.name_or_path)
+    for name, path in checkpoint_files(model.tokenizer).items():
+        if path.suffix not in WEIGHTS:
+            paths[f"{TOKENIZER_FOLDER}{name}"] = path
+    return paths
 
 
 def has_other_hash(entry: Sequence[Any], stored_entry: Sequence[Any]) -> bool:
@@ -266,7 +280,8 @@ def hash_base(plan: Plan, start: Base, stored_base: Mapping[str, list[Any]]) -> 
     a model that the run has made the weights count alone: its config is in the run's."""
     is_given = plan.model.name_or_path is not None
     base = {}
-    for name, path in checkpoint_files(plan.model.name_or_path or start.checkpoint).items():
+    paths = base_files(plan.model) if is_given else checkpoint_files(start.checkpoint)
+    for name, path in paths.items():
         if not is_given and path.suffix not in WEIGHTS:
             continue
         stat = file_stat(path)

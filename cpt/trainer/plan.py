@@ -268,6 +268,13 @@ def check_evaluations(plan: Plan) -> None:
 def check_conflicts(plan: Plan) -> None:
     """Raises ValueError for options of different sections that contradict each other."""
     is_sharded = plan.trainer.strategy == "fsdp"
+    if plan.model.tokenizer is not None and plan.model.name_or_path is None:
+        raise InvalidOptionError(
+            "model.tokenizer",
+            plan.model.tokenizer,
+            reason="the run trains the tokenizer of a new model",
+            allowed="null, or a checkpoint in model.name_or_path",
+        )
     if plan.source.encoding is not None and plan.model.objective == "masked":
         raise InvalidOptionError(
             "model.objective",

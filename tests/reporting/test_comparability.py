@@ -11,7 +11,7 @@ from cpt.reporting.comparability import REPRESENTED, is_compared, read_base_hash
 from cpt.reporting.load_runs import measure_runs
 from cpt.reporting.sections import build_sections, differing_settings
 from cpt.reporting.tex import write_tables
-from tests.support.example_runs import NLL, make_run, make_section, save_run
+from tests.support.example_runs import CONDITIONS, NLL, make_run, make_section, save_run
 
 OTHER_BASE = np.array(NLL) - np.array([[0.5], [0], [0], [0]])
 
@@ -33,6 +33,25 @@ def names(compared_sections):
     for section in compared_sections:
         names_of_sections.append([group.name for group in section.groups])
     return names_of_sections
+
+
+def test_runs_with_other_tokenizers_are_compared_in_bits_per_byte_only():
+    """The same text as 1,000 tokens and as 800, and as many nats: no perplexity stands next to the other."""
+    other_tokenizer = CONDITIONS | {"tokenizer": "89abcdef"}
+    nll = np.array(NLL) * 1000 / 800
+    tokens = [800] * 4
+    runs = [
+        make_run(objective="causal"),
+        make_run(objective="causal", nll=nll, conditions=other_tokenizer, tokens=tokens),
+    ]
+    tokenizer_sections = sections(*runs)
+    assert [section.title.partition("(")[2] for section in tokenizer_sections] == [
+        "tokenizer 0123abcd)",
+        "tokenizer 89abcdef)",
+    ]
+    values, other_values = (section.runs[0].values for section in tokenizer_sections)
+    assert values["LC/perplexity"] != other_values["LC/perplexity"]
+    assert values["LC/bits_per_byte"] == pytest.approx(other_values["LC/bits_per_byte"])
 
 
 def conditions(section):

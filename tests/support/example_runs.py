@@ -59,7 +59,7 @@ def make_scores(
         domains=domains,
         rows=row_names,
         nll=nll.tolist(),
-        tokens=[1000] * len(domains),
+        tokens=fields.pop("tokens", [1000] * len(domains)),
         bytes=[4000] * len(domains),
         scored=[150] * len(domains),
         run=run,

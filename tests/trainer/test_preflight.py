@@ -202,6 +202,30 @@ def test_attention_weights_and_config_are_checked_before_any_text_is_read(checkp
     assert "'module.', of a wrapper of the model, is in the names of tensors" in unread(small(key))
 
 
+def test_a_tokenizer_with_added_tokens_is_checked_before_any_text_is_read(
+    checkpoint, small, unread, tmp_path, caplog
+):
+    words = AutoTokenizer.from_pretrained(checkpoint)
+    words.add_tokens(["contract", "section"])
+    words.save_pretrained(tmp_path / "more")
+    option = f"model.name_or_path={checkpoint}"
+    extended = [option, f"model.tokenizer={tmp_path / 'more'}"]
+    with caplog.at_level("INFO", logger="cpt"):
+        prepare_run(make_plan(small(*extended)), RunDir(checkpoint))
+    assert "Adding 2 tokens of model.tokenizer=" in caplog.text
+    for folder, complaint in (
+        (tmp_path, "it has no tokenizer. Allowed: a folder with the files of one"),
+        (tmp_path / "none", "no such folder, and not loaded from the Hub: "),
+    ):
+        key = f"model.tokenizer={folder}"
+        assert unread(small(option, key)).startswith(f"{key} is invalid: {complaint}")
+    words = train_tokenizer(iter(["other words"]), vocabulary=270, objective="masked")
+    words.save_pretrained(tmp_path / "other")
+    message = unread(small(option, f"model.tokenizer={tmp_path / 'other'}"))
+    assert "tokens of the checkpoint are missing, like" in message
+    assert unread(small("model.tokenizer=x")).startswith("model.tokenizer=x is invalid: the run trains")
+
+
 def test_a_new_model_that_attends_to_both_sides_has_no_causal_objective(small_gpt2, unread):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     options = [f"+model.config.{name}={size}" for name, size in sizes.items()]
@@ -254,6 +278,42 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
     monkeypatch.setattr("cpt.trainer.base_model.pretrain", None)  # another run takes it from the cache
     start(small(*options, "seed=1"), tmp_path / "other")
     assert read_scores(tmp_path / "other")["nll"][0] == read_scores(tmp_path / "run")["nll"][0]
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+def test_a_run_with_added_tokens_exports_and_identifies_their_tokenizer(
+    layers, checkpoint, small, start, tmp_path
+):
+    """Rows of new tokens begin as the mean, also of a base with fewer blocks, which is cached."""
+    own_tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    words = AutoTokenizer.from_pretrained(checkpoint)
+    words.add_tokens(["contract", "damages"])
+    folder = tmp_path / "more"
+    words.save_pretrained(folder)
+    options = [f"model.name_or_path={checkpoint}", f"model.tokenizer={folder}", "order=[law]", "method=none"]
+    options += [f"cache_dir={tmp_path / 'cache'}"]
+    if layers is not None:
+        options.append(f"+model.layers={layers}")
+    run = tmp_path / "run"
+    start(small(*options), run)
+    table = load_model(checkpoint, "masked").get_input_embeddings().weight
+    exported = load_model(run / "model", "masked").get_input_embeddings().weight
+    assert len(exported) == len(words) == len(own_tokenizer) + 2
+    for number, word in enumerate(("contract", "damages")):
+        pieces = own_tokenizer(word, add_special_tokens=False)["input_ids"]
+        torch.testing.assert_close(exported[len(own_tokenizer) + number], table[pieces].mean(0))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (run / "model" / name).read_bytes() == (folder / name).read_bytes()
+
+    # The same command finds the run finished; with a tokenizer that has changed it is refused by name.
+    start(small(*options), run)
+    words.add_tokens(["party"])
+    words.save_pretrained(folder)
+    with pytest.raises(ValueError, match=f"tokenizer.json of model.tokenizer={folder} changed"):
+        start(small(*options), run)
+    assert read_scores(run)["base"]["adapted"].endswith(
+        f"{len(own_tokenizer) + 2} entries of the tokenizer more"
+    )
 
 
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))

@@ -93,10 +93,14 @@ def test_updates_that_bf16_weights_lose_are_named_before_training(small, caplog)
 )
 def test_rows_of_new_tokens_that_a_method_does_not_train_are_named(options, is_trained, small_gpt2, caplog):
     run = build_method_fixture(small_gpt2("order=[law]", *options.split()))
-    plan = replace(run.plan, model=replace(run.plan.model, resize=True))
-    with caplog.at_level("WARNING", logger="cpt"):
-        log_settings.warn_of_untrained_rows(plan, run.module)
-    assert ("Rows of new tokens" in caplog.text) is not is_trained
+    model = run.plan.model
+    for option, changed in (
+        ("model.resize=true", replace(model, resize=True)),
+        ("model.tokenizer=x", replace(model, tokenizer="x")),
+    ):
+        with caplog.at_level("WARNING", logger="cpt"):
+            log_settings.warn_of_untrained_rows(replace(run.plan, model=changed), run.module)
+        assert (f"Rows of new tokens ({option})" in caplog.text) is not is_trained
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,335 @@
+"""Add words of a domain to a tokenizer: `python -m cpt.vocabulary CORPUS --base MODEL --output FOLDER`.
+
+Learns tokens from the text files of CORPUS, adds them to the tokenizer of MODEL, and writes it to FOLDER, for
+model.tokenizer=FOLDER. Text without a new token keeps its ids. Part of the text is held out; on it the bytes
+per token before and after are printed. Exit code 1 after an error."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from cpt.core.errors import readable, reason
+from cpt.core.exceptions import InvalidOptionError
+from cpt.core.files import writing
+from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.output import run_program
+from cpt.core.randomness import key
+from cpt.data.new_tokens import (
+    WordCounts,
+    check_kind,
+    encode_in_batches,
+    extend_definition,
+    learn_extension,
+    make_word_rules,
+    text_backend,
+)
+from cpt.data.sources.files import find_text_files, split_of
+from cpt.data.sources.readers import read_folder
+from cpt.models.extended_tokenizer import check_fit
+from cpt.models.loading import load_tokenizer
+from cpt.trainer.base_files import VERBATIM, change_config
+
+BATCH = 1 << 20  # characters that are encoded at once
+MAX_HELD_OUT = 32 << 20  # bytes of held-out text that are kept
+MAX_SHOWN = 20  # tokens of a list
+UNITS = ("auto", "file", "paragraph", "line")  # see domains.document
+
+
+@dataclass
+class HeldOutText:
+    """Documents that no token is learned of. `share` of all are drawn by the hash of their text; of a corpus
+    whose files name splits, those of valid and test."""
+
+    share: float
+    has_named_splits: bool
+    documents: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def takes(self, split: str, document: str) -> bool:
+        """Whether a document is held out; the first MAX_HELD_OUT bytes of them are kept."""
+        is_held_out = self.is_drawn(document)
+        if self.has_named_splits:
+            is_held_out = split != "train"
+        if is_held_out and self.num_bytes < MAX_HELD_OUT:
+            self.documents.append(document)
+            self.num_bytes += len(document.encode())
+        return is_held_out
+
+    def is_drawn(self, document: str) -> bool:
+        return key(document) < self.share * 2**64
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The held-out text under the tokenizer before and after."""
+
+    num_bytes: int
+    tokens_before: int
+    tokens_after: int
+    counts: Counter[int]  # of the new tokens in it, by id
+
+
+def make_parser() -> argparse.ArgumentParser:
+    paragraphs = str(__doc__).split("\n\n")
+    parser = argparse.ArgumentParser(prog="python -m cpt.vocabulary", description=paragraphs[1])
+    add = parser.add_argument
+    add("corpus", type=Path, metavar="CORPUS", help="text files, as of domains=texts: a folder, or one file")
+    add("--base", required=True, metavar="MODEL", help="checkpoint: a folder, or a name on the Hub")
+    add("--output", required=True, type=Path, metavar="FOLDER", help="new folder for the tokenizer")
+    add("--tokens", type=int, default=2000, metavar="N", help="number of new tokens; default: 2000")
+    add("--min-count", type=int, default=10, metavar="N", help="least occurrences of a token; default: 10")
+    add("--held-out", type=float, default=0.05, metavar="SHARE", help="share of documents; default: 0.05")
+    add("--column", default="text", help="column of the text in tables; default: text")
+    add("--document", default="auto", choices=UNITS, help="one document of a .txt or .md file; default: auto")
+    add("--ignore", action="append", default=[], metavar="PATTERN", help="names of files that are not text")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = make_parser().parse_args(arguments)
+    with readable():
+        add_vocabulary(options)
+    return 0
+
+
+def add_vocabulary(options: argparse.Namespace) -> None:
+    """Raises ValueError for options, text or a checkpoint that cannot be used."""
+    check_options(options)
+    own_tokenizer = load_own_tokenizer(options.base)
+    check_kind(own_tokenizer, options.base)
+
+    held_out = HeldOutText(options.held_out, has_named_splits=has_named_splits(options))
+    words, num_documents = count_words(options, own_tokenizer, held_out)
+    if not held_out.documents or num_documents == 0:
+        raise InvalidOptionError(
+            "CORPUS",
+            options.corpus,
+            reason=f"{num_documents} documents to learn from and {len(held_out.documents)} held out",
+            allowed="more documents (--document=line), or another --held-out",
+        )
+    extension = learn_extension(
+        own_tokenizer,
+        words,
+        num_tokens=options.tokens,
+        min_count=options.min_count,
+        shows_progress=sys.stderr.isatty(),
+    )
+    if not extension.entries:
+        raise ValueError(
+            f"the text of {options.corpus} has no word of several tokens that occurs {options.min_count} "
+            "times. Allowed: more text, or a smaller --min-count"
+        )
+
+    definition = extend_definition(own_tokenizer, extension)
+    write_tokenizer(own_tokenizer, definition, options)
+    tokenizer = load_tokenizer(options.output)
+    print(f"{options.corpus}: {num_documents:,} documents, {len(held_out.documents):,} more held out")
+    if words.dropped:
+        print(f"Left out {words.dropped:,} words that were seen once, to bound memory")
+    measurement = measure(own_tokenizer, tokenizer, held_out)
+    print_report(own_tokenizer, tokenizer, measurement, options)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for values that are not allowed, a missing corpus, and an output that is there."""
+    for name in ("tokens", "min_count"):
+        value = getattr(options, name)
+        if value < 1:
+            raise InvalidOptionError(f"--{name.replace('_', '-')}", value, allowed="1 or more")
+    if not 0 < options.held_out < 1:
+        raise InvalidOptionError("--held-out", options.held_out, allowed="above 0 and below 1")
+    if not options.corpus.exists():
+        raise InvalidOptionError(
+            "CORPUS", options.corpus, reason="no such file or folder", allowed="a folder of text, or a file"
+        )
+    output: Path = options.output
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise InvalidOptionError(
+            "--output", output, reason="it exists", allowed="a new folder, or an empty one"
+        )
+
+
+def load_own_tokenizer(base: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint. Raises ValueError for one that cannot be read."""
+    try:
+        return load_tokenizer(base)
+    except Exception as error:  # whatever a class raises for files that it does not take
+        absent = "" if Path(base).exists() else "no such folder, and not loaded from the Hub: "
+        raise InvalidOptionError(
+            "--base",
+            base,
+            reason=f"{absent}{reason(error).rstrip('.')}",
+            allowed="a folder, or a name on the Hub",
+        ) from error
+
+
+def folder_of(corpus: Path) -> Path:
+    """The folder that is read; of a single file all others in it are ignored."""
+    return corpus if corpus.is_dir() else corpus.parent
+
+
+def is_ignored(path: Path, options: argparse.Namespace) -> bool:
+    if not options.corpus.is_dir():
+        return path != options.corpus
+    return any(fnmatch(path.name, pattern) for pattern in options.ignore)
+
+
+def has_named_splits(options: argparse.Namespace) -> bool:
+    """Whether the names of files say what is held out."""
+    folder = folder_of(options.corpus)
+    files = find_text_files(folder, ignored=lambda path: is_ignored(path, options))
+    splits = {split_of(path.relative_to(folder)) for path in files.text}
+    return bool(splits & {"valid", "test"})
+
+
+def count_words(
+    options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, held_out: HeldOutText
+) -> tuple[WordCounts, int]:
+    """The words of the documents that are not held out, and the number of these documents."""
+    words = WordCounts()
+    rules = make_word_rules(tokenizer)
+    num_documents = 0
+    for encoding in encode_in_batches(
+        text_backend(tokenizer), read_training_text(options, held_out), size=BATCH
+    ):
+        words.add(encoding, rules)
+        num_documents += 1
+    return words, num_documents
+
+
+def read_training_text(options: argparse.Namespace, held_out: HeldOutText) -> Iterator[str]:
+    """The documents of the corpus but those that are held out, which are kept."""
+    documents = read_folder(
+        folder_of(options.corpus),
+        options.corpus.name,
+        column=options.column,
+        document=options.document,
+        ignored=lambda path: is_ignored(path, options),
+    )
+    for split, document in documents:
+        if not held_out.takes(split, document):
+            yield document
+
+
+def write_tokenizer(
+    own_tokenizer: PreTrainedTokenizerBase, definition: dict[str, Any], options: argparse.Namespace
+) -> None:
+    """Writes a tokenizer with the files of the checkpoint's own, its chat template among them. Raises
+    ValueError where it would be loaded as another one."""
+    folder: Path = options.output
+    with writing(folder):
+        own_tokenizer.save_pretrained(folder)
+        text = json.dumps(definition, ensure_ascii=False, indent=1)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+
+    problem = describe_loaded(folder, own_tokenizer, definition, options.base)
+    if problem:  # the class of the checkpoint's tokenizer builds it in its own way
+        change_config(folder, tokenizer_class=VERBATIM)
+        problem = describe_loaded(folder, own_tokenizer, definition, options.base)
+    if problem:
+        raise ValueError(f"transformers loads another tokenizer from {folder}: {problem}")
+
+
+def describe_loaded(
+    folder: Path, own_tokenizer: PreTrainedTokenizerBase, definition: dict[str, Any], base: str
+) -> str:
+    """Why what is loaded from a folder is not the tokenizer of a definition; empty where it is."""
+    tokenizer = load_tokenizer(folder)
+    try:
+        check_fit(tokenizer, own_tokenizer, name=str(folder), checkpoint=base)
+    except ValueError as error:
+        return reason(error)
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    if model != definition["model"]:
+        return "other entries or merges"
+    return ""
+
+
+def measure(
+    own_tokenizer: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, held_out: HeldOutText
+) -> Measurement:
+    """Encodes the held-out text with both tokenizers. Raises ValueError where a text without a new token has
+    other ids than before."""
+    first_new = max(own_tokenizer.get_vocab().values()) + 1
+    tokens_before = 0
+    tokens_after = 0
+    counts = Counter[int]()
+    documents = with_progress(held_out.documents, total=held_out.num_bytes)
+    pairs = zip(
+        encode_in_batches(text_backend(own_tokenizer), held_out.documents, size=BATCH),
+        encode_in_batches(text_backend(tokenizer), documents, size=BATCH),
+        strict=True,
+    )
+    for before, after in pairs:
+        new_ids = [token_id for token_id in after.ids if token_id >= first_new]
+        if not new_ids and before.ids != after.ids:
+            raise ValueError("a held-out text without a new token has other ids than before")
+        counts.update(new_ids)
+        tokens_before += len(before.ids)
+        tokens_after += len(after.ids)
+    return Measurement(held_out.num_bytes, tokens_before, tokens_after, counts)
+
+
+def with_progress(documents: Iterable[str], *, total: int) -> Iterator[str]:
+    with progress_bar("measuring", total=total, unit="B", scale=True, hidden=False, delay=DELAY) as progress:
+        for document in documents:
+            yield document
+            progress.update(len(document))
+
+
+def print_report(
+    own_tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,
+    measurement: Measurement,
+    options: argparse.Namespace,
+) -> None:
+    own_ids = set(own_tokenizer.get_vocab().values())
+    new_ids = sorted(set(tokenizer.get_vocab().values()) - own_ids)
+    texts = {token_id: tokenizer.decode([token_id]) for token_id in new_ids}
+
+    shortage = "" if len(new_ids) == options.tokens else f" of {options.tokens:,}; --min-count leaves no more"
+    print(f"New tokens: {len(new_ids):,}{shortage}")
+    print(f"Entries of the tokenizer: {len(own_tokenizer):,} -> {len(tokenizer):,}")
+
+    before = measurement.num_bytes / measurement.tokens_before
+    after = measurement.num_bytes / measurement.tokens_after
+    saved = 1 - measurement.tokens_after / measurement.tokens_before
+    print(
+        f"Bytes per token of held-out text: {before:.3f} -> {after:.3f} ({saved:.1%} fewer tokens; "
+        f"{measurement.num_bytes:,} bytes)"
+    )
+    print(f"New tokens in held-out text: {len(measurement.counts):,} of {len(new_ids):,}")
+
+    frequent = [texts[token_id] for token_id, _ in measurement.counts.most_common(MAX_SHOWN)]
+    longest = sorted(texts.values(), key=lambda text: (-len(text), text))[:MAX_SHOWN]
+    print(f"Most frequent: {' '.join(map(repr, frequent))}")
+    print(f"Longest: {' '.join(map(repr, longest))}")
+    print(f"Use it: {describe_use(options)}")
+
+
+def describe_use(options: argparse.Namespace) -> str:
+    """The command line of a run with the new tokenizer."""
+    folder = folder_of(options.corpus)
+    has_files = any(path.is_file() for path in folder.iterdir())
+    root = folder.parent if has_files else folder  # else its sub-folders are the domains
+    settings = [
+        "domains=texts",
+        f"domains.root={root}",
+        "model=hf",
+        f"model.name_or_path={options.base}",
+        f"model.tokenizer={options.output}",
+    ]
+    return shlex.join(["python", "run.py", *settings])
+
+
+if __name__ == "__main__":
+    run_program(main)

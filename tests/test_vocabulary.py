@@ -1,0 +1,113 @@
+"""`python -m cpt.vocabulary`: tokens of a corpus in a folder that model.tokenizer takes."""
+
+import json
+import re
+import shlex
+
+import pytest
+from transformers import AutoTokenizer
+
+from cpt import vocabulary
+from cpt.data.sources.base import SPLIT
+from cpt.data.text_encoder import TextEncoder
+from cpt.models.extended_tokenizer import check_fit, find_sub_tokens
+from tests.support.data_fixtures import bos_tokenizer, make_prose
+from tests.support.tokenizer_kinds import word_level
+
+DOCUMENTS = [f"de benzol and xylol of {text}" for text in make_prose(200, seed=3)]
+
+
+@pytest.fixture
+def base(tmp_path):
+    tokenizer = bos_tokenizer()
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of a domain with a table, and next to it what is ignored."""
+    folder = tmp_path / "corpora" / "oil"
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"body": text}) for text in DOCUMENTS]
+    (folder / "docs.jsonl").write_text("\n".join(lines))
+    (folder / "notes.bin").write_bytes(b"\0")
+    return folder
+
+
+def run(*arguments):
+    return vocabulary.main([*map(str, arguments), "--column=body", "--ignore=*.bin", "--min-count=3"])
+
+
+def test_tokens_are_added_and_measured_on_text_that_is_held_out(base, corpus, tmp_path, capsys):
+    output = tmp_path / "more"
+    assert run(corpus, "--base", base, "--output", output, "--tokens=30", "--held-out=0.2") == 0
+    printed = capsys.readouterr().out
+    own_tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    check_fit(tokenizer, own_tokenizer, name="y", checkpoint="x")
+    assert len(tokenizer) == len(own_tokenizer) + 30
+    assert len(find_sub_tokens(tokenizer, own_tokenizer)) == 30
+    assert tokenizer.chat_template == own_tokenizer.chat_template
+    assert len(tokenizer.tokenize(" benzol xylol")) == 2
+
+    trained, held_out = map(int, re.search(r"oil: (\d+) documents, (\d+) more held out", printed).groups())
+    assert trained + held_out == 200 and 20 < held_out < 60
+    before, after = map(float, re.search(r"held-out text: ([\d.]+) -> ([\d.]+) \(", printed).groups())
+    texts = [text for text in DOCUMENTS if vocabulary.HeldOutText(0.2, has_named_splits=False).is_drawn(text)]
+    num_bytes = sum(len(text.encode()) for text in texts)
+    ratios = []
+    for measured in (own_tokenizer, tokenizer):
+        ids = TextEncoder(measured, SPLIT).encode_body("".join(texts))
+        ratios.append(num_bytes / len(ids))
+    assert [before, after] == pytest.approx(ratios, rel=0.02) and after > 1.2 * before
+    assert "' benzol'" in printed.partition("Most frequent:")[2].splitlines()[0]
+
+    words = shlex.split(printed.splitlines()[-1])
+    assert {f"domains.root={corpus.parent}", f"model.tokenizer={output}"} < {*words}
+    with pytest.raises(SystemExit) as exit_error:
+        run(corpus, "--base", base, "--output", output)
+    assert exit_error.value.code == 1 and "is invalid: it exists. Allowed: " in capsys.readouterr().err
+
+
+def test_a_single_file_is_read_and_splits_by_name_are_held_out(base, corpus, tmp_path, capsys):
+    (corpus / "notes.bin").unlink()
+    (corpus / "test.jsonl").write_text('{"body": "a benzol"}\n{"body": "de xylol"}\n')
+    assert run(corpus, "--base", base, "--output", tmp_path / "1", "--tokens=5") == 0
+    assert "oil: 200 documents, 2 more held out" in capsys.readouterr().out
+    assert run(corpus / "docs.jsonl", "--base", base, "--output", tmp_path / "2", "--tokens=5") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"docs.jsonl: 18\d documents, 1\d more", printed) and f"root={corpus.parent}" in printed
+
+
+WRONG = {
+    "--tokens=0": "--tokens=0 is invalid. Allowed: 1 or more",
+    "--min-count=0": "--min-count=0 is invalid. Allowed: 1 or more",
+    "--held-out=1": "--held-out=1.0 is invalid. Allowed: above 0 and below 1",
+    "--base=/no/such": "--base=/no/such is invalid: no such folder, and not loaded from the Hub: ",
+    "--column=none": "'none'",
+    "--min-count=100000": "has no word of several tokens that occurs 100000 times. Allowed: more text",
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_what_cannot_be_used_is_told_in_one_line_and_leaves_nothing(option, base, corpus, tmp_path, capsys):
+    output = tmp_path / "more"
+    arguments = [corpus, "--base", base, "--output", output, "--column=body", "--ignore=*.bin", option]
+    with pytest.raises(SystemExit) as exit_error:
+        vocabulary.main([*map(str, arguments)])
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.startswith("cpt: ")]
+    assert exit_error.value.code == 1 and len(lines) == 1 and WRONG[option] in lines[0], error
+    assert not output.exists()
+
+
+def test_a_corpus_that_is_missing_and_a_tokenizer_without_pieces_are_told(base, corpus, tmp_path, capsys):
+    word_level().save_pretrained(tmp_path / "words")
+    for folder, name in ((tmp_path / "none", base), (corpus, tmp_path / "words")):
+        with pytest.raises(SystemExit):
+            run(folder, "--base", name, "--output", tmp_path / "more")
+    errors = capsys.readouterr().err
+    assert "CORPUS=" in errors and "no such file or folder" in errors
+    assert "its tokenizer is WordLevel. Allowed: a checkpoint with a fast tokenizer of BPE" in errors
