@@ -4,6 +4,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from cpt.gradient_masks.base import GradientMask
@@ -78,3 +79,34 @@ def test_no_banned_phrase_is_written():
             for match in BANNED.finditer(without_code(text)):
                 phrases.append(f"{path.relative_to(ROOT)}:{line}: {match[0]}")
     assert phrases == []
+
+
+@cache
+def defined_names(path: Path) -> set[str]:
+    """The names that a module defines or imports at its top level, in conditions and `try` too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    return names
+
+
+def test_what_programs_outside_of_the_package_import_of_it_is_there():
+    """Most benchmarks and campaigns run rarely: a renamed function would be missed late."""
+    missing = []
+    for folder in ("benchmarks", "docs", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("cpt."):
+                    continue
+                module = ROOT.joinpath(*node.module.split("."))
+                for alias in node.names:
+                    is_module = (module / f"{alias.name}.py").exists() or (module / alias.name).is_dir()
+                    file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+                    if not is_module and alias.name not in defined_names(file):
+                        missing.append(f"{path.relative_to(ROOT)}: {node.module}.{alias.name}")
+    assert missing == []

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cpt.verify import damage_in_run
+from cpt.verify import find_damage_in_run
 from tests.campaigns import runs
 from tests.campaigns.frame import ROOT
 from tests.support.forked_scripts import start_script, wait_for_exit
@@ -67,7 +67,7 @@ def of_a_run(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
         "kills": kills,
     }
     outcome.update(runs.run_again(arguments, run, expected, twin=is_distributed))
-    outcome["damage"] = list(damage_in_run(run))
+    outcome["damage"] = list(find_damage_in_run(run))
     all_left = all(kill.get("left", True) for kill in kills)
     outcome["fine"] = outcome["same"] and not outcome["damage"] and all_left
     outcome["last"] = "" if outcome["fine"] else runs.read_log(run)[-1500:]
