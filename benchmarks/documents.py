@@ -39,7 +39,7 @@ def measure(documents: int, workers: int | None) -> dict[str, Any]:
     """Seconds and the peak of memory after each phase; this process does nothing else."""
     import numpy as np
 
-    from cpt.core.randomness import key, shuffle
+    from cpt.core.randomness import key, permute
     from cpt.data.packing import pack
     from cpt.data.text_format import TextFormat
     from cpt.models.loading import train_tokenizer
@@ -80,7 +80,7 @@ def measure(documents: int, workers: int | None) -> dict[str, Any]:
         lengths = packed.row_lengths
         for batch in range(BATCHES):
             positions = np.arange(batch * BATCH, (batch + 1) * BATCH) % len(packed)
-            packed.ids(shuffle(positions, len(packed), stream=key("documents")))
+            packed.ids(permute(positions, len(packed), stream=key("documents")))
         record("batches", start_time)
         results["rows"] = len(packed)
         results["tokens"] = int(lengths.sum())

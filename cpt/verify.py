@@ -71,13 +71,13 @@ def find_damage_in_run(folder: Path) -> Iterator[str]:
     run = RunDir(folder)
     read_table = partial(pq.read_table, page_checksum_verification=True)
     checks: dict[str, Callable[[Path], object]] = {
-        "checkpoints/*.ckpt": partial(check_state, instead="delete it to train that domain again"),
-        "stages/*.pt": partial(check_stage, instead=run.restore_hint),
-        "callbacks/*.pt": partial(check_state, instead=run.restore_hint),
+        "checkpoints/*.ckpt": partial(check_state, remedy="delete it to train that domain again"),
+        "stages/*.pt": partial(check_stage, remedy=run.restore_hint),
+        "callbacks/*.pt": partial(check_state, remedy=run.restore_hint),
         "config.yaml": lambda path: run.stored_config(),
-        "diagnostics/*.npz": partial(check_archive, instead=run.restore_hint),
-        "monitor/*.npz": partial(check_archive, instead=run.restore_hint),
-        "generated/kept/*.json": partial(read_checked_json, instead=run.restore_hint),
+        "diagnostics/*.npz": partial(check_archive, remedy=run.restore_hint),
+        "monitor/*.npz": partial(check_archive, remedy=run.restore_hint),
+        "generated/kept/*.json": partial(read_checked_json, remedy=run.restore_hint),
         "generated/*/facts.json": lambda path: check_folder(path.parent),
         "endtasks/*/*.parquet": read_table,
         "answers/*/*.parquet": read_table,

@@ -67,12 +67,12 @@ PASSIVE_MONITOR = {"monitor.stop": None, "monitor.patience": None, "monitor.keep
 # Keys of a choice that are no options of its class: its name, its learning rate over the model's, and what
 # cpt.tune searches.
 SEARCH = "search"
-FOR_OTHERS = ("name", "lr_multiplier", SEARCH)
+CHOICE_KEYS = ("name", "lr_multiplier", SEARCH)
 
 
 @cache
-def executes(key: str) -> bool:
-    """Whether a config key says how the run is carried out only."""
+def is_execution_key(key: str) -> bool:
+    """Whether the option of a config key says only how the run is carried out, not what it computes."""
     if SEARCH in key.split("."):
         return True
     return any(key == name or key.startswith(f"{name}.") for name in EXECUTION)
@@ -85,7 +85,7 @@ def digest(value: Any) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings with dotted keys."""
+    """The leaves of nested mappings as (dotted key, value); an empty mapping is a leaf."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")
@@ -105,12 +105,13 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Left out are options of how a run is carried out, options at a neutral value, and the sections of budget
     and monitor in runs that they do not change."""
-    leaves = {key: canonical(key, value) for key, value in flatten(settings) if not executes(key)}
+    leaves = {key: canonical(key, value) for key, value in flatten(settings) if not is_execution_key(key)}
     for key, neutral_value in NEUTRAL_VALUES.items():
         if key in leaves and leaves[key] == neutral_value:
             del leaves[key]
 
-    if is_observed(leaves):  # by a budget, which uses the monitoring evaluations
+    # A budget acts on the monitoring evaluations: with one, the options of both sections decide the result.
+    if has_active_budget(leaves):
         return leaves
     leaves = drop_section(leaves, "budget")
     if is_monitor_passive(leaves):
@@ -127,19 +128,23 @@ def is_monitor_passive(leaves: Mapping[str, Any]) -> bool:
     return all(leaves.get(key, value) == value for key, value in PASSIVE_MONITOR.items())
 
 
-def is_observed(leaves: Mapping[str, Any]) -> bool:
-    """Whether a budget observes the monitoring evaluations of a run and may act on them. Configs of 0.1.0
-    always name the class of a budget; without a budget all of its options are null."""
+def has_active_budget(leaves: Mapping[str, Any]) -> bool:
+    """Whether a run has a budget, which observes the monitoring evaluations and may act on them. It has none
+    if `budget._target_` is null, and in configs of 0.1.0, which always name the class of a budget, if all
+    options of that class are null."""
     if leaves.get("budget._target_") is None:
         return False
     options = [
         value for key, value in leaves.items() if key.startswith("budget.") and key != "budget._target_"
     ]
-    return not options or any(value is not None for value in options)
+    # A class without options, as a user may have, has no null with which it could be switched off.
+    has_no_options = not options
+    return has_no_options or any(value is not None for value in options)
 
 
 def canonical(key: str, value: Any) -> Any:
-    """A value as it is compared: 1e3 is 1000, and a class of cpt is known by its name, wherever it stands."""
+    """A value in the form in which configs are compared: 1e3 as 1000, and a class of cpt by its name alone,
+    since its module may change from version to version."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -149,4 +154,5 @@ def canonical(key: str, value: Any) -> Any:
     return value
 
 
+# `${times:a,b}` in a YAML file is the product of two options.
 OmegaConf.register_new_resolver("times", operator.mul, replace=True)

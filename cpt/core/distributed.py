@@ -31,22 +31,26 @@ STORE_INTERVAL = 0.5  # seconds between two reads of the store
 
 
 def all_reduce_sum(*tensors: Tensor) -> None:
-    """Sums each tensor in place; each has to be where the backend sends from."""
-    if is_distributed():
-        for tensor in tensors:
-            contiguous = tensor.contiguous()  # NCCL takes no others; lora_B lies column after column
-            distributed.all_reduce(contiguous)
-            if contiguous is not tensor:
-                tensor.copy_(contiguous)
+    """Sums each tensor over the processes, in place. A tensor has to be on the device from which the process
+    group's backend sends: a GPU for NCCL (`sending_device`)."""
+    if not is_distributed():
+        return
+    for tensor in tensors:
+        # NCCL sums contiguous tensors only. Others, like lora_B, which is stored column after column, are
+        # summed in a copy.
+        contiguous = tensor.contiguous()
+        distributed.all_reduce(contiguous)
+        if contiguous is not tensor:
+            tensor.copy_(contiguous)
 
 
 def sum_on_cpu(values: Tensor) -> Tensor:
-    """Values on the CPU, summed over the processes."""
+    """The sums over the processes of a tensor on the CPU, as a tensor on the CPU."""
     if not is_distributed():
         return values
-    shared = values.to(sending_device(values))
-    distributed.all_reduce(shared)
-    return shared.cpu()
+    sums = values.to(sending_device(values))
+    distributed.all_reduce(sums)
+    return sums.cpu()
 
 
 def all_reduce_max(number: int) -> int:
@@ -59,8 +63,8 @@ def all_reduce_max(number: int) -> int:
 
 
 def gather_rows(vectors: Tensor) -> tuple[Tensor, int]:
-    """The rows [N, ...] of all processes, one process after another, and how many stand before those of this
-    one; gradients go back to the process of a row."""
+    """The rows [N, ...] of all processes in the order of their ranks, and the index of the first row of this
+    process. The gradient of a row is sent back to the process that it came from."""
     if not is_distributed():
         return vectors, 0
     rank, world = rank_and_world()
@@ -73,7 +77,8 @@ def gather_rows(vectors: Tensor) -> tuple[Tensor, int]:
     padding = [0, 0] * (vectors.ndim - 1) + [0, num_missing]
     gathered = all_gather(functional.pad(vectors, padding))
     rows = [padded[:size] for padded, size in zip(gathered, sizes, strict=True)]
-    return torch.cat(rows), int(sum(sizes[:rank]))
+    index_of_first_row = int(sum(sizes[:rank]))
+    return torch.cat(rows), index_of_first_row
 
 
 def gather_objects(value: T) -> list[T]:
@@ -146,14 +151,16 @@ def leave_together(where: str = "") -> None:
 
 
 def fail_together(message: str) -> NoReturn:
-    """Raises ValueError, in all processes alike: the others may end on their own."""
+    """Raises ValueError; every process calls this with the message."""
+    # Else Lightning would kill this process as soon as one that it started has ended, before the message.
     children(release=True)
     raise ValueError(message)
 
 
 def check_all_signals() -> None:
-    """Leaves if a signal has come to any process, while each works on its own: they tell each other by the
-    store that the process group was made with."""
+    """Leaves if a signal has come to any process. For work that each process does on its own, where no
+    collective can be called: a process writes its signal into the process group's store, and reads the store
+    for the signals of others at most every STORE_INTERVAL seconds."""
     if is_distributed():
         store = process_store()
         if notice.number:
@@ -166,7 +173,7 @@ def check_all_signals() -> None:
 
 
 def sending_device(tensor: Tensor) -> torch.device:
-    """The device from which the backend sends a tensor."""
+    """The device on which a tensor has to be for a collective: a GPU for NCCL, else its own device."""
     return torch.device("cuda") if distributed.get_backend() == "nccl" else tensor.device
 
 
@@ -188,7 +195,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_rows(values: Tensor, like: Tensor) -> Tensor:
-    """Of values that are broadcastable to a tensor those that belong to its local rows."""
+    """The part of `values`, which are broadcastable to the tensor `like`, that belongs to its local rows. All
+    of them, if `like` is not sharded or if all of its rows share the values."""
     if not isinstance(like, DTensor) or values.ndim < like.ndim:
         return values
     is_broadcast = values.shape[0] == 1 and like.shape[0] != 1
@@ -201,7 +209,9 @@ def local_rows(values: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_like(values: Tensor, like: Tensor, *, device: torch.device | None = None) -> Tensor:
-    """Full values sharded as a tensor of their shape is, in their own type, on a device or its own."""
+    """`values` sharded as the tensor `like`, which has their shape; their dtype stays. Its local rows are on
+    `device`, by default the device of the local rows of `like`. Values that are sharded already, or belong to
+    a tensor that is not, are returned as they are."""
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
     target_device = device or like.to_local().device
@@ -210,7 +220,8 @@ def shard_like(values: Tensor, like: Tensor, *, device: torch.device | None = No
 
 
 def with_rows(rows: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Local rows as tensors that are sharded as others are."""
+    """Tensors from their local rows, each sharded as the tensor of `likes` at its index. Where that tensor is
+    not sharded, the rows are the whole tensor."""
     tensors = []
     for local, like in zip(rows, likes, strict=True):
         tensors.append(shard_as(local, like) if isinstance(like, DTensor) else local)
@@ -218,7 +229,7 @@ def with_rows(rows: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def shard_as(rows: Tensor, like: DTensor) -> DTensor:
-    """Local rows as the tensor that they are of."""
+    """The sharded tensor whose local rows are `rows`, with the shape and the sharding of `like`."""
     return DTensor.from_local(
         rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -233,7 +244,8 @@ def dot(firsts: Sequence[Tensor], seconds: Sequence[Tensor]) -> Tensor:
 
 
 def add_up(terms: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
-    """The sum of scalars, each of the local rows of a tensor, over all rows."""
+    """The sum of scalars over all processes; term i is computed from the local rows of `likes[i]`. A term of
+    a tensor that is not sharded is equal in all processes, and counts once."""
     plain_terms: list[Tensor] = []
     sharded_terms: list[Tensor] = []
     for term, like in zip(terms, likes, strict=True):
@@ -251,7 +263,8 @@ def add_up(terms: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
 
 
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all entries of all tensors, a scalar, alike in all processes; `norm_type` is 2 or inf."""
+    """The norm of all entries of all tensors, a scalar that is equal in all processes; `norm_type` is 2 or
+    inf."""
     sharded: list[DTensor] = []
     plain: list[Tensor] = []
     for tensor in tensors:
@@ -262,7 +275,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     if not sharded:
         return get_total_norm(plain, norm_type)
 
-    # The norm of the local rows, which a process may have none of.
+    # The norm of the local rows. A process may have none, of which torch takes no norm of type inf.
     shards = [tensor.to_local() for tensor in sharded]
     filled = [shard for shard in shards if shard.numel()]
     norm = get_total_norm(filled, norm_type) if filled else shards[0].new_zeros(())
@@ -281,7 +294,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scales all gradients so that their norm, which is given, is at most `max_norm`."""
+    """Scales all gradients so that their norm is at most `max_norm`; `norm` is their `total_norm`."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not any(map(is_sharded, gradients)):
         clip_grads_with_norm_(parameters, max_norm, norm)
@@ -293,8 +306,9 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, norm: Te
 
 @torch.no_grad()
 def average_gradients(module: nn.Module) -> None:
-    """Averages over the processes the gradients of a sharded module's parameters that are not sharded, as
-    FSDP2 does those of the sharded ones; 0 counts where only other processes have one."""
+    """Averages over the processes the gradients of those parameters of a sharded module that are not sharded
+    themselves; FSDP2 averages the gradients of the others. A process without a gradient, of a parameter for
+    which another process has one, contributes 0."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     plain = [parameter for parameter in parameters if not is_sharded(parameter)]
     has_sharded = any(map(is_sharded, module.parameters()))
@@ -307,6 +321,8 @@ def average_gradients(module: nn.Module) -> None:
     distributed.all_reduce(counts)
     averaged = [parameter for parameter, count in zip(plain, counts.tolist(), strict=True) if count]
 
+    # A collective takes numbers of one dtype. The order of dtypes has to be that of the other processes, and
+    # is: the list of averaged parameters is equal in all of them.
     for dtype in dict.fromkeys(parameter.dtype for parameter in averaged):
         average_together([parameter for parameter in averaged if parameter.dtype == dtype])
 

@@ -10,29 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from filelock import Timeout
-from hydra import errors as of_hydra
+from hydra import errors as hydra_errors
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
-from omegaconf import errors as of_omegaconf
+from omegaconf import errors as omegaconf_errors
 from yaml import YAMLError
 
 from cpt.core.config import CONF, flatten
-from cpt.core.files import FULL, free_space, with_free_space
+from cpt.core.files import DISK_FULL_ERRNOS, free_space, with_free_space
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import join, unknown_name
 from cpt.core.secrets import redact_text
 
-UNQUOTED = re.compile(r"[^\w\s./:+@%*?|$,(){}\[\]\\~-]")  # signs that Hydra takes only in quotes
-LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
-MERGED = re.compile(r"Cannot merge DictConfig with")
-GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
-NO_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
-FORESEEN = (ValueError, OSError, HydraException, of_omegaconf.OmegaConfBaseException, YAMLError)
-OPEN = ("callbacks", "logger", "optim")  # sections that take further keys, as those within sections do
-FAMILIAR = {  # of transformers' TrainingArguments and example scripts, and Lightning's Trainer
+NEEDS_QUOTES = re.compile(r"[^\w\s./:+@%*?|$,(){}\[\]\\~-]")  # signs that Hydra takes only in quotes
+# Messages of Hydra: a choice (group, name) of a list of choices does not exist; `override` of a group that
+# the defaults do not have (config, group). Of OmegaConf: a section is set to one value.
+MISSING_CHOICE = re.compile(r"Could not load '(.+)/([^/']+)'")
+OVERRIDE_WITHOUT_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
+VALUE_FOR_SECTION = re.compile(r"Cannot merge DictConfig with")
+CONFIG_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+# Classes of errors that a user's input causes: one line is shown for them, and no traceback.
+INPUT_ERRORS = (ValueError, OSError, HydraException, omegaconf_errors.OmegaConfBaseException, YAMLError)
+OPEN_SECTIONS = ("callbacks", "logger", "optim")  # that take further keys, as sections within sections do
+# By the name in transformers' TrainingArguments and example scripts or in Lightning's Trainer.
+OPTIONS_BY_FOREIGN_NAME = {
     "bf16": "trainer.precision", "fp16": "trainer.precision", "learning_rate": "optim.lr",
     "block_size": "model.max_seq_length", "max_length": "model.max_seq_length", "rank": "method.r",
     "per_device_train_batch_size": "trainer.batch_size", "logging_steps": "trainer.log_every_n_steps",
@@ -43,7 +47,8 @@ FAMILIAR = {  # of transformers' TrainingArguments and example scripts, and Ligh
     "lr_scheduler_type": "lr_scheduler", "warmup_steps": "lr_scheduler.warmup_ratio", "report_to": "logger",
     "model_name_or_path": "model.name_or_path", "batch": "trainer.batch_size",
 }  # fmt: skip
-SAID = {  # what Hydra says of a config that cannot be composed, and what is said instead
+# By a pattern of Hydra's message on a config that cannot be composed, our message; {0} is the first group.
+COMPOSITION_MESSAGES = {
     r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'": (
         "+{0}={1} is invalid. Allowed: {0}={1}, without +"
     ),
@@ -80,36 +85,40 @@ def reason(error: BaseException) -> str:
 
 
 def explain(error: BaseException) -> str:
-    """An error's message, in the words of options where Hydra and OmegaConf have others."""
+    """An error's message. Those of Hydra and OmegaConf that speak of nodes and of merging are replaced by one
+    that names the option and what is allowed."""
     if isinstance(error, HydraException):
         message = explain_hydra(error)
         if message:
             return message
+
+    # Hydra wraps what a constructor raised into errors of its own, which only say where that was.
     while error.__cause__ is not None and isinstance(error, HydraException):
         error = error.__cause__
+
     match error:
-        case of_omegaconf.MissingMandatoryValue(full_key=str(key)):
+        case omegaconf_errors.MissingMandatoryValue(full_key=str(key)):
             return f"{key} is missing. Allowed: {key}=VALUE"
-        case of_omegaconf.InterpolationResolutionError(full_key=str(key)):
+        case omegaconf_errors.InterpolationResolutionError(full_key=str(key)):
             return f"{key} is invalid: {str(error).splitlines()[0]}. Allowed: ${{KEY}} of an existing key"
-        case of_omegaconf.ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
+        case omegaconf_errors.ConfigTypeError(full_key=str(key)) if VALUE_FOR_SECTION.match(str(error)):
             return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
     return str(error)
 
 
 def explain_hydra(error: HydraException) -> str:
     """The message for a choice or an argument that Hydra rejects; empty for another error of Hydra."""
-    if isinstance(error, of_hydra.MissingConfigException):
+    if isinstance(error, hydra_errors.MissingConfigException):
         message = explain_missing_choice(error)
         if message:
             return message
     match error:
-        case of_hydra.OverrideParseException():
+        case hydra_errors.OverrideParseException():
             return explain_unparsed(error)
-        case of_hydra.SearchPathException():
+        case hydra_errors.SearchPathException():
             return f"{' '.join(str(error).splitlines())}. Allowed: an existing folder"
         case ConfigCompositionException(
-            __cause__=of_omegaconf.ConfigAttributeError() | of_omegaconf.ConfigKeyError() as cause
+            __cause__=omegaconf_errors.ConfigAttributeError() | omegaconf_errors.ConfigKeyError() as cause
         ):
             return explain_unknown_key(cause)
         case ConfigCompositionException():
@@ -117,14 +126,15 @@ def explain_hydra(error: HydraException) -> str:
     return ""
 
 
-def explain_missing_choice(error: of_hydra.MissingConfigException) -> str:
+def explain_missing_choice(error: hydra_errors.MissingConfigException) -> str:
+    """The message for a choice that its config group does not have; empty if Hydra misses another file."""
     if isinstance(error.missing_cfg_file, str) and isinstance(error.options, list):
         group, _, name = error.missing_cfg_file.rpartition("/")
         if name == "?":
             return f"{group}=? asks for the choices of {group}: {', '.join(sorted(error.options))}"
         return unknown_name(f"{group}={name}", error.options)
 
-    match = LOADED.search(str(error))  # of a list of choices
+    match = MISSING_CHOICE.search(str(error))  # of a list of choices
     if match is not None:
         group, name = match.groups()
         choices = choices_of(group)
@@ -133,7 +143,8 @@ def explain_missing_choice(error: of_hydra.MissingConfigException) -> str:
     return ""
 
 
-def explain_unparsed(error: of_hydra.OverrideParseException) -> str:
+def explain_unparsed(error: hydra_errors.OverrideParseException) -> str:
+    """The message for an argument that Hydra cannot parse."""
     # Hydra's lines are the cause, the argument, the position in it and a page of its documentation.
     other_starts = ("Error parsing", "See ", "^")
     lines = [line.strip() for line in error.message.splitlines()]
@@ -143,7 +154,7 @@ def explain_unparsed(error: of_hydra.OverrideParseException) -> str:
     return f"{error.override} is invalid: {cause}. Allowed: {allowed_form(str(error.override))}"
 
 
-def explain_unknown_key(cause: of_omegaconf.OmegaConfBaseException) -> str:
+def explain_unknown_key(cause: omegaconf_errors.OmegaConfBaseException) -> str:
     """The message for a key that the config does not have, with where it is an option."""
     key = str(cause.full_key)
     node = cause.parent_node
@@ -158,7 +169,7 @@ def explain_unknown_key(cause: of_omegaconf.OmegaConfBaseException) -> str:
     other_key = option_elsewhere(key, node)
     if other_key:
         return f"{without_hint}. Did you mean {other_key}?"
-    is_open = section in OPEN or "." in section
+    is_open = section in OPEN_SECTIONS or "." in section
     if is_open and not message.endswith("?"):
         return f"{message}; to add it: +{key}=VALUE"
     return message
@@ -166,14 +177,14 @@ def explain_unknown_key(cause: of_omegaconf.OmegaConfBaseException) -> str:
 
 def explain_composition(error: ConfigCompositionException) -> str:
     """The message for choices that cannot be composed; empty for an error of another kind."""
-    match = NO_DEFAULT.search(str(error))
+    match = OVERRIDE_WITHOUT_DEFAULT.search(str(error))
     if match is not None:
         config_name, group = match.groups()
         if "@" in group:
             missing = "its first line is not # @package _global_"
             return f"{config_name} is invalid: {missing}. Allowed: this line, then defaults: and keys"
-        return f"override /{group} in {config_name}: {unknown_name(group, GROUPS)}"
-    for pattern, message in SAID.items():
+        return f"override /{group} in {config_name}: {unknown_name(group, CONFIG_GROUPS)}"
+    for pattern, message in COMPOSITION_MESSAGES.items():
         match = re.match(pattern, str(error))
         if match is not None:
             return message.format(*match.groups())
@@ -184,7 +195,7 @@ def allowed_form(override: str) -> str:
     """What is allowed instead of an argument that Hydra cannot parse. A value with signs that it takes in
     quotes only is shown in them, and in those that keep the shell from removing them."""
     key, equals, value = override.partition("=")
-    if not equals or not UNQUOTED.search(value):
+    if not equals or not NEEDS_QUOTES.search(value):
         return "key=value"
     if value[0] in "[{":
         return "key=value, with such texts in quotes within the list or the keys"
@@ -205,13 +216,14 @@ def choices_with(key: str, section: str) -> list[str]:
 
 
 def option_elsewhere(key: str, node: Any) -> str:
-    """The option of another section that is meant: of this name, or known by it in another library."""
+    """The option of another section that a user may have meant by an unknown `key`: one of the same name, or
+    the one for which another library uses this name. Empty if there is none."""
     name = key.rpartition(".")[2]
     root: Any = OmegaConf.to_container(node._get_root()) if node is not None else {}
     leaves: list[str] = [leaf for leaf, _ in flatten(root) if not leaf.startswith("hydra.")]
-    familiar_key = FAMILIAR.get(name, "")
-    if familiar_key in [*leaves, *root]:
-        return familiar_key
+    foreign_key = OPTIONS_BY_FOREIGN_NAME.get(name, "")
+    if foreign_key in [*leaves, *root]:
+        return foreign_key
     same_name = [leaf for leaf in leaves if "." in leaf and leaf.rpartition(".")[2] == name]
     return min(same_name, key=lambda leaf: leaf.count("."), default="")
 
@@ -233,9 +245,8 @@ def readable(code: int = 1) -> Iterator[None]:
         raise
     except Exception as error:
         # In this order: a loader that the system killed for its memory is out of memory, not lost.
-        is_foreseen = isinstance(error, FORESEEN)
         line = describe_oom(error) or describe_lost_loader(error) or describe_full_disk(error)
-        if not line and is_foreseen:
+        if not line and isinstance(error, INPUT_ERRORS):
             line = reason(error)
         if not line or os.environ.get("HYDRA_FULL_ERROR"):
             raise
@@ -278,12 +289,13 @@ def describe_full_disk(error: BaseException | None) -> str:
     """The message for a write to a full disk or beyond a quota, wherever it is in the chain of causes, with
     the path, if it is known, and the free bytes; empty for any other error."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL:
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             advice = "free some and run the same command again"
             if error.filename is None:
                 space = f"{error.strerror}, {free_space(Path.cwd())} in {Path.cwd()}"
                 return f"a file cannot be written: {space}; {advice}"
-            described = with_free_space(error, Path(os.fsdecode(error.filename)))
-            return f"{described.filename} cannot be written: {described.strerror}; {advice}"
+            # `writing` may have added the free bytes already: they are shown once.
+            full_disk_error = with_free_space(error, Path(os.fsdecode(error.filename)))
+            return f"{full_disk_error.filename} cannot be written: {full_disk_error.strerror}; {advice}"
         error = error.__cause__ or error.__context__
     return ""

@@ -17,13 +17,13 @@ import xxhash
 CHECKSUMS = "checksums.json"
 WRITE_ERROR = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")  # of Rust, of torch.save
 TORCH_ERROR = re.compile(r"PytorchStreamWriter|inline_container")
-FULL = (errno.ENOSPC, errno.EDQUOT)
-FREE = "bytes free"
-Table = dict[str, tuple[int, str]]  # size and hash of files, by their path within a folder
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # the disk, or the user's quota
+FREE_SPACE_SUFFIX = "bytes free"
+ChecksumTable = dict[str, tuple[int, str]]  # size and hash of files, by their path within a folder
 
 
 def sync(path: Path) -> None:
-    """Flushes a file, or the entries of a folder, to disk."""
+    """Returns when a file, or the names of the files in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,12 +52,13 @@ def replace(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises OSError with the path where a write fails without one, or where safetensors, torch or tokenizers
-    report it by another exception; of a full disk with the free bytes."""
+    """Errors of a write inside the context as an OSError that names the path: that of a system call without
+    a path, and those that safetensors, torch and tokenizers raise in other classes. Of a full disk with the
+    free bytes."""
     try:
         yield
     except OSError as error:
-        if error.errno is None or (error.filename is not None and error.errno not in FULL):
+        if error.errno is None or (error.filename is not None and error.errno not in DISK_FULL_ERRNOS):
             raise
         raise with_free_space(error, path) from error
     except Exception as error:
@@ -68,15 +69,17 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def describe_write_error(error: Exception) -> str:
-    """What a library says of a write that has failed; torch names positions in its archive alone."""
+    """Why a write of a library failed: the first line of its message. Messages of torch name a position in
+    the archive and no reason, and are replaced."""
     first_line = str(error).splitlines()[0]
     return "the file would be incomplete" if TORCH_ERROR.search(first_line) else first_line
 
 
 def with_free_space(error: OSError, path: Path) -> OSError:
-    """An error with a path and, of a full disk, the free bytes; one that has them as it is."""
+    """The error of a failed write with its path, which is `path` if `error` names none, and of a full disk
+    with the free bytes in its `strerror`, if they are not there already."""
     strerror = str(error.strerror)
-    if error.errno in FULL and not strerror.endswith(FREE):
+    if error.errno in DISK_FULL_ERRNOS and not strerror.endswith(FREE_SPACE_SUFFIX):
         strerror = f"{strerror}, {free_space(path)}"
     return OSError(error.errno, strerror, error.filename or str(path))
 
@@ -85,23 +88,23 @@ def free_space(path: Path) -> str:
     """`12,288 bytes free`, on the disk of a path that need not exist."""
     for folder in (path, *path.absolute().parents):
         try:
-            return f"{shutil.disk_usage(folder).free:,} {FREE}"
+            return f"{shutil.disk_usage(folder).free:,} {FREE_SPACE_SUFFIX}"
         except OSError:
             continue
-    return f"unknown {FREE}"
+    return f"unknown {FREE_SPACE_SUFFIX}"
 
 
-def check_archive(path: Path, *, instead: str) -> None:
-    """Raises ValueError if a zip file is missing or damaged; `instead` says what to do about it."""
+def check_archive(path: Path, *, remedy: str) -> None:
+    """Raises ValueError if a zip file is missing or damaged; `remedy` says what to do about it."""
     if not path.exists():
-        raise ValueError(f"{path} is missing; {instead}")
+        raise ValueError(f"{path} is missing; {remedy}")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except Exception as error:  # a flipped byte may name another zip version, encryption, or a huge size
         damaged = str(error) or type(error).__name__
     if damaged:
-        raise ValueError(f"{path} is truncated or damaged ({damaged}); {instead}")
+        raise ValueError(f"{path} is truncated or damaged ({damaged}); {remedy}")
 
 
 def file_hash(path: Path) -> str:
@@ -110,12 +113,12 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def hash_files(folder: Path, paths: Iterable[Path]) -> Table:
+def hash_files(folder: Path, paths: Iterable[Path]) -> ChecksumTable:
     names = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
     return {name: (path.stat().st_size, file_hash(path)) for name, path in names.items()}
 
 
-def write_checksums(folder: Path, paths: Iterable[Path], *, unread: Table | None = None) -> None:
+def write_checksums(folder: Path, paths: Iterable[Path], *, unread: ChecksumTable | None = None) -> None:
     """Writes `checksums.json` of files in a folder, which are flushed to disk first; `unread` are the
     checksums of further files, which are not read."""
     paths = list(paths)
@@ -125,7 +128,7 @@ def write_checksums(folder: Path, paths: Iterable[Path], *, unread: Table | None
     replace(folder / CHECKSUMS, json.dumps({"files": table}, indent=0))
 
 
-def read_checksums(folder: Path) -> Table:
+def read_checksums(folder: Path) -> ChecksumTable:
     """Raises ValueError if `checksums.json` is missing or damaged, PermissionError if it may not be read."""
     try:
         entries = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))["files"]
@@ -143,7 +146,7 @@ def read_checksums(folder: Path) -> Table:
     return table
 
 
-def find_damage(folder: Path, table: Table, *, full: bool) -> Iterator[str]:
+def find_damage(folder: Path, table: ChecksumTable, *, full: bool) -> Iterator[str]:
     """A message on each file that is missing, has another size or, if `full`, another hash than in the table.
     Raises PermissionError for a file that may not be read: it is not known to be damaged."""
     for name, (size, digest) in table.items():
@@ -168,14 +171,14 @@ def write_checked_json(path: Path, value: Any) -> None:
     replace(path, json.dumps({"kept": value, "own": digest}))
 
 
-def read_checked_json(path: Path, *, instead: str) -> Any:
-    """Raises ValueError for a file that is missing or damaged; `instead` says what to do about it."""
+def read_checked_json(path: Path, *, remedy: str) -> Any:
+    """Raises ValueError for a file that is missing or damaged; `remedy` says what to do about it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["own"] != xxhash.xxh3_128_hexdigest(json.dumps(content["kept"]).encode()):
             raise ValueError("it differs from its checksum")
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing; {instead}") from None
+        raise ValueError(f"{path} is missing; {remedy}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); {instead}") from None
+        raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
     return content["kept"]

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import ListConfig, OmegaConf
 
-from cpt.core.config import canonical, digest, executes
+from cpt.core.config import canonical, digest, is_execution_key
 from cpt.core.secrets import redact
 from cpt.core.slurm import step_nodes, tasks_per_node
 
@@ -127,7 +127,7 @@ def list_choices(overrides: tuple[str, ...]) -> dict[str, str]:
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.get_key_element().lstrip("+~")
         value = override.value()
-        if not executes(key) and not key.startswith("hydra."):
+        if not is_execution_key(key) and not key.startswith("hydra."):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             text = str(override.input_line).partition("=")[2]
             if is_number:

@@ -7,10 +7,11 @@ import hashlib
 
 import numpy as np
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-FIRST = np.uint64(0xBF58476D1CE4E5B9)
-SECOND = np.uint64(0x94D049BB133111EB)
-ROUNDS = 10  # with 6, permutations of less than ten items come out unevenly
+# SplitMix64's increment (2^64 over the golden ratio), and the multipliers of its finaliser.
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
+SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
+FEISTEL_ROUNDS = 10  # with 6, permutations of less than ten items come out unevenly
 
 
 def key(*parts: str | int) -> int:
@@ -19,58 +20,69 @@ def key(*parts: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def words_of(numbers: int | np.ndarray) -> np.ndarray:
-    """Numbers as an array of uint64: arrays wrap around in silence, where NumPy's scalars warn."""
+def to_uint64(numbers: int | np.ndarray) -> np.ndarray:
+    """Numbers as an array of uint64, which wraps around silently, where a scalar of NumPy warns."""
     return np.atleast_1d(np.asarray(numbers, np.uint64))
 
 
 def mix_bits(numbers: int | np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser on 64-bit words of any shape."""
-    words = words_of(numbers) + GOLDEN
-    words = (words ^ (words >> np.uint64(30))) * FIRST
-    words = (words ^ (words >> np.uint64(27))) * SECOND
+    words = to_uint64(numbers) + GOLDEN_GAMMA
+    words = (words ^ (words >> np.uint64(30))) * FIRST_MULTIPLIER
+    words = (words ^ (words >> np.uint64(27))) * SECOND_MULTIPLIER
     return words ^ (words >> np.uint64(31))
 
 
 def sample_keys(stream: int | np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """A key per sample, [B] uint64, from the key of its stream (one, or one per sample) and its number."""
-    return mix_bits(mix_bits(stream) ^ (words_of(samples) * GOLDEN))
+    """A key for each sample, [B] uint64, from the sample's number in `samples` [B] and the key of its
+    `stream`: one key, or one for each sample."""
+    return mix_bits(mix_bits(stream) ^ (to_uint64(samples) * GOLDEN_GAMMA))
 
 
 def draws(keys: np.ndarray, length: int, *, stream: int) -> np.ndarray:
     """Uniform numbers in [0, 1), [B, length] float64: row b depends on keys[b] and `stream` only."""
-    rows = mix_bits(keys + words_of(stream) * GOLDEN)
-    words = mix_bits(rows[:, None] ^ (np.arange(length, dtype=np.uint64) * GOLDEN))
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    row_keys = mix_bits(keys + to_uint64(stream) * GOLDEN_GAMMA)
+    words = mix_bits(row_keys[:, None] ^ (np.arange(length, dtype=np.uint64) * GOLDEN_GAMMA))
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53  # 53 bits: those that a float64 holds
 
 
-def shuffle(positions: np.ndarray, count: int | np.ndarray, *, stream: int | np.ndarray) -> np.ndarray:
-    """The items [B] int64 at `positions` [B] < count of a random permutation of range(count), in O(1) memory.
+def permute(positions: np.ndarray, count: int | np.ndarray, *, stream: int | np.ndarray) -> np.ndarray:
+    """The items [B] int64 at `positions` [B] of a random permutation of the integers from 0 to count - 1, in
+    O(1) memory: `permute(np.arange(count), count, stream=stream)` is the whole permutation. Positions are
+    below `count`.
 
-    `stream` (one key, or one per position) names the permutation; `count` too may be one per position. A
-    Feistel network on the next even power of two whose outputs beyond `count` are sent through it again
-    (cycle walking: Black and Rogaway, CT-RSA 2002)."""
-    bits = np.frexp(np.asarray(count) - 1)[1]  # the bit length of a number below 2 ** 53
+    The key `stream` chooses the permutation. Both `stream` and `count` may be an array with a value for each
+    position; then each position is looked up in a permutation of its own.
+
+    A Feistel network permutes the integers below a power of 4 that is at least `count`. A position that it
+    sends to `count` or beyond is sent through it again until the result is below `count` (cycle walking:
+    Black and Rogaway, CT-RSA 2002)."""
+    num_bits = np.frexp(np.asarray(count) - 1)[1]  # of the largest item; exact below 2 ** 53
+    half_width = np.maximum(1, (num_bits + 1) // 2).astype(np.uint64)  # bits of each half of an item
+
+    # A value for each position.
     shape = positions.shape
-    halves = np.broadcast_to(np.maximum(1, (bits + 1) // 2).astype(np.uint64), shape)
-    keys = np.broadcast_to(words_of(stream), shape)
-    counts = np.broadcast_to(words_of(count), shape)
+    half_widths = np.broadcast_to(half_width, shape)
+    keys = np.broadcast_to(to_uint64(stream), shape)
+    counts = np.broadcast_to(to_uint64(count), shape)
 
-    items = feistel(words_of(positions), keys, halves)
+    items = feistel(to_uint64(positions), keys, half_widths)
     is_beyond = items >= counts
     while is_beyond.any():
-        items[is_beyond] = feistel(items[is_beyond], keys[is_beyond], halves[is_beyond])
+        items[is_beyond] = feistel(items[is_beyond], keys[is_beyond], half_widths[is_beyond])
         is_beyond = items >= counts
     return items.astype(np.int64)
 
 
-def feistel(words: np.ndarray, keys: np.ndarray, half: np.ndarray) -> np.ndarray:
-    """Keyed bijections of the integers below 4 ** half, each [B]."""
-    low_bits = (np.uint64(1) << half) - np.uint64(1)
-    left_half = words >> half
+def feistel(words: np.ndarray, keys: np.ndarray, half_widths: np.ndarray) -> np.ndarray:
+    """Integers below 4 ** half_widths, mapped one to one to integers below 4 ** half_widths, by a bijection
+    for each key; all arrays are [B] uint64. A Feistel network: in each round the right half of the bits
+    becomes the left half, and the left half, xor a hash of the right half and the round's key, the right."""
+    low_bits = (np.uint64(1) << half_widths) - np.uint64(1)
+    left_half = words >> half_widths
     right_half = words & low_bits
-    for round_keys in mix_bits(keys + np.arange(ROUNDS, dtype=np.uint64)[:, None]):
+    for round_keys in mix_bits(keys + np.arange(FEISTEL_ROUNDS, dtype=np.uint64)[:, None]):
         mixed = left_half ^ (mix_bits(right_half ^ round_keys) & low_bits)
         left_half = right_half
         right_half = mixed
-    return (left_half << half) | right_half
+    return (left_half << half_widths) | right_half

@@ -15,12 +15,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cpt.core.config import FOR_OTHERS
+from cpt.core.config import CHOICE_KEYS
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import Options, Read, Text, check_names, check_value, join, option_types, read_options
 
-GIVEN = ("_target_", "_partial_", "_convert_", "_recursive_", *FOR_OTHERS)  # in addition to the options
+RESERVED_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", *CHOICE_KEYS)  # of a choice: no options
 LIBRARIES = ("torch", "lightning", "transformers", "peft", "torchmetrics")  # slow to import, without Options
 
 
@@ -40,15 +40,17 @@ def load_target(target: str, *, section: str = "") -> Any:
 
 
 def find_import_error(target: str, error: Exception) -> Exception:
-    """Why a target cannot be resolved: `resolve_name` says of a module that fails that it is not there, and
-    hides the error within the module."""
+    """The error that says why `target` cannot be resolved; `error` is what `resolve_name` raised.
+
+    `resolve_name` reports a module as missing also if the module exists and one of its own imports fails.
+    That failed import is returned if there is one, else `error`."""
     try:
         import_module(target.rpartition(".")[0])
-    except ImportError as hidden:
-        # An error without a module's name, or about a part of the target itself, says no more than `error`.
-        is_about_target = hidden.name is None or target.startswith(hidden.name)
+    except ImportError as import_error:
+        # One without a module's name, or about a part of the target itself, says no more than `error`.
+        is_about_target = import_error.name is None or target.startswith(import_error.name)
         if not is_about_target:
-            return hidden
+            return import_error
     return error
 
 
@@ -58,7 +60,7 @@ class Choice:
 
     target: str
     options: Options | Mapping[str, Any]
-    below: str | None = field(default=None, compare=False)  # the class that it has to be below, by its name
+    base_class: str | None = field(default=None, compare=False)  # of the target, as module.Class
 
     def make(self, *shared: Any) -> Any:
         """The object; what is `shared` comes after its options."""
@@ -69,10 +71,10 @@ class Choice:
     def load(self) -> Any:
         """The class or function; raises ValueError if it does not exist or is of another kind."""
         loaded = load_target(self.target)
-        if self.below is not None:
-            base = resolve_name(self.below)
-            if not (isinstance(loaded, type) and issubclass(loaded, base)):
-                raise InvalidOptionError("_target_", self.target, allowed=f"a class below {self.below}")
+        if self.base_class is not None:
+            base_class = resolve_name(self.base_class)
+            if not (isinstance(loaded, type) and issubclass(loaded, base_class)):
+                raise InvalidOptionError("_target_", self.target, allowed=f"a class below {self.base_class}")
         return loaded
 
     @property
@@ -97,6 +99,8 @@ def options_class(target: str, *, section: str) -> type[Options] | None:
 
 
 def find_options_class(target: str, module_name: str, name: str, *, section: str) -> type[Options] | None:
+    """As `options_class`, for a `target` that is the class `name` of a module. Raises whatever the module
+    raises while it is imported."""
     package = module_name.rpartition(".")[0]
     if package and find_spec(f"{package}.options"):
         options = getattr(import_module(f"{package}.options"), f"{name}Options", None)
@@ -118,11 +122,15 @@ def is_config_class(module_name: str, name: str) -> bool:
     """Whether a module, which is read and not imported, defines a class with `@config`. Raises ValueError if
     it defines neither a class nor a function of the name."""
     spec = find_spec(module_name)
-    source = Path(str(spec and spec.origin)).read_text(encoding="utf-8")
-    definition = re.search(rf"^(@config\n)?(class|def) {re.escape(name)}\b", source, re.MULTILINE)
+    if spec is None or spec.origin is None:  # no such module, or a folder without __init__.py
+        raise ValueError(f"there is no module {module_name}")
+
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    pattern = rf"^(?P<decorator>@config\n)?(class|def) {re.escape(name)}\b"
+    definition = re.search(pattern, source, re.MULTILINE)
     if definition is None:
         raise ValueError(f"{module_name} has no {name}")
-    return definition[1] is not None
+    return definition["decorator"] is not None
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class Section:
             return None
 
         kind = options_class(target, section=self.name)
-        arguments = self.only(name for name in self.values if name not in GIVEN)
+        arguments = self.only(name for name in self.values if name not in RESERVED_KEYS)
         if kind is None and not target.startswith("cpt."):  # a library's class or a user's without Options
             return Choice(target, arguments.values or Options())
 
@@ -229,5 +237,5 @@ def check_arguments(section: str, arguments: Mapping[str, Any], *, given_by_cpt:
 
         passes_on_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         if not passes_on_others:
-            check_names((name for name in arguments if name not in GIVEN), names, section=section)
+            check_names((name for name in arguments if name not in RESERVED_KEYS), names, section=section)
             return

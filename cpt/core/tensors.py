@@ -17,9 +17,9 @@ CPU = torch.device("cpu")
 
 
 def load_tensors(path: Path | str, *, mapped: bool = True) -> Any:
-    """What a file of torch.save holds, on the CPU, `mapped` into memory. Raises ValueError for a file with
-    other things in it than tensors, numbers, texts and collections of them, which could bring code and are
-    not read; and for another kind of file."""
+    """What a file of torch.save holds, on the CPU; `mapped` tensors are read from disk when they are used.
+    Raises ValueError for a file of another kind, and for one that holds anything but tensors, numbers, texts
+    and collections of them: to read other objects could execute code."""
     try:
         return torch.load(path, weights_only=True, mmap=mapped, map_location="cpu")
     except pickle.UnpicklingError as error:
@@ -36,16 +36,22 @@ def save_state(state: Any, path: Path) -> None:
         torch.save(state, partial)
 
 
-def check_state(path: Path, *, instead: str, key: str = "") -> dict[str, Any]:
-    """What a file of torch.save holds, which must be a mapping, with a `key`. Raises ValueError if it is
-    missing, damaged or something else; `instead`: what to do."""
-    check_archive(path, instead=instead)
+def check_state(path: Path, *, remedy: str, required_key: str = "") -> None:
+    """Raises ValueError if a file is not one that `load_checked_state` would load."""
+    load_checked_state(path, remedy=remedy, required_key=required_key)
+
+
+def load_checked_state(path: Path, *, remedy: str, required_key: str = "") -> dict[str, Any]:
+    """The dictionary in a file of torch.save. Raises ValueError if the file is missing or damaged, holds
+    anything but a dictionary, or, if a `required_key` is given, one without this key. The message ends with
+    the `remedy`: what the user can do."""
+    check_archive(path, remedy=remedy)
     try:
         state = load_tensors(path)
     except ValueError as error:
-        raise ValueError(f"{error}; {instead}") from error
-    if not isinstance(state, dict) or (key and key not in state):
-        raise ValueError(f"{path} is a file of something else; {instead}")
+        raise ValueError(f"{error}; {remedy}") from error
+    if not isinstance(state, dict) or (required_key and required_key not in state):
+        raise ValueError(f"{path} is a file of something else; {remedy}")
     return state
 
 
@@ -59,7 +65,7 @@ class NamedTensors(nn.Module):
     def __init__(self, tensors: Mapping[str, Tensor] | None = None, *, persistent: bool = True) -> None:
         super().__init__()
         self.persistent = persistent
-        self.layout: Mapping[str, Tensor] = {}
+        self.layout: Mapping[str, Tensor] = {}  # by name, the parameters as which the tensors are sharded
         self.offloaded = False
         self.device = next(iter(tensors.values())).device if tensors else CPU  # where the module is
         self.update(tensors or {})
@@ -71,11 +77,11 @@ class NamedTensors(nn.Module):
             self._buffers[to_buffer_name(name)] = self.on_storage_device(tensor)
 
     def on_storage_device(self, tensor: Tensor) -> Tensor:
-        """A tensor on the device where these are stored."""
+        """A tensor on the device where this module stores its tensors; itself, if it is there."""
         return tensor.to(CPU) if self.offloaded else tensor
 
     def on_module_device(self, tensor: Tensor) -> Tensor:
-        """One of the tensors where the module is."""
+        """A stored tensor on the module's device, on which it is used."""
         return tensor.to(self.device)
 
     def named(self) -> dict[str, Tensor]:
@@ -84,7 +90,8 @@ class NamedTensors(nn.Module):
 
     @torch.no_grad()
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over the values of tensors: into those of their names and shapes, else as new ones."""
+        """Stores the values of tensors. A stored tensor of the name and shape gets the values in place;
+        without one, a copy of the tensor is registered."""
         for name, tensor in tensors.items():
             buffer = self._buffers.get(to_buffer_name(name))
             if buffer is not None and buffer.shape == tensor.shape:
@@ -96,7 +103,7 @@ class NamedTensors(nn.Module):
                 self.register_buffer(to_buffer_name(name), copy, persistent=self.persistent)
 
     def shard(self, parameters: Mapping[str, Tensor]) -> None:
-        """Shares out what is of sharded parameters, by their names, as these are, from now on."""
+        """Shards each tensor as the parameter of its name is sharded, also those that are loaded later."""
         self.layout = parameters
         for name, tensor in self.named().items():
             self._buffers[to_buffer_name(name)] = self.share_out(name, tensor)
@@ -111,7 +118,8 @@ class NamedTensors(nn.Module):
         return self.on_storage_device(shard_like(values, parameter, device=device))
 
     def parameter_of(self, name: str) -> str:
-        """The name of the parameter that a tensor is of."""
+        """The name of the parameter as which a tensor is sharded; subclasses whose tensors have other names
+        than the parameters override this."""
         return name
 
     def clear(self) -> None:
@@ -173,7 +181,7 @@ def move_uncast(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:
 
 
 def precise(values: Tensor) -> Tensor:
-    """The same, detached, in at least 32 bits."""
+    """The values, detached, in at least 32 bits."""
     return values.detach().to(torch.promote_types(values.dtype, torch.float32))
 
 

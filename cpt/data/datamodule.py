@@ -15,7 +15,7 @@ from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cpt.core.distributed import leave_together
-from cpt.core.randomness import key, shuffle
+from cpt.core.randomness import key, permute
 from cpt.data.collate import Batch, Collator, Sizes
 from cpt.data.loader_processes import WatchedLoader, prepare_loader_processes, start_loader_process
 from cpt.data.options import Budget, Domain
@@ -242,7 +242,7 @@ class DomainSequence(LightningDataModule):
         rows = {}
         for name, text in texts.items():
             positions = np.arange(min(max_rows, len(text)))
-            rows[name] = shuffle(positions, len(text), stream=key("probe", name))
+            rows[name] = permute(positions, len(text), stream=key("probe", name))
 
         loader = self.make_sharded_loader(texts, rows, purpose="probe")
         sampler = cast(ShardSampler, loader.sampler)

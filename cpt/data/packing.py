@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
-from cpt.core.randomness import key, shuffle
+from cpt.core.randomness import key, permute
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
 from cpt.data.sources.base import CONCAT, DOCUMENT_MASK, NONE
@@ -257,7 +257,7 @@ class Packed:
 
     def draw_rows(self, tokens: int, *, stream: int) -> np.ndarray:
         """The first rows of a fixed permutation whose tokens add up to a number, ascending."""
-        drawn = shuffle(np.arange(len(self)), len(self), stream=stream)
+        drawn = permute(np.arange(len(self)), len(self), stream=stream)
         before = np.cumsum(self.row_lengths[drawn]) - self.row_lengths[drawn]
         return np.sort(drawn[before < tokens])
 

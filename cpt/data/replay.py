@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.randomness import key, sample_keys, shuffle
+from cpt.core.randomness import key, permute, sample_keys
 from cpt.core.schema import BelowOne, Options, Steps, config, option
 from cpt.data.options import Domain
 
@@ -216,7 +216,7 @@ class ReplayPool:
         num_texts = len(self.texts)
         turns, positions_in_turn = np.divmod(draws, num_texts)
         turn_streams = sample_keys(key(self.seed, *self.stream_name, "turns"), turns)
-        text_indices = shuffle(positions_in_turn, num_texts, stream=turn_streams)
+        text_indices = permute(positions_in_turn, num_texts, stream=turn_streams)
 
         num_rows = self.num_rows[text_indices]
         num_stored = num_rows
@@ -226,8 +226,8 @@ class ReplayPool:
         # A text gives one row in a turn, so that its epochs are counted in turns.
         epochs, positions = np.divmod(turns, num_stored)
         epoch_streams = sample_keys(self.order_streams[text_indices], epochs)
-        stored_positions = shuffle(positions, num_stored, stream=epoch_streams)
-        rows = shuffle(stored_positions, num_rows, stream=self.buffer_streams[text_indices])
+        stored_positions = permute(positions, num_stored, stream=epoch_streams)
+        rows = permute(stored_positions, num_rows, stream=self.buffer_streams[text_indices])
         keys = sample_keys(key(self.seed, *self.stream_name, "masks"), draws)
         return Samples(text_indices, rows, keys)
 

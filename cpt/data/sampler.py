@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from cpt.core.randomness import key, sample_keys, shuffle
+from cpt.core.randomness import key, permute, sample_keys
 from cpt.data.collate import Batch, Collator, Rows, idle_batch
 from cpt.data.options import share_batch
 from cpt.data.packing import PADDING, Packed
@@ -129,7 +129,7 @@ class TrainStream(Dataset):
         num_samples = len(all_samples.rows)
         stream = sample_keys(key(self.seed, "places", *self.names), np.array([step]))
         order = np.full(num_samples, -1)
-        replayed_positions = shuffle(np.arange(num_samples - num_new), num_samples, stream=stream)
+        replayed_positions = permute(np.arange(num_samples - num_new), num_samples, stream=stream)
         order[replayed_positions] = np.arange(num_new, num_samples)
         order[order < 0] = np.arange(num_new)
         return all_samples.select(order)
@@ -150,7 +150,7 @@ class TrainStream(Dataset):
     def locate(self, positions: np.ndarray) -> Samples:
         """The samples at positions [B] of the stage's own stream."""
         if len(self.names) > 1:
-            positions = shuffle(positions, int(self.ends[-1]), stream=key(self.seed, "mixture"))
+            positions = permute(positions, int(self.ends[-1]), stream=key(self.seed, "mixture"))
         text_indices = np.searchsorted(self.ends, positions, side="right")
 
         rows = np.empty_like(positions)
@@ -160,7 +160,7 @@ class TrainStream(Dataset):
             num_rows = len(self.texts[index])
             epochs, epoch_positions = np.divmod(positions[is_of_text] - self.starts[index], num_rows)
             streams = sample_keys(key(self.seed, self.names[index]), epochs)
-            text_rows = shuffle(epoch_positions, num_rows, stream=streams)
+            text_rows = permute(epoch_positions, num_rows, stream=streams)
             rows[is_of_text] = text_rows
             keys[is_of_text] = sample_keys(streams, text_rows)
         return Samples(text_indices, rows, keys)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.processes import is_first_process
-from cpt.core.randomness import key, shuffle
+from cpt.core.randomness import key, permute
 from cpt.data.chats import Answer, ChatCounts, ChatEncoder, ids_within, sequences_of
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
@@ -514,7 +514,7 @@ def read_examples(corpus: Corpus, split: str, *, max_examples: int | None = None
     but always the same: a file may be sorted by its answers."""
     documents = corpus.documents(split)
     if max_examples is not None and max_examples < len(documents):
-        drawn = shuffle(np.arange(max_examples), len(documents), stream=key("examples", split))
+        drawn = permute(np.arange(max_examples), len(documents), stream=key("examples", split))
         documents = documents.select(np.sort(drawn))
     for batch in documents.iter(batch_size=16):
         yield from map(read_example, batch["text"])

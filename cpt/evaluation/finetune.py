@@ -18,7 +18,7 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from cpt.core.randomness import key, shuffle
+from cpt.core.randomness import key, permute
 from cpt.evaluation.finetune_tasks import FinetuneOptions, LabelledExample
 from cpt.models.forward import cache_arguments, find_input_stack, mean_over_tokens, set_mode
 from cpt.models.loading import find_max_positions
@@ -116,7 +116,7 @@ class FinetuneJob:
         batches together the rows of near length share one, which saves padding."""
         batch_size = self.settings.batch_size
         stream = key("end task", self.name, seed, epoch)
-        rows = shuffle(np.arange(len(self.train)), len(self.train), stream=stream)
+        rows = permute(np.arange(len(self.train)), len(self.train), stream=stream)
         if self.settings.grouped == 1:
             return split_rows(rows, batch_size)
 
@@ -125,7 +125,7 @@ class FinetuneJob:
         for group in split_rows(rows, batch_size * self.settings.grouped):
             by_length = group[np.argsort(lengths[group], kind="stable")]
             batches.extend(split_rows(by_length, batch_size))
-        order = shuffle(np.arange(len(batches)), len(batches), stream=stream)
+        order = permute(np.arange(len(batches)), len(batches), stream=stream)
         return [batches[index] for index in order]
 
 

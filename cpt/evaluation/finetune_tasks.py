@@ -237,7 +237,7 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
             max_samples = settings.max_train_samples if split == "train" else settings.max_eval_samples
             if max_samples is not None and max_samples < len(examples):
                 stream = randomness.key("endtask", name, split)
-                sample = randomness.shuffle(np.arange(max_samples), len(examples), stream=stream)
+                sample = randomness.permute(np.arange(max_samples), len(examples), stream=stream)
                 splits[split] = [examples[index] for index in np.sort(sample)]
 
         # What is scored is `test` from here on: tuning scores dev, and never sees the test examples.
@@ -499,7 +499,7 @@ def plan_endtasks(
     choice = values.pop("name", None)  # as in endtask=NAME
     check_value("endtask._target_", target, Text)
     with prefix_errors("endtask"):
-        source_class = Choice(target, {}, below=f"{TaskSource.__module__}.TaskSource").load()
+        source_class = Choice(target, {}, base_class=f"{TaskSource.__module__}.TaskSource").load()
     source = read_options(source_class, values, section="endtask")
 
     # A name that is neither a domain nor has data is misspelt: such a task would never be measured.

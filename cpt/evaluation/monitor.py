@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.randomness import key, shuffle
+from cpt.core.randomness import key, permute
 from cpt.core.schema import Natural, NonNegative, Options, Steps, config, option
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import Losses, compare_losses
@@ -61,7 +61,7 @@ class MonitorOptions(Options):
     def choose(self, stage_texts: Sequence[str], past_texts: Sequence[str], *, stage: str) -> list[str]:
         """The texts that are evaluated in a stage: its own, some of past domains, the general one."""
         num_past = min(self.past, len(past_texts))
-        sample = shuffle(np.arange(num_past), len(past_texts), stream=key("monitor", stage))
+        sample = permute(np.arange(num_past), len(past_texts), stream=key("monitor", stage))
         texts = [*stage_texts, *(past_texts[index] for index in sorted(sample))]
         if self.general:
             texts.append(GENERAL)

@@ -13,7 +13,7 @@ from annotated_types import Ge, Predicate
 from cpt.core.config import digest
 from cpt.core.errors import unknown_name
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.randomness import key, shuffle
+from cpt.core.randomness import key, permute
 from cpt.core.schema import (
     Allowed,
     Count,
@@ -121,7 +121,7 @@ def choose_stages(number: int, num_stages: int, *, kind: str, limit: str) -> lis
         return other_stages[: int(limit)]
 
     # A sample for K is part of that for K + 1, so that a run can be given more columns later.
-    sample = shuffle(np.arange(len(other_stages)), len(other_stages), stream=key("columns", number))
+    sample = permute(np.arange(len(other_stages)), len(other_stages), stream=key("columns", number))
     return [other_stages[index] for index in sample[: int(limit)]]
 
 

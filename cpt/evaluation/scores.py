@@ -357,7 +357,7 @@ def load_documents(folder: Path, rows: Iterable[int]) -> list[dict[str, Array]]:
     losses = []
     for row in rows:
         path = documents_file(folder, row)
-        check_archive(path, instead="restore it from a backup")
+        check_archive(path, remedy="restore it from a backup")
         with np.load(path) as archive:
             losses.append(dict(archive))
     return losses

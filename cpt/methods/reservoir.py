@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from cpt.core.distributed import all_reduce_sum, gather_shards
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import rank_and_world
-from cpt.core.randomness import draws, key, sample_keys, shuffle
+from cpt.core.randomness import draws, key, permute, sample_keys
 from cpt.data.collate import UNSCORED, Batch, label_batch, labels_of
 from cpt.data.packing import PADDING
 from cpt.gradient_masks.base import Constraint, Step
@@ -164,7 +164,7 @@ class Reservoir(nn.Module):
             slots = slots[self.domains[slots] == domain]
         filled = slots[self.lengths[slots] > 0]
         # The first entries of a permutation of all filled slots: distinct, and without drawing the rest.
-        order = shuffle(np.arange(min(count, len(filled))), len(filled), stream=stream)
+        order = permute(np.arange(min(count, len(filled))), len(filled), stream=stream)
         return filled[torch.from_numpy(order)]
 
     def batch(self, slots: Tensor) -> Batch:

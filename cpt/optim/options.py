@@ -16,7 +16,7 @@ from cpt.core.schema import (
     option_types,
     prefix_errors,
 )
-from cpt.core.sections import GIVEN, Choice, Section
+from cpt.core.sections import RESERVED_KEYS, Choice, Section
 
 Betas = Annotated[tuple[BelowOne, BelowOne], Allowed("two numbers, 0 or more and below 1")]
 CARRY = "optimizer state kept across domains: none, moments (and step counts), all (and the schedule)"
@@ -83,7 +83,7 @@ def read_typed_optimizer(section: Section, target: str, kind: type[Options]) -> 
     options = section.only(name for name in section.values if name in typed_names).read(kind)
     arguments = {name: value for name, value in vars(options).items() if name != "state_across_domains"}
     for name, value in section.values.items():
-        if name not in GIVEN and name not in typed_names:
+        if name not in RESERVED_KEYS and name not in typed_names:
             arguments[name] = value
     return Choice(target, arguments)
 

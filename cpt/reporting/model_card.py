@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from pandas import DataFrame
 
-from cpt.core.config import executes, flatten
+from cpt.core.config import flatten, is_execution_key
 from cpt.core.files import replace
 from cpt.core.secrets import is_secret
 from cpt.data.sources.base import GENERAL
@@ -152,7 +152,7 @@ def describe_command(folder: Path, public_names: Collection[str]) -> str:
     for override in read_yaml(folder / ".hydra" / "overrides.yaml") or []:
         key, equals, value = override.partition("=")
         name = key.lstrip("+~")
-        if executes(name) or is_secret(name) or name.startswith(("callbacks", "hydra")):
+        if is_execution_key(name) or is_secret(name) or name.startswith(("callbacks", "hydra")):
             continue
         text = value if name == "order" else hide_paths(value, public_names)
         words.append(shlex.quote(strip_controls(f"{key}{equals}{text}")))

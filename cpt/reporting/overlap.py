@@ -46,7 +46,7 @@ def read_diagnostics(folder: Path, scores: Scores) -> Diagnostics:
     for row in range(len(scores.rows)):
         path = Path(folder) / "diagnostics" / f"{row:03d}.npz"
         try:
-            check_archive(path, instead="")
+            check_archive(path, remedy="")
             with np.load(path) as arrays:
                 stages[row] = dict(arrays)
         except (OSError, ValueError):

@@ -26,7 +26,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from cpt.core.config import executes
+from cpt.core.config import is_execution_key
 from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.preemption import GO_ON
@@ -324,7 +324,7 @@ class OptunaSweeper(Sweeper):
         self, space: Mapping[str, Override], fixed: Sequence[str], objective: str
     ) -> dict[str, Any]:
         """What makes a search another one. How a run is carried out (workers, logger) may change."""
-        decisive = [line for line in fixed if not executes(line.lstrip("+~").partition("=")[0])]
+        decisive = [line for line in fixed if not is_execution_key(line.lstrip("+~").partition("=")[0])]
         return {
             "space": {key: str(override.get_value_string()) for key, override in sorted(space.items())},
             "fixed": sorted(decisive),

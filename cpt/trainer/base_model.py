@@ -406,7 +406,7 @@ def pretrain(
     checkpoint_path = folder / "base.ckpt"
     resume_from = str(checkpoint_path) if checkpoint_path.exists() else None
     if resume_from is not None:
-        check_state(checkpoint_path, instead="delete it to pre-train the base from its beginning")
+        check_state(checkpoint_path, remedy="delete it to pre-train the base from its beginning")
     guard = NanGuard(advice=ADVICE)
     step_checkpoint = StepCheckpoint(checkpoint_path, interval=CHECKPOINT_EVERY, guard=guard)
     trainer = make_trainer(

@@ -127,7 +127,7 @@ class CustomCallbacks(Callback):
             return []
         path = self.folder / f"{number - 1:03d}.pt"
         if self.finished_stage != number - 1 and path.exists():
-            check_state(path, instead="restore it from a backup, or delete the run's folder to train again")
+            check_state(path, remedy="restore it from a backup, or delete the run's folder to train again")
             for name, state in load_tensors(path, mapped=False).items():
                 if name in self.callbacks:
                     self.callbacks[name].load_state_dict(state)

@@ -23,7 +23,7 @@ from cpt.core.distributed import all_reduce_max, barrier, gather_objects, is_sha
 from cpt.core.errors import FAILED_ALLOCATION, reason
 from cpt.core.files import hash_files, sync
 from cpt.core.processes import is_distributed, is_first_process, rank_and_world
-from cpt.core.tensors import NamedTensors, check_state, load_tensors, save_state
+from cpt.core.tensors import NamedTensors, load_checked_state, load_tensors, save_state
 from cpt.trainer.linked_weights import fill_linked
 from cpt.trainer.state_folders import (
     SHARDS,
@@ -62,9 +62,9 @@ def save_stage(module: nn.Module, path: Path) -> dict[str, Tensor]:
     return state
 
 
-def check_stage(path: Path, *, instead: str) -> None:
-    """Raises ValueError if a file of a stage is missing or damaged; `instead` says what to do."""
-    check_folders(check_state(path, instead=instead), path, instead=instead, full=True)
+def check_stage(path: Path, *, remedy: str) -> None:
+    """Raises ValueError if a file of a stage is missing or damaged; `remedy` says what to do."""
+    check_folders(load_checked_state(path, remedy=remedy), path, remedy=remedy, full=True)
 
 
 def load_stage(path: Path) -> dict[str, Tensor]:
@@ -198,7 +198,7 @@ def fill_tensors(
     state = fill_linked(state, path)
     if SHARDS not in state:
         return state
-    check_folders(state, path, instead=f"delete {path} to train its domain again", full=False)
+    check_folders(state, path, remedy=f"delete {path} to train its domain again", full=False)
     shards = state.pop(SHARDS)
     folder = path.with_name(shards["folder"])
     metadata: dict[str, Any] = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata

@@ -13,7 +13,7 @@ import numpy as np
 
 from cpt.core.cache import artifact_damage, make_once
 from cpt.core.config import digest
-from cpt.core.randomness import key, shuffle
+from cpt.core.randomness import key, permute
 from cpt.data import orders
 from cpt.data.sources.base import EXAMPLES, GENERAL, Source, stamp_of
 from cpt.data.sources.examples import read_example
@@ -93,7 +93,7 @@ def sample_documents(name: str, source: Source, corpora: Corpora) -> Iterator[li
     """Yields the first characters of sampled training documents in batches; of examples their questions."""
     documents = corpora.by_name[name].documents("train")
     num_samples = min(source.embedding_samples, len(documents))
-    indices = shuffle(np.arange(num_samples), len(documents), stream=key("embedding", name))
+    indices = permute(np.arange(num_samples), len(documents), stream=key("embedding", name))
     for batch in documents.select(np.sort(indices)).iter(batch_size=BATCH_SIZE):
         texts = batch["text"]
         if source.form(name) == EXAMPLES:

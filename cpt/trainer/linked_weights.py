@@ -111,7 +111,7 @@ def fill_linked(state: dict[str, Any], path: Path) -> dict[str, Any]:
     links = state.pop(LINKS, None)
     if links is None:
         return state
-    check_folders({LINKS: links}, path, instead="restore it from a backup", full=False)
+    check_folders({LINKS: links}, path, remedy="restore it from a backup", full=False)
     folder = path.with_name(links["folder"])
     with ExitStack() as stack:
         opened = {name: stack.enter_context(safe_open(folder / name, "pt")) for name in links["sums"]}

@@ -105,7 +105,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         data=read("data").read(DataOptions),
         modules=read("modules").read(ModulesOptions),
         model=read_model(read("model")),
-        method=replace(method, below="cpt.methods.base.ContinualMethod"),
+        method=replace(method, base_class="cpt.methods.base.ContinualMethod"),
         masks=read_masks(read),
         replay=choose(read("replay"), ReplayConfig, default=NO_REPLAY),
         source=read_source(read("domains")),

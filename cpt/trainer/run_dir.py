@@ -234,7 +234,7 @@ class RunDir:
     def check_documents(self, num_rows: int) -> None:
         """Raises ValueError if the losses by document of a committed row are missing or damaged."""
         for row in range(num_rows):
-            files.check_archive(documents_file(self.path, row), instead=self.restore_hint)
+            files.check_archive(documents_file(self.path, row), remedy=self.restore_hint)
 
     def cleanup(self, number: int, *, keep_stages: bool) -> None:
         """Removes what a committed stage, by its number, makes obsolete: checkpoints within stages and,

@@ -81,8 +81,8 @@ class StageTrainer:
         if checkpoint_path.exists():
             check_state(
                 checkpoint_path,
-                instead=f"delete it to train on {domain.name} again; what came before is kept",
-                key="pytorch-lightning_version",  # which Lightning writes into each of its files
+                remedy=f"delete it to train on {domain.name} again; what came before is kept",
+                required_key="pytorch-lightning_version",  # which Lightning writes into each of its files
             )
             log.info("Resuming within %s", domain.name)
 
@@ -200,7 +200,7 @@ def load_stage_state(
 
     Raises ValueError for damaged files, and for the state of another model or method."""
     path = run.stage_path(number)
-    check_stage(path, instead=f"delete {run.path} to start again")
+    check_stage(path, remedy=f"delete {run.path} to start again")
 
     # The state has the shapes of a model that has grown for each stage so far.
     for domain in data.domains[:number]:

@@ -24,9 +24,9 @@ SHARDS = "shards"  # in the small file: the folder, its files' hashes, the key p
 LINKS = "linked"  # in a stage's file: the folder, its files' hashes, by tensor its file and key there
 
 
-def check_folders(state: Mapping[str, Any], path: Path, *, instead: str, full: bool) -> None:
+def check_folders(state: Mapping[str, Any], path: Path, *, remedy: str, full: bool) -> None:
     """Raises ValueError if a file of the folders of the small file at `path` is missing or has another size
-    or, if `full`, another hash; `instead` says what to do."""
+    or, if `full`, another hash; `remedy` says what to do."""
     model = path.parent.with_name("model")
     for kind, note in ((SHARDS, ""), (LINKS, f", whose files {model} shares")):
         if kind not in state:
@@ -34,7 +34,7 @@ def check_folders(state: Mapping[str, Any], path: Path, *, instead: str, full: b
         folder = path.with_name(state[kind]["folder"])
         damage = next(find_damage(folder, state[kind]["sums"], full=full), None)
         if damage is not None:
-            raise ValueError(f"{folder}{note}: {damage}; {instead}")
+            raise ValueError(f"{folder}{note}: {damage}; {remedy}")
 
 
 def find_folders(path: Path) -> list[Path]:

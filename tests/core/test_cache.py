@@ -196,7 +196,7 @@ def test_an_archive_of_losses_by_document_with_any_byte_changed_is_told_in_a_lin
     for position, byte in enumerate(content):
         archive.write_bytes(content[:position] + bytes([byte ^ 255]) + content[position + 1 :])
         try:
-            check_archive(archive, instead="do this")
+            check_archive(archive, remedy="do this")
         except ValueError as error:
             assert str(error).endswith("; do this")
             num_refused += 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cpt.core.randomness import draws, key, mix_bits, sample_keys, shuffle
+from cpt.core.randomness import draws, key, mix_bits, permute, sample_keys
 
 WORD = 2**64
 GOLDEN = 0x9E3779B97F4A7C15
@@ -57,15 +57,15 @@ def test_a_draw_depends_on_its_rows_key_its_place_and_its_stream():
 
 def test_every_item_comes_once_and_depends_on_its_position_count_and_stream():
     for count in (*range(1, 70), 127, 128, 129, 256, 257, 1000, 4097):
-        items = shuffle(np.arange(count), count, stream=5)
+        items = permute(np.arange(count), count, stream=5)
         assert items.dtype == np.int64 and sorted(items.tolist()) == list(range(count))
-    assert shuffle(np.arange(0), 10, stream=0).tolist() == []
+    assert permute(np.arange(0), 10, stream=0).tolist() == []
 
     # Several positions and streams in one call give what each gives in a call of its own.
-    together = shuffle(np.array([7, 7, 8]), 1000, stream=np.array([3, 4, 3], np.uint64))
+    together = permute(np.array([7, 7, 8]), 1000, stream=np.array([3, 4, 3], np.uint64))
     for item, position, stream in zip(together, (7, 7, 8), (3, 4, 3), strict=True):
-        assert item == shuffle(np.array([position]), 1000, stream=stream)[0]
+        assert item == permute(np.array([position]), 1000, stream=stream)[0]
 
     # Recorded values: another permutation would change the result of every run.
-    assert shuffle(np.arange(12), 12, stream=1).tolist() == [6, 9, 0, 2, 7, 1, 11, 10, 3, 8, 5, 4]
-    assert shuffle(np.array([10**9 - 1]), 10**9, stream=1).tolist() == [287203451]
+    assert permute(np.arange(12), 12, stream=1).tolist() == [6, 9, 0, 2, 7, 1, 11, 10, 3, 8, 5, 4]
+    assert permute(np.array([10**9 - 1]), 10**9, stream=1).tolist() == [287203451]

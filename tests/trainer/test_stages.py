@@ -227,7 +227,7 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
             restore_stage(restored, path, rests=rests)
             assert same_state(dict(restored.state_dict()), expected)
             assert restored.domain_params.mapped == ({"0:map/bias"} if rests else set())
-        check_stage(path, instead="")
+        check_stage(path, remedy="")
         shutil.rmtree(model)  # the stage stays whole, and the model can be written anew
         export(Method(1), model, names=["map.weight"])
         link_weights(path, model)
@@ -294,5 +294,5 @@ def test_damage_is_told(mesh, tmp_path):
     for data in (original[:-10], original[:-20] + b"x" + original[-19:], None):
         file.unlink() if data is None else file.write_bytes(data)
         with pytest.raises(ValueError, match=rf"001\.1\.shards: {file.name}.*; begin anew"):
-            check_stage(stage, instead="begin anew")
+            check_stage(stage, remedy="begin anew")
         assert [line for line in find_damage_in_run(tmp_path) if "001.1.shards" in line]

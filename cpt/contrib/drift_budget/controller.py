@@ -119,7 +119,7 @@ class DriftController(MonitorObserver):
         self.earlier_losses: dict[str, Tensor] = {}  # from which the stages before this one counted
         for earlier_number in range(1, number):
             path = self.losses_path(earlier_number)
-            check_archive(path, instead=run.restore_hint)
+            check_archive(path, remedy=run.restore_hint)
             with np.load(path) as archive:
                 for name in archive.files:
                     self.earlier_losses[name] = torch.from_numpy(archive[name])

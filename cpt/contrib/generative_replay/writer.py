@@ -36,7 +36,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import read_checked_json, replace, write_checked_json
 from cpt.core.heartbeat import progress_bar
 from cpt.core.processes import is_first_process, rank_and_world
-from cpt.core.randomness import draws, key, sample_keys, shuffle
+from cpt.core.randomness import draws, key, permute, sample_keys
 from cpt.data import tokenized_tasks
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
@@ -325,7 +325,7 @@ class TextWriter(ReplaySource):
             return None
         packed = self.data.train[text]
         count = min(self.options.starts, len(packed))
-        drawn_rows = shuffle(np.arange(count), len(packed), stream=key("probe", text))
+        drawn_rows = permute(np.arange(count), len(packed), stream=key("probe", text))
         # A text is generated after the prefix in place of what followed it, so something has to follow.
         long_rows = drawn_rows[packed.row_lengths[drawn_rows] > prefix]
         if not len(long_rows):
@@ -339,8 +339,8 @@ class TextWriter(ReplaySource):
 
     def read_memory(self, text: str) -> Any:
         """What was kept of a domain; ValueError if it is missing or damaged."""
-        instead = f"restore it from a backup, or delete {self.folder.parent} to start again"
-        return read_checked_json(sample_file(self.folder / "kept", text, "json"), instead=instead)
+        remedy = f"restore it from a backup, or delete {self.folder.parent} to start again"
+        return read_checked_json(sample_file(self.folder / "kept", text, "json"), remedy=remedy)
 
     def prompt(self, text: str) -> list[int]:
         """The ids of the prompt before a domain's texts. Raises ValueError if nothing fits after it."""

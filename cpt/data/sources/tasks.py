@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.randomness import key, shuffle
+from cpt.core.randomness import key, permute
 from cpt.core.schema import Allowed, Count, Folder, Options, Text, TextList, config, option, read_options
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources import files as text_files
@@ -332,7 +332,7 @@ class Template(Options):
         text = values["text"]
         order = np.arange(len(choices))
         if self.options == "shuffled" and choices:
-            order = shuffle(order, len(choices), stream=key("options", seed, task, text))
+            order = permute(order, len(choices), stream=key("options", seed, task, text))
         values["options"] = self.separator.join(choices[int(position)] for position in order)
         values["prefix"] = self.prefixes.get(self.names, "").format_map(values)
         values["question"] = "" if task in self.unasked else self.question.format_map(values)

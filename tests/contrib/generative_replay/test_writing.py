@@ -137,7 +137,7 @@ def test_damaged_beginnings_are_not_used(tmp_path: Path):
     write_checked_json(path, [[1, 2], [3, 4]])
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kept": [[1, 2], [3, 5]]}))
     with pytest.raises(ValueError, match="law.json is damaged"):
-        read_checked_json(path, instead="restore it")
+        read_checked_json(path, remedy="restore it")
 
 
 DAMAGE = {
