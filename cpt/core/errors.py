@@ -217,7 +217,7 @@ def choices_with(key: str, section: str) -> list[str]:
 
 def option_elsewhere(key: str, node: Any) -> str:
     """The option of another section that a user may have meant by an unknown `key`: one of the same name, or
-    the one for which another library uses this name. Empty if there is none."""
+    the one for which another library uses this name; else empty."""
     name = key.rpartition(".")[2]
     root: Any = OmegaConf.to_container(node._get_root()) if node is not None else {}
     leaves: list[str] = [leaf for leaf, _ in flatten(root) if not leaf.startswith("hydra.")]
