@@ -125,7 +125,7 @@ def mark_examples(ids: Sequence[Any], references: Sequence[Any], values: Array) 
     return pd.DataFrame({"reference": references, "value": values}, index=pd.Index(ids))
 
 
-def answers_in(folder: Path, rows: Sequence[str], row: int, task: str) -> Path:
+def find_answers_file(folder: Path, rows: Sequence[str], row: int, task: str) -> Path:
     """The file of the answers to a task in a row of a run folder."""
     return answers_file(Path(folder) / "answers" / f"{row:03d}-{rows[row]}", task)
 

@@ -167,7 +167,7 @@ class ColourScale:
     has_pointed_ends: bool = False  # some values lie beyond the ends
 
 
-SHARES = ColourScale(0, 1.0)
+SHARES = ColourScale(low=0, high=1.0)
 
 
 def scale_around_zero(maps: Mapping[str, HeatMap]) -> ColourScale:
@@ -179,7 +179,8 @@ def scale_around_zero(maps: Mapping[str, HeatMap]) -> ColourScale:
     else:
         bound = float(sizes.max(initial=0))
     bound = bound or 1.0  # nothing changed
-    return ColourScale(-bound, bound, "RdBu_r", has_pointed_ends=bool(sizes.max(initial=0) > bound))
+    has_outliers = bool(sizes.max(initial=0) > bound)
+    return ColourScale(low=-bound, high=bound, colours="RdBu_r", has_pointed_ends=has_outliers)
 
 
 def draw_heat_maps(

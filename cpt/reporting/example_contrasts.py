@@ -20,7 +20,8 @@ from cpt.reporting.contrasts import correct_differences
 from cpt.reporting.load_runs import MeasuredRun, Pair
 from cpt.reporting.sections import RunGroup, RunSection
 
-# By run and fine-tuning seed (0 for answers): the columns `reference` and `value`, indexed by example id.
+NO_SEED = 0  # in place of a fine-tuning seed: the models that answer are not fine-tuned
+# By run and fine-tuning seed (answers: NO_SEED): the columns `reference` and `value`, indexed by example id.
 ExamplesByRun = dict[tuple[MeasuredRun, int], DataFrame]
 
 
@@ -69,46 +70,51 @@ def contrast_examples(section: RunSection) -> ExampleContrasts:
         for run in group.runs:
             runs[run] = None
 
-    unreadable: list[str] = []
+    damage_messages: list[str] = []
     differences: dict[Task, dict[str, list[TaskDifference]]] = defaultdict(lambda: defaultdict(list))
-    for task, examples in read_tasks(list(runs), unreadable):
+    for task, examples in read_tasks(list(runs), damage_messages):
         for group in compared_groups:
             baseline = section.baselines[group.name]
             try:
                 difference = subtract_baseline(examples, group, baseline, task.name)
             except ValueError as error:  # ids stand for other examples
-                unreadable.append(str(error))
+                damage_messages.append(str(error))
                 continue
             if difference is not None:
                 # It counts twice: for its task, and in the mean over all tasks of this kind.
-                differences[Task(task.kind, "", "")][group.name].append(difference)
+                all_tasks = Task(kind=task.kind, name="", measure="")
+                differences[all_tasks][group.name].append(difference)
                 differences[task][group.name].append(difference)
 
     tables = [contrast_task(task, differences_by_group) for task, differences_by_group in differences.items()]
     if not tables:
-        return ExampleContrasts(DataFrame(), unreadable)
+        return ExampleContrasts(table=DataFrame(), unreadable=damage_messages)
     table = concat(tables, ignore_index=True)
     table["baseline"] = [section.baselines[group].name for group in table["group"]]
     # The page begins with the rows over all tasks.
     over_all_tasks = table[table["task"] == ""]
     by_task = table[table["task"] != ""]
-    return ExampleContrasts(concat([over_all_tasks, by_task], ignore_index=True), unreadable)
+    sorted_table = concat([over_all_tasks, by_task], ignore_index=True)
+    return ExampleContrasts(table=sorted_table, unreadable=damage_messages)
 
 
-def read_tasks(runs: Sequence[MeasuredRun], unreadable: list[str]) -> Iterator[tuple[Task, ExamplesByRun]]:
+def read_tasks(
+    runs: Sequence[MeasuredRun], damage_messages: list[str]
+) -> Iterator[tuple[Task, ExamplesByRun]]:
     """Each task with its examples. Answers are read task by task: those of one task only are in memory.
 
-    Missing files are left out; a message for each damaged file is added to `unreadable`."""
-    for name, examples in read_end_tasks(runs, unreadable).items():
-        yield Task("end tasks", name, "accuracy"), examples
+    Missing files are left out. `damage_messages` is filled: a message for each damaged file is appended."""
+    for name, examples in read_end_tasks(runs, damage_messages).items():
+        yield Task(kind="end tasks", name=name, measure="accuracy"), examples
 
     runs_by_task: dict[Task, list[MeasuredRun]] = defaultdict(list)
     for run in runs:
         if is_comparable(run, "answers"):
             for name, answers in run.scores.answers.get("tasks", {}).items():
-                runs_by_task[Task("answers", name, head_of(answers))].append(run)
+                task = Task(kind="answers", name=name, measure=head_of(answers))
+                runs_by_task[task].append(run)
     for task, asked_runs in runs_by_task.items():
-        yield task, read_answers(task, asked_runs, unreadable)
+        yield task, read_answers(task, asked_runs, damage_messages)
 
 
 def is_comparable(run: MeasuredRun, protocol: str) -> bool:
@@ -116,8 +122,9 @@ def is_comparable(run: MeasuredRun, protocol: str) -> bool:
     return all(left_out.name != protocol for left_out in run.left_out)
 
 
-def read_end_tasks(runs: Sequence[MeasuredRun], unreadable: list[str]) -> dict[str, ExamplesByRun]:
-    """The examples of every end task by its name. They have no ids, and are joined by their index."""
+def read_end_tasks(runs: Sequence[MeasuredRun], damage_messages: list[str]) -> dict[str, ExamplesByRun]:
+    """The examples of every end task by its name. They have no ids, and are joined by their index. A message
+    for each run with a damaged file is appended to `damage_messages`."""
     examples: dict[str, ExamplesByRun] = defaultdict(dict)
     for run in runs:
         if not is_comparable(run, "endtask"):
@@ -125,7 +132,7 @@ def read_end_tasks(runs: Sequence[MeasuredRun], unreadable: list[str]) -> dict[s
         try:
             correct = predictions.load_correctness(run.folder, run.scores.rows, run.scores.endtasks)
         except ValueError as error:
-            unreadable.append(str(error))
+            damage_messages.append(str(error))
             continue
         for (name, seed), is_correct in correct.items():
             num_examples = len(is_correct)
@@ -136,18 +143,19 @@ def read_end_tasks(runs: Sequence[MeasuredRun], unreadable: list[str]) -> dict[s
     return examples
 
 
-def read_answers(task: Task, runs: Sequence[MeasuredRun], unreadable: list[str]) -> ExamplesByRun:
-    """The examples of a task with answers, from the last row of each run in which the task was asked."""
+def read_answers(task: Task, runs: Sequence[MeasuredRun], damage_messages: list[str]) -> ExamplesByRun:
+    """The examples of a task with answers, from the last row of each run in which the task was asked. A run
+    without the file is left out; a message for each damaged file is appended to `damage_messages`."""
     examples: ExamplesByRun = {}
     for run in runs:
         last_row = predictions.rows_asked(run.scores.answers["tasks"][task.name])[-1]
         try:
-            path = predictions.answers_in(run.folder, run.scores.rows, last_row, task.name)
-            examples[run, 0] = predictions.mark_answers(path, task.measure)
+            path = predictions.find_answers_file(run.folder, run.scores.rows, last_row, task.name)
+            examples[run, NO_SEED] = predictions.mark_answers(path, task.measure)
         except FileNotFoundError:
             continue
         except ValueError as error:
-            unreadable.append(str(error))
+            damage_messages.append(str(error))
     return examples
 
 

@@ -79,10 +79,11 @@ ReportedValues = Iterator[ReportedValue]
 
 
 def tidy_scores(scores: Scores, *kinds: str) -> DataFrame:
-    """The columns `kind` and those of `ReportedValue`, for all KINDS or the given ones."""
+    """A row for each measured number, of all VALUE_KINDS or the given `kinds`: the column `kind` and those of
+    `ReportedValue`."""
     rows = []
-    for kind in kinds or KINDS:
-        for reported in KINDS[kind](scores):
+    for kind in kinds or VALUE_KINDS:
+        for reported in list_values(scores, kind):
             rows.append((kind, *reported))
     frame = DataFrame(rows, columns=["kind", *ReportedValue._fields])
     return frame.astype({"stage": "Int64", "seed": "Int64", "value": float, "low": float, "high": float})
@@ -94,7 +95,7 @@ def summarize_scores(scores: Scores, kinds: Sequence[str] = SUMMARIZED) -> dict[
     "cost/flops", "stage/<stage>/flops". Names between slashes are escaped."""
     numbers = {}
     for kind in kinds:
-        for reported in KINDS[kind](scores):
+        for reported in list_values(scores, kind):
             with_interval = {
                 f"{reported.key}": reported.value,
                 f"{reported.key}/low": reported.low,
@@ -126,16 +127,18 @@ def list_metrics(scores: Scores) -> ReportedValues:
     for name, metric in scores.metrics.items():
         for unit in UNITS:
             low, high = metric.get("interval", {}).get(unit, (None, None))
-            yield ReportedValue(name, metric[unit], unit, f"{name}/{unit}", low=low, high=high)
+            yield ReportedValue(
+                metric=name, value=metric[unit], unit=unit, key=f"{name}/{unit}", low=low, high=high
+            )
 
     optimized = scores.optimized_metric
     if isinstance(optimized, list):
         for number, value in enumerate(np.array(optimized, dtype=float).tolist()):
             name = f"optimized_metric/{number}"
-            yield ReportedValue(name, value, key=name)
+            yield ReportedValue(metric=name, value=value, key=name)
     else:
         value = float(np.array(optimized, dtype=float))  # None becomes nan
-        yield ReportedValue("optimized_metric", value, key="optimized_metric")
+        yield ReportedValue(metric="optimized_metric", value=value, key="optimized_metric")
 
 
 def list_losses(scores: Scores) -> ReportedValues:
@@ -145,11 +148,14 @@ def list_losses(scores: Scores) -> ReportedValues:
     for stage, row in enumerate(scores.rows):
         for column, text in enumerate(scores.domains):
             for unit, cells in cells_by_unit.items():
-                yield ReportedValue("loss", cells[stage][column], unit, None, stage, row, text)
+                yield ReportedValue(
+                    metric="loss", value=cells[stage][column], unit=unit, stage=stage, row=row, text=text
+                )
 
 
 def list_perplexities(scores: Scores) -> ReportedValues:
-    """Of each text: the base, the final model, and the model just after the domain."""
+    """The perplexity of each text under the base model, under the final model and, for the text of a learned
+    domain, under the model just after that domain."""
     if not scores.rows:
         return
     perplexities = in_units(scores.matrix, layout=scores)["perplexity"].tolist()
@@ -157,10 +163,16 @@ def list_perplexities(scores: Scores) -> ReportedValues:
         stages = {"base": 0, "final": len(scores.rows) - 1}
         if text in scores.learned:
             stages["own"] = scores.rows.index(text)
-        for name, stage in stages.items():
-            key = f"ppl/{escape_name(text)}/{name}"
-            value = perplexities[stage][column]
-            yield ReportedValue(name, value, "perplexity", key, stage, scores.rows[stage], text)
+        for stage_name, stage in stages.items():
+            yield ReportedValue(
+                metric=stage_name,
+                value=perplexities[stage][column],
+                unit="perplexity",
+                key=f"ppl/{escape_name(text)}/{stage_name}",
+                stage=stage,
+                row=scores.rows[stage],
+                text=text,
+            )
 
 
 def list_texts(scores: Scores) -> ReportedValues:
@@ -168,9 +180,10 @@ def list_texts(scores: Scores) -> ReportedValues:
     sizes = zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True)
     for text, num_tokens, num_scored, num_bytes in sizes:
         key = f"text/{escape_name(text)}"
-        yield ReportedValue("tokens", num_tokens, "tokens", f"{key}/tokens", text=text)
-        yield ReportedValue("scored", num_scored, "scored", f"{key}/scored", text=text)
-        yield ReportedValue("bytes", num_bytes, "bytes", f"{key}/bytes", text=text)
+        for size_name, size in (("tokens", num_tokens), ("scored", num_scored), ("bytes", num_bytes)):
+            yield ReportedValue(
+                metric=size_name, value=size, unit=size_name, key=f"{key}/{size_name}", text=text
+            )
 
 
 def list_endtasks(scores: Scores) -> ReportedValues:
@@ -182,9 +195,9 @@ def list_endtasks(scores: Scores) -> ReportedValues:
         cube = task_metrics.cube(endtasks, metric)
         for stage, task, seed in np.argwhere(np.isfinite(cube)).tolist():
             yield ReportedValue(
-                metric,
-                cube[stage, task, seed],
-                "share",
+                metric=metric,
+                value=cube[stage, task, seed],
+                unit="share",
                 stage=stage,
                 row=scores.rows[stage],
                 text=endtasks["tasks"][task],
@@ -193,13 +206,14 @@ def list_endtasks(scores: Scores) -> ReportedValues:
 
 
 def list_task_means(scores: Scores) -> ReportedValues:
-    """Over all end tasks, and of each the final and the own score: a mean over seeds."""
+    """The means over all end tasks, and of each task, as means over seeds, its score in the last row in which
+    it was measured, its score just after its own stage (`forward`), and the deviation over seeds (`sd`)."""
     endtasks = scores.endtasks
     if not endtasks:
         return
     for name, value in task_metrics.summarise_endtasks(endtasks, scores.rows).items():
-        yield ReportedValue(name, value, "share", f"endtask/{name}")
-    yield ReportedValue("seconds", endtasks["seconds"], "s", "endtask/seconds")
+        yield ReportedValue(metric=name, value=value, unit="share", key=f"endtask/{name}")
+    yield ReportedValue(metric="seconds", value=endtasks["seconds"], unit="s", key="endtask/seconds")
 
     for metric in task_metrics.ENDTASK_METRICS:
         cube = task_metrics.cube(endtasks, metric)
@@ -211,14 +225,36 @@ def list_task_means(scores: Scores) -> ReportedValues:
         for column, (task, stage) in enumerate(zip(endtasks["tasks"], last_stages, strict=True)):
             key = f"endtask/{escape_name(task)}/{metric}"
             row = None
-            sd = None
-            if stage is not None:
+            deviation = None
+            if stage is not None:  # None: the task was not measured in any row
                 row = scores.rows[stage]
-                sd = deviations[stage, column]
-            share = just_learned[column]
-            yield ReportedValue(metric, final[column], "share", key, stage, row, task)
-            yield ReportedValue(f"{metric}/forward", share, "share", f"{key}/forward", row=task, text=task)
-            yield ReportedValue(f"{metric}/sd", sd, "share", f"{key}/sd", stage, row, task)
+                deviation = deviations[stage, column]
+            yield ReportedValue(
+                metric=metric,
+                value=final[column],
+                unit="share",
+                key=key,
+                stage=stage,
+                row=row,
+                text=task,
+            )
+            yield ReportedValue(
+                metric=f"{metric}/forward",
+                value=just_learned[column],
+                unit="share",
+                key=f"{key}/forward",
+                row=task,
+                text=task,
+            )
+            yield ReportedValue(
+                metric=f"{metric}/sd",
+                value=deviation,
+                unit="share",
+                key=f"{key}/sd",
+                stage=stage,
+                row=row,
+                text=task,
+            )
 
 
 def list_answers(scores: Scores) -> ReportedValues:
@@ -227,14 +263,21 @@ def list_answers(scores: Scores) -> ReportedValues:
         for measure, values in answers["measures"].items():
             for stage, value in enumerate(values):
                 if value is not None:
-                    yield ReportedValue(measure, value, "share", None, stage, scores.rows[stage], task)
+                    yield ReportedValue(
+                        metric=measure,
+                        value=value,
+                        unit="share",
+                        stage=stage,
+                        row=scores.rows[stage],
+                        text=task,
+                    )
 
 
 def list_answer_means(scores: Scores) -> ReportedValues:
     """AP, LA, BWT, F, FWT, and the final value of every measure of each task."""
     for name, value in scores.answers.get("metrics", {}).items():
         low, high = scores.answers["intervals"].get(name, (None, None))
-        yield ReportedValue(name, value, "share", f"answers/{name}", low=low, high=high)
+        yield ReportedValue(metric=name, value=value, unit="share", key=f"answers/{name}", low=low, high=high)
 
     final = {}
     for reported in list_answers(scores):
@@ -266,18 +309,31 @@ def list_benchmarks(scores: Scores) -> ReportedValues:
             if error is not None:
                 low = value - 1.96 * error
                 high = value + 1.96 * error
-            yield ReportedValue(task["metric"], value, "", key, stage, row, name, low=low, high=high)
+            yield ReportedValue(
+                metric=task["metric"],
+                value=value,
+                key=key,
+                stage=stage,
+                row=row,
+                text=name,
+                low=low,
+                high=high,
+            )
 
 
 def list_costs(scores: Scores) -> ReportedValues:
-    """Of the whole run (stored: at its end; memory, trained: the largest) and of each stage."""
+    """Each of COST_UNITS for the whole run and for each stage. Of the whole run `stored` is that at its end,
+    `memory` and `trained` are those of the largest stage, the others are sums."""
     for name, unit in COST_UNITS.items():
         by_stage = costs_by_stage(scores, name)
-        yield ReportedValue(name, total_cost(scores, name), unit, f"cost/{name}")
+        yield ReportedValue(metric=name, value=total_cost(scores, name), unit=unit, key=f"cost/{name}")
         for stage, (row, value) in enumerate(zip(scores.rows, by_stage, strict=False)):
-            yield ReportedValue(name, value, unit, f"stage/{escape_name(row)}/{name}", stage, row)
-    yield ReportedValue("stored_per_domain", scores.growth, "bytes", "cost/stored_per_domain")
-    yield ReportedValue("seconds", scores.seconds, "s", "cost/seconds")
+            key = f"stage/{escape_name(row)}/{name}"
+            yield ReportedValue(metric=name, value=value, unit=unit, key=key, stage=stage, row=row)
+    yield ReportedValue(
+        metric="stored_per_domain", value=scores.growth, unit="bytes", key="cost/stored_per_domain"
+    )
+    yield ReportedValue(metric="seconds", value=scores.seconds, unit="s", key="cost/seconds")
 
 
 def costs_by_stage(scores: Scores, name: str) -> Sequence[float]:
@@ -314,17 +370,25 @@ def list_modules(scores: Scores) -> ReportedValues:
     for stage, (row, texts) in enumerate(zip(scores.rows, scores.modules, strict=False)):
         for text, weights in texts.items():
             for module, weight in weights.items():
-                yield ReportedValue("weight", weight, "share", None, stage, row, text, module)
+                yield ReportedValue(
+                    metric="weight",
+                    value=weight,
+                    unit="share",
+                    stage=stage,
+                    row=row,
+                    text=text,
+                    module=module,
+                )
 
 
 def list_phases(scores: Scores) -> ReportedValues:
     """The seconds of each activity in each stage."""
     for activity, seconds_by_row in scores.activity_seconds.items():
         for row, seconds in seconds_by_row.items():
-            yield ReportedValue(activity, seconds, "s", row=row)
+            yield ReportedValue(metric=activity, value=seconds, unit="s", row=row)
 
 
-KINDS: dict[str, Callable[[Scores], ReportedValues]] = {
+VALUE_KINDS: dict[str, Callable[[Scores], ReportedValues]] = {  # kind of value: what lists its values
     "metric": list_metrics,
     "perplexity": list_perplexities,
     "text": list_texts,
@@ -338,6 +402,11 @@ KINDS: dict[str, Callable[[Scores], ReportedValues]] = {
     "module": list_modules,
     "phase": list_phases,
 }
+
+
+def list_values(scores: Scores, kind: str) -> ReportedValues:
+    """The values of one of VALUE_KINDS."""
+    return VALUE_KINDS[kind](scores)
 
 
 def find_matrices(scores: Scores) -> dict[str, DataFrame]:
@@ -365,7 +434,7 @@ def tabulate(scores: Scores) -> dict[str, DataFrame]:
     """For W&B: `matrix` (perplexities) and `scores` (every number); None for what is not finite."""
     matrix = find_matrices(scores)["perplexity"]
     matrix.insert(0, "after", scores.rows, allow_duplicates=True)
-    kinds = [kind for kind in KINDS if kind != "loss"]
+    kinds = [kind for kind in VALUE_KINDS if kind != "loss"]
     kinds.append("loss")  # last, as W&B may cut some
     return {
         "matrix": replace_non_finite(matrix),

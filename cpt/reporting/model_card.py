@@ -31,7 +31,7 @@ from cpt.reporting.formats import (
     list_order,
     strip_controls,
 )
-from cpt.reporting.frames import KINDS, ReportedValue, find_matrices
+from cpt.reporting.frames import ReportedValue, find_matrices, list_values
 from cpt.reporting.page import IN_CELL, TEMPLATES, markdown_table, quote_markup
 from cpt.reporting.run_tables import format_cells, format_metric
 
@@ -204,7 +204,7 @@ def list_tasks(scores: Scores) -> list[list[str]]:
     """The results of end tasks, answers and benchmarks: task, measure, row and value."""
     rows = []
     for kind in ("task", "score", "benchmark"):
-        for reported in KINDS[kind](scores):
+        for reported in list_values(scores, kind):
             format_value = find_format(reported)
             if format_value is None or reported.value is None or not isfinite(reported.value):
                 continue

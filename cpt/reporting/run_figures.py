@@ -42,6 +42,7 @@ CURVES = {  # the terms of metrics.csv that are drawn, and their labels
 }
 CHANGE_LABEL = "change in nats per token\n(blue: better than base)"
 MAX_UNITS = 200  # points of a layer
+HIGH_SIMILARITY = 0.8  # of all domains: on a scale from 0 they would all have one colour
 NUM_COLOURS = 6  # of lines of texts, before another kind of dashes
 
 
@@ -197,7 +198,7 @@ def mark_stages(axes: Axes, stages: Mapping[str, Borders]) -> None:
 
 
 def name_stages(axes: Axes, stages: Mapping[str, Borders]) -> None:
-    """The names of the stages above the axes, of many every few."""
+    """The names of the stages above the axes, at most MAX_LISTED of them at equal steps."""
     top_axis = axes.secondary_xaxis("top")
     step = math.ceil(len(stages) / MAX_LISTED)
     labels = [literal(name, width=18) for name in list(stages)[::step]]
@@ -289,7 +290,7 @@ def draw_tasks(kind: str, shares: DataFrame) -> Picture:
         description=f"{title} of {len(rows)} models; after {rows[-1]}: {list_names(last_scores)}",
         format_value="{:.1f}".format,
         axis_names=("task", "model after stage"),
-        scale=ColourScale(None, None),
+        scale=ColourScale(low=None, high=None),
     )
 
 
@@ -308,14 +309,16 @@ def draw_similarity(
 
 
 def draw_overlap(overlaps: Mapping[str, Overlap]) -> Picture:
-    """A heat map by quantity, over all layers; the scale begins at 0, or where all are alike at the least."""
+    """A heat map for each quantity, of the mean similarity of each two domains over all layers. The maps
+    share one colour scale up to 1. It begins at 0, or, where all similarities are above HIGH_SIMILARITY, at
+    the smallest of them."""
     maps = {}
     min_similarity = 1.0
     for title, overlap in overlaps.items():
         maps[title] = HeatMap(overlap.similarities, overlap.names, overlap.names)
         min_similarity = min(min_similarity, float(np.nanmin(overlap.similarities, initial=1)))
-    scale = ColourScale(min_similarity if min_similarity > 0.8 else 0, 1.0)
-    return draw_heat_maps(maps, label="similarity", scale=scale)
+    scale_begin = min_similarity if min_similarity > HIGH_SIMILARITY else 0
+    return draw_heat_maps(maps, label="similarity", scale=ColourScale(low=scale_begin, high=1.0))
 
 
 def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:

@@ -32,7 +32,7 @@ from cpt.reporting.formats import (
     list_names,
     list_order,
 )
-from cpt.reporting.frames import KINDS, ReportedValue, find_matrices, list_costs, tidy_scores
+from cpt.reporting.frames import ReportedValue, find_matrices, list_costs, list_values, tidy_scores
 from cpt.reporting.monitoring import MonitoredStage, read_monitor
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
 from cpt.reporting.page import LEGENDS, Block, show_picture, write_page
@@ -208,7 +208,7 @@ def show_overlap(scores: Scores, folder: Path) -> list[Block]:
 
 
 def show_metrics(scores: Scores) -> Block:
-    """The metrics of the matrix."""
+    """The metrics of the loss matrix [model after a stage, test text], in each unit, with their intervals."""
     lines = [LEGENDS["metrics"]]
     if any("terms" in metric for metric in scores.metrics.values()):
         lines.append(LEGENDS["terms"])
@@ -217,9 +217,14 @@ def show_metrics(scores: Scores) -> Block:
         lines=lines,
         head=METRIC_HEAD,
         cells=[format_metric(scores, name) for name in scores.metrics],
-        num_word_columns=3,
-        shown_columns=(0, 1, 3, 4, 5),
+        num_word_columns=3,  # metric, meaning, formula
+        shown_columns=find_shown_columns(METRIC_HEAD, hidden=["formula"]),
     )
+
+
+def find_shown_columns(head: Sequence[str], *, hidden: Sequence[str]) -> list[int]:
+    """The indices of the columns that the page shows at first: all but the `hidden` ones."""
+    return [column for column, name in enumerate(head) if name not in hidden]
 
 
 def show_answer_matrix(scores: Scores, shares: DataFrame) -> Block:
@@ -312,18 +317,20 @@ def show_task_means(
     title: str,
     lines: Sequence[str],
 ) -> Block:
-    """The metrics over all tasks of one of KINDS, in percent, with their meanings and formulas."""
+    """The table of the metrics over all tasks, in percent with their intervals: those values of `kind` (one
+    of VALUE_KINDS) whose metric is in `meanings`, by metric its meaning and formula."""
     cells = []
-    for reported in KINDS[kind](scores):
-        if reported.metric in meanings:
+    for reported in list_values(scores, kind):
+        if reported.metric in meanings:  # the others are of single tasks
             cells.append([reported.metric, *meanings[reported.metric], format_share(reported)])
+    head = ("number", "meaning", "formula", "%")
     return Block(
         title=title,
         lines=lines,
-        head=("number", "meaning", "formula", "%"),
+        head=head,
         cells=cells,
-        num_word_columns=3,
-        shown_columns=(0, 1, 3),
+        num_word_columns=3,  # number, meaning, formula
+        shown_columns=find_shown_columns(head, hidden=["formula"]),
     )
 
 
@@ -386,7 +393,8 @@ COUNTED_COSTS = ("tokens", "flops", "memory", "trained", "stored")  # a row has 
 
 
 def show_costs(scores: Scores) -> Block:
-    """What each stage cost, and the run."""
+    """The table of COST_COLUMNS: a row for each stage in which all of COUNTED_COSTS were counted, and one for
+    the whole run."""
     costs_by_row: dict[str, dict[str, float | None]] = {}
     costs_of_run: dict[str, float | None] = {}
     for reported in list_costs(scores):
@@ -404,12 +412,13 @@ def show_costs(scores: Scores) -> Block:
     if num_stages > 0:
         lines.append(LEGENDS["compute"])
         cells.append(["whole run", *format_costs(costs_of_run)])
+    head = ["after", *COST_COLUMNS]
     return Block(
         title="Compute",
         lines=lines,
-        head=["after", *COST_COLUMNS],
+        head=head,
         cells=cells,
-        shown_columns=(0, 1, 2, 6, 8),
+        shown_columns=find_shown_columns(head, hidden=["learn, s", "score, s", "end tasks, s", "trained"]),
         fold_label=f"{num_stages} stages" if num_stages > 2 * MAX_LISTED else "",
     )
 

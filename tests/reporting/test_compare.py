@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from cpt.evaluation.predictions import answers_in
+from cpt.evaluation.predictions import find_answers_file
 from cpt.evaluation.statistics import Difference
 from cpt.reporting import contrasts
 from cpt.reporting.csv_export import export_csv
@@ -108,8 +108,8 @@ def test_answers_to_a_task_and_to_all_by_hand_without_those_that_are_damaged_or_
             "sea": choose_answers(right[0]),
         }
         runs.append(answered(tmp_path / method, answers, method=method))
-    answers_in(tmp_path / "das", ROWS, 3, "sea").unlink()
-    damaged = answers_in(tmp_path / "ncl", ROWS, 3, "space")
+    find_answers_file(tmp_path / "das", ROWS, 3, "sea").unlink()
+    damaged = find_answers_file(tmp_path / "ncl", ROWS, 3, "space")
     damaged.write_text("damaged")
     contrast = contrast_examples(make_section(runs))
     (complaint,) = contrast.unreadable
