@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from cpt.data.collate import Batch, Rows
 from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.evaluation.finetune import longest
-from cpt.models.forward import is_written_whole, set_temporarily
+from cpt.models.forward import set_temporarily, supports_kv_cache
 from cpt.models.objectives import Objective
 
 ChoiceSums = Mapping[tuple[int, int], float]  # nats of a choice and its end, by number of question and choice
@@ -100,16 +100,16 @@ def write_answers(
 ) -> dict[int, str]:
     """What the model writes to each question of a share, by its number, by greedy decoding: at most
     `max_new_tokens` tokens, to the one that ends an answer, without special tokens. Prompts are padded on the
-    left for a causal model, on the right for an encoder; of a causal model with a part that takes rows of its
-    own (`written_whole`) those of one length go together, and nothing is cached."""
+    left for a causal model, on the right for an encoder. A model without a key-value cache takes no padding:
+    a batch has prompts of one length."""
 
     def length(question: int) -> int:
         return len(questions[question].ids)
 
     by_length = sorted(range(len(questions)), key=length)
     batches = [by_length[begin : begin + batch_size] for begin in range(0, len(by_length), batch_size)]
-    needs_equal_lengths = is_written_whole(model)
-    if needs_equal_lengths:
+    has_cache = supports_kv_cache(model)
+    if not has_cache:
         batches = split_by_length(batches, length)
 
     is_seq2seq = model.config.is_encoder_decoder
@@ -129,7 +129,7 @@ def write_answers(
             max_new_tokens=num_tokens,
             do_sample=False,
             num_beams=1,
-            use_cache=not needs_equal_lengths,
+            use_cache=has_cache,
             eos_token_id=end,
             pad_token_id=padding,
             decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),

@@ -188,7 +188,9 @@ def find_token_side(model: PreTrainedModel, name: str) -> str | None:
     return SOURCE_TOKENS if any(MEMORY.fullmatch(part) for part in parts) else TARGET_TOKENS
 
 
-def is_written_whole(model: PreTrainedModel) -> bool:
-    """Whether a decoder has a prompt: no key-value cache is possible, and rows of a batch have one length."""
-    has_prompt = any(getattr(module, "written_whole", False) for module in model.modules())
-    return has_prompt and not model.config.is_encoder_decoder
+def supports_kv_cache(model: PreTrainedModel) -> bool:
+    """Whether a model can generate with a key-value cache. A decoder with a soft prompt cannot: it reads its
+    prompt and the whole text again for each token, and all rows of a batch must have one length."""
+    if model.config.is_encoder_decoder:  # its encoder reads the prompt, once
+        return True
+    return not any(getattr(module, "written_whole", False) for module in model.modules())

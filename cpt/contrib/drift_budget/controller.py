@@ -1,5 +1,8 @@
-"""Holds the drift of a stage within its budget: measures it at every monitoring evaluation, and takes the
-weights back along the way since the stage began where it is exceeded."""
+"""Holds the drift of a stage within its budget: measures it at every monitoring evaluation, and where the
+budget is exceeded, moves the weights back towards those with which the stage began.
+
+The weights on the line between the two are `initial + alpha * (current - initial)`: alpha = 0 gives the
+initial weights of the stage, alpha = 1 the current ones."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +26,7 @@ from cpt.trainer.monitor import copy_trained, load_interpolated, load_trained
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
-MAX_TRIALS = 8  # evaluations along the way since the stage began
+MAX_TRIALS = 8  # values of alpha that are evaluated when the weights are moved back
 AIMED_REST = 0.02  # share of the unspent budget that a trial aims to leave
 ACCEPTED_REST = 0.05  # share of the unspent budget that the search may leave
 REPORT_TITLE = "Budget of drift: upper ends at the kept step, of what was allowed"
@@ -33,35 +36,38 @@ Drift = Mapping[str, tuple[float, float]]  # by bound: mean rise, upper end of i
 
 @dataclass
 class BudgetRecord:
-    """What was seen and done in a stage, as in scores.json; lists have an entry for each evaluation."""
+    """What was measured and done in a stage. Its fields are keys of scores.json. The lists but `acts` have an
+    entry for each evaluation."""
 
     allowed: dict[str, float]  # nats by the end of the stage
     drift: dict[str, list[list[float]]] = field(default_factory=dict)  # rises, upper ends of 95 % intervals
-    ways: list[float] = field(default_factory=list)  # share that is kept of the way since the stage began
-    acts: list[str] = field(default_factory=list)
+    ways: list[float] = field(default_factory=list)  # alpha of the weights after the evaluation
+    acts: list[str] = field(default_factory=list)  # a line for each time that the weights were moved back
     kept: int | None = None  # the last step within the budget
     spent: float = 0.0  # share of the budget at that step
-    ended: str = ""
+    ended: str = ""  # why the stage had to end, empty as long as it may go on
 
-    def share(self, drift: Drift) -> float:
-        """The share of the budget that is spent: of the scarcer one, by its upper end."""
+    def find_spent_share(self, drift: Drift) -> float:
+        """The share of the budget that a drift spends, 1: all of it. It is counted by the upper ends of the
+        intervals; of two bounds, the one of which more is spent counts."""
         shares = [upper / self.allowed[name] for name, (_, upper) in drift.items()]
         return float(np.max(shares or [0.0]))
 
-    def add(self, step: int, drift: Drift, *, way_share: float = 1.0) -> bool:
-        """Adds an evaluation, for which the weights have gone back to a share of the way since the stage
-        began; whether the model is within the budget. If not, its weights are to go back to step `kept`."""
+    def add(self, step: int, drift: Drift, *, alpha: float = 1.0) -> bool:
+        """Adds the evaluation of a step, whose weights have been moved back to `alpha` (1: they were not).
+        Returns whether the model is within the budget. If not, the caller has to load the weights of step
+        `kept`."""
         for name, rise_and_upper in drift.items():
             self.drift.setdefault(name, []).append(list(rise_and_upper))
-        self.ways.append(way_share)
+        self.ways.append(alpha)
         message = f"step {step}: {self.describe_drift(drift)}"
 
-        spent_share = self.share(drift)
+        spent_share = self.find_spent_share(drift)
         if spent_share <= 1:  # false for NaN
             self.kept = step
             self.spent = spent_share
-            if way_share < 1:
-                self.acts.append(f"{message}: back to {way_share:.3g} of the way since the stage began")
+            if alpha < 1:
+                self.acts.append(f"{message}: back to {alpha:.3g} of the way since the stage began")
             return True
 
         # Without a step within the budget there are no weights to go on from.
@@ -95,9 +101,9 @@ class BudgetRecord:
 
 
 class DriftController(MonitorObserver):
-    """The budget of one stage (`number` from 1), in which the domain's own texts (`stage_texts`) may change.
-    Drift is counted from the losses of texts as the stages before left them, and of other texts from this
-    stage's first evaluation."""
+    """Holds one stage (`number` from 1) within its budget. The texts of the stage's domain (`stage_texts`)
+    have no budget. The drift of any other text is counted from the first evaluation of the stage in which
+    counting began: the stage that first measured the text without learning it, this one or an earlier one."""
 
     def __init__(
         self,
@@ -116,7 +122,8 @@ class DriftController(MonitorObserver):
         self.texts = texts
 
         self.budget = BudgetRecord(options.allow(number, stages=stages))
-        self.earlier_losses: dict[str, Tensor] = {}  # from which the stages before this one counted
+        # By text, from which the stages before this one counted drift: it adds up over stages.
+        self.earlier_losses: dict[str, Tensor] = {}
         for earlier_number in range(1, number):
             path = self.losses_path(earlier_number)
             check_archive(path, remedy=run.restore_hint)
@@ -124,10 +131,10 @@ class DriftController(MonitorObserver):
                 for name in archive.files:
                     self.earlier_losses[name] = torch.from_numpy(archive[name])
 
-        # Of this stage's first evaluation:
-        self.initial_losses: dict[str, Tensor] = {}  # from which it and later stages count
-        self.initial_weights: dict[str, Tensor] = {}
-        self.initial_share = 0.0  # of the budget
+        # Of this stage's first evaluation, before its first step:
+        self.initial_losses: dict[str, Tensor] = {}  # of texts that no stage before measured
+        self.initial_weights: dict[str, Tensor] = {}  # empty where the whole budget was spent before
+        self.initial_share = 0.0  # of the budget that the stages before had spent
 
     def losses_path(self, number: int) -> Path:
         """The losses by document at the first evaluation of a stage."""
@@ -140,22 +147,29 @@ class DriftController(MonitorObserver):
     def on_evaluation(
         self, trainer: Trainer, module: ContinualMethod, losses: TextLosses, measure: Callable
     ) -> TextLosses:
+        """Measures drift; moves the weights back where it exceeds the budget; records both.
+
+        1. The first evaluation sets the losses from which this stage counts the drift of new texts.
+        2. Where the budget is exceeded, the weights are moved back to the largest alpha that is within it.
+        3. The evaluation is recorded. Weights that are still beyond the budget are replaced by the initial
+           ones. The first evaluation, if it is within the budget, stores the initial weights."""
         is_first = not self.budget.ways
         if is_first:
-            counted = {*self.stage_texts, *self.earlier_losses}
-            self.initial_losses = {name: value for name, value in losses.items() if name not in counted}
+            exempt_texts = {*self.stage_texts, *self.earlier_losses}
+            self.initial_losses = {name: value for name, value in losses.items() if name not in exempt_texts}
 
-        # The initial weights are absent at the first evaluation, and where that one spent the whole budget.
-        way_share = 1.0
+        # Without initial weights there is nothing to go back to: at the first evaluation, and in a stage
+        # whose budget was spent before its first step, which ends there.
+        alpha = 1.0
         drift = self.measure_drift(losses)
-        spent_share = self.budget.share(drift)
-        if self.initial_weights and not spent_share <= 1:  # NaN counts as exceeded
-            losses, way_share = self.go_back(module, measure, end_share=spent_share)
+        spent_share = self.budget.find_spent_share(drift)
+        is_exceeded = not spent_share <= 1  # also by NaN
+        if is_exceeded and self.initial_weights:
+            losses, alpha = self.go_back(module, measure, spent_at_end=spent_share)
             drift = self.measure_drift(losses)
 
-        # Of the first evaluation there are no initial weights, and nothing to take back.
-        num_acts = len(self.budget.acts)
-        is_within = self.budget.add(trainer.global_step, drift, way_share=way_share)
+        num_logged = len(self.budget.acts)
+        is_within = self.budget.add(trainer.global_step, drift, alpha=alpha)
         if not is_within:
             load_trained(module, self.initial_weights)
         elif is_first:
@@ -163,35 +177,36 @@ class DriftController(MonitorObserver):
         if is_first:
             self.initial_share = self.budget.spent
 
-        for act in self.budget.acts[num_acts:]:
+        for act in self.budget.acts[num_logged:]:
             log.info("Budget of %s: %s", trainer.datamodule.domain.name, act)  # type: ignore[attr-defined]
         return losses
 
     def measure_drift(self, losses: TextLosses) -> Drift:
-        """The drift of what is bounded, up to an evaluation with these losses."""
+        """The drift of the bounded texts, from the losses at which counting began to the given ones."""
         initial = to_arrays({**self.earlier_losses, **self.initial_losses})
         return find_drift(list(self.options.bounds), initial, to_arrays(losses), stage_texts=self.stage_texts)
 
     def go_back(
-        self, module: ContinualMethod, measure: Callable, *, end_share: float
+        self, module: ContinualMethod, measure: Callable, *, spent_at_end: float
     ) -> tuple[TextLosses, float]:
-        """Interpolates the weights between those at the beginning of the stage and the present ones, of which
-        `end_share` of the budget is spent; the losses where the budget is met, and the share of the way."""
+        """Loads the weights at alpha between the initial (0) and the current ones (1), the largest alpha that
+        was found within the budget. The current weights have spent `spent_at_end` of it. Returns the losses
+        of the loaded weights, and alpha."""
         end_weights = copy_trained(module)
 
-        def measure_at(way_share: float) -> TextLosses:
-            load_interpolated(module, self.initial_weights, end_weights, share=way_share)
+        def measure_at(alpha: float) -> TextLosses:
+            load_interpolated(module, self.initial_weights, end_weights, share=alpha)
             return measure()
 
-        def spent_share_at(way_share: float) -> float:
-            return self.budget.share(self.measure_drift(measure_at(way_share)))
+        def find_spent_at(alpha: float) -> float:
+            return self.budget.find_spent_share(self.measure_drift(measure_at(alpha)))
 
-        way_share = find_way(spent_share_at, start_share=self.initial_share, end_share=end_share)
-        # The last trial may have been beyond the budget: only this call loads the weights that are found.
-        return measure_at(way_share), way_share
+        alpha = find_alpha(find_spent_at, spent_at_start=self.initial_share, spent_at_end=spent_at_end)
+        # The last alpha that was tried may have been beyond the budget: only this call loads the found one.
+        return measure_at(alpha), alpha
 
     def series(self, stage: str) -> dict[str, float]:
-        """Upper ends of drift in nats, and the share of the way."""
+        """The upper ends of drift in nats, and alpha, of the last evaluation."""
         values = {f"budget/{name}/{stage}": rises[-1][1] for name, rises in self.budget.drift.items()}
         values[f"budget/way/{stage}"] = self.budget.ways[-1]
         return values
@@ -221,44 +236,50 @@ def to_arrays(losses: TextLosses) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in losses.items()}
 
 
-def find_way(spent_share_at: Callable[[float], float], *, start_share: float, end_share: float) -> float:
-    """The share of a way at which the model is within the budget and has spent nearly all of it: by false
-    position, where each trial cuts off a tenth at least. At the beginning of the way a share of the budget
-    is spent of `start_share`, at most 1, at its end of `end_share`, above 1 or nan."""
-    # What is spent at `low` is within the budget, what is spent at `high` is not.
+def find_alpha(
+    find_spent_at: Callable[[float], float], *, spent_at_start: float, spent_at_end: float
+) -> float:
+    """An alpha in [0, 1] at which the model is within the budget and has spent nearly all of it, by false
+    position (regula falsi) with at most MAX_TRIALS calls of `find_spent_at`, which measures the spent share
+    of the budget at an alpha. At alpha = 0 the share `spent_at_start` is spent, at most 1; at alpha = 1
+    `spent_at_end`, above 1 or nan."""
+    # The spent share at `low` is always within the budget, the one at `high` never.
     low = 0.0
     high = 1.0
-    low_spent = start_share
-    high_spent = end_share
-    unspent = 1 - start_share
+    low_spent = spent_at_start
+    high_spent = spent_at_end
+    unspent = 1 - spent_at_start
 
     for _ in range(MAX_TRIALS):
         if low_spent >= 1 - ACCEPTED_REST * unspent:
             break
 
-        # The line through both ends says where the aim is met; without a number at one end it is halved.
+        # The line through both ends crosses the aim at this fraction of the interval; with nan or infinity
+        # at the upper end there is no line.
         if np.isfinite(high_spent):
             fraction = (1 - AIMED_REST * unspent - low_spent) / (high_spent - low_spent)
         else:
             fraction = 0.5
-        trial = low + (high - low) * min(max(fraction, 0.1), 0.9)
+        # Without these limits one end could come closer and closer without the other ever moving.
+        alpha = low + (high - low) * min(max(fraction, 0.1), 0.9)
 
-        trial_spent = spent_share_at(trial)
-        if trial_spent <= 1:
-            low = trial
-            low_spent = trial_spent
+        spent_at_alpha = find_spent_at(alpha)
+        if spent_at_alpha <= 1:
+            low = alpha
+            low_spent = spent_at_alpha
         else:
-            high = trial
-            high_spent = trial_spent
+            high = alpha
+            high_spent = spent_at_alpha
     return low
 
 
 def find_drift(
     bounds: Sequence[str], initial: Losses, current: Losses, *, stage_texts: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
-    """Of what is bounded (`general`, `past`) the mean rise of its texts since `initial`, each text counting
-    the same, nats per token, and the upper end of its 95 % interval over documents; of single documents the
-    rise itself. Losses are by text [2, documents]: nats and scored tokens."""
+    """For each of `bounds` (`general`, `past`) the mean rise of its texts from the `initial` to the `current`
+    losses, nats per token, with equal weights for all texts, and the upper end of the rise's 95 % interval
+    over documents; the rise itself where a text has a single document. Losses are by text [2, documents]:
+    nats and scored tokens. A bound without a text in both is left out."""
     compared_texts = [text for text in current if text in initial]
     texts_by_bound = {
         GENERAL: [text for text in compared_texts if text == GENERAL],
@@ -272,7 +293,7 @@ def find_drift(
 
 
 def find_rise(texts: Sequence[str], initial: Losses, current: Losses) -> tuple[float, float]:
-    """The mean rise of the losses on texts, and the upper end of its interval, as `find_drift`."""
+    """The mean rise of the losses on texts, and the upper end of its interval: a value of `find_drift`."""
 
     def mean_rise(means: np.ndarray) -> dict[str, dict[str, np.ndarray]]:  # [draw, before or after, text]
         return {"rise": {"nats": (means[..., 1, :] - means[..., 0, :]).mean(-1)}}

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from cpt.models.forward import is_written_whole, set_temporarily
+from cpt.models.forward import set_temporarily, supports_kv_cache
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Sampling from softmax(logits / `temperature`), cut to the likeliest tokens of total probability `top_p`
-    (Holtzman et al., ICLR 2020), with ids below `entries`, up to the token `end`."""
+    (nucleus sampling, Holtzman et al., ICLR 2020). `entries` is the size of the tokenizer's vocabulary: rows
+    of the output layer beyond it have no token. A text ends with the token `end`."""
 
     temperature: float
     top_p: float
@@ -57,14 +58,15 @@ class KeyedSampling(LogitsProcessor):
 def sample_texts(
     model: PreTrainedModel, contexts: Sequence[Sequence[int]], uniforms: Tensor, *, sampling: Sampling
 ) -> list[tuple[list[int], float]]:
-    """Continuations of contexts of one length: up to uniforms.shape[1] ids, with the end if it was written,
-    and their mean nll (nats). Token t of text b is a function of uniforms[b, t] and what precedes it."""
+    """A continuation of each of `contexts` [B], which have one length. Returns by text the new ids, up to and
+    with the token `sampling.end` if the model wrote it, else T of them, and their mean nll (nats). Token t of
+    text b is a function of uniforms[b, t], [B, T], and of the tokens before it."""
     context_ids = torch.tensor(contexts, device=model.device)
     config = GenerationConfig(
         max_new_tokens=uniforms.shape[1],
         do_sample=False,
         num_beams=1,
-        use_cache=not is_written_whole(model),
+        use_cache=supports_kv_cache(model),
         eos_token_id=sampling.end,
         pad_token_id=sampling.end,
         decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
@@ -83,6 +85,7 @@ def sample_texts(
     first = 1 if model.config.is_encoder_decoder else context_ids.shape[1]
     texts = []
     for ids, nll in zip(output_ids[:, first:].tolist(), keyed_sampling.nll, strict=True):
+        # A batch is as long as its longest text: after their end the shorter ones are padded.
         size = ids.index(sampling.end) + 1 if sampling.end in ids else len(ids)
         texts.append((ids[:size], float(nll[:size].mean())))
     return texts

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,21 +58,20 @@ FORMAT = 1  # raise it when what is written changes
 FORMS_FORMAT = 1  # raise it when the forms of examples change
 EXCERPT = 200  # characters
 Array = np.ndarray
-PLACE = "place.json"  # the last commit of files that are continued after a kill
+COMMIT_FILE = "place.json"  # the last commit of files that are continued after a kill
 MARK = "__ans__"  # between question and answer
-SIGN = "An example of {domain}:"
+SIGN = "An example of {domain}:"  # before a generated example: from it the model knows the domain
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text that a model wrote: the ids to replay, the first `real` of them from the domain; whether an end
-    follows; the mean `nll` (nats) of what was written; and the text."""
+    """A text that a model wrote. The fields are keys of a line in the file of samples."""
 
-    ids: list[int]
-    real: int
-    ended: bool
-    nll: float
-    text: str
+    ids: list[int]  # to replay, without the end
+    real: int  # how many of them, at the beginning, are from the domain's own text
+    ended: bool  # whether the model ended the text, before the limit of tokens
+    nll: float  # mean of the tokens that the model wrote, nats
+    text: str  # decoded ids
 
     @property
     def size(self) -> int:
@@ -99,10 +99,11 @@ class WritingProgress:
     tokens: dict[str, int]
 
     @classmethod
-    def resume(cls, jobs: Sequence[WritingJob], committed: Any) -> "WritingProgress":
-        """From what a killed run has committed, None without one."""
+    def resume(cls, jobs: Sequence[WritingJob], committed_counts: Any) -> "WritingProgress":
+        """The progress that a killed run has committed (the fields of this class as JSON), or that of a run
+        that begins (None)."""
         zeros = dict.fromkeys((job.text for job in jobs), 0)
-        counts = committed or {}
+        counts = committed_counts or {}
         return cls(blocks=zeros | counts.get("blocks", {}), tokens=zeros | counts.get("tokens", {}))
 
     def add(self, text: str, block: Sequence[Sample]) -> None:
@@ -136,27 +137,32 @@ class TextWriter(ReplaySource):
         self.text_format: TextFormat = base.text_format
         self.begin, self.after_text = frame_of(self.tokenizer)
         end = self.end_of_text()
-        self.sampling = Sampling(options.temperature, options.top_p, len(self.tokenizer), end)
+        self.sampling = Sampling(
+            temperature=options.temperature, top_p=options.top_p, entries=len(self.tokenizer), end=end
+        )
 
-        texts: dict[str, None] = {}
+        past_domains: dict[str, None] = {}  # an ordered set: the domains that some stage replays
         for stage in data:
-            texts |= dict.fromkeys(data.max_replayed(stage))
-        for text in texts:
-            self.prompt(text)  # raises for one that is too long
+            past_domains |= dict.fromkeys(data.max_replayed(stage))
+        for domain in past_domains:
+            self.prompt(domain)  # raises for one that is too long
         if is_first_process():
-            self.log_effect(list(texts))
+            self.log_options_without_effect(list(past_domains))
 
-    def log_effect(self, texts: Sequence[str]) -> None:
-        """Logs what the options of a run do not have an effect on."""
+    def log_options_without_effect(self, past_domains: Sequence[str]) -> None:
+        """Logs that the replay has no effect, where no stage has a domain to replay; and where nothing tells
+        the model which of several past domains it has to write, that all their texts will be alike."""
         options = self.options
-        if not texts:
+        if not past_domains:
             log.info("No effect of replay=generated: no stage has a past domain or a share to replay")
             return
 
         # Prefixes, a prompt with the name or modules of its own make a model write text of one domain.
         has_name_in_prompt = "{domain}" in (options.prompt or "")
         has_domain_cue = options.prefix > 0 or has_name_in_prompt or self.module.domain_params is not None
-        if len(texts) > 1 and not has_domain_cue and self.corpora.encoding is None:
+        # Domains of examples have an encoding, and a sign with the name of the domain before each example.
+        is_of_examples = self.corpora.encoding is not None
+        if len(past_domains) > 1 and not has_domain_cue and not is_of_examples:
             reason = "as nothing says of which it is to be; replay.prefix=8 or a prompt with {domain} would"
             log.info("Generating the same kind of text for all past domains (replay.prefix=0), %s", reason)
 
@@ -224,15 +230,15 @@ class TextWriter(ReplaySource):
     def write(self, folder: Path, jobs: Sequence[WritingJob], stage: Domain, device: torch.device) -> None:
         """Writes the texts of all jobs and makes rows of them; resumes what a killed run has written."""
         # Only the first process has files; the others follow what it found in them.
-        partial = folder.with_name(f"{folder.name}.partial")
+        partial_folder = folder.with_name(f"{folder.name}.partial")
         files = None
         if is_first_process():
-            partial.mkdir(parents=True, exist_ok=True)
+            partial_folder.mkdir(parents=True, exist_ok=True)
             form = [FORMAT, asdict(self.options), self.length, self.seed]
-            names = [sample_file(partial, job.text, "jsonl").name for job in jobs]
-            files = GrowingFiles(partial, names, form=form)
-        committed = gather_objects(files.committed if files else None)[0]
-        progress = WritingProgress.resume(jobs, committed)
+            names = [sample_file(partial_folder, job.text, "jsonl").name for job in jobs]
+            files = GrowingFiles(partial_folder, names, form=form)
+        committed_counts = gather_objects(files.committed_value if files else None)[0]
+        progress = WritingProgress.resume(jobs, committed_counts)
 
         bar = progress_bar(
             f"texts before {stage.name}",
@@ -248,11 +254,11 @@ class TextWriter(ReplaySource):
                     self.write_text(job, progress, files, stage, device, opened_bar)
 
         if files is not None:
-            facts = {job.text: self.write_rows(partial, job) for job in jobs}
-            replace(partial / "facts.json", json.dumps(facts, indent=1))
+            facts = {job.text: self.write_rows(partial_folder, job) for job in jobs}
+            replace(partial_folder / "facts.json", json.dumps(facts, indent=1))
             files.finish()
             discard(folder)
-            finish_artifact(partial, folder)
+            finish_artifact(partial_folder, folder)
             log.info(
                 "Generated text before %s: %d texts of %d tokens, %d of them kept prefixes: %s",
                 stage.name,
@@ -412,12 +418,12 @@ class TextWriter(ReplaySource):
         facts = read_facts(folder, text)
         rows = Dataset.from_file(str(sample_file(folder, text, "arrow")))
         return Packed(
-            rows,
-            self.length,
-            padding_id(self.tokenizer),
-            facts["texts"],
-            facts["bytes"],
-            self.data.train[text].packing,
+            rows=rows,
+            length=self.length,
+            pad=padding_id(self.tokenizer),
+            documents=facts["texts"],
+            bytes=facts["bytes"],
+            packing=self.data.train[text].packing,
             row_start=self.text_format.row_start,
         )
 
@@ -438,14 +444,16 @@ class ExampleWriter(TextWriter):
         base: Any,  # cpt.trainer.base_model.Base
         seed: int,
     ) -> None:
-        # First, as the constructor of texts asks for prompts and the end, which the encoder makes.
+        # The encoder comes first: the constructor of TextWriter calls `end_of_text` and `prompt`, which here
+        # need it.
         self.encoder = corpora.encoder(base.tokenizer, base.length, seq2seq=base.seq2seq)
         super().__init__(options, folder, module=module, data=data, corpora=corpora, base=base, seed=seed)
-        self.forms: dict[str, Packed] = {}
+        # A model can only write examples of a domain later if it was trained on them in the written form.
+        self.written_forms: dict[str, Packed] = {}  # by domain: its training examples in that form
         if options.past_ratio and options.forms:
             for stage in self.data:
                 for name in stage.texts:
-                    self.forms[name] = self.encode_forms(name)
+                    self.written_forms[name] = self.encode_forms(name)
 
     def end_of_text(self) -> int:
         return self.encoder.ending[0]
@@ -454,9 +462,10 @@ class ExampleWriter(TextWriter):
         return (self.options.prompt or SIGN).replace("{domain}", domain)
 
     def to_form(self, example: Example, domain: str) -> Example:
-        """The sign asks, and the whole example is the answer."""
-        form = f"{example.source} {MARK} {example.target}"
-        return Example(example.id, self.sign(domain), form, example.task)
+        """An example in the form in which it is generated: the new question is the sign, the new answer the
+        old question, the mark and the old answer."""
+        question_and_answer = f"{example.source} {MARK} {example.target}"
+        return Example(id=example.id, source=self.sign(domain), target=question_and_answer, task=example.task)
 
     def encode_whole(self, example: Example) -> tokenized_tasks.EncodedExample | None:
         """The row of an example; None where it does not fit without a cut."""
@@ -475,25 +484,36 @@ class ExampleWriter(TextWriter):
         options = [vars(self.encoder.encoding), self.length, self.seq2seq, self.sign(name)]
         made_of = ["forms", FORMS_FORMAT, corpus.facts["digest"], tokenizer_hash, options]
 
-        def make(folder: Path) -> None:
-            examples = tokenized_tasks.read_examples(corpus, "train")
-            forms = (self.to_form(example, name) for example in examples)
-            rows = filter(None, map(self.encode_whole, forms))
-            counts = tokenized_tasks.write_examples(folder / "rows.arrow", rows, tokenizer=self.tokenizer)
-            if not counts.examples:
-                raise InvalidOptionError(
-                    "model.max_seq_length",
-                    self.length,
-                    reason=f"no example of {name} fits in the form that is written (replay=generated)",
-                    allowed="a larger model.max_seq_length, replay=past",
-                )
-
-        folder = make_once(self.corpora.cache / "packed" / f"{name}-forms-{digest(made_of)}", make=make)
+        folder = make_once(
+            self.corpora.cache / "packed" / f"{name}-forms-{digest(made_of)}",
+            make=partial(self.write_forms, name=name),
+        )
         return tokenized_tasks.open_examples(folder / "rows.arrow", self.tokenizer)
+
+    def write_forms(self, folder: Path, *, name: str) -> None:
+        """Writes rows.arrow into a folder of the cache: the rows of a domain's training examples in the form
+        in which examples are generated. Raises ValueError where none fits."""
+        rows = self.read_forms(name)
+        counts = tokenized_tasks.write_examples(folder / "rows.arrow", rows, tokenizer=self.tokenizer)
+        if not counts.examples:
+            raise InvalidOptionError(
+                "model.max_seq_length",
+                self.length,
+                reason=f"no example of {name} fits in the form that is written (replay=generated)",
+                allowed="a larger model.max_seq_length, replay=past",
+            )
+
+    def read_forms(self, name: str) -> Iterator[tokenized_tasks.EncodedExample]:
+        """The training examples of a domain in the written form, one at a time, without those that do not
+        fit."""
+        for example in tokenized_tasks.read_examples(self.corpora.by_name[name], "train"):
+            row = self.encode_whole(self.to_form(example, name))
+            if row is not None:
+                yield row
 
     def extra_pools(self, stage: Domain) -> list[ReplayPool]:
         """The stage's own examples, as they are written."""
-        texts = {name: self.forms[name] for name in stage.texts if name in self.forms}
+        texts = {name: self.written_forms[name] for name in stage.texts if name in self.written_forms}
         if not texts:
             return []
         pool = ReplayPool(
@@ -513,7 +533,8 @@ class ExampleWriter(TextWriter):
         return list(choices.pop()) if len(choices) == 1 else []
 
     def prompt(self, text: str) -> list[int]:
-        return self.encoder.prompt(self.to_form(Example(text, "", "", text), text)).ids
+        empty_example = Example(id=text, source="", target="", task=text)  # only the sign is read
+        return self.encoder.prompt(self.to_form(empty_example, text)).ids
 
     def contexts(self, text: str) -> list[list[int]]:
         return [self.prompt(text)]
@@ -575,35 +596,42 @@ class ExampleWriter(TextWriter):
 
 
 class GrowingFiles:
-    """Append-only files of a folder. `commit` flushes them to disk and records their sizes with any JSON
-    value. Opening them again truncates them to the last commit, whose value is `committed`, None without one.
-    Files that are shorter than recorded, or were written in another `form`, restart empty."""
+    """Append-only files of a folder, which a killed process can continue.
+
+    `commit` flushes the files to disk and writes COMMIT_FILE: their sizes, and any JSON value that says how
+    far the work is."""
 
     def __init__(self, folder: Path, names: Sequence[str], *, form: Any) -> None:
+        """Opens the files `names` of a folder, truncated to their sizes at the last commit. `committed_value`
+        is the value of that commit, None without one. `form` is any JSON value that says how the files are
+        written. Files of another form, or shorter than at the commit, restart empty."""
         self.folder = folder
         self.form = form
-        self.committed = None
-        sizes = dict.fromkeys(names, 0)
-        record = folder / PLACE
-        if record.exists():
+        self.committed_value = None
+        committed_sizes = dict.fromkeys(names, 0)
+        commit_path = folder / COMMIT_FILE
+        if commit_path.exists():
             try:
-                self.committed, sizes = self.read_record(record, names)
+                self.committed_value, committed_sizes = self.read_commit(commit_path, names)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("Restarting %s, which cannot be continued (%s)", folder, error)
-                record.unlink()
+                commit_path.unlink()
+
+        # What was appended after the last commit may be incomplete.
         self.files = {name: (folder / name).open("ab") for name in names}
         for name, file in self.files.items():
-            file.truncate(sizes[name])
+            file.truncate(committed_sizes[name])
 
-    def read_record(self, path: Path, names: Sequence[str]) -> tuple[Any, dict[str, int]]:
-        """The value and the sizes of the last commit. Raises an error if the files cannot be continued."""
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["form"] != self.form or set(record["sizes"]) != set(names):
-            raise ValueError(f"{PLACE} has another form")
-        for name, size in record["sizes"].items():
+    def read_commit(self, path: Path, names: Sequence[str]) -> tuple[Any, dict[str, int]]:
+        """The value of the last commit, and the sizes of the files. Raises OSError, ValueError, KeyError or
+        TypeError if the files cannot be continued."""
+        commit = json.loads(path.read_text(encoding="utf-8"))
+        if commit["form"] != self.form or set(commit["sizes"]) != set(names):
+            raise ValueError(f"{COMMIT_FILE} has another form")
+        for name, size in commit["sizes"].items():
             if (self.folder / name).stat().st_size < size:
                 raise ValueError(f"{name} is truncated")
-        return record["place"], record["sizes"]
+        return commit["place"], commit["sizes"]
 
     def append(self, name: str, data: bytes | memoryview) -> None:
         self.files[name].write(data)
@@ -615,7 +643,8 @@ class GrowingFiles:
             file.flush()
             os.fsync(file.fileno())
         sizes = {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
-        replace(self.folder / PLACE, json.dumps({"form": self.form, "sizes": sizes, "place": value}))
+        commit = {"form": self.form, "sizes": sizes, "place": value}
+        replace(self.folder / COMMIT_FILE, json.dumps(commit))
 
     def close(self) -> None:
         for file in self.files.values():
@@ -623,7 +652,7 @@ class GrowingFiles:
 
     def finish(self) -> None:
         self.close()
-        (self.folder / PLACE).unlink(missing_ok=True)
+        (self.folder / COMMIT_FILE).unlink(missing_ok=True)
 
 
 def append_samples(files: GrowingFiles, text: str, samples: Sequence[Sample]) -> None:
@@ -649,7 +678,7 @@ def read_samples(path: Path) -> Iterator[Sample]:
 
 
 def measure(source: Path) -> list[np.ndarray]:
-    """Of each sample of a file the tokens, the nll, the real tokens and the bytes, each [n]."""
+    """Four arrays [n] over the n samples of a file: their tokens, nll, real tokens, and bytes."""
     rows = []
     for sample in read_samples(source):
         num_bytes = len(sample.text.encode(errors="replace"))
@@ -705,11 +734,18 @@ def count_texts(source: Path, num_replayed: np.ndarray) -> dict[str, Any]:
 
 
 def from_form(text: str, *, task: str, number: int, choices: Sequence[str]) -> Example | None:
-    """The example that a model has written; None where it has no question, no answer, or one outside
-    the choices, if there are some."""
+    """The example in a text that a model has written, the inverse of `to_form`. None where the text has no
+    question or no answer, or where a closed task (with `choices`) has an answer that is none of them."""
     question, _, answer = text.rpartition(MARK)
     source = question.strip()
     target = answer.strip()
     if not source or not target or (choices and target not in choices):
         return None
-    return Example(f"generated-{number}", source, target, task, tuple(choices), (0, len(source)))
+    return Example(
+        id=f"generated-{number}",
+        source=source,
+        target=target,
+        task=task,
+        choices=tuple(choices),
+        text=(0, len(source)),
+    )

@@ -42,19 +42,34 @@ from cpt.reporting.load_runs import find_runs
 log = logging.getLogger(__name__)
 MODES = ("online", "offline")
 REBUILT = "rebuilt"  # in a run folder: W&B's files under mode=offline
-ENOUGH = 3  # refused runs: if none was accepted until then, W&B will accept no other
-LONGEST_FIELD = 131_072  # characters of a value in metrics.csv; a longer one is damage
-STAGES = tuple(names.removesuffix("*") for names in AXES["stage"])
+MAX_REFUSALS = 3  # refused runs: if none was accepted until then, W&B will accept no other
+MAX_FIELD_LENGTH = 131_072  # characters of a value in metrics.csv; a longer one is damage
+STAGE_PREFIXES = tuple(names.removesuffix("*") for names in AXES["stage"])  # of curves over stages
+# Curves of a monitoring evaluation: metrics.csv has them with the count of steps so far, which is one more
+# than the step of the last training loss.
+EVALUATION_KINDS = ("monitor", "budget")
 # The machine that sends a run is not the one that made it.
 SETTINGS = {f"x_disable_{name}": True for name in ("stats", "meta", "machine_info")} | {"disable_git": True}
 
 
 class CurvePoint(NamedTuple):
-    """What metrics.csv has of one step of a domain."""
+    """The values of metrics.csv at one step of a domain."""
 
     domain: str
     step: int
-    values: dict[str, float]  # by name
+    values: dict[str, float]  # by the name of the curve
+
+
+class CurveLine(NamedTuple):
+    """A line of metrics.csv: one value of a curve."""
+
+    step: int
+    name: str  # KIND/SERIES/DOMAIN; some curves have no domain
+    value: float
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
 
 
 class UnreadableError(Exception):
@@ -117,7 +132,7 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
                 log.error("Failed to send %s: %s", path, reason(error))
                 # A refusal may concern this run alone, or a moment without network: so the first ones do not
                 # end the program.
-                if num_failed >= ENOUGH and not num_sent and isinstance(error, ConnectionError):
+                if num_failed >= MAX_REFUSALS and not num_sent and isinstance(error, ConnectionError):
                     raise ValueError(f"W&B took none of {num_failed} runs; {reason(error)}") from None
             else:
                 num_sent += 1
@@ -168,36 +183,48 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_curves(path: Path, domains: Collection[str]) -> list[CurvePoint]:
-    """The curves of training in metrics.csv by domain and step, without those over stages, which are in the
-    scores. Of two lines with one step and name the later counts; a line that a kill cut off is left out."""
+    """The curves of training in metrics.csv, in the order of the file: a point for each domain and step.
+    Curves over stages are left out, as the scores have them. Of two lines with one step and name the later
+    counts."""
     if not path.exists():
         return []
     points: dict[tuple[str, int], CurvePoint] = {}
     domain = ""
-    with path.open(newline="", encoding="utf-8") as file, limit_field_size(LONGEST_FIELD):
-        for line in csv.reader(file):
-            try:
-                step = int(line[0])
-                name = line[1]
-                value = float(line[2])
-            except (ValueError, IndexError):  # the header, or a line that a kill cut off
-                continue
-            if name.startswith(STAGES) or len(line) != 3:
+    with path.open(newline="", encoding="utf-8") as file, limit_field_size(MAX_FIELD_LENGTH):
+        for cells in csv.reader(file):
+            line = parse_line(cells)
+            if line is None or line.name.startswith(STAGE_PREFIXES):
                 continue
 
-            # The name of a text may have slashes, so it is looked for at the end: KIND/NAME/TEXT. A line
-            # without one is of the domain that was trained before it.
-            kind, _, series = name.partition("/")
-            if kind in TRAINING:
-                matching = [text for text in domains if series.endswith(f"/{text}")]
-                domain = max(matching, key=len, default=series.partition("/")[2])
-
-            # A monitoring evaluation is written with the count of steps so far, a loss with its step.
-            if kind in TRAINING[1:]:
-                step -= 1
-            point = points.setdefault((domain, step), CurvePoint(domain, step, {}))
-            point.values[name] = value
+            # The name of another curve has no domain: it is of the one that was trained at that moment.
+            if line.kind in TRAINING:
+                domain = find_domain(line.name, domains)
+            step = line.step - 1 if line.kind in EVALUATION_KINDS else line.step
+            point = points.setdefault((domain, step), CurvePoint(domain=domain, step=step, values={}))
+            point.values[line.name] = line.value
     return list(points.values())
+
+
+def parse_line(cells: Sequence[str]) -> CurveLine | None:
+    """A line of metrics.csv; None for the header, and for a line that a kill cut off."""
+    if len(cells) != 3:
+        return None
+    step, name, value = cells
+    try:
+        return CurveLine(step=int(step), name=name, value=float(value))
+    except ValueError:
+        return None
+
+
+def find_domain(name: str, domains: Collection[str]) -> str:
+    """The domain of a curve KIND/SERIES/DOMAIN. Series and domain may have slashes themselves, so the longest
+    of `domains` that the name ends with is taken; without one, all that follows the second slash."""
+    _, _, series_and_domain = name.partition("/")
+    matching_domains = [domain for domain in domains if series_and_domain.endswith(f"/{domain}")]
+    if matching_domains:
+        return max(matching_domains, key=len)
+    _, _, domain = series_and_domain.partition("/")
+    return domain
 
 
 @contextmanager

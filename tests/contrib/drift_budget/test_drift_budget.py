@@ -30,7 +30,7 @@ def test_over_the_budget_it_goes_back_and_a_stage_without_any_ends():
     assert record.kept == 0 and not record.ended and len(record.acts) == 8
     resumed_record = BudgetRecord({"general": 0.1})
     resumed_record.add(0, {"general": (0, 0)})
-    assert resumed_record.add(5, {"general": (0.05, 0.098)}, way_share=0.25)
+    assert resumed_record.add(5, {"general": (0.05, 0.098)}, alpha=0.25)
     assert resumed_record.ways == [1, 0.25]
     assert resumed_record.kept == 5
     record = record_looks((0.11, 0.12))  # spent before the first step

@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.contrib.generative_replay.writer import (
+    COMMIT_FILE,
     MARK,
-    PLACE,
     GrowingFiles,
     Sample,
     TextWriter,
@@ -142,10 +142,10 @@ def test_damaged_beginnings_are_not_used(tmp_path: Path):
 
 DAMAGE = {
     "nothing": lambda folder: None,
-    "a truncated place": lambda folder: os.truncate(folder / PLACE, 40),
+    "a truncated place": lambda folder: os.truncate(folder / COMMIT_FILE, 40),
     "a file that is gone": lambda folder: (folder / "counts").unlink(),
     "a file that is too short": lambda folder: os.truncate(folder / "rows", 5),
-    "another form": lambda folder: (folder / PLACE).write_text('{"form": 2, "sizes": {}, "place": 1}'),
+    "another form": lambda folder: (folder / COMMIT_FILE).write_text('{"form": 2, "sizes": {}, "place": 1}'),
 }
 
 
@@ -159,7 +159,7 @@ def test_files_that_grow_resume_at_the_last_commit_or_restart_where_they_do_not_
     files.close()
     DAMAGE[harm](tmp_path)
     files = GrowingFiles(tmp_path, ("rows", "counts"), form=1)
-    restored = files.committed, (tmp_path / "rows").read_bytes()
+    restored = files.committed_value, (tmp_path / "rows").read_bytes()
     assert restored == ((None, b"") if harm != "nothing" else ({"number": 1}, b"first second "))
     files.close()
 
