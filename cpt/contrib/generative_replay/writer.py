@@ -735,7 +735,7 @@ def count_texts(source: Path, num_replayed: np.ndarray) -> dict[str, Any]:
 
 def from_form(text: str, *, task: str, number: int, choices: Sequence[str]) -> Example | None:
     """The example in a text that a model has written, the inverse of `to_form`. None where the text has no
-    question or no answer, or where a closed task (with `choices`) has an answer that is none of them."""
+    question or no answer, or where a closed task (with `choices`) has an answer outside its choices."""
     question, _, answer = text.rpartition(MARK)
     source = question.strip()
     target = answer.strip()

@@ -92,7 +92,7 @@ def texts_read(monkeypatch):
     def record_table(text, *arguments):
         if sequences:
             data = sequences[-1]
-            for texts in (data.train, getattr(data.replay_source, "forms", {})):
+            for texts in (data.train, getattr(data.replay_source, "written_forms", {})):
                 domains_read[data.domain.name] |= {name for name, packed in texts.items() if packed is text}
         return table(text, *arguments)
 
