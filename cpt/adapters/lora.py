@@ -21,7 +21,7 @@ import torch
 from peft import LoraConfig, PeftType, get_peft_model_state_dict, inject_adapter_in_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import Linear
+from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from safetensors.torch import save_file
@@ -37,7 +37,7 @@ from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import unknown_name
 from cpt.models.forward import find_token_side
 from cpt.models.loading import make_skeleton
-from cpt.models.units import Projection, find_projections, find_sublayers
+from cpt.models.units import Projection, find_expert_parameters, find_projections, find_sublayers
 
 NEWEST = "default"  # names of adapters
 EARLIER = "earlier"
@@ -70,10 +70,18 @@ class FusedLoraLinear(Linear):
 
 
 def attach_lora(
-    model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Targets, embeddings: bool
+    model: PreTrainedModel,
+    *,
+    r: int,
+    alpha: float,
+    dropout: float,
+    targets: Targets,
+    embeddings: bool,
+    parameters: Targets = "none",
 ) -> Scope:
-    """Adds an adapter to each linear layer of the targets (`find_targets`), and to the `embeddings`: a head
-    that is tied to them gets a frozen one of its own. ValueError for embeddings of an encoder-decoder."""
+    """Adds an adapter to each linear layer of the targets (`find_targets`), to each expert in the
+    `parameters` (`find_target_parameters`), and to the `embeddings`: a head that is tied to them gets a
+    frozen one of its own. ValueError for embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
         raise InvalidOptionError(
             "method.embeddings",
@@ -93,6 +101,7 @@ def attach_lora(
         lora_alpha=cast(int, alpha),  # peft computes with fractions as well
         lora_dropout=dropout,
         target_modules=adapted_names,
+        target_parameters=find_target_parameters(model, parameters) or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps.values()),
     )
     inject_adapter_in_model(config, model, adapter_name=NEWEST)
@@ -183,15 +192,13 @@ def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
     outside_ids = set[int]()
     if head is not None:
         outside_ids.update(id(parameter) for parameter in head.parameters())
-    convolution_ids = set[int]()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             outside_ids.update(id(parameter) for parameter in module.parameters())
-        elif isinstance(module, nn.Conv1d | nn.Conv2d):
-            convolution_ids.update(id(parameter) for parameter in module.parameters())
 
     adapted = 0
     total = 0
+    expert_parameters = find_expert_parameters(model)
     unreached = []
     for name, parameter in model.named_parameters():
         if id(parameter) in outside_ids or id(parameter) in tuner_ids:
@@ -199,7 +206,7 @@ def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
         total += parameter.numel()
         if id(parameter) in adapted_ids:
             adapted += parameter.numel()
-        elif parameter.ndim == 3 and id(parameter) not in convolution_ids:
+        elif name in expert_parameters:
             unreached.append(name)
     return AdapterReach(adapted, total, tuple(unreached))
 
@@ -229,6 +236,29 @@ def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Modul
     return matching
 
 
+def find_target_parameters(model: PreTrainedModel, targets: Targets) -> list[str]:
+    """The names of the parameters of experts meant by `auto` (all), `none`, or a list of names or their ends;
+    raises ValueError for a list of which one finds none."""
+    names = list(find_expert_parameters(model))
+    if targets == "none":
+        return []
+    if targets == "auto":
+        return names
+    matching: list[str] = []
+    for target in targets:
+        of_target = [name for name in names if f".{name}".endswith(f".{target}")]
+        if not of_target:
+            known = f"none, or a list of names or ends of names like {', '.join(names[:2])}"
+            raise InvalidOptionError(
+                "method.target_parameters",
+                targets,
+                reason=f"{target} is no parameter of experts of this {model.config.model_type}",
+                allowed=known if names else "none",
+            )
+        matching += of_target
+    return list(dict.fromkeys(matching))
+
+
 def lora_layers(model: nn.Module) -> dict[str, Linear]:
     """The layers with adapters, by name: linear ones, and embeddings, which are much alike."""
     layers = {}
@@ -242,6 +272,28 @@ def factors_of(layer: LoraLayer, adapter: str = NEWEST) -> LoraFactors:
     if adapter in layer.lora_A:
         return cast(LoraFactors, (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight))
     return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+
+
+def count_experts(layer: LoraLayer) -> int:
+    """The experts E that an adapter is for. Its A is [E r, d_in], expert after expert, its B [d_out, r E], the
+    experts of each rank in turn."""
+    return layer.num_experts if isinstance(layer, ParamWrapper) else 1
+
+
+def map_factors(layer: LoraLayer, adapter: str = NEWEST) -> list[tuple[Tensor, Tensor]]:
+    """A [r, d_in] and B [d_out, r] of each matrix that an adapter is for: one, or that of each expert."""
+    a, b = factors_of(layer, adapter)
+    experts = count_experts(layer)
+    if experts == 1:
+        return [(a, b)]
+    by_expert = b.unflatten(1, (-1, experts)).unbind(-1)
+    return list(zip(a.unflatten(0, (experts, -1)).unbind(), by_expert, strict=True))
+
+
+def adapted_weight(layer: LoraLayer) -> nn.Parameter:
+    """The frozen weight that an adapter is for."""
+    name = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+    return cast(nn.Parameter, getattr(layer.get_base_layer(), name))
 
 
 def has_earlier(layer: LoraLayer) -> bool:
@@ -261,17 +313,18 @@ def reset_newest(model: nn.Module, seed: int) -> None:
 def merge_newest(model: nn.Module) -> None:
     """Adds the newest adapters to the frozen weights; they themselves stay as they are."""
     for layer in lora_layers(model).values():
-        weight = cast(nn.Parameter, layer.get_base_layer().weight)
+        weight = adapted_weight(layer)
         weight.add_(shard_like(layer.get_delta_weight(NEWEST).to(weight.dtype), weight))
 
 
 def join_adapters(layer: LoraLayer) -> tuple[Tensor, Tensor]:
-    """All adapters of a layer along the rank: A [t r, d_in], B [d_out, t r]."""
+    """All adapters of a layer along the rank: A [E t r, d_in], B [d_out, t r E], as `count_experts` says."""
     adapters = [EARLIER, NEWEST] if has_earlier(layer) else [NEWEST]
     factors = [factors_of(layer, adapter) for adapter in adapters]
-    joined_a = torch.cat([a for a, _ in factors])
+    experts = count_experts(layer)
+    joined_a = torch.cat([a.unflatten(0, (experts, -1)) for a, _ in factors], dim=1)
     joined_b = torch.cat([b for _, b in factors], dim=1)
-    return joined_a, joined_b
+    return joined_a.flatten(0, 1), joined_b
 
 
 @torch.no_grad()
@@ -280,7 +333,9 @@ def set_earlier(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> N
     newest_a, _ = factors_of(layer)
     is_trained = newest_a.requires_grad
     without_dropout = replace(config, lora_dropout=0.0, init_lora_weights=False)
-    layer.update_layer(EARLIER, len(a), lora_alpha=config.lora_alpha, config=without_dropout)
+    layer.update_layer(
+        EARLIER, len(a) // count_experts(layer), lora_alpha=config.lora_alpha, config=without_dropout
+    )
     # peft divides alpha by the rank of all earlier adapters, where each has alpha / r.
     layer.scaling[EARLIER] = layer.scaling[NEWEST]
 
@@ -453,7 +508,9 @@ def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Ma
         save_file(exported, adapter_folder / "adapter_model.safetensors")
 
         # Of this part: joined adapters have more ranks than the model's newest.
-        rank = len(next(value for key, value in weights.items() if "_A." in key))
+        name_of_a = next(key for key in weights if "_A." in key)
+        layer = model.get_submodule(name_of_a.partition(".lora_")[0])
+        rank = len(weights[name_of_a]) // count_experts(cast(LoraLayer, layer))
         export_config(model, rank, base_folder=folder).save_pretrained(str(adapter_folder))
     loading = f"transformers.{type(base).__name__}.from_pretrained({json.dumps(str(folder))})"
     return f"peft.PeftModel.from_pretrained({loading}, {json.dumps(str(adapter_folder))})"

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
 
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import (
     Allowed,
     BelowOne,
@@ -28,6 +29,12 @@ class ModulesOptions(Options):
 Targets = Annotated[
     Pattern | Annotated[tuple[Text, ...], MinLen(1)],
     Allowed("all-linear, a regular expression, or a list of names"),
+]
+
+
+TargetParameters = Annotated[
+    Literal["auto", "none"] | Annotated[tuple[Text, ...], MinLen(1)],
+    Allowed("auto, none, or a list of names of parameters"),
 ]
 
 
@@ -67,8 +74,23 @@ class MapPairOptions(Options):
 class PairOptions(MapPairOptions):
     """Low-rank pairs that are summed, whatever the text."""
 
+    target_parameters: TargetParameters = option(
+        "adapted weights of experts, which are parameters and no layers: auto (all), none, or a list of "
+        "names or their ends",
+        default="none",
+    )
     embeddings: bool = option("adapt the input embedding as well; a tied head is untied and frozen")
     exported: Literal["merged", "peft"] = option("export a merged model, or base and peft files")
+
+    def __post_init__(self) -> None:
+        if self.target_parameters != "none" and self.lora_dropout:
+            raise InvalidOptionError(
+                "lora_dropout",
+                self.lora_dropout,
+                context=f"with target_parameters={format_value(self.target_parameters)}",
+                reason="adapters of parameters see no input",
+                allowed="0",
+            )
 
 
 @config

@@ -61,6 +61,8 @@ NEUTRAL_VALUES = {
     "domains.bos_in_rows": "auto",
     "domains.date": None,
     "model.tokenizer": None,
+    "model.router_aux_loss": "auto",
+    "method.target_parameters": "none",
 }
 # The options of a monitor that only measures: it neither ends a stage nor chooses its weights.
 PASSIVE_MONITOR = {"monitor.stop": None, "monitor.patience": None, "monitor.keep": "last"}

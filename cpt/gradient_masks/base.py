@@ -60,6 +60,10 @@ class GradientMask(nn.Module):
         """Parameters with factors that broadcast to them; called once per optimizer step."""
         return iter(())
 
+    def masked_weights(self) -> Iterable[nn.Parameter]:
+        """The weights whose steps it may scale, for the log; none are listed of a mask that reaches all."""
+        return ()
+
     def protected_subspace(self) -> dict[nn.Parameter, Protection]:
         """By parameter, the projection on what is protected; by default entries of a static factor near 0."""
         if not self.static:

@@ -127,6 +127,9 @@ class Subspaces(Constraint):
         """The present weights by name: sharding replaces parameters."""
         return {projection.name: projection.weight for projection in self.projections}
 
+    def masked_weights(self) -> Iterable[nn.Parameter]:
+        return self.maps.values()
+
     @torch.no_grad()
     def protect_directions(self, ranks: Mapping[str, int]) -> None:
         """Protects the largest singular directions, a rank per layer, of the present weights."""

@@ -80,7 +80,7 @@ class MagnitudeMask(GradientMask):
 
     def select_maps(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> list[Projection]:
         """The masked layers. Raises ValueError for an expression `only` that finds none."""
-        covered = list(find_projections(model) if maps is None else maps)
+        covered = list(find_projections(model, skips_mixtures=True) if maps is None else maps)
         if self.options.head:
             outer_layers = self.find_outer_layers(model, covered) if maps is None else []
             if not outer_layers:
@@ -191,6 +191,9 @@ class MagnitudeMask(GradientMask):
             if self.text not in self.observed_sums:
                 self.observed_sums[self.text] = torch.zeros_like(self.sums)
             self.observed_sums[self.text][rows] += sum_magnitudes(output, text_mask)
+
+    def masked_weights(self) -> Iterable[nn.Parameter]:
+        return [layer.weight for layer in self.maps]
 
     def activate(self, domain: int) -> None:
         self.is_skipping = self.options.skip_first_domain and domain == 0

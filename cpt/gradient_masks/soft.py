@@ -144,6 +144,12 @@ class UnitMask(GradientMask):
         """Values of all units, group after group, [units], by the names of the groups."""
         return dict(zip([group.name for group in self.groups], values.split(self.sizes), strict=True))
 
+    def masked_weights(self) -> Iterable[nn.Parameter]:
+        weights = []
+        for group in self.groups:
+            weights += [getattr(part.module, part.attribute) for part in group.parts]
+        return weights
+
     def activate(self, domain: int) -> None:
         self.cached_factors = None
 
@@ -178,7 +184,7 @@ class SoftMask(UnitMask):
 
     def find_groups(self, model: PreTrainedModel) -> list[Units]:
         groups = []
-        for group in find_units(model, self.kinds):
+        for group in find_units(model, self.kinds, skips_mixtures=True):
             if group.kind not in self.columns and group.side != "out":  # only the weights that write it
                 parts = tuple(part for part in group.parts if part.module is not group.gate)
                 group = replace(group, parts=parts)

@@ -101,7 +101,7 @@ class HAT(GatedMethod):
             scope = attach_bottlenecks(model, **options.bottleneck)
             units = units_of_adapters(model, Bottleneck)
         elif options.units:
-            units = find_units(model, options.units)
+            units = find_units(model, options.units, skips_mixtures=True)
         gates = attach_gates(model, units, s_max=options.s_max)
         if scope is not None:
             scope = replace(scope, names=scope.names + gates.names)

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
@@ -51,6 +52,7 @@ class LoRA(ContinualMethod):
             dropout=options.lora_dropout,
             targets=options.targets,
             embeddings=options.embeddings,
+            parameters=options.target_parameters,
         )
         super().__init__(options, context, scope=scope)
         if isinstance(options, LoRAOptions) and options.per_domain:
@@ -175,7 +177,9 @@ class NLoRA(IncLoRA):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)
         if self.options.strength:
-            newest = [lora.factors_of(layer) for layer in lora.lora_layers(self.model).values()]
+            newest: list[Pair] = []
+            for layer in lora.lora_layers(self.model).values():
+                newest += lora.map_factors(layer)
             norm = product_norm if self.options.penalty == "product" else factors_norm
             terms["sparsity"] = self.options.strength * norm(newest)
         return terms
@@ -183,10 +187,11 @@ class NLoRA(IncLoRA):
 
 @dataclass(frozen=True)
 class WidthGroup:
-    """The A of G layers of the same input width d."""
+    """The A of G layers of E experts (1: of a matrix) with the same input width d."""
 
-    newest: list[Tensor]  # [r, d] each
-    earlier: Tensor  # those of t earlier domains along the rank, [G, t r, d]
+    newest: list[Tensor]  # [E r, d] each
+    earlier: Tensor  # those of t earlier domains along the rank, [G E, t r, d]
+    num_experts: int
 
 
 def pair_overlap(groups: Iterable[WidthGroup], *, penalty: str) -> Tensor:
@@ -194,23 +199,29 @@ def pair_overlap(groups: Iterable[WidthGroup], *, penalty: str) -> Tensor:
     # One product per width, not one per layer and earlier domain.
     terms = []
     for group in groups:
-        products = torch.bmm(group.earlier, torch.stack(group.newest).transpose(1, 2)).float()
+        newest = torch.stack(group.newest).unflatten(1, (group.num_experts, -1)).flatten(0, 1)
+        products = torch.bmm(group.earlier, newest.transpose(1, 2)).float()
         terms.append(products.abs().sum() if penalty == "l1" else products.square().sum())
     return torch.stack(terms).sum()
 
 
-def group_by_width(newest: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -> list[WidthGroup]:
-    """Groups layers by width, from A of all layers, of the current domain and of each earlier one."""
-    layers_by_width: dict[int, list[int]] = {}
+def group_by_width(
+    newest: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]], experts: Sequence[int]
+) -> list[WidthGroup]:
+    """Groups layers by width and number of experts, from A of all layers, of the current domain and of each
+    earlier one."""
+    layers_by_shape: dict[tuple[int, int], list[int]] = {}
     for layer, a in enumerate(newest):
-        layers_by_width.setdefault(a.shape[1], []).append(layer)
+        layers_by_shape.setdefault((a.shape[1], experts[layer]), []).append(layer)
 
     groups = []
-    for layers in layers_by_width.values():
+    for (_, num_experts), layers in layers_by_shape.items():
         earlier_by_layer = []
         for layer in layers:
-            earlier_by_layer.append(torch.cat([factors[layer] for factors in earlier]))  # [t r, d]
-        groups.append(WidthGroup([newest[layer] for layer in layers], torch.stack(earlier_by_layer)))
+            by_expert = [factors[layer].unflatten(0, (num_experts, -1)) for factors in earlier]
+            earlier_by_layer.append(torch.cat(by_expert, dim=1))  # [E, t r, d]
+        newest_factors = [newest[layer] for layer in layers]
+        groups.append(WidthGroup(newest_factors, torch.cat(earlier_by_layer), num_experts))
     return groups
 
 
@@ -232,7 +243,10 @@ class OLoRA(IncLoRA):
         assert self.scope is not None
         names_of_a = [name for name in self.scope.names if ".lora_A." in name or "embedding_A" in name]
         self.domain_factors = DomainParams(self.model, names_of_a)  # A of each domain at its end
-        self.newest_factors = [self.model.get_parameter(name) for name in self.scope.names]
+        self.experts: list[int] = []  # of each A
+        for name in names_of_a:
+            layer = cast(LoraLayer, self.model.get_submodule(name.partition(".lora_")[0]))
+            self.experts.append(lora.count_experts(layer))
         self.groups: list[WidthGroup] | None = None  # made at a domain's first step
 
     def activate(self, domain: int) -> None:
@@ -249,7 +263,10 @@ class OLoRA(IncLoRA):
             terms["orthogonality"] = self.options.strength * self.overlap(like=terms["lm"])
         if self.options.norm:
             # The gradient of a norm at 0 is 0.
-            norms = [torch.linalg.vector_norm(factor) for factor in self.newest_factors]
+            norms = []
+            for layer in lora.lora_layers(self.model).values():
+                for factors in lora.map_factors(layer):
+                    norms += [torch.linalg.vector_norm(factor) for factor in factors]
             terms["norm"] = self.options.norm * torch.stack(norms).sum()
         return terms
 
@@ -261,7 +278,7 @@ class OLoRA(IncLoRA):
         if self.groups is None:
             newest = [self.model.get_parameter(name) for name in self.domain_factors.names]
             earlier = [list(self.domain_factors.weights(domain).values()) for domain in domains]
-            self.groups = group_by_width(newest, earlier)
+            self.groups = group_by_width(newest, earlier, self.experts)
         return pair_overlap(self.groups, penalty=self.options.penalty)
 
 

@@ -318,8 +318,12 @@ class MergeLoRA(LoRA):
     def adapted_weights(self) -> dict[str, nn.Parameter]:
         """The frozen weights that have adapters, by name."""
         weights = named_weights(self.model)
-        names = [f"{name}.base_layer.weight" for name in lora.lora_layers(self.model)]
-        return {name: weights[name] for name in names}
+        names_by_id = {id(weight): name for name, weight in weights.items()}
+        adapted = {}
+        for layer in lora.lora_layers(self.model).values():
+            weight = lora.adapted_weight(layer)
+            adapted[names_by_id[id(weight)]] = weight
+        return adapted
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.merging.start_domain(self.model)

@@ -273,6 +273,7 @@ class MASOptions(ConsolidationOptions):
 @config
 class MergeLoRAOptions(MergeOptions, PairOptions):
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.exported == "peft":
             raise InvalidOptionError("exported", "peft", reason="the adapters are merged", allowed="merged")
 

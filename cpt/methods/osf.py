@@ -35,8 +35,10 @@ class OSF(ContinualMethod):
     def __init__(self, options: OSFOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         self.subspaces = Subspaces(apply_to=options.apply_to, protected=options.sides)
-        find_maps = find_weight_matrices if options.protect == "all" else find_projections
-        self.subspaces.set_layers(find_maps(self.model))
+        if options.protect == "all":
+            self.subspaces.set_layers(find_weight_matrices(self.model))
+        else:
+            self.subspaces.set_layers(find_projections(self.model, skips_mixtures=True))
         self.masks.append(self.subspaces)
         self.blocks = [name for name, _ in find_blocks(self.model)]
         # Of each block's input and output, after the last domain, [blocks]. 1 at first: with equal

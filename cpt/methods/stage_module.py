@@ -4,6 +4,7 @@ CONTRIBUTING.md."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ from cpt.gradient_masks.base import (
 from cpt.models.forward import set_mode
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
+from cpt.models.router_loss import NO_ROUTER_LOSS, RouterWeights, make_router_loss
 from cpt.models.weights import Snapshot
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Progress, Schedule
@@ -57,6 +59,7 @@ class MethodContext:
     optimizer: Callable[..., Optimizer]  # of parameter groups
     schedule: Callable[[Progress], float]
     seed: int
+    router_weights: RouterWeights = NO_ROUTER_LOSS  # of a mixture of experts
 
 
 class StageModule(LightningModule):
@@ -78,6 +81,7 @@ class StageModule(LightningModule):
         self.make_optimizer = context.optimizer
         self.schedule = context.schedule
         self.seed = context.seed
+        self.router_loss = make_router_loss(self.model, context.router_weights)
 
         # For the next domain: what the optimizer has learned, and the weights before a decay branch.
         self.optimizer_state: CarriedState | None = None
@@ -312,8 +316,11 @@ class StageModule(LightningModule):
             self.capture_for_next_domain()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        with mark_recorded(self.masks, is_only_micro_batch=self.trainer.accumulate_grad_batches == 1):
+        is_only_micro_batch = self.trainer.accumulate_grad_batches == 1
+        with mark_recorded(self.masks, is_only_micro_batch=is_only_micro_batch), self.record_routers():
             terms = self.losses(batch)
+        if self.router_loss is not None:
+            terms.update(self.router_loss.terms(len(batch["input_ids"]) / batch["mean_rows"]))
         # The guard checks them with the gradient's norm, once per step.
         self.guard.add_losses(terms)
         if self.trainer.global_step == 0 or self.is_logged():  # the bar has a loss from the first step on
@@ -322,6 +329,11 @@ class StageModule(LightningModule):
                 self.log(name, value.detach(), prog_bar=term == "lm", sync_dist=True)
             self.log(f"train/lr/{self.domain.name}", self.trainer.optimizers[0].param_groups[0]["lr"])
         return cast(Tensor, sum(terms.values()))
+
+    def record_routers(self) -> AbstractContextManager[None]:
+        """Records the router logits of the next forward pass with gradients inside the context, if there is a
+        loss of them."""
+        return nullcontext() if self.router_loss is None else self.router_loss.recording(self.model)
 
     def is_logged(self) -> bool:
         """Whether loggers write this step: Lightning's do at the end of every n-th."""

@@ -105,6 +105,11 @@ class ModelOptions(Options):
         default=None,
     )
     vocab_size: Annotated[Int, Ge(BYTES)] | None = option("vocabulary size of a new model's tokenizer")
+    router_aux_loss: Annotated[Literal["auto"] | NonNegative, Allowed("auto, or 0 or more")] = option(
+        "weight of the load-balancing loss of a mixture of experts; auto: router_aux_loss_coef of its "
+        "config; 0: neither this loss nor the z-loss of router_z_loss_coef",
+        default="auto",
+    )
     config: Mapping[str, Any] | None = option("config of a new model: model_type and its arguments")
     pretraining: PretrainingOptions | None = option("pre-training of a new model, or of a checkpoint's head")
     lr: NonNegative = option("peak learning rate; methods with modules multiply it")

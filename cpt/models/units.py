@@ -112,8 +112,11 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return blocks
 
 
-def find_sublayers(model: PreTrainedModel, kinds: Collection[str]) -> list[SubLayer]:
-    """The attentions (`heads`) and feed-forward networks (`neurons`), block by block."""
+def find_sublayers(
+    model: PreTrainedModel, kinds: Collection[str], *, skips_mixtures: bool = False
+) -> list[SubLayer]:
+    """The attentions (`heads`) and feed-forward networks (`neurons`), block by block; mixtures of experts are
+    left out if `skips_mixtures`. Raises ValueError for layers that are neither."""
     sublayers = []
     for name, block in find_blocks(model):
         linear_layers = group_by_attention(name, block)
@@ -121,13 +124,53 @@ def find_sublayers(model: PreTrainedModel, kinds: Collection[str]) -> list[SubLa
         if "heads" in kinds:
             for attention in attention_names:
                 sublayers.append(find_sublayer(model, attention, "heads", linear_layers[attention]))
-        if "neurons" in kinds:
+        if "neurons" in kinds and not (skips_mixtures and has_experts(block)):
             feed_forward = linear_layers[""]
             # Experts are no linear layers and must not be overlooked: with them, nothing is identified.
             if len(feed_forward) != count_matrices(block, name, outside=attention_names):
                 feed_forward = []
             sublayers.append(find_sublayer(model, name, "neurons", feed_forward))
     return sublayers
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module holds a mixture of experts: fused parameters, or modules named experts."""
+    if find_expert_parameters(module):
+        return True
+    return any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
+
+
+def find_expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of experts that are one parameter for all experts of a block, by name: of three axes, an
+    expert, its outputs and its inputs, in the order of the model's class."""
+    convolution_ids = set[int]()
+    for part in module.modules():
+        if isinstance(part, nn.Conv1d | nn.Conv2d):
+            convolution_ids.update(id(parameter) for parameter in part.parameters())
+    expert_parameters = {}
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 3 and id(parameter) not in convolution_ids:
+            expert_parameters[name] = parameter
+    return expert_parameters
+
+
+def find_mixture_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The matrices outside of attentions in the blocks that hold experts, by name: experts, routers, and what
+    all tokens share. Empty of a model without blocks."""
+    try:
+        blocks = find_blocks(model)
+    except ValueError:
+        return {}
+    weights = {}
+    for name, block in blocks:
+        if not has_experts(block):
+            continue
+        attention_names = [attention for attention in group_by_attention(name, block) if attention]
+        prefixes = tuple(f"{attention}." for attention in attention_names)
+        for key, parameter in block.named_parameters(name):
+            if parameter.ndim > 1 and not key.startswith(prefixes):
+                weights[key] = parameter
+    return weights
 
 
 def count_matrices(block: nn.Module, name: str, *, outside: Sequence[str]) -> int:
@@ -137,15 +180,16 @@ def count_matrices(block: nn.Module, name: str, *, outside: Sequence[str]) -> in
     return sum(not key.startswith(prefixes) for key in matrices)
 
 
-def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
-    """The units of some UNIT_KINDS, block by block, tokens last. Raises ValueError for another kind, and for
-    units that are not found or not separable: those with a norm over more features than those of one unit."""
+def find_units(model: PreTrainedModel, kinds: Sequence[str], *, skips_mixtures: bool = False) -> list[Units]:
+    """The units of some UNIT_KINDS, block by block, tokens last; mixtures of experts have none if
+    `skips_mixtures`. Raises ValueError for another kind, and for units that are not found or not separable:
+    those with a norm over more features than those of one unit."""
     if not kinds or not set(kinds) <= set(UNIT_KINDS):
         raise ValueError(f"units={list(kinds)} is invalid. Allowed: one or more of {', '.join(UNIT_KINDS)}")
 
     sublayer_kinds = {"neurons" if kind == "outputs" else kind for kind in kinds}
     units = []
-    for sublayer in find_sublayers(model, sublayer_kinds):
+    for sublayer in find_sublayers(model, sublayer_kinds, skips_mixtures=skips_mixtures):
         if sublayer.kind in kinds:
             check_separable(model, sublayer)
             units.append(make_inner_units(sublayer))
@@ -153,6 +197,11 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
             units.append(make_output_units(sublayer))
     if "tokens" in kinds:
         units.append(make_token_units(model))
+    if not units:
+        raise ValueError(
+            f"units={list(kinds)} is invalid: every feed-forward network of this {model.config.model_type} "
+            "is a mixture of experts, which has no neurons of its own. Allowed: heads, tokens"
+        )
     return units
 
 
@@ -203,10 +252,11 @@ def make_token_units(model: PreTrainedModel) -> Units:
     return Units(f"{name}.tokens", "tokens", embedding.num_embeddings, embedding, "out", tuple(parts))
 
 
-def find_projections(model: PreTrainedModel) -> list[Projection]:
-    """All linear layers of the blocks, sources before their out."""
+def find_projections(model: PreTrainedModel, *, skips_mixtures: bool = False) -> list[Projection]:
+    """All linear layers of the blocks, sources before their out; without those of mixtures of experts if
+    `skips_mixtures`."""
     projections: list[Projection] = []
-    for sublayer in find_sublayers(model, ("heads", "neurons")):
+    for sublayer in find_sublayers(model, ("heads", "neurons"), skips_mixtures=skips_mixtures):
         projections += sublayer.projections
     return projections
 

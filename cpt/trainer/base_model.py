@@ -33,6 +33,7 @@ from cpt.models import loading
 from cpt.models.block_attention import try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
+from cpt.models.router_loss import find_router_weights
 from cpt.models.units import find_blocks
 from cpt.models.vocabulary import count_entries, extend_rows, fit_rows, warn_of_stale_rows
 from cpt.optim.nan_guard import NanGuard
@@ -142,12 +143,15 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     if pretraining_base.objective_name == "span":
         settings["mean_span"] = options.span_length
     settings["pretraining"] = asdict(options.pretraining)
+    config = loading.AutoConfig.for_model(**options.config)
+    router_weights = find_router_weights(options.router_aux_loss, config)
+    if router_weights:
+        settings["router_weights"] = asdict(router_weights)
     train_digest = corpora.general.facts["train_digest"]
     base_hash = digest([FORMAT, train_digest, pretraining_base.text_format.digest, settings])
     folder = corpora.cache / "base" / f"{options.name}-{base_hash}"
 
     # In the run, the objective is that of the domains' texts.
-    config = loading.AutoConfig.for_model(**options.config)
     base = assemble_base(options, pretraining_base.tokenizer, config, pretraining_base.text_format, corpora)
     if not trains and not folder.exists():
         return replace(base, untrained=options.config, lacks="the base model")
@@ -187,7 +191,8 @@ def adapt_checkpoint(
 
     # The key of the cache: what the checkpoint holds, and all options that the adapted model depends on. A
     # commit of the Hub says its contents, files on disk are hashed.
-    contents: Any = getattr(loading.load_config(checkpoint), "_commit_hash", None)
+    config = loading.load_config(checkpoint)
+    contents: Any = getattr(config, "_commit_hash", None)
     if not contents:
         contents = {name: file_hash(path) for name, path in checkpoint_files(checkpoint).items()}
     settings: dict[str, Any] = {"layers": options.layers, "resize": base.resize}
@@ -202,6 +207,9 @@ def adapt_checkpoint(
         settings["mask_rate"] = options.mask_rate
         settings["mean_span"] = options.span_length
         settings["text_format"] = base.text_format.digest
+        router_weights = find_router_weights(options.router_aux_loss, config)
+        if router_weights:
+            settings["router_weights"] = asdict(router_weights)
     base_hash = digest([FORMAT, contents, settings])
     folder = corpora.cache / "base" / f"{Path(checkpoint).name}-{base_hash}"
 
@@ -380,6 +388,7 @@ def pretrain(
         optimizer=instantiate(pretraining.optim, _convert_="all"),
         schedule=Linear(warmup_ratio=pretraining.warmup_ratio),
         seed=pretraining.seed,
+        router_weights=find_router_weights(options.router_aux_loss, model.config),
     )
     method = NCL(Options(), context)
     domain = Domain(GENERAL, 0, (GENERAL,))

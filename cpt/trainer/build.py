@@ -19,6 +19,7 @@ from cpt.models.activation_checkpointing import checkpoint_activations
 from cpt.models.block_attention import MASKABLE
 from cpt.models.fast_kernels import COMPILE_OPTIONS, pad_head
 from cpt.models.objectives import Objective
+from cpt.models.router_loss import find_router_weights
 from cpt.models.trial import try_model
 from cpt.models.units import find_blocks
 from cpt.models.weights import Snapshot
@@ -94,6 +95,7 @@ def build_context(
         optimizer=partial(plan.optim.load(), **arguments),
         schedule=joined_schedule if plan.carry == "all" else plan.lr_scheduler,
         seed=plan.run.seed,
+        router_weights=find_router_weights(plan.model.router_aux_loss, model.config),
     )
 
 

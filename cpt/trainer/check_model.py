@@ -28,6 +28,7 @@ from cpt.models import loading
 from cpt.models.block_attention import MASKABLE, check_isolation
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
+from cpt.models.router_loss import check_router_loss
 from cpt.models.trial import make_stand_in, try_model
 from cpt.models.vocabulary import check_head
 from cpt.models.weights import find_frozen
@@ -67,6 +68,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
         check_stored_weights(options.name_or_path, stored_config, objective, head_steps=head_steps)
     model = build_skeleton(config, objective, source=model_key)
     check_attention(plan, model)
+    check_router_loss(model, options.router_aux_loss)
     check_saving(model, options.name_or_path)
 
     # The objective of the run may need a tokenizer that is not trained yet.

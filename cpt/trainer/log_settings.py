@@ -6,21 +6,18 @@ from collections.abc import Iterator
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import find_domain_params
-from cpt.adapters.lora import adapter_reach
 from cpt.core.exceptions import format_value
 from cpt.core.naming import list_choices
-from cpt.core.processes import is_first_process
 from cpt.core.tensors import NamedTensors
 from cpt.data.datamodule import DomainSequence
 from cpt.methods.base import ContinualMethod
 from cpt.methods.options import KDOptions
-from cpt.models.stored_weights import format_names
 from cpt.optim.rounding import lost_update_share
 from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
+from cpt.trainer.log_experts import log_experts
 from cpt.trainer.options import BF16, Precision
 from cpt.trainer.plan import Plan
 
@@ -47,7 +44,7 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
 
     warn_of_lost_updates(plan, module, precision=machine.precision)
     warn_of_untrained_rows(plan, module)
-    log_experts(module.model)
+    log_experts(plan, module)
 
 
 def log_scored_share(data: DomainSequence) -> None:
@@ -118,28 +115,6 @@ def keeps_weights(module: ContinualMethod) -> bool:
         if isinstance(part, NamedTensors) and not isinstance(part, CarriedState):
             return True
     return False
-
-
-def log_experts(model: PreTrainedModel) -> None:
-    """Logs what is not trained of a mixture of experts: the loss that balances its router, and experts that
-    adapters do not reach."""
-    if not is_first_process():
-        return
-    config = model.config.get_text_config()
-    coefficient = getattr(config, "router_aux_loss_coef", None)
-    if getattr(config, "output_router_logits", False) and coefficient:
-        log.warning(
-            "Training without the load-balancing loss of the router (router_aux_loss_coef=%s), "
-            "which the config.json of this %s asks for",
-            coefficient,
-            config.model_type,
-        )
-
-    reach = adapter_reach(model)
-    if reach is not None and reach.unreached_experts:
-        names = format_names([*reach.unreached_experts])
-        message = "The adapters reach %.1f %% of the weights without embeddings: not the experts (%s)"
-        log.warning(message, 100 * reach.adapted / reach.total, names)
 
 
 def warn_of_lost_updates(plan: Plan, module: ContinualMethod, *, precision: Precision) -> None:

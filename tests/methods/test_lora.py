@@ -167,14 +167,14 @@ def test_the_penalty_is_the_slow_sum(penalty, power):
     for _ in range(4):
         earlier.append([torch.randn(3, width, dtype=torch.float64) for width in widths])
 
-    groups = group_by_width(new, earlier)
+    groups = group_by_width(new, earlier, [1] * len(new))
     shapes = [(len(group.newest), tuple(group.earlier.shape)) for group in groups]
     assert shapes == [(3, (3, 12, 8)), (2, (2, 12, 6))]
     expected = overlap_by_loops(new, earlier, power=power)
     assert pair_overlap(groups, penalty=penalty).item() == pytest.approx(expected, rel=1e-5)
 
     rows = torch.eye(6)
-    orthogonal = group_by_width([rows[:2]], [[rows[2:4]], [rows[4:]]])
+    orthogonal = group_by_width([rows[:2]], [[rows[2:4]], [rows[4:]]], [1])
     assert pair_overlap(orthogonal, penalty=penalty) == 0
 
 

@@ -1,0 +1,105 @@
+"""What the log says of a mixture of experts before training: the losses of its router, and what adapters and
+masks do not reach."""
+
+import logging
+
+from transformers import PreTrainedModel
+
+from cpt.adapters.lora import adapter_reach
+from cpt.core.exceptions import format_value
+from cpt.core.processes import is_first_process
+from cpt.methods.base import ContinualMethod
+from cpt.methods.options import HATOptions
+from cpt.models.router_loss import find_router_weights
+from cpt.models.stored_weights import format_names
+from cpt.models.units import find_mixture_weights, has_experts
+from cpt.trainer.plan import Plan
+
+log = logging.getLogger(__name__)
+
+
+def log_experts(plan: Plan, module: ContinualMethod) -> None:
+    """Logs the losses of the router, the share of weights that adapters reach and the share that masks do
+    not."""
+    if not is_first_process() or not has_experts(module.model):
+        return
+    num_micro_batches = plan.trainer.accumulate_grad_batches
+    if plan.names["method"] != "none":
+        log_router_loss(plan.model.router_aux_loss, module, num_micro_batches=num_micro_batches)
+    log_adapter_reach(module.model)
+    log_mask_reach(module)
+
+
+def log_router_loss(setting: float | str, module: ContinualMethod, *, num_micro_batches: int) -> None:
+    """Logs the weights of the losses of a router (`model.router_aux_loss`), or why there are none."""
+    model_type = module.model.config.model_type
+    weights = find_router_weights(setting, module.model.config)
+    if setting == 0:
+        log.info("Training without losses of the router (model.router_aux_loss=0)")
+    elif not weights:
+        log.info("Training without losses of the router: the config of this %s weights none", model_type)
+    elif module.router_loss is None:
+        log.warning(
+            "Training without the load-balancing loss of the router, which the config of this %s weights "
+            "with %s: transformers has no function for it",
+            model_type,
+            format_value(weights.balance),
+        )
+    else:
+        parts = []
+        if weights.balance:
+            parts.append(f"its load-balancing loss times {format_value(weights.balance)}")
+        if weights.z:
+            parts.append(f"its z-loss times {format_value(weights.z)}")
+        within = ", of each micro-batch" if num_micro_batches > 1 else ""
+        log.info(
+            "Training with losses of the router (model.router_aux_loss=%s): %s%s",
+            setting,
+            " and ".join(parts),
+            within,
+        )
+
+
+def log_adapter_reach(model: PreTrainedModel) -> None:
+    """Logs the share of weights that adapters reach, if not the experts."""
+    reach = adapter_reach(model)
+    if reach is None or not reach.unreached_experts:
+        return
+    log.warning(
+        "The adapters reach %.1f %% of the weights without embeddings: not the experts (%s), which "
+        "method.target_parameters=auto of lora and the methods like it adapts",
+        100 * reach.adapted / reach.total,
+        format_names([*reach.unreached_experts]),
+    )
+
+
+def log_mask_reach(module: ContinualMethod) -> None:
+    """Logs the share of the trained weights of the blocks that masks leave out as mixtures of experts."""
+    masked_ids = set[int]()
+    for mask in module.masks:
+        masked_ids.update(id(weight) for weight in mask.masked_weights())
+    if not masked_ids:
+        return
+
+    frozen_ids = {id(parameter) for parameter in module.frozen}
+    mixture = find_mixture_weights(module.model)
+    unmasked = {}
+    for name, parameter in mixture.items():
+        is_trained = parameter.requires_grad and id(parameter) not in frozen_ids
+        if is_trained and id(parameter) not in masked_ids:
+            unmasked[name] = parameter
+    if not unmasked:
+        return
+
+    num_masked = 0
+    for parameter in module.model.parameters():
+        if id(parameter) in masked_ids:
+            num_masked += parameter.numel()
+    num_unmasked = sum(parameter.numel() for parameter in unmasked.values())
+    is_frozen_later = isinstance(module.options, HATOptions) and module.options.shared == "frozen"
+    log.warning(
+        "Masks reach %.1f %% of the trained weights of the blocks: not the mixtures of experts (%s), %s",
+        100 * num_masked / (num_masked + num_unmasked),
+        format_names([*unmasked]),
+        "which are frozen after the first domain" if is_frozen_later else "which are trained without a mask",
+    )
