@@ -275,8 +275,8 @@ def factors_of(layer: LoraLayer, adapter: str = NEWEST) -> LoraFactors:
 
 
 def count_experts(layer: LoraLayer) -> int:
-    """The experts E that an adapter is for. Its A is [E r, d_in], expert after expert, its B [d_out, r E], the
-    experts of each rank in turn."""
+    """The experts E that an adapter is for; 1 of a matrix. Its A is [E r, d_in], expert after expert, its B
+    [d_out, r E], of each rank the experts in turn."""
     return layer.num_experts if isinstance(layer, ParamWrapper) else 1
 
 

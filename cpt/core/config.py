@@ -61,6 +61,7 @@ NEUTRAL_VALUES = {
     "domains.bos_in_rows": "auto",
     "domains.date": None,
     "model.tokenizer": None,
+    "model.rope_parameters": None,
     "model.router_aux_loss": "auto",
     "method.target_parameters": "none",
 }

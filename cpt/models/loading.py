@@ -34,6 +34,7 @@ from cpt.data.packing import padding_id
 from cpt.models.forward import find_padded_positions
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
 from cpt.models.options import ModelOptions
+from cpt.models.rope import count_scaled_positions, scale_rope
 
 log = logging.getLogger(__name__)
 AUTO_MODELS = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
@@ -218,11 +219,19 @@ def find_head_parameters(model: PreTrainedModel) -> list[str]:
     return [name for name, parameter in model.named_parameters() if id(parameter) not in body_ids]
 
 
-def load_model(checkpoint: str | Path, objective: str, *, layers: int | None = None) -> PreTrainedModel:
+def load_model(
+    checkpoint: str | Path,
+    objective: str,
+    *,
+    layers: int | None = None,
+    rope: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
     """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged; of its
-    first `layers` blocks if not None. Parameters of a head that the checkpoint lacks are random, the same in
-    each copy. Raises ValueError for weights that are not finite."""
+    first `layers` blocks and with other `rope` parameters if not None. Parameters of a head that the
+    checkpoint lacks are random, the same in each copy. Raises ValueError for weights that are not finite."""
     config = load_config(str(checkpoint))
+    if rope is not None:
+        config = scale_rope(config, rope)
     if layers is not None:
         config = truncate_config(config, layers)
     with torch.random.fork_rng(devices=[]):
@@ -320,7 +329,7 @@ def build_model(
 
 def find_max_positions(model: PreTrainedModel) -> int | None:
     """The longest sequence that a model takes; None: unbounded."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = count_scaled_positions(model.config)
     table = find_padded_positions(model)
     if table is not None:
         limit = table.num_embeddings - (table.padding_idx or 0) - 1
@@ -339,10 +348,12 @@ def check_length(length: int, model: PreTrainedModel, objective: Objective) -> N
             allowed=f"2 to {longest}, for which the tokenizer's sentinels suffice",
         )
     if positions is not None and length > positions:
+        has_rope = getattr(model.config.get_text_config(), "rope_parameters", None)
+        remedy = "; more with RoPE that is scaled (model.rope_parameters)" if has_rope else ""
         raise InvalidOptionError(
             "model.max_seq_length",
             length,
-            allowed=f"2 to {positions}, the positions of this {model.config.model_type}",
+            allowed=f"2 to {positions}, the positions of this {model.config.model_type}{remedy}",
         )
 
 

@@ -105,6 +105,11 @@ class ModelOptions(Options):
         default=None,
     )
     vocab_size: Annotated[Int, Ge(BYTES)] | None = option("vocabulary size of a new model's tokenizer")
+    rope_parameters: Mapping[str, Any] | None = option(
+        "RoPE of a checkpoint, as transformers' config.rope_parameters: rope_type (linear, dynamic, yarn, "
+        "llama3, longrope), factor and others, or such a mapping for each type of layer; null: its own",
+        default=None,
+    )
     router_aux_loss: Annotated[Literal["auto"] | NonNegative, Allowed("auto, or 0 or more")] = option(
         "weight of the load-balancing loss of a mixture of experts; auto: router_aux_loss_coef of its "
         "config; 0: neither this loss nor the z-loss of router_z_loss_coef",
@@ -130,6 +135,13 @@ class ModelOptions(Options):
         if self.name_or_path is None and self.layers is not None:
             raise InvalidOptionError(
                 "layers", self.layers, reason="a new model's blocks are in model.config", allowed="null"
+            )
+        if self.name_or_path is None and self.rope_parameters is not None:
+            raise InvalidOptionError(
+                "rope_parameters",
+                dict(self.rope_parameters),
+                reason="those of a new model are in model.config",
+                allowed="null, or model.config.rope_parameters",
             )
         for name in SIZES:
             if self.config is not None and name in self.config:

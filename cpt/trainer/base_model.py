@@ -33,6 +33,7 @@ from cpt.models import loading
 from cpt.models.block_attention import try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
+from cpt.models.rope import scale_rope
 from cpt.models.router_loss import find_router_weights
 from cpt.models.units import find_blocks
 from cpt.models.vocabulary import count_entries, extend_rows, fit_rows, warn_of_stale_rows
@@ -66,6 +67,7 @@ class Base:
     resize: bool = False
     own_tokenizer: PreTrainedTokenizerBase | None = None  # of the checkpoint, where `tokenizer` adds to it
     tokenizer_source: str = ""  # model.tokenizer: a folder, or a name on the Hub
+    rope: Mapping[str, Any] | None = None  # parameters that replace those of the checkpoint
     untrained: Mapping[str, Any] | None = None  # the config of a model that is not pre-trained yet
     lacks: str = ""  # what a run still has to train before its first stage
     rebuild: Callable[[], object] | None = None  # makes a cached checkpoint again, unless it is there
@@ -104,7 +106,7 @@ class Base:
         if self.untrained is not None:
             model = loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
         else:
-            model = loading.load_model(self.checkpoint, self.objective_name)
+            model = loading.load_model(self.checkpoint, self.objective_name, rope=self.rope)
             if not self.resize:
                 stored_tokenizer = self.own_tokenizer or self.tokenizer
                 warn_of_stale_rows(model, stored_tokenizer, checkpoint=self.checkpoint)
@@ -198,6 +200,8 @@ def adapt_checkpoint(
     settings: dict[str, Any] = {"layers": options.layers, "resize": base.resize}
     if base.own_tokenizer is not None:
         settings["tokenizer"] = tokenizer_digest(base.tokenizer)
+    if base.rope is not None:
+        settings["rope"] = base.rope
     if head_steps:
         assert pretraining is not None
         settings["head"] = asdict(pretraining)
@@ -231,7 +235,10 @@ def adapt_checkpoint(
     )
     make_once(folder, make=make)
     rebuild = partial(make_once, folder, make=make)
-    return replace(base, checkpoint=str(folder), resize=False, own_tokenizer=None, rebuild=rebuild)
+    # Its rows are added, and its config.json has the RoPE parameters.
+    return replace(
+        base, checkpoint=str(folder), resize=False, own_tokenizer=None, rope=None, rebuild=rebuild
+    )
 
 
 def make_adapted_model(
@@ -239,7 +246,9 @@ def make_adapted_model(
 ) -> None:
     """Writes the first blocks of a checkpoint, with a head trained for `head_steps` on the general text."""
     checkpoint = str(options.name_or_path)
-    model = loading.load_model(checkpoint, base.objective_name, layers=options.layers)
+    model = loading.load_model(
+        checkpoint, base.objective_name, layers=options.layers, rope=options.rope_parameters
+    )
     base.set_new_rows(model)
     if head_steps == 0:
         log.info("Keeping the first %d blocks of %s", options.layers, checkpoint)
@@ -281,6 +290,8 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
         return describe_new_base(options, corpora)
 
     config = loading.load_config(options.name_or_path)
+    if options.rope_parameters is not None:
+        config = scale_rope(config, options.rope_parameters)
     tokenizer = loading.load_tokenizer(options.tokenizer or options.name_or_path)
     own_tokenizer = None
     if options.tokenizer is not None:
@@ -301,7 +312,7 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
         model_ends=loading.find_end_ids(options.name_or_path, config),
     )
     base = assemble_base(options, tokenizer, config, text_format, corpora)
-    return replace(base, resize=needs_rows, own_tokenizer=own_tokenizer)
+    return replace(base, resize=needs_rows, own_tokenizer=own_tokenizer, rope=options.rope_parameters)
 
 
 def describe_new_base(options: ModelOptions, corpora: Corpora) -> Base:

@@ -28,6 +28,7 @@ from cpt.models import loading
 from cpt.models.block_attention import MASKABLE, check_isolation
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
+from cpt.models.rope import count_scaled_positions, format_parameters, scale_rope
 from cpt.models.router_loss import check_router_loss
 from cpt.models.trial import make_stand_in, try_model
 from cpt.models.vocabulary import check_head
@@ -58,9 +59,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
     else:
         check_untrained_format(plan, objective)
 
-    config = stored_config
-    if options.layers is not None:
-        config = loading.truncate_config(deepcopy(stored_config), options.layers)
+    config = change_config(plan, stored_config)
     model_key = "model.config"
     if options.name_or_path is not None:
         model_key = f"model.name_or_path={options.name_or_path}"
@@ -98,6 +97,36 @@ def check_model(plan: Plan) -> PretrainedConfig:
         check_masks(plan, method)
         check_trainable(plan, method)
     return config
+
+
+def change_config(plan: Plan, stored_config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of a checkpoint with the blocks and the RoPE parameters of the run. Raises ValueError
+    for those that it cannot have."""
+    config = stored_config
+    if plan.model.layers is not None:
+        config = loading.truncate_config(deepcopy(stored_config), plan.model.layers)
+    rope = plan.model.rope_parameters
+    if rope is None:
+        return config
+    scaled = scale_rope(config, rope)
+    if is_first_process():
+        log_rope(config, scaled)
+    return scaled
+
+
+def log_rope(config: PretrainedConfig, scaled: PretrainedConfig) -> None:
+    stored = config.get_text_config()
+    changed = scaled.get_text_config()
+    if stored.rope_parameters == changed.rope_parameters:
+        log.info("No effect of model.rope_parameters: config.json has the same")
+        return
+    log.info(
+        "Changing RoPE of the %s, also in the exported model: %s, for %s instead of %s positions",
+        config.model_type,
+        format_parameters(changed.rope_parameters),
+        count_scaled_positions(changed),
+        count_scaled_positions(stored),
+    )
 
 
 def read_model_config(plan: Plan) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
