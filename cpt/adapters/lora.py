@@ -207,7 +207,7 @@ def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
         if id(parameter) in adapted_ids:
             adapted += parameter.numel()
         elif name in expert_parameters:
-            unreached.append(name)
+            unreached.append(name.replace(".base_layer", ""))
     return AdapterReach(adapted, total, tuple(unreached))
 
 

@@ -3,6 +3,7 @@
 Both are ValueErrors, and `cpt.core.errors.readable` prints their message as one line. This module imports
 nothing of cpt, so that every other module can raise them."""
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 
@@ -11,7 +12,11 @@ def format_value(value: Any) -> str:
 
     >>> format_value([None, True, "a"])
     '[null,true,a]'
+    >>> format_value({"r": 4})
+    '{r: 4}'
     """
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {format_value(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{','.join(map(format_value, value))}]"
     if value is None:

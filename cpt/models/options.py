@@ -139,7 +139,7 @@ class ModelOptions(Options):
         if self.name_or_path is None and self.rope_parameters is not None:
             raise InvalidOptionError(
                 "rope_parameters",
-                dict(self.rope_parameters),
+                self.rope_parameters,
                 reason="those of a new model are in model.config",
                 allowed="null, or model.config.rope_parameters",
             )

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cpt.core.errors import reason
-from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.exceptions import InvalidOptionError
 
 KEY = "model.rope_parameters"
 DEFAULT = "default"  # the type without scaling
@@ -34,7 +35,7 @@ def scale_rope(config: PretrainedConfig, given: Mapping[str, Any]) -> Pretrained
     if not stored:
         raise InvalidOptionError(
             KEY,
-            format_parameters(given),
+            dict(given),
             reason=f"a {config.model_type} has no rotary positions",
             allowed="null",
         )
@@ -71,7 +72,7 @@ def check_layer_types(given: Mapping[str, Any], layer_types: list[str], *, model
         if nested or not given:
             raise InvalidOptionError(
                 KEY,
-                format_parameters(given),
+                dict(given),
                 reason=f"all layers of a {model_type} have the same" if nested else "",
                 allowed="null, or {rope_type: yarn, factor: 4} and other parameters of transformers",
             )
@@ -80,7 +81,7 @@ def check_layer_types(given: Mapping[str, Any], layer_types: list[str], *, model
     if not is_nested or not given:
         raise InvalidOptionError(
             KEY,
-            format_parameters(given),
+            dict(given),
             reason=f"a {model_type} has them by type of layer",
             allowed=f"null, or keys of {', '.join(layer_types)} with mappings, like "
             f"{{{layer_types[0]}: {{rope_type: linear, factor: 4}}}}",
@@ -144,7 +145,7 @@ def refusing_warnings(given: Mapping[str, Any]) -> Iterator[None]:
     if messages:
         raise InvalidOptionError(
             KEY,
-            format_parameters(given),
+            dict(given),
             reason=" ".join(messages[0].split()).rstrip("."),
             allowed="null, or parameters that transformers takes (config.rope_parameters)",
         )
@@ -162,10 +163,27 @@ def count_scaled_positions(config: PretrainedConfig) -> int | None:
     return positions
 
 
-def format_parameters(parameters: Mapping[str, Any]) -> str:
-    """RoPE parameters as they are written on the command line."""
-    parts = []
-    for key, value in parameters.items():
-        text = format_parameters(value) if isinstance(value, Mapping) else format_value(value)
-        parts.append(f"{key}: {text}")
-    return f"{{{', '.join(parts)}}}"
+def forget_lengths(model: nn.Module) -> None:
+    """Lets dynamic RoPE take the frequencies for the longest row of each pass, whatever passes were before:
+    transformers keeps those of the longest text until a short one comes."""
+    for module in model.modules():
+        if dynamic_prefixes(module):
+            module.register_forward_pre_hook(restore_frequencies)
+
+
+def dynamic_prefixes(module: nn.Module) -> list[str]:
+    """Of a module of transformers that computes rotary positions: what begins its attributes for each layer
+    type with dynamic RoPE, "" without layer types."""
+    rope_type = getattr(module, "rope_type", None)
+    if isinstance(rope_type, Mapping):
+        return [f"{layer_type}_" for layer_type, of_layers in rope_type.items() if of_layers == DYNAMIC]
+    return [""] if rope_type == DYNAMIC else []
+
+
+def restore_frequencies(module: nn.Module, args: Any) -> None:
+    """The pre-hook of a module with dynamic RoPE."""
+    for prefix in dynamic_prefixes(module):
+        present = module.get_buffer(f"{prefix}inv_freq")
+        original = getattr(module, f"{prefix}original_inv_freq").to(present.device)
+        module.register_buffer(f"{prefix}inv_freq", original, persistent=False)
+        setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from cpt.core.exceptions import InvalidOptionError
+
 UNIT_KINDS = ("heads", "neurons", "outputs", "tokens")
 ATTENTION = re.compile(r".*?(?:attention|attn)[^.]*(?=\.)", re.IGNORECASE)
 # Where all layers are square, only the last part of its name distinguishes a source from an out.
@@ -198,9 +200,12 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str], *, skips_mixtures: 
     if "tokens" in kinds:
         units.append(make_token_units(model))
     if not units:
-        raise ValueError(
-            f"units={list(kinds)} is invalid: every feed-forward network of this {model.config.model_type} "
-            "is a mixture of experts, which has no neurons of its own. Allowed: heads, tokens"
+        raise InvalidOptionError(
+            "method.units",
+            list(kinds),
+            reason=f"every feed-forward network of this {model.config.model_type} is a mixture of experts, "
+            "which has no neurons that all tokens share",
+            allowed="heads, tokens",
         )
     return units
 

@@ -33,7 +33,7 @@ from cpt.models import loading
 from cpt.models.block_attention import try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
-from cpt.models.rope import scale_rope
+from cpt.models.rope import forget_lengths, scale_rope
 from cpt.models.router_loss import find_router_weights
 from cpt.models.units import find_blocks
 from cpt.models.vocabulary import count_entries, extend_rows, fit_rows, warn_of_stale_rows
@@ -112,6 +112,7 @@ class Base:
                 warn_of_stale_rows(model, stored_tokenizer, checkpoint=self.checkpoint)
             self.set_new_rows(model)
 
+        forget_lengths(model)
         loading.check_length(self.length, model, self.objective)
         if self.objective.sharing is not None:
             try_isolation(model, documents=False)

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from cpt.core.exceptions import InvalidOptionError
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.processes import is_first_process
 from cpt.data.chats import ChatEncoder
 from cpt.data.separator import choose_separator
@@ -28,7 +28,7 @@ from cpt.models import loading
 from cpt.models.block_attention import MASKABLE, check_isolation
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
-from cpt.models.rope import count_scaled_positions, format_parameters, scale_rope
+from cpt.models.rope import count_scaled_positions, scale_rope
 from cpt.models.router_loss import check_router_loss
 from cpt.models.trial import make_stand_in, try_model
 from cpt.models.vocabulary import check_head
@@ -123,7 +123,7 @@ def log_rope(config: PretrainedConfig, scaled: PretrainedConfig) -> None:
     log.info(
         "Changing RoPE of the %s, also in the exported model: %s, for %s instead of %s positions",
         config.model_type,
-        format_parameters(changed.rope_parameters),
+        format_value(changed.rope_parameters),
         count_scaled_positions(changed),
         count_scaled_positions(stored),
     )

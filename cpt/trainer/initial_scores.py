@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import cpt
+from cpt.core.exceptions import format_value
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import CONCAT
 from cpt.data.text_checks import unknown_share
 from cpt.evaluation.scores import Scores
-from cpt.models.rope import format_parameters
 from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
 from cpt.trainer.plan import Plan
@@ -153,7 +153,7 @@ def describe_origin(plan: Plan, base: Base) -> dict[str, Any]:
     if plan.model.layers is not None:
         adaptations.append(f"the first {plan.model.layers} blocks")
     if plan.model.rope_parameters is not None:
-        adaptations.append(f"RoPE {format_parameters(plan.model.rope_parameters)}")
+        adaptations.append(f"RoPE {format_value(plan.model.rope_parameters)}")
     if checkpoint is not None and plan.model.pretraining is not None:
         steps = plan.model.pretraining.head_steps
         if steps:

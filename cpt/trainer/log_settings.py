@@ -8,12 +8,14 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from cpt.adapters.domain_store import find_domain_params
+from cpt.adapters.options import PairOptions
 from cpt.core.exceptions import format_value
 from cpt.core.naming import list_choices
 from cpt.core.tensors import NamedTensors
 from cpt.data.datamodule import DomainSequence
 from cpt.methods.base import ContinualMethod
 from cpt.methods.options import KDOptions
+from cpt.models.units import find_expert_parameters
 from cpt.optim.rounding import lost_update_share
 from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
@@ -85,6 +87,10 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
         yield f"method.lr_multiplier={multiplier}: optim.lr is a number (model.lr=… is multiplied by it)"
     if options.offload_method_state and (not keeps_weights(module) or machine.device.type == "cpu"):
         yield f"trainer.offload_method_state=true: {method} keeps no weights, or the device is a CPU"
+
+    adapts_experts = isinstance(module.options, PairOptions) and module.options.target_parameters == "auto"
+    if adapts_experts and not find_expert_parameters(module.model):
+        yield f"method.target_parameters=auto: this {module.model.config.model_type} has no experts"
 
     num_micro_batches = options.accumulate_grad_batches
     has_single_samples = plan.source.encoding is not None and plan.budget.batch_size == num_micro_batches
