@@ -237,9 +237,7 @@ def adapt_checkpoint(
     make_once(folder, make=make)
     rebuild = partial(make_once, folder, make=make)
     # Its rows are added, and its config.json has the RoPE parameters.
-    return replace(
-        base, checkpoint=str(folder), resize=False, own_tokenizer=None, rope=None, rebuild=rebuild
-    )
+    return replace(base, checkpoint=str(folder), resize=False, own_tokenizer=None, rope=None, rebuild=rebuild)
 
 
 def make_adapted_model(
