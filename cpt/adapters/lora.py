@@ -248,12 +248,12 @@ def find_target_parameters(model: PreTrainedModel, targets: Targets) -> list[str
     for target in targets:
         of_target = [name for name in names if f".{name}".endswith(f".{target}")]
         if not of_target:
-            known = f"none, or a list of names or ends of names like {', '.join(names[:2])}"
+            allowed_names = f"none, or a list of names or ends of names like {', '.join(names[:2])}"
             raise InvalidOptionError(
                 "method.target_parameters",
                 targets,
                 reason=f"{target} is no parameter of experts of this {model.config.model_type}",
-                allowed=known if names else "none",
+                allowed=allowed_names if names else "none",
             )
         matching += of_target
     return list(dict.fromkeys(matching))

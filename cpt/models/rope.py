@@ -25,7 +25,7 @@ FULL = "full_attention"  # where each layer type has its own: that of layers wit
 Parameters = dict[str, Any]
 
 
-def scale_rope(config: PretrainedConfig, given: Mapping[str, Any]) -> PretrainedConfig:
+def scale_rope(config: PretrainedConfig, requested: Mapping[str, Any]) -> PretrainedConfig:
     """A copy of a configuration with other RoPE parameters and as many positions as they are for. A given
     rope_type replaces the parameters of another type; what is not given stays. Raises ValueError for a model
     without RoPE, and for parameters that transformers refuses or warns of."""
@@ -35,22 +35,22 @@ def scale_rope(config: PretrainedConfig, given: Mapping[str, Any]) -> Pretrained
     if not stored:
         raise InvalidOptionError(
             KEY,
-            dict(given),
+            dict(requested),
             reason=f"a {config.model_type} has no rotary positions",
             allowed="null",
         )
 
     layer_types = [key for key, value in stored.items() if isinstance(value, Mapping)]
-    check_layer_types(given, layer_types, model_type=config.model_type)
+    check_layer_types(requested, layer_types, model_type=config.model_type)
     changed: Parameters
     if layer_types:
         changed = {**stored}
-        for layer_type, parameters in given.items():
+        for layer_type, parameters in requested.items():
             changed[layer_type] = join_parameters(text_config, stored[layer_type], parameters)
-        deciding = FULL if FULL in given else next(iter(given))
+        deciding = FULL if FULL in requested else next(iter(requested))
         positions = count_positions(text_config, stored[deciding], changed[deciding])
     else:
-        changed = join_parameters(text_config, stored, given)
+        changed = join_parameters(text_config, stored, requested)
         positions = count_positions(text_config, stored, changed)
     if changed == stored:
         return scaled
@@ -59,49 +59,49 @@ def scale_rope(config: PretrainedConfig, given: Mapping[str, Any]) -> Pretrained
     text_config.max_position_embeddings = positions
     if ORIGINAL in changed and hasattr(text_config, ORIGINAL):  # of Phi-3, whose class prefers it
         setattr(text_config, ORIGINAL, changed[ORIGINAL])
-    with refusing_warnings(given):
+    with refusing_warnings(requested):
         text_config.standardize_rope_params()
         text_config.validate_rope()
     return scaled
 
 
-def check_layer_types(given: Mapping[str, Any], layer_types: list[str], *, model_type: str) -> None:
+def check_layer_types(requested: Mapping[str, Any], layer_types: list[str], *, model_type: str) -> None:
     """Raises ValueError unless parameters are given by layer type where a model has them so, and else not."""
     if not layer_types:
-        nested = [key for key, value in given.items() if isinstance(value, Mapping)]
-        if nested or not given:
+        nested = [key for key, value in requested.items() if isinstance(value, Mapping)]
+        if nested or not requested:
             raise InvalidOptionError(
                 KEY,
-                dict(given),
+                dict(requested),
                 reason=f"all layers of a {model_type} have the same" if nested else "",
                 allowed="null, or {rope_type: yarn, factor: 4} and other parameters of transformers",
             )
         return
-    is_nested = all(isinstance(value, Mapping) and key in layer_types for key, value in given.items())
-    if not is_nested or not given:
+    is_nested = all(isinstance(value, Mapping) and key in layer_types for key, value in requested.items())
+    if not is_nested or not requested:
         raise InvalidOptionError(
             KEY,
-            dict(given),
+            dict(requested),
             reason=f"a {model_type} has them by type of layer",
             allowed=f"null, or keys of {', '.join(layer_types)} with mappings, like "
             f"{{{layer_types[0]}: {{rope_type: linear, factor: 4}}}}",
         )
 
 
-def join_parameters(config: PretrainedConfig, stored: Parameters, given: Mapping[str, Any]) -> Parameters:
+def join_parameters(config: PretrainedConfig, stored: Parameters, requested: Mapping[str, Any]) -> Parameters:
     """Parameters of a layer type: those that are given, and of the stored ones what stays."""
     stored_type = stored.get("rope_type", DEFAULT)
-    rope_type = given.get("rope_type", stored_type)
+    rope_type = requested.get("rope_type", stored_type)
     known_types = (DEFAULT, *ROPE_INIT_FUNCTIONS)
     if rope_type not in known_types:
         raise InvalidOptionError(f"{KEY}.rope_type", rope_type, allowed=", ".join(known_types))
 
     if rope_type == stored_type:
-        joined = {**stored, **given}
+        joined = {**stored, **requested}
     else:
         lasting = {*OF_EVERY_TYPE, *config.ignore_keys_at_rope_validation}
         joined = {key: value for key, value in stored.items() if key in lasting}
-        joined.update(given, rope_type=rope_type)
+        joined.update(requested, rope_type=rope_type)
     if rope_type in HAS_ORIGINAL:
         joined.setdefault(ORIGINAL, stored.get(ORIGINAL) or config.max_position_embeddings)
     return joined
@@ -123,7 +123,7 @@ def count_positions(config: PretrainedConfig, stored: Parameters, changed: Param
 
 
 @contextmanager
-def refusing_warnings(given: Mapping[str, Any]) -> Iterator[None]:
+def refusing_warnings(requested: Mapping[str, Any]) -> Iterator[None]:
     """Turns an exception of transformers' validation, or its first warning, into a ValueError of one line."""
     messages: list[str] = []
 
@@ -145,7 +145,7 @@ def refusing_warnings(given: Mapping[str, Any]) -> Iterator[None]:
     if messages:
         raise InvalidOptionError(
             KEY,
-            dict(given),
+            dict(requested),
             reason=" ".join(messages[0].split()).rstrip("."),
             allowed="null, or parameters that transformers takes (config.rope_parameters)",
         )
@@ -157,9 +157,9 @@ def count_scaled_positions(config: PretrainedConfig) -> int | None:
     parameters = getattr(config, "rope_parameters", None)
     if not positions or not parameters:
         return positions
-    own = parameters.get(FULL, parameters) or {}
-    if own.get("rope_type") == DYNAMIC and isinstance(own.get("factor"), int | float):
-        return int(positions * own["factor"])
+    full_parameters = parameters.get(FULL, parameters) or {}
+    if full_parameters.get("rope_type") == DYNAMIC and isinstance(full_parameters.get("factor"), int | float):
+        return int(positions * full_parameters["factor"])
     return positions
 
 
@@ -183,7 +183,7 @@ def dynamic_prefixes(module: nn.Module) -> list[str]:
 def restore_frequencies(module: nn.Module, args: Any) -> None:
     """The pre-hook of a module with dynamic RoPE."""
     for prefix in dynamic_prefixes(module):
-        present = module.get_buffer(f"{prefix}inv_freq")
-        original = getattr(module, f"{prefix}original_inv_freq").to(present.device)
+        current = module.get_buffer(f"{prefix}inv_freq")
+        original = getattr(module, f"{prefix}original_inv_freq").to(current.device)
         module.register_buffer(f"{prefix}inv_freq", original, persistent=False)
         setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

@@ -143,8 +143,8 @@ def mean_squared_log_sum(logits: tuple[Tensor, ...], text_mask: Tensor | None) -
     squares = torch.stack([layer.float().logsumexp(-1).square().flatten() for layer in logits])
     if text_mask is None:
         return squares.mean()
-    is_text = text_mask.flatten().to(squares)
-    return (squares * is_text).sum() / (len(logits) * is_text.sum())
+    token_weights = text_mask.flatten().to(squares)
+    return (squares @ token_weights).sum() / (len(logits) * token_weights.sum())
 
 
 def make_router_loss(model: PreTrainedModel, weights: RouterWeights) -> RouterLoss | None:

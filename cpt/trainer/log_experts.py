@@ -51,12 +51,12 @@ def log_router_loss(setting: float | str, module: ContinualMethod, *, num_micro_
             parts.append(f"its load-balancing loss times {format_value(weights.balance)}")
         if weights.z:
             parts.append(f"its z-loss times {format_value(weights.z)}")
-        within = ", of each micro-batch" if num_micro_batches > 1 else ""
+        scope = ", of each micro-batch" if num_micro_batches > 1 else ""
         log.info(
             "Training with losses of the router (model.router_aux_loss=%s): %s%s",
             setting,
             " and ".join(parts),
-            within,
+            scope,
         )
 
 

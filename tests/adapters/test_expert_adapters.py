@@ -10,11 +10,6 @@ from cpt.adapters.options import PairOptions
 from cpt.methods.lora import group_by_width, pair_overlap
 from tests.support.mixtures import MIXTURES, build_mixture, padded_batch
 
-OPTIONS = {
-    "r": 3, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": "all-linear", "embeddings": False,
-    "exported": "merged",
-}  # fmt: skip
-
 
 def attach(model, parameters="auto"):
     return lora.attach_lora(
@@ -72,11 +67,11 @@ def test_earlier_adapters_of_experts_are_loaded_with_a_state():
     lora.begin_adapter(model, stored="pairs", seed=1)
     draw_factors(model, seed=2)
 
-    other = build_mixture("gpt_oss").eval()
-    attach(other)
-    lora.resize_on_load(other)
-    other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(logits_of(other), logits_of(model), rtol=0, atol=0)
+    resumed = build_mixture("gpt_oss").eval()
+    attach(resumed)
+    lora.resize_on_load(resumed)
+    resumed.load_state_dict(model.state_dict())
+    torch.testing.assert_close(logits_of(resumed), logits_of(model), rtol=0, atol=0)
 
 
 def test_the_factors_of_an_expert_are_those_of_its_matrix():
@@ -110,10 +105,21 @@ def test_names_of_parameters_may_be_ends_and_must_be_of_experts():
         lora.find_target_parameters(model, ["proj"])
 
 
+def make_options(*, dropout, parameters):
+    return PairOptions(
+        r=3,
+        lora_alpha=6,
+        lora_dropout=dropout,
+        target_modules="all-linear",
+        target_parameters=parameters,
+        embeddings=False,
+        exported="merged",
+    )
+
+
 def test_dropout_does_not_go_with_parameters():
-    PairOptions(**OPTIONS | {"lora_dropout": 0.1})
-    PairOptions(**OPTIONS, target_parameters="auto")
-    with pytest.raises(
-        ValueError, match="^lora_dropout=0.1 is invalid with target_parameters=auto: .* Allowed: 0$"
-    ):
-        PairOptions(**OPTIONS | {"lora_dropout": 0.1}, target_parameters="auto")
+    make_options(dropout=0.1, parameters="none")
+    make_options(dropout=0.0, parameters="auto")
+    message = "^lora_dropout=0.1 is invalid with target_parameters=auto: .* Allowed: 0$"
+    with pytest.raises(ValueError, match=message):
+        make_options(dropout=0.1, parameters="auto")

@@ -20,7 +20,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1.0, "high_freq
 
 
 def config_of(model_type="llama", **options):
-    return AutoConfig.for_model(model_type, **SIZES | options)
+    settings = SIZES | options
+    return AutoConfig.for_model(model_type, **settings)
 
 
 def build(config):
@@ -33,8 +34,10 @@ def logits_of(model, length):
         return model(3 + torch.arange(length)[None] % 90).logits
 
 
-@pytest.mark.parametrize("given", [LINEAR, DYNAMIC, YARN, LLAMA3], ids=lambda given: given["rope_type"])
-def test_a_scaled_model_is_longer_and_loads_with_the_same_logits(given, tmp_path):
+@pytest.mark.parametrize(
+    "parameters", [LINEAR, DYNAMIC, YARN, LLAMA3], ids=lambda parameters: parameters["rope_type"]
+)
+def test_a_scaled_model_is_longer_and_loads_with_the_same_logits(parameters, tmp_path):
     plain = build(config_of())
     plain.save_pretrained(tmp_path / "base")
     with pytest.raises(
@@ -42,7 +45,7 @@ def test_a_scaled_model_is_longer_and_loads_with_the_same_logits(given, tmp_path
     ):
         check_length(256, plain, Causal())
 
-    model = load_model(tmp_path / "base", "causal", rope=given).eval()
+    model = load_model(tmp_path / "base", "causal", rope=parameters).eval()
     check_length(256, model, Causal())
     with pytest.raises(ValueError, match="Allowed: 2 to 256, "):
         check_length(257, model, Causal())
@@ -56,9 +59,9 @@ def test_a_scaled_model_is_longer_and_loads_with_the_same_logits(given, tmp_path
     assert find_max_positions(exported) == 256
 
     # Given again, as in a run that continues from the export, they change nothing.
-    again = scale_rope(exported.config, given)
-    assert again.rope_parameters == exported.config.rope_parameters
-    assert again.max_position_embeddings == exported.config.max_position_embeddings
+    unchanged = scale_rope(exported.config, parameters)
+    assert unchanged.rope_parameters == exported.config.rope_parameters
+    assert unchanged.max_position_embeddings == exported.config.max_position_embeddings
 
 
 def test_what_is_not_given_stays_and_another_type_replaces_it():
@@ -97,13 +100,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_models_without_these_parameters_are_refused(model_type):
-    given, message = REFUSED[model_type]
+    parameters, message = REFUSED[model_type]
     with pytest.raises(ValueError, match=r"^model.rope_parameters=\{.*\} is invalid: " + message):
-        scale_rope(config_of(model_type), given)
+        scale_rope(config_of(model_type), parameters)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("parameters", "message"),
     [
         (
             {"rope_type": "yran", "factor": 4},
@@ -118,16 +121,16 @@ def test_models_without_these_parameters_are_refused(model_type):
         ({}, "is invalid. Allowed: null"),
     ],
 )
-def test_parameters_that_transformers_refuses_or_warns_of_are_refused(given, message):
+def test_parameters_that_transformers_refuses_or_warns_of_are_refused(parameters, message):
     with pytest.raises(ValueError, match=message) as raised:
-        scale_rope(config_of(), given)
+        scale_rope(config_of(), parameters)
     assert "\n" not in str(raised.value) and str(raised.value).startswith("model.rope_parameters")
 
 
 def test_dynamic_frequencies_are_those_of_the_pass_whatever_was_before():
     model = build(scale_rope(config_of(), DYNAMIC))
     forget_lengths(model)
-    alone = logits_of(model, 100)
+    first_logits = logits_of(model, 100)
     logits_of(model, 200)
-    torch.testing.assert_close(logits_of(model, 100), alone, rtol=0, atol=0)
+    torch.testing.assert_close(logits_of(model, 100), first_logits, rtol=0, atol=0)
     torch.testing.assert_close(logits_of(model, 60), logits_of(build(config_of()), 60), rtol=0, atol=0)

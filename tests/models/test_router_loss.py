@@ -46,10 +46,10 @@ def test_samples_that_share_rows_have_the_same_loss():
     batch = padded_batch()
     shared = Sharing(even=1).lay_out(batch)
     assert shared["layout"].numel() < batch["input_ids"].numel()
-    apart, _ = record(model, batch, RouterWeights(1, 1))
-    together, _ = record(model, shared, RouterWeights(1, 1))
-    for name, term in apart.items():
-        assert term.item() == pytest.approx(together[name].item(), rel=1e-5)
+    unshared, _ = record(model, batch, RouterWeights(1, 1))
+    shared_terms, _ = record(model, shared, RouterWeights(1, 1))
+    for name, term in unshared.items():
+        assert term.item() == pytest.approx(shared_terms[name].item(), rel=1e-5)
 
 
 def test_the_z_loss_is_the_mean_over_tokens_and_routers():

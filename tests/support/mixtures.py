@@ -22,7 +22,8 @@ MIXTURES = {
 def build_mixture(model_type: str, **options: object) -> PreTrainedModel:
     """A mixture of 2 blocks with 4 experts each, whose routers prefer some of them."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **MIXTURES[model_type] | options)
+    settings = MIXTURES[model_type] | options
+    config = AutoConfig.for_model(model_type, **settings)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if name.endswith(("gate.weight", "router.weight")):

@@ -11,8 +11,16 @@ from tests.support.method_fixtures import build_method_fixture
 from tests.support.mixtures import MIXTURES, build_mixture
 
 ORDER = "order=[law,food]"
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-SIZES |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 16,
+}
 MIXTURE = [
     "model.config.model_type=qwen3_moe",
     *(f"+model.config.{key}={value}" for key, value in SIZES.items()),
