@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cpt.models.units import Part, Projection, Units, make_output_parts, share_members
+from cpt.models.units import Part, Projection, Units, make_output_parts
 
 
 class _Compensated(torch.autograd.Function):
@@ -172,18 +172,38 @@ def attach_gates(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> 
 
 def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
     """The units of an adapter up(f(down(x))): its neurons, gated before up, and its outputs, after it."""
-    neurons = share_members(down.out_features, down.out_features, 1)
-    outputs = share_members(up.out_features, up.out_features, 1)
-    inner = (*make_output_parts(Projection(name, down, 0, ()), neurons), Part(up, "weight", 1, neurons))
-    outer = tuple(make_output_parts(Projection(name, up, 0, ()), outputs))
-    return [
-        Units(f"{name}.neurons", "neurons", len(neurons), up, "in", inner),
-        Units(f"{name}.outputs", "outputs", len(outputs), up, "out", outer),
+    # Members [count, 1]: each output feature of `down` is a neuron, each of `up` an output.
+    neurons = torch.arange(down.out_features)[:, None]
+    outputs = torch.arange(up.out_features)[:, None]
+    down_projection = Projection(name, module=down, axis=0, segments=())
+    up_projection = Projection(name, module=up, axis=0, segments=())
+
+    # A neuron is written by a row of `down` and read by a column of `up`.
+    neuron_parts = [
+        *make_output_parts(down_projection, neurons),
+        Part(up, attribute="weight", axis=1, members=neurons),
     ]
+    neuron_units = Units(
+        name=f"{name}.neurons",
+        kind="neurons",
+        count=len(neurons),
+        gate=up,
+        side="in",
+        parts=tuple(neuron_parts),
+    )
+    output_units = Units(
+        name=f"{name}.outputs",
+        kind="outputs",
+        count=len(outputs),
+        gate=up,
+        side="out",
+        parts=tuple(make_output_parts(up_projection, outputs)),
+    )
+    return [neuron_units, output_units]
 
 
-def owned_parameters(groups: Iterable[Units]) -> set[nn.Parameter]:
-    """The parameters of which some entries are a unit's own, in any of the groups."""
+def find_gated_parameters(groups: Iterable[Units]) -> set[nn.Parameter]:
+    """The parameters that have a row, column or entry for each unit of at least one of the groups."""
     parameters = set()
     for group in groups:
         parameters |= {getattr(part.module, part.attribute) for part in group.parts}

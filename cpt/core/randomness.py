@@ -20,6 +20,12 @@ def key(*parts: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def torch_seed(*parts: str | int) -> int:
+    """A seed for a generator of torch: the key of names and numbers, cut to the 63 bits of a signed integer
+    that is not negative."""
+    return key(*parts) % 2**63
+
+
 def to_uint64(numbers: int | np.ndarray) -> np.ndarray:
     """Numbers as an array of uint64, which wraps around silently, where a scalar of NumPy warns."""
     return np.atleast_1d(np.asarray(numbers, np.uint64))

@@ -18,7 +18,7 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from cpt.core.randomness import key, permute
+from cpt.core.randomness import key, permute, torch_seed
 from cpt.evaluation.finetune_tasks import FinetuneOptions, LabelledExample
 from cpt.models.forward import cache_arguments, find_input_stack, mean_over_tokens, set_mode
 from cpt.models.loading import find_max_positions
@@ -210,7 +210,7 @@ def forked_generators(device: torch.device, *parts: str | int) -> Iterator[None]
     devices = [] if device.type == "cpu" else [device.index or 0]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         if parts:
-            seed = key(*parts) % 2**63
+            seed = torch_seed(*parts)
             torch.random.default_generator.manual_seed(seed)
             if device.type == "cuda":
                 torch.cuda.default_generators[devices[0]].manual_seed(seed)

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.experts import TextRowsOutput
 from cpt.core.distributed import all_reduce_sum, full_tensor, gather_objects, sum_on_cpu
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.randomness import key
+from cpt.core.randomness import torch_seed
 from cpt.core.tensors import move_uncast
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import GradientMask
@@ -240,7 +240,7 @@ class MagnitudeMask(GradientMask):
         if self.options.importance == "fisher":
             return self.row_fisher
         if self.options.importance == "random":
-            seed = key("migu", self.options.seed, int(self.steps)) % 2**63
+            seed = torch_seed("migu", self.options.seed, int(self.steps))
             generator = torch.Generator().manual_seed(seed)
             return torch.rand(len(self.sums), generator=generator).to(self.sums)
         return self.sum_rows()

@@ -99,7 +99,8 @@ class Consolidation(AnchorPenalty):
                 old, new, domains=self.domains, merge=self.options.merge, gamma=self.options.gamma
             )
             importances.update({name: merged})
-        # After the merge, which counts the domains before; theta* is where the importances were measured.
+        # `merge_importances` needs the number of earlier domains, so it is increased only now. The anchor is
+        # the weights at which the importances were measured.
         self.domains.add_(1)
         self.anchor.capture(self.model)
 

@@ -85,16 +85,19 @@ class CopyingMethod(ContinualMethod):
     def measure_perplexities(self, importance_batches: Iterable[Batch], candidates: Sequence[int]) -> Tensor:
         """The perplexity with each candidate on the importance batches of all processes, [candidates] in 64
         bits."""
-        # By candidate the sum of the loss, and last the number of tokens.
+        # In one tensor, so that all processes add them up at once: each candidate's sum of losses, then the
+        # number of scored tokens. `loss_sums` and `num_tokens` are views of it.
         sums = torch.zeros(len(candidates) + 1, dtype=torch.double, device=self.device)
+        loss_sums = sums[:-1]
+        num_tokens = sums[-1:]
         with set_mode(self.model, training=False):
             for batch in importance_batches:
                 for index, domain in enumerate(candidates):
                     with self.use_modules_of(domain):
-                        sums[index] += self.objective.nll(self.model, batch).sum()
-                sums[-1] += len(batch["positions"])
+                        loss_sums[index] += self.objective.nll(self.model, batch).sum()
+                num_tokens += len(batch["positions"])
         all_reduce_sum(sums)
-        return (sums[:-1] / sums[-1].clamp_min(1)).exp()
+        return (loss_sums / num_tokens.clamp_min(1)).exp()
 
     def copy_diagnostics(self, prefix: str) -> dict[str, Tensor]:
         diagnostics = {}
@@ -162,6 +165,14 @@ def scope_of_ffns(model: PreTrainedModel) -> Scope:
     return Scope(tuple(names), tuple(maps))
 
 
+def find_dense_scope(model: PreTrainedModel, blocks: Sequence[str], *, dense: str) -> Scope:
+    """What is trained of a model outside of the FFNs of some blocks, which become mixtures: all of it, or
+    with dense=frozen nothing."""
+    if dense == "frozen":
+        return Scope(names=(), maps=())
+    return scope_outside_ffns(model, blocks)
+
+
 class LifelongMoE(CopyingMethod):
     """Lifelong-MoE (Chen et al., ICML 2023): FFNs that are mixtures of experts gain experts for each domain.
 
@@ -177,19 +188,18 @@ class LifelongMoE(CopyingMethod):
     in Fedus et al., JMLR 2022, eq. 4): P_e is the mean of softmax(z)_e over a step's tokens, s_e the share of
     tokens whose first choice is e, in the previous step over its whole batch; uniform at a domain's first.
 
-    `teacher` are the dense parts before the domain, where the distillation needs them; `shares` has s of all
-    mixtures, [M, E]."""
+    `teacher` are the dense parts before the domain, where the distillation needs them;
+    `first_choice_shares` has s of all mixtures, [M, E]."""
 
     options: LifelongMoEOptions
 
     def __init__(self, options: LifelongMoEOptions, context: MethodContext) -> None:
-        scope = None  # without mixtures all of the model is trained
+        # Without mixtures all of the model is trained, which a scope of None says.
+        scope = None
         scope_outside_mixtures = None
         if options.num_experts:
             blocks = choose_blocks(context.model, context.freeze, interval=options.every)
-            scope_outside_mixtures = Scope((), ())
-            if options.dense == "trained":
-                scope_outside_mixtures = scope_outside_ffns(context.model, blocks)
+            scope_outside_mixtures = find_dense_scope(context.model, blocks, dense=options.dense)
             attach_mixtures(context.model, blocks=blocks, top_k=options.top_k)
             scope = extend_to_newest(context.model, scope_outside_mixtures)
         super().__init__(options, context, scope)
@@ -198,7 +208,7 @@ class LifelongMoE(CopyingMethod):
         if self.mixtures:
             self.router = GatedScorer(self.model, context.objective)
         self.teacher = NamedTensors(self.dense_weights() if options.strength else {})
-        self.shares = NamedTensors()
+        self.first_choice_shares = NamedTensors()
         self.first_choices: Tensor | None = None  # of the current step so far, [M, E]
 
     @property
@@ -227,7 +237,7 @@ class LifelongMoE(CopyingMethod):
         # f_{t-1}, as the dense parts are trained in place; earlier experts keep their bits.
         if self.options.strength:
             self.teacher.update(self.dense_weights())
-        self.shares.clear()
+        self.first_choice_shares.clear()
         self.first_choices = None
 
     def use_modules_of(self, domain: int) -> AbstractContextManager:
@@ -273,20 +283,21 @@ class LifelongMoE(CopyingMethod):
 
         # s is of the previous step, so that a step's term does not depend on how its batch is cut into
         # micro-batches.
-        shares = self.shares.named().get("firsts")
+        shares = self.first_choice_shares.named().get("firsts")
         if shares is None:  # the domain's first step
             shares = torch.full_like(first_choices, 1 / first_choices.shape[1], dtype=torch.float)
 
         # A mean of P over the whole step: each micro-batch divides by the tokens of a mean one.
         tokens_read, tokens_written = self.objective.side_lengths(self.length)  # of a full row
         terms = []
-        for mixture, share in zip(mixtures, self.shares.on_module_device(shares), strict=True):
+        shares = self.first_choice_shares.on_module_device(shares)
+        for mixture, mixture_shares in zip(mixtures, shares, strict=True):
             tokens = tokens_read
             if mixture.side == TARGET_TOKENS and tokens_written is not None:
                 tokens = tokens_written
             probabilities = mixture.last_record.probabilities.sum(0)
             # E sum_e s_e P_e
-            balance = len(share) * (share.to(probabilities) * probabilities).sum()
+            balance = len(mixture_shares) * (mixture_shares.to(probabilities) * probabilities).sum()
             terms.append(balance / (tokens * batch["mean_rows"]))
         return {"balance": self.options.balance * torch.stack(terms).mean()}
 
@@ -296,10 +307,10 @@ class LifelongMoE(CopyingMethod):
             self.first_choices = None
             all_reduce_sum(first_choices)
             shares = first_choices / first_choices.sum(1, keepdim=True)
-            self.shares.update({"firsts": shares.float()})
+            self.first_choice_shares.update({"firsts": shares.float()})
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        self.open_newest(1.0)  # after a single step they would not be
+        self.open_newest(1.0)  # a domain of a single step ends at progress 0
         super().after_domain(importance_batches)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
@@ -322,5 +333,7 @@ class LifelongMoE(CopyingMethod):
         return export.export_parts(folder, self.model, modules, attach=attach_mixtures, options=options)
 
     def diagnostics(self) -> dict[str, Tensor]:
-        shares = {f"lifelong_moe/{name}": tensor for name, tensor in self.shares.named().items()}
-        return super().diagnostics() | self.copy_diagnostics("lifelong_moe") | shares
+        diagnostics = super().diagnostics() | self.copy_diagnostics("lifelong_moe")
+        for name, shares in self.first_choice_shares.named().items():
+            diagnostics[f"lifelong_moe/{name}"] = shares
+        return diagnostics

@@ -28,7 +28,7 @@ from cpt.adapters.gates import (
     anneal,
     attach_gates,
     bottleneck_units,
-    owned_parameters,
+    find_gated_parameters,
     regulariser,
 )
 from cpt.data.collate import Batch
@@ -37,8 +37,13 @@ from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import CPTPluginOptions, HATOptions
 from cpt.models.units import Units, find_blocks, find_units
 
-OPEN_STD, OPEN_LR = 1.0, 0.1  # a step of Adam moves an e by its rate, and some must change their sign
-NORMAL_STD, NORMAL_RATE = 0.02, 5.0
+# Where all units of a domain start open: the standard deviation of their first e, and the learning rate of
+# e. A step of Adam moves an e by its rate, and those of units that close must change their sign.
+STD_STARTING_OPEN = 1.0
+LEARNING_RATE_STARTING_OPEN = 0.1
+# Where the first e are N(0, std^2): the same, with the rate as a multiple of the model's.
+STD_STARTING_NORMAL = 0.02
+RATE_STARTING_NORMAL = 5.0
 
 
 class GatedMethod(ContinualMethod):
@@ -120,13 +125,15 @@ class HAT(GatedMethod):
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
-        owned = owned_parameters(self.gates.groups) | {part.e for part in self.gates.parts}
-        # No gate protects what no unit owns.
+        # Parameters without gated units are protected by no gate: only the first domain may train them.
         if self.options.shared == "frozen" and domain > 0:
+            gated_parameters = find_gated_parameters(self.gates.groups)
             for parameter in self.model.parameters():
-                parameter.requires_grad_(parameter.requires_grad and parameter in owned)
-        for part in self.gates.parts:
-            part.e.requires_grad_(True)  # also in frozen layers: which of their units a domain uses
+                parameter.requires_grad_(parameter.requires_grad and parameter in gated_parameters)
+
+        # Also in frozen layers, as a domain may choose which of their units it uses.
+        for gate in self.gates.parts:
+            gate.e.requires_grad_(True)
 
     @property
     def starts_open(self) -> bool:
@@ -140,13 +147,14 @@ class HAT(GatedMethod):
         rate = self.options.gate_rate
         if rate is None and self.starts_open:
             # A rate of e alone, whatever the model's: what is returned is a multiple of the model's rate.
-            rate = OPEN_LR / cast(partial, self.make_optimizer).keywords["lr"]
+            rate = LEARNING_RATE_STARTING_OPEN / cast(partial, self.make_optimizer).keywords["lr"]
         elif rate is None:
-            rate = NORMAL_RATE
+            rate = RATE_STARTING_NORMAL
         return dict.fromkeys((gate.e for gate in self.gates.parts), rate)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        std = self.options.std or (OPEN_STD if self.starts_open else NORMAL_STD)
+        default_std = STD_STARTING_OPEN if self.starts_open else STD_STARTING_NORMAL
+        std = self.options.std or default_std
         self.gates.redraw(self.make_generator(), std=std, opened=self.starts_open)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
@@ -164,21 +172,22 @@ class HAT(GatedMethod):
         # again, also in training, so that closed units stay closed in end tasks.
         gates.set(None)
         gates.fold(self.open_units(domain))
-        for part in gates.parts:
-            part.e.requires_grad_(False)
+        for gate in gates.parts:
+            gate.e.requires_grad_(False)
         return model
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        # Shared weights, with the gates of each domain folded in: an exported model has no gates.
-        owned = owned_parameters(self.gates.groups)
-        modules: dict[str, dict[str, Tensor]] = {}
+        # An exported model has no gates: each domain gets a version of the shared weights with its gates
+        # multiplied into them.
+        gated_parameters = find_gated_parameters(self.gates.groups)
+        weights_by_domain: dict[str, dict[str, Tensor]] = {}
         for index, domain in enumerate(order):
-            folded = self.gates.folded(self.open_units(index))
-            modules[domain] = {}
+            folded_weights = self.gates.folded(self.open_units(index))
+            weights_by_domain[domain] = {}
             for name, parameter in self.model.named_parameters():
-                if parameter in owned:
-                    modules[domain][name] = folded.get(parameter, parameter.detach())
-        return modules
+                if parameter in gated_parameters:
+                    weights_by_domain[domain][name] = folded_weights.get(parameter, parameter.detach())
+        return weights_by_domain
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.attached is not None:
@@ -272,15 +281,15 @@ class CPTPlugin(GatedMethod):
         return model
 
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        modules: dict[str, dict[str, Tensor]] = {}
+        # The shared plug-ins with each domain's gates multiplied into them, and each domain's norms.
+        weights_by_domain: dict[str, dict[str, Tensor]] = {}
         for index, domain in enumerate(order):
-            # The plug-ins with the domain's gates folded in, and its norms.
-            folded = self.gates.folded(self.open_units(index))
-            stored = self.domain_params.weights(index)
-            modules[domain] = {}
+            folded_weights = self.gates.folded(self.open_units(index))
+            stored_weights = self.domain_params.weights(index)
+            weights_by_domain[domain] = {}
             for name in self.plugins:
                 parameter = self.model.get_parameter(name)
-                modules[domain][name] = folded.get(parameter, parameter).detach()
+                weights_by_domain[domain][name] = folded_weights.get(parameter, parameter).detach()
             for name in self.norms:
-                modules[domain][name] = stored[name]
-        return modules
+                weights_by_domain[domain][name] = stored_weights[name]
+        return weights_by_domain

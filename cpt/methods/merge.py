@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from cpt.adapters import lora
 from cpt.core.distributed import dot, full_tensor, local_rows, to_local, total_norm, with_rows
-from cpt.core.randomness import key
+from cpt.core.randomness import torch_seed
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -46,22 +46,24 @@ from cpt.models.fsdp import named_weights
 from cpt.models.weights import PreciseSnapshot, Snapshot
 
 log = logging.getLogger(__name__)
-PARALLEL_COSINE = 0.9995  # from which slerp is a lerp
+PARALLEL_COSINE = 0.9995  # the least |cosine| at which slerp interpolates linearly
 
 
 @dataclass(frozen=True)
 class FinishedDomain:
-    """A finished domain: tensors in at least 32 bits by parameter name, local rows where sharded."""
+    """The weights of one domain at its start and its end, in at least 32 bits, by parameter name. Of a model
+    that is sharded they are the rows of this process."""
 
-    parameters: Mapping[str, Tensor]  # as the model has them, sharded or whole
+    parameters: Mapping[str, Tensor]  # the model's parameters themselves, which say how they are sharded
     start_weights: Mapping[str, Tensor]  # s_k
     end_weights: Mapping[str, Tensor]  # theta_k
-    fisher: Mapping[str, Tensor]  # of rule=fisher, else empty
-    seed: int  # of dropped entries, alike in all processes
+    fisher: Mapping[str, Tensor]  # F_k with rule=fisher, empty with the other rules
+    seed: int  # for the entries that DARE drops, the same in all processes
 
 
 def find_threshold(magnitudes: Tensor, density: float) -> Tensor:
-    """The smallest of the floor(density n) largest of n magnitudes, of at least one.
+    """The threshold at and above which a share `density` of the n magnitudes lies: the smallest of the
+    floor(density n) largest ones, or the largest where that is none.
 
     >>> find_threshold(torch.tensor([3.0, 1.0, 4.0, 2.0]), 0.5)
     tensor(3.)
@@ -72,27 +74,34 @@ def find_threshold(magnitudes: Tensor, density: float) -> Tensor:
     return magnitudes.flatten().kthvalue(magnitudes.numel() - count + 1).values
 
 
-def drop_entries(task: Tensor, like: Tensor, *, p: float, seed: int) -> Tensor:
-    """Entries dropped with probability p, the others divided by 1 - p. They are drawn for the whole tensor,
-    `like` which `task` has the local rows: on any number of processes the same entries are dropped."""
-    uniforms = torch.rand(like.shape, generator=torch.Generator().manual_seed(seed))
-    is_retained = local_rows(uniforms, like).to(task.device) >= p
-    return task * is_retained / (1 - p)
+def drop_entries(task_vector: Tensor, parameter: Tensor, *, p: float, seed: int) -> Tensor:
+    """A task vector whose entries are set to 0 with probability p and else divided by 1 - p. It has the rows
+    of `parameter` that this process has. The draw is for all rows of the parameter, so that the same entries
+    are dropped on any number of processes."""
+    uniforms = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed))
+    is_retained = local_rows(uniforms, parameter).to(task_vector.device) >= p
+    return task_vector * is_retained / (1 - p)
+
+
+def gather_rows(rows: Tensor, parameter: Tensor) -> Tensor:
+    """All rows of a tensor of which each process has those that it has of a parameter. A collective."""
+    [sharded] = with_rows([rows], [parameter])
+    return full_tensor(sharded)
 
 
 def slerp(start: Tensor, end: Tensor, share: float, *, like: Tensor) -> Tensor:
-    """Spherical interpolation by a share of the arc from start to end, local rows of tensors `like` this one;
-    linear where they are parallel or zero.
+    """Spherical interpolation by a share of the arc from start to end, which are the rows of this process of
+    tensors that are sharded as `like` is; linear interpolation where the two are parallel or one is zero.
 
     >>> quarter_turn = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     >>> slerp(*quarter_turn, 0.5, like=torch.zeros(2))
     tensor([0.7071, 0.7071])
     """
-    # The angle is that of whole tensors; each process then interpolates its own rows.
-    whole_start, whole_end = with_rows([start, end], [like, like])
-    lengths = total_norm([whole_start]) * total_norm([whole_end])
-    cosine = dot([whole_start], [whole_end]) / lengths
-    # The divisor sin O is close to 0 there.
+    # The angle is between all rows of both tensors; each process then interpolates its own rows.
+    sharded_start, sharded_end = with_rows([start, end], [like, like])
+    lengths = total_norm([sharded_start]) * total_norm([sharded_end])
+    cosine = dot([sharded_start], [sharded_end]) / lengths
+    # The divisor sin O is 0, or so small that it loses digits.
     if not lengths or cosine.abs() > PARALLEL_COSINE:
         return torch.lerp(start, end, share)
 
@@ -108,11 +117,12 @@ class Merged(nn.Module):
         super().__init__()
         self.options = options
         self.weights = PreciseTensors(weights)
-        zeros = {name: torch.zeros_like(tensor) for name, tensor in self.weights.named().items()}
         self.domains = nn.Buffer(torch.zeros((), dtype=torch.int64))  # how many are merged
+
         # The sign of the sum is known after the last domain only: until then both candidates are kept, the
         # sums and counts of the positive and of the negative entries.
-        if options.signs:
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in self.weights.named().items()}
+        if options.has_sign_election:
             counts = {name: tensor.to(torch.int16) for name, tensor in zeros.items()}
             self.base = PreciseTensors(self.weights.named(), persistent=False)
             self.positive_sums = PreciseTensors(zeros)
@@ -130,84 +140,109 @@ class Merged(nn.Module):
     def add(self, domain: FinishedDomain) -> None:
         """Merges one more domain, and updates the rule's statistics."""
         # Before the first tensor is merged: trimming may compare the entries of the whole model.
-        tasks: dict[str, Tensor] = {}
+        task_vectors: dict[str, Tensor] = {}
         if self.options.rule in ("ties", "dare", "dare_ties"):
-            tasks = self.task_vectors(domain)
+            task_vectors = self.sparse_task_vectors(domain)
         for name, stored in self.local_weights().items():
             merged = self.weights.on_module_device(stored)
-            stored.copy_(self.merge_domain(name, merged, domain, tasks.get(name)))
+            stored.copy_(self.merge_domain(name, merged, domain, task_vectors.get(name)))
         # At the end: `merge_domain` reads how many domains there were before.
         self.domains.add_(1)
 
-    def merge_domain(self, name: str, merged: Tensor, domain: FinishedDomain, task: Tensor | None) -> Tensor:
-        """A merged tensor with one more domain; `task` is its tau, dropped or trimmed by the rules that do so
-        (None: by the others)."""
+    def merge_domain(
+        self, name: str, merged: Tensor, domain: FinishedDomain, task_vector: Tensor | None
+    ) -> Tensor:
+        """The merged weights of one tensor with one more domain, where `merged` are those of the domains
+        before. `task_vector` is the domain's tau of this tensor, with entries set to 0 by rule=ties, dare or
+        dare_ties; None with the other rules. The rules that need statistics of the domains add to these."""
         options = self.options
         start = domain.start_weights[name]
         end = domain.end_weights[name]
-        if task is not None:
-            return self.elect(name, task) if options.signs else merged + options.scale * task
+        if task_vector is not None:
+            if options.has_sign_election:
+                return self.elect(name, task_vector)
+            return merged + options.scale * task_vector
+
         if options.rule == "average":
             num_models = int(self.domains) + 1
-            if options.base:
+            if options.base:  # the base is one of the averaged models, and the first m
                 num_models += 1
             return torch.lerp(merged, end, 1 / num_models)
-        if options.rule == "task_arithmetic":  # in this form it is exact where m is s_k and lambda is 1
+
+        if options.rule == "task_arithmetic":
+            # m + lambda (theta_t - s_t), written so that the result is exactly `end` where merged == start
+            # and scale == 1.
             return torch.lerp(start, end, options.scale) + (merged - start)
+
         if options.rule == "slerp":
-            # Before the first domain m is the base, which counts with `base` only.
-            is_first = self.domains == 0 and not options.base
-            share = 1.0 if is_first else options.share
+            # Before the first domain m is the base. Unless `base` includes it as a model, the first domain
+            # replaces it.
+            replaces_base = self.domains == 0 and not options.base
+            share = 1.0 if replaces_base else options.share
             return slerp(merged, end, share, like=domain.parameters[name])
 
         # rule=fisher. A weighted mean, one term after another: m + F_t / (F_1 + ... + F_t) (theta_t - m)
         fisher = domain.fisher[name] + options.epsilon
-        fisher_sum = to_local(self.fishers.named()[name])
-        fisher_sum += fisher.to(fisher_sum.device)
-        return torch.lerp(merged, end, fisher / self.fishers.on_module_device(fisher_sum))
+        fisher_sum = add_to_stored(self.fishers, name, fisher)
+        return torch.lerp(merged, end, fisher / fisher_sum)
 
-    def task_vectors(self, domain: FinishedDomain) -> dict[str, Tensor]:
-        """tau by name, its entries dropped by rule=dare, trimmed by ties, or dropped by dare_ties, which
-        trims what remains."""
+    def sparse_task_vectors(self, domain: FinishedDomain) -> dict[str, Tensor]:
+        """The task vectors tau of a domain by name, with entries set to 0 by the rule: `dare` drops entries
+        at random, `ties` trims the small ones, and `dare_ties` drops first and trims what remains."""
         options = self.options
-        tasks = {name: end - domain.start_weights[name] for name, end in domain.end_weights.items()}
+        task_vectors: dict[str, Tensor] = {}
+        for name, end in domain.end_weights.items():
+            task_vectors[name] = end - domain.start_weights[name]
         if options.rule != "ties":
-            for name, task in tasks.items():
-                seed = key(domain.seed, "drop", name) % 2**63
-                tasks[name] = drop_entries(task, domain.parameters[name], p=options.drop, seed=seed)
+            for name, task_vector in task_vectors.items():
+                seed = torch_seed(domain.seed, "drop", name)
+                task_vectors[name] = drop_entries(
+                    task_vector, domain.parameters[name], p=options.drop, seed=seed
+                )
         if options.rule == "dare" or options.density == 1:
-            return tasks
+            return task_vectors
 
-        # A threshold is a quantile of whole tensors: of its own rows each process would find another.
+        # A threshold is a quantile of all rows: each process would find another in the rows that it has.
         magnitudes = {}
-        for name, task in tasks.items():
-            magnitudes[name] = full_tensor(*with_rows([task.abs()], [domain.parameters[name]]))
-        if options.trimmed == "model":
-            joined = torch.cat([tensor.flatten() for tensor in magnitudes.values()])
-            thresholds = dict.fromkeys(tasks, find_threshold(joined, options.density))
-        else:
-            thresholds = {
-                name: find_threshold(tensor, options.density) for name, tensor in magnitudes.items()
-            }
-        return {name: torch.where(task.abs() >= thresholds[name], task, 0) for name, task in tasks.items()}
+        for name, task_vector in task_vectors.items():
+            magnitudes[name] = gather_rows(task_vector.abs(), domain.parameters[name])
 
-    def elect(self, name: str, task: Tensor) -> Tensor:
-        """The base plus lambda times the mean of the trimmed tau whose sign is that of their sum, from sums
-        and counts of positive and negative entries; 0 where the sum is."""
-        positive_sum = add_to(self.positive_sums, name, task.clamp_min(0))
-        negative_sum = add_to(self.negative_sums, name, task.clamp_max(0))
-        positive_count = add_to(self.positive_counts, name, task > 0)
-        negative_count = add_to(self.negative_counts, name, task < 0)
+        # One threshold for the entries of the whole model, or one for those of each tensor.
+        thresholds: dict[str, Tensor] = {}
+        if options.trimmed == "model":
+            all_magnitudes = torch.cat([tensor.flatten() for tensor in magnitudes.values()])
+            thresholds = dict.fromkeys(task_vectors, find_threshold(all_magnitudes, options.density))
+        else:
+            for name, tensor in magnitudes.items():
+                thresholds[name] = find_threshold(tensor, options.density)
+
+        trimmed = {}
+        for name, task_vector in task_vectors.items():
+            is_large = task_vector.abs() >= thresholds[name]
+            trimmed[name] = torch.where(is_large, task_vector, 0)
+        return trimmed
+
+    def elect(self, name: str, task_vector: Tensor) -> Tensor:
+        """The merged weights of one tensor by TIES, with the trimmed task vector of one more domain, whose
+        entries are added to the stored sums and counts: the base plus lambda times the mean over those
+        domains whose entry has the sign of the sum over all domains; the base where that sum is 0."""
+        positive_sum = add_to_stored(self.positive_sums, name, task_vector.clamp_min(0))
+        negative_sum = add_to_stored(self.negative_sums, name, task_vector.clamp_max(0))
+        positive_count = add_to_stored(self.positive_counts, name, task_vector > 0)
+        negative_count = add_to_stored(self.negative_counts, name, task_vector < 0)
 
         sign = (positive_sum + negative_sum).sign()
-        total = torch.where(sign > 0, positive_sum, negative_sum)
-        count = torch.where(sign > 0, positive_count, negative_count).clamp_min(1)  # an entry may have none
-        elected = torch.where(sign == 0, 0, total / count)
-        return self.base.on_module_device(to_local(self.base.named()[name])) + self.options.scale * elected
+        elected_sum = torch.where(sign > 0, positive_sum, negative_sum)
+        # At least 1, as no domain may have an entry of that sign: a sum of 0 over 0 domains is 0.
+        elected_count = torch.where(sign > 0, positive_count, negative_count).clamp_min(1)
+        mean = torch.where(sign == 0, 0, elected_sum / elected_count)
+        base = self.base.on_module_device(to_local(self.base.named()[name]))
+        return base + self.options.scale * mean
 
 
-def add_to(sums: NamedTensors, name: str, term: Tensor) -> Tensor:
-    """Adds a term, local rows, to a stored sum; returns the sum's local rows on the module's device."""
+def add_to_stored(sums: NamedTensors, name: str, term: Tensor) -> Tensor:
+    """Adds a term, the rows of this process, to the sum of a name, which is changed in place; returns the
+    process's rows of the sum on the module's device."""
     stored = to_local(sums.named()[name])
     stored += term.to(stored.device)
     return sums.on_module_device(stored)

@@ -108,8 +108,8 @@ class MergeOptions(Options):
     estimator: Literal["per_sample", "batch"] = option("Fisher estimator (used with rule=fisher)")
 
     @property
-    def signs(self) -> bool:
-        """Whether domains vote for the sign of each entry: TIES, and DARE before it."""
+    def has_sign_election(self) -> bool:
+        """Whether domains vote for the sign of each entry, as in TIES and in DARE with TIES."""
         return self.rule in ("ties", "dare_ties")
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.domain_store import BASE, DomainScorer, Scope
 from cpt.core.distributed import average_gradients, clip_gradients, total_norm
 from cpt.core.messages import abbreviate
-from cpt.core.randomness import key
+from cpt.core.randomness import torch_seed
 from cpt.data.collate import Batch
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Domain
@@ -156,7 +156,7 @@ class StageModule(LightningModule):
 
     def make_generator(self) -> torch.Generator:
         """A CPU generator for draws before a domain, alike in all processes."""
-        return torch.Generator().manual_seed(key(self.seed, self.domain.name, "alike") % 2**63)
+        return torch.Generator().manual_seed(torch_seed(self.seed, self.domain.name, "alike"))
 
     def train(self, mode: bool = True) -> "StageModule":
         super().train(mode)
@@ -183,7 +183,7 @@ class StageModule(LightningModule):
         # Seeded by the stage alone: a resumed run repeats the growth of all stages, and has to draw the same.
         shapes_before = parameter_shapes(self.model)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(key(self.seed, "shape", stage.name) % 2**63)
+            torch.manual_seed(torch_seed(self.seed, "shape", stage.name))
             self.expand(stage)
         self.expanded_stages.append(stage)
 
@@ -207,6 +207,7 @@ class StageModule(LightningModule):
     # The optimizer.
 
     def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]  # as Lightning takes it
+        # Groups of each distinct rate, first those of parameters that the method gives none, whose rate is 1.
         rates = self.rates()
         groups: list[dict[str, Any]] = []
         for rate in dict.fromkeys([1, *rates.values()]):
@@ -269,7 +270,7 @@ class StageModule(LightningModule):
 
     def seed_torch(self, moment: int | str) -> None:
         """Seeds torch by seed, domain, moment and process."""
-        seed = key(self.seed, self.domain.name, moment, self.global_rank) % 2**63
+        seed = torch_seed(self.seed, self.domain.name, moment, self.global_rank)
         if self.device.type == "cpu":  # torch.manual_seed takes as long as a small layer
             torch.default_generator.manual_seed(seed)
         else:
@@ -303,8 +304,10 @@ class StageModule(LightningModule):
             self.seed_torch("after")
             self.after_domain(self.data.importance_batches())
             self.zero_grad()
-        # With a decay branch both were captured before it, in on_train_batch_start.
-        if self.branch_step == self.trainer.max_steps:
+        # With a decay branch, `on_train_batch_start` has captured the weights and the optimizer state at the
+        # branch's first step: the next domain starts from these.
+        has_decay_branch = self.branch_step != self.trainer.max_steps
+        if not has_decay_branch:
             self.capture_for_next_domain()
         self.to(previous_device)
 

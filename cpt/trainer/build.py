@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from cpt.core.randomness import key
+from cpt.core.randomness import torch_seed
 from cpt.core.tensors import NamedTensors
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
@@ -43,7 +43,7 @@ def read_corpora(plan: Plan) -> Corpora:
 def build_method(plan: Plan, machine: Machine, base: Base) -> ContinualMethod:
     """The method with the base model; its random numbers depend on the seed alone."""
     options = plan.trainer
-    torch.manual_seed(key(plan.run.seed, "method") % 2**63)
+    torch.manual_seed(torch_seed(plan.run.seed, "method"))
     model = base.model()
     pad_head(model)
     if machine.attn_implementation != "auto":

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from cpt.core.distributed import is_sharded
-from cpt.core.randomness import key
+from cpt.core.randomness import torch_seed
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod
 
@@ -47,7 +47,7 @@ class ProtectedMovement(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self.initial_weights:  # before the method's work after the domain, which protects more
-            seed = key(pl_module.seed, "leak") % 2**63
+            seed = torch_seed(pl_module.seed, "leak")
             self.shares = protected_shares(pl_module, self.initial_weights, seed=seed)
 
     def state_dict(self) -> dict[str, Any]:

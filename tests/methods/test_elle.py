@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import cpt.adapters.export
-from cpt.core.randomness import key
+from cpt.core.randomness import torch_seed
 from cpt.models.units import find_sublayers
 from tests.support.method_fixtures import StepRecorder
 
@@ -155,7 +155,7 @@ def test_every_stage_is_exported_in_its_size(elle, tmp_path):
 def test_what_it_draws_is_a_function_of_seed_and_stage(build):
     def grown(*options: str) -> Tensor:
         run = build("elle", *options)
-        torch.manual_seed(key("anything", *options) % 2**63)
+        torch.manual_seed(torch_seed("anything", *options))
         for number in range(2):
             enter_domain(run, number)
         return find_sublayers(run.module.model, ("neurons",))[0].out.module.weight.detach().clone()

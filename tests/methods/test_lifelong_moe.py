@@ -115,7 +115,7 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     run.learn(0)
     module = run.module
     [batch] = run.batches()
-    module.shares.clear()
+    module.first_choice_shares.clear()
 
     def mean_term(*parts) -> float:
         return float(sum(module.losses(part)["balance"].detach() for part in parts)) / len(parts)
@@ -123,7 +123,7 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     assert mean_term(batch) == pytest.approx(3)  # nothing is known yet
     module.on_gradients_ready()
     term = mean_term(batch)
-    shares = module.shares.named()["firsts"].clone()
+    shares = module.first_choice_shares.named()["firsts"].clone()
     expected = []
     for mixture, first_shares in zip(module.mixtures, shares, strict=True):
         probabilities = mixture.record.probabilities.detach()
@@ -135,7 +135,7 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     module.first_choices = None
     assert mean_term(*run.batches(2, accumulate=2)) == pytest.approx(term, rel=1e-5)
     module.on_gradients_ready()
-    assert torch.equal(module.shares.named()["firsts"], shares)
+    assert torch.equal(module.first_choice_shares.named()["firsts"], shares)
 
 
 def test_every_second_block_that_is_not_frozen_has_a_mixture(moe):
