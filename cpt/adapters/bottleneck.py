@@ -98,7 +98,8 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
 
 
 class Plugin(Bottleneck):
-    """Parallel to a sub-layer: up(relu(down(x))) of its input [..., width] through `size`, or relu of it."""
+    """A bottleneck parallel to a sub-layer: adds up(relu(down(x))) of the sub-layer's input x [..., width] to
+    its output, or with `output_relu` relu(up(relu(down(x))))."""
 
     def __init__(self, width: int, size: int, *, output_relu: bool, like: Tensor) -> None:
         super().__init__(width, size, activation="relu", like=like)
@@ -156,5 +157,6 @@ def scope_of(adapters: dict[str, Bottleneck]) -> Scope:
     for name, adapter in adapters.items():
         names += [f"{name}.{key}" for key, _ in adapter.named_parameters()]
         for key, layer in (("down", adapter.down), ("up", adapter.up)):
-            maps.append(Projection(f"{name}.{key}", layer, 0, (torch.arange(layer.out_features),)))
+            all_features = torch.arange(layer.out_features)
+            maps.append(Projection(f"{name}.{key}", module=layer, axis=0, segments=(all_features,)))
     return Scope(tuple(names), tuple(maps))

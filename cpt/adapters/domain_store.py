@@ -68,10 +68,10 @@ class DomainParams(NamedTensors):
         if domain == BASE:
             return {name: self.base.on_module_device(tensor) for name, tensor in self.base.named().items()}
 
-        # Stored as `DOMAIN:NAME`. Copied to the device are those of the domain alone.
+        # Stored as `DOMAIN:NAME`. Only this domain's are copied to the device.
         weights = {}
-        for joint_name, tensor in self.named().items():
-            number, _, name = joint_name.partition(":")
+        for stored_name, tensor in self.named().items():
+            number, _, name = stored_name.partition(":")
             if number == str(domain):
                 weights[name] = self.on_module_device(tensor)
         return weights
@@ -83,8 +83,9 @@ class DomainParams(NamedTensors):
             model.get_parameter(name).copy_(values)
 
     def map_to(self, stored: Mapping[str, Tensor], *, replaces_all: bool = False) -> None:
-        """Replaces buffers by the same tensors mapped from a file, by name; what the file lacks, or has in
-        shards, stays in memory. If it `replaces_all`, the file's are the only ones afterwards."""
+        """Replaces buffers by tensors of the same values that are mapped from a file, by name. A buffer that
+        the file lacks, or that is sharded, stays in memory. With `replaces_all` the mapped tensors are all
+        buffers afterwards, also those of names that were not there before."""
         if replaces_all:
             self.mapped = frozenset(stored)
             self._buffers = dict(stored)
@@ -113,6 +114,7 @@ class DomainParams(NamedTensors):
         super()._load_from_state_dict(*args)
 
     def parameter_of(self, name: str) -> str:
+        # A buffer is called `DOMAIN:NAME`.
         return name.partition(":")[2]
 
 
@@ -194,13 +196,18 @@ class Router(DomainScorer):
         self.domain_params = domain_params
         self.routing = routing
         self.objective = objective
+        # With learned=domain, text of a trained domain is scored with the parameters of that domain, which
+        # then has to be known. The other rules find sources without it.
         self.needs_domain = routing.learned == "domain"
+        # Every prior but the uniform one is computed from the rows of a text that were scored before.
         self.in_sequence = routing.prior != "uniform"
 
-        # Of the text that is being scored: its domain and sources, and their prior, [n].
-        self.text: tuple[int, list[int]] | None = None
-        self.prior = torch.empty(0)
-        # For prior=cached: the sum of the posteriors of its first rows, [n].
+        # The text that is being scored, by its domain and its n sources: batches follow each other text by
+        # text, and a domain that is trained in between changes the sources. None before the first text.
+        self.current_text_key: tuple[int, list[int]] | None = None
+        self.prior = torch.empty(0)  # of the sources, for the next row of this text, [n]
+        # With prior=cached: the number of rows of this text that are counted so far, at most
+        # `routing.cached`, and the sum of their posteriors, [n].
         self.num_cached_rows = 0
         self.posterior_sum = torch.empty(0)
 
@@ -228,11 +235,11 @@ class Router(DomainScorer):
 
     def start_evaluation(self) -> None:
         super().start_evaluation()
-        self.text = None
+        self.current_text_key = None
 
     def start_text(self, domain: int, sources: list[int], device: torch.device) -> None:
-        """Starts with the uniform prior."""
-        self.text = (domain, sources)
+        """Starts a text of a domain with the uniform prior over its sources, and without recorded weights."""
+        self.current_text_key = (domain, sources)
         self.recorded[domain] = {}
         self.prior = torch.full((len(sources),), 1 / len(sources), dtype=torch.double, device=device)
         self.num_cached_rows = 0
@@ -241,7 +248,7 @@ class Router(DomainScorer):
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
         # The prior moves from row to row of one text; the next text starts with the uniform one again.
         sources = self.sources(domain)
-        if self.text != (domain, sources):
+        if self.current_text_key != (domain, sources):
             self.start_text(domain, sources, batch["positions"].device)
 
         log_likelihoods = []
@@ -254,14 +261,16 @@ class Router(DomainScorer):
             return -log_likelihood[0]
 
         top_k = 1 if self.rule(domain) == "nearest" else self.routing.top_k
-        log_weights = self.log_weights(log_likelihood, batch["rows"], top_k=top_k)
+        log_weights = self.weigh_and_move_prior(log_likelihood, batch["rows"], top_k=top_k)
         self.record_weights(domain, sources, log_weights.exp())
         # -log sum_j p(D = j | x_<i) p(x_i | x_<i, D = j)
         return -torch.logsumexp(log_weights + log_likelihood, dim=0)
 
-    def log_weights(self, log_likelihood: Tensor, rows: Tensor, *, top_k: int | None) -> Tensor:
-        """Log weights [n, K] of n sources at positions of `rows` [K], ascending, from their log-likelihoods
-        [n, K] there: the posteriors before each position. Moves the prior at the end of each row."""
+    def weigh_and_move_prior(self, log_likelihood: Tensor, rows: Tensor, *, top_k: int | None) -> Tensor:
+        """The log weights [n, K] of n sources at K scored positions: the log posteriors given the earlier
+        scored positions of the same row, of the `top_k` most probable sources (None: of all).
+        `log_likelihood` [n, K] is that of each source at each position, `rows` [K] the ascending numbers of
+        the rows that the positions are in. After each row `self.prior` moves to that of the next row."""
         # `row` [K] numbers the R rows with a scored position from 0; `row_sizes` [R] are their positions.
         _, row, row_sizes = rows.unique_consecutive(return_inverse=True, return_counts=True)
 
@@ -284,7 +293,8 @@ class Router(DomainScorer):
 
     def move_prior(self, row_total: Tensor) -> None:
         """Moves the prior after a row of a text, from the log-likelihood [n] of the row."""
-        # A cached prior is fixed once it has counted its rows; an updating one counts none.
+        # A cached prior is fixed once it has counted its rows. An updating one counts none, and `cached` is
+        # at least 1, so that it never stops here.
         if self.routing.prior == "uniform" or self.num_cached_rows == self.routing.cached:
             return
         posterior = (self.prior.log() + row_total).softmax(0)
@@ -298,7 +308,8 @@ class Router(DomainScorer):
 
 
 def keep_largest(log_weights: Tensor, count: int) -> Tensor:
-    """Log weights [n, K] of which the `count` largest, of equals the first, sum to 1 at each position.
+    """Log weights [n, K] in which the `count` largest of each position are scaled to a sum of 1, and all
+    other weights are 0. Of equal weights those of the first sources count as larger.
 
     >>> keep_largest(torch.tensor([[0.5], [0.3], [0.2]]).log(), 2).exp()
     tensor([[0.6250],

@@ -151,6 +151,11 @@ class MoELayer(nn.Module):
         return self.__dict__ | {"dispatch": None, "features": None, "record": None}
 
     @property
+    def num_experts(self) -> int:
+        """E: expert 0, which is the model's own FFN, and those of all groups."""
+        return 1 + len(self.experts)
+
+    @property
     def experts(self) -> list[Expert]:
         """All but expert 0, in order."""
         experts = []
@@ -198,10 +203,8 @@ class MoELayer(nn.Module):
         highest, chosen = logits.topk(min(self.top_k, len(active)))
         gates = highest.softmax(-1)
         chosen = chosen + active.start  # numbers among all experts
-        is_text = self.find_text(len(tokens))
-        self.record = make_record(
-            logits.softmax(-1), gates, chosen, is_text, num_experts=1 + len(self.experts)
-        )
+        is_text = self.find_unpadded(num_tokens=len(tokens))
+        self.record = make_record(logits.softmax(-1), gates, chosen, is_text, num_experts=self.num_experts)
         return self.sort_by_expert(x, tokens, gates, chosen, is_text)
 
     def router_logits(self, tokens: Tensor) -> Tensor:
@@ -217,8 +220,9 @@ class MoELayer(nn.Module):
             logits = torch.cat([logits[:, :start], logits[:, start:] + offset], dim=1)
         return logits
 
-    def find_text(self, num_tokens: int) -> Tensor | None:
-        """Which of N tokens are no padding, [N] bool; None: all, or not known."""
+    def find_unpadded(self, num_tokens: int) -> Tensor | None:
+        """Whether each of the N tokens that the FFN sees in this pass is text, not padding, [N] bool; None
+        where all are text, and where the pass has no mask of these tokens."""
         mask = self.text_mask.masks.get(self.side) if self.side else None
         # A mask may be of other tokens than the FFN sees, as those of a cache in generation.
         if mask is None or mask.numel() != num_tokens:
@@ -233,7 +237,7 @@ class MoELayer(nn.Module):
         num_choices = gates.shape[1]
         # Stable: within an expert, rows stay in the order of the tokens.
         sorted_experts, order = chosen.flatten().sort(stable=True)
-        further_experts = torch.arange(1, 1 + len(self.experts), device=device)
+        further_experts = torch.arange(1, self.num_experts, device=device)
         starts = [0, *torch.searchsorted(sorted_experts, further_experts).tolist(), len(order)]
 
         # The k choices of a token follow each other in `chosen.flatten()`, so it is repeated k times.
@@ -256,10 +260,9 @@ class MoELayer(nn.Module):
 
     def select_tokens(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """The pre-hook of layers that read x: selects the tokens of expert 0."""
-        count = 1 + len(self.experts)
-        active = range(count) if self.active is None else self.active
+        active = range(self.num_experts) if self.active is None else self.active
         # With expert 0 alone the FFN is the model's own.
-        if count == 1 or active == range(1):
+        if self.num_experts == 1 or active == range(1):
             self.dispatch = None
             self.record = None
             return None
@@ -269,7 +272,8 @@ class MoELayer(nn.Module):
         return (self.dispatch.split(self.dispatch.rows)[0],)
 
     def append_experts(self, number: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Their forward hook: the output on expert 0's rows, then those of the others, [..., N k, F]."""
+        """The forward hook of layer `number` of the FFN: its output on the rows of expert 0, followed by the
+        outputs of the other experts' layers on theirs, [..., N k, F]."""
         if self.dispatch is None:
             return output
         dispatch = self.dispatch
@@ -297,7 +301,8 @@ class MoELayer(nn.Module):
         return (self.dispatch.split(self.features)[0],)
 
     def combine(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Its forward hook: for each token the sum of its experts' outputs by its gates, [..., D]."""
+        """The forward hook of the FFN's last layer: for each token the sum of the outputs of its experts,
+        weighted by its gates, [..., D]."""
         dispatch = self.dispatch
         if dispatch is None:
             return output
@@ -358,7 +363,7 @@ def attach_mixtures(
         model.get_submodule(name).add_module(MIXTURE, mixture)
         for count in groups:
             mixture.grow(count)
-    return extend_to_newest(model, Scope((), ()))
+    return extend_to_newest(model, Scope(names=(), maps=()))
 
 
 def scope_outside_ffns(model: PreTrainedModel, blocks: Sequence[str]) -> Scope:
@@ -404,7 +409,8 @@ def newest_maps(name: str, mixture: MoELayer) -> list[Projection]:
 
 @contextmanager
 def use_experts(model: nn.Module, group: int, *, before: bool = False) -> Iterator[None]:
-    """Only the experts of a group are active inside the context, or those `before` it; BASE: the own FFN."""
+    """A context in which only the experts of a group are active, or with `before` only those of the groups
+    before it. The group BASE is expert 0, the model's own FFN."""
     mixtures = list(find_mixtures(model).values())
     for mixture in mixtures:
         members = mixture.members(group)

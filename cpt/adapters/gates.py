@@ -90,7 +90,7 @@ class Gates:
     """The gates of a model, one for each group of units, and the names of their parameters."""
 
     groups: tuple[Units, ...]
-    parts: tuple[Gate, ...]
+    modules: tuple[Gate, ...]
     names: tuple[str, ...]
     s_max: float
 
@@ -100,7 +100,7 @@ class Gates:
 
     def e(self) -> Tensor:
         """All e, group after group, [units]."""
-        return torch.cat([part.e for part in self.parts])
+        return torch.cat([gate.e for gate in self.modules])
 
     def soft(self, s: float) -> Tensor:
         """The gates in training, [units]."""
@@ -112,26 +112,27 @@ class Gates:
 
     def set(self, s: float | None) -> None:
         """Sets how soft the gates are in train mode; None: hard."""
-        for part in self.parts:
-            part.s = s
+        for gate in self.modules:
+            gate.s = s
 
     @torch.no_grad()
     def redraw(self, generator: torch.Generator, *, std: float = 1.0, opened: bool = False) -> None:
         """Draws e from N(0, std^2), or if all are to be `opened` from U(0, 2 std), on the CPU."""
-        for part in self.parts:
+        for gate in self.modules:
             if opened:
-                part.e.copy_(2 * std * torch.rand(len(part.e), generator=generator))
+                gate.e.copy_(2 * std * torch.rand(len(gate.e), generator=generator))
             else:
-                part.e.copy_(std * torch.randn(len(part.e), generator=generator))
+                gate.e.copy_(std * torch.randn(len(gate.e), generator=generator))
 
     @torch.no_grad()
     def clamp(self, limit: float) -> None:
         """Clamps |e| to the limit, where the compensated gradient does not vanish."""
-        for part in self.parts:
-            part.e.clamp_(-limit, limit)
+        for gate in self.modules:
+            gate.e.clamp_(-limit, limit)
 
     def folded(self, gates: Tensor) -> dict[nn.Parameter, Tensor]:
-        """The parameters that read or write gated activations, with gates [units] in their values."""
+        """New values, by parameter, of the parameters that read or write gated activations: multiplied by the
+        gates [units] of these. The model itself does not change."""
         folded: dict[nn.Parameter, Tensor] = {}
         for group, group_gates in zip(self.groups, gates.split(self.sizes), strict=True):
             for part in group.parts:
@@ -157,17 +158,20 @@ class Gates:
 def attach_gates(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> Gates:
     """Adds a gate to the model for each group of units (not for tokens), with e from N(0, 1)."""
     groups = tuple(groups)
-    parts = tuple(Gate(group.count, s_max=s_max) for group in groups)
-    for group, part in zip(groups, parts, strict=True):
-        part.to(cast(Tensor, group.gate.weight).device)
-        group.gate.add_module(f"{group.kind}_gate", part)
+    gates = tuple(Gate(group.count, s_max=s_max) for group in groups)
+    for group, gate in zip(groups, gates, strict=True):
+        gated_module = group.gate  # the layer that writes the units, or the one that reads them
+        gate.to(cast(Tensor, gated_module.weight).device)
+        gated_module.add_module(f"{group.kind}_gate", gate)
         if group.side == "in":
-            group.gate.register_forward_pre_hook(part.scale)
+            gated_module.register_forward_pre_hook(gate.scale)
         else:
-            group.gate.register_forward_hook(part.scale)
+            gated_module.register_forward_hook(gate.scale)
+
     # The names that a state_dict of the model has.
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return Gates(groups, parts, tuple(names[id(part.e)] for part in parts), s_max)
+    names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = tuple(names_by_id[id(gate.e)] for gate in gates)
+    return Gates(groups=groups, modules=gates, names=names, s_max=s_max)
 
 
 def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:

@@ -153,9 +153,11 @@ def factor_projections(
     adapted = cast(Linear, layer)
     a = cast(nn.Linear, adapted.lora_A[NEWEST])
     b = cast(nn.Linear, adapted.lora_B[NEWEST])
+    # Without segments all output features are ranked together.
+    segments_of_b = segments or (torch.arange(b.out_features),)
     return (
-        Projection(f"{name}.lora_A", a, 0, (torch.arange(a.out_features),)),
-        Projection(f"{name}.lora_B", b, 0, segments or (torch.arange(b.out_features),), measured=layer),
+        Projection(f"{name}.lora_A", module=a, axis=0, segments=(torch.arange(a.out_features),)),
+        Projection(f"{name}.lora_B", module=b, axis=0, segments=segments_of_b, measured=layer),
     )
 
 
@@ -363,7 +365,9 @@ def begin_adapter(model: PreTrainedModel, *, stored: str, seed: int) -> None:
 def resize_on_load(model: PreTrainedModel) -> None:
     """Lets the model load a state_dict with more earlier adapters than it has, or fewer."""
 
-    def fit_earlier(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
+    def replace_earlier(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
+        """The hook before a state_dict is loaded: gives each layer the earlier adapters that the state has
+        for it, and takes them from a layer for which it has none. torch loads the other parameters."""
         for name, layer in lora_layers(model).items():
             factors = find_earlier(state, f"{prefix}{name}.")
             if factors is not None:
@@ -372,7 +376,7 @@ def resize_on_load(model: PreTrainedModel) -> None:
             elif has_earlier(layer):
                 layer.delete_adapter(EARLIER)
 
-    model.register_load_state_dict_pre_hook(fit_earlier)
+    model.register_load_state_dict_pre_hook(replace_earlier)
 
 
 def find_earlier(state: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor] | None:
@@ -581,7 +585,7 @@ def attach_tuner(
     check_embeddings(model, setting)
     if model.device.type == "meta":  # before training, where a copy costs nothing
         check_mergeable(model, plain_names, setting)
-    return Scope(names, ())
+    return Scope(names=names, maps=())
 
 
 def default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> dict[str, Any]:

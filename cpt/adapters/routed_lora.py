@@ -8,6 +8,7 @@ A hook on the rank features A x [..., t r] applies the weights g [..., t]."""
 
 import inspect
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -77,9 +78,10 @@ class SampleRouter(nn.Module):
     attention   a = softmax_i(q k_i / sqrt(D)),  q = LN(silu(W_up W_down e))             (SAPT)
     cosine      a = softmax_i(scale cos(e, k_i))                                         (MoCL)
 
-    e [D] is the mean over a sample's tokens, in a causal model up to the place itself, of their
-    `embeddings`, or of the last hidden states of the `encoder` (or body) without adapters, in eval mode and
-    detached. Only the newest adapter's key is trained; it starts as U(-1, 1)."""
+    e [D] is a mean over a sample's tokens, in a causal model over those up to the token that is weighted: of
+    the tokens' embeddings (query=embeddings), or of the last hidden states of the encoder or body, computed
+    without adapters, in eval mode and without a gradient (query=encoder). Only the newest adapter's key is
+    trained; it starts as U(-1, 1). The router has the device and type of the tensor `like`."""
 
     earlier: Tensor
 
@@ -136,14 +138,15 @@ class SampleRouter(nn.Module):
         self.earlier = self.earlier.new_empty(stored.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def attend(self, states: Tensor) -> None:
-        """Computes log a from the means of states [B, T, D]: of whole rows, or causally up to each place."""
+    def weigh_adapters(self, states: Tensor) -> None:
+        """Computes the log weights a of the adapters from the means of states [B, T, D]: over all tokens of a
+        row, or in a causal model over those up to each token."""
         self.needs_embeddings = False
         self.text_shape = (states.shape[0], states.shape[1])
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         keys = self.keys
         if self.causal:
-            # A place may depend on no later one. Padding at the start has sum 0 and count 0.
+            # A token's weights may depend on no later token. Padding at the start has sum 0 and count 0.
             mask = torch.ones_like(states[..., 0]) if self.mask is None else self.mask.to(states)
             token_weights = mask[..., None]  # 1, at padding 0
             means = (states * token_weights).cumsum(1) / token_weights.cumsum(1).clamp_min(1)
@@ -161,7 +164,7 @@ class SampleRouter(nn.Module):
     def read_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """The pre-hook of the encoder or body."""
         inputs = dict(zip(self.argument_names, args, strict=False)) | kwargs
-        cache = next((inputs[name] for name in CACHES if inputs.get(name) is not None), None)  # None: none
+        cache = find_cache(inputs)
         if cache is not None and cache.get_seq_length() > 0 and self.log_weights is not None:
             # Generation continues: the new tokens have the weights of the last one.
             self.log_weights = self.log_weights[:, -1:]
@@ -173,29 +176,34 @@ class SampleRouter(nn.Module):
         self.mask = mask if mask is not None and mask.ndim == 2 else None
         # Of ids there are no embeddings yet: `read_embeddings` gets them.
         if self.query_kind == "encoder":
-            self.attend(self.encode_without_adapters(module, inputs))
+            self.weigh_adapters(self.encode_without_adapters(module, inputs))
         elif embeddings is not None:
-            self.attend(embeddings)
+            self.weigh_adapters(embeddings)
         else:
             self.needs_embeddings = True
 
     def encode_without_adapters(self, module: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The last hidden states [B, T, D] of the encoder or body, in eval mode and without its own hooks."""
+        """The last hidden states [B, T, D] of the encoder or body on the inputs of the current pass, in eval
+        mode and with weights of 0 for all adapters."""
         ids = inputs.get("input_ids")
         text = cast(Tensor, inputs.get("inputs_embeds") if ids is None else ids)
         self.text_shape = (text.shape[0], text.shape[1])
-        # All adapters have weight 0.
-        self.log_weights = self.key.new_full((len(text), 1, len(self.earlier) + 1), -torch.inf)
-        # Without the caches of the pass itself, which would keep this one's keys and values.
+        # exp(-inf) = 0 is the weight of each adapter in the hooks that read `log_weights`.
+        num_adapters = len(self.earlier) + 1
+        self.log_weights = self.key.new_full((len(text), 1, num_adapters), -torch.inf)
+
+        # The caches of the current pass are left out, as the keys and values of this one would be stored in
+        # them; `cache_arguments` keeps the module from making a cache for this pass alone.
         arguments = {name: value for name, value in inputs.items() if name not in CACHES}
         arguments.update(cache_arguments(module))
+        # `forward`, as a call would run the pre-hook `read_inputs` again, which calls this method.
         with torch.no_grad(), set_mode(module, training=False):
             return cast(Tensor, module.forward(**arguments).last_hidden_state)
 
     def read_embeddings(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """The forward hook of the input embedding."""
         if self.needs_embeddings:
-            self.attend(output)
+            self.weigh_adapters(output)
 
     def weights_at(self, features: Tensor) -> Tensor:
         """a [..., t] for a layer's features [N, T', f], or [B T, f]; ValueError for unidentified samples."""
@@ -215,6 +223,14 @@ class SampleRouter(nn.Module):
     def weigh(self, part: slice, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """The forward hook of A of the newest adapter, or of the earlier ones."""
         return weigh_ranks(output, self.weights_at(output)[..., part])
+
+
+def find_cache(inputs: Mapping[str, Any]) -> Any | None:
+    """The cache of keys and values among the inputs of a pass, or None."""
+    for name in CACHES:
+        if inputs.get(name) is not None:
+            return inputs[name]
+    return None
 
 
 def attach_routed(

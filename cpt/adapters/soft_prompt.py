@@ -21,25 +21,37 @@ from cpt.models.forward import CACHES, find_body, find_input_stack
 from cpt.models.fsdp import call_within
 from cpt.models.loading import find_max_positions
 
-UNCUT = WeakTensorKeyDictionary()  # an encoder's output with the prompt's places, by that without them
+# The last hidden states of encoders with those at the prompt's positions, by the same states without them: a
+# decoder, which is called with the latter, attends to the former.
+STATES_WITH_PROMPT = WeakTensorKeyDictionary()
 
 
 class PromptVectors(nn.Module):
-    """Inserts the prompt `weight` [n, D], or [B, n, D] by row, into the input of a model's body `before`
-    tokens from its start, and cuts its output back, with `leading` at the first places."""
+    """Inserts the prompt `weight` [n, D], or [B, n, D] by row, into the input of a model's body after the
+    first `num_before` tokens, and cuts n positions from its output: the first n if `is_cut_at_start`, else
+    those of the prompt. `placeholder` is the token id at the prompt's positions, whose embedding is replaced;
+    `max_length` the most positions that the model has (None: no bound), `argument_names` the arguments of the
+    body's forward in their order."""
 
     written_whole = True  # a causal model generates without a cache, and not after padding
 
     def __init__(
-        self, weight: Tensor, *, before: int, leading: bool, placeholder: int, limit: int | None, names: list
+        self,
+        weight: Tensor,
+        *,
+        num_before: int,
+        is_cut_at_start: bool,
+        placeholder: int,
+        max_length: int | None,
+        argument_names: list[str],
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
-        self.before = before
-        self.leading = leading
+        self.num_before = num_before
+        self.is_cut_at_start = is_cut_at_start
         self.placeholder = placeholder
-        self.limit = limit
-        self.names = names
+        self.max_length = max_length
+        self.argument_names = argument_names
         self.is_in_pass = False  # whether the body's pass has started: embeddings may be computed outside it
 
     @property
@@ -56,11 +68,11 @@ class PromptVectors(nn.Module):
     def insert(self, values: Tensor, filler: int) -> Tensor:
         """[B, T] or [B, T, D] with n columns of a filler at the prompt's positions."""
         columns = values.new_full((len(values), self.positions_taken, *values.shape[2:]), filler)
-        return torch.cat([values[:, : self.before], columns, values[:, self.before :]], dim=1)
+        return torch.cat([values[:, : self.num_before], columns, values[:, self.num_before :]], dim=1)
 
     def widen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The body's pre-hook: adds n positions to each row. ValueError for inputs that do not go with it."""
-        inputs = dict(zip(self.names, args, strict=False)) | kwargs
+        inputs = dict(zip(self.argument_names, args, strict=False)) | kwargs
         inputs = {name: value for name, value in inputs.items() if value is not None}
         self.check_inputs(inputs)
 
@@ -97,8 +109,8 @@ class PromptVectors(nn.Module):
             raise ValueError(f"a model with a prompt takes no {name}; to generate: use_cache=False")
         length = text.shape[1]
         count = self.positions_taken
-        if self.limit is not None and length + count > self.limit:
-            raise ValueError(f"{length} tokens and a prompt of {count}. Allowed: {self.limit} together")
+        if self.max_length is not None and length + count > self.max_length:
+            raise ValueError(f"{length} tokens and a prompt of {count}. Allowed: {self.max_length} together")
         mask = inputs.get("attention_mask")
         if mask is not None and (mask.ndim != 2 or not mask[:, 0].all()):
             raise ValueError("a prompt takes an attention_mask [B, T] of rows that are padded at their end")
@@ -106,10 +118,12 @@ class PromptVectors(nn.Module):
     def fill(self, embeddings: Tensor) -> Tensor:
         """Widened embeddings [B, T + n, D] with the prompt at its positions."""
         prompt = self.weight.to(embeddings).expand(len(embeddings), -1, -1)
-        after = self.before + self.positions_taken
-        return torch.cat([embeddings[:, : self.before], prompt, embeddings[:, after:]], dim=1)
+        end_of_prompt = self.num_before + self.positions_taken
+        return torch.cat([embeddings[:, : self.num_before], prompt, embeddings[:, end_of_prompt:]], dim=1)
 
     def embed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """The forward hook of the input embedding: puts the prompt over the embeddings of the placeholders,
+        in passes of the body only."""
         return self.fill(output) if self.is_in_pass else output
 
     def cut(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -117,10 +131,10 @@ class PromptVectors(nn.Module):
         self.is_in_pass = False
         if output is None:  # the pass has failed
             return output
-        uncut = output.last_hidden_state
-        output.last_hidden_state = self.cut_states(uncut)
-        if self.before == 0:  # an encoder's
-            UNCUT[output.last_hidden_state] = uncut
+        states_with_prompt = output.last_hidden_state
+        output.last_hidden_state = self.cut_states(states_with_prompt)
+        if self.num_before == 0:  # in an encoder alone
+            STATES_WITH_PROMPT[output.last_hidden_state] = states_with_prompt
         if output.get("hidden_states") is not None:
             output.hidden_states = tuple(self.cut_states(states) for states in output.hidden_states)
         return output
@@ -130,7 +144,7 @@ class PromptVectors(nn.Module):
         count = self.positions_taken
         # In a causal model the state at the prompt's last position predicts the second token: the first
         # token's state is among those that are cut. An encoder's prompt precedes the text.
-        if self.leading:
+        if self.is_cut_at_start:
             return states[:, count:]
         return torch.cat([states[:, :1], states[:, 1 + count :]], 1)
 
@@ -139,9 +153,9 @@ class PromptVectors(nn.Module):
     ) -> tuple[tuple, dict[str, Any]]:
         """The decoder's pre-hook: it attends to the prompt too. ValueError for another encoder's output."""
         states = kwargs.get("encoder_hidden_states")
-        if states is None or states not in UNCUT:
+        if states is None or states not in STATES_WITH_PROMPT:
             raise ValueError("a decoder takes a prompt from its encoder; to generate: num_beams=1")
-        inputs = kwargs | {"encoder_hidden_states": UNCUT[states]}
+        inputs = kwargs | {"encoder_hidden_states": STATES_WITH_PROMPT[states]}
         mask = kwargs.get("encoder_attention_mask")
         if mask is not None:
             inputs["encoder_attention_mask"] = self.insert(mask, 1)
@@ -172,42 +186,56 @@ class PromptChain(DomainParams):
 
 
 def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope:
-    """Adds a prompt of `tokens` random ordinary tokens' vectors; `causal`: outputs predict the next token."""
+    """Adds a prompt, which starts as the embeddings of `tokens` random ordinary tokens, to the encoder of a
+    model or to its body; returns the scope with the prompt alone. `causal` says whether the model's outputs
+    predict the next token."""
     has_encoder = model.config.is_encoder_decoder
-    inner = find_input_stack(model)
-    # An encoder's own, as it and the decoder have two modules with one table.
-    table = (inner if has_encoder else model).get_input_embeddings()
-    special = special_ids(model)
+    stack = find_input_stack(model)  # the encoder or body
+    # Encoder and decoder call an embedding module each, which share one table of weights: only the
+    # encoder's may insert the prompt.
+    embedding = (stack if has_encoder else model).get_input_embeddings()
     prompt = PromptVectors(
         draw_prompt(model, tokens),
-        before=0 if has_encoder else 1,
-        leading=causal or has_encoder,
-        placeholder=next(number for number in range(len(special) + 1) if number not in special),
-        limit=find_max_positions(model),
-        names=list(inspect.signature(inner.forward).parameters),
+        num_before=0 if has_encoder else 1,  # <s> stays the first token of a model without an encoder
+        is_cut_at_start=causal or has_encoder,
+        placeholder=smallest_ordinary_id(model),
+        max_length=find_max_positions(model),
+        argument_names=list(inspect.signature(stack.forward).parameters),
     )
-    inner.add_module("prompt", prompt)
-    inner.register_forward_pre_hook(prompt.widen, with_kwargs=True)
-    table.register_forward_hook(prompt.embed)
-    inner.register_forward_hook(prompt.cut, always_call=True)
+
+    stack.add_module("prompt", prompt)
+    stack.register_forward_pre_hook(prompt.widen, with_kwargs=True)
+    embedding.register_forward_hook(prompt.embed)
+    stack.register_forward_hook(prompt.cut, always_call=True)
     if has_encoder:
         find_body(model).register_forward_pre_hook(prompt.restore_prompt, with_kwargs=True)
     names = [name for name, parameter in model.named_parameters() if parameter is prompt.weight]
-    return Scope(tuple(names), ())
+    return Scope(names=tuple(names), maps=())
 
 
 @torch.no_grad()
 def draw_prompt(model: PreTrainedModel, tokens: int, generator: torch.Generator | None = None) -> Tensor:
     """The input embeddings of random ordinary tokens, [tokens, D]; one may come twice."""
-    table = model.get_input_embeddings()
-    special = special_ids(model)
-    ordinary = torch.tensor([number for number in range(table.num_embeddings) if number not in special])
-    chosen = ordinary[torch.randint(len(ordinary), (tokens,), generator=generator)]
-    return call_within(model, table, chosen.to(model.device)).clone()
+    embedding = model.get_input_embeddings()
+    special_ids = find_special_ids(model)
+    ordinary_ids = torch.tensor(
+        [token_id for token_id in range(embedding.num_embeddings) if token_id not in special_ids]
+    )
+    drawn_ids = ordinary_ids[torch.randint(len(ordinary_ids), (tokens,), generator=generator)]
+    return call_within(model, embedding, drawn_ids.to(model.device)).clone()
 
 
-def special_ids(model: PreTrainedModel) -> set[int]:
-    """The token ids that a model's configuration names, the padding's among them."""
+def smallest_ordinary_id(model: PreTrainedModel) -> int:
+    """The smallest token id that is not special."""
+    special_ids = find_special_ids(model)
+    ordinary_id = 0
+    while ordinary_id in special_ids:
+        ordinary_id += 1
+    return ordinary_id
+
+
+def find_special_ids(model: PreTrainedModel) -> set[int]:
+    """The ids of special tokens that a model's configuration names, such as that of padding."""
     ids: set[int] = set()
     for name, value in model.config.to_dict().items():
         if not name.endswith("_token_id") or value is None:

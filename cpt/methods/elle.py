@@ -24,7 +24,7 @@ from cpt.data.collate import Batch, label_batch
 from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import NO_GROWTH, ELLEOptions
-from cpt.methods.prompt import PER_ROW, check_rows, check_tokens, with_prompt
+from cpt.methods.prompt import NEEDS_ROWS_REASON, check_rows, check_tokens, with_prompt
 from cpt.models import growth
 from cpt.models.forward import set_mode
 from cpt.models.loading import make_skeleton
@@ -44,7 +44,9 @@ class ByPrompt(DomainScorer):
 
     def __init__(self, name: str, prompts: nn.ParameterList, objective: Objective) -> None:
         super().__init__()
-        self.name, self.prompts, self.objective = name, prompts, objective
+        self.name = name  # of the model's parameter that a prompt takes the place of
+        self.prompts = prompts
+        self.objective = objective
 
     @property
     def all_sources(self) -> list[int]:
@@ -86,14 +88,15 @@ class ELLE(ContinualMethod):
         names: tuple[str, ...] = ()
         if options.prompt:
             check_tokens(options.prompt, length=context.length, model=context.model, option="method.prompt")
-            check_rows(context, f"method=elle, {PER_ROW}")
+            check_rows(context, f"method=elle, {NEEDS_ROWS_REASON}")
             # Of no vectors, with which the model is the base: `ByPrompt` puts a domain's prompt in its place
             # in each pass.
             names = attach_prompt(context.model, tokens=0, causal=causal).names
         super().__init__(options, context)
 
         self.prompts = nn.ParameterList()  # [n, D] of each domain so far
-        self.moved: Tensor | None = None  # the largest change of a token's loss by growth (nats), [1]
+        # The largest change of a token's loss by the last growth (nats), [1]; None: the model has not grown.
+        self.largest_loss_change: Tensor | None = None
         if names:
             self.prompting = ByPrompt(names[0], self.prompts, context.objective)
             self.router = self.prompting
@@ -140,12 +143,12 @@ class ELLE(ContinualMethod):
     def expand(self, stage: Domain) -> None:
         if self.prompting is not None:
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
-        self.moved = None
+        self.largest_loss_change = None
         growths = self.options.growth(stage.index)
         if growths == NO_GROWTH:
             return
 
-        # Grown are the weights that the domain starts from.
+        # The domain starts from the weights before a decay branch, so these are grown.
         if self.weights_before_decay is not None:
             self.weights_before_decay.restore(self.model)
         batch = self.draw_tokens()
@@ -158,13 +161,14 @@ class ELLE(ContinualMethod):
         for parameter in self.frozen:
             parameter.requires_grad_(False)
 
-        self.moved = (self.token_losses(batch) - nll_before).abs().max().view(1)
+        loss_changes = (self.token_losses(batch) - nll_before).abs()
+        self.largest_loss_change = loss_changes.max().view(1)
         log.info(
             "Growing the model before %s from %d to %d parameters: a token's loss moves by up to %.1e nats",
             stage.name,
             size_before,
             self.model.num_parameters(),
-            self.moved,
+            self.largest_loss_change,
         )
 
     def draw_tokens(self) -> Batch:
@@ -230,6 +234,6 @@ class ELLE(ContinualMethod):
 
     def diagnostics(self) -> dict[str, Tensor]:
         diagnostics = super().diagnostics()
-        if self.moved is not None:
-            diagnostics["elle/moved"] = self.moved
+        if self.largest_loss_change is not None:
+            diagnostics["elle/moved"] = self.largest_loss_change
         return diagnostics

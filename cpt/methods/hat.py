@@ -63,7 +63,7 @@ class GatedMethod(ContinualMethod):
         self.gates.set(s)
         terms = super().losses(batch)
         # R [units]: the gates of this domain on units that no earlier domain has claimed.
-        if self.gates.parts and weight is not None:
+        if self.gates.modules and weight is not None:
             terms[name] = weight * regulariser(self.gates.soft(s), self.claimed.cumulative_gates)
         return terms
 
@@ -132,7 +132,7 @@ class HAT(GatedMethod):
                 parameter.requires_grad_(parameter.requires_grad and parameter in gated_parameters)
 
         # Also in frozen layers, as a domain may choose which of their units it uses.
-        for gate in self.gates.parts:
+        for gate in self.gates.modules:
             gate.e.requires_grad_(True)
 
     @property
@@ -150,7 +150,7 @@ class HAT(GatedMethod):
             rate = LEARNING_RATE_STARTING_OPEN / cast(partial, self.make_optimizer).keywords["lr"]
         elif rate is None:
             rate = RATE_STARTING_NORMAL
-        return dict.fromkeys((gate.e for gate in self.gates.parts), rate)
+        return dict.fromkeys((gate.e for gate in self.gates.modules), rate)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         default_std = STD_STARTING_OPEN if self.starts_open else STD_STARTING_NORMAL
@@ -172,7 +172,7 @@ class HAT(GatedMethod):
         # again, also in training, so that closed units stay closed in end tasks.
         gates.set(None)
         gates.fold(self.open_units(domain))
-        for gate in gates.parts:
+        for gate in gates.modules:
             gate.e.requires_grad_(False)
         return model
 

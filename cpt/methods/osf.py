@@ -48,7 +48,7 @@ class OSF(ContinualMethod):
             self.register_buffer("similarity", ones(len(self.blocks)))
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        *block_shares, share_outside_blocks = self.shares(self.domain)
+        *block_shares, share_outside_blocks = self.protected_shares(self.domain)
         share_by_block = dict(zip(self.blocks, block_shares, strict=True))
 
         ranks = {}
@@ -69,7 +69,7 @@ class OSF(ContinualMethod):
         if self.options.least is not None:
             self.similarity = measure_similarity(self.model, self.objective, importance_batches)
 
-    def shares(self, domain: Domain) -> list[Fraction]:
+    def protected_shares(self, domain: Domain) -> list[Fraction]:
         """The protected share of a layer's singular directions, by block and last for all other layers."""
         options = self.options
         # Decimal fractions, as 0.29 in binary is less: of 100 directions it would protect 28.

@@ -26,8 +26,8 @@ from cpt.methods.options import ProgPromptOptions, PromptOptions
 from cpt.models.loading import find_max_positions
 from cpt.models.weights import swap_weights
 
-ONLY = 0  # the domain under which a prompt for all domains is stored
-PER_ROW = "whose vectors follow the first token of a row"
+SHARED_PROMPT_DOMAIN = 0  # the domain under which a prompt for all domains is stored
+NEEDS_ROWS_REASON = "whose vectors follow the first token of a row"  # of `check_rows`
 
 
 def with_prompt(model: PreTrainedModel, name: str, prompt: Tensor) -> PreTrainedModel:
@@ -53,7 +53,7 @@ class PromptMethod(ContinualMethod):
         routing: Routing | None,
     ) -> None:
         check_tokens(options.num_virtual_tokens, length=context.length, model=context.model)
-        check_rows(context, f"method={method}, {PER_ROW}")
+        check_rows(context, f"method={method}, {NEEDS_ROWS_REASON}")
         tokens = options.num_virtual_tokens
         causal = context.objective.causal
         scope = attach_prompt(context.model, tokens=tokens, causal=causal)
@@ -97,10 +97,11 @@ class Prompt(PromptMethod):
             self.prompt.copy_(draw_prompt(self.model, len(self.prompt), self.make_generator()))
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        self.domain_params.capture(self.model, self.domain.index if self.options.per_domain else ONLY)
+        domain = self.domain.index if self.options.per_domain else SHARED_PROMPT_DOMAIN
+        self.domain_params.capture(self.model, domain)
 
     def weights(self, domain: int) -> dict[str, Tensor]:
-        source = domain if self.options.per_domain else ONLY
+        source = domain if self.options.per_domain else SHARED_PROMPT_DOMAIN
         if source not in self.domain_params.domains:
             source = BASE
         return self.domain_params.weights(source)
@@ -137,10 +138,11 @@ def check_tokens(
     option: str = "method.num_virtual_tokens",
     domains: int = 1,
 ) -> None:
-    """Raises ValueError where prompts of domains and sample exceed the model's positions."""
-    limit = find_max_positions(model)  # None: any number
-    if limit is not None and length + tokens * domains > limit:
-        max_tokens = (limit - length) // domains
+    """Raises ValueError where prompts of `tokens` vectors for so many domains, together with a sample of
+    `length` tokens, need more positions than the model has."""
+    max_positions = find_max_positions(model)  # None: any number
+    if max_positions is not None and length + tokens * domains > max_positions:
+        max_tokens = (max_positions - length) // domains
         raise InvalidOptionError(
             option,
             tokens,
@@ -149,7 +151,7 @@ def check_tokens(
         )
 
 
-STD = 0.02  # of W_down
+INIT_STD_OF_DOWN = 0.02  # of W_down before a domain
 
 
 class ProgPrompt(PromptMethod):
@@ -205,7 +207,7 @@ class ProgPrompt(PromptMethod):
             for parameter in self.residual.parameters():
                 parameter.zero_()
             down = cast(nn.Linear, self.residual[0]).weight
-            down.copy_(STD * torch.randn(down.shape, generator=generator))
+            down.copy_(INIT_STD_OF_DOWN * torch.randn(down.shape, generator=generator))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         chain = self.residual_prompt()

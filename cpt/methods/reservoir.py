@@ -26,7 +26,7 @@ from cpt.models.objectives import Objective
 MAX_SWEEPS = 1000  # over the entries of v
 TOLERANCE = 1e-12  # relative change of v that ends the sweeps
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes per entry
+INTEGER_TYPES = {2: torch.int16, 4: torch.int32}  # by bytes per entry
 
 
 class Reservoir(nn.Module):
@@ -82,8 +82,9 @@ class Reservoir(nn.Module):
         return np.arange(rank, size, world)
 
     @torch.no_grad()
-    def count(self) -> int:
-        """The samples offered to this process; rebalances a state of another number of processes."""
+    def rebalance_and_count(self) -> int:
+        """How many samples this process was offered. A state of another number of processes is first divided
+        among those of this run, with its samples and their number."""
         rank, world = rank_and_world()
         # `seen` has an entry above 0 for each process that was offered samples.
         num_processes_before = int((self.seen > 0).sum())
@@ -123,16 +124,22 @@ class Reservoir(nn.Module):
     def choose_slots(self, count: int) -> dict[int, int]:
         """The rows of a batch of `count` samples that are stored, by slot."""
         rank, world = rank_and_world()
-        own_slots = self.slots()
-        slots = len(own_slots)
-        numbers = np.arange(count) + self.count()
+        process_slots = self.slots()
+        num_slots = len(process_slots)
+        numbers = np.arange(count) + self.rebalance_and_count()
         keys = sample_keys(key(self.seed, "reservoir", rank, world), numbers)
         uniforms = draws(keys, 1, stream=0)[:, 0]
 
-        # Sample k, from 0, fills slot k; later ones stay with probability slots / (k + 1).
-        positions = np.where(numbers < slots, numbers, (uniforms * (numbers + 1)).astype(np.int64))
+        # Sample k, from 0, fills the process's slot k while there is one. A later sample draws a position
+        # below k + 1, and is stored where that is a slot: with probability num_slots / (k + 1).
+        drawn_positions = (uniforms * (numbers + 1)).astype(np.int64)
+        positions = np.where(numbers < num_slots, numbers, drawn_positions)
         # Of two samples of a batch that take the same slot, the later one stays.
-        return {own_slots[position]: row for row, position in enumerate(positions) if position < slots}
+        rows_by_slot = {}
+        for row, position in enumerate(positions):
+            if position < num_slots:
+                rows_by_slot[process_slots[position]] = row
+        return rows_by_slot
 
     def store(self, slot: int, row: int, batch: Batch, *, labels: Tensor, outputs: Tensor) -> None:
         """Writes a row of a batch with labels [B, T], and its outputs [scored, width], into a slot."""
@@ -158,7 +165,7 @@ class Reservoir(nn.Module):
 
     def draw(self, count: int, *, purpose: str, domain: int | None = None) -> Tensor:
         """Up to `count` distinct filled slots of this process, of a domain or all, by the purpose."""
-        stream = key(self.seed, purpose, *rank_and_world(), self.count())
+        stream = key(self.seed, purpose, *rank_and_world(), self.rebalance_and_count())
         slots = torch.from_numpy(self.slots())
         if domain is not None:
             slots = slots[self.domains[slots] == domain]
@@ -200,7 +207,7 @@ class Reservoir(nn.Module):
         def move(buffer: Tensor) -> Tensor:
             if buffer is not self.outputs:
                 return buffer
-            return fn(buffer.view(INTEGERS[buffer.itemsize])).view(buffer.dtype)
+            return fn(buffer.view(INTEGER_TYPES[buffer.itemsize])).view(buffer.dtype)
 
         return super()._apply(move, recurse)
 

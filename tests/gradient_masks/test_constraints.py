@@ -83,12 +83,14 @@ def test_a_block_that_changes_less_is_protected_more(build):
     work = build(
         "osf", "method.protect=blocks", "method.protected=0.5", "method.least=0.1", "method.most=0.8"
     )
-    assert work.module.shares(work.data.domains[0]) == [Fraction(1, 2)] * (len(work.module.blocks) + 1)
+    assert work.module.protected_shares(work.data.domains[0]) == [Fraction(1, 2)] * (
+        len(work.module.blocks) + 1
+    )
     work.learn(0)
     assert len(set(work.module.similarity.tolist())) == len(work.module.similarity) > 1
     for similarity, expected in (([0.2, 0.6], [0.3, 0.7, 0.5]), ([-1.0, 0.5], [0.1, 0.8, 0.5])):
         work.module.similarity = torch.tensor(similarity)
-        shares = [float(share) for share in work.module.shares(work.data.domains[1])]
+        shares = [float(share) for share in work.module.protected_shares(work.data.domains[1])]
         assert shares == pytest.approx(expected)
     work.learn(1)
     bases = work.module.subspaces.bases.named()

@@ -104,7 +104,9 @@ def test_gates_are_clamped_after_each_step_and_s_and_the_regulariser_follow(hat)
     module.claimed.cumulative_gates.fill_(1)
     assert term(2) == 0
     module.claimed.cumulative_gates.zero_()
-    watch = StepRecorder(lambda m: ([*{part.s for part in m.gates.parts}], m.gates.e().detach().abs().max()))
+    watch = StepRecorder(
+        lambda m: ([*{part.s for part in m.gates.modules}], m.gates.e().detach().abs().max())
+    )
     run.learn(0, watch)
     assert all(e <= 0.3 for _, (_, e) in watch.seen)
     assert [values for _, (values, _) in watch.seen] == [pytest.approx([value]) for value in s]

@@ -39,7 +39,7 @@ def make_router(domains: int = 2, **options) -> Router:
 
 
 def weigh(router: Router, likelihood=LIKELIHOOD, rows=ROWS, *, top_k=None) -> torch.Tensor:
-    return router.log_weights(likelihood, rows, top_k=top_k).exp()
+    return router.weigh_and_move_prior(likelihood, rows, top_k=top_k).exp()
 
 
 def normalize(values: list[float]) -> list[float]:

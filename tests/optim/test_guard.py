@@ -149,7 +149,7 @@ def test_ruined_weights_replace_no_checkpoint(small, start, tmp_path, monkeypatc
 
 def test_what_a_method_measures_and_a_memory_keeps_must_be_numbers(small, start, tmp_path, monkeypatch):
     def add_once(self, batch, outputs):
-        add(self, batch, outputs * NAN if self.count() == 24 else outputs)
+        add(self, batch, outputs * NAN if self.rebalance_and_count() == 24 else outputs)
 
     add = reservoir.Reservoir.add
     monkeypatch.setattr(reservoir.Reservoir, "add", add_once)
