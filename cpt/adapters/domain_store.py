@@ -26,6 +26,7 @@ from cpt.models.units import Projection
 from cpt.models.weights import swap_weights
 
 BASE = -1  # the parameters at construction, with which the model is the base
+MIN_RELATIVE_WEIGHT = 1e-3  # of a source that `routing_weights` lists, relative to the largest weight
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class DomainParams(NamedTensors):
         self.names = tuple(parameters)
         # By default the model at construction. Not in a state_dict: the construction gives it again.
         self.base = NamedTensors(parameters if base is None else dict(base), persistent=False)
-        self.mapped: frozenset[str] = frozenset()  # buffers that are memory-mapped from a file
+        self.mapped_names: frozenset[str] = frozenset()  # of buffers that are memory-mapped from a file
 
     @property
     def domains(self) -> list[int]:
@@ -87,30 +88,32 @@ class DomainParams(NamedTensors):
         the file lacks, or that is sharded, stays in memory. With `replaces_all` the mapped tensors are all
         buffers afterwards, also those of names that were not there before."""
         if replaces_all:
-            self.mapped = frozenset(stored)
+            self.mapped_names = frozenset(stored)
             self._buffers = dict(stored)
             return
         replaced: dict[str, Tensor] = {}
         for name, tensor in self._buffers.items():
             if type(tensor) is Tensor and name in stored and stored[name].shape == tensor.shape:
                 replaced[name] = stored[name]
-        self.mapped = frozenset(replaced)
+        self.mapped_names = frozenset(replaced)
         self._buffers.update(replaced)
 
     def shard(self, parameters: Mapping[str, Tensor]) -> None:
         super().shard(parameters)
-        self.mapped = frozenset(name for name in self.mapped if not is_sharded(self._buffers[name]))
+        self.mapped_names = frozenset(
+            name for name in self.mapped_names if not is_sharded(self._buffers[name])
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> "DomainParams":
         # What is mapped from a file stays there, whatever device the others go to.
         names = list(self._buffers)
-        mapped = {name: self._buffers.pop(name) for name in self.mapped}
+        mapped = {name: self._buffers.pop(name) for name in self.mapped_names}
         super()._apply(fn, recurse)
         self._buffers = {name: mapped.get(name, self._buffers.get(name)) for name in names}
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.mapped = frozenset()
+        self.mapped_names = frozenset()
         super()._load_from_state_dict(*args)
 
     def parameter_of(self, name: str) -> str:
@@ -142,7 +145,7 @@ def in_memory(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers of a module that are not mapped from a file."""
     mapped = set()
     for domain_params in find_domain_params(module).values():
-        mapped |= {id(domain_params._buffers[name]) for name in domain_params.mapped}
+        mapped |= {id(domain_params._buffers[name]) for name in domain_params.mapped_names}
     return [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in mapped]
 
 
@@ -179,11 +182,11 @@ class DomainScorer(ABC):
     def routing_weights(self, domain: int) -> dict[int, float]:
         """The sources that scored a domain's text, with their mean weights over the positions of all
         processes, which sum to 1, without sources of less than a thousandth of the largest. A collective."""
-        # Of all sources, also those that this process has not used: each sends as many numbers.
+        # Of all sources, also those that this process has not used: all processes must send as many numbers.
         recorded = self.recorded.get(domain, {})
         local_sums = [float(recorded.get(source, 0)) for source in self.all_sources]
         sums = sum_on_cpu(torch.tensor(local_sums, dtype=torch.double))
-        sums = torch.where(sums < 1e-3 * sums.max(), 0, sums)
+        sums = torch.where(sums < MIN_RELATIVE_WEIGHT * sums.max(), 0, sums)
         shares = (sums / sums.sum()).tolist()
         return {source: share for source, share in zip(self.all_sources, shares, strict=True) if share > 0}
 

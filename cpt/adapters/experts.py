@@ -438,9 +438,11 @@ class GatedScorer(DomainScorer):
         nll = self.objective.nll(model, batch)
         if "idle" in batch:  # a pass for the other processes' sake: of no text
             return nll
+
+        # The sums of the sources' weights, [n, 1]. Before the first domain the base has all the weight.
         sources = self.all_sources
         if len(sources) == 1:
-            shares = torch.full((1, 1), float(len(nll)), dtype=torch.double, device=nll.device)
+            weight_sums = torch.full((1, 1), float(len(nll)), dtype=torch.double, device=nll.device)
         else:
             # Gates summed over tokens and mixtures, then over each domain's experts.
             expert_sums = torch.stack([mixture.last_record.gate_sums for mixture in self.mixtures]).sum(0)
@@ -448,6 +450,6 @@ class GatedScorer(DomainScorer):
             for source in sources:
                 members = self.mixtures[0].members(source)
                 source_sums.append(expert_sums[members.start : members.stop].sum())
-            shares = torch.stack(source_sums)[:, None]
-        self.record_weights(domain, sources, shares)
+            weight_sums = torch.stack(source_sums)[:, None]
+        self.record_weights(domain, sources, weight_sums)
         return nll

@@ -77,7 +77,7 @@ class Gate(nn.Module):
         gates = gates.to(x.dtype)
         if x.shape[-1] == len(gates):
             return x * gates
-        # A head has several features, side by side, and one gate.
+        # The units are attention heads: each has several features, which are side by side, and one gate.
         return (x.unflatten(-1, (len(gates), -1)) * gates.unsqueeze(-1)).flatten(-2)
 
     def scale(self, module: nn.Module, args: tuple, output: Tensor | None = None) -> Any:

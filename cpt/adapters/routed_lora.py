@@ -146,7 +146,8 @@ class SampleRouter(nn.Module):
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         keys = self.keys
         if self.causal:
-            # A token's weights may depend on no later token. Padding at the start has sum 0 and count 0.
+            # A token's weights may depend on no later token. Up to padding at the start of a row both the sum
+            # and the number of tokens are 0, and so is the mean.
             mask = torch.ones_like(states[..., 0]) if self.mask is None else self.mask.to(states)
             token_weights = mask[..., None]  # 1, at padding 0
             means = (states * token_weights).cumsum(1) / token_weights.cumsum(1).clamp_min(1)
@@ -174,12 +175,12 @@ class SampleRouter(nn.Module):
         mask = inputs.get("attention_mask")
         embeddings = inputs.get("inputs_embeds")
         self.mask = mask if mask is not None and mask.ndim == 2 else None
-        # Of ids there are no embeddings yet: `read_embeddings` gets them.
         if self.query_kind == "encoder":
             self.weigh_adapters(self.encode_without_adapters(module, inputs))
         elif embeddings is not None:
             self.weigh_adapters(embeddings)
         else:
+            # The pass computes the embeddings from ids after this hook: `read_embeddings` then has them.
             self.needs_embeddings = True
 
     def encode_without_adapters(self, module: nn.Module, inputs: dict[str, Any]) -> Tensor:

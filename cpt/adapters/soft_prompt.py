@@ -71,7 +71,8 @@ class PromptVectors(nn.Module):
         return torch.cat([values[:, : self.num_before], columns, values[:, self.num_before :]], dim=1)
 
     def widen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The body's pre-hook: adds n positions to each row. ValueError for inputs that do not go with it."""
+        """The pre-hook of the body: its inputs with n more positions in each row, all by keyword. ValueError
+        for inputs that a prompt does not go with."""
         inputs = dict(zip(self.argument_names, args, strict=False)) | kwargs
         inputs = {name: value for name, value in inputs.items() if value is not None}
         self.check_inputs(inputs)
@@ -92,7 +93,8 @@ class PromptVectors(nn.Module):
             inputs["inputs_embeds"] = self.fill(inputs["inputs_embeds"])
 
         position_ids = inputs.get("position_ids")
-        if position_ids is not None:  # they count on through the prompt
+        if position_ids is not None:
+            # They count on through the prompt: the tokens after it stand n positions further back.
             count = self.positions_taken
             steps = torch.arange(1, count + 1, device=position_ids.device)
             first = position_ids[:, :1]

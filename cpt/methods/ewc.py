@@ -39,7 +39,7 @@ from cpt.models.forward import select_positions
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot, quadratic_penalty
 
-MAX_PULL = 2.0  # of eta gamma: from there on a weight overshoots theta* by its distance
+MAX_PULL = 2.0  # the eta gamma at which a step moves a weight past theta* to the same distance behind it
 
 
 class AnchorPenalty(ContinualMethod):
@@ -288,10 +288,10 @@ class Recall(Constraint):
     def __init__(self, anchor: Snapshot, options: RecAdamOptions) -> None:
         super().__init__(apply_to="update")
         self.options = options
-        # Not the module itself: the anchor is part of the method's state already.
+        # Methods of the anchor, not the module itself, which is part of the method's state already.
         self.named_anchors = anchor.named
         self.on_module_device = anchor.on_module_device
-        self.anchor_names: dict[nn.Parameter, str] = {}
+        self.anchor_names: dict[nn.Parameter, str] = {}  # of parameters that are pulled; set before each step
         self.share = 1.0  # lambda of the current step
 
     def covered(self) -> Iterable[nn.Parameter]:

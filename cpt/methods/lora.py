@@ -119,7 +119,7 @@ class MoELoRA(ContinualMethod):
             targets=options.targets,
         )
         super().__init__(options, context, scope=attach(context.model))
-        self.attached = attach_experts, attach.keywords
+        self.attached = attach_experts, attach.keywords  # what loads an exported model repeats
 
 
 Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]
@@ -384,7 +384,7 @@ class SAPT(ContinualMethod):
         domains = batch["domains"]  # [B], -1: general text
         log_weights = router_of(self.model).row_log_weights
         is_earlier = (domains >= 0) & (domains < self.domain.index)
-        # So it is in the first domain, before which there is no mean to compare with.
+        # In the first domain no row is of an earlier one, and there is no mean a to compare with.
         if not is_earlier.any():
             return log_weights[:0, 0]
         means = pad_attention(self.mean_attention, log_weights.shape[1]).to(log_weights)
@@ -400,10 +400,11 @@ class SAPT(ContinualMethod):
     @torch.no_grad()
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         router = router_of(self.model)
-        # The sum of a over scored positions, each with that of its row, and last the number of positions.
+        # The sum over scored positions of the weights a of their rows, by adapter, and as a last entry the
+        # number of positions: in one tensor, so that all processes add them up at once.
         sums = torch.zeros(len(router.keys) + 1, dtype=torch.double, device=self.device)
         for batch in importance_batches:
-            self.objective.encode(self.model, batch)  # for its weights alone, which the router keeps
+            self.objective.encode(self.model, batch)  # in the pass the router computes the weights
             weights = router.row_log_weights.exp()[batch["rows"]].double()
             sums += torch.cat([weights.sum(0), weights.new_tensor([len(weights)])])
         all_reduce_sum(sums)

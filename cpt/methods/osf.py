@@ -41,8 +41,9 @@ class OSF(ContinualMethod):
             self.subspaces.set_layers(find_projections(self.model, skips_mixtures=True))
         self.masks.append(self.subspaces)
         self.blocks = [name for name, _ in find_blocks(self.model)]
-        # Of each block's input and output, after the last domain, [blocks]. 1 at first: with equal
-        # similarities all blocks are protected alike.
+
+        # The mean cosine of each block's input and output on the text of the last domain, [blocks]. 1 before
+        # the first: with equal similarities all blocks are protected alike.
         self.similarity: Tensor
         if options.least is not None:
             self.register_buffer("similarity", ones(len(self.blocks)))

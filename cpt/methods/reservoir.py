@@ -90,12 +90,13 @@ class Reservoir(nn.Module):
         num_processes_before = int((self.seen > 0).sum())
         if num_processes_before not in (0, world):
             # With the filled slots first, the slots r, r + w, ... of any process are filled from their start
-            # on, as `choose_slots` fills them; each process has then seen an equal share.
+            # on, as `choose_slots` fills them.
             filled_first = (self.lengths == 0).int().argsort(stable=True)
             total = int(self.seen.sum())
             for buffer in self.buffers():
                 if buffer is not self.seen:
                     buffer.copy_(buffer[filled_first.to(buffer.device)])
+            # Process r counts as offered each world-th sample from sample r on.
             self.seen.zero_()
             self.seen[:world] = (total + torch.arange(world).flip(0)) // world
         return int(self.seen[rank])

@@ -167,7 +167,7 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, is_stored_s
         name: full_tensor(tensor) if shared else tensor for name, tensor in restored.state_dict().items()
     }
     assert same_state(state, Method(1).state_dict())
-    assert restored.domain_params.mapped == ({"0:map/bias"} if rests else set())
+    assert restored.domain_params.mapped_names == ({"0:map/bias"} if rests else set())
 
 
 @pytest.mark.parametrize("function", ["checkpoint.save", "hash_files", "save_state"])
@@ -226,7 +226,7 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
             restored = Method(2)
             restore_stage(restored, path, rests=rests)
             assert same_state(dict(restored.state_dict()), expected)
-            assert restored.domain_params.mapped == ({"0:map/bias"} if rests else set())
+            assert restored.domain_params.mapped_names == ({"0:map/bias"} if rests else set())
         check_stage(path, remedy="")
         shutil.rmtree(model)  # the stage stays whole, and the model can be written anew
         export(Method(1), model, names=["map.weight"])
