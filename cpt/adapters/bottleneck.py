@@ -17,7 +17,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.models.units import Projection, SubLayer, find_blocks, find_sublayers
 
 INIT_STD = 0.02  # of a new first layer
-QUERY = re.compile(r"(w?q|query)(?![a-z])\w*", re.IGNORECASE)
+QUERY_NAME = re.compile(r"(w?q|query)(?![a-z])\w*", re.IGNORECASE)
 
 
 class Bottleneck(nn.Module):
@@ -145,7 +145,7 @@ def find_entrance(sublayer: SubLayer) -> Projection:
     # An FFN has no query; all of its layers read the same input.
     sources = [source for source, _ in sublayer.sources]
     for source in sources:
-        if QUERY.fullmatch(source.name.rpartition(".")[2]):
+        if QUERY_NAME.fullmatch(source.name.rpartition(".")[2]):
             return source
     return sources[0]
 

@@ -27,7 +27,7 @@ from cpt.core.files import replacing
 from cpt.models.loading import make_skeleton
 
 PARTS_INDEX = "parts.json"
-TRUSTED = ("cpt.adapters.",)  # packages of which parts.json may have an `attach…` called
+TRUSTED_PACKAGES = ("cpt.adapters.",)  # packages of which parts.json may have an `attach…` called
 
 
 def export_parts(
@@ -90,8 +90,8 @@ def plain_weights(model: PreTrainedModel, changed_weights: Mapping[str, Tensor])
 
 def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
     """The model of an exported folder with the parameters of a domain, None for the last, in eval mode.
-    ValueError for a folder or domain without parts, and for a function that is not an `attach…` of a TRUSTED
-    package."""
+    ValueError for a folder or domain without parts, and for a function that is not an `attach…` of one of the
+    TRUSTED_PACKAGES."""
     folder = Path(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model_class = getattr(transformers, config.architectures[0])
@@ -117,17 +117,17 @@ def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
 
 
 def import_attach(path: str) -> Callable[..., Scope]:
-    """The function of a dotted path. Raises ValueError for what is not an `attach…` of a TRUSTED package: a
-    folder may come from anybody, and must not have any other function called."""
+    """The function of a dotted path. Raises ValueError for what is not an `attach…` of one of the
+    TRUSTED_PACKAGES: a folder may come from anybody, and must not have any other function called."""
     module, _, name = path.rpartition(".")
     function = None
-    if f"{module}.".startswith(TRUSTED) and name.startswith("attach"):
+    if f"{module}.".startswith(TRUSTED_PACKAGES) and name.startswith("attach"):
         with suppress(ImportError):
             function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise ValueError(
             f"attach={path} of {PARTS_INDEX} is invalid. "
-            f"Allowed: functions of {', '.join(TRUSTED)}* that are called attach…"
+            f"Allowed: functions of {', '.join(TRUSTED_PACKAGES)}* that are called attach…"
         )
     return cast(Callable[..., Scope], function)
 

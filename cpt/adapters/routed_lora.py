@@ -29,7 +29,10 @@ from cpt.models.forward import (
     set_mode,
 )
 
-SAMPLE_ROUTER = "pair_router"  # its name in the encoder or body of a model
+SAMPLE_ROUTER = "pair_router"  # the name of a SampleRouter in the encoder or body of a model
+# Of the weights of all adapters in their order, those of the newest and of the earlier ones.
+OF_NEWEST = slice(-1, None)
+OF_EARLIER = slice(None, -1)
 
 
 def weigh_ranks(features: Tensor, weights: Tensor) -> Tensor:
@@ -221,9 +224,9 @@ class SampleRouter(nn.Module):
             )
         return weights.repeat_interleave(len(features) // rows, 0)  # of several beams
 
-    def weigh(self, part: slice, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def weigh(self, adapters: slice, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """The forward hook of A of the newest adapter, or of the earlier ones."""
-        return weigh_ranks(output, self.weights_at(output)[..., part])
+        return weigh_ranks(output, self.weights_at(output)[..., adapters])
 
 
 def find_cache(inputs: Mapping[str, Any]) -> Any | None:
@@ -274,7 +277,7 @@ def attach_routed(
     stack.register_forward_pre_hook(router.read_inputs, with_kwargs=True)
     embedding.register_forward_hook(router.read_embeddings)
     for layer in lora.lora_layers(model).values():
-        layer.lora_A[lora.NEWEST].register_forward_hook(partial(router.weigh, slice(-1, None)))
+        layer.lora_A[lora.NEWEST].register_forward_hook(partial(router.weigh, OF_NEWEST))
 
     # In this order: a state's earlier adapters are made first, then they get their hook.
     lora.resize_on_load(model)
@@ -292,7 +295,7 @@ def route_earlier(model: nn.Module, *args: Any) -> None:
     router = router_of(model)
     for layer in lora.lora_layers(model).values():
         if lora.has_earlier(layer):
-            layer.lora_A[lora.EARLIER].register_forward_hook(partial(router.weigh, slice(-1)))
+            layer.lora_A[lora.EARLIER].register_forward_hook(partial(router.weigh, OF_EARLIER))
 
 
 def begin_routed(model: PreTrainedModel, generator: torch.Generator) -> None:

@@ -24,7 +24,7 @@ from cpt.models.forward import select_positions, token_nll
 from cpt.models.objectives import Objective
 
 MAX_SWEEPS = 1000  # over the entries of v
-TOLERANCE = 1e-12  # relative change of v that ends the sweeps
+SWEEP_TOLERANCE = 1e-12  # relative change of v that ends the sweeps
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 INTEGER_TYPES = {2: torch.int16, 4: torch.int32}  # by bytes per entry
 
@@ -424,7 +424,7 @@ def solve(gram: Tensor, products: Tensor, *, lower_bound: float) -> Tensor:
         # The minimum over one entry with the others fixed, in turn.
         for k in coordinates:
             v[k] = (v[k] - (gram[k] @ v + products[k]) / gram[k, k]).clamp_min(lower_bound)
-        if (v - previous).abs().max() <= TOLERANCE * v.abs().max():
+        if (v - previous).abs().max() <= SWEEP_TOLERANCE * v.abs().max():
             break
     return v
 
