@@ -39,7 +39,7 @@ from cpt.models.forward import select_positions
 from cpt.models.fsdp import named_weights
 from cpt.models.weights import Snapshot, quadratic_penalty
 
-MAX_PULL = 2.0  # the eta gamma at which a step moves a weight past theta* to the same distance behind it
+MAX_PULL = 2.0  # of eta gamma: there a step moves a weight past theta* by the distance that it had
 
 
 class AnchorPenalty(ContinualMethod):

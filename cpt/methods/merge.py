@@ -63,7 +63,7 @@ class FinishedDomain:
 
 def find_threshold(magnitudes: Tensor, density: float) -> Tensor:
     """The threshold at and above which a share `density` of the n magnitudes lies: the smallest of the
-    floor(density n) largest ones, or the largest where that is none.
+    floor(density n) largest ones, at least the largest one.
 
     >>> find_threshold(torch.tensor([3.0, 1.0, 4.0, 2.0]), 0.5)
     tensor(3.)

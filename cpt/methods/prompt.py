@@ -138,7 +138,7 @@ def check_tokens(
     option: str = "method.num_virtual_tokens",
     domains: int = 1,
 ) -> None:
-    """Raises ValueError where prompts of `tokens` vectors for so many domains, together with a sample of
+    """Raises ValueError where prompts of `tokens` vectors for a number of domains, together with a sample of
     `length` tokens, need more positions than the model has."""
     max_positions = find_max_positions(model)  # None: any number
     if max_positions is not None and length + tokens * domains > max_positions:

@@ -132,7 +132,7 @@ class Reservoir(nn.Module):
         uniforms = draws(keys, 1, stream=0)[:, 0]
 
         # Sample k, from 0, fills the process's slot k while there is one. A later sample draws a position
-        # below k + 1, and is stored where that is a slot: with probability num_slots / (k + 1).
+        # below k + 1, and is stored if it is one of a slot: with probability num_slots / (k + 1).
         drawn_positions = (uniforms * (numbers + 1)).astype(np.int64)
         positions = np.where(numbers < num_slots, numbers, drawn_positions)
         # Of two samples of a batch that take the same slot, the later one stays.
