@@ -139,8 +139,8 @@ def compared_texts(documents: Dataset, kind: str) -> Iterator[str]:
         for document in documents[begin : begin + BATCH_DOCUMENTS]["text"]:
             if kind == EXAMPLES:
                 example = read_example(document)
-                text_begin, text_end = example.text
-                yield example.source[text_begin:text_end] or example.question
+                begin_in_source, end_in_source = example.text_span
+                yield example.source[begin_in_source:end_in_source] or example.question
             else:
                 yield document
 

@@ -17,29 +17,30 @@ from cpt.core.heartbeat import DELAY, progress_bar
 SPAN = 8  # bytes: one integer
 MIN_SIMILARITY = 0.5
 MAX_HELD_OUT = 500  # documents of a held-out split that are compared
-MAX_CANDIDATES = 512  # spans of a held-out document, of which
-MAX_SPANS = 48  # are compared
-MAX_TRAIN_BYTES = 1 << 27  # beyond which training text is sampled by batches
+# Of a held-out document, the MAX_CANDIDATES spans with the smallest hashes are candidates; of these, the
+# MAX_SPANS that the fewest held-out documents have are compared.
+MAX_CANDIDATES = 512
+MAX_SPANS = 48
+MAX_TRAIN_BYTES = 1 << 27  # of more training text, a sample of its batches is compared
 # Training documents that are compared at once.
 BATCH_DOCUMENTS = 2000
 BATCH_CHARACTERS = 1 << 20
-MAX_PAIRS = 1 << 23  # of equal spans that are in memory at once
-MAX_MATCHES = 1 << 26  # of spans, after which the comparison ends: text that repeats itself takes long
-TABLE_BITS = 22  # of the table by which most spans are found to be in no held-out document
+MAX_PAIRS = 1 << 23  # pairs of equal spans that are in memory at once
+MAX_MATCHES = 1 << 26  # pairs of equal spans after which the comparison ends: repetitive text takes long
+TABLE_BITS = 22  # first bits of a hash; a table of them shows that most spans are in no held-out document
 
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """How many of `compared` held-out documents have a near-duplicate among the training documents, of which
-    the share `train_share` was read."""
+    """How many held-out documents have a near-duplicate among the training documents."""
 
-    found: int
-    compared: int
-    train_share: float
+    found: int  # held-out documents with a near-duplicate
+    compared: int  # held-out documents that were compared
+    train_share: float  # share of the training documents that they were compared to
 
 
 def normalized_bytes(text: str) -> bytes:
-    """The text whose spans are compared."""
+    """A text in lower case with its white space joined, as bytes: what spans are taken of."""
     return " ".join(text.lower().split()).encode(errors="replace")
 
 
@@ -93,32 +94,34 @@ class HeldOutSpans:
         self.hashes = hashes[sample]  # of the sampled spans, ascending, [spans]
         self.owners = documents[sample]  # the document of each sampled span, [spans]
         self.sampled = np.bincount(self.owners, minlength=len(sizes))  # spans by document, [documents]
-        self.is_found = np.zeros(len(sizes), bool)
-        self.index()
+        self.is_found = np.zeros(len(sizes), bool)  # whether a document has a near-duplicate, [documents]
+        self.rebuild_index()
 
-    def index(self) -> None:
-        """Leaves out the spans of documents that have been found, and prepares to find those of others:
+    def rebuild_index(self) -> None:
+        """Builds the index in which spans of training text are looked up, from the sampled spans of the
+        documents that have no near-duplicate so far: a document that has one needs no further comparison.
+
         `keys` are the distinct values of `hashes`, `begins` their first indices, `repeats` their counts."""
         is_open = ~self.is_found[self.owners]
         self.hashes = self.hashes[is_open]
         self.owners = self.owners[is_open]
         self.keys, self.begins, self.repeats = np.unique(self.hashes, return_index=True, return_counts=True)
-        self.table = np.zeros(1 << TABLE_BITS, bool)  # whether a key has these first bits
+        self.table = np.zeros(1 << TABLE_BITS, bool)  # whether a key begins with these bits
         self.table[self.keys >> np.uint64(64 - TABLE_BITS)] = True
 
     def compare(self, texts: Sequence[str]) -> int:
-        """Records which held-out documents are near-duplicates of one of some texts. Gives the number of
-        pairs of equal spans."""
+        """Records which held-out documents are near-duplicates of one of some training texts. Returns the
+        number of pairs of a span of a training text and an equal span of a held-out document."""
         if not len(self.keys):
             return 0
         raw_texts = [normalized_bytes(text) for text in texts]
         lengths = np.array([len(raw) for raw in raw_texts])
         starts = np.cumsum(lengths + 1) - lengths - 1
         # Normalized texts have no line feed: no span over the border of two texts is in a document.
-        text_numbers, keys = self.shared_spans(b"\n".join(raw_texts), starts)
+        text_indices, key_indices = self.shared_spans(b"\n".join(raw_texts), starts)
 
         # Where many held-out documents are alike, a batch of texts has many times their spans.
-        repeats = self.repeats[keys]
+        repeats = self.repeats[key_indices]
         if repeats.sum() > MAX_PAIRS and len(texts) > 1:
             middle = len(texts) // 2
             return self.compare(texts[:middle]) + self.compare(texts[middle:])
@@ -126,49 +129,60 @@ class HeldOutSpans:
         # One entry for each held-out document that has a span, for each text that has it.
         num_earlier = np.cumsum(repeats) - repeats
         rank_in_key = np.arange(repeats.sum()) - np.repeat(num_earlier, repeats)
-        documents = self.owners[np.repeat(self.begins[keys], repeats) + rank_in_key]
-        codes = np.repeat(text_numbers, repeats) * len(self.sizes) + documents  # a text and a document as one
+        document_indices = self.owners[np.repeat(self.begins[key_indices], repeats) + rank_in_key]
+
+        # A pair of a text and a document as one number, so that its common spans are counted.
+        num_documents = len(self.sizes)
+        codes = np.repeat(text_indices, repeats) * num_documents + document_indices
         codes, num_common = np.unique(codes, return_counts=True)
+        text_indices, document_indices = np.divmod(codes, num_documents)
 
         # The share of common spans is never below the similarity.
-        text_numbers, documents = np.divmod(codes, len(self.sizes))
-        shares = num_common / self.sampled[documents]
+        shares = num_common / self.sampled[document_indices]
         is_candidate = shares >= MIN_SIMILARITY
-        self.decide(text_numbers[is_candidate], documents[is_candidate], shares[is_candidate], raw_texts)
+        self.record_near_duplicates(
+            text_indices[is_candidate], document_indices[is_candidate], shares[is_candidate], raw_texts
+        )
         return int(repeats.sum())
 
-    def decide(
-        self, text_numbers: np.ndarray, documents: np.ndarray, shares: np.ndarray, raw_texts: list[bytes]
+    def record_near_duplicates(
+        self,
+        text_indices: np.ndarray,
+        document_indices: np.ndarray,
+        shares: np.ndarray,
+        raw_texts: list[bytes],
     ) -> None:
-        """Records which held-out documents are near-duplicates, of pairs of a training text (its index in
-        `raw_texts`) and a held-out document with the share of its spans that the text has, [pairs]."""
+        """Records which held-out documents are near-duplicates. Candidate pair i is training text
+        raw_texts[text_indices[i]] and held-out document document_indices[i]; shares[i] of the document's
+        sampled spans are in the text."""
         # A text may be a candidate for several documents: its spans are counted once.
-        distinct_numbers, inverse = np.unique(text_numbers, return_inverse=True)
-        text_sizes = np.array([len(distinct_spans(raw_texts[number])) for number in distinct_numbers], int)
-        sizes = text_sizes[inverse]
-        document_sizes = self.sizes[documents]
+        distinct_indices, inverse = np.unique(text_indices, return_inverse=True)
+        distinct_sizes = np.array([len(distinct_spans(raw_texts[index])) for index in distinct_indices], int)
+        text_sizes = distinct_sizes[inverse]  # in distinct spans, [pairs]
+        document_sizes = self.sizes[document_indices]
 
         # Jaccard similarity |A ∩ B| / |A ∪ B|, compared without the division.
-        common = shares * document_sizes  # estimated from the sample
-        union = document_sizes + sizes - common
-        similar = documents[common >= MIN_SIMILARITY * union]
-        if len(similar):
-            self.is_found[similar] = True
-            self.index()
+        intersection = shares * document_sizes  # estimated from the sample
+        union = document_sizes + text_sizes - intersection
+        similar_documents = document_indices[intersection >= MIN_SIMILARITY * union]
+        if len(similar_documents):
+            self.is_found[similar_documents] = True
+            self.rebuild_index()
 
     def shared_spans(self, raw: bytes, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The spans of texts that a held-out document has, each once for a text, as the index of the text
-        and the index of the span in `keys`; `starts` are the positions at which the texts begin."""
-        codes = [np.empty(0, np.int64)]  # a text and a key as one; none of texts shorter than a span
+        """The spans that training texts share with held-out documents: (text indices, indices into `keys`),
+        each pair once. `raw` are the joined texts, which begin at `starts`."""
+        # A pair of a text and a key as one number; the empty array is for texts shorter than a span.
+        codes = [np.empty(0, np.int64)]
         for positions, hashes in hash_spans(raw):
             # The table excludes most spans before the search.
             candidates = np.flatnonzero(self.table[hashes >> np.uint64(64 - TABLE_BITS)])
-            indices = np.searchsorted(self.keys, hashes[candidates]).clip(max=len(self.keys) - 1)
-            is_equal = self.keys[indices] == hashes[candidates]
-            text_numbers = np.searchsorted(starts, positions[candidates[is_equal]], side="right") - 1
-            codes.append(text_numbers * len(self.keys) + indices[is_equal])
-        text_numbers, keys = np.divmod(np.unique(np.concatenate(codes)), len(self.keys))
-        return text_numbers, keys
+            key_indices = np.searchsorted(self.keys, hashes[candidates]).clip(max=len(self.keys) - 1)
+            is_equal = self.keys[key_indices] == hashes[candidates]
+            text_indices = np.searchsorted(starts, positions[candidates[is_equal]], side="right") - 1
+            codes.append(text_indices * len(self.keys) + key_indices[is_equal])
+        text_indices, key_indices = np.divmod(np.unique(np.concatenate(codes)), len(self.keys))
+        return text_indices, key_indices
 
 
 def batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -189,8 +203,9 @@ def batches(texts: Iterable[str]) -> Iterator[list[str]]:
 def count_near_duplicates(
     held_out: Iterable[str], training: Iterable[str], *, name: str, num_training: int, train_bytes: int
 ) -> NearDuplicates:
-    """Compares held-out to training documents, of whose number and size all are given; of more than
-    MAX_TRAIN_BYTES every n-th batch."""
+    """Counts the held-out documents that are near-duplicates of training documents. There are `num_training`
+    training documents of `train_bytes` in all; of more than MAX_TRAIN_BYTES every n-th batch is compared.
+    `name` of the domain is for the progress bar."""
     spans = HeldOutSpans(held_out)
     stride = max(1, math.ceil(train_bytes / MAX_TRAIN_BYTES))
     num_read = 0
@@ -211,5 +226,8 @@ def count_near_duplicates(
             progress.update(len(batch))
             if num_matches > MAX_MATCHES:
                 break
-    num_compared = int((spans.sampled > 0).sum())
-    return NearDuplicates(int(spans.is_found.sum()), num_compared, num_read / max(1, num_training))
+    return NearDuplicates(
+        found=int(spans.is_found.sum()),
+        compared=int((spans.sampled > 0).sum()),  # without documents that are shorter than a span
+        train_share=num_read / max(1, num_training),
+    )

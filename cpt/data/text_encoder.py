@@ -3,7 +3,10 @@ answers, turns of chats.
 
 A corpus may contain `<|im_end|>` or `</s>` as text. By default (`domains.special_tokens=split`) these become
 the tokens of their characters, so that text from elsewhere cannot inject control tokens; with `parse` they
-become their ids. Added tokens that are not special are always used."""
+become their ids. Added tokens that are not special are always used.
+
+The frame of a tokenizer are the ids that it puts before and after each text, as [CLS] and [SEP]; the body is
+what is between them."""
 
 import copy
 import json
@@ -25,15 +28,15 @@ PRIVATE = "\U000f0000"  # begins a vocabulary entry that no text should reach; a
 
 
 def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text, or a decoder's text (`is_target`). Raises
-    ValueError for one that changes the text between them."""
+    """The frame of a tokenizer: the ids that it puts before and after a text, or, with `is_target`, a
+    decoder's text. Raises ValueError for a tokenizer that changes the text between them."""
     text, bare = encodable_text(tokenizer)
     if is_target:
         bare = tokenizer(text_target=text, add_special_tokens=False, verbose=False)["input_ids"]
         framed = tokenizer(text_target=text, verbose=False)["input_ids"]
     else:
         framed = tokenizer(text, verbose=False)["input_ids"]
-    # What is around the text is found by the text's own ids within, wherever the tokenizer says it puts them.
+    # The frame is what is around the ids of the bare text: tokenizers do not say reliably what they add.
     for begin in range(len(framed) - len(bare) + 1):
         end = begin + len(bare)
         if framed[begin:end] == bare:
@@ -46,8 +49,8 @@ def frame_of(tokenizer: PreTrainedTokenizerBase, *, is_target: bool = False) -> 
 
 
 def encodable_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """A short text and its ids without what is put around it: `a`, or, for a tokenizer that has no token for
-    it, the first entry of the vocabulary that gives ids."""
+    """A short text that the tokenizer has ids for, and these ids without the frame: `a`, or else the first
+    entry of the vocabulary that gives ids. ("a", []) where none does."""
     ids = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     if ids:
         return "a", ids
@@ -86,33 +89,37 @@ def unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Encodes texts. `special_tokens` is SPLIT or PARSE: see the head of this file."""
+    """Encodes texts. `special_tokens` is SPLIT or PARSE; the head of this file says what these, and a frame,
+    are."""
 
     tokenizer: PreTrainedTokenizerBase
     special_tokens: str
 
     @cached_property
     def frame(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer puts before and after a text."""
         return frame_of(self.tokenizer)
 
     @cached_property
     def target_frame(self) -> tuple[list[int], list[int]]:
-        """The same of a decoder's text."""
+        """The ids that the tokenizer puts before and after a decoder's text."""
         return frame_of(self.tokenizer, is_target=True)
 
     @cached_property
-    def special(self) -> dict[str, int]:
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens that a text may spell, with their ids."""
         return special_tokens_of(self.tokenizer)
 
     @cached_property
     def control_ids(self) -> set[int]:
-        """Special ids that ordinary text must not have; unknown text has that of the unknown token."""
-        return {*self.special.values()} - {unknown_id(self.tokenizer)}
+        """The special ids that ordinary text must not have: all but that of the unknown token, which stands
+        for text that the tokenizer does not know."""
+        return {*self.special_ids.values()} - {unknown_id(self.tokenizer)}
 
     @cached_property
     def spelled_pattern(self) -> str:
         """A regular expression, of Python and RE2, for the special tokens that a text spells."""
-        longest_first = sorted(self.special, key=len, reverse=True)
+        longest_first = sorted(self.special_ids, key=len, reverse=True)
         return "|".join(re.escape(token) for token in longest_first)
 
     @cached_property
@@ -128,31 +135,35 @@ class TextEncoder:
 
     def count_spelled(self, texts: pa.ChunkedArray) -> pa.ChunkedArray:
         """How many special tokens each text spells."""
-        if not self.special:
+        if not self.special_ids:
             return pa.chunked_array([pa.nulls(len(texts), pa.int32()).fill_null(0)])
         return pc.count_substring_regex(texts, pattern=self.spelled_pattern).cast(pa.int32())
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text with what the tokenizer puts around it."""
+        """The ids of each text within its frame."""
         if self.special_tokens == PARSE:
-            return self.without_doubled_frame(self.call(self.tokenizer, texts, split_special_tokens=False))
+            encoded = self.run_tokenizer(self.tokenizer, texts, split_special_tokens=False)
+            return self.remove_doubled_frames(encoded)
+
+        # SPLIT. A slow tokenizer would also ignore added tokens that are not special.
         if not self.tokenizer.is_fast:
-            return self.split_in_python(texts)
+            return self.encode_without_backend(texts)
+        # In spite of `split_special_tokens`, it would find special tokens in its model's own vocabulary.
         if self.backend_without_special is not None:
-            return self.frame_bodies(self.backend_without_special, texts, self.frame)
-        return self.call(self.tokenizer, texts, split_special_tokens=True)
+            return self.encode_framed(self.backend_without_special, texts, self.frame)
+        return self.run_tokenizer(self.tokenizer, texts, split_special_tokens=True)
 
     def encode_target(self, text: str) -> list[int]:
-        """The ids of a decoder's text with what the tokenizer puts around it, as `encode` with SPLIT.
-        Tokenizers of several languages put other tokens around it than around an encoder's text."""
+        """The ids of a decoder's text within its frame, as `encode` with SPLIT. Tokenizers of several
+        languages have another frame for it than for an encoder's text."""
         if not self.tokenizer.is_fast:
-            return self.split_in_python([text], is_target=True)[0]
+            return self.encode_without_backend([text], is_target=True)[0]
         if self.backend_without_special is not None:
-            return self.frame_bodies(self.backend_without_special, [text], self.target_frame)[0]
-        return self.call(self.tokenizer, [text], split_special_tokens=True, is_target=True)[0]
+            return self.encode_framed(self.backend_without_special, [text], self.target_frame)[0]
+        return self.run_tokenizer(self.tokenizer, [text], split_special_tokens=True, is_target=True)[0]
 
     def encode_body(self, text: str) -> list[int]:
-        """The ids of a text with nothing around it, as `encode` with SPLIT."""
+        """The ids of a text without a frame, as `encode` with SPLIT."""
         if self.tokenizer.is_fast and self.backend_without_special is None:
             encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
             return list(encoded["input_ids"])
@@ -161,8 +172,8 @@ class TextEncoder:
         return ids[len(begin) : len(ids) - len(end)]
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """The characters (begin, end) of each token that `encode` with SPLIT gives of a text, (0, 0) of what
-        the tokenizer puts around it. Only of fast tokenizers."""
+        """The characters (begin, end) of each token that `encode` with SPLIT gives of a text, (0, 0) for the
+        tokens of the frame. Only for fast tokenizers."""
         if self.backend_without_special is not None:
             begin, end = self.frame
             encoding = self.backend_without_special.encode(text, add_special_tokens=False)
@@ -171,21 +182,23 @@ class TextEncoder:
         return list(encoded["offset_mapping"])
 
     @staticmethod
-    def frame_bodies(
+    def encode_framed(
         backend: Tokenizer, texts: list[str], frame: tuple[list[int], list[int]]
     ) -> list[list[int]]:
+        """The ids that a backend gives for each text, within a frame: the backend itself adds none."""
         begin, end = frame
         encodings = backend.encode_batch(texts, add_special_tokens=False)
         return [[*begin, *encoding.ids, *end] for encoding in encodings]
 
     @staticmethod
-    def call(
+    def run_tokenizer(
         tokenizer: PreTrainedTokenizerBase,
         texts: list[str],
         *,
         split_special_tokens: bool,
         is_target: bool = False,
     ) -> list[list[int]]:
+        """The ids that a tokenizer gives for each text, or decoder's text (`is_target`), within its frame."""
         encoded = tokenizer(
             None if is_target else texts,
             text_target=texts if is_target else None,
@@ -195,8 +208,8 @@ class TextEncoder:
         )
         return encoded["input_ids"]
 
-    def without_doubled_frame(self, documents: list[list[int]]) -> list[list[int]]:
-        """Documents that already spell what the tokenizer puts around them, without the second copy."""
+    def remove_doubled_frames(self, documents: list[list[int]]) -> list[list[int]]:
+        """Encoded documents, each with its frame once: a text that spells the frame itself has it twice."""
         begin, end = self.frame
         result = []
         for ids in documents:
@@ -209,39 +222,42 @@ class TextEncoder:
 
     @cached_property
     def backend_without_special(self) -> Tokenizer | None:
-        """The backend of a fast tokenizer whose special tokens are out of reach; None where it is not needed.
+        """A backend that never gives special tokens, for a fast tokenizer that would; None for others.
 
-        `split_special_tokens` finds no added tokens in a text, but the model may still find special tokens in
-        its own vocabulary: word-level and Unigram models (T5) have `</s>` there."""
-        # Whether the model finds them can only be tried: alone, as a word and within one.
+        With `split_special_tokens` a tokenizer looks for no added tokens in a text, but its model may still
+        find special tokens in its own vocabulary: word-level and Unigram models (T5) have `</s>` there."""
+        # Whether the model finds a special token can only be tried: alone, as a word and within one.
         samples: list[str] = []
-        for token in self.special:
+        for token in self.special_ids:
             samples += [token, f"a {token} a", f"a{token}a"]
         if not samples:
             return None
         begin, end = self.frame
-        encoded = self.call(self.tokenizer, samples, split_special_tokens=True)
+        encoded = self.run_tokenizer(self.tokenizer, samples, split_special_tokens=True)
         bodies = [ids[len(begin) : len(ids) - len(end)] for ids in encoded]
         if not any(self.control_ids.intersection(body) for body in bodies):
             return None
-        return rename_tokens(self.tokenizer, set(self.special))
+        return rename_tokens(self.tokenizer, set(self.special_ids))
 
     @cached_property
     def words_only(self) -> PreTrainedTokenizerBase:
-        """A copy of a tokenizer without a fast version that finds added words, but no special tokens."""
+        """A copy of a slow tokenizer that finds added tokens in a text, but no special ones."""
         words_only = copy.copy(self.tokenizer)
         words_only.tokens_trie = Trie()
         for token in self.tokenizer.added_tokens_decoder.values():
-            if token.content not in self.special:
+            if token.content not in self.special_ids:
                 words_only.tokens_trie.add(token.content)
         return words_only
 
-    def split_in_python(self, texts: list[str], *, is_target: bool = False) -> list[list[int]]:
-        """As `encode` with SPLIT, of a tokenizer without a fast version, whose `split_special_tokens` would
-        ignore all added tokens."""
+    def encode_without_backend(self, texts: list[str], *, is_target: bool = False) -> list[list[int]]:
+        """As `encode` with SPLIT, for a slow tokenizer: its `split_special_tokens` would ignore all added
+        tokens, special or not."""
         begin, end = self.target_frame if is_target else self.frame
-        documents = self.call(self.words_only, texts, split_special_tokens=False, is_target=is_target)
+        documents = self.run_tokenizer(
+            self.words_only, texts, split_special_tokens=False, is_target=is_target
+        )
         for number, ids in enumerate(documents):
+            # The model's own vocabulary may have special tokens, which are then found in the body.
             if self.control_ids.intersection(ids[len(begin) : len(ids) - len(end)]):
                 body = self.encode_by_character(self.words_only, texts[number])
                 documents[number] = [*begin, *body, *end]
@@ -251,7 +267,7 @@ class TextEncoder:
         """A text in which each special token that it spells is encoded character by character."""
         ids: list[int] = []
         for piece in re.split(f"({self.spelled_pattern})", text):
-            units = list(piece) if piece in self.special else [piece]
+            units = list(piece) if piece in self.special_ids else [piece]
             for unit in units:
                 encoded = tokenizer(unit, add_special_tokens=False, split_special_tokens=False, verbose=False)
                 ids += [token_id for token_id in encoded["input_ids"] if token_id not in self.control_ids]
@@ -259,8 +275,8 @@ class TextEncoder:
 
 
 def rename_tokens(tokenizer: Any, tokens: set[str]) -> Tokenizer:
-    """A copy of a fast tokenizer's backend, with the same ids, that never gives some tokens and puts nothing
-    around a text: they get names that no text has, and merges of a BPE do not make them. The unknown token
+    """A copy of a fast tokenizer's backend, with the same ids, that never gives the `tokens` and adds no
+    frame: the tokens get names that no text has, and merges of a BPE do not make them. The unknown token
     keeps its name."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
     for setting in ("truncation", "padding", "post_processor"):
@@ -274,9 +290,10 @@ def rename_tokens(tokenizer: Any, tokens: set[str]) -> Tokenizer:
         model["merges"] = merges
     if isinstance(model["vocab"], dict):
         model["vocab"] = {hide(token, hidden): token_id for token, token_id in model["vocab"].items()}
-    else:  # of Unigram, whose unknown token is known by its place
+    else:  # of Unigram, whose unknown token is known by its index
         model["vocab"] = [[hide(token, hidden), score] for token, score in model["vocab"]]
-    for token in definition["added_tokens"]:  # not removed: the ids of the others depend on their number
+    # Added tokens are renamed and not removed: the ids of later ones depend on how many there are.
+    for token in definition["added_tokens"]:
         token["content"] = hide(token["content"], hidden)
 
     backend = Tokenizer.from_str(json.dumps(definition))
@@ -285,11 +302,13 @@ def rename_tokens(tokenizer: Any, tokens: set[str]) -> Tokenizer:
 
 
 def merge_entries(merge: str | Sequence[str], prefix: str) -> tuple[str, str, str]:
-    """The vocabulary entries that a merge of a BPE joins, a pair or a text with a blank between, and the one
-    that it makes: without the `prefix` of entries within a word."""
+    """The three vocabulary entries of a merge of a BPE: the two that it joins and the one that it makes. The
+    file has a merge as a pair, or as a text with a blank between. Of the second entry the `prefix` of entries
+    within a word (## of BERT) is left out."""
     first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
     return first, second, first + second.removeprefix(prefix)
 
 
 def hide(token: str, hidden: set[str]) -> str:
+    """The name of a vocabulary entry: one that no text has for the `hidden` tokens, else its own."""
     return PRIVATE + token if token in hidden else token

@@ -132,7 +132,8 @@ class TaskPrompt:
             questions = [turn.content for turn in self.example.turns[:-1] if turn.role == USER]
             return questions[-1] if questions else ""
         source = self.example.source
-        return source[slice(*self.example.text)] or source
+        begin, end = self.example.text_span
+        return source[begin:end] or source
 
 
 @dataclass(frozen=True)
@@ -249,32 +250,40 @@ class Encoder:
 
     def shorten_chat(self, example: Example, *, num_tokens: int) -> Example:
         """A chat of too many tokens without its oldest exchange, or with the end of its only question cut.
-        Raises BadExampleError where nothing is left to cut."""
-        turns = list(example.turns)
-        first = 1 if turns[0].role == SYSTEM else 0
-        later_questions = [
-            number
-            for number in range(first + 1, len(turns))
-            if turns[number].role == USER and turns[number - 1].role != USER
-        ]
-        if later_questions:
-            return replace(example, turns=(*turns[:first], *turns[later_questions[0] :]))
 
-        # One exchange is left: of its question the end is cut, by tokens.
-        num_over = num_tokens - self.length
-        has_question = len(turns) - first >= 2 and turns[-2].role != ASSISTANT
+        The result may still be too long: the caller calls until it fits, so each call makes the chat
+        shorter. Raises BadExampleError where nothing is left to cut."""
+        turns = example.turns
+        first = count_system_turns(example)
+        # Later exchanges begin where a user's turn follows another role's.
+        for number in range(first + 1, len(turns)):
+            if turns[number].role == USER and turns[number - 1].role != USER:
+                return replace(example, turns=(*turns[:first], *turns[number:]))
+        return self.cut_last_question(example, num_tokens=num_tokens)
+
+    def cut_last_question(self, example: Example, *, num_tokens: int) -> Example:
+        """A chat of `num_tokens`, of which one exchange is left, with as many tokens cut at the end of its
+        question as it is too long. Raises BadExampleError where the question has no more than these."""
+        # turns[-1] is the answer, turns[-2] its question, unless that is the system message or another turn
+        # of the assistant: these may not be cut.
+        turns = list(example.turns)
+        num_turns = len(turns) - count_system_turns(example)
+        has_question = num_turns >= 2 and turns[-2].role != ASSISTANT
         question = turns[-2].content if has_question else ""
-        words = self.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(words) <= num_over:
+
+        num_over = num_tokens - self.length
+        question_ids = self.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(question_ids) <= num_over:
             raise BadExampleError(
                 f"example {example.id} of {example.task}: its last answer and what may not be cut take "
                 f"{num_tokens} tokens. Allowed: model.max_seq_length={self.length}",
                 "too many tokens",
             )
-        shorter = self.tokenizer.decode(words[:-num_over], clean_up_tokenization_spaces=False)
-        # A cut within a character leaves a replacement character. Some tokenizers give a text back that is
-        # longer than it was: the caller calls until it fits, so each call has to make it shorter.
+
+        shorter = self.tokenizer.decode(question_ids[:-num_over], clean_up_tokenization_spaces=False)
+        # A cut within a character leaves a replacement character.
         shorter = shorter.rstrip("\ufffd")
+        # Some tokenizers return more text than there was.
         if len(shorter) >= len(question):
             shorter = question[:-1]
         turns[-2] = replace(turns[-2], content=shorter)
@@ -365,7 +374,7 @@ class Encoder:
             return question[:room], num_over
 
         # Instruction and options stay: only the text that is asked about is cut, at its end or middle.
-        begin, end = self.find_text(example, len(question))
+        begin, end = self.find_text_tokens(example, len(question))
         num_kept = end - begin - num_over  # of the text's tokens
         if num_kept < 0:
             num_fixed = len(question) - (end - begin) + self.length - room
@@ -381,14 +390,14 @@ class Encoder:
             self.longest[choices] = max(lengths, default=0)
         return self.longest[choices]
 
-    def find_text(self, example: Example, num_ids: int) -> tuple[int, int]:
-        """Begin and end of the text that may be cut, among the first `num_ids` of the question; (0, 0) where
-        no token is within it."""
-        text_begin, text_end = example.text
+    def find_text_tokens(self, example: Example, num_ids: int) -> tuple[int, int]:
+        """The tokens (begin, end) of the text that may be cut, among the first `num_ids` of the question;
+        (0, 0) where no token is within it."""
+        text_begin, text_end = example.text_span
         # A token that is partly outside belongs to the template, which may not be cut.
         positions = []
-        for position, (start, stop) in enumerate(self.text_encoder.offsets(example.source)[:num_ids]):
-            if text_begin <= start < stop <= text_end:
+        for position, (begin, end) in enumerate(self.text_encoder.offsets(example.source)[:num_ids]):
+            if text_begin <= begin < end <= text_end:
                 positions.append(position)
         return (positions[0], positions[-1] + 1) if positions else (0, 0)
 
@@ -422,6 +431,11 @@ class TokenizedTask(Packed):
         """The example of each token, [B, length] int64, -1 on padding."""
         is_token = np.arange(self.length) < self.row_lengths[rows][:, None]
         return np.where(is_token, np.asarray(rows)[:, None], PADDING)
+
+
+def count_system_turns(example: Example) -> int:
+    """1 for a chat that begins with a system message, which is never cut, else 0."""
+    return 1 if example.turns[0].role == SYSTEM else 0
 
 
 def write_examples(

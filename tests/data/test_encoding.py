@@ -76,7 +76,7 @@ def test_a_row_has_one_frame_and_released_code_cuts_the_question_itself(tokenize
     eos = tokenizer.eos_token_id
     examples = some_examples(20)
     for example in some_examples(3):
-        examples.append(replace(example, source=f"<s></s> {example.source}", text=(0, 3)))
+        examples.append(replace(example, source=f"<s></s> {example.source}", text_span=(0, 3)))
     for row in encoder(tokenizer).encode_all(examples):
         assert row.ids.count(eos) == 1
         if bos is not None and tokenizer("a")["input_ids"][0] == bos:
@@ -102,7 +102,7 @@ def test_a_cut_example_keeps_its_question_and_its_whole_answer(tokenizer, trunca
             assert len(row.ids) <= 75
 
         text = decode_text(tokenizer, question).strip()
-        begin, end = example.text
+        begin, end = example.text_span
         assert text.startswith(example.source[:begin].strip()) and text.endswith("\nAnswer:")
         assert (example.source[end - 3 : end] in text) == (truncate == "middle")
 

@@ -3,8 +3,8 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cpt.core.exceptions import InvalidOptionError
@@ -113,15 +113,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class Example:
-    """A `source` with its `target`. `text` is the span (begin, end) of the source that truncation may cut.
-    `choices` are all answers of a closed task. A chat has `turns` instead of a source, and maybe `tools`."""
+    """A `source` with its `target`. `choices` are all answers of a closed task. A chat has `turns` instead of
+    a source, and maybe `tools`."""
 
     id: str
     source: str
     target: str
     task: str
     choices: tuple[str, ...] = ()
-    text: tuple[int, int] = (0, 0)
+    text_span: tuple[int, int] = (0, 0)  # (begin, end) of the characters of `source` that may be cut
     turns: tuple[Turn, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the functions that the assistant may call
     # Further variables of the chat template.
@@ -142,23 +142,37 @@ class Example:
 
 def write_example(example: Example) -> str:
     """An example as a document of a corpus: one line of JSON."""
-    values = {attribute.name: getattr(example, attribute.name) for attribute in fields(example)}
-    values["turns"] = [turn.to_json() for turn in example.turns]
-    if not example.tools:
-        del values["tools"]
-    if not example.template_options:
-        del values["template_options"]
+    values: dict[str, Sequence[Any] | Mapping[str, Any]] = {
+        "id": example.id,
+        "source": example.source,
+        "target": example.target,
+        "task": example.task,
+        "choices": example.choices,
+        "text": example.text_span,
+        "turns": [turn.to_json() for turn in example.turns],
+    }
+    if example.tools:
+        values["tools"] = example.tools
+    if example.template_options:
+        values["template_options"] = example.template_options
     return json.dumps(values, ensure_ascii=False)
 
 
 def read_example(document: str) -> Example:
     """The example of a document that `write_example` has made."""
     values = json.loads(document)
-    for name in ("choices", "text", "tools"):
-        if name in values:
-            values[name] = tuple(values[name])
-    values["turns"] = tuple(map(Turn.from_json, values["turns"]))
-    return Example(**values)
+    text_begin, text_end = values["text"]
+    return Example(
+        id=values["id"],
+        source=values["source"],
+        target=values["target"],
+        task=values["task"],
+        choices=tuple(values["choices"]),
+        text_span=(text_begin, text_end),
+        turns=tuple(map(Turn.from_json, values["turns"])),
+        tools=tuple(values.get("tools", ())),
+        template_options=values.get("template_options", {}),
+    )
 
 
 @dataclass(frozen=True)

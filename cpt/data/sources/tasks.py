@@ -591,7 +591,7 @@ class Tasks(Source):
             target=record.target,
             task=task,
             choices=choices,
-            text=span,
+            text_span=span,
             turns=record.turns,
             tools=record.tools,
             template_options=record.template_options,

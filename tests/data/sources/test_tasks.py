@@ -110,7 +110,7 @@ def make_examples(source, name, cache, split="train"):
 
 def text_of(example):
     """The text that an example asks about, without the prompt around it."""
-    return example.source[slice(*example.text)]
+    return example.source[slice(*example.text_span)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
