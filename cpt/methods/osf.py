@@ -23,7 +23,7 @@ from cpt.data.options import Domain
 from cpt.gradient_masks.constraints import Subspaces
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import OSFOptions
-from cpt.models.fisher import measure_similarity
+from cpt.models.fisher import measure_block_similarity
 from cpt.models.units import find_blocks, find_projections, find_weight_matrices
 
 
@@ -68,7 +68,7 @@ class OSF(ContinualMethod):
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.options.least is not None:
-            self.similarity = measure_similarity(self.model, self.objective, importance_batches)
+            self.similarity = measure_block_similarity(self.model, self.objective, importance_batches)
 
     def protected_shares(self, domain: Domain) -> list[Fraction]:
         """The protected share of a layer's singular directions, by block and last for all other layers."""

@@ -38,11 +38,12 @@ def estimate_sensitivity(
     power: int,
     label: str,
 ) -> dict[str, Tensor]:
-    """|g|^power by parameter name, g the gradient of the mean of what is `measured` at scored positions, [K],
-    averaged over the samples of all processes; 0 where a parameter is not trained.
+    """|g|^power by parameter name, averaged over the samples of all processes; 0 where a parameter is not
+    trained. g is the gradient of the mean of `measured(model, batch)`, values at the scored positions, [K].
 
-    `per_sample`, g is of one sample; `batch`, of B samples, and B |g|^power is averaged. Processes of a
-    sharded model make their passes together, and raise gradients before they reduce them."""
+    With the estimator `per_sample`, g is of one sample; with `batch`, it is of the B samples of a batch, and
+    B |g|^power is averaged. Processes of a sharded model make their passes together, and raise gradients
+    before they reduce them."""
     batches = tqdm(probe, desc=label, disable=None, leave=False)
     if isinstance(model, FSDPModule):
         sums, count = sum_sharded_powers(model, batches, measured, estimator=estimator, power=power)
@@ -73,6 +74,7 @@ def sum_powers(
     trained_sums = [sums[name] for name in trained_names]
     for batch in batches:
         for part in split_batch(batch, estimator):
+            # Gradients are of the copies in 32 bits.
             with swap_weights(model, weights):
                 value = measured(model, part).mean()
             gradients = torch.autograd.grad(value, trained_weights, allow_unused=True, materialize_grads=True)
@@ -94,7 +96,8 @@ def sum_sharded_powers(
     estimator: str,
     power: int,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The same of a sharded model, of the local rows: gradients add the powers up as they are reduced."""
+    """The sums of |g|^power of a sharded model over the backward passes of all processes, each of the local
+    rows of a weight, and the number of these passes: gradients add the powers up as they are reduced."""
     weights = named_weights(model)
     count = torch.zeros((), device=model.device)
     for batch in batches:
@@ -118,8 +121,8 @@ def sum_sharded_powers(
 
 
 def split_batch(batch: Batch, estimator: str) -> list[Batch]:
-    """The batches whose gradients are raised to a power: of a sample each with `per_sample`, else the whole;
-    those that have something to predict."""
+    """The parts of a batch whose gradients are raised to a power: single samples with `per_sample`, else the
+    batch itself. Parts without anything to predict are left out."""
     if estimator != "per_sample":
         parts = [batch]
     else:
@@ -133,8 +136,8 @@ def project_on_important(
     """By parameter, the projection of a movement on the entries of its most important twentieth."""
 
     def keep_important(importance: Tensor, movement: Tensor) -> Tensor:
-        count = max(1, importance.numel() // 20)
-        threshold = importance.flatten().kthvalue(importance.numel() - count + 1).values
+        num_kept = max(1, importance.numel() // 20)
+        threshold = importance.flatten().kthvalue(importance.numel() - num_kept + 1).values
         # Where fewer entries have any importance, the threshold is 0, which all others would reach.
         return movement * ((importance >= threshold) & (importance > 0)).to(movement.device)
 
@@ -146,10 +149,12 @@ def project_on_important(
 
 
 @torch.no_grad()
-def measure_similarity(model: PreTrainedModel, objective: Objective, batches: Iterable[Batch]) -> Tensor:
+def measure_block_similarity(
+    model: PreTrainedModel, objective: Objective, batches: Iterable[Batch]
+) -> Tensor:
     """The mean cosine of each block's input and output over all tokens of all processes, [blocks]; 1 without
     any token (ShortGPT; Men et al., 2024, arXiv 2403.03853; AdaSVD; Li et al., 2025, arXiv 2502.01403)."""
-    layers = [layer for _, layer in find_blocks(model)]
+    blocks = [block for _, block in find_blocks(model)]
     states: dict[int, tuple[Tensor, Tensor]] = {}  # by the number of the block, its input and its output
 
     def record(number: int, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -157,22 +162,26 @@ def measure_similarity(model: PreTrainedModel, objective: Objective, batches: It
         block_output = output[0] if isinstance(output, tuple) else output
         states[number] = block_input, block_output
 
-    sums = torch.zeros(2, len(layers), device=model.device)  # of cosines, and of tokens
+    sums = torch.zeros(2, len(blocks), device=model.device)  # of cosines, and of tokens
     for batch in batches:
         states.clear()
         # Hooks are there for one pass: others must not pay for them.
         with ExitStack() as hooks:
-            for number, layer in enumerate(layers):
-                handle = layer.register_forward_hook(partial(record, number), with_kwargs=True)
+            for number, block in enumerate(blocks):
+                handle = block.register_forward_hook(partial(record, number), with_kwargs=True)
                 hooks.callback(handle.remove)
             objective.nll(model, batch)
+
+        # An idle batch keeps this process in step with processes that have more batches: it counts nowhere.
         if "idle" in batch:
             continue
         for number, (block_input, block_output) in states.items():
             # [B, T], as the mask
             cosines = functional.cosine_similarity(block_input.float(), block_output.float(), dim=-1)
             mask = batch.get("attention_mask")
-            if mask is None or mask.shape != cosines.shape:  # a block mask, or the other stack's
+            # A mask of another shape is not of these tokens: it is the 4-D mask of packed documents, or in an
+            # encoder-decoder the mask of the other stack. Then all tokens count.
+            if mask is None or mask.shape != cosines.shape:
                 mask = torch.ones_like(cosines)
             weights = mask.to(cosines)
             sums[:, number] += torch.stack([(cosines * weights).sum(), weights.sum()])

@@ -37,27 +37,28 @@ from cpt.models.units import (
     output_axis,
 )
 
-# Fields of configurations, by what they are a number of.
-NEURONS = (
+# Names of the fields of configurations that hold the number of neurons, of heads, …
+NEURON_FIELDS = (
     "intermediate_size", "d_ff", "n_inner", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"
 )  # fmt: skip
-HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
-HEAD_SIZES = ("head_dim", "d_kv")
-DEPTHS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+HEAD_FIELDS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+HEAD_SIZE_FIELDS = ("head_dim", "d_kv")
+DEPTH_FIELDS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 # Model types that are the same function if each hidden feature comes several times: no embedding is scaled by
 # a width, and the last norm is right before the head.
-REPEATABLE = (
+REPEATABLE_MODEL_TYPES = (
     "bert", "roberta", "modernbert", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi3", "t5"
 )  # fmt: skip
 # Attributes of a block's modules that are set on the model, not by the configuration.
-MODES = ("config", CHECKPOINTING, f"_{CHECKPOINTING}_func")
+MODE_ATTRIBUTES = ("config", CHECKPOINTING, f"_{CHECKPOINTING}_func")
 
 
 @contextmanager
-def adjust_config(model: PreTrainedModel, grown: str) -> Iterator[Callable[[], PreTrainedModel]]:
-    """A model and its configuration change inside the context, which yields a function that makes a skeleton
-    of the present configuration. On leaving, the modules get the sizes of the configuration. Raises
-    ValueError, which names the `grown` part, if the configuration does not make the model's shapes."""
+def adjust_config(model: PreTrainedModel, grown_part: str) -> Iterator[Callable[[], PreTrainedModel]]:
+    """A context inside which the caller grows a model and changes its configuration to fit. It yields a
+    function that makes a skeleton of the current configuration. On leaving, the modules get the sizes that
+    the configuration says. Raises ValueError if the configuration does not make the model's shapes; the
+    message names the `grown_part`: "neurons", "heads", "layers" or "hidden size"."""
 
     def make_grown_skeleton() -> PreTrainedModel:
         try:
@@ -65,7 +66,7 @@ def adjust_config(model: PreTrainedModel, grown: str) -> Iterator[Callable[[], P
             return make_skeleton(model)
         except Exception as error:  # whatever a configuration raises
             raise ValueError(
-                f"{grown} of a {model.config.model_type} can not be grown: {reason(error)}"
+                f"{grown_part} of a {model.config.model_type} can not be grown: {reason(error)}"
             ) from error
 
     yield make_grown_skeleton
@@ -76,7 +77,7 @@ def adjust_config(model: PreTrainedModel, grown: str) -> Iterator[Callable[[], P
         shape = state[name].shape if name in state else ()
         if shape != tensor.shape:
             raise ValueError(
-                f"{grown} of a {model.config.model_type} can not be grown: "
+                f"{grown_part} of a {model.config.model_type} can not be grown: "
                 f"its configuration makes {name} {list(tensor.shape)}, not {list(shape)}"
             )
     copy_sizes(skeleton, model)
@@ -96,7 +97,7 @@ def copy_sizes(skeleton: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def set_fields(model: PreTrainedModel, fields: Mapping[str, Any]) -> None:
-    """Sets fields of a model's configuration, of these the ones that it has."""
+    """Sets those of some fields that a model's configuration has; the others are for other model types."""
     for name, value in fields.items():
         if name in model.config.attribute_map or name in vars(model.config):
             setattr(model.config, name, value)
@@ -116,7 +117,8 @@ def grow_neurons(model: PreTrainedModel, num_copies: int, *, noise: float) -> No
         for feed_forward in feed_forwards:
             neurons = draw_units(feed_forward.count, num_copies)
             add_copies(feed_forward, neurons, noise=noise)
-        set_fields(model, dict.fromkeys(NEURONS, feed_forwards[0].count + num_copies))
+        grown_count = feed_forwards[0].count + num_copies
+        set_fields(model, dict.fromkeys(NEURON_FIELDS, grown_count))
 
 
 @torch.no_grad()
@@ -137,7 +139,7 @@ def grow_heads(model: PreTrainedModel, num_copies: int, *, noise: float) -> None
             add_copies(attention, heads, noise=noise)
 
         grown_count = count + len(heads)
-        fields = dict.fromkeys(HEADS, grown_count) | dict.fromkeys(HEAD_SIZES, head_size)
+        fields = dict.fromkeys(HEAD_FIELDS, grown_count) | dict.fromkeys(HEAD_SIZE_FIELDS, head_size)
         fields["num_key_value_heads"] = grown_count // queries_per_group
         set_fields(model, fields)
 
@@ -161,7 +163,7 @@ def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
         raise ValueError(f"the stacks of a {model.config.model_type} have {smallest_depth} blocks to copy")
 
     with adjust_config(model, "layers") as make_grown_skeleton:
-        set_fields(model, {name: getattr(model.config, name, 0) + num_copies for name in DEPTHS})
+        set_fields(model, {name: getattr(model.config, name, 0) + num_copies for name in DEPTH_FIELDS})
         layer_types = getattr(model.config, "layer_types", None)
         if layer_types is not None:
             set_fields(model, {"layer_types": [*layer_types, *layer_types[-num_copies:]]})
@@ -188,7 +190,8 @@ def copy_block(block: nn.Module, origin: nn.Module) -> nn.Module:
     origin_tensors = dict(origin.named_parameters()) | dict(origin.named_buffers())
     first_parameter = next(origin.parameters())
 
-    # What the origin lacks, as a layer that comes in some blocks only, starts as a norm: 1, its bias 0.
+    # What the origin lacks, as a layer that comes in some blocks only, starts like a norm's weight at 1, and
+    # its bias at 0.
     block.to_empty(device=first_parameter.device)
     for name, tensor in (*block.named_parameters(), *block.named_buffers()):
         start = 0.0 if name.endswith("bias") else 1.0
@@ -200,7 +203,7 @@ def copy_block(block: nn.Module, origin: nn.Module) -> nn.Module:
     origin_modules = dict(origin.named_modules())
     for name, module in block.named_modules():
         attributes = vars(origin_modules[name]) if name in origin_modules else {}
-        for mode in MODES:
+        for mode in MODE_ATTRIBUTES:
             if mode in attributes:
                 setattr(module, mode, attributes[mode])
     if origin._compiled_call_impl is not None:
@@ -210,18 +213,20 @@ def copy_block(block: nn.Module, origin: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
-    """Multiplies the hidden size. Raises ValueError for a model type that is not in REPEATABLE."""
+    """Multiplies the hidden size. Raises ValueError for a model type for which this is not exact."""
     if times == 1:
         return
     config = model.config
-    if config.model_type not in REPEATABLE:
+    if config.model_type not in REPEATABLE_MODEL_TYPES:
+        model_types = ", ".join(REPEATABLE_MODEL_TYPES)
         raise ValueError(
-            f"hidden size of a {config.model_type} has no known exact growth, but of {', '.join(REPEATABLE)}"
+            f"hidden size of a {config.model_type} has no known exact growth, but of {model_types}"
         )
     segments = {projection.module: projection.segments for projection in find_projections(model)}
     with adjust_config(model, "hidden size") as make_grown_skeleton:
         # The neurons stay as many: a configuration may derive their number from the hidden size.
-        set_fields(model, dict.fromkeys(NEURONS, find_sublayers(model, ("neurons",))[0].count))
+        num_neurons = find_sublayers(model, ("neurons",))[0].count
+        set_fields(model, dict.fromkeys(NEURON_FIELDS, num_neurons))
         multiply_widths(model, times)
         repeat_parameters(model, make_grown_skeleton(), segments, times=times, noise=noise)
 
@@ -238,8 +243,8 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
 def multiply_widths(model: PreTrainedModel, times: int) -> None:
     """Multiplies the hidden size in a configuration, and the heads where it has no size of a head."""
     fields: tuple[str, ...] = ("hidden_size", "word_embed_proj_dim")
-    if not any(hasattr(model.config, name) for name in HEAD_SIZES):
-        fields = (*fields, *HEADS, "num_key_value_heads")
+    if not any(hasattr(model.config, name) for name in HEAD_SIZE_FIELDS):
+        fields = (*fields, *HEAD_FIELDS, "num_key_value_heads")
     widths = {name: times * getattr(model.config, name) for name in fields if hasattr(model.config, name)}
     set_fields(model, widths)
 

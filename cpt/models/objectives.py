@@ -22,20 +22,20 @@ from cpt.models.forward import hidden_states, logits_and_hidden, token_nll
 
 @dataclass(frozen=True)
 class Tables:
-    """A batch as tables, with the column of the row of tokens that each label stands for."""
+    """A batch as tables: W is the width of the model's input, L of the labels."""
 
-    ids: np.ndarray  # [B, W]
+    ids: np.ndarray  # [B, W], of the model's input, an encoder's if there are two stacks
     is_token: np.ndarray  # [B, W], False at padding
-    labels: np.ndarray  # [B, L]
-    columns: np.ndarray  # [B, L]
+    labels: np.ndarray  # [B, L], UNSCORED where nothing is predicted
+    label_columns: np.ndarray  # [B, L], the column in the rows of tokens of the token that a label stands for
     decoder_ids: np.ndarray | None = None  # [B, L]
 
 
 class Objective(ABC):
-    """Makes batches and runs a model on them; `scored` predicts what `batch` will score, from sizes alone."""
+    """Makes batches and runs a model on them. `scored` says from sizes how many positions `batch` scores."""
 
-    scores: str  # in words: the tokens of the performance matrix
-    longest: int | None = None  # row, in tokens; None: any
+    scores: str  # which tokens the performance matrix scores, in words
+    longest: int | None = None  # the longest row in tokens; None: any
     causal = False  # whether a token sees only those that precede it
     sharing: Sharing | None = None  # of rows, by the samples of a training batch
     isolated = False  # whether documents share the rows of a text without attention between them
@@ -56,7 +56,7 @@ class Objective(ABC):
 
     @abstractmethod
     def make_tables(self, rows: Rows) -> Tables:
-        """What is predicted of rows."""
+        """The model's input for rows, and the labels that it is to predict."""
 
     def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
         """The batch of rows, and for each scored position [K] its token's position in their flattened ids."""
@@ -69,15 +69,15 @@ class Objective(ABC):
             segments=None if rows.segments is None else torch.from_numpy(rows.segments),
         )
         num_rows, length = rows.ids.shape
-        positions = np.arange(num_rows)[:, None] * length + tables.columns
+        positions = np.arange(num_rows)[:, None] * length + tables.label_columns
         return batch, torch.from_numpy(positions[tables.labels != UNSCORED])
 
     @abstractmethod
     def scored(self, sizes: Sizes) -> np.ndarray:
-        """Scored positions per row, [B], of rows of such sizes."""
+        """The number of scored positions of each row, [B], for rows of some sizes."""
 
     def scorable(self, sizes: Sizes) -> np.ndarray:
-        """Tokens per row, [B], that may be scored: bits per byte are counted over them."""
+        """The number of tokens of each row, [B], that may be scored: bits per byte are counted over them."""
         return sizes.all if sizes.inserted is None else sizes.all - sizes.inserted
 
     def restore(self, batch: Batch) -> Batch:
@@ -151,8 +151,9 @@ class Masked(Objective):
         is_random = is_predicted & (corruption >= 0.8) & (corruption < 0.9)
         inputs = np.where(is_random, self.plain_ids[choices], inputs)
 
-        columns = np.broadcast_to(np.arange(length), ids.shape)
-        return Tables(inputs, rows.is_token, np.where(is_predicted, ids, UNSCORED), columns)
+        labels = np.where(is_predicted, ids, UNSCORED)
+        own_columns = np.broadcast_to(np.arange(length), ids.shape)
+        return Tables(inputs, rows.is_token, labels, label_columns=own_columns)
 
 
 class Causal(Objective):
@@ -238,6 +239,8 @@ class Span(Objective):
         return (num_ends.cumsum(1)[:, :width] % 2 == 1) & rows.is_token
 
     def make_tables(self, rows: Rows) -> Tables:
+        """The source with its holes, the target that fills them, and the decoder's input. With `scoring`,
+        sentinels and the end have no label."""
         # A column more: the end of the longest row.
         width = rows.ids.shape[1] + 1
         ids = append_column(rows.ids, self.end)
@@ -246,7 +249,8 @@ class Span(Objective):
         is_end = np.arange(width) == rows.lengths[:, None]
         ids[is_end] = self.end
 
-        # The first token of a hole, and of a text, are where the sentinel of the hole is.
+        # In the source a sentinel replaces the first token of each hole, in the target the first token of
+        # each kept text: sentinel k stands for hole k in the source, and precedes it in the target.
         follows_hidden = np.roll(is_hidden, 1, axis=1)  # the last column, which becomes the first, is False
         opens_hole = is_hidden & ~follows_hidden
         opens_text = is_token & ~is_hidden & follows_hidden
@@ -257,43 +261,51 @@ class Span(Objective):
         target_ids = np.where(opens_text, self.number_sentinels(opens_text), ids)
         source = left_align(source_ids, in_source, filler=self.pad)
         target = left_align(target_ids, in_target, filler=self.pad)
-        is_source = np.arange(source.shape[1]) < in_source.sum(1)[:, None]
+        is_source = left_align(in_source, in_source, filler=False)
 
-        is_learned = (is_hidden | self.learns_sentinels) & (is_token | is_end)
+        is_learned = is_hidden
+        if self.learns_sentinels:
+            is_learned = is_token | is_end
         labels = np.where(left_align(is_learned, in_target, filler=False), target, UNSCORED)
         is_target = left_align(in_target, in_target, filler=False)
         decoder_ids = shift_right(target, is_target, start=self.start, pad=self.pad)
 
-        # A hidden token stands for itself, a sentinel for the first of the next hole, the end for the last.
-        next_hidden = np.where(is_hidden, np.arange(width), width)
-        next_hidden = np.minimum.accumulate(next_hidden[:, ::-1], axis=1)[:, ::-1]
-        columns = left_align(np.minimum(next_hidden, rows.lengths[:, None] - 1), in_target, filler=0)
-        return Tables(source, is_source, labels, columns, decoder_ids)
+        # A hidden token stands for itself, a sentinel for the first token of the hole that follows it, and
+        # the end for the last token of the row.
+        last_columns = rows.lengths[:, None] - 1
+        columns = np.minimum(next_column_where(is_hidden), last_columns)
+        label_columns = left_align(columns, in_target, filler=0)
+        return Tables(source, is_source, labels, label_columns, decoder_ids)
 
     def number_sentinels(self, opens: np.ndarray) -> np.ndarray:
-        """The sentinel of each place [B, T], the k-th from the k-th that `opens` on."""
+        """The sentinel of each column [B, T], the k-th from the k-th that `opens` on."""
         numbers = np.clip(opens.cumsum(1) - 1, 0, len(self.sentinels) - 1)
         return cast(np.ndarray, self.sentinels[numbers])
 
     def restore(self, batch: Batch) -> Batch:
-        """The text joined from source and target at their sentinels; the decoder's input stays."""
+        """The batch with the original text as its input: source and target joined at their sentinels. The
+        decoder's input stays."""
         source = batch["input_ids"]
         target = batch["decoder_input_ids"][:, 1:]
         sentinels = torch.from_numpy(self.sentinels).to(source.device)
-        lengths = batch.get("attention_mask", torch.ones_like(source)).sum(1, keepdim=True)
         opens_hole = torch.isin(source, sentinels)
         opens_text = torch.isin(target, sentinels)
 
-        # The tokens of both in the order of the text: text k precedes hole k.
-        source_turns = 2 * opens_hole.cumsum(1)
-        target_turns = 2 * opens_text.cumsum(1) - 1
+        # Only tokens of the text are taken: no sentinels and no padding, and of the source no end. The target
+        # has its end only as a label, which the decoder does not read.
+        lengths = batch.get("attention_mask", torch.ones_like(source)).sum(1, keepdim=True)
         positions = torch.arange(source.shape[1], device=source.device)
         is_source_text = (positions < lengths - 1) & ~opens_hole
         is_target_text = (target != self.pad) & ~opens_text
         is_text = torch.cat([is_source_text, is_target_text], dim=1)
-        last_turn = 2 * len(self.sentinels) + 2
-        turns = torch.cat([source_turns, target_turns], dim=1).masked_fill(~is_text, last_turn)
-        order = turns.argsort(dim=1, stable=True)
+
+        # Tokens are sorted by keys: those of text k have the key 2 k, those of hole k, which follows it, the
+        # key 2 k + 1. In the source k sentinels precede text k, in the target k + 1 precede hole k.
+        source_keys = 2 * opens_hole.cumsum(1)
+        target_keys = 2 * opens_text.cumsum(1) - 1
+        key_of_dropped = 2 * len(self.sentinels) + 2  # above all others
+        order_keys = torch.cat([source_keys, target_keys], dim=1).masked_fill(~is_text, key_of_dropped)
+        order = order_keys.argsort(dim=1, stable=True)
 
         num_tokens = is_text.sum(1, keepdim=True)
         width = int(num_tokens.max())
@@ -419,17 +431,18 @@ class Seq2SeqAnswers(Answers):
         is_target = left_align(rows.answers, rows.answers, filler=False)
         decoder_ids = shift_right(target, is_target, start=self.start, pad=self.pad)
 
-        columns = np.broadcast_to(np.arange(rows.ids.shape[1]), rows.ids.shape)
-        columns = left_align(columns, rows.answers, filler=0)
-        return Tables(source, is_source, np.where(is_target, target, UNSCORED), columns, decoder_ids)
+        labels = np.where(is_target, target, UNSCORED)
+        row_columns = np.broadcast_to(np.arange(rows.ids.shape[1]), rows.ids.shape)
+        label_columns = left_align(row_columns, rows.answers, filler=0)
+        return Tables(source, is_source, labels, label_columns, decoder_ids)
 
 
 def label_next_tokens(rows: Rows, is_predicted: np.ndarray) -> Tables:
-    """Each token where `is_predicted` [B, T] as the label of the position before it."""
+    """Tables in which each token where `is_predicted` [B, T] is the label of the position before it."""
     labels = np.full_like(rows.ids, UNSCORED)
     labels[:, :-1] = np.where(is_predicted[:, 1:], rows.ids[:, 1:], UNSCORED)
-    columns = np.broadcast_to(np.arange(1, rows.ids.shape[1] + 1), rows.ids.shape)
-    return Tables(rows.ids, rows.is_token, labels, columns)
+    next_columns = np.broadcast_to(np.arange(1, rows.ids.shape[1] + 1), rows.ids.shape)
+    return Tables(rows.ids, rows.is_token, labels, label_columns=next_columns)
 
 
 def join_tables(answers: Tables, raw: Tables, is_answered: np.ndarray, *, pad: int) -> Tables:
@@ -449,7 +462,7 @@ def join_tables(answers: Tables, raw: Tables, is_answered: np.ndarray, *, pad: i
         ids=join(answers.ids, raw.ids, pad),
         is_token=join(answers.is_token, raw.is_token, False),
         labels=join(answers.labels, raw.labels, UNSCORED),
-        columns=join(answers.columns, raw.columns, 0),
+        label_columns=join(answers.label_columns, raw.label_columns, 0),
         decoder_ids=decoder_ids,
     )
 
@@ -464,7 +477,8 @@ def replace_input(batch: Batch, ids: Tensor, is_token: Tensor) -> Batch:
 
 
 def mark_lowest(lottery: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Where the `counts` [B] lowest numbers of each row are, [B, T]; the first of equal ones."""
+    """Where the lowest numbers of each row are, `counts` [B] of them, [B, T]; of equal ones the first."""
+    # Sorting twice gives the rank of each number in its row.
     ranks = lottery.argsort(1, kind="stable").argsort(1, kind="stable")
     return cast(np.ndarray, ranks < counts[:, None])
 
@@ -486,11 +500,24 @@ def draw_composition(keys: np.ndarray, totals: np.ndarray, parts: np.ndarray, *,
     return lengths
 
 
-def left_align(values: np.ndarray, chosen: np.ndarray, *, filler: int) -> np.ndarray:
+def left_align(values: np.ndarray, is_chosen: np.ndarray, *, filler: int) -> np.ndarray:
     """The chosen values of each row [B, T] at its front, [B, W], filled up at the end."""
-    table = np.full((len(values), chosen.sum(1).max(initial=0)), filler, values.dtype)
-    table[chosen.nonzero()[0], chosen.cumsum(1)[chosen] - 1] = values[chosen]
+    width = is_chosen.sum(1).max(initial=0)
+    table = np.full((len(values), width), filler, values.dtype)
+    # The k-th chosen value of a row goes to its column k.
+    row_indices = is_chosen.nonzero()[0]
+    column_indices = is_chosen.cumsum(1)[is_chosen] - 1
+    table[row_indices, column_indices] = values[is_chosen]
     return table
+
+
+def next_column_where(is_wanted: np.ndarray) -> np.ndarray:
+    """For each column of a table [B, T] the first one from it on where `is_wanted`, [B, T]; T without any."""
+    width = is_wanted.shape[1]
+    wanted_columns = np.where(is_wanted, np.arange(width), width)
+    # The smallest of all that follow: a running minimum from the right.
+    from_the_right = wanted_columns[:, ::-1]
+    return cast(np.ndarray, np.minimum.accumulate(from_the_right, axis=1)[:, ::-1])
 
 
 def shift_right(target: np.ndarray, is_target: np.ndarray, *, start: int, pad: int) -> np.ndarray:

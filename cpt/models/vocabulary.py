@@ -366,15 +366,16 @@ def find_learned_rows(weight: Tensor, sub_tokens: dict[int, list[int]]) -> set[i
 def split_new_tokens(
     tokenizer: PreTrainedTokenizerBase, contents: dict[int, str], *, rows: int
 ) -> dict[int, list[int]]:
-    """The ids of the sub-tokens of new tokens (their contents by id), as the tokenizer would split them
-    without these, among the first `rows`; [] for a token of which nothing is known."""
+    """By the id of each new token, the ids of the sub-tokens into which a tokenizer without the new tokens
+    would split its content. Only sub-tokens with a row, below `rows`, are returned; [] for a token without
+    any. `contents`: the contents of the new tokens by id."""
     if not contents:
         return {}
     texts = list(contents.values())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        earlier_backend = rename_tokens(tokenizer, set(texts))
-        encodings = earlier_backend.encode_batch(texts, add_special_tokens=False)
+        backend_without_tokens = rename_tokens(tokenizer, set(texts))
+        encodings = backend_without_tokens.encode_batch(texts, add_special_tokens=False)
         encoded = [encoding.ids for encoding in encodings]
     else:
         pieces_by_token = [tokenizer._tokenize(token) for token in texts]  # without added tokens

@@ -82,7 +82,7 @@ class PreciseSnapshot(Snapshot, PreciseTensors):
 
 
 def shared_names(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
-    """The names that both have with one shape, in the first's order."""
+    """The names of the tensors that are in both mappings with equal shapes, in the order of the first."""
     return [name for name, tensor in first.items() if name in second and second[name].shape == tensor.shape]
 
 
@@ -128,7 +128,8 @@ def penalize_at_once(
 def penalize_one_by_one(
     parameters: list[Tensor], anchors: list[Tensor], weights: list[Tensor] | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The same for anchors and weights on another device, of which one at a time is copied."""
+    """For each parameter the term sum_i w_i (p_i - a_i)^2, a scalar, and w (p - a); the anchors and weights
+    are on another device, from which one at a time is copied."""
     terms = []
     scaled = []
     for index, (parameter, anchor) in enumerate(zip(parameters, anchors, strict=True)):
@@ -148,8 +149,9 @@ def quadratic_penalty(
     *,
     is_offloaded: bool = False,
 ) -> Tensor:
-    """1/2 sum_i w_i (p_i - a_i)^2, a scalar, over the trained parameters that have an anchor and a weight by
-    name, w = 1 without weights; for one backward pass. `is_offloaded`: these are on another device."""
+    """1/2 sum_i w_i (p_i - a_i)^2, a scalar, over the trained parameters p that have an anchor a and a weight
+    w by name, w = 1 without weights; for one backward pass. `is_offloaded`: anchors and weights are on
+    another device than the model."""
     trained = {name: weight for name, weight in named_weights(model).items() if weight.requires_grad}
     penalized = anchors
     if weights is not None:
@@ -165,9 +167,9 @@ def quadratic_penalty(
 
 @contextmanager
 def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model with other weights, by the names of its parameters, inside the context, also where they are
-    tied; gradients go to the given weights, of a sharded model nowhere. AttributeError for an unknown
-    name."""
+    """Inside the context the model has other weights, by the names of its parameters, also where these are
+    tied. Gradients go to the other weights; in a sharded model they go nowhere. Raises AttributeError for an
+    unknown name."""
     reshard(model)
     parameters = {name: model.get_parameter(name) for name in weights}
     sharded_weights = {name: weights[name] for name in weights if is_sharded(parameters[name])}
@@ -176,7 +178,7 @@ def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[No
         if name not in sharded_weights:
             replacements[id(parameter)] = weights[name].to(parameter.device)
 
-    slots = []  # module, attribute and present parameter, several where it is tied
+    slots = []  # (module, attribute, its parameter), several for a tied parameter
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in replacements:
@@ -207,9 +209,9 @@ def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def find_frozen(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
-    """The parameters that no method trains: embeddings, the first blocks, and all but those of `trainable`,
-    as biases (BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for too many blocks, and for an entry
-    of `trainable` that finds nothing."""
+    """The parameters that no method trains, as the options say: embeddings, the first blocks, and all that no
+    entry of `trainable` finds (with `biases`, BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for more
+    blocks than there are, and for an entry of `trainable` that finds nothing."""
     frozen: list[nn.Parameter] = []
     if freeze.embeddings or freeze.layers:
         blocks = [block for _, block in find_blocks(model)]
@@ -278,20 +280,21 @@ def find_trainable(model: nn.Module, entry: str) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[float]]:
-    """||w - w0|| / ||w0|| of an exported model and the share of numbers that changed, by kind of weights and
-    of all. A kind with a tensor that the safetensors lack, or have in another shape, is left out."""
-    # By kind: squared lengths of w - w0 and w0, numbers that changed, and numbers.
+    """[||w - w0|| / ||w0||, share of the numbers that changed] by kind of weights and of "all", where w0 are
+    the weights of the base and w those in the safetensors of a folder. A kind with a tensor that the files
+    lack, or have in another shape, is left out; "all" is there if no kind is left out."""
+    # By kind: squared lengths of w - w0 and w0, the count of numbers that changed, and that of all numbers.
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     incomplete_kinds = set[str]()
     kinds = name_kinds(base)
     with ExitStack() as stack:
-        exported = {}
+        open_files = {}  # by the name of a tensor, the open file that holds it
         for path in sorted(folder.glob("*.safetensors")):
             file = stack.enter_context(safe_open(path, "pt"))
-            exported.update(dict.fromkeys(file.keys(), file))
+            open_files.update(dict.fromkeys(file.keys(), file))
         for name, parameter in base.named_parameters():
             old = parameter.detach().cpu().float()
-            new = read_exported(base, name, parameter, exported)
+            new = read_exported(base, name, parameter, open_files)
             if new is None:
                 incomplete_kinds.add(kinds[name])
                 continue
@@ -338,13 +341,16 @@ def name_kinds(model: PreTrainedModel) -> dict[str, str]:
 
 
 def read_exported(
-    base: PreTrainedModel, name: str, parameter: nn.Parameter, exported: Mapping[str, Any]
+    base: PreTrainedModel, name: str, parameter: nn.Parameter, open_files: Mapping[str, Any]
 ) -> Tensor | None:
-    """A parameter of a base model in float32 as it was exported, from the open safetensors files by the names
-    of their tensors; None where these lack it, or have it in another shape."""
-    for key in revert_weight_conversion(base, {name: parameter.detach()}):  # its name in files
-        if key in exported:
-            tensor = exported[key].get_tensor(key)
+    """The exported value, in float32, of a base model's parameter; None where the files lack it, or have it
+    in another shape. `open_files`: the open safetensors file that holds each tensor, by tensor name."""
+    # In files a parameter may have another name. One that is stored as several tensors, as fused experts are,
+    # has the shape of none of them.
+    stored_names = list(revert_weight_conversion(base, {name: parameter.detach()}))
+    for stored_name in stored_names:
+        if stored_name in open_files:
+            tensor = open_files[stored_name].get_tensor(stored_name)
             if tensor.shape == parameter.shape:
                 return cast(Tensor, tensor.float())
     return None

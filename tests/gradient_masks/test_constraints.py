@@ -11,7 +11,7 @@ from cpt.data.collate import idle_batch
 from cpt.gradient_masks.base import StepSnapshot
 from cpt.gradient_masks.constraints import MomentumFilter, Subspaces
 from cpt.gradient_masks.options import MomentumFilterOptions
-from cpt.models.fisher import measure_similarity
+from cpt.models.fisher import measure_block_similarity
 from cpt.models.units import Projection, find_blocks
 from tests.runs.reading import scores_of
 from tests.support.method_fixtures import ORDER, build_method_fixture
@@ -120,8 +120,8 @@ def test_similarity_is_the_mean_cosine_over_tokens_that_are_there(build):
         handle.remove()
     expected = torch.stack(cosines)[:, :, :-5].mean((1, 2)).detach()
     for batches in ([batch], [batch, idle_batch(batch)]):  # the last of a process that only takes part
-        torch.testing.assert_close(measure_similarity(model, objective, batches), expected)
-    assert torch.equal(measure_similarity(model, objective, []), torch.ones(len(expected)))
+        torch.testing.assert_close(measure_block_similarity(model, objective, batches), expected)
+    assert torch.equal(measure_block_similarity(model, objective, []), torch.ones(len(expected)))
 
 
 def filter_of(weight, *, share, form="whole") -> MomentumFilter:
