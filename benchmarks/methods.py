@@ -34,7 +34,7 @@ from variants import DENSE, TARGETS, VARIANTS
 
 from cpt.data.collate import inputs_of
 from cpt.methods.base import ContinualMethod
-from cpt.trainer.costs import own_names, stored_bytes, trained_parameters
+from cpt.trainer.costs import original_names, stored_bytes, trained_parameters
 
 CONF = ROOT / "conf"
 NCL = "ncl"
@@ -110,7 +110,7 @@ def measure_needs(module: ContinualMethod) -> dict[str, int]:
     buffers = size_extra_tensors(dict(module.named_buffers()))
     on_device = {"peak_device": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}
     return {
-        "state": stored_bytes(module.state_dict(), own_names(module.model)),
+        "state": stored_bytes(module.state_dict(), original_names(module.model)),
         "held": sum(buffers.values()),
         "trainable": trained_parameters(module),
         **on_device,

@@ -395,6 +395,9 @@ def check_trainable(plan: Plan, method: ContinualMethod) -> None:
     problem = f"it leaves nothing of what method={plan.names['method']} trains"
     if trainable is not None:
         raise InvalidOptionError(
-            "trainable", trainable, reason=problem, allowed="null, or what finds some of it"
+            "trainable",
+            trainable,
+            reason=problem,
+            allowed="null, or an entry that finds some of the parameters which the method trains",
         )
     raise InvalidOptionError("freeze.layers", plan.freeze.layers, reason=problem, allowed="fewer blocks")

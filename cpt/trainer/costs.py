@@ -72,17 +72,23 @@ class OperationCounter(TorchDispatchMode):
         return output
 
 
-def own_names(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters and buffers of a model's class, without what was attached since."""
-    plain_model = make_skeleton(model)
-    names = set(plain_model.state_dict())
-    names.update(name for name, _ in plain_model.named_buffers())
+def original_names(model: PreTrainedModel) -> set[str]:
+    """The names of the parameters and buffers that a model has without adapters and whatever else a method
+    has attached to it: those of a new model of its configuration."""
+    new_model = make_skeleton(model)
+    names = set(new_model.state_dict())
+    names.update(name for name, _ in new_model.named_buffers())
     return names
+
+
+def original_name(name: str) -> str:
+    """The name that a parameter had before peft moved the weight of its layer into a `base_layer`."""
+    return name.replace(".base_layer", "")
 
 
 def stored_beside(module: ContinualMethod, state: Mapping[str, Tensor]) -> int:
     """Bytes that a method stores in its state_dict and other buffers beyond its `model`'s own weights."""
-    return stored_bytes(dict(module.named_buffers()) | dict(state), own_names(module.model))
+    return stored_bytes(dict(module.named_buffers()) | dict(state), original_names(module.model))
 
 
 def stored_bytes(state: Mapping[str, Tensor], model_names: set[str]) -> int:
@@ -91,7 +97,7 @@ def stored_bytes(state: Mapping[str, Tensor], model_names: set[str]) -> int:
     names_in_method = {f"model.{name}" for name in model_names}
     sizes: dict[int, int] = {}  # by address
     for name, tensor in state.items():
-        if name.replace(".base_layer", "") in names_in_method:  # where peft moves the weight of a layer
+        if original_name(name) in names_in_method:
             continue
         sizes[address_of(tensor)] = tensor.nbytes
     return sum(sizes.values())

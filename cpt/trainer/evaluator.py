@@ -159,14 +159,15 @@ class FileEvaluator(Evaluator):
 def count_units(
     label: str, *, total: int | None, hidden: bool, unit: str
 ) -> Iterator[tuple[tqdm, Callable[..., None]]]:
-    """A progress bar, and what is called after each unit of work: it leaves on a signal to any process."""
+    """A progress bar, and a function that the caller calls after some units of work with their number: it
+    advances the bar, and raises Preempted if any process has had a signal."""
     with progress_bar(label, total=total, hidden=hidden, unit=unit) as progress:
 
-        def step(count: int = 1) -> None:
+        def on_units_done(count: int = 1) -> None:
             progress.update(count)
             check_all_signals()
 
-        yield progress, step
+        yield progress, on_units_done
 
 
 @contextmanager

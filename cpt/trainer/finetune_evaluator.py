@@ -55,13 +55,22 @@ class FinetuneEvaluator(FileEvaluator):
         return requests
 
     def tasks_after(self, number: int) -> set[str]:
-        """The tasks that a stage is to be measured on; in a run without stages, the base on all."""
+        """The tasks that the model after a stage is to be measured on. A task has the name of its domain."""
         is_last = number == len(self.data)
         learned = self.learned_domains(number)
-        if is_last and not learned:
+        # A run without stages measures the base on all tasks.
+        is_base_only = is_last and not learned
+        if is_base_only:
             return set(self.tasks)
-        if self.module.alone or self.when == "diagonal":  # each domain by its own model only
-            return set(self.data.domains[number - 1].texts) if number > 0 else set()
+
+        # Each domain is measured only by the model of the stage that has just learned it.
+        is_trained_from_base = self.module.alone
+        if is_trained_from_base or self.when == "diagonal":
+            if number == 0:
+                return set()
+            stage = self.data.domains[number - 1]
+            return set(stage.texts)
+
         if self.when == "each" or (self.when == "last" and is_last):
             return set(learned)
         return set()
@@ -86,13 +95,13 @@ class FinetuneEvaluator(FileEvaluator):
         num_steps = sum(self.tasks[name].steps for name, _ in local_requests)
 
         is_hidden = rank != 0 or not local_requests
-        with count_units(label, total=num_steps, hidden=is_hidden, unit="step") as (progress, step):
+        with count_units(label, total=num_steps, hidden=is_hidden, unit="step") as (progress, on_step_done):
             for name, task_requests in groupby(local_requests, key=lambda request: request[0]):
                 with finetune.forked_generators(device):
                     model = self.module.model_for(self.data.domain_indices.get(name, BASE))
                 for _, seed in task_requests:
                     progress.set_postfix_str(f"{name}, seed {seed}", refresh=False)
-                    self.measure_task(number, name, seed, model, device=device, step=step)
+                    self.measure_task(number, name, seed, model, device=device, on_step_done=on_step_done)
 
     def measure_task(
         self,
@@ -102,13 +111,14 @@ class FinetuneEvaluator(FileEvaluator):
         model: PreTrainedModel,
         *,
         device: torch.device,
-        step: Callable[..., None],
+        on_step_done: Callable[..., None],
     ) -> None:
-        """Fine-tunes a copy of a model on a task with a seed and writes its file."""
+        """Fine-tunes a copy of the model after a stage on a task with a seed, and writes its predictions on
+        test examples with their metrics into a file. `on_step_done` is called after every training step."""
         task = self.tasks[name]
         start_time = time.perf_counter()
         job = self.find_job(name, model)
-        predicted, num_epochs = finetune.fine_tune(model, job, seed=seed, device=device, step=step)
+        predicted, num_epochs = finetune.fine_tune(model, job, seed=seed, device=device, step=on_step_done)
 
         metadata = {
             "digest": task.digest(seed),
@@ -153,8 +163,9 @@ class FinetuneEvaluator(FileEvaluator):
         return self.jobs[name, length]
 
     def results(self, num_rows: int) -> dict[str, Any]:
-        # By metric: rows, tasks, seeds; None where a result is missing.
+        """The scores of the files, with the settings of their tasks: see FileEvaluator."""
         seconds: list[float] = []
+        # scores[metric][row][task][seed] is None where a result is missing.
         scores: dict[str, list[list[list[Any]]]] = {metric: [] for metric in ENDTASK_METRICS}
         for row in range(num_rows):
             for metric in ENDTASK_METRICS:

@@ -20,7 +20,7 @@ from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.models.fsdp import named_weights, reshard, shard_model
 from cpt.optim.state import parameters_of
 from cpt.trainer.checkpoint import fill_tensors, layout_of, save_sharded
-from cpt.trainer.costs import own_names
+from cpt.trainer.costs import original_name, original_names
 
 
 class FSDP2Strategy(DDPStrategy):
@@ -60,22 +60,28 @@ class FSDP2Strategy(DDPStrategy):
         mesh = init_device_mesh(self.root_device.type, (self.world_size,))
 
         # What the method has added to the model is small, and stays whole in every process.
-        model_names = own_names(model)
+        names_without_additions = original_names(model)
         added_parameters = set()
         for name, parameter in model.named_parameters():
-            if name.replace(".base_layer", "") not in model_names:  # where peft moves the weight of a layer
+            if original_name(name) not in names_without_additions:
                 added_parameters.add(parameter)
         shard_model(model, mesh, ignored=added_parameters, reshard=self.reshard)
 
-        sharded = {name: weight for name, weight in named_weights(model).items() if is_sharded(weight)}
-        for part in module.modules():
-            if isinstance(part, NamedTensors):
-                part.shard(sharded)
-        module.register_load_state_dict_pre_hook(shard_state)
+        # The method's copies and importances of a weight are sharded like the weight.
+        sharded_weights = {}
+        for name, weight in named_weights(model).items():
+            if is_sharded(weight):
+                sharded_weights[name] = weight
+        for submodule in module.modules():
+            if isinstance(submodule, NamedTensors):
+                submodule.shard(sharded_weights)
+
+        # Checkpoints hold whole tensors; each process takes its rows.
+        module.register_load_state_dict_pre_hook(shard_loaded_state)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A checkpoint is read when it is known which rows are whose."""
+        """A checkpoint is read after the setup, which decides which process has which rows."""
         return True
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -120,7 +126,7 @@ class FSDP2Strategy(DDPStrategy):
 
 
 def shard_entries(entries: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """The optimizer's entries of a parameter, of which those of its shape are sharded like it."""
+    """The optimizer's entries of a parameter. Entries with the shape of the parameter are sharded like it."""
     sharded = {}
     for name, value in entries.items():
         if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -129,8 +135,9 @@ def shard_entries(entries: Mapping[str, Any], parameter: nn.Parameter) -> dict[s
     return sharded
 
 
-def shard_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
-    """Of a state that is loaded, the rows of this process."""
+def shard_loaded_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """A hook on a module that a state dict is loaded into: replaces the tensors of parameters in the state by
+    the rows of this process."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if prefix + name in state:
             state[prefix + name] = shard_like(state[prefix + name], parameter)

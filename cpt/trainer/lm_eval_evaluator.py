@@ -66,12 +66,12 @@ class LMEvalEvaluator(FileEvaluator):
         domain = self.data.domain_indices[learned[-1]] if learned else BASE  # the last one learned
         with (
             on_device(self.module.model_for(domain), device) as model,
-            count_units(label, total=None, hidden=False, unit="request") as (progress, step),
+            count_units(label, total=None, hidden=False, unit="request") as (progress, on_request_done),
         ):
             for task in requests:
                 progress.set_postfix_str(task, refresh=False)
                 start_time = time.perf_counter()
-                result = self.harness.measure(task, model, self.tokenizer, step=step)
+                result = self.harness.measure(task, model, self.tokenizer, step=on_request_done)
                 result["seconds"] = round(time.perf_counter() - start_time, 3)
                 path = predictions.results_file(self.folder(number), task)
                 replace_file(path, json.dumps(result, indent=1) + "\n")

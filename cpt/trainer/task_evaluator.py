@@ -90,7 +90,10 @@ class TaskEvaluator(FileEvaluator):
         _, world = rank_and_world()
         num_answers = sum(self.count_answers(task) for task in requests) // world
         is_hidden = not is_first_process()
-        with count_units(label, total=num_answers, hidden=is_hidden, unit="answer") as (progress, step):
+        with count_units(label, total=num_answers, hidden=is_hidden, unit="answer") as (
+            progress,
+            on_batch_done,
+        ):
             for task in requests:
                 progress.set_postfix_str(task, refresh=False)
 
@@ -98,7 +101,7 @@ class TaskEvaluator(FileEvaluator):
                 is_learned = task in self.learned_domains(number)
                 model = self.module.model_for(self.data.domain_indices[task] if is_learned else BASE)
                 with on_device(model, device) as moved_model, set_mode(moved_model, training=False):
-                    self.ask(number, task, moved_model, step=step)
+                    self.ask(number, task, moved_model, on_batch_done=on_batch_done)
 
     def count_answers(self, task: str) -> int:
         """The choices that are ranked and the texts that are written for a task."""
@@ -106,14 +109,16 @@ class TaskEvaluator(FileEvaluator):
         num_texts = len(questions) if self.options.written else 0
         return sum(len(question.choices) for question in questions) + num_texts
 
-    def ask(self, number: int, task: str, model: PreTrainedModel, *, step: Callable[[int], object]) -> None:
-        """Asks the model after a stage the questions of a task, each process its share, and writes the
-        answers into one file."""
+    def ask(
+        self, number: int, task: str, model: PreTrainedModel, *, on_batch_done: Callable[[int], object]
+    ) -> None:
+        """Asks the model after a stage the questions of a task, and writes the answers into one file. Each
+        process asks its share of the questions; the first writes the file."""
         start_time = time.perf_counter()
         answers = RawAnswers()
         # A process that is to be preempted still waits for the others: all leave together.
         with suppress(Preempted):
-            self.answer_share(task, model, answers, step=step)
+            self.answer_local_share(task, model, answers, on_batch_done=on_batch_done)
         leave_together(f"in the answers after {self.stage_name(number)}")
         for other_answers in gather_objects(answers):
             answers.choice_nll.update(other_answers.choice_nll)
@@ -123,22 +128,30 @@ class TaskEvaluator(FileEvaluator):
             self.save(number, task, answers, start_time=start_time)
         barrier()  # the file is there for all
 
-    def answer_share(
-        self, task: str, model: PreTrainedModel, answers: RawAnswers, *, step: Callable[[int], object]
+    def answer_local_share(
+        self,
+        task: str,
+        model: PreTrainedModel,
+        answers: RawAnswers,
+        *,
+        on_batch_done: Callable[[int], object],
     ) -> None:
-        """Adds the answers to this process's share of the questions.
+        """Adds the model's answers to this process's share of the questions of a task to `answers`.
 
-        `step` is called after each batch with its number of answers. It raises Preempted on a signal."""
+        `on_batch_done` is called after each batch with its number of answers. It raises Preempted on a
+        signal."""
         questions = self.questions[task]
         options = self.options
+        # The data declare their objective as a Collator, which is all that they call of it.
+        objective = cast(Objective, self.data.objective)
         if has_choices(questions):
             answers.choice_nll.update(
                 score_choices(
                     model,
-                    cast(Objective, self.data.objective),  # declared as the Collator that each one is
+                    objective,
                     questions,
                     batch_size=options.batch_size,
-                    step=step,
+                    step=on_batch_done,
                     share=rank_and_world(),
                 )
             )
@@ -150,7 +163,7 @@ class TaskEvaluator(FileEvaluator):
                     questions,
                     max_new_tokens=options.max_new_tokens,
                     batch_size=options.batch_size,
-                    step=step,
+                    step=on_batch_done,
                     share=rank_and_world(),
                 )
             )

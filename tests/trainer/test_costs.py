@@ -12,7 +12,14 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import RobertaConfig, RobertaForMaskedLM
 
-from cpt.trainer.costs import ON_CPU, CostMonitor, OperationCounter, own_names, stored_beside, stored_bytes
+from cpt.trainer.costs import (
+    ON_CPU,
+    CostMonitor,
+    OperationCounter,
+    original_names,
+    stored_beside,
+    stored_bytes,
+)
 from cpt.trainer.lightning import make_trainer
 from tests.conftest import ROOT
 
@@ -22,7 +29,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 def test_what_is_attached_and_what_is_kept_counts_once_and_the_models_own_weights_do_not():
     method = nn.Module()
     method.model = RobertaForMaskedLM(RobertaConfig(vocab_size=50, max_position_embeddings=20, **SIZES))
-    model_names = own_names(method.model)
+    model_names = original_names(method.model)
     assert stored_bytes(method.state_dict(), model_names) == stored_beside(method, method.state_dict()) == 0
     method.model.roberta.add_module("adapter", nn.Linear(16, 4))
     method.register_buffer("copy", torch.zeros(10))

@@ -23,7 +23,7 @@ from cpt.trainer.checkpoint import (
     save_sharded,
     save_stage,
 )
-from cpt.trainer.fsdp_strategy import shard_state
+from cpt.trainer.fsdp_strategy import shard_loaded_state
 from cpt.trainer.linked_weights import link_weights
 from cpt.trainer.lm_eval_evaluator import LMEvalEvaluator
 from cpt.trainer.run_dir import RunDir
@@ -161,7 +161,7 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, is_stored_s
     save_stage(Method(1).share_out(mesh) if is_stored_shared else Method(1), path)
     restored = Method(2)
     if shared:
-        restored.share_out(mesh).register_load_state_dict_pre_hook(shard_state)
+        restored.share_out(mesh).register_load_state_dict_pre_hook(shard_loaded_state)
     restore_stage(restored, path, rests=rests)
     state = {
         name: full_tensor(tensor) if shared else tensor for name, tensor in restored.state_dict().items()
