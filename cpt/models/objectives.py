@@ -517,7 +517,7 @@ def next_column_where(is_wanted: np.ndarray) -> np.ndarray:
     wanted_columns = np.where(is_wanted, np.arange(width), width)
     # The smallest of all that follow: a running minimum from the right.
     from_the_right = wanted_columns[:, ::-1]
-    return cast(np.ndarray, np.minimum.accumulate(from_the_right, axis=1)[:, ::-1])
+    return np.minimum.accumulate(from_the_right, axis=1)[:, ::-1]
 
 
 def shift_right(target: np.ndarray, is_target: np.ndarray, *, start: int, pad: int) -> np.ndarray:
