@@ -172,7 +172,7 @@ class ChatEncoder:
                 ids = self.ids_after(text[begin:end])
             if not ids:
                 raise self.refuse_unscored(example)
-            answers.append(Answer(number, prompt, ids))
+            answers.append(Answer(turn=number, prompt=prompt, ids=ids))
         if not answers:
             raise self.refuse_unscored(example)
         return answers
@@ -417,7 +417,8 @@ class RenderedChat:
         return answer_begin
 
     def find_marked_answer(self, number: int) -> tuple[str, list[Span]]:
-        """The same by the marks of the template: those after the text of the turns before."""
+        """The text of a chat up to an answer, and the spans of the answer, by the marks of the template: the
+        marked spans that come after the text of the turns before the answer."""
         variables = {**self.encoder.tokenizer.special_tokens_map, **self.options}
         try:
             texts, spans = render_jinja_template(

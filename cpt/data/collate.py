@@ -12,7 +12,8 @@ from torch import Tensor
 
 INPUTS = ("input_ids", "attention_mask", "segments", "decoder_input_ids")  # what of a batch a model takes
 UNSCORED = -100  # the label of a place without a loss, as in transformers
-WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # widths of shared rows that are tried, over the longest sample's
+# Widths of shared rows that are tried, as multiples of the longest sample's.
+WIDTH_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 
 class Batch(TypedDict, total=False):
@@ -63,9 +64,9 @@ class Rows:
     def some(self, chosen: np.ndarray) -> "Rows":
         """Some of the rows."""
         return Rows(
-            self.ids[chosen],
-            self.lengths[chosen],
-            self.keys[chosen],
+            ids=self.ids[chosen],
+            lengths=self.lengths[chosen],
+            keys=self.keys[chosen],
             answers=None if self.answers is None else self.answers[chosen],
             segments=None if self.segments is None else self.segments[chosen],
         )
@@ -226,7 +227,7 @@ class Sharing:
     def widths(self, longest: int) -> list[int]:
         """Widths of rows to try for samples of which the longest has `longest` tokens, ascending."""
         widths = set()
-        for factor in WIDTHS:
+        for factor in WIDTH_FACTORS:
             width = int(factor * longest)
             if self.limit:
                 width = min(width, max(longest, self.limit))

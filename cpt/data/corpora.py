@@ -183,5 +183,7 @@ def find_shared(corpora: Mapping[str, Corpus]) -> list[SharedDocuments]:
 
     pairs = []
     for row, column in np.argwhere(counts):
-        pairs.append(SharedDocuments(names[row], names[column], int(counts[row, column])))
+        pairs.append(
+            SharedDocuments(held_out=names[row], trained=names[column], count=int(counts[row, column]))
+        )
     return sorted(pairs, key=lambda pair: -pair.count)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
 BATCH = 10_000  # documents that are written at once, or fewer:
-MAX_WAITING = 1 << 20  # bytes of documents after which they are written
+MAX_WAITING_BYTES = 1 << 20  # bytes of documents after which they are written
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
 
 
 class DocumentWriter:
-    """Writes documents to an Arrow file, about MAX_WAITING bytes at once."""
+    """Writes documents to an Arrow file, about MAX_WAITING_BYTES at once."""
 
     def __init__(self, path: Path) -> None:
         features = Features({"text": Value("large_string")})
@@ -85,7 +85,7 @@ class DocumentWriter:
         """Adds a document in UTF-8."""
         self.writer.write({"text": raw.decode()})
         self.waiting += len(raw)
-        if self.waiting >= MAX_WAITING:
+        if self.waiting >= MAX_WAITING_BYTES:
             self.writer.write_examples_on_file()
             self.waiting = 0
 
@@ -231,7 +231,9 @@ def read_documents(
     skipped = [source.skipped[member] for member in members if source.skipped.get(member)]
     if skipped:
         facts["skipped"] = join_skipped(skipped)
-    return CorpusContent(splits, keys, facts, count_contradicted(keys, answers))
+    return CorpusContent(
+        splits=splits, keys=keys, facts=facts, num_contradicted=count_contradicted(keys, answers)
+    )
 
 
 def limit_classes(

@@ -68,7 +68,8 @@ class DomainSequence(LightningDataModule):
     eval_tokens: int | None = None
     validation: Mapping[str, Packed] = field(default_factory=dict)
     trainer: Trainer = field(init=False)  # Lightning's, while it fits or validates
-    domain: Domain = field(default=Domain("", -1, ()), init=False)  # before the first is entered
+    # The domain that has been entered last; before the first one a domain without texts.
+    domain: Domain = field(default=Domain(name="", index=-1, texts=()), init=False)
     requested_texts: Sequence[str] | None = field(default=None, init=False)  # held out, to score; None: all
     by_length: bool = field(default=False, init=False)  # whether rows of similar length are scored together
     replay_source: ReplaySource | None = field(default=None, init=False)  # None: training text is replayed

@@ -28,7 +28,8 @@ from cpt.core.preemption import ignore_signals
 MAX_SOCKET_PATH = 107  # bytes of an AF_UNIX address, <linux/un.h>
 SOCKET_SUFFIX = len("/pymp-12345678/listener-12345678")  # of multiprocessing, below the temporary folder
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-UNSENT = 70  # EX_SOFTWARE of BSD's <sysexits.h>: exit code of a loader process that lost a batch
+# The exit code of a loader process that lost a batch: EX_SOFTWARE of BSD's <sysexits.h>.
+LOST_BATCH_EXIT_CODE = 70
 EXIT_S = 1.0  # seconds between a broken connection and the end of its process
 raise_every_error: Callable[[int, FrameType | None], Any]  # torch's handler of SIGCHLD
 
@@ -146,4 +147,4 @@ def report_unsent_batch(queue: Any, error: Exception, batch: Any) -> None:
         queue.put((number, wrapper))
     else:
         print(f"cpt: {message}", file=sys.stderr, flush=True)
-        os._exit(UNSENT)
+        os._exit(LOST_BATCH_EXIT_CODE)

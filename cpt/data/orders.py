@@ -19,11 +19,11 @@ from cpt.core.schema import unknown_name
 from cpt.data.sources.m2d2 import parse_name
 
 SWAPPED = "swapped"  # alone, or after another word: the second half first
-BY_TEXTS = ("similar", "similar_tree", "dissimilar")
-WORDS = ("reverse", "random", *BY_TEXTS)
-DECIMALS = 4  # of a cosine: a smaller difference is a tie, on any machine
-BUCKETS = 1 << 15  # that words are hashed into
-LETTERS = re.compile(r"[^\W\d_]{2,}")
+TEXT_ORDERS = ("similar", "similar_tree", "dissimilar")
+WORDS = ("reverse", "random", *TEXT_ORDERS)
+COSINE_DECIMALS = 4  # of a cosine: a smaller difference is a tie, on any machine
+NUM_BUCKETS = 1 << 15  # that words are hashed into
+WORD_PATTERN = re.compile(r"[^\W\d_]{2,}")
 
 
 def resolve_order(
@@ -82,7 +82,7 @@ def resolve_word(order: str, *, names: Sequence[str], first_order: list[str], se
                 allowed="order=similar, or domains like cs.AI, cs.CL and math.AG",
             )
 
-    if word in BY_TEXTS:
+    if word in TEXT_ORDERS:
         return first_order
     words = {
         "": first_order,
@@ -144,7 +144,7 @@ def swap_halves(order: Sequence[str]) -> list[str]:
 
 def by_texts(order: int | str | Sequence[str]) -> bool:
     """Whether the similarity of the texts decides an order."""
-    return isinstance(order, str) and split_word(order)[0] in BY_TEXTS
+    return isinstance(order, str) and split_word(order)[0] in TEXT_ORDERS
 
 
 @dataclass(frozen=True)
@@ -176,20 +176,22 @@ class Similarity:
         return cls(list(values["names"]), np.array(values["matrix"]), np.array(values["general"]))
 
     def reorder(self, order: Sequence[str]) -> "Similarity":
-        """The same with its names, rows and columns in another order."""
+        """The similarity with its names, and the rows and columns of its matrix, in another order."""
         indices = [self.names.index(name) for name in order]
-        return Similarity(list(order), self.matrix[np.ix_(indices, indices)], self.general[indices])
+        return Similarity(
+            names=list(order), matrix=self.matrix[np.ix_(indices, indices)], general=self.general[indices]
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"names": self.names, "matrix": self.matrix.tolist(), "general": self.general.tolist()}
 
 
 def round_cosines(values: np.ndarray) -> np.ndarray:
-    return np.round(np.clip(values, -1, 1), DECIMALS) + 0.0  # no -0
+    return np.round(np.clip(values, -1, 1), COSINE_DECIMALS) + 0.0  # no -0
 
 
 def arrange_domains(word: str, similarity: Similarity) -> list[str]:
-    """The order that a word of BY_TEXTS gives, from the domain nearest to the general text on: always the
+    """The order that a word of TEXT_ORDERS gives, from the domain nearest to the general text on: always the
     nearest next (similar) or the farthest (dissimilar). similar_tree: coarse domains by the mean similarity
     of their members, and within each its members, from the one nearest to the last trained on."""
     stem, is_swapped = split_word(word)
@@ -244,11 +246,12 @@ def group_coarse(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def embed_by_words(texts: Mapping[str, Iterable[list[str]]]) -> dict[str, np.ndarray]:
-    """Mean TF-IDF vector of each text, [BUCKETS]: a document is the logarithms of its hashed words' counts,
-    of length 1; words are weighted by inverse document frequency."""
-    sums = {name: np.zeros(BUCKETS) for name in texts}
+    """The mean TF-IDF vector of the documents of each text, [NUM_BUCKETS]. The vector of a document has the
+    logarithms of the counts of its hashed words, scaled to length 1; the mean is weighted by inverse document
+    frequency."""
+    sums = {name: np.zeros(NUM_BUCKETS) for name in texts}
     num_documents = dict.fromkeys(texts, 0)
-    document_frequency = np.zeros(BUCKETS)
+    document_frequency = np.zeros(NUM_BUCKETS)
     for name, batches in texts.items():
         for batch in batches:
             for document in batch:
@@ -265,6 +268,6 @@ def embed_by_words(texts: Mapping[str, Iterable[list[str]]]) -> dict[str, np.nda
 def count_buckets(document: str) -> Counter[int]:
     """How many words of a document are in each bucket, in the order in which the buckets first occur."""
     counts = Counter[int]()
-    for word, count in Counter(LETTERS.findall(document.lower())).items():
-        counts[xxhash.xxh32_intdigest(word.encode()) % BUCKETS] += count
+    for word, count in Counter(WORD_PATTERN.findall(document.lower())).items():
+        counts[xxhash.xxh32_intdigest(word.encode()) % NUM_BUCKETS] += count
     return counts

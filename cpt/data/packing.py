@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 FORMAT = 2  # part of the key of cached rows: raise it when other rows are made of the same text
 ROWS, FACTS = "rows.arrow", "facts.json"
 PADDING = -1  # the document of a token of padding
-OPEN_ROWS = 128  # rows that wait for documents that fit
+NUM_OPEN_ROWS = 128  # rows that wait for documents that fit
 IDS = List(Value("int32"))
 COLUMNS = Features({"ids": IDS, "documents": IDS, "text_tokens": Value("int32")})
 # Also the tokens of a row that packing has inserted, where each row begins with the same token.
@@ -183,7 +183,7 @@ class DocumentPacker:
 
 PACKERS: dict[str, Callable[..., ConcatPacker | DocumentPacker]] = {
     CONCAT: ConcatPacker,
-    DOCUMENT_MASK: partial(DocumentPacker, open_rows=OPEN_ROWS),
+    DOCUMENT_MASK: partial(DocumentPacker, open_rows=NUM_OPEN_ROWS),
     NONE: partial(DocumentPacker, open_rows=0),
 }
 

@@ -14,7 +14,7 @@ from cpt.data.packing import PADDING, Packed
 from cpt.data.replay import ReplayPool, Samples
 from cpt.data.sources.base import DOCUMENT_MASK, NONE
 
-LOCATED_AT_ONCE = 32  # steps
+NUM_LOCATED_STEPS = 32  # steps
 NO_DOMAIN = -1  # the index of the domain of general text
 
 
@@ -57,7 +57,7 @@ class TrainStream(Dataset):
         self.total = sum(self.steps)
         self.ends = np.cumsum([self.count_new(steps) for steps in self.steps])
         self.starts = np.concatenate([[0], self.ends[:-1]])
-        # New samples of LOCATED_AT_ONCE steps, and the first of these steps.
+        # New samples of NUM_LOCATED_STEPS steps, and the first of these steps.
         self.located: tuple[int, Samples] | None = None
 
     def __len__(self) -> int:
@@ -136,10 +136,10 @@ class TrainStream(Dataset):
 
     def locate_new(self, step: int) -> Samples:
         """The new samples of a step, of the stage's own stream."""
-        first_step = step - step % LOCATED_AT_ONCE
+        first_step = step - step % NUM_LOCATED_STEPS
         first_position = self.count_new(first_step)
         if self.located is None or self.located[0] != first_step:
-            end_step = min(first_step + LOCATED_AT_ONCE, self.total)
+            end_step = min(first_step + NUM_LOCATED_STEPS, self.total)
             positions = np.arange(first_position, self.count_new(end_step))
             self.located = (first_step, self.locate(positions))
 
@@ -285,7 +285,7 @@ def stack_rows(texts: Sequence[Packed], samples: Samples) -> Rows:
             is_answer[group.is_here, :group_width] = answers[:, :width]
         if segments is not None:
             segments[group.is_here, :group_width] = group.text.document_of(group.rows)[:, :width]
-    return Rows(ids, lengths, samples.keys, is_answer, segments)
+    return Rows(ids=ids, lengths=lengths, keys=samples.keys, answers=is_answer, segments=segments)
 
 
 @dataclass(eq=False)

@@ -88,11 +88,11 @@ def choose_separator(
     configuration and generation configuration. Raises ValueError for a text that is no token, and where a
     tokenizer has none that could separate documents."""
     if requested == NONE:
-        return Separator((), "none")
+        return Separator(ids=(), description="none")
     if requested != AUTO:
         return named_separator(tokenizer, requested)
     if frame_of(tokenizer)[1]:
-        return Separator((), "none in addition to what the tokenizer puts after each text")
+        return Separator(ids=(), description="none in addition to what the tokenizer puts after each text")
 
     (default,) = terminator(tokenizer)
     token = str(tokenizer.convert_ids_to_tokens(default))

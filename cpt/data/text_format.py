@@ -65,7 +65,12 @@ def make_text_format(
     row_start = choose_row_start(
         tokenizer, options.bos_in_rows, is_causal=is_causal, is_checkpoint=is_checkpoint
     )
-    return TextFormat(tokenizer, separator.ids, row_start, options.special_tokens)
+    return TextFormat(
+        tokenizer=tokenizer,
+        separator=separator.ids,
+        row_start=row_start,
+        special_tokens=options.special_tokens,
+    )
 
 
 def choose_row_start(

@@ -198,7 +198,7 @@ class Encoder:
         answer = self.answer_of(example.target, question, joint_ids)
         prompt, cut = self.fit(example, question, answer)
         marks = [False] * len(prompt) + [True] * len(answer)
-        return EncodedExample(prompt + answer, marks, cut, example)
+        return EncodedExample(ids=prompt + answer, answer=marks, cut=cut, example=example)
 
     def encode_chat(
         self, example: Example, scored_turns: str, counts: ChatCounts | None = None
@@ -230,7 +230,13 @@ class Encoder:
             part = self.shorten_chat(part, num_tokens=len(ids))
             answers = sequences_of(self.scored_answers(part, scored_turns))[-1]
             ids, marks = self.chat_row(answers)
-        return EncodedExample(ids, marks, num_tokens - len(ids), example, num_answers - len(answers))
+        return EncodedExample(
+            ids=ids,
+            answer=marks,
+            cut=num_tokens - len(ids),
+            example=example,
+            lost_answers=num_answers - len(answers),
+        )
 
     def chat_row(self, answers: Sequence[Answer]) -> tuple[list[int], list[bool]]:
         """The ids up to the end of the last answer, a special token, and which of them are answers."""
@@ -310,7 +316,7 @@ class Encoder:
             if example.turns[-1].details:
                 rendered_answer = self.tokenizer.decode(reference, skip_special_tokens=True).strip()
                 example = replace(example, target=rendered_answer or example.target)
-            return TaskPrompt(example, row.ids[:begin], [], reference)
+            return TaskPrompt(example=example, ids=row.ids[:begin], choices=[], reference=reference)
         (question,) = self.ids_of([example.source])
         texts = [*example.choices, example.target]
         joint_ids = self.together([(example.source, text) for text in texts])
@@ -319,7 +325,7 @@ class Encoder:
             answers.append(self.answer_of(text, question, ids))
         *choices, reference = answers
         prompt, _ = self.fit(example, question, reference)
-        return TaskPrompt(example, prompt, choices, reference)
+        return TaskPrompt(example=example, ids=prompt, choices=choices, reference=reference)
 
     def together(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """The ids of questions with their answers; none for an encoder-decoder, which reads them apart."""
@@ -422,7 +428,9 @@ class TokenizedTask(Packed):
         return self.column("answer_tokens").astype(np.int64)
 
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
-        return Sizes(self.text_tokens[rows], self.row_lengths[rows], self.answer_tokens[rows])
+        return Sizes(
+            text=self.text_tokens[rows], all=self.row_lengths[rows], answers=self.answer_tokens[rows]
+        )
 
     def answers(self, rows: np.ndarray) -> np.ndarray:
         return self.table(rows, "answers", 0).astype(bool)
@@ -480,7 +488,7 @@ def write_examples(
 
 def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTask:
     rows = Dataset.from_file(str(path))
-    text = TokenizedTask(rows, 0, padding_id(tokenizer), len(rows), 0)
+    text = TokenizedTask(rows=rows, length=0, pad=padding_id(tokenizer), documents=len(rows), bytes=0)
     return replace(text, length=int(text.row_lengths.max()), bytes=int(text.column("bytes").sum()))
 
 

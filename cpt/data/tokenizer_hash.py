@@ -15,7 +15,7 @@ from cpt.core.config import digest
 
 # Attributes of a tokenizer without a fast version that do not decide its ids: where it came from, what it has
 # computed so far, how it renders chats, and truncation and padding, which cpt does itself.
-IRRELEVANT = {
+IRRELEVANT_ATTRIBUTES = {
     "name_or_path",
     "init_inputs",
     "init_kwargs",
@@ -39,7 +39,7 @@ IRRELEVANT = {
     "_pad_token_type_id",
 }
 LIBRARIES = ("transformers", "sentencepiece")  # whose code is the algorithm of a slow tokenizer
-NESTING = 4  # levels of objects and containers inside a slow tokenizer that are read
+MAX_NESTING = 4  # levels of objects and containers inside a slow tokenizer that are read
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -53,7 +53,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     else:
         definition = {
             "vocabulary": tokenizer.get_vocab(),
-            "options": plain_values(option_attributes(tokenizer), NESTING),
+            "options": plain_values(option_attributes(tokenizer), MAX_NESTING),
         }
     # Most calls set this option, chats do not. It is left out where it has its default, so that hashes of
     # usual tokenizers stay as they were.
@@ -99,7 +99,7 @@ def option_attributes(value: Any) -> dict[str, Any]:
     return {
         name: entry
         for name, entry in vars(value).items()
-        if not (name in IRRELEVANT or "cache" in name or is_path(entry))
+        if not (name in IRRELEVANT_ATTRIBUTES or "cache" in name or is_path(entry))
     }
 
 

@@ -17,8 +17,10 @@ from cpt.models.fsdp import call_within
 from cpt.models.units import ATTENTION
 
 SOURCE_TOKENS, TARGET_TOKENS = "source", "target"
-CROSS = re.compile(r"enc|cross", re.IGNORECASE)  # in the name of a decoder's attention to the encoder
-MEMORY = re.compile(r"(w?[kv]|w?kv|key|value)(?![a-z])\w*", re.IGNORECASE)  # its layers that read it
+# What is in the name of a decoder's attention to the encoder.
+CROSS_ATTENTION = re.compile(r"enc|cross", re.IGNORECASE)
+# The names of the layers of that attention that read the encoder's output.
+MEMORY_LAYER = re.compile(r"(w?[kv]|w?kv|key|value)(?![a-z])\w*", re.IGNORECASE)
 
 
 def logits_and_hidden(
@@ -182,10 +184,10 @@ def find_token_side(model: PreTrainedModel, name: str) -> str | None:
 
     # Of a layer in the decoder: whether it reads keys or values of the encoder.
     attention = ATTENTION.match(name, len(names[decoder]) + 1)
-    if attention is None or not CROSS.search(attention.group().rpartition(".")[2]):
+    if attention is None or not CROSS_ATTENTION.search(attention.group().rpartition(".")[2]):
         return TARGET_TOKENS
     parts = name[attention.end() + 1 :].split(".")
-    return SOURCE_TOKENS if any(MEMORY.fullmatch(part) for part in parts) else TARGET_TOKENS
+    return SOURCE_TOKENS if any(MEMORY_LAYER.fullmatch(part) for part in parts) else TARGET_TOKENS
 
 
 def supports_kv_cache(model: PreTrainedModel) -> bool:

@@ -153,7 +153,7 @@ class Masked(Objective):
 
         labels = np.where(is_predicted, ids, UNSCORED)
         own_columns = np.broadcast_to(np.arange(length), ids.shape)
-        return Tables(inputs, rows.is_token, labels, label_columns=own_columns)
+        return Tables(ids=inputs, is_token=rows.is_token, labels=labels, label_columns=own_columns)
 
 
 class Causal(Objective):
@@ -275,7 +275,13 @@ class Span(Objective):
         last_columns = rows.lengths[:, None] - 1
         columns = np.minimum(next_column_where(is_hidden), last_columns)
         label_columns = left_align(columns, in_target, filler=0)
-        return Tables(source, is_source, labels, label_columns, decoder_ids)
+        return Tables(
+            ids=source,
+            is_token=is_source,
+            labels=labels,
+            label_columns=label_columns,
+            decoder_ids=decoder_ids,
+        )
 
     def number_sentinels(self, opens: np.ndarray) -> np.ndarray:
         """The sentinel of each column [B, T], the k-th from the k-th that `opens` on."""
@@ -356,7 +362,9 @@ class Answers(Objective):
             return self.make_answer_tables(rows.some(is_answered))
 
         raw_rows = rows.some(~is_answered)
-        raw_tables = self.raw.make_tables(Rows(raw_rows.ids, raw_rows.lengths, raw_rows.keys))
+        raw_tables = self.raw.make_tables(
+            Rows(ids=raw_rows.ids, lengths=raw_rows.lengths, keys=raw_rows.keys)
+        )
         if not is_answered.any():
             return raw_tables
         answer_tables = self.make_answer_tables(rows.some(is_answered))
@@ -434,7 +442,13 @@ class Seq2SeqAnswers(Answers):
         labels = np.where(is_target, target, UNSCORED)
         row_columns = np.broadcast_to(np.arange(rows.ids.shape[1]), rows.ids.shape)
         label_columns = left_align(row_columns, rows.answers, filler=0)
-        return Tables(source, is_source, labels, label_columns, decoder_ids)
+        return Tables(
+            ids=source,
+            is_token=is_source,
+            labels=labels,
+            label_columns=label_columns,
+            decoder_ids=decoder_ids,
+        )
 
 
 def label_next_tokens(rows: Rows, is_predicted: np.ndarray) -> Tables:
@@ -442,7 +456,7 @@ def label_next_tokens(rows: Rows, is_predicted: np.ndarray) -> Tables:
     labels = np.full_like(rows.ids, UNSCORED)
     labels[:, :-1] = np.where(is_predicted[:, 1:], rows.ids[:, 1:], UNSCORED)
     next_columns = np.broadcast_to(np.arange(1, rows.ids.shape[1] + 1), rows.ids.shape)
-    return Tables(rows.ids, rows.is_token, labels, label_columns=next_columns)
+    return Tables(ids=rows.ids, is_token=rows.is_token, labels=labels, label_columns=next_columns)
 
 
 def join_tables(answers: Tables, raw: Tables, is_answered: np.ndarray, *, pad: int) -> Tables:

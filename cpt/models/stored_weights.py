@@ -26,7 +26,7 @@ from cpt.core.exceptions import InvalidOptionError
 
 log = logging.getLogger(__name__)
 ONE_MODEL = "weights and config.json of one model"
-NAMED = 3  # tensors that a message names, of more
+MAX_NAMED = 3  # tensors that a message names, of more
 ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)\.|\.modules_to_save\.")
 # What wraps a module adds this to the names of its tensors.
 WRAPPERS = re.compile(
@@ -149,7 +149,9 @@ def compare_weights(
     parameters = {name for name, _ in model.named_parameters()}
     missing = sorted(name for name in loading_info["missing_keys"] if name in parameters)
     return WeightsReport(
-        missing, sorted(loading_info["unexpected_keys"]), sorted(loading_info["mismatched_keys"])
+        missing=missing,
+        unused=sorted(loading_info["unexpected_keys"]),
+        mismatched=sorted(loading_info["mismatched_keys"]),
     )
 
 
@@ -270,5 +272,5 @@ def format_shape(shape: Iterable[int]) -> str:
 
 def format_names(names: list[str]) -> str:
     """The first of some names, with an ellipsis for others."""
-    listed = ", ".join(names[:NAMED])
-    return f"{listed}, …" if len(names) > NAMED else listed
+    listed = ", ".join(names[:MAX_NAMED])
+    return f"{listed}, …" if len(names) > MAX_NAMED else listed

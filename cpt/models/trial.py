@@ -19,9 +19,10 @@ from cpt.models.loading import find_objectives
 from cpt.models.objectives import Objective
 
 log = logging.getLogger(__name__)
-TOKENS = 8  # of the row that is tried
-LARGE = 2**26  # numbers in a tensor, from which one expert stands for all
-ATTENTION = ("is_causal", "is_decoder", "use_bidirectional_attention")  # settings that a message names
+NUM_TOKENS = 8  # of the row that is tried
+MIN_LARGE_TENSOR = 2**26  # numbers in a tensor, from which one expert stands for all
+# Settings of a configuration that a message on the direction of attention names.
+ATTENTION_SETTINGS = ("is_causal", "is_decoder", "use_bidirectional_attention")
 # The largest difference of outputs, relative to the largest output, that is rounding.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
@@ -36,7 +37,7 @@ def make_stand_in(skeleton: PreTrainedModel) -> PreTrainedModel:
         shape = parameter.shape
         if shape not in tensors:
             # Of the many experts of a block, the first axis of three, one is drawn.
-            has_experts = len(shape) > 2 and shape.numel() > LARGE
+            has_experts = len(shape) > 2 and shape.numel() > MIN_LARGE_TENSOR
             drawn_shape = (1, *shape[1:]) if has_experts else shape
             numbers = torch.randn(drawn_shape, generator=generator)
             scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
@@ -62,7 +63,7 @@ def try_model(
     span), or whose tokens see what this objective hides or do not see what it needs. `source` names the model
     in messages, as KEY=VALUE; rows of at most `length` tokens are tried. Of a stand-in, outputs that are not
     finite are no fault: its random weights are not those of the model."""
-    row = draw_row(model, tokens=min(length, TOKENS))
+    row = draw_row(model, tokens=min(length, NUM_TOKENS))
     try:
         with torch.random.fork_rng(devices=[]):
             run_in_training(model, objective, row, name, length=length)
@@ -145,7 +146,7 @@ def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: st
 def compare_attention(model: PreTrainedModel, objective: Objective, row: Tensor, name: str) -> str:
     """What is wrong with the tokens that each token sees, with what is allowed instead; "" if nothing is."""
     kind = f"a {model.config.model_type}"
-    declared_keys = [key for key in ATTENTION if hasattr(model.config, key)]
+    declared_keys = [key for key in ATTENTION_SETTINGS if hasattr(model.config, key)]
     settings = [f"{key}={format_value(getattr(model.config, key))}" for key in declared_keys]
     if settings:
         kind += f" with {', '.join(settings)}"

@@ -230,16 +230,25 @@ def make_inner_units(sublayer: SubLayer) -> Units:
     for source, members in sublayer.sources:
         parts += make_output_parts(source, members)
     columns = share_members(sublayer.count, sublayer.count, out.inputs // sublayer.count)
-    parts.append(Part(out.module, "weight", 1 - out.axis, columns))
+    parts.append(Part(module=out.module, attribute="weight", axis=1 - out.axis, members=columns))
     name = f"{sublayer.name}.{sublayer.kind}"
-    return Units(name, sublayer.kind, sublayer.count, out.module, "in", tuple(parts))
+    return Units(
+        name=name, kind=sublayer.kind, count=sublayer.count, gate=out.module, side="in", parts=tuple(parts)
+    )
 
 
 def make_output_units(sublayer: SubLayer) -> Units:
     """The output features of a feed-forward network, a unit each."""
     out = sublayer.out
     parts = make_output_parts(out, share_members(out.outputs, out.outputs, 1))
-    return Units(f"{sublayer.name}.outputs", "outputs", out.outputs, out.module, "out", tuple(parts))
+    return Units(
+        name=f"{sublayer.name}.outputs",
+        kind="outputs",
+        count=out.outputs,
+        gate=out.module,
+        side="out",
+        parts=tuple(parts),
+    )
 
 
 def make_token_units(model: PreTrainedModel) -> Units:
@@ -252,9 +261,18 @@ def make_token_units(model: PreTrainedModel) -> Units:
     tables = dict.fromkeys(stack.get_input_embeddings() for stack in stacks)
     members = share_members(embedding.num_embeddings, embedding.num_embeddings, 1)
     parts = [
-        Part(table, "weight", 0, members) for table in tables if table.weight.shape == embedding.weight.shape
+        Part(module=table, attribute="weight", axis=0, members=members)
+        for table in tables
+        if table.weight.shape == embedding.weight.shape
     ]
-    return Units(f"{name}.tokens", "tokens", embedding.num_embeddings, embedding, "out", tuple(parts))
+    return Units(
+        name=f"{name}.tokens",
+        kind="tokens",
+        count=embedding.num_embeddings,
+        gate=embedding,
+        side="out",
+        parts=tuple(parts),
+    )
 
 
 def find_projections(model: PreTrainedModel, *, skips_mixtures: bool = False) -> list[Projection]:
@@ -272,7 +290,9 @@ def find_weight_matrices(model: nn.Module) -> list[Projection]:
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-            matrices.setdefault(weight, Projection(name, module, output_axis(module), ()))
+            matrices.setdefault(
+                weight, Projection(name=name, module=module, axis=output_axis(module), segments=())
+            )
     return list(matrices.values())
 
 
@@ -356,7 +376,9 @@ def group_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection
             rows = torch.arange(module.weight.shape[axis])
             match = ATTENTION.match(full_name, len(name) + 1)
             attention = full_name[: match.end()] if match else ""
-            layers.setdefault(attention, []).append(Projection(full_name, module, axis, (rows,)))
+            layers.setdefault(attention, []).append(
+                Projection(name=full_name, module=module, axis=axis, segments=(rows,))
+            )
     return layers
 
 
@@ -385,7 +407,7 @@ def find_sublayer(
                 split_source(source, counts, count, model.config.model_type)
                 for source, counts in zip(sources, split_counts, strict=True)
             ]
-            return SubLayer(name, kind, count, split_sources, out)
+            return SubLayer(name=name, kind=kind, count=count, sources=split_sources, out=out)
     raise ValueError(
         f"{name}: {kind} cannot be identified; supported: Q, K, V (fused or not), an output projection; up, "
         f"down, perhaps gate (fused or not); found {list_matrices(module, name)}"
@@ -457,9 +479,9 @@ def share_members(heads: int, groups: int, size: int) -> Tensor:
 
 def make_output_parts(linear: Projection, members: Tensor) -> list[Part]:
     """The output features of a linear layer: of its weight, and of its bias if it has one."""
-    parts = [Part(linear.module, "weight", linear.axis, members)]
+    parts = [Part(module=linear.module, attribute="weight", axis=linear.axis, members=members)]
     if linear.bias is not None:
-        parts.append(Part(linear.module, "bias", 0, members))
+        parts.append(Part(module=linear.module, attribute="bias", axis=0, members=members))
     return parts
 
 

@@ -401,7 +401,7 @@ def pretrain(
         router_weights=find_router_weights(options.router_aux_loss, model.config),
     )
     method = NCL(Options(), context)
-    domain = Domain(GENERAL, 0, (GENERAL,))
+    domain = Domain(name=GENERAL, index=0, texts=(GENERAL,))
     method.activate(domain.index)
 
     packed = corpora.packed(

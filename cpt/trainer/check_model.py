@@ -197,8 +197,8 @@ def check_chats(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase |
             allowed="an instruction-tuned checkpoint, or examples with a question and an answer",
         )
 
-    turns = (Turn(USER, "a question"), Turn(ASSISTANT, "its answer"))
-    chat = Example("a question and its answer", "", "its answer", "chat", turns=turns)
+    turns = (Turn(role=USER, content="a question"), Turn(role=ASSISTANT, content="its answer"))
+    chat = Example(id="a question and its answer", source="", target="its answer", task="chat", turns=turns)
     encoding = plan.source.encoding
     date = None if encoding is None else encoding.date
     ChatEncoder(tokenizer, date or datetime.date.today().isoformat()).answers(chat)

@@ -5,7 +5,7 @@ from cpt.core.distributed import gather_objects
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.secrets import redact
 from cpt.trainer.plan import Plan
-from cpt.trainer.run_dir import BY_CONTENT
+from cpt.trainer.run_dir import KEYS_BY_CONTENT
 
 
 def check_same_settings(plan: Plan) -> None:
@@ -31,7 +31,7 @@ def check_same_settings(plan: Plan) -> None:
 
 def is_node_local(key: str) -> bool:
     """Whether an option may name another folder on each node: texts and bases are known by their contents."""
-    return key in (*BY_CONTENT, "model.name_or_path", "model.tokenizer") or key.endswith(".path")
+    return key in (*KEYS_BY_CONTENT, "model.name_or_path", "model.tokenizer") or key.endswith(".path")
 
 
 def check_same_date(plan: Plan) -> None:

@@ -32,12 +32,14 @@ def count_attention_backward(grad: Any, query: Any, key: Any, value: Any, *args:
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
-ON_CPU = {  # attention on a CPU, which the counter lacks; shapes [B, H, T, D]
+CPU_ATTENTION_COUNTS = {  # attention on a CPU, which the counter lacks; shapes [B, H, T, D]
     ATEN._scaled_dot_product_flash_attention_for_cpu: count_attention,
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: count_attention_backward,
 }
-COUNTS = flop_registry | {kernel: shape_wrapper(count) for kernel, count in ON_CPU.items()}
-COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+OPERATION_COUNTS = flop_registry | {
+    kernel: shape_wrapper(count) for kernel, count in CPU_ATTENTION_COUNTS.items()
+}
+COMPOSITE_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class OperationCounter(TorchDispatchMode):
@@ -58,8 +60,8 @@ class OperationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in self.kernels:
-            count = COUNTS.get(getattr(func, "_overloadpacket", func))
-            is_composite = count is None and func.has_kernel_for_dispatch_key(COMPOSITE)
+            count = OPERATION_COUNTS.get(getattr(func, "_overloadpacket", func))
+            is_composite = count is None and func.has_kernel_for_dispatch_key(COMPOSITE_KEY)
             self.kernels[func] = (count, is_composite)
 
         count, is_composite = self.kernels[func]

@@ -123,7 +123,7 @@ def count_stages(
     stages = []
     stage_texts = [domain.texts for domain in data]
     num_rows = 0 if scores is None else len(scores.rows)
-    for number, stage in enumerate([Domain("base", -1, ()), *data]):
+    for number, stage in enumerate([Domain(name="base", index=-1, texts=()), *data]):
         scored_texts = policy.choose_columns(number, stages=stage_texts, texts=list(data.held_out))
         missing_texts: Collection[str] = scored_texts
         num_steps = 0

@@ -89,7 +89,7 @@ class FileEvaluator(Evaluator):
 
     @abstractmethod
     def measure_requests(self, number: int, requests: list[Any], device: torch.device, label: str) -> None:
-        """Measures requests, of which each process has its share. May be left by Preempted."""
+        """Measures requests, each process its share. Preempted may be raised meanwhile."""
 
     @abstractmethod
     def results(self, num_rows: int) -> dict[str, Any]:

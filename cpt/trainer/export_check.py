@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 CHECKED_TOKENS = 2048  # of the held-out text, in whole rows
 # Nats by which the mean of tokens may differ, as a share of their loss where it is above 1: of the weights
 # that were written, and of the precision in which the run has scored its last row.
-BY_WEIGHTS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.02}
+TOLERANCES_BY_DTYPE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.02}
 EXACT_PRECISIONS = ("32-true", "32", "64-true")
-BY_EXACT = 2e-3
-BY_ROUNDED = 0.02
-NUM_NAMED = 3  # keys in a message
+EXACT_TOLERANCE = 2e-3
+ROUNDED_TOLERANCE = 0.02
+MAX_NAMED = 3  # keys in a message
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
     batch = subset[0]
     with set_mode(module, training=False), computable_anywhere(module.model):
         expected = module.exported_nll(move(batch, module.model.device), domain)
-    return HeldOutSample(text, domain, batch, expected.double().cpu())
+    return HeldOutSample(text=text, domain=domain, batch=batch, expected=expected.double().cpu())
 
 
 @contextmanager
@@ -121,12 +121,12 @@ def check_export(
 
     # First against the weights in memory, which differ by nothing but the dtype of the file; then against
     # what the matrix has, which was computed in the run's precision.
-    allowed = BY_WEIGHTS[model.dtype]
+    allowed = TOLERANCES_BY_DTYPE[model.dtype]
     cause = describe_loss_difference(losses, sample.expected, allowed=allowed, label="the run's weights give")
     if cause is None and recorded is not None:
         documents = sample.batch["documents"]
         document_losses, recorded_losses = whole_documents(documents, losses, recorded)
-        allowed = BY_EXACT if precision in EXACT_PRECISIONS else BY_ROUNDED
+        allowed = EXACT_TOLERANCE if precision in EXACT_PRECISIONS else ROUNDED_TOLERANCE
         cause = describe_loss_difference(
             document_losses, recorded_losses, allowed=allowed, label="the last row has"
         )
@@ -164,8 +164,8 @@ def load_as_written(folder: Path, expression: str) -> PreTrainedModel:
 
 def name_first(names: Sequence[str]) -> str:
     """The first names, with an ellipsis for those that follow."""
-    listed = ", ".join(names[:NUM_NAMED])
-    return f"{listed}, …" if len(names) > NUM_NAMED else listed
+    listed = ", ".join(names[:MAX_NAMED])
+    return f"{listed}, …" if len(names) > MAX_NAMED else listed
 
 
 def evaluate(node: ast.expr) -> Any:

@@ -15,9 +15,9 @@ from cpt.trainer.plan import Plan, why_not_extendable
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
-COPIED = ("scores.json", "metrics.csv", "threads", "callbacks")
+COPIED_PATHS = ("scores.json", "metrics.csv", "threads", "callbacks")
 # Folders whose files are replaced, never written into: a copy may share them by hard links.
-LINKED = ("answers", "benchmarks", "diagnostics", "documents", "endtasks", "generated", "stages")
+LINKED_FOLDERS = ("answers", "benchmarks", "diagnostics", "documents", "endtasks", "generated", "stages")
 
 
 def find_extended(plan: Plan, run: RunDir) -> RunDir | None:
@@ -133,9 +133,9 @@ def extend_run(plan: Plan, run: RunDir, source: RunDir) -> None:
     partial = RunDir(run.path.with_name(f"{run.path.name}{PARTIAL}"))
     discard(partial.path)
     partial.path.mkdir()
-    for name in COPIED:
+    for name in COPIED_PATHS:
         copy_entry(source.path / name, partial.path / name)
-    for name in LINKED:
+    for name in LINKED_FOLDERS:
         link_entry(source.path / name, partial.path / name)
 
     partial.write_config(plan.settings)

@@ -25,7 +25,7 @@ from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 
 FLAG = "--options"
 # Sections whose options are the same whatever is chosen.
-FIXED: dict[str, tuple[type[Options], ...]] = {
+FIXED_SECTIONS: dict[str, tuple[type[Options], ...]] = {
     "": (RunOptions,),
     "freeze": (Freeze,),
     "eval": (EvalOptions,),
@@ -76,7 +76,7 @@ def list_sections(cfg: DictConfig, section: str = "") -> Iterator[str]:
     node = OmegaConf.select(cfg, section) if section else cfg
     if not isinstance(node, DictConfig):
         return
-    if section in FIXED or "_target_" in node:
+    if section in FIXED_SECTIONS or "_target_" in node:
         yield section
     for name in node:
         if not OmegaConf.is_missing(node, name):
@@ -85,8 +85,8 @@ def list_sections(cfg: DictConfig, section: str = "") -> Iterator[str]:
 
 def options_at(cfg: DictConfig, section: str) -> Sequence[type[Options]]:
     """The Options of a section; none where its class has none."""
-    if section in FIXED:
-        return FIXED[section]
+    if section in FIXED_SECTIONS:
+        return FIXED_SECTIONS[section]
     target = OmegaConf.select(cfg, join(section, "_target_"))
     kind = OPTIONS_BY_TARGET.get(target)
     if kind is None and target:

@@ -100,7 +100,7 @@ def link_files(linked: Mapping[str, FileAndKey], model: Path, folder: Path) -> N
 
 
 def hash_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for tensors with the same type, shape and bits."""
+    """A key that is equal for tensors of equal type, shape and bits."""
     array: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return tensor.dtype, tensor.shape, xxhash.xxh3_128_digest(array)
 

@@ -167,7 +167,7 @@ class MatrixEvaluator(Evaluator):
         return documents
 
     def store_documents(self, number: int) -> None:
-        """Writes losses by document, with those that the row has already."""
+        """Writes the losses by document of a row, together with the losses that its file has already."""
         documents: dict[str, np.ndarray] = {}
         if number < len(self.scores.rows):
             documents.update(self.load_documents(number))

@@ -128,7 +128,9 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
         resolved=redact(settings),
         names=names,
         order=order,
-        budget=Budget(trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size),
+        budget=Budget(
+            steps=trainer.steps, epochs=trainer.epochs, tokens=trainer.tokens, batch_size=trainer.batch_size
+        ),
         carry=carried(settings["optim"].get("state_across_domains", "none")),
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_hash=digest(identity(redact(settings))),

@@ -23,7 +23,8 @@ from cpt.optim.options import read_optimizer
 from cpt.optim.schedulers import Schedule
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 
-SETS_OTHERS = ("strategy", "experiment", "hydra")  # config groups that set values of other sections
+# Config groups that set values of other sections.
+GROUPS_THAT_SET_OTHERS = ("strategy", "experiment", "hydra")
 # Arguments of lightning.Trainer that cpt sets; others would change how much is trained or evaluated.
 SET_BY_CPT = (
     "max_steps",
@@ -128,11 +129,11 @@ def check_keys(cfg: DictConfig, text: str) -> None:
             groups.extend(choice)
     allowed_keys = []
     for key in map(str, (*defaults, *groups)):
-        if key not in SETS_OTHERS and " " not in key:  # `override hydra/launcher` is no key
+        if key not in GROUPS_THAT_SET_OTHERS and " " not in key:  # `override hydra/launcher` is no key
             allowed_keys.append(key)
 
     for key in map(str, cfg):
-        if key not in allowed_keys and key not in SETS_OTHERS and not is_used(key, text):
+        if key not in allowed_keys and key not in GROUPS_THAT_SET_OTHERS and not is_used(key, text):
             raise ValueError(unknown_name(key, allowed_keys, listing=", ".join(allowed_keys)))
     for key in allowed_keys:
         if key not in cfg and not OmegaConf.is_missing(cfg, key):

@@ -25,7 +25,7 @@ from cpt.core.secrets import is_same_setting, redact
 from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
-BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "init_from")
+KEYS_BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "init_from")
 # Endings of a stage's file and of its folders. A stage counts by its file: written last, removed first.
 STAGE_FILE = "pt"
 STAGE_FOLDERS = ("shards", "linked")
@@ -43,7 +43,7 @@ FILES_BEFORE_THE_RUN = {
     PROGRESS_FILE,
 }
 # Of files that are written in one piece: what a killed process leaves of them.
-INCOMPLETE = (
+INCOMPLETE_PATTERNS = (
     ".scores.json.*.tmp",
     "*.partial",
     "stages/*.partial",
@@ -118,7 +118,7 @@ class RunDir:
         current = identity(redact(settings))
         ignored: set[str] = set()
         if self.manifest.exists() or self.scores_file.exists():
-            ignored.update(BY_CONTENT)
+            ignored.update(KEYS_BY_CONTENT)
         if (stored.get("init_from") is None) != (current.get("init_from") is None):
             ignored.discard("init_from")  # else the bases are compared
 
@@ -184,7 +184,7 @@ class RunDir:
     def clean(self) -> None:
         """Removes what killed processes left incomplete. The caller holds the lock."""
         incomplete: list[Path] = []
-        for pattern in INCOMPLETE:
+        for pattern in INCOMPLETE_PATTERNS:
             incomplete.extend(self.path.glob(pattern))
 
         # Of a committed stage the file is not incomplete but lost.

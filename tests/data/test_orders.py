@@ -8,7 +8,7 @@ import pytest
 import xxhash
 from omegaconf import OmegaConf
 
-from cpt.data.orders import BUCKETS, Similarity, arrange_domains, embed_by_words, resolve_order
+from cpt.data.orders import NUM_BUCKETS, Similarity, arrange_domains, embed_by_words, resolve_order
 
 NAMES = ["ai", "acl", "pubmed", "phone"]
 ORDERS = [["pubmed", "acl", "ai"], ["ai", "pubmed", "acl"]]
@@ -80,7 +80,7 @@ def test_means_are_centred_before_their_cosines_and_names_sorted():
 
 
 def hash_word(word: str) -> int:
-    return xxhash.xxh32_intdigest(word.encode()) % BUCKETS
+    return xxhash.xxh32_intdigest(word.encode()) % NUM_BUCKETS
 
 
 def test_words_of_any_alphabet_weigh_by_their_counts_and_by_how_few_documents_have_them():
@@ -101,4 +101,4 @@ def test_words_of_any_alphabet_weigh_by_their_counts_and_by_how_few_documents_ha
     embeddings = embed_by_words({"a": [["Straße STRASSE x 42 суд"]], "b": [["42 !"]], "c": []})
     expected = {hash_word(word) for word in ("straße", "strasse", "суд")}
     assert set(np.flatnonzero(embeddings["a"])) == expected
-    assert not embeddings["b"].any() and not embeddings["c"].any() and embeddings["c"].shape == (BUCKETS,)
+    assert not embeddings["b"].any() and not embeddings["c"].any() and embeddings["c"].shape == (NUM_BUCKETS,)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus, packing, tokenize
 from cpt.data.corpora import Corpora
-from cpt.data.packing import OPEN_ROWS, PACKERS, balance
+from cpt.data.packing import NUM_OPEN_ROWS, PACKERS, balance
 from cpt.data.replay import Samples
 from cpt.data.sampler import stack_rows
 from cpt.data.separator import terminator
@@ -193,7 +193,7 @@ def pack_by_best_fit(documents):
             elif len(piece) == LENGTH:
                 rows.append(piece)
             else:
-                if len(open_rows) == OPEN_ROWS:
+                if len(open_rows) == NUM_OPEN_ROWS:
                     finished = max(open_rows, key=len)
                 open_rows.append(piece)
 
@@ -243,7 +243,7 @@ def test_rows_of_documents_that_fit_are_nearly_full_and_few_are_open():
     assert [owners for _, owners, _ in rows] == pack_by_best_fit(documents)
 
     # No two of these documents fit into a row, so that the fullest of the open rows is finished first.
-    sizes = [9 + number % 7 for number in range(OPEN_ROWS + 30)]
+    sizes = [9 + number % 7 for number in range(NUM_OPEN_ROWS + 30)]
     rows, documents = pack_sizes("document_mask", sizes, 1)
     assert [owners for _, owners, _ in rows] == pack_by_best_fit(documents)
     assert len(rows[0][0]) == 15

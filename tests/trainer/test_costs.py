@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from cpt.trainer.costs import (
-    ON_CPU,
+    CPU_ATTENTION_COUNTS,
     CostMonitor,
     OperationCounter,
     original_names,
@@ -116,7 +116,10 @@ def test_it_counts_what_torchs_counter_counts(inference):
     sizes = {"vocab_size": 50, "max_position_embeddings": 20, **SIZES}
     model = RobertaForMaskedLM(RobertaConfig(**sizes)).eval()
     ids = torch.randint(5, 50, (3, 8))
-    with FlopCounterMode(display=False, custom_mapping=ON_CPU) as expected, OperationCounter() as counter:
+    with (
+        FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION_COUNTS) as expected,
+        OperationCounter() as counter,
+    ):
         with torch.inference_mode(inference):  # composite kernels arrive whole
             loss = model(ids, labels=ids).loss
         if not inference:

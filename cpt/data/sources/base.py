@@ -184,7 +184,9 @@ class Source(Options, ABC):
     @property
     def text_options(self) -> TextOptions:
         """How raw text becomes ids."""
-        return TextOptions(self.separator, self.special_tokens, self.bos_in_rows)
+        return TextOptions(
+            separator=self.separator, special_tokens=self.special_tokens, bos_in_rows=self.bos_in_rows
+        )
 
     @property
     @abstractmethod

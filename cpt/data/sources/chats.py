@@ -174,7 +174,12 @@ def read_turn(message: Mapping[str, Any], where: str, ignored_keys: Counter[str]
         if any(message.get(key) for key in WEIGHT_KEYS):
             ignored_keys[f"weight of {role}"] += 1
         is_scored = True  # only answers are ever scored
-    return Turn(role, read_content(message, where, has_calls=bool(calls)), details, is_scored)
+    return Turn(
+        role=role,
+        content=read_content(message, where, has_calls=bool(calls)),
+        details=details,
+        is_scored=is_scored,
+    )
 
 
 def read_content(message: Mapping[str, Any], where: str, *, has_calls: bool) -> str:

@@ -18,7 +18,7 @@ PLAIN_SUFFIXES = (".txt", ".md")
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 SUFFIXES = (*PLAIN_SUFFIXES, *TABLE_SUFFIXES)
 PACKED = (".gz", ".zst", ".bz2", ".xz")
-HEADED = (*PACKED, ".parquet", ".arrow")  # formats of which no file has 0 bytes
+SUFFIXES_WITH_HEADER = (*PACKED, ".parquet", ".arrow")  # formats of which no file has 0 bytes
 # The words of datasets.data_files.SPLIT_KEYWORDS, which takes seconds to import.
 SPLIT_WORDS = {
     "train": "train",
@@ -38,7 +38,7 @@ ABOUT_DATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|code_of_conduct|authors)([-_. ].*)?",
     re.IGNORECASE,
 )
-METADATA = (  # of datasets, as in its FILES_TO_IGNORE, and of Spark
+METADATA_FILES = (  # of datasets, as in its FILES_TO_IGNORE, and of Spark
     "dataset_info.json",
     "dataset_infos.json",
     "dataset_dict.json",
@@ -214,7 +214,7 @@ def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = No
         is_no_document = not is_text or is_plain_next_to_tables
         is_about_data = is_no_document and ABOUT_DATA.fullmatch(path.name) is not None
         is_saved_state = listed_names is not None and path.name == SAVED_STATE
-        if path.name in METADATA or is_about_data or is_saved_state:
+        if path.name in METADATA_FILES or is_about_data or is_saved_state:
             files.about_data.append(path)
         elif listed_names is not None and path.name not in listed_names:
             files.not_listed.append(path)
@@ -280,7 +280,7 @@ def refuse_unreadable(path: Path) -> None:
                 f"or leave out what is not text: domains.ignore=[{path.name}]"
             )
         suffix = path.suffix.lower()
-        if suffix in HEADED and path.stat().st_size == 0:
+        if suffix in SUFFIXES_WITH_HEADER and path.stat().st_size == 0:
             raise ValueError(
                 f"{path} is damaged: it has 0 bytes. "
                 f"Allowed: a complete {suffix} file, or domains.ignore=[{path.name}]"

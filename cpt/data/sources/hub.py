@@ -21,8 +21,8 @@ from cpt.data.sources.readers import Oddities, clean_documents, column_texts
 
 log = logging.getLogger(__name__)
 # RuntimeError: a script; ImportError: a column that needs a package to be decoded.
-UNREADABLE = (OSError, RuntimeError, ImportError, pa.ArrowException, UnicodeDecodeError)
-SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
+READ_ERRORS = (OSError, RuntimeError, ImportError, pa.ArrowException, UnicodeDecodeError)
+SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
 
 
 @config
@@ -79,7 +79,7 @@ class Hub(Source):
             return
         try:
             yield from self.read_entry(name, entry)
-        except (datasets.exceptions.DatasetsError, *UNREADABLE) as error:
+        except (datasets.exceptions.DatasetsError, *READ_ERRORS) as error:
             raise ValueError(
                 f"domains.catalogue.{name}.path={entry['path']} is invalid: {cause(error)}"
             ) from error
@@ -180,7 +180,7 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
     from datasets import Dataset, get_dataset_split_names, load_dataset, load_from_disk
 
     path = entry["path"]
-    is_saved = any((Path(path) / file_name).is_file() for file_name in SAVED)
+    is_saved = any((Path(path) / file_name).is_file() for file_name in SAVED_DATASET_FILES)
     if not is_saved:
         name = entry.get("name")
         files = split_files(entry)

@@ -38,17 +38,17 @@ from cpt.data.sources.files import (
 )
 
 log = logging.getLogger(__name__)
-MANY_FILES = 20  # .txt files, from which each is a document
-FIRST_LINES = 10_000  # of a file, by which its documents are found
+MIN_ONE_DOCUMENT_FILES = 20  # .txt files, from which each is a document
+NUM_FIRST_LINES = 10_000  # of a file, by which its documents are found
 MAX_LINES_PER_PARAGRAPH = 20  # on average; where blank lines are rarer, they separate no paragraphs
 SHARD = re.compile(r"\d+-of-\d+")  # in the name of a file that is one of several with many documents
 CHUNK = 1 << 20  # bytes that are read at once
 LINE_END = re.compile(rb"\r*\n|\r")  # also of a text whose line ends were converted twice
 MARK = "\ufeff"  # byte order mark
 # Control characters that text has not: all but tab, line ends, backspace (overstrike), escape, separators.
-CONTROL = bytes([*range(0x08), *range(0x0E, 0x1B)])
+CONTROL_BYTES = bytes([*range(0x08), *range(0x0E, 0x1B)])
 # A line with at least as many of them, and with a larger share, is not text.
-MIN_CONTROL = 4
+MIN_CONTROL_BYTES = 4
 MAX_CONTROL_SHARE = 0.05
 DELIMITERS = (",", ";", "\t", "|")
 TABLE_ROWS = 100  # rows of a parquet or Arrow file that become Python objects at once
@@ -160,7 +160,7 @@ def choose_unit(paths: Sequence[Path]) -> str:
     lines separate in the first lines of the first file that is not empty, else the line."""
     # Many files are documents each, unless they are shards of one file, which say so by their names.
     whole_files = [path for path in paths if not SHARD.search(path.name)]
-    if not paths or len(whole_files) >= MANY_FILES:
+    if not paths or len(whole_files) >= MIN_ONE_DOCUMENT_FILES:
         if paths:
             log.info("Reading %d .txt files: documents are files (domains.document)", len(paths))
         return "file"
@@ -168,7 +168,7 @@ def choose_unit(paths: Sequence[Path]) -> str:
     paragraph_lines: list[int] = []
     for path in paths:
         with naming_file(path):
-            paragraph_lines = count_paragraph_lines(islice(lines(path), FIRST_LINES))
+            paragraph_lines = count_paragraph_lines(islice(lines(path), NUM_FIRST_LINES))
         if paragraph_lines:
             break
 
@@ -324,7 +324,7 @@ def refuse_pointer(path: Path, beginning: bytes) -> None:
 
 def refuse_binary(path: Path, number: int, line: bytes) -> None:
     """Raises ValueError for a line with control characters as only binary files have them."""
-    text = line.translate(None, CONTROL)
+    text = line.translate(None, CONTROL_BYTES)
     num_control = len(line) - len(text)
     if num_control == 0:
         return
@@ -332,7 +332,7 @@ def refuse_binary(path: Path, number: int, line: bytes) -> None:
     fewer_zeros, more_zeros = sorted((line[::2].count(0), line[1::2].count(0)))
     if len(line) > 3 and 4 * more_zeros > len(line) > 16 * fewer_zeros and text.strip():
         raise ValueError(f"{path} is not UTF-8: it looks like UTF-16. Allowed: UTF-8")
-    is_many = num_control >= MIN_CONTROL and num_control > MAX_CONTROL_SHARE * len(line)
+    is_many = num_control >= MIN_CONTROL_BYTES and num_control > MAX_CONTROL_SHARE * len(line)
     if is_many or not text.strip():
         raise ValueError(
             f"{path}, line {number} has {num_control} NULs or other control characters: "

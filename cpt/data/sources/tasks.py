@@ -37,7 +37,7 @@ from cpt.data.sources.examples import (
 log = logging.getLogger(__name__)
 Layout = Literal["cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv"]
 TABLES = ("jsonl", "csv")  # whose columns the config names
-FIXED = {  # columns
+FIXED_COLUMNS = {  # columns
     "cl_benchmark": {"text": "sentence", "target": "label"},
     "trace": {"text": "prompt", "target": "answer"},
     "superni": {"text": "input"},
@@ -226,7 +226,7 @@ def read_row(
 ) -> RawExample:
     """The fields and the answer of a row, by the columns of its layout. Raises BadExampleError for a row that
     lacks one of them."""
-    table = FIXED.get(layout)
+    table = FIXED_COLUMNS.get(layout)
     option_name = "domains.format"
     if table is None:
         table = {name: column for name, column in columns.items() if column and name != "id"}
