@@ -388,7 +388,7 @@ def prepare_m2d2(released: Path, out: Path) -> Iterator[PreparedText]:
 
 def read_domain(folder: Path) -> dict[str, Iterable[str]]:
     """The documents of each split: lines of its files, or of those in SPLIT/, or of a saved data set."""
-    if not any((folder / name).is_file() for name in hub.SAVED):
+    if not any((folder / name).is_file() for name in hub.SAVED_DATASET_FILES):
         paths = [*folder.glob("SPLIT/*.txt"), *folder.glob("*.txt")]
         return {path.stem: readers.lines(path) for path in paths if path.stem in M2D2_SPLITS}
 

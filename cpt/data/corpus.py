@@ -207,7 +207,7 @@ def read_documents(
 
     # Text is split by hashes of all of its bytes, examples by those of their questions. Of
     # documents with the same key the first stays.
-    documents = np.asarray(hashes.documents)
+    document_hashes = np.asarray(hashes.documents)
     keys = np.asarray(hashes.keys)
     answers = np.asarray(hashes.answers)
     source_splits = np.asarray(hashes.splits)
@@ -218,7 +218,7 @@ def read_documents(
             limit_classes(splits, keys, answers, limit=source.class_limit, seed=seed)
     else:
         splits = assign(
-            documents,
+            document_hashes,
             source_splits,
             name=name,
             held_out=source.held_out,
@@ -227,7 +227,7 @@ def read_documents(
         )
 
     # Sources say what they skipped only after they were read.
-    facts = describe_splits(splits, documents, source_splits, np.asarray(hashes.sizes))
+    facts = describe_splits(splits, document_hashes, source_splits, np.asarray(hashes.sizes))
     skipped = [source.skipped[member] for member in members if source.skipped.get(member)]
     if skipped:
         facts["skipped"] = join_skipped(skipped)
@@ -251,15 +251,15 @@ def limit_classes(
 
 
 def describe_splits(
-    splits: np.ndarray, documents: np.ndarray, source_splits: np.ndarray, sizes: np.ndarray
+    splits: np.ndarray, document_hashes: np.ndarray, source_splits: np.ndarray, sizes: np.ndarray
 ) -> dict[str, Any]:
-    """The facts of a text, from the split, the hash, the split of the source and the bytes of each
-    document."""
+    """The facts of a text. Each array has an entry for each document, [documents]: its split, its hash, the
+    split that its source says, and its size in bytes."""
     num_dropped = int((splits == DROPPED).sum())
     num_held_out_copies = int(((splits == DROPPED) & (source_splits > 0)).sum())
     return {
-        "digest": hashlib.blake2b(documents.tobytes() + splits.tobytes(), digest_size=8).hexdigest(),
-        "train_digest": hashlib.blake2b(documents[splits == 0].tobytes(), digest_size=8).hexdigest(),
+        "digest": hashlib.blake2b(document_hashes.tobytes() + splits.tobytes(), digest_size=8).hexdigest(),
+        "train_digest": hashlib.blake2b(document_hashes[splits == 0].tobytes(), digest_size=8).hexdigest(),
         "documents": {split: int((splits == number).sum()) for number, split in enumerate(SPLITS)},
         "bytes": {split: int(sizes[splits == number].sum()) for number, split in enumerate(SPLITS)},
         "duplicates": num_dropped - num_held_out_copies,

@@ -156,21 +156,24 @@ class DocumentPacker:
         return self.writer.table(closed_rows)
 
     def place(self, piece: np.ndarray) -> list[np.ndarray]:
-        """The rows [3, t] that are done with a piece [3, t] of a document, no longer than a row."""
+        """Puts a piece [3, t] of a document, no longer than a row, into an open row or a new one. Returns the
+        rows [3, t] that are closed by it: a full one, or one that makes room."""
         size = piece.shape[1]
-        filled = np.array([row.shape[1] for row in self.open], np.int64)
-        fitting = np.where(filled + size <= self.length, filled, 0)
-        if len(fitting) and fitting.max():
-            best = int(fitting.argmax())
+        row_sizes = np.array([row.shape[1] for row in self.open], np.int64)
+        # The fullest of the rows into which the piece fits leaves the least room.
+        fitting_sizes = np.where(row_sizes + size <= self.length, row_sizes, 0)
+        if len(fitting_sizes) and fitting_sizes.max():
+            best = int(fitting_sizes.argmax())
             self.open[best] = np.concatenate([self.open[best], piece], axis=1)
-            is_full = filled[best] + size == self.length
+            is_full = row_sizes[best] + size == self.length
             return [self.open.pop(best)] if is_full else []
         if size == self.length or not self.open_rows:
             return [piece]
 
+        # Of as many open rows as there may be, the fullest makes room.
         closed_rows = []
-        if len(self.open) == self.open_rows:  # the fullest makes room
-            closed_rows.append(self.open.pop(int(filled.argmax())))
+        if len(self.open) == self.open_rows:
+            closed_rows.append(self.open.pop(int(row_sizes.argmax())))
         self.open.append(piece)
         return closed_rows
 

@@ -32,7 +32,7 @@ def report_texts(texts: Mapping[str, Packed], text_format: TextFormat, *, is_cau
 
 
 def report_unknown(texts: Mapping[str, Packed], text_format: TextFormat) -> None:
-    """Logs in which texts the tokenizer does not know all, those with the largest share first."""
+    """Logs which texts have unknown tokens, beginning with the text that has the largest share of them."""
     shares = {name: unknown_share(text) for name, text in texts.items()}
     affected = [name for name, share in shares.items() if share > 0]
     affected.sort(key=lambda name: -shares[name])
@@ -50,7 +50,7 @@ def report_unknown(texts: Mapping[str, Packed], text_format: TextFormat) -> None
 
 
 def report_spelled(texts: Mapping[str, Packed], text_format: TextFormat) -> None:
-    """Logs in which texts special tokens are spelled, those with most first."""
+    """Logs how many special tokens the texts spell, beginning with the text that spells most."""
     counts = {name: text.facts.get("spelled", 0) for name, text in texts.items()}
     affected = [name for name, count in counts.items() if count > 0]
     affected.sort(key=lambda name: -counts[name])

@@ -135,7 +135,8 @@ def check_dropout(model: nn.Module, rate: float | None, *, option: str, alternat
 
 
 def find_body(model: PreTrainedModel) -> nn.Module:
-    """The part of a model whose output its head takes; raises ValueError if it is not found."""
+    """The part of a model whose output is the input of its head. Raises ValueError for a model without such a
+    part."""
     if model.config.is_encoder_decoder:
         return model.get_decoder()
     if model.base_model is model:

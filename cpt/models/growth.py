@@ -343,8 +343,9 @@ def add_copies(sublayer: SubLayer, units: Tensor, *, noise: float) -> None:
 
 
 def find_copied_rows(segments: Sequence[Tensor], members: Tensor, units: Tensor, *, count: int) -> Tensor:
-    """The row of a source that each of its rows copies when some units [m] of `count` are copied: after each
-    segment (Q, K, V) the rows of its copies. `members` are the units of each row."""
+    """By which rows a layer that writes units is indexed to add copies of some units [m] of `count`: those of
+    each segment (Q, K, V), followed by the rows of the copied units in it. `members` [rows, …] are the units
+    of each row."""
     rows: list[Tensor] = []
     for segment in segments:
         owners = members[segment, 0]  # of a shared key/value head the first of its query heads

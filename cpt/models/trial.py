@@ -102,8 +102,8 @@ def change_token(row: Tensor, position: int, model: PreTrainedModel) -> Tensor:
 
 
 def make_batch(objective: Objective, rows: Tensor, name: str, *, target: Tensor | None = None) -> Batch:
-    """A batch of rows [B, T] whose places are all scored; `target` is a decoder's input, by default the rows.
-    Where documents are isolated each row is one document."""
+    """A batch of rows [B, T] in which all positions are scored. `target` is a decoder's input, by default the
+    rows. Where the objective isolates documents, each row is one document."""
     batch: Batch = {"input_ids": rows, "positions": torch.arange(rows.numel(), device=rows.device)}
     if name == "span":
         batch["decoder_input_ids"] = rows if target is None else target

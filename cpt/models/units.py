@@ -302,7 +302,8 @@ def output_axis(module: nn.Module) -> int:
 
 
 def make_factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The factor of each parameter's update when unit k keeps keep[k]; of shared features their minimum."""
+    """(parameter, factor of its update) for each parameter of some units, when unit k keeps the share keep[k]
+    of its update. A feature of several units has the smallest of their factors."""
     # Features of no unit have the member -1, which is the last entry.
     padded_keep = torch.cat([keep.view(group.count), keep.new_ones(1)])
     seen_ids = set()
@@ -385,8 +386,9 @@ def group_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection
 def find_sublayer(
     model: PreTrainedModel, name: str, kind: str, linear_layers: Sequence[Projection]
 ) -> SubLayer:
-    """Units from the widths of linear layers; the last to the hidden size is the out. Raises ValueError for
-    layers whose widths are not those of an attention or a feed-forward network."""
+    """The sublayer `name` with its units of a kind, which are found by the widths of its linear layers: `out`
+    is the last one that writes the hidden size, the others are its sources. Raises ValueError for layers
+    whose widths are not those of an attention or a feed-forward network."""
     module = model.get_submodule(name)
     hidden_size = model.config.hidden_size
     out = find_out(linear_layers, hidden_size)
@@ -436,8 +438,11 @@ def count_heads(model: PreTrainedModel, attention: nn.Module) -> int:
 def match_layout(
     layouts: Iterable[Sequence[int]], sources: Sequence[Projection], *, size: int
 ) -> list[Sequence[int]] | None:
-    """The counts of units that each source writes, by the first layout that has the sources' widths with
-    units of `size` features: a source for each count, or one fused source for all. None if no layout has."""
+    """For each source, the counts of the units that it writes: several for a fused source.
+
+    A layout is the counts of units of Q, K and V, or of up and gate, with units of `size` features. The first
+    one whose widths are those of the sources is returned, as one source for each count or as one fused source
+    for all. None if no layout has these widths."""
     widths = [source.outputs for source in sources]
     for counts in layouts:
         if sorted(widths) == sorted(count * size for count in counts):

@@ -192,9 +192,11 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
 def fill_tensors(
     state: dict[str, Any], path: Path, find_layout: FindLayout = find_no_layout
 ) -> dict[str, Any]:
-    """What the small file at `path` holds with the sharded tensors, each sharded like another or whole; if
-    some are sharded, every process has to call it. Raises ValueError for files that are missing or
-    truncated."""
+    """`state`, read from the small file at `path`, with the tensors of its folder of shards.
+
+    `find_layout` gives the tensor like which a tensor is sharded, or None for one that every process has
+    whole. If some are sharded, every process has to call this. Raises ValueError for files that are missing
+    or truncated."""
     state = fill_linked(state, path)
     if SHARDS not in state:
         return state
@@ -202,6 +204,8 @@ def fill_tensors(
     shards = state.pop(SHARDS)
     folder = path.with_name(shards["folder"])
     metadata: dict[str, Any] = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+
+    # torch loads into tensors that are there. Equal tensors are stored once, for several paths of keys.
     tensors: dict[str, Tensor] = {}
     for name, key_paths in shards["places"].items():
         size = metadata[name].size

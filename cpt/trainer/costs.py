@@ -88,8 +88,9 @@ def original_name(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
-def stored_beside(module: ContinualMethod, state: Mapping[str, Tensor]) -> int:
-    """Bytes that a method stores in its state_dict and other buffers beyond its `model`'s own weights."""
+def added_state_bytes(module: ContinualMethod, state: Mapping[str, Tensor]) -> int:
+    """Bytes of the state that a method adds to its model: of `state`, its state dict, and its other buffers
+    without the original weights of the model."""
     return stored_bytes(dict(module.named_buffers()) | dict(state), original_names(module.model))
 
 

@@ -293,7 +293,8 @@ def format_counts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def format_estimate(cost: Mapping[str, Any]) -> list[str]:
-    """Memory, disk and time, and what they are of."""
+    """The paragraphs of a dry run that say the memory, disk space and time of a run, how they were measured,
+    and what they leave out."""
     memory = pd.DataFrame(cost["memory"])
     shown_memory = memory[memory.any(axis=1)].map(format_bytes).add_suffix(" stage").to_string()
 

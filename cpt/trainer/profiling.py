@@ -24,7 +24,7 @@ from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
 from cpt.trainer.build import build_data
 from cpt.trainer.checkpoint import map_stored, save_stage
-from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
+from cpt.trainer.costs import CostMonitor, added_state_bytes, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.plan import Plan
 
@@ -255,7 +255,7 @@ def train_stage(
 def store_stage(plan: Plan, module: ContinualMethod, path: Path, profile: Profile) -> None:
     """Writes the file of a stage, and fills its profile."""
     start_time = time.perf_counter()
-    profile.stored = stored_beside(module, save_stage(module, path))
+    profile.stored = added_state_bytes(module, save_stage(module, path))
     profile.save_s = time.perf_counter() - start_time
     profile.file = path.stat().st_size
     profile.trained = trained_parameters(module)

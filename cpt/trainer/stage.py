@@ -24,7 +24,7 @@ from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.trainer.auto import Machine
 from cpt.trainer.callbacks import CustomCallbacks
 from cpt.trainer.checkpoint import check_stage, map_stored, restore_stage, save_stage
-from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
+from cpt.trainer.costs import CostMonitor, added_state_bytes, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
@@ -100,7 +100,7 @@ class StageTrainer:
         return replace(
             callbacks.cost_monitor.stage_costs(lightning_trainer),
             trained=trained_parameters(self.module),
-            stored=stored_beside(self.module, state),
+            stored=added_state_bytes(self.module, state),
             skipped_steps=len(callbacks.nan_guard.skipped_steps),
             protected_movement=callbacks.movement.shares,
         )
