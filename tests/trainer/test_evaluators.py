@@ -208,7 +208,7 @@ def measured_tasks(monkeypatch):
     """What is measured: files that say on which weights, in the place of a fine-tuning; it may be deadly."""
     counted = SimpleNamespace(asked=[], deadly=())
 
-    def note(self, number, name, seed, start, *, device, step):
+    def note(self, number, name, seed, start, *, device, on_step_done):
         if (number, name) in counted.deadly:
             raise KeyError("killed")
         counted.asked.append((name, seed))
