@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cpt.evaluation.statistics import EXACT, LEVEL, Difference, compare_pairs
+from cpt.evaluation.statistics import MAX_EXACT_PAIRS, SIGNIFICANCE_LEVEL, Difference, compare_pairs
 from cpt.evaluation.task_metrics import cube, pick_final
 from cpt.reporting.contrasts import PairedContrast, correct_differences, read_contrasts
 from cpt.reporting.load_runs import MeasuredRun, Pair
@@ -195,15 +195,19 @@ def judge_claim(claim: Claim, contrast: PairedContrast, *, num_tested: int) -> s
     """What a difference says of a claim, one of those that were tested, by its corrected p-value."""
     lowest_p = num_tested * 2.0 ** (1 - contrast.n)
     bounds = (contrast.low * claim.better, contrast.high * claim.better)
-    if contrast.p_holm > LEVEL and contrast.n <= EXACT and lowest_p > LEVEL:
-        num_pairs = math.ceil(1 + math.log2(num_tested / LEVEL))
+    if (
+        contrast.p_holm > SIGNIFICANCE_LEVEL
+        and contrast.n <= MAX_EXACT_PAIRS
+        and lowest_p > SIGNIFICANCE_LEVEL
+    ):
+        num_pairs = math.ceil(1 + math.log2(num_tested / SIGNIFICANCE_LEVEL))
         shortage = f"{num_pairs} pairs are needed for {num_tested} claims"
         if max(bounds) < 0:
             return f"opposite by its interval; for a test {shortage}"
         return f"not shown; {shortage}"
     if claim.better == 0:
-        return "differs" if contrast.p_holm <= LEVEL else "no difference shown"
-    if contrast.p_holm > LEVEL:
+        return "differs" if contrast.p_holm <= SIGNIFICANCE_LEVEL else "no difference shown"
+    if contrast.p_holm > SIGNIFICANCE_LEVEL:
         return "not shown"
     if contrast.mean * claim.better < 0:
         return "opposite"

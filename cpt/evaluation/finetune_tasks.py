@@ -41,7 +41,8 @@ from cpt.data.sources import files as text_files
 from cpt.data.sources import readers
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
-FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.files calls them
+# The splits of a task, with the names that cpt.data.sources.files has for them.
+FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}
 FINETUNE_FORMAT = 2  # counts changes of what a prediction file depends on
 HUB_TASK = "{path: ag_news, splits: {train: train, dev: validation, test: test}}, where dev may be null"
 
@@ -90,13 +91,14 @@ class FinetuneProtocol(Options):
 
 
 SETTINGS = tuple(option_field.name for option_field in fields(FinetuneOptions))
-RULES = option_types(FinetuneOptions) | option_types(FinetuneProtocol) | {"path": Text}
+OPTION_TYPES = option_types(FinetuneOptions) | option_types(FinetuneProtocol) | {"path": Text}
 
 
 def check_task_values(
-    values: Mapping[str, Any], types: Mapping[str, Any] = RULES, *, section: str = "endtask"
+    values: Mapping[str, Any], types: Mapping[str, Any] = OPTION_TYPES, *, section: str = "endtask"
 ) -> None:
-    """Raises ValueError for a value that is not allowed; a missing one is not looked at."""
+    """Raises ValueError for a value that is not allowed, and for a column that examples do not have. Options
+    without a value are not checked."""
     for key, value in values.items():
         check_value(join(section, key), value, types.get(key, Any))
     check_names(values.get("columns", ()), EXAMPLE_COLUMNS, section=join(section, "columns"))
@@ -114,7 +116,8 @@ class LabelledExample:
 
 @dataclass(frozen=True)
 class FinetuneTask:
-    """A task's examples. `dev` is empty where it is not used."""
+    """A task's examples. `test` is the split that is scored, also where that is dev; `dev` chooses the epoch,
+    and is empty where it does not."""
 
     name: str
     train: list[LabelledExample]
@@ -165,7 +168,7 @@ class FinetuneTask:
         """A hash of what the predictions of a seed depend on besides the model."""
         settings = {}
         for name, value in asdict(self.settings).items():
-            if not name.startswith("max_"):  # sizes of samples, which `content` is of
+            if not name.startswith("max_"):  # sizes of samples: `content` is a hash of the sample itself
                 settings[name] = value
         return digest([FINETUNE_FORMAT, self.content, settings, seed])
 
@@ -180,7 +183,7 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
 
     def __post_init__(self) -> None:
         check_task_values({"columns": self.columns}, section="")
-        types = RULES | option_types(type(self))
+        types = OPTION_TYPES | option_types(type(self))
         for name, values in self.named.items():
             check_names(values, (*SETTINGS, *self.TASK_OPTIONS), section=f"tasks.{name}")
             check_task_values(values, types, section=f"tasks.{name}")
@@ -219,44 +222,54 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
         return {**vars(self), **task_values, "columns": columns}
 
     def settings(self, name: str) -> FinetuneOptions:
+        """How a task is learned and scored: its own values, else those of all tasks."""
         values = self.values(name)
         settings = {key: values[key] for key in SETTINGS}
         return FinetuneOptions(**settings)
 
     def task(self, name: str) -> FinetuneTask:
-        """A task with its examples; a split is read where it is used, the evaluated one is `test`."""
+        """A task with the examples of the splits that are used. Raises ValueError for a split that cannot be
+        read, learned or scored."""
         settings = self.settings(name)
-        splits_used = {"train", self.score_on, settings.select}
-        splits: dict[str, list[LabelledExample]] = {}
-        for split in FILE_SPLITS:
-            splits[split] = self.read(name, split) if split in splits_used else []
-        classes = self.labels_of(name, splits["train"])
+        is_dev_scored = self.score_on == "dev"
+        is_epoch_chosen_on_dev = settings.select == "dev"  # else the last epoch is scored
+
+        splits: dict[str, list[LabelledExample]] = {"train": self.read(name, "train"), "dev": [], "test": []}
+        if is_dev_scored or is_epoch_chosen_on_dev:
+            splits["dev"] = self.read(name, "dev")
+        if not is_dev_scored:  # a search of options never sees the test examples
+            splits["test"] = self.read(name, "test")
 
         # The classes are those of the whole train split: a sample of it may lack a rare one.
+        classes = self.labels_of(name, splits["train"])
         for split, examples in splits.items():
             max_samples = settings.max_train_samples if split == "train" else settings.max_eval_samples
-            if max_samples is not None and max_samples < len(examples):
-                stream = randomness.key("endtask", name, split)
-                sample = randomness.permute(np.arange(max_samples), len(examples), stream=stream)
-                splits[split] = [examples[index] for index in np.sort(sample)]
+            if max_samples is not None:
+                splits[split] = self.sample_examples(examples, max_samples, name=name, split=split)
 
-        # What is scored is `test` from here on: tuning scores dev, and never sees the test examples.
-        dev = splits["dev"]
-        test = splits["test"]
-        if self.score_on == "dev":
-            test = dev
-            if not dev:
-                raise InvalidOptionError(
-                    "endtask.score_on",
-                    "dev",
-                    reason=f"the end task {name} has no dev examples",
-                    allowed="test",
-                )
-            if settings.select != "dev":  # it is scored, and chooses no epoch
-                dev = []
+        if is_dev_scored and not splits["dev"]:
+            raise InvalidOptionError(
+                "endtask.score_on", "dev", reason=f"the end task {name} has no dev examples", allowed="test"
+            )
         return FinetuneTask(
-            name, train=splits["train"], dev=dev, test=test, classes=classes, settings=settings
+            name,
+            train=splits["train"],
+            dev=splits["dev"] if is_epoch_chosen_on_dev else [],
+            test=splits["dev"] if is_dev_scored else splits["test"],
+            classes=classes,
+            settings=settings,
         )
+
+    def sample_examples(
+        self, examples: list[LabelledExample], max_samples: int, *, name: str, split: str
+    ) -> list[LabelledExample]:
+        """A random sample of at most `max_samples` examples of a split, in the order of the split. It is a
+        function of the names of task and split, and so the same in every run."""
+        if len(examples) <= max_samples:
+            return examples
+        stream = randomness.key("endtask", name, split)
+        sample = randomness.permute(np.arange(max_samples), len(examples), stream=stream)
+        return [examples[index] for index in np.sort(sample)]
 
 
 @config
@@ -281,7 +294,7 @@ class FileTasks(TaskSource):
 
     @property
     def names(self) -> list[str]:
-        """Those that are named, and the other folders."""
+        """The tasks that `tasks` names, then the other folders, sorted; without those set to null."""
         folders = set()
         for path in self.tasks_folder.iterdir():
             if path.is_dir() and not path.name.startswith("."):
@@ -296,7 +309,8 @@ class FileTasks(TaskSource):
         return self.tasks_folder / self.values(name).get("path", name)
 
     def files(self, name: str, split: str) -> list[Path]:
-        """The files of a split, sorted. Raises ValueError where there are none."""
+        """The files of a split, sorted; an empty list for a task without dev. Raises ValueError where train
+        or test has no file, and where the folder cannot be read."""
         folder = self.folder_of(name)
         files = []
         with text_files.naming_file(folder):
@@ -305,14 +319,16 @@ class FileTasks(TaskSource):
                 if is_table and text_files.split_of(Path(path.name)) == FILE_SPLITS[split]:
                     files.append(path)
 
-        named_test = [path for path in files if "test" in path.name.lower()]
-        if split == "test" and named_test:
-            files = named_test  # next to them, an `eval` file is something else
+        # A file called eval counts as test, but next to files called test it is something else.
+        files_named_test = [path for path in files if "test" in path.name.lower()]
+        if split == "test" and files_named_test:
+            files = files_named_test
+
         if not files and split != "dev":
             suffixes = " ".join(text_files.TABLE_SUFFIXES)
             raise ValueError(
                 f"endtask.tasks.{name} is invalid: no {split} file in {folder}. "
-                f"Allowed: {suffixes}, also {' '.join(text_files.PACKED)}"
+                f"Allowed: {suffixes}, also {' '.join(text_files.COMPRESSED_SUFFIXES)}"
             )
         return files
 
@@ -323,7 +339,7 @@ class FileTasks(TaskSource):
         return text_files.stamps(paths)
 
     def examples(self, name: str, split: str) -> Iterator[tuple[LabelledExample, Mapping[str, Any]]]:
-        """Each example of a split's files with all of its row."""
+        """Each example of the files of a split, with the row of the file from which it was made."""
         columns = self.values(name)["columns"]
         number = 0
         for path in self.files(name, split):
@@ -339,8 +355,8 @@ class FileTasks(TaskSource):
         return self.read_das_split(name, split)
 
     def read_das_split(self, name: str, split: str) -> list[LabelledExample]:
-        """The examples of all files whose `das_split` is the split. Raises ValueError for dev, which DAS has
-        not, and for another value."""
+        """The examples of all files whose field `das_split` is the split. Raises ValueError for dev, which
+        DAS does not have, and for an example whose `das_split` is neither train nor test."""
         if split == "dev" and self.score_on == "dev":
             raise InvalidOptionError(
                 "endtask.score_on",
@@ -444,13 +460,17 @@ def name_class(number: int | None, names: Sequence[str]) -> str | None:
 
 
 def replace_invalid(value: Any) -> Any:
-    """Text with what is not Unicode, like half of an emoji, replaced; other values as they are."""
+    """A text in which each character that UTF-8 cannot encode, like half of an emoji, is a question mark; a
+    value of another type as it is."""
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], default_id: str) -> LabelledExample:
-    """An example from a row. Where the first of the two texts is empty, the other stands alone; `default_id`
-    is its id where no column has one. Raises ValueError for a row that lacks a column, a text or a label."""
+    """The example of a row of a file. `columns` are the columns of id, text, text_pair and label, null for
+    none. If the text is empty, the text_pair is taken as the text; without a column of ids the id is
+    `default_id`. `where` names the row in messages.
+
+    Raises ValueError for a row that lacks a column, a text or a label."""
     values = {}
     for name, column in columns.items():
         if column is not None:

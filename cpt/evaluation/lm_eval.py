@@ -35,17 +35,18 @@ from cpt.models.forward import set_mode
 
 log = logging.getLogger(__name__)
 RESULTS_FORMAT = 1  # counts changes of what a file of results depends on
-# What the harness's own program seeds python, NumPy, torch and the choice of shots with.
+# The seeds of the harness's own program: of Python's generator, and of NumPy, torch and the choice of shots.
 PYTHON_SEED = 0
-OTHER_SEED = 1234
+NUMPY_TORCH_SHOTS_SEED = 1234
 BOOTSTRAP_DRAWS = 100  # where an error has no formula
 MIXED = {"16": "float16", "16-mixed": "float16", "bf16": "bfloat16", "bf16-mixed": "bfloat16"}
-REQUESTS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+REQUEST_METHODS = ("loglikelihood", "loglikelihood_rolling", "generate_until")  # of HFLM
 
 
 @dataclass(frozen=True)
 class Column:
-    """What one number stands for: a task of the harness, or a group that has a mean of its own."""
+    """What one column of the table of results is of: a task of the harness, or a group of tasks whose mean
+    the harness computes. `groups` is empty for a single task."""
 
     tasks: Mapping[str, Task]
     groups: Mapping[str, Any]
@@ -87,7 +88,8 @@ class Harness:
             )
 
     def digest(self, name: str) -> str:
-        """What a task's results depend on besides the model: the harness, the task, its data, the options."""
+        """A hash of what a column's results depend on besides the model: the harness, the tasks, their data,
+        the options."""
         contents = [self.contents[task] for task in self.columns[name].tasks]
         options = [self.options.max_documents, self.options.max_length, self.mixed_precision]
         return digest([RESULTS_FORMAT, self.version, name, contents, options])
@@ -100,8 +102,9 @@ class Harness:
         *,
         step: Callable[[], object],
     ) -> dict[str, Any]:
-        """All metrics of a task on a model, where the model is: {metric: {value, error, higher}}, with what
-        they were measured on. `step` is called after each request."""
+        """The results of a column on a model, on the model's device, as scores.json has them: `metrics` as
+        {metric: {value, error, higher}}, and what they were measured on. `step` is called after each request
+        that the model has answered."""
         column = self.columns[name]
         results, warnings_shown = self.evaluate(column, model, tokenizer, step=step)
 
@@ -131,16 +134,19 @@ class Harness:
         *,
         step: Callable[[], object],
     ) -> tuple[dict[str, Any], list[str]]:
-        """What the harness returns of a column's tasks, and its warnings. Random generators are as before."""
+        """The results of the harness for the task or group of tasks of a column of the table of results, and
+        the warnings that it logs. `step` is called after each request that the model has answered. Random
+        generators are left as they were."""
         is_causal = not model.config.is_encoder_decoder
         last_token = tokenizer("a")["input_ids"][-1:]
         ends_texts = is_causal and bool(last_token) and last_token[0] in tokenizer.all_special_ids
         with isolate_rng(), set_mode(model, training=False), silence() as warnings_shown:
-            random.seed(PYTHON_SEED)  # as the harness's own program does
-            np.random.seed(OTHER_SEED)
-            torch.manual_seed(OTHER_SEED)
+            # As the harness's own program does, whose numbers these are to be.
+            random.seed(PYTHON_SEED)
+            np.random.seed(NUMPY_TORCH_SHOTS_SEED)
+            torch.manual_seed(NUMPY_TORCH_SHOTS_SEED)
             for task in column.tasks.values():
-                task.set_fewshot_seed(seed=OTHER_SEED)
+                task.set_fewshot_seed(seed=NUMPY_TORCH_SHOTS_SEED)
 
             lm = HFLM(
                 pretrained=model,
@@ -152,9 +158,10 @@ class Harness:
                 max_length=self.options.max_length,
                 mixed_precision_dtype=self.mixed_precision,
             )
-            for kind in REQUESTS:
-                setattr(lm, kind, partial(getattr(lm, kind), disable_tqdm=True))
-            # replaces the harness's cache, which is called for each answered request
+            # Our own bar shows the progress.
+            for method in REQUEST_METHODS:
+                setattr(lm, method, partial(getattr(lm, method), disable_tqdm=True))
+            # The harness hands each answered request to its cache, which is not used: that is where to count.
             lm.cache_hook = SimpleNamespace(add_partial=lambda *answered: step())
 
             results = evaluate(
@@ -260,7 +267,8 @@ def find_common(values: set[Any]) -> Any:
 
 @contextmanager
 def silence() -> Iterator[list[str]]:
-    """While it lasts the harness shows nothing and starts no processes of its own; gives its warnings."""
+    """Within, the harness prints nothing and starts no processes of its own; gives the list to which the
+    warnings that it logs are added."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

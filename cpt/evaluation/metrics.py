@@ -485,7 +485,10 @@ def t_interval(center: Array, draws: Array, *, scale: float) -> list[float]:
 
 
 def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) -> float | None:
-    """METRIC.UNIT of a finished run; None without it. Raises ValueError for an unknown one."""
+    """The value of `objective`, METRIC.UNIT of the matrix of losses, from the metrics of a finished run; None
+    if it was not measured or is not finite. Raises ValueError for another metric or unit: the metrics of end
+    tasks, which the message names too, are those of `run_objective` in task_metrics.py, which calls this for
+    the others."""
     metric, _, unit = objective.partition(".")
     if metric not in METRICS or unit not in UNITS:
         raise InvalidOptionError(

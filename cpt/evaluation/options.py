@@ -30,7 +30,7 @@ from cpt.core.schema import (
 )
 from cpt.data.sources.base import GENERAL
 
-FULL = {"rows": "each", "columns": "all"}  # the policy of which no cell is missing
+FULL_POLICY = {"rows": "each", "columns": "all"}  # the policy of which no cell is missing
 AUTO = "auto"
 CAP = 200_000  # tokens of each text that are scored where eval.max_tokens is not set
 EVERY = re.compile(r"every:([1-9]\d*)")

@@ -15,7 +15,7 @@ from cpt.core.files import check_archive, replace
 from cpt.core.schema import check_types
 from cpt.evaluation import score_schema as schema
 from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, find_intervals, summarise_matrix
-from cpt.evaluation.options import FULL
+from cpt.evaluation.options import FULL_POLICY
 from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry, key_of
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
@@ -58,7 +58,7 @@ class Scores(Layout):
     versions: dict[str, str] = entry("python, cpt and libraries", over="package")
     nll: ByRow[ByColumn[Loss]] = entry("the matrix of test losses; null: not measured", default=list)
     policy: Annotated[dict[str, str], Key(kind=schema.PolicyKeys)] = entry(
-        "cells that a finished run has", default=FULL.copy
+        "cells that a finished run has", default=FULL_POLICY.copy
     )
     metrics: dict[str, Annotated[dict[str, Any], Key(kind=schema.MetricKeys)]] = entry(
         "ZS, CPT, LC, FG, … ([glossary](glossary.md#metrics))", over="metric", default=dict
@@ -236,8 +236,9 @@ class Scores(Layout):
             column.extend([] for _ in range(num_missing))
             column.append(list(cost))
 
-    def take_over(self, earlier: Scores) -> Scores:
-        """These scores with what a run of fewer domains has measured; cells of further texts are missing."""
+    def take_over(self, earlier: Scores) -> None:
+        """Replaces the results by those of `earlier`, the scores of the same run before domains were added.
+        Columns of texts that were added are None, not measured, in these rows."""
         results = ("rows", "modules", "activity_seconds", "endtasks", "answers", "benchmarks", "monitor")
         for name in (*results, *COST_COLUMNS):
             setattr(self, name, getattr(earlier, name))
@@ -246,13 +247,16 @@ class Scores(Layout):
         for losses in earlier.nll:
             loss_by_text = dict(zip(earlier.domains, losses, strict=True))
             self.nll.append([loss_by_text.get(text) for text in self.domains])
-        self.grown = [*earlier.grown, len(self.rows) - 1]
-        return self
+
+        # The number of stages that were done when these domains were added: the rows without the base.
+        num_stages = len(self.rows) - 1
+        self.grown = [*earlier.grown, num_stages]
 
     def fill(
         self, number: int, nll: Mapping[str, float | None], modules: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Adds cells that were missing in the row of a stage, by text, without updating the metrics."""
+        """Adds the losses and the weights of modules of texts that had not been scored after stage `number`,
+        without updating the metrics."""
         for text, loss in nll.items():
             self.nll[number][self.domains.index(text)] = to_loss(loss)
         for text, weights in modules.items():
@@ -348,7 +352,7 @@ def encode(value: Any) -> str:
 
 
 def documents_file(folder: Path, row: int) -> Path:
-    """The losses by document of a row: `documents/000.npz` for the base."""
+    """The file of a row's losses by document: `documents/000.npz` for the base."""
     return folder / "documents" / f"{row:03d}.npz"
 
 
@@ -407,21 +411,22 @@ def conditions(scores: Scores) -> dict[str, str]:
 
 
 def describe_text_format(conditions: Mapping[str, Any]) -> str:
-    """What of raw text is encoded unusually, in words; `default` where nothing is."""
+    """How the encoding of raw text differs from the default, in words; `default` where it does not.
+    `conditions` is the field of Scores, which has these keys only where a value is not the default."""
     descriptions = []
     if "separator" in conditions:
         descriptions.append(f"separator {conditions['separator']}")
     if "row_start" in conditions:
         descriptions.append(f"sequences begin with {conditions['row_start']}")
-    if "special_tokens" in conditions:
+    if "special_tokens" in conditions:  # always `parse`, as `split` is the default
         descriptions.append(f"special tokens {conditions['special_tokens']}d")
     return ", ".join(descriptions) or "default"
 
 
 def describe_conditions(conditions: Mapping[str, str]) -> str:
-    """`masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text 4567cdef`: all but the domains, the
-    packing where documents do not stand one after another, an unusual encoding of raw text, and the cap of
-    scored tokens."""
+    """The `conditions` of runs as a phrase: `masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text
+    4567cdef`. The packing, the text format and the cap of scored tokens are added where they are not the
+    default; the domains and the number of scored tokens are left out."""
     parts = [conditions["objective"]]
     if conditions["mask_rate"] != "none":
         parts.append(f"mask_rate {conditions['mask_rate']}")

@@ -1,9 +1,9 @@
 """Uncertainty of a comparison: intervals over runs and over test examples, p-values of paired tests.
 
 The interval over runs is Student's t. Of 3 to 50 values it covers 92 to 96 % of the means of normal, t4,
-uniform and skewed values, and BCa (Efron 1987) 92 to 97 % (benchmarks/interval_coverage.py). Fewer than LEAST
-runs have none. The p-values are those of the sign-flip test (Fisher), which assumes no distribution and is at
-least 2^(1-n) for n pairs, and of the paired t test.
+uniform and skewed values, and BCa (Efron 1987) 92 to 97 % (benchmarks/interval_coverage.py). Fewer than
+MIN_PAIRS runs have no interval. The p-values are those of the sign-flip test (Fisher), which assumes no
+distribution and is at least 2^(1-n) for n pairs, and of the paired t test.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from scipy import stats
 from cpt.evaluation.metrics import Array
 
 Key = TypeVar("Key", bound=Hashable)
-LEVEL = 0.05  # the largest corrected p-value at which two groups differ
-EXACT = 12  # up to this number of pairs, every one of the 2^n signs is tried
-FLIPS = 10_000  # random signs where there are more pairs
-LEAST = 3  # runs or pairs that an interval and a t test need
-EQUAL = 1e-12  # relative: values that differ by less differ in their rounding
-REPLICATES = 2000
-AT_ONCE = 2**22  # numbers that are drawn together
-LEVELS = (2.5, 97.5)  # percentiles: a 95 % interval
+SIGNIFICANCE_LEVEL = 0.05  # the largest corrected p-value at which two groups differ
+MAX_EXACT_PAIRS = 12  # up to this number n of pairs, all 2^n assignments of signs are tried
+NUM_RANDOM_FLIPS = 10_000  # assignments of signs that are drawn where there are more pairs
+MIN_PAIRS = 3  # runs or pairs that an interval and a t test need
+RELATIVE_ROUNDING = 1e-12  # values whose relative difference is smaller differ in their rounding
+NUM_BOOTSTRAP_DRAWS = 2000
+MAX_DRAWN_NUMBERS = 2**22  # that are held in one array
+INTERVAL_PERCENTILES = (2.5, 97.5)  # of a 95 % interval
 
 
 class Difference(NamedTuple):
@@ -43,27 +43,30 @@ NO_DIFFERENCE = Difference(mean=np.nan, low=np.nan, high=np.nan, p=np.nan, n=0)
 
 
 def intervals_of_means(series: Array) -> Array:
-    """95 % interval of the mean of each of [series, value] by Student's t, as [series, 2].
-
-    nan for fewer than LEAST values."""
+    """The 95 % interval of the mean of each row of `series` [row, value] by Student's t, as [row, 2]: low and
+    high, nan for fewer than MIN_PAIRS values."""
     size = series.shape[-1]
-    if size < LEAST:
+    if size < MIN_PAIRS:
         return np.full((len(series), 2), np.nan)
     means = series.mean(-1)
-    half_widths = stats.t.ppf(LEVELS[1] / 100, size - 1) * stats.sem(series, axis=-1)
+    half_widths = stats.t.ppf(INTERVAL_PERCENTILES[1] / 100, size - 1) * stats.sem(series, axis=-1)
     return np.stack([means - half_widths, means + half_widths], axis=-1)
 
 
 def compare_pairs(
     values: Mapping[Key, float | None], baseline: Mapping[Key, float | None], *, seed: int = 0
 ) -> Difference:
-    """Mean of values minus baseline over the keys (order and seed of a run, say) that both have. p: the share
-    of all 2^n signs of the pairs whose mean is at least as far from 0; from n = 13 on (1 + k) / (1 + FLIPS)
-    of drawn ones. `p_t`: the paired t test; None for fewer than LEAST or equal values."""
-    shared = [key for key in values if key in baseline]
-    ours = np.array([values[key] for key in shared], dtype=float)
-    theirs = np.array([baseline[key] for key in shared], dtype=float)
-    differences = (ours - theirs)[np.isfinite(ours - theirs)]
+    """Compares two sets of runs by the pairs that share a key, like an order and a seed.
+
+    `values` and `baseline` hold a value for each run, None where it was not measured. A key that only one of
+    them has, and a pair without a finite difference, is left out; NO_DIFFERENCE where none is left. `mean` is
+    the mean of values minus baseline, `low` and `high` its 95 % interval, `p` the p-value of the sign-flip
+    test (`find_sign_flip_p`) and `p_t` that of the paired t test (`find_t_test_p`)."""
+    shared_keys = [key for key in values if key in baseline]
+    values_by_pair = np.array([values[key] for key in shared_keys], dtype=float)
+    baseline_by_pair = np.array([baseline[key] for key in shared_keys], dtype=float)
+    differences = values_by_pair - baseline_by_pair
+    differences = differences[np.isfinite(differences)]
     if not len(differences):
         return NO_DIFFERENCE
 
@@ -75,11 +78,13 @@ def compare_pairs(
 
 
 def find_sign_flip_p(differences: Array, *, seed: int) -> float:
-    """The p-value of the sign-flip test of [pair]: exact up to EXACT pairs, else of drawn signs."""
+    """The two-sided p-value of the sign-flip test of the differences of n pairs, [n]: the share of the 2^n
+    assignments of signs to the differences whose mean is at least as far from 0 as theirs. Above
+    MAX_EXACT_PAIRS pairs, NUM_RANDOM_FLIPS of these assignments are drawn (`find_drawn_p`)."""
     size = len(differences)
     if size == 1:
         return 1.0  # scipy needs two
-    if size <= EXACT:
+    if size <= MAX_EXACT_PAIRS:
         test = stats.permutation_test(
             (differences,),
             np.mean,
@@ -89,25 +94,26 @@ def find_sign_flip_p(differences: Array, *, seed: int) -> float:
         return float(test.pvalue)
 
     # A stream of our own, as the p-values that were published have it.
-    signs = np.random.default_rng(seed).integers(2, size=(FLIPS, size), dtype=np.int8) * 2 - 1
+    signs = np.random.default_rng(seed).integers(2, size=(NUM_RANDOM_FLIPS, size), dtype=np.int8) * 2 - 1
     return find_drawn_p(signs @ differences / size, float(differences.mean()))
 
 
 def find_t_test_p(differences: Array) -> float | None:
-    """The p-value of the paired t test; None for fewer than LEAST pairs or equal differences."""
+    """The p-value of the paired t test; None for fewer than MIN_PAIRS pairs or equal differences."""
     size = len(differences)
-    if size < LEAST or np.ptp(differences) <= EQUAL * np.abs(differences).max():
+    if size < MIN_PAIRS or np.ptp(differences) <= RELATIVE_ROUNDING * np.abs(differences).max():
         return None
     ratio = abs(differences.mean()) / stats.sem(differences)
     return float(2 * stats.t.sf(ratio, size - 1))
 
 
 def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
-    """Mean over tasks of differences by example, [example] each; n counts the test examples. Examples are
-    redrawn within their task (interval), or swapped between the two (p: Fisher's test with random signs). One
-    task after another, of which no more is held than how often each value occurs."""
-    # By task, the values that occur and how often each does; rounded, as sums that are equal differ in their
-    # last digits.
+    """The mean over tasks of the mean difference of a task's examples. `tasks` has for each task the
+    differences of two models' scores, [example]. The interval is a bootstrap that redraws the examples within
+    each task; `p` is of Fisher's test, which swaps the two models' scores of random examples; `n` is the
+    number of test examples. Tasks are read one after another: of each, only the values that occur and their
+    counts are held."""
+    # A stratum is a task. Rounded, since equal sums may differ in their last digits.
     strata = [
         np.unique(differences.round(12), return_counts=True) for differences in tasks if len(differences)
     ]
@@ -122,11 +128,11 @@ def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
         """Of m equal values, a binomial number keeps its sign."""
         return 2 * generator.binomial(counts, 0.5, size=(size, len(counts))) - counts
 
-    redrawn = draw_task_means(strata, redraw, REPLICATES)
-    flipped = draw_task_means(strata, flip_signs, FLIPS)
+    redrawn = draw_task_means(strata, redraw, NUM_BOOTSTRAP_DRAWS)
+    flipped = draw_task_means(strata, flip_signs, NUM_RANDOM_FLIPS)
 
     mean = float(np.mean([values @ counts / counts.sum() for values, counts in strata]))
-    low, high = np.percentile(redrawn, LEVELS).tolist()
+    low, high = np.percentile(redrawn, INTERVAL_PERCENTILES).tolist()
     num_examples = int(sum(counts.sum() for _, counts in strata))
     return Difference(mean, low, high, find_drawn_p(flipped, mean), num_examples)
 
@@ -134,13 +140,15 @@ def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
 def draw_task_means(
     strata: Sequence[tuple[Array, Array]], draw_counts: Callable[[Array, int], Array], num_draws: int
 ) -> Array:
-    """Means over tasks, [draw], from how often each value of a task occurs in a draw.
+    """The mean over tasks in each draw, [draw], of the values in a task's draw.
 
-    `draw_counts` gives [size, value] from the counts of the values and a size: AT_ONCE numbers at most are
-    held at a time."""
+    `strata` holds for each task the different values that its examples have, [value], and the number of
+    examples with each value, [value]. `draw_counts` gets these numbers and a number of draws, and gives the
+    number of examples with each value in each draw, [draw, value]. It is called for a part of the draws at a
+    time, so that at most MAX_DRAWN_NUMBERS numbers are held."""
     means_by_task = []
     for values, counts in strata:
-        chunk_size = max(1, AT_ONCE // len(counts))
+        chunk_size = max(1, MAX_DRAWN_NUMBERS // len(counts))
         chunks = []
         for begin in range(0, num_draws, chunk_size):
             size = min(chunk_size, num_draws - begin)
@@ -158,6 +166,8 @@ def mcnemar(higher: int, lower: int) -> float:
 
 
 def find_drawn_p(flipped: Array, mean: float) -> float:
-    """The observed mean is one of the flips: p is never 0."""
-    as_far = np.abs(flipped) >= abs(mean) * (1 - 1e-9)  # equal sums differ by their rounding
-    return float((1 + as_far.sum()) / (1 + len(flipped)))
+    """The two-sided p-value of an observed `mean` by the means of random assignments of signs, [draw]: the
+    share of means that are at least as far from 0, where the observed mean counts as one of them, so that p
+    is never 0."""
+    is_as_far = np.abs(flipped) >= abs(mean) * (1 - 1e-9)  # equal sums differ by their rounding
+    return float((1 + is_as_far.sum()) / (1 + len(flipped)))

@@ -18,7 +18,9 @@ from cpt.evaluation.finetune import longest
 from cpt.models.forward import set_temporarily, supports_kv_cache
 from cpt.models.objectives import Objective
 
-ChoiceSums = Mapping[tuple[int, int], float]  # nats of a choice and its end, by number of question and choice
+# Negative log-likelihood in nats, summed over the tokens of a choice and its end, by the indices of the
+# question and of the choice.
+ChoiceNLL = Mapping[tuple[int, int], float]
 
 
 @torch.no_grad()
@@ -30,39 +32,45 @@ def score_choices(
     batch_size: int,
     step: Callable[[int], object],
     share: tuple[int, int] = (0, 1),
-) -> ChoiceSums:
-    """-sum_t log p(choice_t, end | question) of each choice; `step` is called with the number done."""
+) -> ChoiceNLL:
+    """The loss -sum_t log p(t | question, tokens before t) over the tokens t of each choice and its end, for
+    the share of the questions' choices that this process has. `step` is called after each batch with its
+    number of choices."""
+    # A pair is the index of a question and the index of one of its choices.
     pairs: list[tuple[int, int]] = []
-    for question, prompt in enumerate(questions):
-        pairs.extend((question, choice) for choice in range(len(prompt.choices)))
+    for question_index, question in enumerate(questions):
+        pairs.extend((question_index, choice_index) for choice_index in range(len(question.choices)))
 
     def length(pair: tuple[int, int]) -> int:
-        question, choice = pair
-        return len(questions[question].ids) + len(questions[question].choices[choice])
+        question_index, choice_index = pair
+        question = questions[question_index]
+        return len(question.ids) + len(question.choices[choice_index])
 
     # Pairs of near length share a batch, which saves padding.
     pairs.sort(key=length)
     batches = [pairs[begin : begin + batch_size] for begin in range(0, len(pairs), batch_size)]
     rank, num_processes = share
 
-    sums: dict[tuple[int, int], float] = {}
+    nll_by_pair: dict[tuple[int, int], float] = {}
     for batch_pairs in batches[rank::num_processes]:
         rows = join_choices(questions, batch_pairs)
         batch, _ = objective.batch(rows)
         on_device = {name: cast(Tensor, tensor).to(model.device) for name, tensor in batch.items()}
-        nll = objective.nll(model, cast(Batch, on_device))
+        token_nll = objective.nll(model, cast(Batch, on_device))
 
-        row_sums = torch.zeros(len(batch_pairs), dtype=torch.double, device=nll.device)
-        row_sums.index_add_(0, batch["rows"].to(nll.device), nll.double())
-        sums.update(zip(batch_pairs, row_sums.tolist(), strict=True))
+        # Added up by row: batch["rows"] is the row of each scored token.
+        row_nll = torch.zeros(len(batch_pairs), dtype=torch.double, device=token_nll.device)
+        row_nll.index_add_(0, batch["rows"].to(token_nll.device), token_nll.double())
+        nll_by_pair.update(zip(batch_pairs, row_nll.tolist(), strict=True))
         step(len(batch_pairs))
-    return sums
+    return nll_by_pair
 
 
 def join_choices(questions: Sequence[TaskPrompt], pairs: Sequence[tuple[int, int]]) -> Rows:
-    """A row for each question with one of its choices, of which the choice is the answer."""
-    prompts = [questions[question].ids for question, _ in pairs]
-    answers = [questions[question].choices[choice] for question, choice in pairs]
+    """A row of tokens for each pair (index of a question, index of a choice): the question, then the choice,
+    whose tokens are marked as the answer."""
+    prompts = [questions[question_index].ids for question_index, _ in pairs]
+    answers = [questions[question_index].choices[choice_index] for question_index, choice_index in pairs]
     lengths = np.array([len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)])
 
     ids = np.zeros((len(pairs), lengths.max()), np.int64)
@@ -73,15 +81,18 @@ def join_choices(questions: Sequence[TaskPrompt], pairs: Sequence[tuple[int, int
     return Rows(ids, lengths, np.zeros(len(pairs), np.uint64), is_answer)
 
 
-def rank_choices(questions: Sequence[TaskPrompt], sums: ChoiceSums) -> tuple[list[str], list[str]]:
-    """For each question the choice of the largest sum_t log p(choice_t, end | question), and that of the
-    largest mean over t; of equal ones the first."""
+def select_likeliest_choices(
+    questions: Sequence[TaskPrompt], choice_nll: ChoiceNLL
+) -> tuple[list[str], list[str]]:
+    """The text of the likeliest choice of each question by two measures: the smallest loss summed over the
+    tokens of the choice, and the smallest mean loss per token. Of equal choices the first is taken."""
     best_by_sum = []
     best_by_mean = []
-    for question, prompt in enumerate(questions):
-        nll = np.array([sums[question, choice] for choice in range(len(prompt.choices))])
-        lengths = [len(choice) for choice in prompt.choices]
-        texts = prompt.example.choices
+    for question_index, question in enumerate(questions):
+        num_choices = len(question.choices)
+        nll = np.array([choice_nll[question_index, choice_index] for choice_index in range(num_choices)])
+        lengths = [len(choice) for choice in question.choices]  # tokens, the end included
+        texts = question.example.choices
         best_by_sum.append(texts[nll.argmin()])
         best_by_mean.append(texts[(nll / lengths).argmin()])
     return best_by_sum, best_by_mean
@@ -98,14 +109,18 @@ def write_answers(
     step: Callable[[int], object],
     share: tuple[int, int] = (0, 1),
 ) -> dict[int, str]:
-    """What the model writes to each question of a share, by its number, by greedy decoding: at most
-    `max_new_tokens` tokens, to the one that ends an answer, without special tokens. Prompts are padded on the
-    left for a causal model, on the right for an encoder. A model without a key-value cache takes no padding:
-    a batch has prompts of one length."""
+    """The answers that the model writes by greedy decoding, by the index of the question, for the share of
+    the questions that this process has. An answer has at most `max_new_tokens` tokens, ends at the token that
+    ends answers, and is without special tokens. `step` is called after each batch with its number of
+    questions.
 
-    def length(question: int) -> int:
-        return len(questions[question].ids)
+    Prompts are padded on the left for a causal model, on the right for an encoder. A model without a
+    key-value cache takes no padding: a batch has prompts of one length."""
 
+    def length(question_index: int) -> int:
+        return len(questions[question_index].ids)
+
+    # Questions of near length share a batch, which saves padding. A batch holds indices of questions.
     by_length = sorted(range(len(questions)), key=length)
     batches = [by_length[begin : begin + batch_size] for begin in range(0, len(by_length), batch_size)]
     has_cache = supports_kv_cache(model)
@@ -119,9 +134,8 @@ def write_answers(
 
     answers: dict[int, str] = {}
     for batch in batches[rank::num_processes]:
-        ids, mask = pad_prompts(
-            [questions[question].ids for question in batch], padding=padding, on_the_left=not is_seq2seq
-        )
+        prompts = [questions[question_index].ids for question_index in batch]
+        ids, mask = pad_prompts(prompts, padding=padding, on_the_left=not is_seq2seq)
         width = ids.shape[1]
         # A causal model's answer takes positions after the prompt's.
         num_tokens = max_new_tokens if is_seq2seq else max(1, longest(model, width + max_new_tokens) - width)
@@ -140,25 +154,27 @@ def write_answers(
         if not is_seq2seq:  # it repeats the prompt
             output = output[:, width:]
         texts = tokenizer.batch_decode(output, skip_special_tokens=True)
-        for question, text in zip(batch, texts, strict=True):
-            answers[question] = text.strip()
+        for question_index, text in zip(batch, texts, strict=True):
+            answers[question_index] = text.strip()
         step(len(batch))
     return answers
 
 
 def split_by_length(batches: Sequence[Sequence[int]], length: Callable[[int], int]) -> list[list[int]]:
-    """Batches in which all questions have one length, from batches that are sorted by it."""
+    """Batches of questions, given by their indices, in which all questions have one length: parts of
+    `batches`, in each of which the questions are sorted by length."""
     parts = []
     for batch in batches:
-        for _, questions in groupby(batch, key=length):
-            parts.append(list(questions))
+        for _, question_indices in groupby(batch, key=length):
+            parts.append(list(question_indices))
     return parts
 
 
 def pad_prompts(
     prompts: Sequence[Sequence[int]], *, padding: int, on_the_left: bool
 ) -> tuple[Tensor, Tensor]:
-    """Prompts as token ids and attention mask [prompts, tokens]."""
+    """Prompts as token ids, with the token `padding` on one side, and the attention mask; both [B, T] with T
+    the length of the longest prompt."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.full((len(prompts), width), padding)
     mask = torch.zeros((len(prompts), width), dtype=torch.long)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from cpt.evaluation.statistics import LEAST
+from cpt.evaluation.statistics import MIN_PAIRS
 from cpt.evaluation.task_metrics import describe_task
 from cpt.reporting.contrasts import (
     PairedContrast,
@@ -36,7 +36,7 @@ from cpt.reporting.measures import (
 from cpt.reporting.page import LEGENDS, Block
 from cpt.reporting.sections import RunGroup, RunSection
 
-INTERVAL_LEGEND = LEGENDS["interval"].format(least=LEAST)
+INTERVAL_LEGEND = LEGENDS["interval"].format(least=MIN_PAIRS)
 SPREAD_LEGEND = LEGENDS["spread"].format(interval=INTERVAL_LEGEND)
 SHOWN_AT_FIRST = {  # columns of a table that the page does not hide
     "LC/perplexity",
@@ -247,7 +247,7 @@ def tabulate_differences(
     lines = [LEGENDS["differences"].format(interval=INTERVAL_LEGEND)]
     if has_fewer_pairs:
         lines.append(LEGENDS["fewer_pairs"])
-    lines.append(LEGENDS["tested"].format(least=LEAST))
+    lines.append(LEGENDS["tested"].format(least=MIN_PAIRS))
 
     head = ["group", "baseline", "pairs"]
     for measure in measured:

@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 import numpy as np
 from pandas import DataFrame
 
-from cpt.evaluation.statistics import LEVEL, Difference, compare_pairs, intervals_of_means
+from cpt.evaluation.statistics import SIGNIFICANCE_LEVEL, Difference, compare_pairs, intervals_of_means
 from cpt.reporting.load_runs import Pair
 from cpt.reporting.measures import TESTED_MEASURES, ComparedMeasure, select_measured
 from cpt.reporting.sections import RunGroup, RunSection
@@ -35,7 +35,7 @@ class Spread:
     num_runs: int  # all runs of the group; runs of one order and seed count once
     mean: float
     sd: float  # of the sample; nan for a single value
-    low: float  # 95 % interval of the mean; nan for fewer than statistics.LEAST values
+    low: float  # 95 % interval of the mean; nan for fewer than statistics.MIN_PAIRS values
     high: float
 
 
@@ -257,7 +257,7 @@ def find_best(section: RunSection, groups: Sequence[RunGroup], measure: Compared
 
 def is_significantly_better(contrast: PairedContrast, measure: ComparedMeasure) -> bool:
     """Whether a group is better than the one that it was compared with."""
-    return contrast.p_holm < LEVEL and (contrast.mean > 0) == measure.higher_is_better
+    return contrast.p_holm < SIGNIFICANCE_LEVEL and (contrast.mean > 0) == measure.higher_is_better
 
 
 def pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:

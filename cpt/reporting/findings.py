@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cpt.core.messages import abbreviate, count_noun
 from cpt.evaluation.scores import describe_conditions
-from cpt.evaluation.statistics import LEVEL
+from cpt.evaluation.statistics import SIGNIFICANCE_LEVEL
 from cpt.reporting.compare import INTERVAL_LEGEND, format_difference
 from cpt.reporting.contrasts import (
     BestGroup,
@@ -288,12 +288,12 @@ def describe_verdict(best: BestGroup, measure: ComparedMeasure) -> str:
     contrasts = best.contrasts
     num_others = len(contrasts)
     num_worse = count_worse(best, measure)
-    undistinguished = [name for name, contrast in contrasts.items() if contrast.p_holm >= LEVEL]
+    undistinguished = [name for name, contrast in contrasts.items() if contrast.p_holm >= SIGNIFICANCE_LEVEL]
     # The best group has the best mean over the pairs that all groups have. Over the pairs that it shares with
     # another group, which may be more, the other can be better.
     num_better = num_others - num_worse - len(undistinguished)
 
-    verdict = f"Distinguished from {num_worse} of {num_others} others (Holm p < {LEVEL:.2g})"
+    verdict = f"Distinguished from {num_worse} of {num_others} others (Holm p < {SIGNIFICANCE_LEVEL:.2g})"
     if num_better > 0:
         verdict += f", and worse than {num_better} over the pairs that they share"
     if not undistinguished:
@@ -301,7 +301,7 @@ def describe_verdict(best: BestGroup, measure: ComparedMeasure) -> str:
 
     # The smallest p-value of n pairs is 2^(1 - n), which Holm multiplies by the number of groups.
     num_pairs = max(contrast.n for contrast in contrasts.values())
-    min_pairs = math.ceil(1 + math.log2(num_others / LEVEL))
+    min_pairs = math.ceil(1 + math.log2(num_others / SIGNIFICANCE_LEVEL))
     if num_pairs < min_pairs:
         return f"{verdict}: Holm over {num_others} needs {min_pairs} pairs, there are {num_pairs}"
     return f"{verdict}, not from {list_names(undistinguished)}"

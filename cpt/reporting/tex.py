@@ -15,7 +15,7 @@ from cpt.core.config import digest
 from cpt.core.files import replace
 from cpt.core.schema import Number, fits
 from cpt.evaluation.scores import describe_conditions
-from cpt.evaluation.statistics import LEVEL
+from cpt.evaluation.statistics import SIGNIFICANCE_LEVEL
 from cpt.reporting.contrasts import find_contrasts, find_spreads, find_values, is_ranked
 from cpt.reporting.formats import MAX_LISTED, Format, format_percent, format_perplexity, strip_controls
 from cpt.reporting.frames import find_matrices
@@ -184,7 +184,7 @@ def list_settings(section: RunSection) -> DataFrame:
 def list_tables(section: RunSection) -> Iterator[PaperTable]:
     """The tables of a section, as TeX."""
     frames = measure_tables(section)
-    legend = LEGENDS["tex"].format(baseline=escape(section.baseline), level=LEVEL)
+    legend = LEGENDS["tex"].format(baseline=escape(section.baseline), level=SIGNIFICANCE_LEVEL)
     conditions = escape(describe_conditions(section.conditions))
     yield PaperTable("main", f"{conditions}. {legend}", format_groups(section, frames["main"], "measure"))
 
@@ -249,8 +249,8 @@ def format_mean(row: Mapping[str, Any], measure: ComparedMeasure, *, is_best: bo
     text = escape(text)
     if is_best:
         text = f"\\textbf{{{text}}}"
-    marks = "*" if row["p_holm"] < LEVEL else ""
-    if row["p_t_holm"] < LEVEL:
+    marks = "*" if row["p_holm"] < SIGNIFICANCE_LEVEL else ""
+    if row["p_t_holm"] < SIGNIFICANCE_LEVEL:
         marks += r"\dagger"
     if marks:
         text += f"\\textsuperscript{{${marks}$}}"

@@ -184,7 +184,8 @@ def load_or_create_scores(
     warn_of_versions(stored_scores.versions, new_scores.versions)
     run.check_documents(len(stored_scores.rows))
     if stored_scores.run["order"] != new_scores.run["order"]:  # domains were added
-        return new_scores.take_over(stored_scores)
+        new_scores.take_over(stored_scores)
+        return new_scores
     return stored_scores
 
 

@@ -19,7 +19,7 @@ from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.evaluation import predictions, task_metrics
 from cpt.evaluation.options import TaskEvalOptions, is_due
 from cpt.evaluation.predictions import SOURCE, find_predictions
-from cpt.evaluation.task_answers import rank_choices, score_choices, write_answers
+from cpt.evaluation.task_answers import score_choices, select_likeliest_choices, write_answers
 from cpt.evaluation.task_metrics import AnswerSummary
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import set_mode
@@ -175,7 +175,7 @@ class TaskEvaluator(FileEvaluator):
         ranked: list[str] | None = None
         ranked_mean: list[str] | None = None
         if has_choices(questions):
-            ranked, ranked_mean = rank_choices(questions, answers.choice_nll)
+            ranked, ranked_mean = select_likeliest_choices(questions, answers.choice_nll)
         written_texts: list[str] | None = None
         if self.options.written:
             written_texts = [answers.texts[question] for question in range(len(questions))]

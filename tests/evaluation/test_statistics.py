@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cpt.evaluation.statistics import FLIPS, compare_differences, compare_pairs, intervals_of_means, mcnemar
+from cpt.evaluation.statistics import (
+    NUM_RANDOM_FLIPS,
+    compare_differences,
+    compare_pairs,
+    intervals_of_means,
+    mcnemar,
+)
 
 
 def interval(values):
@@ -84,7 +90,7 @@ def test_many_pairs_are_flipped_at_random():
     assert difference.p == pytest.approx(all_signs(draws), abs=0.02) and difference.p != all_signs(draws)
     assert against_nothing(draws) == difference
     assert against_nothing(draws, seed=1).p != difference.p, "other signs are drawn"
-    assert against_nothing([1.0 + key for key in range(60)]).p == 1 / (FLIPS + 1)
+    assert against_nothing([1.0 + key for key in range(60)]).p == 1 / (NUM_RANDOM_FLIPS + 1)
 
 
 def test_examples_as_plain_resampling():

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 from cpt.data.sources.examples import Example
 from cpt.data.tokenized_tasks import TaskPrompt
-from cpt.evaluation.task_answers import rank_choices, score_choices, write_answers
+from cpt.evaluation.task_answers import score_choices, select_likeliest_choices, write_answers
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from tests.support.data_fixtures import framed_tokenizer
 
@@ -65,7 +65,7 @@ def test_the_choice_is_that_of_the_largest_likelihood(kind):
         model = build(seed)
         step_counts = []
         sums = score_choices(model, objective, questions(), batch_size=4, step=step_counts.append)
-        best, best_mean = rank_choices(questions(), sums)
+        best, best_mean = select_likeliest_choices(questions(), sums)
         for question, choice, found_mean in zip(questions(), best, best_mean, strict=True):
             sums = [log_likelihood(model, question.ids, answer) for answer in ANSWERS]
             means = [total / len(answer) for total, answer in zip(sums, ANSWERS, strict=True)]

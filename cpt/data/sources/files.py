@@ -17,8 +17,9 @@ import pyarrow as pa
 PLAIN_SUFFIXES = (".txt", ".md")
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 SUFFIXES = (*PLAIN_SUFFIXES, *TABLE_SUFFIXES)
-PACKED = (".gz", ".zst", ".bz2", ".xz")
-SUFFIXES_WITH_HEADER = (*PACKED, ".parquet", ".arrow")  # formats of which no file has 0 bytes
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+# Formats of which no file has 0 bytes.
+SUFFIXES_WITH_HEADER = (*COMPRESSED_SUFFIXES, ".parquet", ".arrow")
 # The words of datasets.data_files.SPLIT_KEYWORDS, which takes seconds to import.
 SPLIT_WORDS = {
     "train": "train",
@@ -98,7 +99,7 @@ def kind(path: Path) -> str:
 def packing(path: Path) -> str:
     """The suffix of a file's compression in lower case; empty for none."""
     suffix = path.suffix.lower()
-    return suffix if suffix in PACKED else ""
+    return suffix if suffix in COMPRESSED_SUFFIXES else ""
 
 
 def bare_name(path: Path) -> str:
@@ -264,8 +265,8 @@ def refuse_unknown(paths: list[Path]) -> None:
     # Most often there are several files of the kind: the pattern leaves out all of them.
     ignored = f"*{''.join(first.suffixes[-2:])}" if first.suffix else first.name
     raise ValueError(
-        f"{subject} is not a file of text. Allowed: {' '.join(SUFFIXES)}, also {' '.join(PACKED)}, "
-        f"or leave out what is not text: domains.ignore=[{ignored}]"
+        f"{subject} is not a file of text. Allowed: {' '.join(SUFFIXES)}, "
+        f"also {' '.join(COMPRESSED_SUFFIXES)}, or leave out what is not text: domains.ignore=[{ignored}]"
     )
 
 
@@ -276,7 +277,7 @@ def refuse_unreadable(path: Path) -> None:
         if not path.is_file():
             raise ValueError(
                 f"{path} is a link to nothing, or no plain file. Allowed: "
-                f"{' '.join(SUFFIXES)}, also {' '.join(PACKED)}, "
+                f"{' '.join(SUFFIXES)}, also {' '.join(COMPRESSED_SUFFIXES)}, "
                 f"or leave out what is not text: domains.ignore=[{path.name}]"
             )
         suffix = path.suffix.lower()
