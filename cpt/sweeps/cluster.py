@@ -21,7 +21,7 @@ import psutil
 
 from cpt.core.messages import count_noun
 from cpt.core.preemption import GO_ON
-from cpt.sweeps.cluster_task import ASKING_S, JobEnd, job_state
+from cpt.sweeps.cluster_task import ANSWER_TIMEOUT_S, JobEnd, job_state
 from cpt.sweeps.jobs import CONTINUES, Job, is_finished_already
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class SubmissionLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, submissions: Iterable[Submission]) -> None:
+    def extend(self, submissions: Iterable[Submission]) -> None:
+        """Adds submissions to the end of the file, each as a line of JSON."""
         lines = [json.dumps(asdict(submission)) + "\n" for submission in submissions]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
@@ -145,7 +146,9 @@ class LocalQueue:
 def run_command(command: Sequence[str]) -> str | None:
     """The output of a command; None if it fails or does not answer."""
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=ASKING_S).stdout
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -209,12 +212,13 @@ class ClusterJob:
         return True
 
     def note_end(self, end: JobEnd) -> None:
+        """Records in the job how its process ended, and if the scheduler stopped it, why."""
         self.job.code = end.code
         self.job.offset = end.offset
         if end.stopped == "cancelled":
             self.note_end_without_code("cancelled", f"job {self.number} was cancelled")
         elif end.stopped:
-            self.job.lost = f"job {self.number}: {end.stopped}"
+            self.job.loss_reason = f"job {self.number}: {end.stopped}"
 
     def note_final_state(self, state: str) -> None:
         """Notes the end of a job that left no result, by its last state."""
@@ -229,10 +233,10 @@ class ClusterJob:
         its job ended."""
         self.job.code = GO_ON if ending == "preempted" else None
         self.job.ending = ending
-        self.job.lost = reason
+        self.job.loss_reason = reason
         if is_finished_already(self.job.config, self.job.folder):
             self.job.code = 0
-            self.job.lost = ""
+            self.job.loss_reason = ""
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,17 @@ from cpt.core.preemption import GO_ON
 from cpt.sweeps.jobs import start_process
 from cpt.sweeps.signals import forward_signals
 
-ASKING_S = 60.0  # for an answer of slurmctld
+ANSWER_TIMEOUT_S = 60.0  # of a command that asks SLURM
+TOO_MANY_TIMEOUTS = "it reached its time limit more often than hydra.launcher.max_num_timeout"
 
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How the process of a job ended: its exit code, the offset in console.log at which its output begins
-    and, where the scheduler stopped it for good, how."""
+    """How the process of a job ended."""
 
-    code: int
-    offset: int
-    stopped: str = ""
+    code: int  # its exit code
+    offset: int  # in console.log, where its output begins
+    stopped: str = ""  # if the scheduler stopped it and does not queue it again: why
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,19 @@ class ClusterTask:
             with forward_signals(process, saving_s=self.saving_s) as received:
                 code = process.wait()
         except UncompletedJobError:  # raised by submitit's handler of the warning before a time limit
+            # The exception has interrupted the wait above. The run may still be saving its checkpoint, and
+            # would be killed with this task.
             process.wait()
-            stopped = "it reached its time limit more often than hydra.launcher.max_num_timeout"
-            return JobEnd(GO_ON, offset, stopped)
+            return JobEnd(code=GO_ON, offset=offset, stopped=TOO_MANY_TIMEOUTS)
 
-        end = JobEnd(code, offset)
+        end = JobEnd(code=code, offset=offset)
         was_signaled = bool(received)
         if was_signaled and was_interrupted(code) and "SLURM_JOB_ID" in os.environ:
             return self.leave_to_scheduler(end)
         return end
 
     def checkpoint(self) -> Any:
-        """What submitit queues again after a time limit: the same, since the run resumes itself."""
+        """What submitit queues again after a time limit: this task, since its run resumes itself."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -73,11 +74,11 @@ class ClusterTask:
         job = os.environ["SLURM_JOB_ID"]
         state = job_state(job)
         if state == "CANCELLED":
-            return JobEnd(end.code, end.offset, "cancelled")
+            return replace(end, stopped="cancelled")
         if state == "RUNNING" and os.environ.get("SLURM_PROCID", "0") == "0":
             command = ["scontrol", "requeue", job]
             try:
-                subprocess.run(command, check=True, capture_output=True, timeout=ASKING_S)
+                subprocess.run(command, check=True, capture_output=True, timeout=ANSWER_TIMEOUT_S)
             except (OSError, subprocess.SubprocessError):  # JobRequeue=0 or --no-requeue
                 return end
             raise SystemExit(GO_ON)
@@ -101,7 +102,9 @@ def job_state(job: str) -> str:
 def show_job(job: str) -> str:
     command = ["scontrol", "--oneliner", "show", "job", job]
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=ASKING_S).stdout
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 

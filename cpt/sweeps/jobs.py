@@ -64,8 +64,8 @@ class Job:
     before: bool = False  # finished before this sweep began
     code: int | None = None  # as subprocess gives it: negative is a signal
     offset: int = 0  # where this start's output begins in console.log
-    lost: str = ""  # on a cluster: why the exit code is unknown, or why the job is not queued again
-    ending: str = "lost"  # on a cluster, without an exit code: cancelled, refused, out of memory
+    loss_reason: str = ""  # on a cluster: why the exit code is unknown, or why the job is not queued again
+    ending: str = "lost"  # on a cluster, if the exit code is unknown: lost, cancelled, refused, out of memory
     process: subprocess.Popen[bytes] = field(init=False)
     start_time: float = field(init=False)  # time.monotonic()
     start_date: str = field(init=False)  # the same in UTC
@@ -107,7 +107,8 @@ class Job:
         return tuple(map(redact_override, self.overrides))
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether its run is finished, now or before this sweep began."""
         return self.state.startswith("finished")
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str]) -> None:
@@ -126,14 +127,14 @@ class Job:
         self.kill(signal.SIGKILL)
         self.code = self.process.returncode
         self.log_end(f"finished in {time.monotonic() - self.start_time:.0f} s")
-        if not self.whole:
+        if not self.is_complete:
             state: State = "preempted" if self.state == "preempted" else "failed"
             record_exit(
                 self.folder, state, self.failure().removeprefix(f"{state} "), run_start=self.start_date
             )
 
     def log_end(self, finished: str) -> None:
-        if self.whole:
+        if self.is_complete:
             log.info("Job %s: %s", self, finished)
         else:
             log.error("Job %s: %s", self, self.failure())
@@ -141,9 +142,9 @@ class Job:
     def failure(self) -> str:
         """How it ended and its last error or line of output: `failed (exit 1): ValueError: …`."""
         if self.code is None:
-            return f"failed ({self.ending}): {self.lost}"
-        if self.code == GO_ON and self.lost:
-            return f"preempted: {self.lost}"
+            return f"failed ({self.ending}): {self.loss_reason}"
+        if self.code == GO_ON and self.loss_reason:
+            return f"preempted: {self.loss_reason}"
 
         # W&B and the interpreter write on after a traceback; a killed process writes no error, but Lightning
         # kills one for the error of another.
@@ -177,10 +178,12 @@ class Job:
         return [line for line in text.splitlines() if line.strip() and not line.startswith(HINT)]
 
     def result(self) -> JobReturn:
-        """What the sweeper gets: the objective of this sweep (an earlier one may have had another), None
-        without one, or the failure as an exception."""
+        """What the sweeper gets for the job: the value of `optimized_metric`, None without one, or for a job
+        that is not complete the failure as an exception."""
         result = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
-        if self.whole:
+        if self.is_complete:
+            # Computed from the metrics: the stored value is that of the sweep that has run the job, which may
+            # have optimized another metric.
             scores = read_scores(self.folder)
             metric = self.config.get("optimized_metric")
             value = run_objective(scores, metric) if "metrics" in scores else None
@@ -330,11 +333,11 @@ def summarize_jobs(jobs: Sequence[Job]) -> list[str]:
     lines = [f"{count_noun(len(jobs), 'job')}: {endings}"]
 
     for job in jobs:
-        if not job.whole:
+        if not job.is_complete:
             console = f" ({job.console})" if job.console.exists() else ""  # a job that never began has none
             lines.append(f"{job}: {job.failure()}{console}")
 
-    folders = list(dict.fromkeys(str(job.folder.parent) for job in jobs if job.whole))
+    folders = list(dict.fromkeys(str(job.folder.parent) for job in jobs if job.is_complete))
     if folders:
         lines.append(f"compare: python -m cpt.report {' '.join(folders)}")
     return lines

@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 JOB_OVERRIDES = (f"{RUN_FOLDER}=", f"{JOB_NUMBER}=")  # overrides of Hydra's keys that differ from job to job
 SAVED_BEFORE_LIMIT_S = 20.0  # that a job which was warned of its time limit has to be queued again
-ARRAY = 1000  # jobs of an array at most, as SLURM's default MaxArraySize allows
+MAX_ARRAY_JOBS = 1000  # as SLURM's default MaxArraySize allows
 RESOURCES = ("partition", "gpus_per_node", "mem_gb", "cpus_per_task", "tasks_per_node", "timeout_min")
 
 
@@ -87,8 +87,8 @@ class JobLauncher(Launcher):
 
     @abstractmethod
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
-        """Runs the `waiting` ones of the jobs to their end, and notes in each how it ended. `first` is the
-        number of the first of all jobs."""
+        """Runs the `waiting` jobs, those of all `jobs` that are not finished, to their end, and records in
+        each how it ended. `first` is the number of the first of all jobs."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         with readable():
@@ -239,7 +239,7 @@ class SubmititLauncher(JobLauncher):
         queued, queued_with_other_options = find_queued(waiting, submissions.latest(), queue)
         for job, submission in queued_with_other_options.items():
             job.code = GO_ON
-            job.lost = f"job {submission.job} of an earlier start, with other options, uses its folder"
+            job.loss_reason = f"job {submission.job} of an earlier start, with other options, uses its folder"
             job.log_end("finished")
 
         # A signal while jobs are submitted is acted on when their numbers are known.
@@ -248,12 +248,12 @@ class SubmititLauncher(JobLauncher):
             cluster_jobs = [self.find(job, submission) for job, submission in queued.items()]
             new_jobs = [job for job in waiting if job not in queued and job not in queued_with_other_options]
             while new_jobs and not received:
-                cluster_jobs += self.submit(new_jobs[:ARRAY], submissions, is_first=not cluster_jobs)
-                new_jobs = new_jobs[ARRAY:]
+                cluster_jobs += self.submit(new_jobs[:MAX_ARRAY_JOBS], submissions, is_first=not cluster_jobs)
+                new_jobs = new_jobs[MAX_ARRAY_JOBS:]
             Collector(cluster_jobs, queue, received, unsubmitted=len(new_jobs)).wait()
 
     def find(self, job: Job, submission: Submission) -> ClusterJob:
-        """The job of an earlier start."""
+        """The job of the cluster that an earlier start of the sweep submitted for `job`."""
         import submitit
 
         log.info("Job %s: submitted before (%s)", job, submission.job)
@@ -261,8 +261,9 @@ class SubmititLauncher(JobLauncher):
         return ClusterJob(job, kind(folder=self.submitit_folder, job_id=submission.job))
 
     def submit(self, jobs: Sequence[Job], submissions: SubmissionLog, *, is_first: bool) -> list[ClusterJob]:
-        """Submits jobs as one array. Raises ValueError if the scheduler refuses the first; later ones
-        fail."""
+        """Submits jobs as one array, and gives them as jobs of the cluster. If the scheduler refuses the
+        array: raises ValueError if it `is_first`, the sweep's first, which shows that the options are wrong;
+        of a later array, marks the jobs as refused and gives none."""
         folder = Path.cwd()
         command = job_command(self.config)
         saving_s = max(1.0, self.signal_delay_s - SAVED_BEFORE_LIMIT_S)
@@ -278,11 +279,12 @@ class SubmititLauncher(JobLauncher):
                 ) from error
             for job in jobs:
                 job.ending = "refused"
-                job.lost = reason
+                job.loss_reason = reason
             log.error("%s not submitted: %s", count_noun(len(jobs), "job"), reason)
             return []
 
-        submissions.append(
+        # Recorded at once, so that the next start of the sweep finds the jobs in the queue.
+        submissions.extend(
             Submission(str(job.folder), job.shown_overrides, self.cluster, handle.job_id, str(folder))
             for job, handle in zip(jobs, handles, strict=True)
         )
@@ -390,7 +392,7 @@ def note_result(job: Job, result: JobReturn) -> None:
         job.before = True
     else:  # the last line with text: the message of a traceback
         lines = [line.strip() for line in str(result._return_value).splitlines() if line.strip()]
-        job.lost = lines[-1] if lines else "(no message)"
+        job.loss_reason = lines[-1] if lines else "(no message)"
 
 
 def run_job(command: Sequence[str], start: Path, cfg: DictConfig) -> tuple[int, int]:

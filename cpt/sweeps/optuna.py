@@ -220,9 +220,12 @@ class OptunaSweeper(Sweeper):
         return int(num_trials) - len(study.get_trials(states=[states.COMPLETE]))
 
     def enqueue_failed_trials(self, study: optuna.Study, space: Mapping[str, Override]) -> None:
-        """Enqueues again what failed at an earlier start: its run resumes."""
+        """Enqueues the values of trials that failed at an earlier start, once for each set of values: the
+        runs of the new trial have the same folders, and resume."""
         states = self.optuna.trial.TrialState
-        # A trial that was killed while it was asked for never had a run; its own values are enqueued too.
+        # A search that was killed while Optuna drew a trial's values, one by one, leaves in the journal a
+        # trial under way that lacks some of them. It never had a run, and is ended as failed. Below it is
+        # enqueued again only if it had been enqueued, since all of its values are stored then (`values_of`).
         for trial in study.get_trials(states=[states.RUNNING]):
             if trial.params.keys() != space.keys():
                 study.tell(trial.number, state=states.FAIL)
@@ -429,7 +432,8 @@ def to_overrides(params: Mapping[str, Any]) -> list[str]:
 
 
 def values_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
-    """A trial's values, also while it waits or is asked for."""
+    """A trial's values by key: of a trial that was enqueued those that it was enqueued with, which Optuna
+    stores before it begins; of another those that were drawn so far."""
     return trial.system_attrs.get("fixed_params") or trial.params
 
 

@@ -265,10 +265,12 @@ def check_endtasks(cfg: DictConfig) -> None:
             context="with endtask=none",
             allowed="downstream tasks with dev examples",
         )
-    not_measured = "diagonal" if metric in ("MF1", "Acc") else "last"
-    if cfg.endtask.when == not_measured:
+    # MF1 and Acc are of all tasks after the last stage, where `diagonal` measures the last task only. The
+    # other metrics need each task after its own stage, where `last` measures none but the last.
+    unsuitable = "diagonal" if metric in ("MF1", "Acc") else "last"
+    if cfg.endtask.when == unsuitable:
         raise ValueError(
-            f"optimized_metric={metric} is invalid with endtask.when={not_measured}, which does not measure "
+            f"optimized_metric={metric} is invalid with endtask.when={unsuitable}, which does not measure "
             "it. Allowed: each"
         )
 

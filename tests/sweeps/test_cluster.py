@@ -209,9 +209,9 @@ def test_what_an_earlier_start_has_in_the_queue_is_found(submitted, tmp_path):
 
     earlier = make_submission(0, job="12")  # of the same job: the last submission counts
     with_other_options = make_submission(2, overrides=("x=2", "y=1"))
-    log.append([earlier, make_submission(0), make_submission(1), with_other_options])
+    log.extend([earlier, make_submission(0), make_submission(1), with_other_options])
     elsewhere = make_submission(3, folder="/elsewhere")
-    log.append([elsewhere, make_submission(4, cluster="local"), make_submission(5)])
+    log.extend([elsewhere, make_submission(4, cluster="local"), make_submission(5)])
     # The last line is that of a start which was killed while it wrote.
     with log.path.open("a") as file:
         file.write('{"run": "run-5", "job": "99')
@@ -389,7 +389,7 @@ def run_sweep(tmp_path, monkeypatch):
 def test_many_jobs_are_arrays_that_slurm_takes_and_a_refused_array_fails_alone(
     run_sweep, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(launcher, "ARRAY", 80)
+    monkeypatch.setattr(launcher, "MAX_ARRAY_JOBS", 80)
     jobs, executor = run_sweep(200, refuses={3})
     assert executor.arrays == [80, 80, 40]
     assert [job.state for job in jobs] == ["finished"] * 160 + ["failed"] * 40
