@@ -116,8 +116,8 @@ class LabelledExample:
 
 @dataclass(frozen=True)
 class FinetuneTask:
-    """A task's examples. `test` is the split that is scored, also where that is dev; `dev` chooses the epoch,
-    and is empty where it does not."""
+    """A task's examples. `test` is the split that is scored, which may be dev. `dev` is the split that
+    chooses the epoch; empty if the last epoch is taken."""
 
     name: str
     train: list[LabelledExample]
