@@ -45,7 +45,7 @@ Times = dict[str, float]  # wall and cpu, seconds
 
 
 @dataclass(frozen=True)
-class Course:
+class TaskSetup:
     """What is learned and asked."""
 
     workload: Workload
@@ -56,8 +56,8 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A subject's times by part, its weights at the end, and the texts that it answered with."""
+class SubjectRun:
+    """What one subject did in one round: its times by part, its weights at the end, and its answers."""
 
     times: dict[str, Times]
     weights: dict[str, Tensor]
@@ -72,32 +72,32 @@ def subtract_times(first: Times, last: Times) -> Times:
     return {kind: last[kind] - first[kind] for kind in first}
 
 
-def learn_ours(course: Course) -> tuple[PreTrainedModel, Times]:
+def learn_ours(setup: TaskSetup) -> tuple[PreTrainedModel, Times]:
     """As `python run.py` learns a domain."""
     ends: list[Times] = []
 
-    class Pulse(Callback):
+    class StepCallback(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             ends.append(read_clocks())
 
-    workload = course.workload
-    workload.module.model.load_state_dict(course.begin)
-    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse()])
+    workload = setup.workload
+    workload.module.model.load_state_dict(setup.begin)
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[StepCallback()])
     return workload.module.model, subtract_times(ends[0], ends[-1])
 
 
-def learn_theirs(course: Course) -> tuple[PreTrainedModel, Times]:
+def learn_theirs(setup: TaskSetup) -> tuple[PreTrainedModel, Times]:
     """As the Seq2SeqTrainer learns; a row of its data is a batch of cpt's, which nothing has to pad."""
     ends: list[Times] = []
 
-    class Pulse(TrainerCallback):
+    class StepCallback(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(read_clocks())
 
-    workload = course.workload
+    workload = setup.workload
     stream = workload.stream()
     model = deepcopy(workload.module.model).train()
-    model.load_state_dict(course.begin)
+    model.load_state_dict(setup.begin)
     batches = [stream[number] for number in range(len(stream))]
     max_norm = workload.plan.trainer.gradient_clip_val
     trainer = Seq2SeqTrainer(
@@ -106,7 +106,7 @@ def learn_theirs(course: Course) -> tuple[PreTrainedModel, Times]:
         train_dataset=[{**inputs_of(batch), "labels": labels_of(batch)} for batch in batches],
         data_collator=lambda rows: rows[0],
         optimizers=workload.optimizer(model),
-        callbacks=[Pulse()],
+        callbacks=[StepCallback()],
     )
     trainer.train()
     return model, subtract_times(ends[0], ends[-1])
@@ -126,33 +126,33 @@ def make_settings(**extra_arguments: Any) -> Seq2SeqTrainingArguments:
     )
 
 
-def ask_ours(course: Course, model: PreTrainedModel) -> list[str]:
+def ask_ours(setup: TaskSetup, model: PreTrainedModel) -> list[str]:
     """As a run asks after a stage."""
-    tokenizer = course.workload.start.tokenizer
+    tokenizer = setup.workload.start.tokenizer
     with set_mode(model, training=False):
         texts = write_answers(
             model,
             tokenizer,
-            course.questions,
-            max_new_tokens=course.max_tokens,
-            batch_size=course.batch,
+            setup.questions,
+            max_new_tokens=setup.max_tokens,
+            batch_size=setup.batch,
             step=count_nothing,
         )
-    return [texts[number] for number in range(len(course.questions))]
+    return [texts[number] for number in range(len(setup.questions))]
 
 
 def count_nothing(count: int) -> None:
     """No bar, as the Trainer's predictions have none here."""
 
 
-def ask_theirs(course: Course, model: PreTrainedModel) -> list[str]:
+def ask_theirs(setup: TaskSetup, model: PreTrainedModel) -> list[str]:
     """As `Seq2SeqTrainer.predict` writes; without references, of which the loss would be another pass."""
-    tokenizer = course.workload.start.tokenizer
+    tokenizer = setup.workload.start.tokenizer
     generation_config = GenerationConfig(
-        max_new_tokens=course.max_tokens,
+        max_new_tokens=setup.max_tokens,
         do_sample=False,
         num_beams=1,
-        eos_token_id=course.questions[0].reference[-1],
+        eos_token_id=setup.questions[0].reference[-1],
         pad_token_id=tokenizer.pad_token_id,
         decoder_start_token_id=model.config.decoder_start_token_id,
     )
@@ -161,15 +161,14 @@ def ask_theirs(course: Course, model: PreTrainedModel) -> list[str]:
         args=make_settings(
             predict_with_generate=True,
             generation_config=generation_config,
-            per_device_eval_batch_size=course.batch,
+            per_device_eval_batch_size=setup.batch,
             disable_tqdm=True,
         ),
         data_collator=DataCollatorWithPadding(tokenizer),
         processing_class=tokenizer,
     )
     rows = [
-        {"input_ids": question.ids, "attention_mask": [1] * len(question.ids)}
-        for question in course.questions
+        {"input_ids": question.ids, "attention_mask": [1] * len(question.ids)} for question in setup.questions
     ]
     token_ids = trainer.predict(rows).predictions
     token_ids[token_ids == -100] = tokenizer.pad_token_id
@@ -182,16 +181,16 @@ SUBJECTS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-def take_turn(course: Course, name: str) -> Turn:
+def run_subject(setup: TaskSetup, name: str) -> SubjectRun:
     """One subject learns and is asked."""
     gc.collect()
     learn, ask = SUBJECTS[name]
     busy_before = read_busy_seconds()
     start_times = read_clocks()
-    model, learning = learn(course)
+    model, learning = learn(setup)
 
     decoding_start = read_clocks()
-    texts = ask(course, model)
+    texts = ask(setup, model)
     decoding = subtract_times(decoding_start, read_clocks())
     turn_times = subtract_times(start_times, read_clocks())
     foreign_cores = (read_busy_seconds() - busy_before - turn_times["cpu"]) / turn_times["wall"]
@@ -201,22 +200,22 @@ def take_turn(course: Course, name: str) -> Turn:
         "both": {kind: learning[kind] + decoding[kind] for kind in learning},
         "foreign_cores": {"wall": foreign_cores},
     }
-    return Turn(times, copy_tensors(dict(model.named_parameters())), texts)
+    return SubjectRun(times, copy_tensors(dict(model.named_parameters())), texts)
 
 
 def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def compare_weights(course: Course) -> dict[str, float]:
+def compare_weights(setup: TaskSetup) -> dict[str, float]:
     """The largest difference of a weight, the largest change of one, and the share of texts that are the
     same, and of questions that are answered rightly."""
-    ours = take_turn(course, "cpt")
-    theirs = take_turn(course, "hf")
-    targets = [question.example.target for question in course.questions]
+    ours = run_subject(setup, "cpt")
+    theirs = run_subject(setup, "hf")
+    targets = [question.example.target for question in setup.questions]
     return {
         "apart": largest_difference(ours.weights, theirs.weights),
-        "moved": largest_difference(ours.weights, course.begin),
+        "moved": largest_difference(ours.weights, setup.begin),
         "same_texts": statistics.mean(map(eq, ours.texts, theirs.texts)),
         "different_texts": len(set(ours.texts)),
         "right": statistics.mean(map(eq, ours.texts, targets)),
@@ -227,13 +226,13 @@ def largest_difference(weights: Mapping[str, Tensor], reference: Mapping[str, Te
     return max((weights[name] - reference[name]).abs().max().item() for name in weights)
 
 
-def summarize(course: Course, rounds: int, *, patience: float) -> dict[str, Any]:
+def summarize(setup: TaskSetup, rounds: int, *, patience: float) -> dict[str, Any]:
     """How much faster cpt is in each part, and the times that this is of; the first round is not counted."""
     chunks: dict[str, list[dict[str, Times]]] = {name: [] for name in SUBJECTS}
     for number in range(rounds + 1):
         patience -= wait_until_quiet(patience)
         for name in rotate(list(SUBJECTS), number):
-            chunks[name].append(take_turn(course, name).times)
+            chunks[name].append(run_subject(setup, name).times)
     counted = {name: turns[1:] for name, turns in chunks.items()}
 
     foreign_cores: list[float] = []
@@ -248,7 +247,7 @@ def summarize(course: Course, rounds: int, *, patience: float) -> dict[str, Any]
     return {"cpt_over_hf": ratios, "foreign_cores": summarize_times(foreign_cores), "chunks": counted}
 
 
-def make_course(options: argparse.Namespace) -> Course:
+def make_setup(options: argparse.Namespace) -> TaskSetup:
     workload = build_workload(
         options.cache,
         "domains=tasks",
@@ -264,7 +263,7 @@ def make_course(options: argparse.Namespace) -> Course:
     examples = read_examples(texts.by_name[workload.plan.order[0]], "test")
     questions = [*map(encoder.prompt, examples)]
     begin = copy_tensors(workload.module.model.state_dict())
-    return Course(workload, begin, questions, options.tokens, options.questions)
+    return TaskSetup(workload, begin, questions, options.tokens, options.questions)
 
 
 def parse_options() -> argparse.Namespace:
@@ -283,10 +282,10 @@ def main() -> None:
     options = parse_options()
     prepare(options.threads)
     torch.set_num_threads(options.threads)
-    course = make_course(options)
-    equal = compare_weights(course)
+    setup = make_setup(options)
+    equal = compare_weights(setup)
     print("equal work", equal)
-    results = summarize(course, options.rounds, patience=options.patience)
+    results = summarize(setup, options.rounds, patience=options.patience)
     for part, ratio in results["cpt_over_hf"].items():
         print(f"{part:15}" + "{median:.3f} [{low:.3f}, {high:.3f}]".format(**ratio))
     print("cores that others used meanwhile", results["foreign_cores"])

@@ -23,7 +23,7 @@ from measuring import save
 from cpt.core.config import CONF
 from cpt.evaluation.scores import Scores
 
-TAKEN = {"train": 300, "valid": 80, "test": 200}  # documents of each text
+NUM_DOCUMENTS = {"train": 300, "valid": 80, "test": 200}  # documents of each text
 GENERAL = {"train": 2000}
 SIZES = [
     "model.max_seq_length=64",
@@ -85,7 +85,10 @@ def copy_documents(root: Path, into: Path) -> None:
     for folder in [*sorted((root / "corpora").iterdir()), root / "general"]:
         target = into / folder.relative_to(root)
         target.mkdir(parents=True, exist_ok=True)
-        for split, count in (TAKEN | (GENERAL if folder.name == "general" else {})).items():
+        num_documents = NUM_DOCUMENTS
+        if folder.name == "general":
+            num_documents = NUM_DOCUMENTS | GENERAL
+        for split, count in num_documents.items():
             with gzip.open(folder / f"{split}.jsonl.gz", "rt", encoding="utf-8") as file:
                 lines = list(islice(file, count))
             with gzip.open(target / f"{split}.jsonl.gz", "wt", encoding="utf-8") as file:

@@ -14,8 +14,8 @@ from cpt.reporting.contrasts import PairedContrast, correct_differences, read_co
 from cpt.reporting.load_runs import MeasuredRun, Pair
 from cpt.reporting.sections import RunGroup, RunSection
 
-SHORT = "less than that is not excluded"
-FEW = 2  # the first and the last so many domains (MIGU, Table 4)
+NOT_EXCLUDED = "less than that is not excluded"
+NUM_END_DOMAINS = 2  # how many first and last domains are compared (MIGU, Table 4)
 Values = Mapping[Pair, float]
 
 
@@ -157,8 +157,8 @@ def read_measure(run: MeasuredRun, measure: str) -> float | None:
     if measure in ("early", "late"):
         return mean_accuracy(run, late=measure == "late")
     if measure == "late loss":
-        losses = list(run.scores.diagonal.values())[-FEW:]
-        return sum(losses) / FEW if losses else None
+        losses = list(run.scores.diagonal.values())[-NUM_END_DOMAINS:]
+        return sum(losses) / NUM_END_DOMAINS if losses else None
     return run.values.get(measure)
 
 
@@ -166,20 +166,23 @@ def mean_accuracy(run: MeasuredRun, *, late: bool) -> float | None:
     """Mean accuracy on the first or the last domains' tasks, by the last model; None where one has none."""
     endtasks = run.scores.endtasks
     order = run.scores.run["order"]
-    names = order[-FEW:] if late else order[:FEW]
+    names = order[-NUM_END_DOMAINS:] if late else order[:NUM_END_DOMAINS]
     if not endtasks or not {*names} <= {*endtasks["tasks"]}:
         return None
     by_task = dict(zip(endtasks["tasks"], pick_final(cube(endtasks, "accuracy")).mean(-1), strict=True))
-    return float(sum(by_task[name] for name in names) / FEW)
+    return float(sum(by_task[name] for name in names) / NUM_END_DOMAINS)
 
 
 def values_by_pair(group: RunGroup, measure: str) -> Values:
+    """A measure of a group's runs by order and seed, without runs that do not have it."""
     values = {run.pair: read_measure(run, measure) for run in group.runs}
     return {pair: value for pair, value in values.items() if value is not None}
 
 
-def tested(claim: Claim, section: RunSection) -> Difference | None:
-    """What the runs say about a claim; None where a group is missing."""
+def compare_for_claim(claim: Claim, section: RunSection) -> Difference | None:
+    """The difference of the claim's two groups in its measure, over the pairs of order and seed that both
+    have; the difference from zero where it has no second group. None where a group is missing, or no pair is
+    common."""
     groups = {group.name: group for group in section.groups}
     if claim.of not in groups or (claim.against and claim.against not in groups):
         return None
@@ -213,7 +216,7 @@ def judge_claim(claim: Claim, contrast: PairedContrast, *, num_tested: int) -> s
         return "opposite"
 
     is_large_enough = not claim.min_difference or min(bounds) >= claim.min_difference
-    return "held" if is_large_enough else f"held in direction, {SHORT}"
+    return "held" if is_large_enough else f"held in direction, {NOT_EXCLUDED}"
 
 
 def tabulate_claims(section: RunSection, claims: Sequence[Claim]) -> list[list[str]]:
@@ -221,7 +224,7 @@ def tabulate_claims(section: RunSection, claims: Sequence[Claim]) -> list[list[s
     where that was not run: see `tell`."""
     if DAS not in {group.name for group in section.groups}:
         claims = [replace(claim, of="das") if claim.of == DAS else claim for claim in claims]
-    tests = {claim: tested(claim, section) for claim in claims}
+    tests = {claim: compare_for_claim(claim, section) for claim in claims}
     return tabulate_tests(
         {claim: difference for claim, difference in tests.items() if difference is not None}
     )

@@ -46,17 +46,19 @@ MPNET_SWEEPS = (
 def main() -> None:
     options = study.read_arguments("das6_mini", str(__doc__))
     if options.model is not None:
-        study.make_study(options, "das6_mpnet", MPNET_SWEEPS, page="real-encoder", parts=parts)
+        study.make_study(options, "das6_mpnet", MPNET_SWEEPS, page="real-encoder", parts=write_parts)
         return
-    study.make_study(options, "das6_mini", SWEEPS, page="das6", parts=parts)
+    study.make_study(options, "das6_mini", SWEEPS, page="das6", parts=write_parts)
 
 
-def parts(section: RunSection) -> Iterator[str]:
+def write_parts(section: RunSection) -> Iterator[str]:
+    """The parts of the study's page, as Markdown: its runs, the tasks beside a bag of words where that was
+    measured, the published claims, all methods, and their differences from ncl."""
     yield describe_runs(section)
-    bags = json.loads(bag_of_words.FILE.read_text(encoding="utf-8"))
+    bag_scores = json.loads(bag_of_words.FILE.read_text(encoding="utf-8"))  # by experiment and task
     experiment = section.runs[0].scores.run["name"]
-    if bags.get(experiment):
-        yield tabulate_tasks(section, bags[experiment])
+    if bag_scores.get(experiment):
+        yield tabulate_tasks(section, bag_scores[experiment])
 
     cells = claims.tabulate_claims(section, claims.ON_TEXT)
     yield markdown(
@@ -73,16 +75,17 @@ def parts(section: RunSection) -> Iterator[str]:
     yield study.tabulate_contrasts(section, measures, title="Differences from ncl")
 
 
-def tabulate_tasks(section: RunSection, bag: Mapping[str, float]) -> str:
-    """Each task's own metric in percent: a bag of words, and the final models of the claims' methods."""
-    columns = {"bag of words": bag}
+def tabulate_tasks(section: RunSection, bag_scores: Mapping[str, float]) -> str:
+    """The table of each task's own metric in percent: of a classifier on a bag of words (`bag_scores`, by
+    task), and of the final models of the methods that the claims are about."""
+    columns = {"bag of words": bag_scores}
     groups = {group.name: group for group in section.groups}
     for name in ("none", "ncl", "das", "migu"):
         if name in groups:
             columns[name] = mean_final_scores(groups[name])
 
     cells = []
-    for task in bag:
+    for task in bag_scores:
         cells.append([task, *(f"{100 * column[task]:.1f}" for column in columns.values())])
     title = "Downstream tasks: each task's own metric, %"
     return markdown(Block(title=title, head=["task", *columns], cells=cells), picture="")

@@ -47,7 +47,7 @@ LR, WEIGHT_DECAY = 3e-5, 0.01
 
 
 @dataclass(frozen=True)
-class Course:
+class FinetuneSetup:
     """What is fine-tuned: the size of the model, and how many examples in what batches."""
 
     layers: int
@@ -160,17 +160,17 @@ SUBJECTS: dict[str, tuple[Callable[[classifier.Classifier, FinetuneJob], Run], d
 }
 
 
-def compare_weights(course: Course) -> dict[str, float]:
+def compare_weights(setup: FinetuneSetup) -> dict[str, float]:
     """The largest difference of a weight after an epoch of each, and the largest change of one."""
-    model = course.model()
+    model = setup.model()
     weights = {}
     for name in ("cpt", "hf"):
-        subject = course.start(model)
+        subject = setup.start(model)
         make_epoch, _ = SUBJECTS[name]
-        run = make_epoch(subject, course.job())
+        run = make_epoch(subject, setup.job())
         run()
         weights[name] = flatten_weights(subject)
-    initial_weights = flatten_weights(course.start(model))
+    initial_weights = flatten_weights(setup.start(model))
     return {
         "apart": (weights["cpt"] - weights["hf"]).abs().max().item(),
         "moved": (weights["cpt"] - initial_weights).abs().max().item(),
@@ -197,11 +197,11 @@ def time_run(run: Run) -> dict[str, float]:
     }
 
 
-def play(course: Course, rounds: int) -> dict[str, list[dict[str, float]]]:
+def measure_rounds(setup: FinetuneSetup, rounds: int) -> dict[str, list[dict[str, float]]]:
     """The times of each subject, round by round; the first round is not counted."""
-    model = course.model()
-    jobs = {name: course.job(**job_options) for name, (_, job_options) in SUBJECTS.items()}
-    models = {name: course.start(model) for name in SUBJECTS}
+    model = setup.model()
+    jobs = {name: setup.job(**job_options) for name, (_, job_options) in SUBJECTS.items()}
+    models = {name: setup.start(model) for name in SUBJECTS}
     chunks: dict[str, list[dict[str, float]]] = {name: [] for name in SUBJECTS}
     for turn in range(rounds + 1):
         for name in rotate(list(SUBJECTS), turn):
@@ -210,12 +210,12 @@ def play(course: Course, rounds: int) -> dict[str, list[dict[str, float]]]:
     return {name: times[1:] for name, times in chunks.items()}
 
 
-def summarize(course: Course, rounds: int) -> dict[str, Any]:
-    chunks = play(course, rounds)
+def summarize(setup: FinetuneSetup, rounds: int) -> dict[str, Any]:
+    chunks = measure_rounds(setup, rounds)
     speeds = {}
     foreign_cores: list[float] = []
     for name, chunk in chunks.items():
-        speeds[name] = course.examples / statistics.median([times["wall"] for times in chunk])
+        speeds[name] = setup.examples / statistics.median([times["wall"] for times in chunk])
         foreign_cores.extend(times["foreign_cores"] for times in chunk)
 
     ratios = {}
@@ -250,9 +250,9 @@ def main() -> None:
     for name, (layers, width) in SIZES.items():
         wait_until_quiet(options.patience)
         shared = {"layers": layers, "width": width, "batch": options.batch}
-        equal = compare_weights(Course(**shared, examples=10 * options.batch, dropout=0.0))
-        course = Course(**shared, examples=options.examples, dropout=0.1)
-        results[name] = {"equal_work": equal, **summarize(course, options.rounds)}
+        equal = compare_weights(FinetuneSetup(**shared, examples=10 * options.batch, dropout=0.0))
+        setup = FinetuneSetup(**shared, examples=options.examples, dropout=0.1)
+        results[name] = {"equal_work": equal, **summarize(setup, options.rounds)}
         print(name, {key: value for key, value in results[name].items() if key != "chunks"})
     settings = {name: value for name, value in vars(options).items() if name not in ("cache", "out")}
     save("endtask", {"options": settings, "sizes": results}, out=options.out)

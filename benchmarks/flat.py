@@ -27,11 +27,11 @@ from typing import Any
 from measuring import ROOT, save
 
 POLL_S = 0.05
-FEW = 10  # domains of an end, early or late, that stand for it
-KILLED_AT = (0.2, 0.5, 0.8)  # of the domains
-CLOCKS = ("seconds", "processor")  # of what is looked at; of these the gap from row to row, for each
-BLOCK = 512  # bytes of st_blocks
-WIDE = ("eval.rows=each", "eval.columns=all")
+NUM_END_DOMAINS = 10  # domains that stand for the beginning of the run, and for its end
+KILL_SHARES = (0.2, 0.5, 0.8)  # of the domains, after which a run is killed
+CLOCKS = ("seconds", "processor")  # figures of a sight that are sums since the start: compared by row
+BLOCK_BYTES = 512  # the unit of st_blocks
+FULL_MATRIX = ("eval.rows=each", "eval.columns=all")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def disk_bytes(folder: Path) -> Iterator[int]:
     for directory, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                yield (Path(directory) / name).stat().st_blocks * BLOCK
+                yield (Path(directory) / name).stat().st_blocks * BLOCK_BYTES
 
 
 def processor_seconds(proc_folder: Path) -> float:
@@ -90,8 +90,9 @@ def start_run(folder: Path, overrides: Sequence[str], *, log: Path) -> subproces
         return subprocess.Popen(line, cwd=ROOT, stdout=file, stderr=file)
 
 
-def observe_run(folder: Path, overrides: Sequence[str], *, until: int | None = None) -> list[Sight]:
-    """Sights of a run after each of its rows, to its end or to a row, at which it is killed.
+def observe_run(folder: Path, overrides: Sequence[str], *, kill_at_row: int | None = None) -> list[Sight]:
+    """Starts a run, or resumes it, and waits for its end; returns its sights after each row. With
+    `kill_at_row` the run is killed (SIGKILL) a second after it has written so many rows.
 
     Raises RuntimeError for a run that fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,7 @@ def observe_run(folder: Path, overrides: Sequence[str], *, until: int | None = N
         if num_rows > rows and process.poll() is None:
             rows = num_rows
             sights.append(observe(process.pid, folder, row=rows, start_time=start_time))
-        if until is not None and rows >= until:
+        if kill_at_row is not None and rows >= kill_at_row:
             time.sleep(1.0)  # into the next domain
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -116,7 +117,7 @@ def observe_run(folder: Path, overrides: Sequence[str], *, until: int | None = N
 
 
 def take_prints(folder: Path) -> dict[str, str]:
-    """Hashes of what a finished run has measured and of its last weights."""
+    """The fingerprints of a finished run: hashes of what it has measured, and of its last weights."""
     scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
     (*_, last) = sorted((folder / "stages").glob("*.pt"))
     text = json.dumps([scores[name] for name in ("rows", "nll", "metrics", "modules", "stored", "flops")])
@@ -126,12 +127,13 @@ def take_prints(folder: Path) -> dict[str, str]:
     }
 
 
-def learn_killed(folder: Path, overrides: Sequence[str], domains: int) -> list[int]:
-    """The rows that a run had when it was killed, each time; finished in the end."""
+def kill_and_resume(folder: Path, overrides: Sequence[str], *, num_domains: int) -> list[int]:
+    """Makes a run that is killed at each of KILL_SHARES, resumed each time, and finished in the end. Returns
+    the number of its rows at each kill."""
     shutil.rmtree(folder, ignore_errors=True)
     rows_when_killed = []
-    for share in KILLED_AT:
-        observe_run(folder, overrides, until=round(share * domains))
+    for share in KILL_SHARES:
+        observe_run(folder, overrides, kill_at_row=round(share * num_domains))
         rows_when_killed.append(count_rows(folder))
     observe_run(folder, overrides)
     return rows_when_killed
@@ -139,8 +141,8 @@ def learn_killed(folder: Path, overrides: Sequence[str], domains: int) -> list[i
 
 def compare_ends(sights: Sequence[Sight]) -> dict[str, Any]:
     """Medians over some domains at the beginning (from the 10th on) and at the end, and their ratio."""
-    early_rows = range(FEW + 1, 2 * FEW + 1)
-    late_rows = range(sights[-1].row - FEW, sights[-1].row)
+    early_rows = range(NUM_END_DOMAINS + 1, 2 * NUM_END_DOMAINS + 1)
+    late_rows = range(sights[-1].row - NUM_END_DOMAINS, sights[-1].row)
     ends = {}
     for name in (*CLOCKS, "memory", "mapped", "files", "threads"):
         early = statistics.median(list_figures(sights, name, early_rows))
@@ -150,7 +152,7 @@ def compare_ends(sights: Sequence[Sight]) -> dict[str, Any]:
 
 
 def list_figures(sights: Sequence[Sight], name: str, rows: range) -> list[float]:
-    """One figure of a run at some of its rows: of a clock, what it ran since the sight before, by row."""
+    """One figure of a run at some of its rows; of a clock, the seconds per row since the sight before."""
     figures = []
     for previous, current in pairwise(sights):
         if current.row in rows:
@@ -162,7 +164,7 @@ def list_figures(sights: Sequence[Sight], name: str, rows: range) -> list[float]
 
 
 def count_cells(folder: Path) -> tuple[int, int]:
-    """Cells that were measured, of how many."""
+    """The number of cells of a run's matrix that were measured, and the number of all cells."""
     scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
     num_measured = 0
     for row in scores["nll"]:
@@ -174,7 +176,7 @@ def widen(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Seconds to fill the matrix of a finished run, and its cells before and after."""
     before = count_cells(folder)
     start_time = time.monotonic()
-    observe_run(folder, [*overrides, *WIDE])
+    observe_run(folder, [*overrides, *FULL_MATRIX])
     return {"before": before, "after": count_cells(folder), "seconds": time.monotonic() - start_time}
 
 
@@ -219,7 +221,7 @@ def main() -> None:
     results = {"ends": compare_ends(sights), **record}
 
     if "killed" in options.parts:
-        rows = learn_killed(options.runs / "killed", overrides, len(sights) - 1)
+        rows = kill_and_resume(options.runs / "killed", overrides, num_domains=len(sights) - 1)
         is_same = take_prints(options.runs / "killed") == record["prints"]
         results["killed"] = {"rows": rows, "same": is_same}
     if "widened" in options.parts:

@@ -18,63 +18,66 @@ from typing import Any
 
 import torch
 from ground import make_parser
-from ladder import COARSE, Lane, Size, count_operations, describe_subject, list_rungs, train_rung
+from ladder import BF16, Size, SizeSetup, count_operations, describe_subject, list_rungs, train_rung
 from limit import measure_bandwidth, measure_peak
 from measuring import compare_times, describe_machine, save
 from memory import OBJECTIVES, make_model
-from methods import NCL, Sequel, compute_figures, divide_into_groups, list_subjects, measure_method
-from stage import Rhythm, play_rounds, prepare
+from methods import NCL, TwoDomainSetup, compute_figures, divide_into_groups, list_subjects, measure_method
+from stage import TimingOptions, measure_rounds, prepare
 
 PACKINGS = ("none", "document_mask")
 TOY = {  # of --dry
     "masked": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
     "causal": {"n_embd": 64, "n_layer": 2, "n_head": 2},
 }
-UNITS = {"cuda": {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}, "cpu": {"32-true": torch.float32}}
-SIDE = {"cuda": 8192, "cpu": 256}
-AT_LEAST = 45.0  # seconds that a part is begun with
+PEAK_DTYPES = {
+    "cuda": {"32-true": torch.float32, "bf16-mixed": torch.bfloat16},
+    "cpu": {"32-true": torch.float32},
+}
+MATRIX_SIDES = {"cuda": 8192, "cpu": 256}
+MIN_PART_SECONDS = 45.0  # a part is only begun with so many seconds left
 ROW = "{:30}{:>9}{:>9}{:>9}{:>11}{:>8}{:>8}{:>9}  {}"
 
 
 SIZES = {
-    "RoBERTa-base, 128": Size("roberta", 128, 128),
-    "RoBERTa-base, 512": Size("roberta", 512, 32),
-    "GPT-2 124M, 1024": Size("gpt2", 1024, 16),
-    "GPT-2 355M, 1024": Size("gpt2_medium", 1024, 8, trainers=("Trainer, bf16",)),
+    "RoBERTa-base, 128": Size(model="roberta", length=128, batch=128),
+    "RoBERTa-base, 512": Size(model="roberta", length=512, batch=32),
+    "GPT-2 124M, 1024": Size(model="gpt2", length=1024, batch=16),
+    "GPT-2 355M, 1024": Size(model="gpt2_medium", length=1024, batch=8, trainers=("Trainer, bf16",)),
 }
 METHODS = "methods, RoBERTa-base, 128"
 PACKED = "packing, GPT-2 124M"
 
 
-def measure_ladder(name: str, stage: "Stage") -> Iterator[dict[str, Any]]:
+def measure_ladder(name: str, shared: "SharedSetup") -> Iterator[dict[str, Any]]:
     """Every rung of a size: tokens/s, shares of the peak, memory, seconds of a step."""
-    lane = stage.lane(SIZES[name])
-    counts = {"executed": count_operations(lane, dense=False), "dense": count_operations(lane, dense=True)}
-    run = play_rounds(list_rungs(lane), lane, patience=0.0)
+    setup = shared.make_setup(SIZES[name])
+    counts = {"executed": count_operations(setup, dense=False), "dense": count_operations(setup, dense=True)}
+    run = measure_rounds(list_rungs(setup), setup, patience=0.0)
     yield {
         "operations": counts,
         "subjects": {
-            subject: describe_subject(subject, run, lane=lane, counts=counts, peaks=stage.peaks)
+            subject: describe_subject(subject, run, setup=setup, counts=counts, peaks=shared.peaks)
             for subject in run["chunks"]
         },
         "chunks": run["chunks"],
     }
 
 
-def measure_packing(stage: "Stage") -> Iterator[dict[str, Any]]:
+def measure_packing(shared: "SharedSetup") -> Iterator[dict[str, Any]]:
     """Steps of the same examples, padded to the longest and sharing rows."""
-    lane = stage.lane(Size("gpt2", 512, 64))
+    setup = shared.make_setup(Size(model="gpt2", length=512, batch=64))
     subjects = {}
     for name in PACKINGS:
         overrides = [
             "domains=tasks",
             "domains/template=o_lora",
             "method=joint",
-            COARSE,
+            BF16,
             f"domains.packing={name}",
         ]
-        subjects[name] = partial(train_rung, lane=lane, overrides=overrides, dense=False)
-    run = play_rounds(subjects, lane, patience=0.0)
+        subjects[name] = partial(train_rung, setup=setup, overrides=overrides, dense=False)
+    run = measure_rounds(subjects, setup, patience=0.0)
 
     padded = [chunk["wall"] for chunk in run["chunks"]["none"]]
     isolated = [chunk["wall"] for chunk in run["chunks"]["document_mask"]]
@@ -88,65 +91,66 @@ def measure_packing(stage: "Stage") -> Iterator[dict[str, Any]]:
     }
 
 
-def measure_methods(stage: "Stage", names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure_methods(shared: "SharedSetup", names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every method's step over that of ncl, in groups of processes: the results after each of them."""
-    lane = stage.lane(Size("roberta", 128, 32))
-    course = Sequel(
-        threads=stage.rhythm.threads,
-        rounds=stage.rhythm.rounds,
-        chunk=stage.rhythm.chunk,
-        device=stage.rhythm.device,
-        cache=lane.cache,
+    size_setup = shared.make_setup(Size(model="roberta", length=128, batch=32))
+    setup = TwoDomainSetup(
+        threads=shared.timing.threads,
+        rounds=shared.timing.rounds,
+        chunk=shared.timing.chunk,
+        device=shared.timing.device,
+        cache=size_setup.cache,
         first=4,
         shape=(
-            *lane.overrides(),
+            *size_setup.overrides(),
             "trainer.num_workers=2",
             "order=[sympy,networkx]",
-            f"trainer.importance_samples={lane.batch}",
-            COARSE,
+            f"trainer.importance_samples={size_setup.batch}",
+            BF16,
         ),
         model="given",
     )
     overrides = list_subjects()
     subjects = {}
     for name in (NCL, *names):
-        subjects[name] = partial(measure_method, course=course, overrides=overrides[name], dense=False)
+        subjects[name] = partial(measure_method, setup=setup, overrides=overrides[name], dense=False)
 
     results: dict[str, Any] = {"subjects": {}, "failed": {}}
-    for group in divide_into_groups(list(subjects), together=stage.together):
-        stage.check_time()
+    for group in divide_into_groups(list(subjects), together=shared.together):
+        shared.check_time()
         try:
-            run = play_rounds({name: subjects[name] for name in group}, course, patience=0.0)
+            run = measure_rounds({name: subjects[name] for name in group}, setup, patience=0.0)
         except RuntimeError as error:
             results["failed"][", ".join(group)] = str(error)[-2000:]
         else:
-            figures = compute_figures(run, chunk=course.chunk)
+            figures = compute_figures(run, chunk=setup.chunk)
             results["subjects"] = figures | results["subjects"]
         yield results
 
 
 @dataclass(frozen=True)
-class Stage:
+class SharedSetup:
     """What all parts share: the chunks on the device, its peaks, the time that there is."""
 
     cache: str
-    rhythm: Rhythm
+    timing: TimingOptions
     together: int
     until: float
     dry: bool
     peaks: Mapping[str, float]
 
-    def lane(self, size: Size) -> Lane:
+    def make_setup(self, size: Size) -> SizeSetup:
+        """What the subjects of a size run; `dry`: a toy model of the same kind, on short rows."""
         if self.dry:
             folder = make_model(size.model, Path(self.cache), **TOY[OBJECTIVES[size.model]])
-            size = Size(size.model, 128, 4, size.trainers)
+            size = Size(model=size.model, length=128, batch=4, trainers=size.trainers)
         else:
             folder = make_model(size.model, Path(self.cache))
-        return Lane(
-            threads=self.rhythm.threads,
-            rounds=self.rhythm.rounds,
-            chunk=self.rhythm.chunk,
-            device=self.rhythm.device,
+        return SizeSetup(
+            threads=self.timing.threads,
+            rounds=self.timing.rounds,
+            chunk=self.timing.chunk,
+            device=self.timing.device,
             cache=self.cache,
             size=size,
             folder=str(folder),
@@ -155,13 +159,14 @@ class Stage:
     def check_time(self) -> None:
         """Raises TimeoutError where too little is left."""
         remaining_seconds = self.until - time.monotonic()
-        if remaining_seconds < AT_LEAST:
+        if remaining_seconds < MIN_PART_SECONDS:
             raise TimeoutError(
-                f"{remaining_seconds:.0f} s were left; a part begins with {AT_LEAST:.0f} or more (--minutes)"
+                f"{remaining_seconds:.0f} s were left; a part begins with {MIN_PART_SECONDS:.0f} or more "
+                "(--minutes)"
             )
 
 
-def perform_parts(stage: Stage, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def perform_parts(shared: SharedSetup, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """The figures of every part as far as they are there, and why there are no more."""
     parts: dict[str, Any] = {name: partial(measure_ladder, name) for name in SIZES}
     parts[METHODS] = partial(measure_methods, names=options.methods)
@@ -170,8 +175,8 @@ def perform_parts(stage: Stage, options: argparse.Namespace) -> Iterator[tuple[s
         start_time = time.monotonic()
         results: dict[str, Any] = {}
         try:
-            stage.check_time()
-            for results in parts[name](stage):
+            shared.check_time()
+            for results in parts[name](shared):
                 yield name, results | {"seconds": time.monotonic() - start_time}
         except (RuntimeError, TimeoutError, ValueError) as error:
             failure = {"failed": str(error)[-3000:], "seconds": time.monotonic() - start_time}
@@ -229,12 +234,14 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     peaks = {}
-    for name, dtype in UNITS[device].items():
-        peaks[name] = measure_peak(dtype, side=SIDE[device], device=device)
-    rhythm = Rhythm(options.threads, options.repeats, options.steps, device=device)
-    stage = Stage(
+    for name, dtype in PEAK_DTYPES[device].items():
+        peaks[name] = measure_peak(dtype, side=MATRIX_SIDES[device], device=device)
+    timing = TimingOptions(
+        threads=options.threads, rounds=options.repeats, chunk=options.steps, device=device
+    )
+    shared = SharedSetup(
         cache=options.cache,
-        rhythm=rhythm,
+        timing=timing,
         together=options.together,
         until=start_time + 60 * options.minutes,
         dry=options.dry,
@@ -249,7 +256,7 @@ def main() -> None:
     print(results, describe_machine()["versions"])
 
     results["parts"] = {}
-    for name, part_results in perform_parts(stage, options):
+    for name, part_results in perform_parts(shared, options):
         print("\n".join(format_part(name, part_results)), flush=True)
         results["parts"][name] = part_results
         if options.out or not options.dry:

@@ -27,12 +27,12 @@ from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method
 from cpt.trainer.plan import Plan, make_plan
 
-MADE = ["model.vocab_size=8192", "model.pretraining.steps=1", "model.pretraining.batch_size=8"]
+FRESH_MODEL = ["model.vocab_size=8192", "model.pretraining.steps=1", "model.pretraining.batch_size=8"]
 SHAPES: dict[str, list[str]] = {
     "given": [],  # the overrides choose the model
     "roberta": [
         "model=tiny_roberta",
-        *MADE,
+        *FRESH_MODEL,
         "model.mlm_probability=0.15",
         "model.config.hidden_size=256",
         "model.config.intermediate_size=1024",
@@ -40,7 +40,7 @@ SHAPES: dict[str, list[str]] = {
     ],
     "t5": [
         "model=tiny_t5",
-        *MADE,
+        *FRESH_MODEL,
         "model.mlm_probability=0.15",
         "model.mean_span=3",
         "model.config.d_model=256",
@@ -51,7 +51,7 @@ SHAPES: dict[str, list[str]] = {
     ],
     "gpt2": [
         "model=tiny_gpt2",
-        *MADE,
+        *FRESH_MODEL,
         "model.config.n_embd=256",
         "model.config.n_layer=4",
         "model.config.n_head=4",

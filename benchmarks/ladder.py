@@ -12,16 +12,24 @@ from ground import Workload, build_workload, format_accelerator
 from measuring import compare_times
 from memory import CHOICES, OBJECTIVES
 from methods import dense_losses
-from stage import Beat, Rhythm, Subject
-from subjects import Pulse, fit, train_hf
+from stage import StepTimer, Subject, TimingOptions
+from subjects import StepCallback, fit, train_hf
 
 from cpt.trainer.costs import OperationCounter
 
-COARSE, PLAIN = "trainer.precision=bf16-mixed", "trainer.precision=32-true"
-LOOSE, FUSED, COMPILED = "optim.fused=false", "optim.fused=true", "trainer.compile=true"
-FIRST, FULL = "32-true", "+ fused AdamW"
-RUNGS = {FIRST: [PLAIN, LOOSE], "bf16-mixed": [COARSE, LOOSE], "+ compile": [COARSE, COMPILED, LOOSE],
-         FULL: [COARSE, COMPILED, FUSED]}  # fmt: skip
+BF16 = "trainer.precision=bf16-mixed"
+FLOAT32 = "trainer.precision=32-true"
+UNFUSED = "optim.fused=false"
+FUSED = "optim.fused=true"
+COMPILED = "trainer.compile=true"
+FIRST_RUNG = "32-true"
+LAST_RUNG = "+ fused AdamW"
+RUNGS = {  # the overrides of a rung by its name, as the table shows it
+    FIRST_RUNG: [FLOAT32, UNFUSED],
+    "bf16-mixed": [BF16, UNFUSED],
+    "+ compile": [BF16, COMPILED, UNFUSED],
+    LAST_RUNG: [BF16, COMPILED, FUSED],
+}
 SPARSE = "+ head at the scored places"
 HF = {"Trainer": False, "Trainer, bf16": True}
 
@@ -38,13 +46,14 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Lane(Rhythm):
+class SizeSetup(TimingOptions):
     """What the subjects of one size run."""
 
     cache: str
     size: Size
     folder: str
-    equal: bool = False  # as of the courses that subjects.train_hf knows
+    # What subjects.train_hf reads of a subjects.TrainingSetup:
+    equal: bool = False
     shape: str = "given"
 
     @property
@@ -55,24 +64,29 @@ class Lane(Rhythm):
         return build_workload(self.cache, *self.overrides(), *overrides, shape="given")
 
     def overrides(self) -> Iterator[str]:
-        yield from (f"model={CHOICES[self.size.model]}", f"model.name_or_path={self.folder}")
-        yield from (f"model.max_seq_length={self.size.length}", f"trainer.batch_size={self.size.batch}")
-        yield from (f"trainer.steps={self.steps}", format_accelerator(self.device))
+        yield f"model={CHOICES[self.size.model]}"
+        yield f"model.name_or_path={self.folder}"
+        yield f"model.max_seq_length={self.size.length}"
+        yield f"trainer.batch_size={self.size.batch}"
+        yield f"trainer.steps={self.steps}"
+        yield format_accelerator(self.device)
 
 
-def train_rung(beat: Beat, *, lane: Lane, overrides: Sequence[str], dense: bool) -> dict[str, int]:
+def train_rung(
+    timer: StepTimer, *, setup: SizeSetup, overrides: Sequence[str], dense: bool
+) -> dict[str, int]:
     """A rung: the training of `python run.py method=ncl`; gives the bytes that it needs on the device."""
-    workload = lane.build_workload(*overrides)
+    workload = setup.build_workload(*overrides)
     if dense:
         workload.module.losses = partial(dense_losses, workload.module)
-    beat.enter()
-    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
+    timer.wait_for_warm_up()
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[StepCallback(timer)])
     return read_peak_device()
 
 
-def train_hf_rung(beat: Beat, *, lane: Lane, bf16: bool) -> dict[str, int]:
+def train_hf_rung(timer: StepTimer, *, setup: SizeSetup, bf16: bool) -> dict[str, int]:
     """The same by the Hugging Face Trainer."""
-    train_hf(lane, beat, bf16=bf16)
+    train_hf(setup, timer, bf16=bf16)
     return read_peak_device()
 
 
@@ -80,30 +94,35 @@ def read_peak_device() -> dict[str, int]:
     return {"peak_device": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0}
 
 
-def list_rungs(lane: Lane) -> dict[str, Subject]:
+def list_rungs(setup: SizeSetup) -> dict[str, Subject]:
     """The subjects of a size."""
-    masked = OBJECTIVES[lane.size.model] == "masked"
+    masked = OBJECTIVES[setup.size.model] == "masked"
     ladder = {
-        name: partial(train_rung, lane=lane, overrides=overrides, dense=masked)
+        name: partial(train_rung, setup=setup, overrides=overrides, dense=masked)
         for name, overrides in RUNGS.items()
     }
     if masked:  # of a causal model every place is scored
-        ladder[SPARSE] = partial(train_rung, lane=lane, overrides=RUNGS[FULL], dense=False)
-    return ladder | {name: partial(train_hf_rung, lane=lane, bf16=HF[name]) for name in lane.size.trainers}
+        ladder[SPARSE] = partial(train_rung, setup=setup, overrides=RUNGS[LAST_RUNG], dense=False)
+    return ladder | {name: partial(train_hf_rung, setup=setup, bf16=HF[name]) for name in setup.size.trainers}
 
 
-def count_operations(lane: Lane, *, dense: bool) -> int:
+def count_operations(setup: SizeSetup, *, dense: bool) -> int:
     """Operations of a step, forward and backward, counted on one sample."""
-    workload = lane.build_workload("trainer.batch_size=1", "trainer.accelerator=cpu")
+    workload = setup.build_workload("trainer.batch_size=1", "trainer.accelerator=cpu")
     batch = next(iter(workload.loader()))
     losses = partial(dense_losses, workload.module) if dense else workload.module.losses
     with OperationCounter() as counter:
         losses(batch)["lm"].backward()
-    return counter.total * lane.batch
+    return counter.total * setup.batch
 
 
 def describe_subject(
-    name: str, run: Mapping[str, Any], *, lane: Lane, counts: Mapping[str, int], peaks: Mapping[str, float]
+    name: str,
+    run: Mapping[str, Any],
+    *,
+    setup: SizeSetup,
+    counts: Mapping[str, int],
+    peaks: Mapping[str, float],
 ) -> dict[str, Any]:
     chunks = run["chunks"][name]
     report = run["reports"][name]
@@ -111,17 +130,17 @@ def describe_subject(
     for chunk in chunks:
         steps.extend(chunk["steps"])
     walls = [chunk["wall"] for chunk in chunks]
-    first_walls = [chunk["wall"] for chunk in run["chunks"][FIRST]]
-    step_seconds = statistics.median(walls) / lane.chunk
+    first_walls = [chunk["wall"] for chunk in run["chunks"][FIRST_RUNG]]
+    step_seconds = statistics.median(walls) / setup.chunk
 
-    is_sparse = name == SPARSE or OBJECTIVES[lane.size.model] == "causal"
+    is_sparse = name == SPARSE or OBJECTIVES[setup.size.model] == "causal"
     num_operations = counts["executed" if is_sparse else "dense"]
     peak = peaks.get("bf16-mixed", peaks["32-true"])
     return {
         "step_s": step_seconds,
         "p50_s": float(np.percentile(steps, 50)),
         "p95_s": float(np.percentile(steps, 95)),
-        "tokens_per_s": lane.batch * lane.size.length / step_seconds,
+        "tokens_per_s": setup.batch * setup.size.length / step_seconds,
         "mfu_executed": num_operations / step_seconds / peak,
         "mfu_dense_equivalent": counts["dense"] / step_seconds / peak,
         "faster_than_first": compare_times(walls, first_walls),

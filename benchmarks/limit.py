@@ -17,20 +17,22 @@ import torch
 from ground import SHAPES, make_parser
 from lightning.pytorch.callbacks import Callback
 from measuring import save
-from stage import collect_times, play_rounds, prepare
-from subjects import SUBJECTS, Course, fit
+from stage import collect_times, measure_rounds, prepare
+from subjects import SUBJECTS, TrainingSetup, fit
 from torch.profiler import ProfilerActivity, profile
 from variants import QUICK
 
 from cpt.trainer.costs import OperationCounter
 
-SIDE, REPEATS, MEGABYTES = 2048, 7, 256
+MATRIX_SIDE = 2048  # of the square matrices whose product measures the peak
+REPEATS = 7
+MEGABYTES = 256
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
-CPT = ("cpt", "cpt, quick dropout", "cpt, bf16", "cpt, bf16, quick dropout")
+CPT_SUBJECTS = ("cpt", "cpt, quick dropout", "cpt, bf16", "cpt, bf16, quick dropout")
 # What a subject computes in; the others in 32-true.
-IN = {name: "bf16-mixed" for name in CPT if "bf16" in name}
+PRECISIONS = {name: "bf16-mixed" for name in CPT_SUBJECTS if "bf16" in name}
 COARSE = ("trainer.precision=bf16-mixed", "trainer.attn_implementation=eager")
-WAYS: dict[str, tuple[str, ...]] = {
+CPT_OVERRIDES: dict[str, tuple[str, ...]] = {
     "32-true": (),
     "32-true, quick dropout": QUICK,
     "bf16-mixed": COARSE,
@@ -58,7 +60,7 @@ OPERATIONS = {  # of torch; the first that fits
     "embedding": ("embedding", "index_select", "aten::index", "aten::gather"),
     "optimizer, clipping": ("fused_adam", "aten::sqrt", "addcdiv", "addcmul", "lerp", "norm"),
 }
-REST = "copies, sums, casts"
+OTHER_KINDS = "copies, sums, casts"
 
 
 def time_median(work: Callable[[], Any]) -> float:
@@ -73,7 +75,7 @@ def time_median(work: Callable[[], Any]) -> float:
     return statistics.median(durations[1:])
 
 
-def measure_peak(dtype: torch.dtype, *, side: int = SIDE, device: str = "cpu") -> float:
+def measure_peak(dtype: torch.dtype, *, side: int = MATRIX_SIDE, device: str = "cpu") -> float:
     """Operations per second of a large matrix product."""
     left_matrix = torch.randn(side, side, device=device).to(dtype)
     right_matrix = torch.randn(side, side, device=device).to(dtype)
@@ -87,9 +89,9 @@ def measure_bandwidth(*, device: str = "cpu") -> float:
     return 2 * source.nbytes / time_median(lambda: target.copy_(source))
 
 
-def count_operations(course: Course) -> int:
+def count_operations(setup: TrainingSetup) -> int:
     """Floating-point operations of a step, forward and backward."""
-    workload = course.build_workload()
+    workload = setup.build_workload()
     batch = next(iter(workload.loader()))
     with OperationCounter() as counter:
         workload.module.losses(batch)["lm"].backward()
@@ -170,10 +172,10 @@ def find_phase(name: str) -> str | None:
     return None
 
 
-def measure_phases(course: Course, *overrides: str) -> dict[str, float]:
+def measure_phases(setup: TrainingSetup, *overrides: str) -> dict[str, float]:
     """The share of each phase in the time of cpt's steps, by the clock; `logging, loop` is what Lightning
     spends between them."""
-    workload = course.build_workload("+trainer.profiler=simple", *overrides)
+    workload = setup.build_workload("+trainer.profiler=simple", *overrides)
     clock = Clocked()
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[clock])
     times = clock.lightning
@@ -189,13 +191,13 @@ def measure_phases(course: Course, *overrides: str) -> dict[str, float]:
     return {phase: seconds / times["all"] for phase, seconds in phase_seconds.items()}
 
 
-def measure_kinds(course: Course, *overrides: str) -> dict[str, float]:
+def measure_kinds(setup: TrainingSetup, *overrides: str) -> dict[str, float]:
     """The share of each kind of operation in the time of cpt's steps; what no operation of torch takes is
     Python's."""
-    workload = course.build_workload(*overrides)
+    workload = setup.build_workload(*overrides)
     profiled = Profiled(first=5)
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[profiled])
-    kind_seconds = dict.fromkeys([*OPERATIONS, REST], 0.0)
+    kind_seconds = dict.fromkeys([*OPERATIONS, OTHER_KINDS], 0.0)
     for event in profiled.profile.key_averages():
         if event.key.startswith(("aten::", "enumerate(")):
             kind_seconds[classify_operation(event.key)] += event.self_cpu_time_total / 1e6
@@ -208,7 +210,7 @@ def classify_operation(name: str) -> str:
     for kind, keys in OPERATIONS.items():
         if any(key in name for key in keys):
             return kind
-    return REST
+    return OTHER_KINDS
 
 
 def format_results(results: Mapping[str, Any]) -> str:
@@ -242,7 +244,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     prepare(options.threads)
-    course = Course(
+    setup = TrainingSetup(
         threads=options.threads,
         rounds=options.repeats,
         chunk=options.steps,
@@ -253,9 +255,9 @@ def main() -> None:
         equal=False,
         shape=options.shape,
     )
-    num_operations = count_operations(course)
-    subjects = {name: partial(SUBJECTS[name], course) for name in (*CPT, "bare", "hf")}
-    run = play_rounds(subjects, course, patience=options.patience)
+    num_operations = count_operations(setup)
+    subjects = {name: partial(SUBJECTS[name], setup) for name in (*CPT_SUBJECTS, "bare", "hf")}
+    run = measure_rounds(subjects, setup, patience=options.patience)
     wall = collect_times(run["chunks"], list(range(options.repeats)), "wall")
 
     torch.set_num_threads(options.threads)
@@ -263,7 +265,7 @@ def main() -> None:
     figures = {}
     for name, durations in wall.items():
         seconds = statistics.median(durations) / options.steps
-        precision = IN.get(name, "32-true")
+        precision = PRECISIONS.get(name, "32-true")
         figures[name] = {
             "seconds": seconds,
             "precision": precision,
@@ -275,8 +277,10 @@ def main() -> None:
         "bandwidth": measure_bandwidth(),
         "peak": peaks,
         "subjects": figures,
-        "phases": {name: measure_phases(course, *overrides) for name, overrides in WAYS.items()},
-        "operations_by_kind": {name: measure_kinds(course, *overrides) for name, overrides in WAYS.items()},
+        "phases": {name: measure_phases(setup, *overrides) for name, overrides in CPT_OVERRIDES.items()},
+        "operations_by_kind": {
+            name: measure_kinds(setup, *overrides) for name, overrides in CPT_OVERRIDES.items()
+        },
         "load": run["load"],
     }
     print(format_results(results))

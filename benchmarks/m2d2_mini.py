@@ -20,7 +20,7 @@ from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import Block, markdown
 from cpt.reporting.sections import RunGroup, RunSection
 
-EVERY = ["order=similar,random", "seed=0,1"]
+ORDERS_AND_SEEDS = ["order=similar,random", "seed=0,1"]
 SWEEPS = (
     ["method=ncl,one,kd,lora,demix"],
     ["method=ewc", "method.merge=decay"],
@@ -82,7 +82,7 @@ def main() -> None:
     study.make_study(
         options,
         "m2d2_mini",
-        [[*EVERY, *sweep] for sweep in SWEEPS],
+        [[*ORDERS_AND_SEEDS, *sweep] for sweep in SWEEPS],
         page="m2d2",
         parts=parts,
         name_orders=name_orders,

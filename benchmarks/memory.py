@@ -31,7 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {  # of the published configurations, with th
     "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
     "gpt2_medium": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 1024, "n_layer": 24, "n_head": 16},
 }
-USUAL = ("roberta", "gpt2")
+DEFAULT_SIZES = ("roberta", "gpt2")
 OBJECTIVES = {"roberta": "masked", "gpt2": "causal", "gpt2_medium": "causal"}
 CHOICES = {"roberta": "roberta_base", "gpt2": "gpt2", "gpt2_medium": "gpt2"}
 ENTRIES = 8192  # of the tokenizer, which the rows are more than
@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "cpt-benchmarks"
     parser.add_argument("--methods", nargs="+", choices=list_methods(), default=list_methods())
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=USUAL)
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=DEFAULT_SIZES)
     parser.add_argument(
         "--model", type=Path, help="a checkpoint instead of --sizes; without a head, it has a random one"
     )

@@ -3,12 +3,13 @@ Fisher, replay a past.
 
 Every subject is a run of cpt in a process of its own: some untimed steps in a first domain, then the second
 one, where the subjects take turns, chunk by chunk. A ratio is that of a method's chunk to `ncl`'s in the same
-round. Where not all subjects fit into memory they play in groups, each with the references among them."""
+round. Where not all subjects fit into memory they are measured in groups, each with the references among
+them. All groups are started anew `--casts` times: one start of a group is a session of stage.py."""
 
 import argparse
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,17 +20,17 @@ from ground import Workload, build_workload, format_accelerator, make_labels, ma
 from lightning.pytorch.callbacks import Callback
 from measuring import ROOT, compare_times, save
 from stage import (
-    Beat,
     Chunks,
-    Rhythm,
+    StepTimer,
     Subject,
+    TimingOptions,
     collect_times,
-    join_casts,
-    play_rounds,
+    join_sessions,
+    measure_rounds,
     prepare,
     select_quiet_rounds,
 )
-from subjects import Pulse, fit
+from subjects import StepCallback, fit
 from variants import DENSE, TARGETS, VARIANTS
 
 from cpt.data.collate import inputs_of
@@ -53,8 +54,9 @@ ROW = "{:22}{:>9}{:>10} {:16}{:>7} {:7}{:>10}{:>8}{:>9}{:>9}{:>8}{:>8}  {}"
 
 
 @dataclass(frozen=True)
-class Sequel(Rhythm):
-    """What the subjects run: `first` steps in the first domain, then the timed ones in the second."""
+class TwoDomainSetup(TimingOptions):
+    """What the subjects run: `first` steps in the first domain, then the timed ones in the second. `shape`
+    are the overrides of all subjects."""
 
     cache: str
     first: int
@@ -86,16 +88,19 @@ class StepMemory(Callback):
         self.peak = read_peak_memory()
 
 
-def measure_method(beat: Beat, *, course: Sequel, overrides: list[str], dense: bool) -> dict[str, Any]:
-    """The part of one subject; gives what its method keeps and needs."""
-    workload = course.build_workload(overrides)
+def measure_method(
+    timer: StepTimer, *, setup: TwoDomainSetup, overrides: list[str], dense: bool
+) -> dict[str, Any]:
+    """Runs in the process of one subject: trains it on two domains, timed in the second. Returns what its
+    method stores and the peak memory; `dense`: the model's own loss in place of the method's."""
+    workload = setup.build_workload(overrides)
     if dense:
         workload.module.losses = partial(dense_losses, workload.module)
     first, second = workload.data
-    beat.enter()
-    fit(workload, first, steps=course.first)
+    timer.wait_for_warm_up()
+    fit(workload, first, steps=setup.first)
     memory = StepMemory()
-    fit(workload, second, steps=course.steps, callbacks=[memory, Pulse(beat)])
+    fit(workload, second, steps=setup.steps, callbacks=[memory, StepCallback(timer)])
     peak_bytes = max(memory.before, memory.peak, read_peak_memory())
     return {**measure_needs(workload.module), "peak": peak_bytes, "peak_of_steps": memory.peak}
 
@@ -118,7 +123,7 @@ def measure_needs(module: ContinualMethod) -> dict[str, int]:
 
 
 def size_extra_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[int, int]:
-    """Bytes of what is not the model's by where they are: what has two names is kept once."""
+    """Bytes of the tensors that are not the model's, by their address: one with two names counts once."""
     return {
         tensor.data_ptr(): tensor.nbytes for name, tensor in tensors.items() if not name.startswith("model.")
     }
@@ -132,7 +137,7 @@ def read_peak_memory() -> int:
 
 
 def list_subjects() -> dict[str, list[str]]:
-    """The config of every subject by its name: each method there is, and the variants of these."""
+    """The overrides of every subject by its name: of each method in conf/, `ncl` first, and of VARIANTS."""
     names = sorted(path.stem for path in (CONF / "method").glob("*.yaml") if path.stem not in EXCLUDED)
     names.remove(NCL)
     subjects = {name: [f"method={name}"] for name in (NCL, *names)}
@@ -143,18 +148,20 @@ def list_subjects() -> dict[str, list[str]]:
 
 
 def is_available(override: str) -> bool:
-    """Whether there is what an override chooses; true for one that chooses no file."""
+    """Whether the file of conf/ exists that an override GROUP=CHOICE chooses; true for an option."""
     key, _, choice = override.partition("=")
     group = CONF / key.partition("@")[0]
     return not group.is_dir() or (group / f"{choice}.yaml").exists()
 
 
 def divide_into_groups(names: list[str], *, together: int) -> Iterator[list[str]]:
-    """The subjects in groups of at most so many and much the same size, the references in each."""
+    """The subjects in groups of at most `together` and of about equal size. The references, over which ratios
+    are taken, are in every group."""
     references = [name for name in (NCL, DENSE) if name in names]
     compared_names = [name for name in names if name not in references]
-    count = max(1, math.ceil(len(compared_names) / (together - len(references))))
-    return ([*references, *compared_names[start::count]] for start in range(count))
+    num_groups = max(1, math.ceil(len(compared_names) / (together - len(references))))
+    for number in range(num_groups):
+        yield [*references, *compared_names[number::num_groups]]
 
 
 def compute_figures(run: Mapping[str, Any], *, chunk: int) -> dict[str, dict[str, Any]]:
@@ -243,31 +250,31 @@ def parse_options(names: list[str]) -> argparse.Namespace:
     return options
 
 
-def make_subjects(course: Sequel, methods: list[str]) -> dict[str, Subject]:
+def make_subjects(setup: TwoDomainSetup, methods: list[str]) -> dict[str, Subject]:
     """What every chosen subject's process does. Each is tried as far as its first step: an error ends the
     benchmark here, and the cache is filled."""
     configs = {name: config for name, config in list_subjects().items() if name in (NCL, *methods)}
     for overrides in configs.values():
-        course.build_workload(overrides)
+        setup.build_workload(overrides)
     return {
-        name: partial(measure_method, course=course, overrides=config, dense=name == DENSE)
+        name: partial(measure_method, setup=setup, overrides=config, dense=name == DENSE)
         for name, config in configs.items()
     }
 
 
-def main() -> None:
-    options = parse_options(list(list_subjects()))
-    prepare(options.threads)
-    checkpoint_overrides = [
-        "model=hf",
-        f"model.name_or_path={options.model}",
-        "model.pretraining.head_steps=0",
-    ]
-    if options.model is None:
-        shape = (*SHAPE, *options.config)
-    else:
+def make_setup(options: argparse.Namespace) -> TwoDomainSetup:
+    """What all subjects run: a small RoBERTa, or the checkpoint of --model."""
+    model = "roberta"
+    shape = (*SHAPE, *options.config)
+    if options.model is not None:
+        model = "given"
+        checkpoint_overrides = [
+            "model=hf",
+            f"model.name_or_path={options.model}",
+            "model.pretraining.head_steps=0",
+        ]
         shape = (*checkpoint_overrides, *COMMON, *options.config)
-    course = Sequel(
+    return TwoDomainSetup(
         threads=options.threads,
         rounds=options.repeats,
         chunk=options.steps,
@@ -275,25 +282,43 @@ def main() -> None:
         cache=options.cache,
         first=options.first,
         shape=shape,
-        model="roberta" if options.model is None else "given",
+        model=model,
     )
-    subjects = make_subjects(course, options.methods)
 
-    # All groups of a cast are played before the next cast, as ratios drift with time.
-    groups = list(divide_into_groups(list(subjects), together=options.together))
-    casts_by_group: list[list[dict[str, Any]]] = [[] for _ in groups]
-    for _ in range(options.casts):
-        for group, casts in zip(groups, casts_by_group, strict=True):
+
+def measure_groups(
+    subjects: Mapping[str, Subject], setup: TwoDomainSetup, *, together: int, sessions: int, patience: float
+) -> list[dict[str, Any]]:
+    """The results of each group of at most `together` subjects, over all its sessions. `patience`: the
+    seconds that a session may wait for a quiet machine."""
+    groups = list(divide_into_groups(list(subjects), together=together))
+    sessions_by_group: list[list[dict[str, Any]]] = [[] for _ in groups]
+    # Each group has its n-th session before any has its next: ratios drift with time.
+    for _ in range(sessions):
+        for group, group_sessions in zip(groups, sessions_by_group, strict=True):
             group_subjects = {name: subjects[name] for name in group}
-            casts.append(play_rounds(group_subjects, course, patience=options.patience))
-    runs = [join_casts(casts) for casts in casts_by_group]
+            group_sessions.append(measure_rounds(group_subjects, setup, patience=patience))
+    return [join_sessions(group_sessions) for group_sessions in sessions_by_group]
 
-    by_group = [compute_figures(run, chunk=options.steps) for run in runs]
+
+def select_figures(
+    names: Iterable[str], by_group: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> dict[str, Mapping[str, Any]]:
+    """The figures of every subject from the first group that has it: references are in all."""
     figures = {}
-    for name in subjects:
+    for name in names:
         figures[name] = next(group_figures[name] for group_figures in by_group if name in group_figures)
-    print(format_table(figures))
+    return figures
 
+
+def save_results(
+    options: argparse.Namespace,
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    figures: Mapping[str, Mapping[str, Any]],
+    by_group: Sequence[Mapping[str, Mapping[str, Any]]],
+) -> None:
+    """Writes the figures and all chunks, without paths of this machine."""
     settings = {key: value for key, value in vars(options).items() if key not in ("cache", "out", "model")}
     settings["model"] = options.model and Path(options.model).name
     results = {
@@ -305,6 +330,21 @@ def main() -> None:
         "chunks": [run["chunks"] for run in runs],
     }
     save("methods", results, out=options.out)
+
+
+def main() -> None:
+    options = parse_options(list(list_subjects()))
+    prepare(options.threads)
+    setup = make_setup(options)
+    subjects = make_subjects(setup, options.methods)
+
+    runs = measure_groups(
+        subjects, setup, together=options.together, sessions=options.casts, patience=options.patience
+    )
+    by_group = [compute_figures(run, chunk=options.steps) for run in runs]
+    figures = select_figures(subjects, by_group)
+    print(format_table(figures))
+    save_results(options, runs, figures=figures, by_group=by_group)
 
 
 if __name__ == "__main__":

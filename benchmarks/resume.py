@@ -21,8 +21,8 @@ from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.lightning import make_trainer
 from cpt.trainer.step_checkpoint import StepCheckpoint
 
-SHARES = (0.0, 0.1, 0.5, 0.9)  # of the domain
-SAVED = 2  # the earliest step at which every counter is above 0
+RESUME_SHARES = (0.0, 0.1, 0.5, 0.9)  # of the domain
+SAVED_STEP = 2  # the earliest step at which every counter is above 0
 CHECKED = 4  # a step that is trained to, not only moved to
 HF_CHECKPOINT = "checkpoint-1"
 TARGET_S = 2.0
@@ -91,11 +91,11 @@ def write_checkpoint(workload: Workload, folder: Path, *, step: int) -> Path:
 def write_moved(path: Path, *, step: int) -> Path:
     """A copy of the first checkpoint whose counters say `step`."""
     state = torch.load(path, weights_only=True)
-    advance_counters(state["loops"]["fit_loop"], by=step - SAVED)
+    advance_counters(state["loops"]["fit_loop"], by=step - SAVED_STEP)
     state["global_step"] = step
     for scheduler in state["lr_schedulers"]:
-        scheduler["last_epoch"] += step - SAVED
-        scheduler["_step_count"] += step - SAVED
+        scheduler["last_epoch"] += step - SAVED_STEP
+        scheduler["_step_count"] += step - SAVED_STEP
     torch.save(state, path.with_name(f"{step}-moved.ckpt"))
     return path.with_name(f"{step}-moved.ckpt")
 
@@ -147,11 +147,11 @@ def time_resume(workload: Workload, path: Path | None, *, step: int) -> float:
 
 def measure_cpt(workload: Workload, folder: Path, *, repeats: int, patience: float) -> dict[str, Any]:
     """Seconds by position in the domain, in turns; `fresh` starts without a checkpoint."""
-    first = write_checkpoint(workload, folder, step=SAVED)
+    first = write_checkpoint(workload, folder, step=SAVED_STEP)
     check_moved(workload, first)
     starts: dict[str, tuple[Path | None, int]] = {}
-    for share in SHARES:
-        step = max(SAVED, round(share * workload.steps))
+    for share in RESUME_SHARES:
+        step = max(SAVED_STEP, round(share * workload.steps))
         starts[f"{share:.0%}"] = (write_moved(first, step=step), step)
     starts["fresh"] = (None, 0)
 

@@ -18,9 +18,9 @@ from stage import Mark, prepare
 from cpt.core.memory import keep_free
 from cpt.trainer.lightning import make_trainer
 
-FIRST = "rows in their order"
+REFERENCE = "rows in their order"
 HOW: dict[str, tuple[bool, str]] = {
-    FIRST: (False, "32-true"),
+    REFERENCE: (False, "32-true"),
     "by length": (True, "32-true"),
     "by length, bf16-mixed": (True, "bf16-mixed"),
 }
@@ -57,13 +57,13 @@ def measure(subjects: Mapping[str, Scoring], *, rounds: int, patience: float) ->
         for name in rotate(list(subjects), number):
             subjects[name]()
 
-    first = subjects[FIRST]
+    first = subjects[REFERENCE]
     medians = {}
     ratios = {}
     distances = {}
     for name, subject in subjects.items():
         medians[name] = float(np.median(subject.seconds[1:]))
-        if name != FIRST:
+        if name != REFERENCE:
             ratios[name] = compare_times(subject.seconds[1:], first.seconds[1:])
         distances[name] = max(abs(loss - first.losses[text]) for text, loss in subject.losses.items())
     return {"seconds": medians, "over_rows_in_their_order": ratios, "losses_apart": distances}

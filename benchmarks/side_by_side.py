@@ -15,9 +15,9 @@ from typing import Any
 import matplotlib.pyplot as plt
 from ground import make_parser
 from measuring import RESULTS, ROOT, compare_times, describe_machine, save
-from stage import collect_times, join_casts, prepare
-from subjects import Course
-from throughput import compare_losses, play_subjects, summarize
+from stage import collect_times, join_sessions, prepare
+from subjects import TrainingSetup
+from throughput import compare_losses, measure_subjects, summarize
 
 PAGE = ROOT / "docs" / "studies" / "performance.md"
 FIGURE = ROOT / "docs" / "images" / "side-by-side.png"
@@ -45,7 +45,7 @@ def measure(shape: str, *, options: argparse.Namespace) -> dict[str, Any]:
     names = [name for name in LABELS if name != "llama-factory"]
     if shape == "gpt2" and find_spec("llamafactory"):
         names.append("llama-factory")
-    course = Course(
+    setup = TrainingSetup(
         threads=options.threads,
         rounds=options.repeats,
         chunk=options.steps,
@@ -56,14 +56,14 @@ def measure(shape: str, *, options: argparse.Namespace) -> dict[str, Any]:
         equal=False,
         shape=shape,
     )
-    check = replace(course, rounds=1, chunk=10, equal=True)
+    check = replace(setup, rounds=1, chunk=10, equal=True)
     check.build_workload()  # fills the cache
-    course.build_workload()
+    setup.build_workload()
 
-    equal = compare_losses(play_subjects(check, ["cpt", "hf", "dense"], patience=0.0)["reports"])
-    casts = [play_subjects(course, names, patience=options.patience) for _ in range(options.casts)]
-    run = join_casts(casts)
-    figures = summarize(run, course, ours="cpt, quick dropout")
+    equal = compare_losses(measure_subjects(check, ["cpt", "hf", "dense"], patience=0.0)["reports"])
+    sessions = [measure_subjects(setup, names, patience=options.patience) for _ in range(options.casts)]
+    run = join_sessions(sessions)
+    figures = summarize(run, setup, ours="cpt, quick dropout")
     wall = collect_times(run["chunks"], figures["rounds"], "wall")
     ratios = {}
     for name, durations in wall.items():

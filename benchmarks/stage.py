@@ -1,7 +1,9 @@
-"""Subjects that take turns on the same cores: each is a process of its own that waits between chunks of
-steps, A B C D, B C D A, ...
+"""Subjects that take turns on the same cores: each is a worker process of its own that waits between chunks
+of steps, A B C D, B C D A, ...
 
-A subject is a function of a beat, which it calls after every step; what it returns is part of its report."""
+A subject is a function of a step timer, which it calls after every step; what it returns is part of its
+report. A round is one chunk of every subject. A session starts all subjects and measures all rounds; it may
+be repeated, as ratios drift by a percent or two from session to session."""
 
 import multiprocessing
 import os
@@ -24,14 +26,15 @@ from cpt.core.processes import SPINS
 
 WARMUP = 5
 UNTIMED = {"cpu": 0, "cuda": 1}  # steps, in which memory is asked for again
-FEWEST_ROUNDS = 7
+MIN_QUIET_ROUNDS = 7
 
 Chunks = Mapping[str, list[dict[str, float]]]  # of every subject, round by round
 
 
 @dataclass(frozen=True)
-class Rhythm:
-    """`rounds` chunks of `chunk` steps after the warm-up; on a GPU each behind `UNTIMED` steps of its own."""
+class TimingOptions:
+    """How long a subject trains: a warm-up, then `rounds` chunks of `chunk` timed steps each; on a GPU each
+    chunk begins with `untimed` further steps."""
 
     threads: int
     rounds: int
@@ -48,7 +51,7 @@ class Rhythm:
 
 
 class Mark:
-    """A moment, on a GPU of its own work: what was asked of it before is done then."""
+    """A moment: now on the CPU, and on a GPU the moment at which it has done all work queued so far."""
 
     def __init__(self) -> None:
         self.time = time.perf_counter()
@@ -56,8 +59,8 @@ class Mark:
         if self.event is not None:
             self.event.record()
 
-    def reached(self) -> "Mark":
-        """Itself, once the moment has come."""
+    def wait(self) -> "Mark":
+        """Waits until the moment has come; returns the mark itself."""
         if self.event is not None:
             self.event.synchronize()
         return self
@@ -68,12 +71,13 @@ class Mark:
         return self.event.elapsed_time(end.event) / 1000
 
 
-class Beat:
-    """Called after every step of a subject; between chunks it reports the chunk's time and waits for the
-    next turn, on a GPU without memory that it does not use."""
+class StepTimer:
+    """Times the steps of a subject, in its process. The subject calls it after every step. Between chunks it
+    sends the chunk's time to the parent and waits until the parent lets the next chunk begin; a GPU's unused
+    memory is freed before, for the other subjects."""
 
-    def __init__(self, pipe: Connection, rhythm: Rhythm) -> None:
-        self.pipe, self.rhythm = pipe, rhythm
+    def __init__(self, pipe: Connection, timing: TimingOptions) -> None:
+        self.pipe, self.timing = pipe, timing
         self.losses: list[Any] = []
         self.scored: list[int] = []
         self.wall = self.cpu = 0.0
@@ -85,23 +89,23 @@ class Beat:
         counted_steps = len(self.losses) - WARMUP
         if counted_steps < 0:
             return
-        position = counted_steps % (self.rhythm.untimed + self.rhythm.chunk)
+        position = counted_steps % (self.timing.untimed + self.timing.chunk)
         if position == 0:
             self.pause()
-        if position == self.rhythm.untimed:
+        if position == self.timing.untimed:
             self.begin()
         else:
             self.marks.append(Mark())
 
-    def enter(self) -> None:
-        """Returns when it is the subject's turn to warm up: a GPU has no memory for all at once."""
-        if self.rhythm.device != "cpu":
+    def wait_for_warm_up(self) -> None:
+        """On a GPU, returns when it is the subject's turn to warm up: it has no memory for all at once."""
+        if self.timing.device != "cpu":
             self.pipe.send({})
             self.pipe.recv()
 
     def pause(self) -> None:
-        """Reports the chunk and waits for the next turn."""
-        last = Mark().reached()
+        """Sends the chunk's times to the parent and waits for its message to go on."""
+        last = Mark().wait()
         wall = time.perf_counter() - self.wall
         cpu = time.process_time() - self.cpu
         marks = [*self.marks, last]
@@ -114,119 +118,126 @@ class Beat:
 
     def begin(self) -> None:
         """Starts the clocks of a chunk."""
-        self.marks = [Mark().reached()]
+        self.marks = [Mark().wait()]
         self.wall = time.perf_counter()
         self.cpu = time.process_time()
 
-    def conclude(self, facts: Mapping[str, Any]) -> None:
+    def send_report(self, facts: Mapping[str, Any]) -> None:
+        """Sends the last message: the loss and scored tokens of each step, and what the subject returned."""
         self.pipe.send({**facts, "losses": [loss.item() for loss in self.losses], "scored": self.scored})
 
 
-Subject = Callable[[Beat], Mapping[str, Any] | None]
+Subject = Callable[[StepTimer], Mapping[str, Any] | None]
 
 
-def run_subject(subject: Subject, rhythm: Rhythm, pipe: Connection, log: str) -> None:
-    """One subject's process; what it prints goes to a file."""
+def run_subject(subject: Subject, timing: TimingOptions, pipe: Connection, log: str) -> None:
+    """Runs in the process of a subject: trains it. What it prints goes to the file `log`."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    torch.set_num_threads(rhythm.threads)
-    beat = Beat(pipe, rhythm)
-    beat.conclude(subject(beat) or {})
+    torch.set_num_threads(timing.threads)
+    timer = StepTimer(pipe, timing)
+    timer.send_report(subject(timer) or {})
 
 
 @dataclass(frozen=True)
-class Actor:
-    """A subject's process as the parent sees it."""
+class Worker:
+    """A subject's process, as the parent sees it."""
 
     name: str
     process: BaseProcess
     pipe: Connection
     log: Path
 
-    def report(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
+        """Waits for the next message of the process. Raises RuntimeError if the process has ended."""
         try:
             return self.pipe.recv()
         except EOFError:
             raise RuntimeError(f"{self.name} ended early:\n{self.log.read_text()[-3000:]}") from None
 
-    def turn(self) -> dict[str, float]:
-        """One chunk: its seconds, and the cores that processes other than the subject used meanwhile."""
-        before = read_busy_seconds()
+    def run_chunk(self) -> dict[str, float]:
+        """Has the process run its next chunk of steps, while all other subjects wait. Returns the chunk's
+        seconds, and how many cores were used meanwhile by other processes than the subject's."""
+        busy_before = read_busy_seconds()
         self.pipe.send("go")
-        chunk = self.report()
-        return {
-            **chunk,
-            "foreign_cores": max(0.0, (read_busy_seconds() - before - chunk["cpu"]) / chunk["wall"]),
-        }
+        chunk = self.receive()
+        foreign_seconds = read_busy_seconds() - busy_before - chunk["cpu"]
+        return {**chunk, "foreign_cores": max(0.0, foreign_seconds / chunk["wall"])}
 
 
 @contextmanager
-def start_actors(subjects: Mapping[str, Subject], rhythm: Rhythm) -> Iterator[dict[str, Actor]]:
-    """All subjects, warmed up and waiting for their first turn."""
-    with tempfile.TemporaryDirectory() as logs:
-        cast = {
-            name: start_actor(name, subject, rhythm, Path(logs) / str(number))
-            for number, (name, subject) in enumerate(subjects.items())
-        }
+def start_workers(subjects: Mapping[str, Subject], timing: TimingOptions) -> Iterator[dict[str, Worker]]:
+    """Starts a worker process for each subject; yields them by name when all have done their warm-up steps
+    and wait for their first chunk. At the end of the context all are terminated."""
+    with tempfile.TemporaryDirectory() as log_folder:
+        workers = {}
+        for number, (name, subject) in enumerate(subjects.items()):
+            workers[name] = start_worker(name, subject, timing, Path(log_folder) / str(number))
         try:
-            warm_up(cast, together=rhythm.device == "cpu")
-            yield cast
+            warm_up(workers, together=timing.device == "cpu")
+            yield workers
         finally:
-            for actor in cast.values():
-                actor.process.terminate()
-                actor.process.join()
+            for worker in workers.values():
+                worker.process.terminate()
+                worker.process.join()
 
 
-def warm_up(cast: Mapping[str, Actor], *, together: bool) -> None:
-    """Has all subjects do their first steps, once all have what they need; one after another if not
-    together."""
+def warm_up(workers: Mapping[str, Worker], *, together: bool) -> None:
+    """Returns when all workers have done their warm-up steps, all at once or (not `together`) one after
+    another, when all have loaded what they need."""
     if not together:
-        for actor in cast.values():
-            actor.report()
-    for actor in cast.values():
+        for worker in workers.values():
+            worker.receive()  # the message of `wait_for_warm_up`
+    for worker in workers.values():
         if not together:
-            actor.pipe.send("go")
-        actor.report()
+            worker.pipe.send("go")
+        worker.receive()  # the message of the first `pause`, whose times are of no chunk
 
 
-def start_actor(name: str, subject: Subject, rhythm: Rhythm, log: Path) -> Actor:
+def start_worker(name: str, subject: Subject, timing: TimingOptions, log: Path) -> Worker:
+    """Starts the process of a subject; what it prints goes to the file `log`."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    parent_end, worker_end = context.Pipe()
     log.touch()
-    process = context.Process(target=run_subject, args=(subject, rhythm, theirs, str(log)))
+    process = context.Process(target=run_subject, args=(subject, timing, worker_end, str(log)))
     process.start()
-    theirs.close()
-    return Actor(name, process, ours, log)
+    # A process that ends must be the last that holds this end: only then does reading raise EOFError.
+    worker_end.close()
+    return Worker(name=name, process=process, pipe=parent_end, log=log)
 
 
-def play_rounds(subjects: Mapping[str, Subject], rhythm: Rhythm, *, patience: float) -> dict[str, Any]:
-    """All rounds of one cast: chunks and report of every subject, and the load average. A report has the
-    loss and the scored tokens of each step, and what the subject returned."""
+def measure_rounds(
+    subjects: Mapping[str, Subject], timing: TimingOptions, *, patience: float
+) -> dict[str, Any]:
+    """One session: the chunks of every subject, round by round, the report of every subject, and the load
+    average before each round. A report has the loss and the scored tokens of each step, and what the subject
+    returned. `patience`: the seconds that all rounds together may wait for a quiet machine."""
     chunks: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
     load = []
-    with start_actors(subjects, rhythm) as cast:
-        for number in range(rhythm.rounds):
+    with start_workers(subjects, timing) as workers:
+        for number in range(timing.rounds):
             patience -= wait_until_quiet(patience)
             load.append(os.getloadavg()[0])
-            for name in rotate(list(cast), number):
-                chunks[name].append(cast[name].turn())
-            print(f"round {number + 1}/{rhythm.rounds}", file=sys.stderr)
-        for actor in cast.values():
-            actor.pipe.send("go")
-        reports = {name: actor.report() for name, actor in cast.items()}
+            for name in rotate(list(workers), number):
+                chunks[name].append(workers[name].run_chunk())
+            print(f"round {number + 1}/{timing.rounds}", file=sys.stderr)
+        for worker in workers.values():
+            worker.pipe.send("go")  # the answer to the `pause` after the last chunk
+        reports = {name: worker.receive() for name, worker in workers.items()}
     return {"chunks": chunks, "reports": reports, "load": load}
 
 
-def join_casts(casts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rounds of all casts one after another; reports of the first, as all are alike."""
-    chunks: dict[str, list[dict[str, float]]] = {name: [] for name in casts[0]["chunks"]}
+def join_sessions(sessions: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rounds of several sessions one after another, as if of one; the reports are those of the first
+    session, as all are alike."""
+    chunks: dict[str, list[dict[str, float]]] = {name: [] for name in sessions[0]["chunks"]}
     load: list[float] = []
-    for cast in casts:
-        load.extend(cast["load"])
-        for name, cast_chunks in chunks.items():
-            cast_chunks.extend(cast["chunks"][name])
-    return {"chunks": chunks, "reports": casts[0]["reports"], "load": load}
+    for session in sessions:
+        load.extend(session["load"])
+        for name, subject_chunks in chunks.items():
+            subject_chunks.extend(session["chunks"][name])
+    return {"chunks": chunks, "reports": sessions[0]["reports"], "load": load}
 
 
 def select_quiet_rounds(chunks: Chunks) -> list[int]:
@@ -237,7 +248,7 @@ def select_quiet_rounds(chunks: Chunks) -> list[int]:
         foreign_cores = [subject_chunks[number]["foreign_cores"] for subject_chunks in chunks.values()]
         if max(foreign_cores) <= QUIET_CORES:
             quiet_rounds.append(number)
-    return quiet_rounds if len(quiet_rounds) >= FEWEST_ROUNDS else rounds
+    return quiet_rounds if len(quiet_rounds) >= MIN_QUIET_ROUNDS else rounds
 
 
 def collect_times(chunks: Chunks, rounds: list[int], kind: str) -> dict[str, list[float]]:
@@ -249,6 +260,6 @@ def collect_times(chunks: Chunks, rounds: list[int], kind: str) -> dict[str, lis
 
 
 def prepare(threads: int) -> None:
-    """What the processes of all subjects inherit."""
+    """Sets the environment variables that the processes of all subjects inherit."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # what run.py sets on a quiet machine

@@ -14,7 +14,7 @@ from standard_cl_mini import CONTRASTS, MEASURES, describe_runs
 
 from cpt.reporting.sections import RunSection
 
-EVERY = ["order=1,2,3", "seed=0"]
+ORDERS_AND_SEEDS = ["order=1,2,3", "seed=0"]
 LONG = ["trainer.steps=600"]
 SWEEPS = (
     ["method=ncl,joint,migu,osf"],
@@ -38,7 +38,7 @@ def main() -> None:
     study.make_study(
         options,
         "standard_cl_mini",
-        [[*EVERY, *sweep] for sweep in SWEEPS],
+        [[*ORDERS_AND_SEEDS, *sweep] for sweep in SWEEPS],
         page="standard-cl",
         scores="standard_cl_families",
         parts=parts,

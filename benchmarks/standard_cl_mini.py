@@ -16,7 +16,7 @@ from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import Block, markdown
 from cpt.reporting.sections import RunSection
 
-EVERY = ["order=1,2,3", "seed=0,1,2"]
+ORDERS_AND_SEEDS = ["order=1,2,3", "seed=0,1,2"]
 SWEEPS = (
     ["method=ncl,joint,migu,replay,lora,olora,inclora,ewc,derpp,kd"],
     ["method=olora,lora", "mask=migu"],
@@ -28,7 +28,7 @@ def main() -> None:
     study.make_study(
         options,
         "standard_cl_mini",
-        [[*EVERY, *sweep] for sweep in SWEEPS],
+        [[*ORDERS_AND_SEEDS, *sweep] for sweep in SWEEPS],
         page="standard-cl",
         parts=parts,
     )

@@ -1,7 +1,7 @@
 """What trains in the throughput benchmark: cpt, the Hugging Face Trainer, and PyTorch loops of a few lines.
 
-A subject is a function of a course (what is trained on what, how long) and a beat (what it calls after every
-step)."""
+A subject is a function of a setup (what is trained on what, how long) and of a step timer, which it calls
+after every step."""
 
 import json
 import tempfile
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from ground import DROPOUT, Workload, build_workload, make_labels
 from lightning.pytorch.callbacks import Callback
-from stage import Beat, Rhythm
+from stage import StepTimer, TimingOptions
 from variants import QUICK
 
 from cpt.core.memory import keep_free
@@ -27,12 +27,12 @@ from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.lightning import make_trainer
 from cpt.trainer.step_checkpoint import StepCheckpoint
 
-FIRST = 8  # untimed steps in the domain before
+FIRST_DOMAIN_STEPS = 8  # untimed steps in the domain before
 INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
 
 
 @dataclass(frozen=True)
-class Course(Rhythm):
+class TrainingSetup(TimingOptions):
     """What the subjects run. `equal` means identical batches and no dropout."""
 
     cache: str
@@ -64,14 +64,14 @@ class Course(Rhythm):
         return workload
 
 
-class Pulse(Callback):
-    """A beat after every batch of cpt's training."""
+class StepCallback(Callback):
+    """Calls the step timer after every batch of cpt's training."""
 
-    def __init__(self, beat: Beat) -> None:
-        self.beat = beat
+    def __init__(self, timer: StepTimer) -> None:
+        self.timer = timer
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
-        self.beat(outputs["loss"], len(batch["positions"]))
+        self.timer(outputs["loss"], len(batch["positions"]))
 
 
 def fit(
@@ -111,42 +111,42 @@ def fit(
                 trainer.fit(workload.module, datamodule=workload.data)
 
 
-def train_cpt(course: Course, beat: Beat) -> None:
+def train_cpt(setup: TrainingSetup, timer: StepTimer) -> None:
     """The training of `python run.py method=ncl`."""
-    workload = course.build_workload()
-    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
+    workload = setup.build_workload()
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[StepCallback(timer)])
 
 
-def train_with_default_heap(course: Course, beat: Beat) -> None:
+def train_with_default_heap(setup: TrainingSetup, timer: StepTimer) -> None:
     """The same with the C heap as it comes."""
-    workload = course.build_workload()
-    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)], keeping=False)
+    workload = setup.build_workload()
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[StepCallback(timer)], keeping=False)
 
 
-def train_in_bf16(course: Course, beat: Beat) -> None:
+def train_in_bf16(setup: TrainingSetup, timer: StepTimer) -> None:
     """The same with trainer.precision=bf16-mixed."""
-    workload = course.build_workload("trainer.precision=bf16-mixed", "trainer.attn_implementation=eager")
-    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
+    workload = setup.build_workload("trainer.precision=bf16-mixed", "trainer.attn_implementation=eager")
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[StepCallback(timer)])
 
 
-def train_with_quick_dropout(course: Course, beat: Beat, *, precision: str = "32-true") -> None:
+def train_with_quick_dropout(setup: TrainingSetup, timer: StepTimer, *, precision: str = "32-true") -> None:
     """The same with trainer.quick_dropout=true."""
-    workload = course.build_workload(f"trainer.precision={precision}", *QUICK)
-    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[Pulse(beat)])
+    workload = setup.build_workload(f"trainer.precision={precision}", *QUICK)
+    fit(workload, workload.data.domain, steps=workload.steps, callbacks=[StepCallback(timer)])
 
 
-def train_second_domain(course: Course, beat: Beat, *, method: str) -> None:
+def train_second_domain(setup: TrainingSetup, timer: StepTimer, *, method: str) -> None:
     """A method with quick dropout, in a domain after the first: it has importances then, or a Fisher."""
     overrides = ("order=[sympy,networkx]", "trainer.importance_samples=32", *QUICK)
-    workload = course.build_workload(f"method={method}", *overrides)
+    workload = setup.build_workload(f"method={method}", *overrides)
     first, second = workload.data
-    fit(workload, first, steps=FIRST)
-    fit(workload, second, steps=workload.steps, callbacks=[Pulse(beat)])
+    fit(workload, first, steps=FIRST_DOMAIN_STEPS)
+    fit(workload, second, steps=workload.steps, callbacks=[StepCallback(timer)])
 
 
-def run_loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> None:
+def run_loop(setup: TrainingSetup, timer: StepTimer, *, loss_of: Callable[[Any, Any], Any]) -> None:
     """A training loop of a few lines on cpt's batches."""
-    workload = course.build_workload()
+    workload = setup.build_workload()
     model = workload.module.model
     max_norm = workload.plan.trainer.gradient_clip_val
     optimizer, schedule = workload.optimizer(model)
@@ -157,25 +157,25 @@ def run_loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) 
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        beat(loss, len(batch["positions"]))
+        timer(loss, len(batch["positions"]))
 
 
-def train_bare(course: Course, beat: Beat) -> None:
+def train_bare(setup: TrainingSetup, timer: StepTimer) -> None:
     """The loop with cpt's head, which is computed at the scored positions only."""
-    run_loop(course, beat, loss_of=lambda module, batch: module.losses(batch)["lm"])
+    run_loop(setup, timer, loss_of=lambda module, batch: module.losses(batch)["lm"])
 
 
-def train_dense(course: Course, beat: Beat) -> None:
+def train_dense(setup: TrainingSetup, timer: StepTimer) -> None:
     """The loop with the model's own loss, whose head is computed at every position: what part of cpt's gain
     is the head."""
 
     def loss_of(module: Any, batch: Any) -> Any:
         return module.model(**inputs_of(batch), labels=make_labels(module, batch)).loss
 
-    run_loop(course, beat, loss_of=loss_of)
+    run_loop(setup, timer, loss_of=loss_of)
 
 
-def train_hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
+def train_hf(setup: TrainingSetup, timer: StepTimer, *, bf16: bool = False) -> None:
     """The Hugging Face Trainer as run_mlm and run_clm use it; its optimizer and schedule are cpt's. Of T5,
     whose corruption transformers does not make, the Seq2SeqTrainer on cpt's very batches."""
     from transformers import (
@@ -186,34 +186,34 @@ def train_hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
         TrainingArguments,
     )
 
-    class Pulse(TrainerCallback):
+    class StepCallback(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            beat(losses[-1], scored[state.global_step - 1])
+            timer(losses[-1], scored[state.global_step - 1])
 
-    workload = course.build_workload()
+    workload = setup.build_workload()
     losses: list[Any] = []
     scored: list[int] = []
-    beat.enter()
+    timer.wait_for_warm_up()
 
     model = workload.module.model
     model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss))
-    is_seq2seq = course.shape == "t5"
+    is_seq2seq = setup.shape == "t5"
     arguments_class = Seq2SeqTrainingArguments if is_seq2seq else TrainingArguments
     settings = arguments_class(
         output_dir=tempfile.mkdtemp(),
         max_steps=workload.steps,
-        per_device_train_batch_size=course.batch,
+        per_device_train_batch_size=setup.batch,
         max_grad_norm=workload.plan.trainer.gradient_clip_val,
         train_sampling_strategy="sequential",
         dataloader_num_workers=0,
         logging_steps=10,
         save_strategy="no",
         report_to=[],
-        use_cpu=course.device == "cpu",
+        use_cpu=setup.device == "cpu",
         bf16=bf16,
     )
 
-    if course.equal or is_seq2seq:
+    if setup.equal or is_seq2seq:
         rows, collator = list_batches(workload)
     else:
         rows, collator = list_unmasked_rows(workload)
@@ -224,18 +224,18 @@ def train_hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
         train_dataset=rows,
         data_collator=count_scored(collator, scored),
         optimizers=workload.optimizer(model),
-        callbacks=[Pulse()],
+        callbacks=[StepCallback()],
     )
     trainer.train()
 
 
-def train_llama_factory(course: Course, beat: Beat) -> None:
+def train_llama_factory(setup: TrainingSetup, timer: StepTimer) -> None:
     """LLaMA-Factory's stage `pt` with its defaults, on the same text, model, optimizer's rate, schedule and
     sizes; it shuffles and packs the text itself."""
     from llamafactory.train.tuner import run_exp
     from transformers import TrainerCallback
 
-    class Pulse(TrainerCallback):
+    class StepCallback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             def hear(module: Any, inputs: Any, output: Any) -> None:
                 losses.append(output.loss)
@@ -243,11 +243,11 @@ def train_llama_factory(course: Course, beat: Beat) -> None:
             kwargs["model"].register_forward_hook(hear)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            beat(losses[-1], course.batch * (course.length - 1))
+            timer(losses[-1], setup.batch * (setup.length - 1))
 
-    workload = course.build_workload()
+    workload = setup.build_workload()
     losses: list[Any] = []
-    beat.enter()
+    timer.wait_for_warm_up()
 
     folder = Path(tempfile.mkdtemp())
     rows = workload.stream().texts[0].rows["ids"][:]
@@ -268,18 +268,18 @@ def train_llama_factory(course: Course, beat: Beat) -> None:
         "output_dir": str(folder / "out"),
         "dataset": "domain",
         "dataset_dir": str(folder),
-        "cutoff_len": course.length,
-        "per_device_train_batch_size": course.batch,
+        "cutoff_len": setup.length,
+        "per_device_train_batch_size": setup.batch,
         "gradient_accumulation_steps": 1,
         "learning_rate": workload.plan.optim.arguments["lr"],
         "lr_scheduler_type": "linear",
         "max_grad_norm": workload.plan.trainer.gradient_clip_val,
-        "use_cpu": course.device == "cpu",
+        "use_cpu": setup.device == "cpu",
         "save_strategy": "no",
         "report_to": "none",
         "logging_steps": 10,
     }
-    run_exp(arguments, callbacks=[Pulse()])
+    run_exp(arguments, callbacks=[StepCallback()])
 
 
 def list_unmasked_rows(workload: Workload) -> tuple[Any, Any]:
@@ -344,4 +344,4 @@ SUBJECTS = {
     "cpt, ewc": partial(train_second_domain, method="ewc"),
     "cpt, lora": partial(train_second_domain, method="lora"),
 }
-USUAL = tuple(SUBJECTS)[:8]
+DEFAULT_SUBJECTS = tuple(SUBJECTS)[:8]

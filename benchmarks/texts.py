@@ -18,20 +18,29 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from measuring import ROOT, compare_times, read_busy_seconds, rotate, save, summarize_times, wait_until_quiet
 
-SUBJECTS = {  # what makes the rows, by how many processes, whether the tokenizer may use threads of its own
-    "cpt": ("cpt", 1, False),
-    "recipe": ("recipe", 1, False),
-    "cpt, 2 processes": ("cpt", 2, False),
-    "cpt, threads": ("cpt", 1, True),
-    "recipe, 2 processes": ("recipe", 2, False),
-    "recipe, threads": ("recipe", 1, True),
+
+class Subject(NamedTuple):
+    """What makes the rows, by how many processes, and whether the tokenizer may use threads of its own."""
+
+    kind: str  # `cpt` or `recipe`
+    workers: int = 1
+    has_threads: bool = False
+
+
+SUBJECTS = {
+    "cpt": Subject("cpt"),
+    "recipe": Subject("recipe"),
+    "cpt, 2 processes": Subject("cpt", workers=2),
+    "cpt, threads": Subject("cpt", has_threads=True),
+    "recipe, 2 processes": Subject("recipe", workers=2),
+    "recipe, threads": Subject("recipe", has_threads=True),
 }
-NAME = "big"
-SAMPLED_S = 1.0
+NAME = "big"  # of the domain
+POLL_INTERVAL_S = 1.0  # between two looks at the memory of a process
 HELD_OUT = {"valid": 0.002, "test": 0.002, "seed": 0}
 ROW = "{:22}{:>9}{:>9}{:>12}{:>14}{:>13}{:>13}"
 
@@ -175,7 +184,7 @@ def run_subject(options: argparse.Namespace) -> None:
 
     text_folder = Path(options.place)
     cache = Path(options.cache)
-    kind, workers, _ = SUBJECTS[options.subject]
+    subject = SUBJECTS[options.subject]
     tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
     read_start = time.perf_counter()
     corpus = read_corpus(text_folder, cache)
@@ -183,9 +192,11 @@ def run_subject(options: argparse.Namespace) -> None:
     pack_start = time.perf_counter()
     times_before = os.times()
     busy_before = read_busy_seconds()
-    make = {"cpt": make_rows, "recipe": make_rows_by_recipe}[kind]
+    make = make_rows if subject.kind == "cpt" else make_rows_by_recipe
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        num_tokens = make(corpus, tokenizer, Path(folder) / "rows", length=options.length, workers=workers)
+        num_tokens = make(
+            corpus, tokenizer, Path(folder) / "rows", length=options.length, workers=subject.workers
+        )
     wall = time.perf_counter() - pack_start
     cpu_seconds = sum(os.times()[:4]) - sum(times_before[:4])
     results = {
@@ -199,15 +210,15 @@ def run_subject(options: argparse.Namespace) -> None:
     print(json.dumps(results))
 
 
-class Watched:
-    """The memory of a process and of those that it has started, looked at while they live: the most that they
-    had together, each page once, and the most that one of them had."""
+class MemoryWatch:
+    """Watches the memory of a process and of those that it has started, every POLL_INTERVAL_S as long as it
+    lives; all values are the largest so far, in bytes."""
 
     def __init__(self, process: subprocess.Popen) -> None:
         self.process = process
-        self.together = 0
-        self.first = 0
-        self.other = 0
+        self.together = 0  # of all processes, each page once
+        self.first = 0  # of the process itself
+        self.other = 0  # of any process that it has started
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
 
@@ -218,7 +229,7 @@ class Watched:
             self.first = max(self.first, own_memory[0])
             self.other = max([self.other, *(size for size, _ in sizes.values())])
             self.together = max(self.together, own_memory[1] + sum(share for _, share in sizes.values()))
-            time.sleep(SAMPLED_S)
+            time.sleep(POLL_INTERVAL_S)
 
 
 def list_processes(number: int) -> Iterator[int]:
@@ -259,7 +270,7 @@ def measure(subject: str, text_folder: Path, options: argparse.Namespace) -> dic
         "--megabytes",
         str(options.megabytes),
     ]
-    _, _, has_threads = SUBJECTS[subject]
+    has_threads = SUBJECTS[subject].has_threads
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -268,14 +279,14 @@ def measure(subject: str, text_folder: Path, options: argparse.Namespace) -> dic
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    watched = Watched(process)
+    watch = MemoryWatch(process)
     output, errors = process.communicate()
-    watched.thread.join()
+    watch.thread.join()
     if process.returncode:
         raise SystemExit(f"{subject}: exit code {process.returncode}\n{errors[-2000:]}")
 
     results = json.loads(output.splitlines()[-1])
-    results["memory"] = {"together": watched.together, "first": watched.first, "other": watched.other}
+    results["memory"] = {"together": watch.together, "first": watch.first, "other": watch.other}
     results["mb_per_cpu_s"] = results["bytes"] / results["cpu"] / 1e6
     return results
 
@@ -309,6 +320,9 @@ def read_column(records: Sequence[dict[str, Any]], name: str) -> list[Any]:
 
 
 def format_lines(results: dict[str, Any]) -> Iterator[str]:
+    """The lines of the table of `summarize`, a subject each: median wall and processor seconds, MB of text
+    per processor second, how many times less processor time than the recipe (a dash without one), the most
+    memory of all processes together, and the most of a worker process."""
     yield ROW.format("", "wall, s", "cpu, s", "MB/cpu s", "over recipe", "memory, MB", "a worker's")
     for name, figures in results.items():
         ratio = "–"

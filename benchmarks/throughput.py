@@ -1,10 +1,10 @@
 """Training tokens/s of cpt (NCL, masked language model) against the Hugging Face Trainer and bare PyTorch.
 
 Every subject is a process of its own that waits between chunks of steps, so that the subjects take turns on
-the same cores: A B C D, B C D A, ... The whole cast is started anew several times, because ratios drift
-by a percent or two within and between runs. All have the same weights, rows, optimizer,
-schedule and clipping; a first, untimed pass without dropout on identical batches shows that they do the same
-work."""
+the same cores: A B C D, B C D A, ... All subjects are started anew several times (`--casts`; one start is a
+session of stage.py), because ratios drift by a percent or two within and between sessions. All have the same
+weights, rows, optimizer, schedule and clipping; a first, untimed pass without dropout on identical batches
+shows that they do the same work."""
 
 import argparse
 import statistics
@@ -15,17 +15,18 @@ from typing import Any
 
 from ground import SHAPES, make_parser
 from measuring import compare_times, save, summarize_times
-from stage import Chunks, collect_times, join_casts, play_rounds, prepare, select_quiet_rounds
-from subjects import SUBJECTS, USUAL, Course
+from stage import Chunks, collect_times, join_sessions, measure_rounds, prepare, select_quiet_rounds
+from subjects import DEFAULT_SUBJECTS, SUBJECTS, TrainingSetup
 
 
-def play_subjects(course: Course, names: list[str], *, patience: float) -> dict[str, Any]:
-    """One cast of subjects on a course."""
-    return play_rounds({name: partial(SUBJECTS[name], course) for name in names}, course, patience=patience)
+def measure_subjects(setup: TrainingSetup, names: list[str], *, patience: float) -> dict[str, Any]:
+    """One session of subjects."""
+    return measure_rounds({name: partial(SUBJECTS[name], setup) for name in names}, setup, patience=patience)
 
 
 def compare_losses(steps: dict[str, Any]) -> dict[str, Any]:
-    """How far each subject's losses are from cpt's, at the first step and at most; scored tokens."""
+    """Of each subject the absolute difference of its losses from cpt's, at the first step and the largest of
+    all, and its scored tokens; of cpt the first and the last loss. `steps`: the reports of the subjects."""
     ours = steps["cpt"]["losses"]
     distances = {}
     for name, report in steps.items():
@@ -40,7 +41,8 @@ def compare_losses(steps: dict[str, Any]) -> dict[str, Any]:
 
 
 def compute_speeds(chunks: Chunks, rounds: list[int], *, tokens: int, ours: str) -> dict[str, Any]:
-    """Tokens/s, and how much faster cpt is by wall and by processor time, over some of the rounds."""
+    """Tokens/s of each subject, how many times faster `ours` is than each other one, by wall and by processor
+    time, and how many cores other processes used, over some of the rounds. `tokens`: of a chunk."""
     wall = collect_times(chunks, rounds, "wall")
     cpu = collect_times(chunks, rounds, "cpu")
     foreign_cores = collect_times(chunks, rounds, "foreign_cores")
@@ -55,7 +57,7 @@ def compute_speeds(chunks: Chunks, rounds: list[int], *, tokens: int, ours: str)
 
 
 def compute_medians(chunks: Chunks, rounds: list[int], *, ours: str) -> dict[str, float]:
-    """Median ratios of one cast's rounds."""
+    """Over the rounds of one session: the median of how many times faster `ours` is than each other one."""
     wall = collect_times(chunks, rounds, "wall")
     return {
         name: compare_times(wall[ours], durations)["median"]
@@ -64,17 +66,17 @@ def compute_medians(chunks: Chunks, rounds: list[int], *, ours: str) -> dict[str
     }
 
 
-def summarize(run: dict[str, Any], course: Course, *, ours: str = "cpt") -> dict[str, Any]:
+def summarize(run: dict[str, Any], setup: TrainingSetup, *, ours: str = "cpt") -> dict[str, Any]:
     """The figures of the undisturbed rounds and of all, losses and scored tokens; ratios to `ours`."""
     chunks = run["chunks"]
     num_rounds = len(run["load"])
-    tokens = course.chunk * course.batch * course.length
+    tokens = setup.chunk * setup.batch * setup.length
     return {
         **compute_speeds(chunks, select_quiet_rounds(chunks), tokens=tokens, ours=ours),
         "of_all_rounds": compute_speeds(chunks, list(range(num_rounds)), tokens=tokens, ours=ours),
         "by_cast": [
-            compute_medians(chunks, list(range(start, start + course.rounds)), ours=ours)
-            for start in range(0, num_rounds, course.rounds)
+            compute_medians(chunks, list(range(start, start + setup.rounds)), ours=ours)
+            for start in range(0, num_rounds, setup.rounds)
         ],
         "scored_tokens": {name: sum(steps["scored"]) for name, steps in run["reports"].items()},
         "mean_loss": {name: statistics.mean(steps["losses"]) for name, steps in run["reports"].items()},
@@ -83,6 +85,8 @@ def summarize(run: dict[str, Any], course: Course, *, ours: str = "cpt") -> dict
 
 
 def format_results(results: dict[str, Any]) -> str:
+    """The table of the subjects; the check that all do equal work: each subject's differences from cpt's
+    losses (`distance`); then how undisturbed the measurement was, and the ratios of each session (`cast`)."""
     lines = [f"{'subject':22}{'tokens/s':>10}{'scored':>9}{'mean loss':>11}   cpt is faster by"]
     for name, speed in results["tokens_per_s"].items():
         ratio = ""
@@ -90,11 +94,14 @@ def format_results(results: dict[str, Any]) -> str:
             ratio = "{median:.3f} [{low:.3f}, {high:.3f}]".format(**results["cpt_over"][name])
         losses = f"{results['scored_tokens'][name]:9}{results['mean_loss'][name]:11.4f}"
         lines.append(f"{name:22}{speed:10.0f}{losses}   {ratio}")
-    for name, distance in results["equal_work"]["distance"].items():
-        lines.append(f"equal work, {name}: {distance}")
+    for name, difference in results["equal_work"]["distance"].items():
+        lines.append(f"equal work, {name}: {difference}")
 
+    # The table is over the rounds in which other processes left the machine alone.
+    num_quiet_rounds = len(results["rounds"])
+    num_rounds = len(results["load"])
     load = summarize_times(results["load"])
-    lines.append(f"of {len(results['rounds'])} of {len(results['load'])} rounds; load average {load}")
+    lines.append(f"of {num_quiet_rounds} of {num_rounds} rounds; load average {load}")
     for number, ratios in enumerate(results["by_cast"], start=1):
         lines.append(f"cast {number}: {ratios}")
     lines.append(f"cores that others used meanwhile {results['foreign_cores']}")
@@ -114,7 +121,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--model", help="a checkpoint instead of --shape; a missing head is random")
     parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all subjects")
-    parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=USUAL)
+    parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=DEFAULT_SUBJECTS)
     parser.add_argument("--fused", action="store_true", help="fused AdamW on all sides")
     return parser.parse_args()
 
@@ -134,7 +141,7 @@ def main() -> None:
             *options.config,
         )
         options.model = Path(options.model).name
-    course = Course(
+    setup = TrainingSetup(
         threads=options.threads,
         rounds=options.repeats,
         chunk=options.steps,
@@ -146,19 +153,19 @@ def main() -> None:
         shape=shape,
         config=config,
     )
-    check = replace(course, rounds=1, chunk=options.check_steps, equal=True)
-    course.build_workload()  # fills the cache
+    check = replace(setup, rounds=1, chunk=options.check_steps, equal=True)
+    setup.build_workload()  # fills the cache
     check.build_workload()
 
-    usual_names = [name for name in names if name in USUAL]
-    equal = compare_losses(play_subjects(check, usual_names, patience=0.0)["reports"])
-    casts = [play_subjects(course, names, patience=options.patience) for _ in range(options.casts)]
-    run = join_casts(casts)
+    usual_names = [name for name in names if name in DEFAULT_SUBJECTS]
+    equal = compare_losses(measure_subjects(check, usual_names, patience=0.0)["reports"])
+    sessions = [measure_subjects(setup, names, patience=options.patience) for _ in range(options.casts)]
+    run = join_sessions(sessions)
     settings = {name: value for name, value in vars(options).items() if name not in ("cache", "out")}
     results = {
         "options": settings,
         "equal_work": equal,
-        **summarize(run, course),
+        **summarize(run, setup),
         "chunks": run["chunks"],
     }
     print(format_results(results))

@@ -90,14 +90,22 @@ def test_words_of_any_alphabet_weigh_by_their_counts_and_by_how_few_documents_ha
     the, court, rules, bread = (
         embeddings["law"][hash_word(word)] for word in ("the", "court", "rules", "bread")
     )
-    # Words of documents are logarithms of their counts, over their norm; the embedding is the mean of two
-    # documents. "the" is in all four and so has weight 1, the others in one.
-    twice = 1 + math.log(2)
-    rare = 1 + math.log(5 / 2)
-    unit = 1 / math.sqrt(twice**2 + 2) / 2
-    assert [rules, court, bread] == pytest.approx([rare * unit, twice * rare * unit, 0])
-    assert the == pytest.approx(unit + 1 / math.sqrt(2) / 2)
 
+    # A word that a document has n times weighs 1 + log(n) in it, over the norm of the document's weights. The
+    # first document of law has the weights (1, twice, 1) of "the", "court" and "rules", the second (1, 1).
+    twice = 1 + math.log(2)
+    first_norm = math.sqrt(1 + twice**2 + 1)
+    second_norm = math.sqrt(1 + 1)
+    # Inverse document frequency: 1 + log((1 + 4 documents) / (1 + documents with the word)). It is 1 for "the",
+    # which all four have, and `rare` for a word that one has.
+    rare = 1 + math.log((1 + 4) / (1 + 1))
+    # The embedding of law is the mean of its two documents.
+    assert rules == pytest.approx(rare * (1 / first_norm) / 2)
+    assert court == pytest.approx(rare * (twice / first_norm) / 2)
+    assert bread == 0
+    assert the == pytest.approx((1 / first_norm + 1 / second_norm) / 2)
+
+    # Letters of any alphabet make words, in lower case; single letters, digits and signs do not.
     embeddings = embed_by_words({"a": [["Straße STRASSE x 42 суд"]], "b": [["42 !"]], "c": []})
     expected = {hash_word(word) for word in ("straße", "strasse", "суд")}
     assert set(np.flatnonzero(embeddings["a"])) == expected

@@ -149,18 +149,33 @@ def test_each_measure_by_hand():
     assert values("exact_match", answers) == [1, 0, 1, 0]
 
 
-def test_rouge_is_that_of_the_longest_common_subsequence_and_a_guess_has_its_chance():
-    lengths = {  # of the longest common subsequence, and of both texts
-        "the cat sat on the mat/the cat lay on a mat": (4, 12), "a b c d/d c b a": (1, 8),
-        "Привет мир/привет дом": (1, 4), "x/y": (0, 2), "今天天气/今天很好": (2, 8),
-    }  # fmt: skip
-    predictions, references = zip(*(pair.split("/") for pair in lengths), strict=True)
-    scores = values("rouge_l", free(written=[*map(str.title, predictions)], references=references))
-    assert scores == pytest.approx([2 * common / total for common, total in lengths.values()], abs=1e-6)
-    several = answered(choices=[CHOICES, CHOICES[:2]] * 2, references=["World", "World", "World", "Sports"])
-    summary = summarise_answers(several)
-    assert (summary.chance, summary.majority) == (pytest.approx((1 / 3 + 1 / 2) / 2), pytest.approx(3 / 4))
-    assert summarise_answers(free()).chance is None and summarise_answers(free()).majority is None
+@pytest.mark.parametrize(("prediction", "reference", "num_common", "num_words"), [
+    ("The Cat Sat On The Mat", "the cat lay on a mat", 4, 12),
+    ("A B C D", "d c b a", 1, 8),
+    ("Привет Мир", "привет дом", 1, 4),
+    ("X", "y", 0, 2),
+    ("今天天气", "今天很好", 2, 8),  # a character is a word
+])  # fmt: skip
+def test_rouge_l_is_the_f1_score_of_the_longest_common_subsequence(
+    prediction, reference, num_common, num_words
+):
+    # With n words of the prediction and m of the reference: F1 of num_common/n and num_common/m.
+    [score] = values("rouge_l", free(written=[prediction], references=[reference]))
+    assert score == pytest.approx(2 * num_common / num_words, abs=1e-6)
+
+
+def test_a_summary_has_the_accuracy_of_a_guess_and_of_the_most_frequent_answer():
+    two_and_three_choices = answered(
+        choices=[CHOICES, CHOICES[:2]] * 2, references=["World", "World", "World", "Sports"]
+    )
+    summary = summarise_answers(two_and_three_choices)
+    assert summary.chance == pytest.approx((1 / 3 + 1 / 2) / 2)
+    assert summary.majority == pytest.approx(3 / 4)
+
+
+def test_a_summary_of_free_answers_has_no_chance_and_no_majority():
+    summary = summarise_answers(free())
+    assert summary.chance is None and summary.majority is None
 
 
 def test_the_metrics_are_those_of_the_papers_as_soon_as_their_terms_are_there():

@@ -114,6 +114,8 @@ def test_the_mixture_is_that_of_bayes_by_hand(build):
     run = build("demix", "order=[law,food,space]")
     module = run.module.eval()
     [batch] = run.batches()
+
+    # Modules that differ: untrained ones would all have one loss, and equal weights.
     for domain in range(3):
         for name in module.domain_params.names:
             parameter = module.model.get_parameter(name)
@@ -122,12 +124,16 @@ def test_the_mixture_is_that_of_bayes_by_hand(build):
         module.domain_params.capture(module.model, domain)
     module.router.start_evaluation()
     mixed_nll, _ = module.nll(batch, BASE)
+
+    # By hand: p(token) = sum over modules of p(module | tokens before) p(token | module).
     nll = []
     for domain in (BASE, 0, 1, 2):
         nll.append(token_nll(module.model, batch, weights=module.domain_params.weights(domain)))
-    likelihood = -torch.stack(nll)
-    weights = weigh_by_loops(likelihood, batch["rows"])
-    torch.testing.assert_close(mixed_nll, -(weights * likelihood.exp()).sum(0).log(), rtol=1e-4, atol=1e-5)
+    log_likelihood = -torch.stack(nll)  # [module, token]
+    weights = weigh_by_loops(log_likelihood, batch["rows"])
+    expected_nll = -(weights * log_likelihood.exp()).sum(0).log()
+    torch.testing.assert_close(mixed_nll, expected_nll, rtol=1e-4, atol=1e-5)
+
     routing_weights = module.routing_weights(BASE)
     assert list(routing_weights) == [BASE, 0, 1, 2]
     assert list(routing_weights.values()) == pytest.approx(weights.mean(1).tolist(), rel=1e-4)

@@ -38,16 +38,35 @@ def test_logits_at_positions_are_those_of_the_whole_model_and_it_says_its_object
         assert loading.resolve_objective("auto", config) == objective
 
 
-def test_a_learned_tokenizer_has_sentinels_as_t5_has_and_others_are_found(tmp_path):
-    train_tokenizer(iter(TEXTS), vocabulary=400, objective="span").save_pretrained(tmp_path)
-    learned = AutoTokenizer.from_pretrained(tmp_path)
-    assert (learned.pad_token_id, learned.eos_token_id, learned.unk_token_id) == (0, 1, 2)
-    assert loading.find_sentinel_ids(learned) == list(range(399, 299, -1)) and len(learned) == 400
-    text = "Alpha, beta; ünïcode <extra_id_3>"
-    ids = learned(text, split_special_tokens=True).input_ids
-    assert ids[-1] == 1 and max(ids) < 300 and learned.decode(ids[:-1]) == text
-    assert terminator(learned) == [] and learned.decode(learned("a", "b").input_ids) == "a</s>b</s>"
+@pytest.fixture(scope="module")
+def span_tokenizer(tmp_path_factory):
+    """A tokenizer of 400 tokens that was trained for span corruption, stored and loaded again."""
+    folder = tmp_path_factory.mktemp("span_tokenizer")
+    train_tokenizer(iter(TEXTS), vocabulary=400, objective="span").save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
 
+
+def test_a_learned_tokenizer_has_the_special_tokens_and_sentinels_of_t5(span_tokenizer):
+    special_ids = (span_tokenizer.pad_token_id, span_tokenizer.eos_token_id, span_tokenizer.unk_token_id)
+    assert special_ids == (0, 1, 2)
+    assert len(span_tokenizer) == 400
+    assert loading.find_sentinel_ids(span_tokenizer) == list(range(399, 299, -1))
+
+
+def test_a_learned_tokenizer_reads_a_sentinel_in_a_text_as_text(span_tokenizer):
+    text = "Alpha, beta; ünïcode <extra_id_3>"
+    *text_ids, end_id = span_tokenizer(text, split_special_tokens=True).input_ids
+    assert end_id == span_tokenizer.eos_token_id
+    assert max(text_ids) < 300  # no sentinel
+    assert span_tokenizer.decode(text_ids) == text
+
+
+def test_a_learned_tokenizer_ends_each_text_itself(span_tokenizer):
+    assert span_tokenizer.decode(span_tokenizer("a", "b").input_ids) == "a</s>b</s>"
+    assert terminator(span_tokenizer) == []
+
+
+def test_sentinels_of_mt5_are_found():
     # mT5 has sentinels with a space before them, the first of which is the last token.
     like_mt5 = train_tokenizer(iter(TEXTS), vocabulary=300, objective="masked")
     assert loading.find_sentinel_ids(like_mt5) == []

@@ -79,7 +79,9 @@ def test_a_callback_is_one_for_the_run_and_a_killed_run_goes_on_with_its_state(
 FEW = [TWO, "trainer.steps=6", "trainer.importance_samples=8", "optim.weight_decay=0.1"]
 
 
-class Half(GradientMask):
+class FirstRowMask(GradientMask):
+    """Protects the first of two rows of a weight: its factor is 0, that of the second row 1."""
+
     static = True
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,16 +92,19 @@ class Half(GradientMask):
         return iter([(self.weight[0], torch.tensor([[0.0], [1.0]]))])
 
 
-def test_it_is_the_share_of_the_squared_way():
+def test_the_leak_is_the_protected_share_of_the_squared_movement():
     model = nn.Linear(3, 2, bias=False)
-    method = SimpleNamespace(model=model, protected_subspace=Half(model).protected_subspace)
-    initial_weights = {"weight": method.model.weight.detach().clone()}
+    method = SimpleNamespace(model=model, protected_subspace=FirstRowMask(model).protected_subspace)
+    initial_weights = {"weight": model.weight.detach().clone()}
     with torch.no_grad():
-        method.model.weight += torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 2.0]])
-    leak, random = protected_shares(method, initial_weights, seed=0)
-    assert leak == pytest.approx(1 / 9)
-    assert 0.1 < random < 0.9
-    assert protected_shares(method, {"weight": method.model.weight.detach().clone()}, seed=0) == []
+        model.weight += torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 2.0]])
+    leak, random_share = protected_shares(method, initial_weights, seed=0)
+    assert leak == pytest.approx(1 / 9)  # squared movement: 1 in the protected row, 4 + 4 in the other
+    assert 0.1 < random_share < 0.9  # half of the weights are protected
+
+    # Weights that have not moved have no shares.
+    current_weights = {"weight": model.weight.detach().clone()}
+    assert protected_shares(method, current_weights, seed=0) == []
 
 
 SOFT = "method=das method.units=[heads,neurons,outputs,tokens] method.contrast=0 method.normalize=rank"

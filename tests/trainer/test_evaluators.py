@@ -145,6 +145,7 @@ def probed(small_gpt2, start, tmp_path, monkeypatch):
 
 
 def times_of(folder):
+    """When each file of a benchmark was written, by its path: a file with another time was measured again."""
     paths = sorted((folder / "benchmarks").rglob("*.json"))
     return {str(path.relative_to(folder / "benchmarks")): path.stat().st_mtime_ns for path in paths}
 
@@ -168,6 +169,7 @@ def test_a_probe_is_measured_after_the_stages_asked_for_and_changes_nothing(prob
 def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(
     probed, tmp_path, monkeypatch, error
 ):
+    # The first start ends with an error after its first task.
     def stop(self, name, *arguments, **options):
         if (tmp_path / "benchmarks" / "000-base" / "say.json").exists():
             monkeypatch.setattr("cpt.core.preemption.notice.number", 15 if error is Preempted else 0)
@@ -179,18 +181,26 @@ def test_a_second_start_measures_what_is_missing_damaged_or_of_other_settings(
         patched.setattr(FakeHarness, "measure", stop)
         probed(policy="every:2")
     monkeypatch.setattr("cpt.core.preemption.notice.number", 0)
-    first_times = times_of(tmp_path)
-    assert [*first_times] == [OF_BASE[1]]
+    interrupted_times = times_of(tmp_path)
+    assert [*interrupted_times] == [OF_BASE[1]]
+
+    # The second start measures what is missing, and keeps what the first one has measured.
     probed(policy="every:2")
-    before = times_of(tmp_path)
-    assert [*before] == OF_BASE + OF_FOOD and first_times.items() <= before.items()
+    finished_times = times_of(tmp_path)
+    assert [*finished_times] == OF_BASE + OF_FOOD
+    assert interrupted_times.items() <= finished_times.items()
+
+    # A missing and a damaged file are measured again, and only these: the batch size changes no score.
     (tmp_path / "benchmarks" / OF_FOOD[0]).unlink()
     (tmp_path / "benchmarks" / OF_FOOD[1]).write_text("{")
     probed("benchmark.batch_size=2", policy="every:2")
-    later_times = times_of(tmp_path)
-    assert {name for name in before if later_times[name] != before[name]} == {*OF_FOOD}
+    repaired_times = times_of(tmp_path)
+    measured_again = {name for name in finished_times if repaired_times[name] != finished_times[name]}
+    assert measured_again == {*OF_FOOD}
+
+    # Another setting of the benchmark: all files are measured again.
     probed("benchmark.max_documents=3", policy="every:2")
-    assert all(time != later_times[name] for name, time in times_of(tmp_path).items())
+    assert all(time != repaired_times[name] for name, time in times_of(tmp_path).items())
 
 
 EACH = ["001-law/law", "002-food/food", "002-food/law"]

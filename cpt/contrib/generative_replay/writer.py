@@ -180,6 +180,8 @@ class TextWriter(ReplaySource):
         return ends[0]
 
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
+        """Stores what later stages need of this one's texts; writes the texts that this stage replays, unless
+        they are there and intact; opens their rows."""
         if is_first_process():
             self.store_memory(stage)
         barrier()
@@ -637,8 +639,9 @@ class GrowingFiles:
         self.files[name].write(data)
 
     def commit(self, value: Any) -> None:
-        # The record is replaced after the files are on disk: a kill in between leaves a longer file, which is
-        # truncated, and never a record of what is not there.
+        """Makes all that was appended permanent, with a value that says how far the work is."""
+        # COMMIT_FILE is replaced after the files are on disk: a kill in between leaves a longer file, which is
+        # truncated, and never sizes of what is not there.
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())

@@ -161,7 +161,9 @@ def export_group(folder: Path, exported: Sequence[Exported]) -> str:
 
 
 def export(plan: Plan, folder: Path) -> list[str]:
-    """Writes the tasks of a plan into a folder; gives what is to be said of it."""
+    """Writes the tasks of a plan that have choices into a folder, and a group of them. Returns lines for the
+    user: the number of examples of each task, those that the harness tokenizes in another way, tasks that are
+    left out, and the options that use the group. Raises ValueError where no task has choices."""
     assert plan.source.encoding is not None
     plan.source.check_domains(plan.order)
     corpora = Corpora.read(

@@ -33,8 +33,15 @@ from tests.support.task_fixtures import LABELS
 LENGTH = 8
 
 
-def job(name: str, *, tokens: int, num_tokens_wanted: int) -> WritingJob:
-    return WritingJob(name, 0, [], num_tokens_wanted, tokens, 0)
+def make_job(text: str, *, tokens_to_replay: int, tokens_to_write: int) -> WritingJob:
+    return WritingJob(
+        text=text,
+        domain=0,
+        contexts=[],
+        tokens_to_write=tokens_to_write,
+        tokens_to_replay=tokens_to_replay,
+        stream=0,
+    )
 
 
 def write_samples(folder: Path, name: str, samples: list[Sample]) -> None:
@@ -44,13 +51,23 @@ def write_samples(folder: Path, name: str, samples: list[Sample]) -> None:
 
 
 def make_samples(seed: int, count: int = 60) -> list[Sample]:
+    """Samples with drawn lengths and losses, no token in two of them. About 60 % were ended by the model; the
+    others were broken off at LENGTH tokens."""
     draw = np.random.default_rng(seed)
     samples = []
     for number in range(count):
         is_ended = bool(draw.random() < 0.6)
         size = int(draw.integers(1, LENGTH)) if is_ended else LENGTH
-        ids = [1000 + 10 * number + position for position in range(size)]
-        samples.append(Sample(ids, min(2, size), is_ended, float(draw.random()), f"text {number}"))
+        first_id = 1000 + 10 * number
+        samples.append(
+            Sample(
+                ids=list(range(first_id, first_id + size)),
+                real=min(2, size),
+                ended=is_ended,
+                nll=float(draw.random()),
+                text=f"text {number}",
+            )
+        )
     return samples
 
 
@@ -100,7 +117,8 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
     run = SimpleNamespace(
         tokenizer=tokenizer, length=LENGTH, sampling=SimpleNamespace(end=end), text_format=text_format
     )
-    facts = TextWriter.write_rows(run, tmp_path, job("a/b", tokens=tokens, num_tokens_wanted=tokens))
+    job = make_job("a/b", tokens_to_replay=tokens, tokens_to_write=tokens)
+    facts = TextWriter.write_rows(run, tmp_path, job)
     data = Dataset.from_file(str(sample_file(tmp_path, "a/b", "arrow")))
     rows = Packed(data, LENGTH, 0, facts["texts"], facts["bytes"])
     lengths = rows.row_lengths
