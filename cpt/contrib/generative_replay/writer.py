@@ -640,8 +640,8 @@ class GrowingFiles:
 
     def commit(self, value: Any) -> None:
         """Makes all that was appended permanent, with a value that says how far the work is."""
-        # COMMIT_FILE is replaced after the files are on disk: a kill in between leaves a longer file, which is
-        # truncated, and never sizes of what is not there.
+        # COMMIT_FILE is replaced after the files are on disk: a kill in between leaves a longer file, which
+        # is truncated, and never sizes of what is not there.
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
