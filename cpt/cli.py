@@ -30,6 +30,8 @@ HYDRA_FORMS = {  # of what a user types
     # The group has a choice already, null: for Hydra a plus would choose it twice.
     re.compile(r"\+(experiment=.*)"): r"\1",
     re.compile(r"([+~]*)method\.routing(=[\w,]+)"): r"\1routing@method.routing\2",
+    # An argument of peft has no default, and Hydra adds none without a plus.
+    re.compile(r"(method\.arguments=\{.*\})"): r"++\1",
 }
 # Options that take texts: names and files, of which a number keeps the form in which it was typed.
 TEXT_OPTIONS = (
@@ -57,6 +59,7 @@ TEXT_OPTIONS = (
     "logger.project",
     "logger.entity",
 )
+QUOTED_KEY = re.compile(r"""(['"])((?:(?!\1).)+)\1(\s*:)""")
 BARE_TEXT = re.compile(r"[^\s,\[\]()]+")
 FLAGS = "-m, --config-dir=FOLDER, --cfg=job, --help"
 report_errors = utils.run_and_report
@@ -109,7 +112,7 @@ def to_hydra(arguments: Sequence[str]) -> list[str]:
 
     Hydra composes a config for the sweep itself, with the group's default, and sets a fixed option in
     that: `-m method=lora,olora method.lr_multiplier=1` would be refused, since `method=ncl` has no rate."""
-    converted = [to_hydra_form(keep_text(argument)) for argument in arguments]
+    converted = [to_hydra_form(unquote_patterns(keep_text(argument))) for argument in arguments]
     if "-m" not in converted and "--multirun" not in converted:
         return converted
 
@@ -132,6 +135,23 @@ def to_hydra_form(argument: str) -> str:
         if match is not None:
             argument = match.expand(form)
     return argument
+
+
+def unquote_patterns(argument: str) -> str:
+    r"""An argument of regular expressions as keys, in quotes, with a backslash before each character that
+    Hydra has another use for: it takes no quoted keys.
+
+    >>> print(unquote_patterns("optim.lr_multipliers={'layers[.]0': 0.5}"))
+    optim.lr_multipliers={layers\[.\]0: 0.5}
+    """
+    if not argument.lstrip("+").startswith("optim.lr_multipliers="):
+        return argument
+
+    def escape(match: re.Match[str]) -> str:
+        pattern = re.sub(r"^\^", r"\\A", match[2])  # the same, of characters that Hydra knows
+        return re.sub(r"([\\()\[\]{}:=, ])", r"\\\1", pattern) + match[3]
+
+    return QUOTED_KEY.sub(escape, argument)
 
 
 def keep_text(argument: str) -> str:

@@ -21,6 +21,7 @@ import torch
 from peft import LoraConfig, PeftType, get_peft_model_state_dict, inject_adapter_in_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
@@ -31,6 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.domain_store import Scope
 from cpt.adapters.export import own_storage
+from cpt.adapters.saved_modules import module_weights, owners
 from cpt.core.distributed import shard_like
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError, format_value
@@ -78,10 +80,16 @@ def attach_lora(
     targets: Targets,
     embeddings: bool,
     parameters: Targets = "none",
+    use_dora: bool = False,
+    initialization: bool | str = True,
 ) -> Scope:
     """Adds an adapter to each linear layer of the targets (`find_targets`), to each expert in the
     `parameters` (`find_target_parameters`), and to the `embeddings`: a head that is tied to them gets a
-    frozen one of its own. ValueError for embeddings of an encoder-decoder."""
+    frozen one of its own. ValueError for embeddings of an encoder-decoder.
+
+    With `use_dora` layers are DoRA's (Liu et al., ICML 2024), h = m (W + alpha / r B A) x / ||W + alpha / r
+    B A|| with a norm for each output. An `initialization` of pissa (Meng et al., NeurIPS 2024) begins with
+    the r largest singular values of W in alpha / r B A, and leaves the rest of W frozen."""
     if embeddings and model.config.is_encoder_decoder:
         raise InvalidOptionError(
             "method.embeddings",
@@ -102,6 +110,9 @@ def attach_lora(
         lora_dropout=dropout,
         target_modules=adapted_names,
         target_parameters=find_target_parameters(model, parameters) or None,
+        use_dora=use_dora,
+        # Without storage there are no singular values.
+        init_lora_weights=cast(Any, True if model.device.type == "meta" else initialization),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps.values()),
     )
     inject_adapter_in_model(config, model, adapter_name=NEWEST)
@@ -298,6 +309,10 @@ def adapted_weight(layer: LoraLayer) -> nn.Parameter:
     return cast(nn.Parameter, getattr(layer.get_base_layer(), name))
 
 
+def has_dora(layer: LoraLayer) -> bool:
+    return NEWEST in layer.lora_magnitude_vector
+
+
 def has_earlier(layer: LoraLayer) -> bool:
     return EARLIER in layer.lora_A or EARLIER in layer.lora_embedding_A
 
@@ -307,8 +322,22 @@ def reset_newest(model: nn.Module, seed: int) -> None:
     """Draws the newest adapters, with product 0, from the global generator, which it sets."""
     # peft takes no generator.
     torch.manual_seed(seed)
+    initialization = cast(Any, model).peft_config[NEWEST].init_lora_weights
     for layer in lora_layers(model).values():
-        layer.reset_lora_parameters(NEWEST, True)
+        layer.reset_lora_parameters(NEWEST, initialization)
+    reset_magnitudes(model)
+
+
+@torch.no_grad()
+def reset_magnitudes(model: nn.Module) -> None:
+    """Makes the norms of DoRA those of the weights with their adapters, so that they change nothing."""
+    for layer in lora_layers(model).values():
+        if not has_dora(layer):
+            continue
+        magnitude = cast(DoraLinearLayer, layer.lora_magnitude_vector[NEWEST])
+        a, b = factors_of(layer)
+        norms = magnitude.get_weight_norm(layer.get_base_layer().weight, b @ a, layer.scaling[NEWEST])
+        magnitude.weight.copy_(norms)
 
 
 @torch.no_grad()
@@ -316,7 +345,10 @@ def merge_newest(model: nn.Module) -> None:
     """Adds the newest adapters to the frozen weights; they themselves stay as they are."""
     for layer in lora_layers(model).values():
         weight = adapted_weight(layer)
-        weight.add_(shard_like(layer.get_delta_weight(NEWEST).to(weight.dtype), weight))
+        if has_dora(layer):
+            weight.copy_(layer.lora_variant[NEWEST].merge_safe(layer, NEWEST, weight.detach().clone()))
+        else:
+            weight.add_(shard_like(layer.get_delta_weight(NEWEST).to(weight.dtype), weight))
 
 
 def join_adapters(layer: LoraLayer) -> tuple[Tensor, Tensor]:
@@ -389,12 +421,19 @@ def find_earlier(state: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tens
     return None
 
 
-def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrainedModel:
-    """An unmodified copy, all of it trainable, with what peft's layers have learned if `merged`.
+def without_tuners(
+    model: PreTrainedModel, *, merged: bool = True, weights: Mapping[str, Tensor] | None = None
+) -> PreTrainedModel:
+    """An unmodified copy, all of it trainable, with what peft's layers have learned if `merged`; `weights`
+    replace those of the model first, by the names of its parameters.
 
     A head that is tied to the embedding stays tied if both are still the same; else the configuration says
     that they are not."""
     copy = deepcopy(model)
+    with torch.no_grad():
+        for name, values in (weights or {}).items():
+            copy.get_parameter(name).copy_(values)
+
     # Counted before the first layer is unwrapped: a tied head has to be seen with its embedding.
     num_owners = Counter[int]()
     for module in copy.modules():
@@ -481,7 +520,7 @@ def untie(model: PreTrainedModel) -> None:
 
 
 def join_all_adapters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All adapters as one, by the names of the newest."""
+    """All adapters as one, by the names of the newest, with the norms of DoRA."""
     # By the id of the newest parameter: the layers' names are not those of parameters.
     joined: dict[int, Tensor] = {}
     for layer in lora_layers(model).values():
@@ -489,6 +528,9 @@ def join_all_adapters(model: PreTrainedModel) -> dict[str, Tensor]:
         joined_a, joined_b = join_adapters(layer)
         joined[id(newest_a)] = joined_a
         joined[id(newest_b)] = joined_b
+        if has_dora(layer):
+            magnitude = cast(DoraLinearLayer, layer.lora_magnitude_vector[NEWEST]).weight
+            joined[id(magnitude)] = magnitude
 
     by_name = {}
     for name, parameter in model.named_parameters():
@@ -497,27 +539,63 @@ def join_all_adapters(model: PreTrainedModel) -> dict[str, Tensor]:
     return by_name
 
 
-def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """Writes the base, and each domain's adapter in peft's format; returns the expression that loads both."""
-    base = without_tuners(model, merged=False)
+def subtract_start(
+    model: PreTrainedModel, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Adapters that add to the base what `weights` add to weights from which their `start` was taken (PiSSA):
+    B A - B_0 A_0 = [B, -B_0] [A; A_0]. All are by the names of parameters."""
+    differences = dict(weights)
+    for layer in lora_layers(model).values():
+        newest = {id(parameter) for parameter in factors_of(layer)}
+        name_of_a, name_of_b = (name for name in weights if id(model.get_parameter(name)) in newest)
+        differences[name_of_a] = torch.cat([weights[name_of_a], start[name_of_a]])
+        differences[name_of_b] = torch.cat([weights[name_of_b], -start[name_of_b]], dim=1)
+    return differences
+
+
+def export_adapters(
+    folder: Path,
+    model: PreTrainedModel,
+    parts: Mapping[str, Mapping[str, Tensor]],
+    *,
+    start: Mapping[str, Tensor],
+    saved: Sequence[str],
+) -> str:
+    """Writes the base, and each domain's adapter in peft's format; returns the expression that loads both.
+
+    `start` are the weights at construction, of parameters that make another model than the base if they are
+    left out: those of the modules that are trained fully, by the names in `saved`, and PiSSA's adapters."""
+    has_pissa = is_pissa(model.peft_config[NEWEST])
+    base = without_tuners(model, merged=has_pissa, weights=start)
     base.save_pretrained(folder)
 
     for name, weights in parts.items():
         adapter_folder = folder / "adapters" / quote(name, safe=" ")
         adapter_folder.mkdir(parents=True, exist_ok=True)
+        if has_pissa:
+            weights = subtract_start(model, weights, start)
         state = get_peft_model_state_dict(
             model, state_dict=dict(weights), adapter_name=NEWEST, save_embedding_layers=False
         )
-        exported = {f"base_model.model.{key}": own_storage(value) for key, value in state.items()}
+        saved_weights = module_weights(model, {key: weights[key] for key in saved})
+        exported = {}
+        for key, value in {**state, **saved_weights}.items():
+            exported[f"base_model.model.{key}"] = own_storage(value)
         save_file(exported, adapter_folder / "adapter_model.safetensors")
 
         # Of this part: joined adapters have more ranks than the model's newest.
         name_of_a = next(key for key in weights if "_A." in key)
         layer = model.get_submodule(name_of_a.partition(".lora_")[0])
         rank = len(weights[name_of_a]) // count_experts(cast(LoraLayer, layer))
-        export_config(model, rank, base_folder=folder).save_pretrained(str(adapter_folder))
+        config = export_config(model, rank, base_folder=folder)
+        config.modules_to_save = owners(saved_weights) or None
+        config.save_pretrained(str(adapter_folder))
     loading = f"transformers.{type(base).__name__}.from_pretrained({json.dumps(str(folder))})"
     return f"peft.PeftModel.from_pretrained({loading}, {json.dumps(str(adapter_folder))})"
+
+
+def is_pissa(config: LoraConfig) -> bool:
+    return str(config.init_lora_weights).startswith("pissa")
 
 
 def export_config(model: PreTrainedModel, rank: int, *, base_folder: Path) -> LoraConfig:
@@ -526,6 +604,8 @@ def export_config(model: PreTrainedModel, rank: int, *, base_folder: Path) -> Lo
     config = model.peft_config[NEWEST]
     # alpha grows with the rank, as alpha / r is what the adapters were trained with
     exported = replace(config, r=rank, lora_alpha=config.lora_alpha * rank / config.r, inference_mode=True)
+    if is_pissa(config):
+        exported.init_lora_weights = True  # it would take singular values out of the base again
     exported.base_model_name_or_path = str(base_folder.resolve())
     model_class = type(model)
     if model.config.is_encoder_decoder:

@@ -1,8 +1,10 @@
 """Options that several methods with parts of the model share."""
 
+import math
+import re
 from typing import Annotated, Any, Literal
 
-from annotated_types import MinLen
+from annotated_types import MinLen, Predicate
 
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import (
@@ -55,14 +57,74 @@ class BottleneckOptions(Options):
         }
 
 
+SavedModules = Annotated[
+    tuple[Text, ...], Allowed("a list of embeddings, head, and names of modules or ends of names")
+]
+Initialization = Annotated[
+    bool | Annotated[str, Predicate(re.compile(r"gaussian|pissa(_niter_[1-9]\d*)?").fullmatch)],
+    Allowed("true, gaussian, pissa, pissa_niter_N with a number of iterations N"),
+]
+
+
 @config
-class MapPairOptions(Options):
+class SavedModulesOptions(Options):
+    """Modules of the frozen model that are trained (cpt.adapters.saved_modules)."""
+
+    modules_to_save: SavedModules = option(
+        "modules that are trained fully in addition to the adapters: embeddings, head, or names of modules "
+        "or their ends",
+        default=(),
+    )
+
+
+@config
+class MapPairOptions(SavedModulesOptions):
     """LoRA adapters on linear layers (cpt.adapters.lora)."""
 
     r: Count = option("rank of an adapter")
     lora_alpha: Positive = option("alpha: the update is scaled by lora_alpha / r")
     lora_dropout: BelowOne = option("dropout on the input of the trained adapter")
     target_modules: Targets = option("adapted linear layers, by default all but the head")
+    use_rslora: bool = option("scale the update by lora_alpha / sqrt(r) (rsLoRA)", default=False)
+    use_dora: bool = option(
+        "train the norm of each output's weights apart from its direction (DoRA)", default=False
+    )
+    init_lora_weights: Initialization = option(
+        "start of an adapter: true (product 0, A uniform), gaussian (product 0, A normal), pissa (the "
+        "largest singular values of the weights, which leave the frozen ones), pissa_niter_N (the same by "
+        "N iterations, much faster)",
+        default=True,
+    )
+
+    @property
+    def alpha(self) -> float:
+        """alpha of plain LoRA with the same scale: rsLoRA has alpha / sqrt(r) = (alpha sqrt(r)) / r."""
+        return self.lora_alpha * math.sqrt(self.r) if self.use_rslora else self.lora_alpha
+
+    @property
+    def has_pissa(self) -> bool:
+        return isinstance(self.init_lora_weights, str) and self.init_lora_weights.startswith("pissa")
+
+    def __post_init__(self) -> None:
+        if self.init_lora_weights is False:
+            raise InvalidOptionError(
+                "init_lora_weights",
+                False,
+                reason="the first model would not be the base",
+                allowed="true, gaussian, pissa, pissa_niter_N",
+            )
+
+    def refuse_dora(self, *, reason: str) -> None:
+        """Raises ValueError for DoRA, in a method of which it cannot be a part."""
+        if self.use_dora:
+            raise InvalidOptionError("use_dora", True, reason=reason, allowed="false")
+
+    def refuse_pissa(self, *, reason: str) -> None:
+        """Raises ValueError for PiSSA, in a method of which it cannot be a part."""
+        if self.has_pissa:
+            raise InvalidOptionError(
+                "init_lora_weights", self.init_lora_weights, reason=reason, allowed="true, gaussian"
+            )
 
     @property
     def targets(self) -> str | list[str]:
@@ -83,6 +145,7 @@ class PairOptions(MapPairOptions):
     exported: Literal["merged", "peft"] = option("export a merged model, or base and peft files")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.target_parameters != "none" and self.lora_dropout:
             raise InvalidOptionError(
                 "lora_dropout",
@@ -91,6 +154,12 @@ class PairOptions(MapPairOptions):
                 reason="adapters of parameters see no input",
                 allowed="0",
             )
+        if self.embeddings:
+            self.refuse_dora(reason="with embeddings=true one adapter is of no linear layer")
+            self.refuse_pissa(reason="with embeddings=true one adapter is of no linear layer")
+        if self.target_parameters != "none":
+            self.refuse_dora(reason="with target_parameters adapters are of parameters and no layers")
+            self.refuse_pissa(reason="with target_parameters adapters are of parameters and no layers")
 
 
 @config
@@ -98,6 +167,11 @@ class StoredPairOptions(PairOptions):
     """Low-rank pairs of which each domain has its own, and all are summed."""
 
     stored: Literal["merged", "pairs"] = option("earlier adapters: merged into frozen weights, or kept apart")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_dora(reason="the products of all domains are summed, and a norm is of one of them")
+        self.refuse_pissa(reason="the adapter of each further domain starts with product 0")
 
 
 @config

@@ -53,13 +53,26 @@ class TokenRouter(nn.Linear):
 
 
 def attach_experts(
-    model: PreTrainedModel, *, experts: int, r: int, alpha: float, dropout: float, targets: lora.Targets
+    model: PreTrainedModel,
+    *,
+    experts: int,
+    r: int,
+    alpha: float,
+    dropout: float,
+    targets: lora.Targets,
+    initialization: bool | str = True,
 ) -> Scope:
     """Adds `experts` LoRA adapters of rank r with a router to each linear layer of the targets; a single
     adapter, which has weight 1, is without a router."""
     # One adapter of all ranks; alpha grows with them, as each expert is scaled by alpha / r.
     scope = lora.attach_lora(
-        model, r=experts * r, alpha=experts * alpha, dropout=dropout, targets=targets, embeddings=False
+        model,
+        r=experts * r,
+        alpha=experts * alpha,
+        dropout=dropout,
+        targets=targets,
+        embeddings=False,
+        initialization=initialization,
     )
     if experts == 1:
         return scope
@@ -249,6 +262,7 @@ def attach_routed(
     bottleneck: int,
     scale: float,
     causal: bool,
+    initialization: bool | str = True,
 ) -> Scope:
     """Adds a LoRA adapter to each linear layer of the targets within the model's body, and a router that
     weights it and those of earlier domains for each sample. ValueError for targets without a layer in the
@@ -257,7 +271,15 @@ def attach_routed(
     maps = [name for name in lora.find_targets(model, targets) if find_token_side(model, name) is not None]
     if not maps:
         raise InvalidOptionError("method.target_modules", targets, allowed="layers of the body")
-    scope = lora.attach_lora(model, r=r, alpha=alpha, dropout=dropout, targets=maps, embeddings=False)
+    scope = lora.attach_lora(
+        model,
+        r=r,
+        alpha=alpha,
+        dropout=dropout,
+        targets=maps,
+        embeddings=False,
+        initialization=initialization,
+    )
 
     is_encoder_decoder = model.config.is_encoder_decoder
     stack = find_input_stack(model)

@@ -53,7 +53,7 @@ EXECUTION = (
 # Options at the value with which a run computes the same as one without the option. At this value they are no
 # part of the identity, so that runs of 0.1.0, which lack them, are continued and compared with new ones.
 # `auto` of the separator and of BOS differs for chat tokenizers and for those that add BOS alone.
-NEUTRAL_VALUES = {
+NEUTRAL_VALUES: Mapping[str, Any] = {
     "trainer.match": None,
     "domains.on_bad_example": "stop",
     "domains.special_tokens": "split",
@@ -64,6 +64,12 @@ NEUTRAL_VALUES = {
     "model.rope_parameters": None,
     "model.router_aux_loss": "auto",
     "method.target_parameters": "none",
+    "optim.lr_multipliers": None,
+    "optim.no_decay": [],
+    "method.modules_to_save": [],
+    "method.use_rslora": False,
+    "method.use_dora": False,
+    "method.init_lora_weights": True,
 }
 # The options of a monitor that only measures: it neither ends a stage nor chooses its weights.
 PASSIVE_MONITOR = {"monitor.stop": None, "monitor.patience": None, "monitor.keep": "last"}

@@ -35,6 +35,7 @@ class ContinualMethod(StageModule):
     ends_domains = False  # whether the next domain has to start from what the end of one makes of the weights
     alone = False  # whether each domain starts from the base, so that its model is of that domain only
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
+    saved_names: tuple[str, ...] = ()  # parameters of modules that are trained fully in addition to adapters
     # Where the export has modules: what adds them to a plain model (None: they are weights of it), and with
     # which options.
     attached: tuple[Callable[..., Scope] | None, Mapping[str, Any]] | None = None

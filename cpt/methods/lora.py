@@ -5,7 +5,7 @@
 All linear layers but the head have adapters, unless `targets` names others."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,13 +27,16 @@ from cpt.adapters.routed_lora import (
     routed_part,
     router_of,
 )
+from cpt.adapters.saved_modules import train_fully
 from cpt.core.distributed import all_reduce_sum
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import LoRAOptions, MoELoRAOptions, NLoRAOptions, OLoRAOptions, SAPTOptions
 from cpt.methods.prompt import check_rows
 from cpt.models.objectives import Objective
+from cpt.models.weights import overwrite_rows
 
 
 class LoRA(ContinualMethod):
@@ -48,22 +51,45 @@ class LoRA(ContinualMethod):
         scope = lora.attach_lora(
             context.model,
             r=options.r,
-            alpha=options.lora_alpha,
+            alpha=options.alpha,
             dropout=options.lora_dropout,
             targets=options.targets,
             embeddings=options.embeddings,
             parameters=options.target_parameters,
+            use_dora=options.use_dora,
+            initialization=options.init_lora_weights,
         )
+        saved_names = train_fully(context.model, options.modules_to_save)
+        scope = replace(scope, names=(*scope.names, *saved_names))
         super().__init__(options, context, scope=scope)
+        self.saved_names = saved_names
         if isinstance(options, LoRAOptions) and options.per_domain:
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
+
+        # For the base of peft's files, which has the trained modules and the weights of PiSSA as at first.
+        self.start_weights: NamedTensors | None = None
+        start_names = scope.names if options.has_pissa else saved_names
+        if options.exported == "peft" and start_names:
+            start = {name: self.model.get_parameter(name) for name in start_names}
+            self.start_weights = NamedTensors(start, persistent=False)
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         # The first domain has the adapter that was drawn when it was attached.
         if self.domain_params is None or self.domain.index == 0:
             return
         if isinstance(self.options, LoRAOptions) and self.options.start == "base":
+            self.restart()
+
+    def restart(self) -> None:
+        """Starts the parameters of a new domain from the base."""
+        assert self.domain_params is not None
+        restored_names = set(self.saved_names)
+        if self.options.has_pissa:  # which draws nothing: all of it is as at first
+            restored_names.update(self.domain_params.names)
+        else:
             lora.reset_newest(self.model, self.make_generator().initial_seed())
+        base = self.domain_params.weights(BASE)
+        overwrite_rows(self.model, {name: base[name] for name in restored_names})
 
     def model_for(self, domain: int) -> PreTrainedModel:
         return lora.without_tuners(super().model_for(domain))
@@ -74,10 +100,12 @@ class LoRA(ContinualMethod):
         # One adapter per domain, or one of all ranks: the earlier ones of IncLoRA add to the newest.
         adapters: Mapping[str, Mapping[str, Tensor]]
         if self.domain_params is None:
-            adapters = {order[-1]: lora.join_all_adapters(self.model)}
+            saved = {name: self.model.get_parameter(name) for name in self.saved_names}
+            adapters = {order[-1]: {**lora.join_all_adapters(self.model), **saved}}
         else:
             adapters = self.domain_modules(order)
-        return lora.export_adapters(folder, self.model, adapters)
+        start = {} if self.start_weights is None else self.start_weights.named()
+        return lora.export_adapters(folder, self.model, adapters, start=start, saved=self.saved_names)
 
 
 class IncLoRA(LoRA):
@@ -114,11 +142,15 @@ class MoELoRA(ContinualMethod):
             attach_experts,
             experts=options.num_experts,
             r=options.r,
-            alpha=options.lora_alpha,
+            alpha=options.alpha,
             dropout=options.lora_dropout,
             targets=options.targets,
+            initialization=options.init_lora_weights,
         )
-        super().__init__(options, context, scope=attach(context.model))
+        scope = attach(context.model)
+        saved_names = train_fully(context.model, options.modules_to_save)
+        super().__init__(options, context, scope=replace(scope, names=(*scope.names, *saved_names)))
+        self.saved_names = saved_names
         self.attached = attach_experts, attach.keywords  # what loads an exported model repeats
 
 
@@ -282,6 +314,21 @@ class OLoRA(IncLoRA):
         return pair_overlap(self.groups, penalty=self.options.penalty)
 
 
+def check_outside_of_body(model: PreTrainedModel, names: Sequence[str], modules: Sequence[str]) -> None:
+    """Raises ValueError for parameters of the body that are trained fully: the keys of earlier domains are
+    compared with texts as the frozen body represents them."""
+    body_ids = {id(parameter) for parameter in model.base_model.parameters()}
+    for name in names:
+        if id(model.get_parameter(name)) in body_ids:
+            raise InvalidOptionError(
+                "method.modules_to_save",
+                modules,
+                context="with method=sapt",
+                reason=f"{name} represents the texts that the keys of earlier domains are for",
+                allowed="a head that is not tied to the embedding, or []",
+            )
+
+
 class AttentionScorer(DomainScorer):
     """Scores all texts with all adapters, weighted by attention."""
 
@@ -336,16 +383,21 @@ class SAPT(ContinualMethod):
         attach = partial(
             attach_routed,
             r=options.r,
-            alpha=options.lora_alpha,
+            alpha=options.alpha,
             dropout=options.lora_dropout,
             targets=options.targets,
+            initialization=options.init_lora_weights,
             key=options.key,
             query=options.query,
             bottleneck=options.bottleneck,
             scale=options.scale,
             causal=context.objective.causal,
         )
-        super().__init__(options, context, scope=attach(context.model))
+        scope = attach(context.model)
+        saved_names = train_fully(context.model, options.modules_to_save)
+        check_outside_of_body(context.model, saved_names, options.modules_to_save)
+        super().__init__(options, context, scope=replace(scope, names=(*scope.names, *saved_names)))
+        self.saved_names = saved_names
         self.attached = attach_routed, attach.keywords
         self.attention = NamedTensors()  # mean a of each domain's text at the domain's end
         self.router = AttentionScorer(router_of(self.model), context.objective, self.attention)

@@ -348,7 +348,13 @@ class MergeLoRA(LoRA):
 
     def __init__(self, options: MergeLoRAOptions, context: MethodContext) -> None:
         super().__init__(options, context)
-        self.merging = Merging(options, self.model, self.adapted_weights())
+        self.merging = Merging(options, self.model, self.merged_weights())
+
+    def merged_weights(self) -> dict[str, nn.Parameter]:
+        """What is merged, by name: the frozen weights that have adapters, and modules that are trained
+        fully."""
+        weights = named_weights(self.model)
+        return self.adapted_weights() | {name: weights[name] for name in self.saved_names}
 
     def adapted_weights(self) -> dict[str, nn.Parameter]:
         """The frozen weights that have adapters, by name."""
@@ -372,13 +378,15 @@ class MergeLoRA(LoRA):
         lora.merge_newest(self.model)
         lora.reset_newest(self.model, seed)
         fisher = self.measure_fisher(importance_batches) if self.options.rule == "fisher" else {}
-        self.merging.end_domain(self.model, self.adapted_weights(), fisher=fisher, seed=seed)
+        self.merging.end_domain(self.model, self.merged_weights(), fisher=fisher, seed=seed)
+        lora.reset_magnitudes(self.model)  # of the weights that are merged now
 
     def measure_fisher(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
-        """The diagonal Fisher of the frozen weights, which require gradients meanwhile in place of the
-        adapters."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        switched = [*trained, *self.adapted_weights().values()]
+        """The diagonal Fisher of what is merged: the frozen weights require gradients meanwhile in place of
+        their adapters."""
+        saved = {id(self.model.get_parameter(name)) for name in self.saved_names}
+        switched = [p for p in self.model.parameters() if p.requires_grad and id(p) not in saved]
+        switched += self.adapted_weights().values()
         # The adapters' factors off and the frozen weights on; the same loop at the end undoes it.
         for parameter in switched:
             parameter.requires_grad_(not parameter.requires_grad)

@@ -11,6 +11,7 @@ from cpt.adapters.options import (
     MapPairOptions,
     PairOptions,
     Routing,
+    SavedModulesOptions,
     StoredPairOptions,
     Targets,
 )
@@ -274,6 +275,7 @@ class MASOptions(ConsolidationOptions):
 class MergeLoRAOptions(MergeOptions, PairOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.refuse_pissa(reason="the adapter of each further domain starts with product 0")
         if self.exported == "peft":
             raise InvalidOptionError("exported", "peft", reason="the adapters are merged", allowed="merged")
 
@@ -286,6 +288,11 @@ class MIGUOptions(Options):
 @config
 class MoELoRAOptions(MapPairOptions):
     num_experts: Count = option("number of experts of rank r per layer")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_dora(reason="a norm is of one product, and the router weights those of all experts")
+        self.refuse_pissa(reason="the router weights the products, whose sum would not be the base")
 
 
 @config
@@ -325,11 +332,11 @@ Tuner = (
 
 
 @config
-class PeftOptions(PerDomainOptions):
+class PeftOptions(SavedModulesOptions, PerDomainOptions):
     tuner: Tuner = option("tuner of peft")
     target_modules: Targets = option("adapted layers: auto, or as method.target_modules of lora")
     arguments: Mapping[str, Any] = option(
-        "arguments of the tuner's config, with the names of peft: '+method.arguments={r: 4}'"
+        "arguments of the tuner's config, with the names of peft: 'method.arguments={r: 4}'"
     )
 
 
@@ -380,6 +387,11 @@ class SAPTOptions(MapPairOptions):
     scale: Positive = option("factor on cosines (used with key=cosine)")
     key_rate: Positive = option("learning rate of the newest key and the query, relative to the adapters'")
     strength: NonNegative = option("lambda: weight of the KL term (key=attention) or 1 - cos (key=cosine)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_dora(reason="a norm is of one product, and attention weights those of all domains")
+        self.refuse_pissa(reason="attention weights the products, whose sum would not be the base")
 
 
 @config

@@ -2,6 +2,7 @@
 the peft library."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 from typing import get_args
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.lora import attach_tuner, without_tuners
+from cpt.adapters.saved_modules import train_fully
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import AdapterOptions, PeftOptions, Tuner
@@ -29,7 +31,10 @@ class Peft(ContinualMethod):
         scope = attach_tuner(
             context.model, options.tuner, targets=options.target_modules, arguments=options.arguments
         )
+        saved_names = train_fully(context.model, options.modules_to_save)
+        scope = replace(scope, names=(*scope.names, *saved_names))
         super().__init__(options, context, scope=scope)
+        self.saved_names = saved_names
         if options.per_domain:
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 

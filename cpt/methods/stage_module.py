@@ -2,6 +2,7 @@
 stage, and evaluation. It calls the hooks of `ContinualMethod` (cpt.methods.base), in the order of
 CONTRIBUTING.md."""
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.domain_store import BASE, DomainScorer, Scope
 from cpt.core.distributed import average_gradients, clip_gradients, total_norm
 from cpt.core.messages import abbreviate
+from cpt.core.processes import is_first_process
 from cpt.core.randomness import torch_seed
 from cpt.data.collate import Batch
 from cpt.data.datamodule import DomainSequence
@@ -37,12 +39,15 @@ from cpt.gradient_masks.base import (
 from cpt.models.forward import set_mode
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
+from cpt.models.parameter_groups import describe_groups, find_groups, find_multipliers
 from cpt.models.router_loss import NO_ROUTER_LOSS, RouterWeights, make_router_loss
 from cpt.models.weights import Snapshot
 from cpt.optim.nan_guard import NanGuard
+from cpt.optim.options import SAME_FOR_ALL, ParameterOptions
 from cpt.optim.schedulers import Progress, Schedule
 from cpt.optim.state import CarriedState, lay_out_moments, parameters_of, unfuse_mixed
 
+log = logging.getLogger(__name__)
 MAX_OBSERVED = 32  # evaluated texts that masks observe, evenly spread over the order
 
 
@@ -60,6 +65,7 @@ class MethodContext:
     schedule: Callable[[Progress], float]
     seed: int
     router_weights: RouterWeights = NO_ROUTER_LOSS  # of a mixture of experts
+    parameter_options: ParameterOptions = SAME_FOR_ALL
 
 
 class StageModule(LightningModule):
@@ -82,6 +88,8 @@ class StageModule(LightningModule):
         self.schedule = context.schedule
         self.seed = context.seed
         self.router_loss = make_router_loss(self.model, context.router_weights)
+        self.parameter_options = context.parameter_options
+        self.logged_groups: list[str] = []  # what the log says of them
 
         # For the next domain: what the optimizer has learned, and the weights before a decay branch.
         self.optimizer_state: CarriedState | None = None
@@ -207,15 +215,21 @@ class StageModule(LightningModule):
     # The optimizer.
 
     def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]  # as Lightning takes it
-        # Groups of each distinct rate, first those of parameters that the method gives none, whose rate is 1.
-        rates = self.rates()
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        rates = self.multiplied_rates(trained)
+        undecayed = {parameter for parameter in trained if parameter.ndim < 2}
+        for pattern_group in find_groups(self.model, self.parameter_options.no_decay, trained):
+            undecayed.update(pattern_group.parameters)
+
+        # Groups of each distinct rate, first those of parameters that have none, whose rate is 1.
         groups: list[dict[str, Any]] = []
         for rate in dict.fromkeys([1, *rates.values()]):
-            parameters = [p for p in self.parameters() if p.requires_grad and rates.get(p, 1) == rate]
-            matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-            vectors = [parameter for parameter in parameters if parameter.ndim < 2]  # do not decay
-            groups.append({"params": matrices, "rate": rate})
-            groups.append({"params": vectors, "rate": rate, "weight_decay": 0.0})
+            parameters = [parameter for parameter in trained if rates.get(parameter, 1) == rate]
+            with_decay = [parameter for parameter in parameters if parameter not in undecayed]
+            without_decay = [parameter for parameter in parameters if parameter in undecayed]
+            groups.append({"params": with_decay, "rate": rate})
+            groups.append({"params": without_decay, "rate": rate, "weight_decay": 0.0})
+        self.log_groups(trained)
 
         # The optimizer writes its own rate into each group; only then can it be multiplied.
         optimizer = self.make_optimizer(groups)
@@ -226,6 +240,22 @@ class StageModule(LightningModule):
             self.optimizer_state.load_into(optimizer, self.named_parameters())
         scheduler = LambdaLR(optimizer, lambda step: self.schedule(self.data.progress(step)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def multiplied_rates(self, trained: Sequence[nn.Parameter]) -> dict[nn.Parameter, float]:
+        """The multiples of the learning rate of the method, times those of `optim.lr_multipliers`."""
+        rates = dict(self.rates())
+        for parameter, factor in find_multipliers(self.model, self.parameter_options, trained).items():
+            rates[parameter] = rates.get(parameter, 1) * factor
+        return rates
+
+    def log_groups(self, trained: Sequence[nn.Parameter]) -> None:
+        """Logs how many parameters have a rate or a decay of their own, in the first stage and whenever a
+        growing model changes it."""
+        lines = describe_groups(self.model, self.parameter_options, trained)
+        if lines != self.logged_groups and is_first_process():
+            for line in lines:
+                log.info("%s", line)
+        self.logged_groups = lines
 
     def check_optimized(self, optimizer: Optimizer) -> None:
         """Raises ValueError for a parameter that requires a gradient and is in no group of the optimizer."""

@@ -8,6 +8,7 @@ from cpt.core.schema import (
     BelowOne,
     NonNegative,
     Options,
+    Pattern,
     Positive,
     Text,
     check_value,
@@ -22,6 +23,22 @@ Betas = Annotated[tuple[BelowOne, BelowOne], Allowed("two numbers, 0 or more and
 CARRY = "optimizer state kept across domains: none, moments (and step counts), all (and the schedule)"
 CarryName = Literal["none", "moments", "all"]
 Carry = Annotated[bool | CarryName, Allowed("none, moments, all")]
+# Names of kinds of parameters, in addition to regular expressions on their names.
+PARAMETER_KINDS = ("embeddings", "head", "norms", "biases", "attention")
+Multipliers = Annotated[
+    Mapping[str, Any],
+    Allowed(
+        f"{{PARAMETERS: FACTOR}}, with {', '.join(PARAMETER_KINDS)} or regular expressions on names of "
+        "parameters"
+    ),
+]
+Multiplier = Annotated[
+    Positive, Allowed("above 0; freeze.embeddings=true and trainable=… choose what is not trained")
+]
+Undecayed = Annotated[
+    tuple[Pattern, ...],
+    Allowed(f"a list of {', '.join(PARAMETER_KINDS)} or regular expressions on names of parameters"),
+]
 RULES = {  # of arguments that optimizers of torch have in common
     "lr": NonNegative,
     "weight_decay": NonNegative,
@@ -32,7 +49,27 @@ RULES = {  # of arguments that optimizers of torch have in common
 
 
 @config
-class AdamWOptions(Options):
+class ParameterOptions(Options):
+    """How fast parameters are trained, and which decay, with any optimizer."""
+
+    lr_multipliers: Multipliers | None = option(
+        "factors on the learning rate by parameters, {embeddings: 0.1}: embeddings, head, norms, biases, "
+        "attention, or regular expressions on their names",
+        default=None,
+    )
+    no_decay: Undecayed = option("parameters without weight decay, named as in lr_multipliers", default=())
+
+    def __post_init__(self) -> None:
+        for pattern, factor in (self.lr_multipliers or {}).items():
+            check_value("lr_multipliers", pattern, Pattern)
+            check_value(f"lr_multipliers.{pattern}", factor, Multiplier)
+
+
+SAME_FOR_ALL = ParameterOptions()
+
+
+@config
+class AdamWOptions(ParameterOptions):
     """Options of AdamW; decay reaches matrices only, not biases and norms."""
 
     lr: NonNegative = option("peak learning rate")
@@ -46,7 +83,7 @@ class AdamWOptions(Options):
 
 
 @config
-class SGDOptions(Options):
+class SGDOptions(ParameterOptions):
     """Options of plain gradient steps."""
 
     lr: NonNegative = option("peak learning rate")
@@ -57,6 +94,8 @@ class SGDOptions(Options):
     state_across_domains: Carry = option(CARRY, default="none")
 
 
+# Options of cpt, which the optimizer does not get.
+NOT_OF_OPTIMIZER = ("state_across_domains", *option_types(ParameterOptions))
 OPTIONS_BY_TARGET: Mapping[str, type[Options]] = {
     "torch.optim.AdamW": AdamWOptions,
     "torch.optim.SGD": SGDOptions,
@@ -74,14 +113,20 @@ def read_optimizer(section: Section) -> Choice:
     with prefix_errors(section.name):
         check_optimizer_arguments(section.values)
         check_value("state_across_domains", section.values.get("state_across_domains", "none"), Carry)
-    return section.only(name for name in section.values if name != "state_across_domains").choose()
+    return section.only(name for name in section.values if name not in NOT_OF_OPTIMIZER).choose()
+
+
+def read_parameter_options(section: Section) -> ParameterOptions:
+    """The options of parameters in the section of an optimizer. Raises ValueError for an invalid value."""
+    names = option_types(ParameterOptions)
+    return section.only(name for name in section.values if name in names).read(ParameterOptions)
 
 
 def read_typed_optimizer(section: Section, target: str, kind: type[Options]) -> Choice:
     """An optimizer with options of a class of this module; torch checks further arguments."""
     typed_names = option_types(kind)
     options = section.only(name for name in section.values if name in typed_names).read(kind)
-    arguments = {name: value for name, value in vars(options).items() if name != "state_across_domains"}
+    arguments = {name: value for name, value in vars(options).items() if name not in NOT_OF_OPTIMIZER}
     for name, value in section.values.items():
         if name not in RESERVED_KEYS and name not in typed_names:
             arguments[name] = value

@@ -96,6 +96,7 @@ def build_context(
         schedule=joined_schedule if plan.carry == "all" else plan.lr_scheduler,
         seed=plan.run.seed,
         router_weights=find_router_weights(plan.model.router_aux_loss, model.config),
+        parameter_options=plan.parameter_options,
     )
 
 

@@ -12,9 +12,11 @@ from copy import deepcopy
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from cpt.adapters.options import SavedModulesOptions
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.processes import is_first_process
 from cpt.data.chats import ChatEncoder
@@ -28,6 +30,7 @@ from cpt.models import loading
 from cpt.models.block_attention import MASKABLE, check_isolation
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
+from cpt.models.parameter_groups import check_patterns, find_multipliers
 from cpt.models.rope import count_scaled_positions, scale_rope
 from cpt.models.router_loss import check_router_loss
 from cpt.models.trial import make_stand_in, try_model
@@ -96,6 +99,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
     if method is not None:
         check_masks(plan, method)
         check_trainable(plan, method)
+        check_saved_modules(plan, method)
+        check_parameter_options(plan, method)
     return config
 
 
@@ -401,3 +406,45 @@ def check_trainable(plan: Plan, method: ContinualMethod) -> None:
             allowed="null, or an entry that finds some of the parameters which the method trains",
         )
     raise InvalidOptionError("freeze.layers", plan.freeze.layers, reason=problem, allowed="fewer blocks")
+
+
+def check_saved_modules(plan: Plan, method: ContinualMethod) -> None:
+    """Raises ValueError for a module that is to be trained fully and that the options freeze."""
+    frozen_ids = {id(parameter) for parameter in find_frozen(method.model, plan.freeze)}
+    for name in method.saved_names:
+        if id(method.model.get_parameter(name)) in frozen_ids:
+            options = plan.method.options
+            assert isinstance(options, SavedModulesOptions)
+            raise InvalidOptionError(
+                "method.modules_to_save",
+                options.modules_to_save,
+                reason=f"{name} is frozen by freeze.embeddings, freeze.layers or trainable",
+                allowed="modules that these leave, or freeze.embeddings=false freeze.layers=0 trainable=null",
+            )
+
+
+def check_parameter_options(plan: Plan, method: ContinualMethod) -> None:
+    """Raises ValueError for a pattern of optim.lr_multipliers or no_decay that finds nothing trained in any
+    stage, and for two patterns that find one parameter."""
+    options = plan.parameter_options
+    method_name = plan.names["method"]
+    stages = method.stages(plan.order)
+    patterns = {
+        "optim.lr_multipliers": [*(options.lr_multipliers or {})],
+        "optim.no_decay": [*options.no_decay],
+    }
+    if not any(patterns.values()) or not stages:  # method=none trains nothing
+        return
+
+    trained: dict[nn.Parameter, None] = {}
+    with on_meta_device():
+        for stage in stages:
+            try:
+                method.setup_stage(stage)
+            except Exception as error:  # of an operation that the meta device lacks
+                log.debug("Skipping the growth before %s on the meta device: %s", stage.name, error)
+            of_stage = [parameter for parameter in method.parameters() if parameter.requires_grad]
+            trained.update(dict.fromkeys(of_stage))
+            find_multipliers(method.model, options, of_stage)
+    for key, of_option in patterns.items():
+        check_patterns(method.model, of_option, list(trained), key=key, method=method_name)

@@ -6,15 +6,20 @@ from collections.abc import Iterator
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 
 from cpt.adapters.domain_store import find_domain_params
-from cpt.adapters.options import PairOptions
+from cpt.adapters.options import PairOptions, SavedModulesOptions
+from cpt.adapters.saved_modules import module_weights, owners
 from cpt.core.exceptions import format_value
 from cpt.core.naming import list_choices
+from cpt.core.processes import is_first_process
 from cpt.core.tensors import NamedTensors
 from cpt.data.datamodule import DomainSequence
 from cpt.methods.base import ContinualMethod
 from cpt.methods.options import KDOptions
+from cpt.models.parameter_groups import find_groups
 from cpt.models.units import find_expert_parameters
 from cpt.optim.rounding import lost_update_share
 from cpt.optim.state import CarriedState
@@ -47,6 +52,7 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
     warn_of_lost_updates(plan, module, precision=machine.precision)
     warn_of_untrained_rows(plan, module)
     log_experts(plan, module)
+    log_saved_modules(module)
 
 
 def log_scored_share(data: DomainSequence) -> None:
@@ -91,6 +97,11 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     adapts_experts = isinstance(module.options, PairOptions) and module.options.target_parameters == "auto"
     if adapts_experts and not find_expert_parameters(module.model):
         yield f"method.target_parameters=auto: this {module.model.config.model_type} has no experts"
+    undecayed = find_undecayed_anyway(plan, module)
+    if undecayed:
+        yield f"optim.no_decay={format_value(undecayed)}: biases, norms and other vectors never decay"
+    elif plan.parameter_options.no_decay and not plan.optim.arguments.get("weight_decay", 0):
+        yield f"optim.no_decay={format_value(plan.parameter_options.no_decay)}: optim.weight_decay is 0"
 
     num_micro_batches = options.accumulate_grad_batches
     has_single_samples = plan.source.encoding is not None and plan.budget.batch_size == num_micro_batches
@@ -105,6 +116,15 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     is_sharded = options.strategy == "fsdp"
     if plan.modules.storage == "disk" and (is_sharded or not find_domain_params(module)):
         yield f"modules.storage=disk: {method} has no modules per domain, or they are sharded"
+
+
+def find_undecayed_anyway(plan: Plan, module: ContinualMethod) -> list[str]:
+    """The patterns of optim.no_decay that find nothing but vectors."""
+    patterns = []
+    for group in find_groups(module.model, plan.parameter_options.no_decay, module.model.parameters()):
+        if group.parameters and all(parameter.ndim < 2 for parameter in group.parameters):
+            patterns.append(group.pattern)
+    return patterns
 
 
 def find_new_model_keys() -> list[str]:
@@ -155,13 +175,44 @@ def warn_of_untrained_rows(plan: Plan, module: ContinualMethod) -> None:
     if plan.names["method"] == "none" or not (options.resize or options.tokenizer):
         return
     option = f"model.tokenizer={options.tokenizer}" if options.tokenizer else "model.resize=true"
-    table = module.model.get_input_embeddings().weight
+    model = module.model
     frozen = {id(parameter) for parameter in module.frozen}
-    if id(table) in frozen or not table.requires_grad:
-        log.warning(
-            "Rows of new tokens (%s) are not trained by method=%s and stay at their initial "
-            "values; a method that trains all weights does, or method=peft method.tuner=dora with "
-            "modules_to_save or trainable_token_indices (docs/methods.md)",
-            option,
-            plan.names["method"],
-        )
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    tables: dict[str, nn.Parameter] = {}
+    if not isinstance(embedding, BaseTunerLayer):  # its adapter trains rows, too
+        tables["embedding"] = embedding.weight
+    if head is not None and head.weight is not embedding.weight:
+        tables["head"] = head.weight
+    untrained = [name for name, table in tables.items() if id(table) in frozen or not table.requires_grad]
+    if not untrained:
+        return
+
+    remedy = "a method that trains all weights does"
+    if isinstance(module.options, SavedModulesOptions):
+        remedy = "method.modules_to_save=[embeddings,head] trains them (docs/methods.md)"
+    log.warning(
+        "Rows of new tokens (%s) in %s are not trained by method=%s and stay at their initial values: %s",
+        option,
+        " and ".join(untrained),
+        plan.names["method"],
+        remedy,
+    )
+
+
+def log_saved_modules(module: ContinualMethod) -> None:
+    """Logs which modules are trained fully in addition to adapters."""
+    if not module.saved_names or not is_first_process():
+        return
+    model = module.model
+    saved = {name: model.get_parameter(name) for name in module.saved_names}
+    all_names = module_weights(model, saved)
+    sets = "one set for all domains"
+    if module.domain_params is not None:
+        sets = "one set for each domain"
+    log.info(
+        "Training fully in addition to the adapters (method.modules_to_save): %s (%s parameters, %s)",
+        " = ".join(owners(all_names)) if len(saved) == 1 else ", ".join(owners(all_names)),
+        f"{sum(parameter.numel() for parameter in saved.values()):,}",
+        sets,
+    )

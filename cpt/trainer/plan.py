@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from cpt.adapters.options import MapPairOptions
 from cpt.core.config import digest, identity, plain_config
 from cpt.core.errors import unknown_name
 from cpt.core.exceptions import InvalidOptionError
@@ -347,6 +348,14 @@ def check_sharding(plan: Plan) -> None:
                 reason=f"{group} {choice.target} does not support sharded weights (docs/distributed.md)",
                 allowed="single, ddp",
             )
+    if isinstance(plan.method.options, MapPairOptions) and plan.method.options.use_dora:
+        raise InvalidOptionError(
+            "method.use_dora",
+            True,
+            context="with strategy=fsdp",
+            reason="a norm is of whole rows of weights",
+            allowed="false, or strategy=single or ddp",
+        )
     if plan.monitor.keep == "best":
         raise InvalidOptionError("monitor.keep", "best", context="with strategy=fsdp", allowed="last")
     if plan.evaluation_groups:

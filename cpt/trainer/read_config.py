@@ -19,7 +19,7 @@ from cpt.evaluation.finetune_tasks import check_task_values
 from cpt.evaluation.monitor import MonitorOptions, NoObserver, ObserverConfig
 from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.models.options import Freeze, ModelOptions
-from cpt.optim.options import read_optimizer
+from cpt.optim.options import ParameterOptions, read_optimizer, read_parameter_options
 from cpt.optim.schedulers import Schedule
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 
@@ -71,6 +71,7 @@ class Sections:
     replay: ReplayConfig
     source: Source
     optim: Choice
+    parameter_options: ParameterOptions  # of the section `optim`
     lr_scheduler: Schedule
     trainer: TrainerOptions
     logger: LoggerOptions
@@ -111,6 +112,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         replay=choose(read("replay"), ReplayConfig, default=NO_REPLAY),
         source=read_source(read("domains")),
         optim=read_optimizer(read("optim")),
+        parameter_options=read_parameter_options(read("optim")),
         answers=choose(read("answers"), TaskEvalOptions),
         benchmark=choose(read("benchmark"), LMEvalOptions),
         trainer=read_trainer(read("trainer")),
