@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.domain_store import Scope
 from cpt.adapters.export import own_storage
-from cpt.adapters.saved_modules import module_weights, owners
+from cpt.adapters.saved_modules import saved_tensors
 from cpt.core.distributed import shard_like
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError, format_value
@@ -121,6 +121,8 @@ def attach_lora(
 
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     projections: list[Projection] = []
+    if use_dora:  # which runs A and B to compute norms, too: no layers for masks
+        return Scope(names, ())
     for name in maps:
         # A head's own layers see scored positions only: no masks.
         if find_token_side(model, name) is not None:
@@ -569,6 +571,7 @@ def export_adapters(
     base = without_tuners(model, merged=has_pissa, weights=start)
     base.save_pretrained(folder)
 
+    saved_modules = saved_tensors(model, saved)
     for name, weights in parts.items():
         adapter_folder = folder / "adapters" / quote(name, safe=" ")
         adapter_folder.mkdir(parents=True, exist_ok=True)
@@ -577,10 +580,13 @@ def export_adapters(
         state = get_peft_model_state_dict(
             model, state_dict=dict(weights), adapter_name=NEWEST, save_embedding_layers=False
         )
-        saved_weights = module_weights(model, {key: weights[key] for key in saved})
-        exported = {}
-        for key, value in {**state, **saved_weights}.items():
-            exported[f"base_model.model.{key}"] = own_storage(value)
+        exported = {f"base_model.model.{key}": own_storage(value) for key, value in state.items()}
+        saved_weights = {id(model.get_parameter(key)): weights[key] for key in saved}
+        for module_name, tensor_names in saved_modules.items():
+            for tensor_name in tensor_names:
+                key = f"{module_name}.{tensor_name}"
+                value = saved_weights[id(model.get_parameter(key))]
+                exported[f"base_model.model.{key}"] = own_storage(value)
         save_file(exported, adapter_folder / "adapter_model.safetensors")
 
         # Of this part: joined adapters have more ranks than the model's newest.
@@ -588,7 +594,7 @@ def export_adapters(
         layer = model.get_submodule(name_of_a.partition(".lora_")[0])
         rank = len(weights[name_of_a]) // count_experts(cast(LoraLayer, layer))
         config = export_config(model, rank, base_folder=folder)
-        config.modules_to_save = owners(saved_weights) or None
+        config.modules_to_save = list(saved_modules) or None
         config.save_pretrained(str(adapter_folder))
     loading = f"transformers.{type(base).__name__}.from_pretrained({json.dumps(str(folder))})"
     return f"peft.PeftModel.from_pretrained({loading}, {json.dumps(str(adapter_folder))})"

@@ -3,11 +3,11 @@
 Their own weights are trained, without the copy that peft makes: a head that is tied to the embedding is one
 parameter with it, and stays so."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from cpt.core.exceptions import InvalidOptionError
@@ -78,17 +78,15 @@ def leaf_modules(model: nn.Module) -> list[str]:
     return names[::-1]
 
 
-def module_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by the names of parameters, under all names that these have in a model: each module of a tied
-    one has its own in files of peft."""
-    values = {id(model.get_parameter(name)): weight for name, weight in weights.items()}
-    by_name = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in values:
-            by_name[name] = values[id(parameter)]
-    return by_name
-
-
-def owners(names: Iterable[str]) -> list[str]:
-    """The modules of parameters, by the names of these, each once."""
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+def saved_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
+    """The outermost modules of which all parameters are in `names`, and the names of their tensors within
+    them, a tied one in each: what files of peft hold of modules that are trained fully."""
+    saved_ids = {id(model.get_parameter(name)) for name in names}
+    tensors: dict[str, list[str]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        is_inside = any(module_name.startswith(f"{outer}.") for outer in tensors)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        is_saved = all(id(parameter) in saved_ids for parameter in parameters.values())
+        if parameters and is_saved and not is_inside:
+            tensors[module_name] = list(parameters)
+    return tensors

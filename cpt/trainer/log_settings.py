@@ -11,7 +11,7 @@ from torch import nn
 
 from cpt.adapters.domain_store import find_domain_params
 from cpt.adapters.options import PairOptions, SavedModulesOptions
-from cpt.adapters.saved_modules import module_weights, owners
+from cpt.adapters.saved_modules import saved_tensors
 from cpt.core.exceptions import format_value
 from cpt.core.naming import list_choices
 from cpt.core.processes import is_first_process
@@ -204,15 +204,16 @@ def log_saved_modules(module: ContinualMethod) -> None:
     """Logs which modules are trained fully in addition to adapters."""
     if not module.saved_names or not is_first_process():
         return
-    model = module.model
-    saved = {name: model.get_parameter(name) for name in module.saved_names}
-    all_names = module_weights(model, saved)
+    saved = [module.model.get_parameter(name) for name in module.saved_names]
     sets = "one set for all domains"
     if module.domain_params is not None:
         sets = "one set for each domain"
+    modules = saved_tensors(module.model, module.saved_names)
+    tied = ", one weight" if len(modules) > len(saved) else ""
     log.info(
-        "Training fully in addition to the adapters (method.modules_to_save): %s (%s parameters, %s)",
-        " = ".join(owners(all_names)) if len(saved) == 1 else ", ".join(owners(all_names)),
-        f"{sum(parameter.numel() for parameter in saved.values()):,}",
+        "Training fully in addition to the adapters (method.modules_to_save): %s (%s parameters%s, %s)",
+        ", ".join(modules),
+        f"{sum(parameter.numel() for parameter in saved):,}",
+        tied,
         sets,
     )

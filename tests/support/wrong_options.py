@@ -47,6 +47,9 @@ domains=tasks answers.measures={a:sari} answers.written=false
 domains=tasks model=tiny_gpt2 answers.measures={nosuch:sari} | domains=tasks model.objective=masked
 order=9 | trainer.accumulate_grad_batches=5 | trainer.epochs=2
 method=lifelong_moe method.num_experts=0 method.dense=frozen | method=merge_lora method.exported=peft
+optim.lr_multipliers={embeddings:0} | optim.lr_multipliers=0.1 | optim.no_decay=embeddings
+method=olora method.init_lora_weights=pissa | method=moelora method.use_dora=true
+method=lora method.init_lora_weights=eva | method=lora method.use_dora=true strategy=fsdp
 """)
 
 ON_THE_MODEL = cells("""
@@ -59,6 +62,10 @@ method=lifelong_moe method.every=3 | replay=generated | method=peft +method.argu
 method=progprompt method.num_virtual_tokens=166 | method=elle method.heads=1
 optim=sgd +optim.nesterov=true | +trainer.setps=4
 model.config.num_attention_heads=5 | model.objective=causal
+optim.no_decay=[nothing] | optim.lr_multipliers={embeddings:0.1,head:0.5}
+method=lora optim.lr_multipliers={embeddings:0.1} | method=lora method.modules_to_save=[nothing]
+method=lora method.modules_to_save=[embeddings] freeze.embeddings=true
+method=sapt method.modules_to_save=[embeddings] | method=olora method.modules_to_save=[Wqkv]
 trainable=nothing | trainable=norms method=lora | method=recadam method.strength=1e6
 method=ewc strategy=fsdp trainer.precision=bf16-true | trainer.accelerator=tpu | model.name_or_path=/proc
 +callbacks.x={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: a}
