@@ -145,8 +145,9 @@ def reader_configs(folder: Path) -> Path:
 def compose_run(arguments: list[str], configs: Path) -> None:
     """Composes the config of a run with these arguments, and has its values checked."""
     flags = OF_HYDRA | {word for word in arguments if word.startswith(("--config-dir=", "$"))}
-    overrides = [one_of(word.replace("…", "x")) for word in arguments if word not in flags]
-    overrides = to_hydra([override for override in overrides if not override.startswith(OF_ANOTHER)])
+    words_of_run = [word.replace("…", "x") for word in arguments if word not in flags]
+    overrides = to_hydra([word for word in words_of_run if not word.startswith(OF_ANOTHER)])
+    overrides = [one_of(override) for override in overrides]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         if any(OF_THE_READER.fullmatch(override) for override in overrides):
             path = f"hydra.searchpath=[file://{configs},file://{ROOT / 'docs' / 'examples'}]"

@@ -91,7 +91,8 @@ def overlap_error(
 ) -> InvalidOptionError:
     """The error for a parameter that two patterns give different factors."""
     # Of a tied parameter both names: the two patterns may be of one each.
-    names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
+    all_names = model.named_parameters(remove_duplicate=False)
+    names = [name for name, weight in all_names if weight is parameter]
     first, second = patterns
     return InvalidOptionError(
         f"optim.lr_multipliers.{second}",
@@ -142,8 +143,10 @@ def describe_groups(
             parts.append(
                 f"{group.pattern} x {format_value(factors[group.pattern])} ({group.size:,} parameters)"
             )
-        rest = sum(parameter.numel() for parameter in trained if parameter not in grouped)
-        lines.append(f"Learning rates (optim.lr_multipliers): {', '.join(parts)}, others x 1 ({rest:,})")
+        num_others = sum(parameter.numel() for parameter in trained if parameter not in grouped)
+        lines.append(
+            f"Learning rates (optim.lr_multipliers): {', '.join(parts)}, others x 1 ({num_others:,})"
+        )
     if options.no_decay:
         parts = [
             f"{group.pattern} ({group.size:,} parameters)"

@@ -21,13 +21,13 @@ def movement(run) -> dict[str, torch.Tensor]:
 def test_steps_are_multiplied_by_kind_and_by_name(build):
     plain = movement(build("ncl", *ONE_STEP, on="causal"))
     multipliers = "optim.lr_multipliers={embeddings: 0.1, h\\.0\\.: 0.5}"
-    moved = movement(build("ncl", *ONE_STEP, multipliers, on="causal"))
+    multiplied = movement(build("ncl", *ONE_STEP, multipliers, on="causal"))
     factors = {"wte": 0.1, "wpe": 0.1, ".h.0.": 0.5, ".h.1.": 1, "ln_f": 1}
     for part, factor in factors.items():
         names = [name for name in plain if part in name]
         assert names
         for name in names:
-            torch.testing.assert_close(moved[name], factor * plain[name], rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(multiplied[name], factor * plain[name], rtol=1e-3, atol=1e-6)
 
 
 def group_settings(run) -> dict[str, tuple[float, float]]:
@@ -50,8 +50,8 @@ def test_the_rates_of_a_method_are_multiplied(build):
         build("hat", *options, "method.gate_rate=5", "optim.lr_multipliers={_gate: 0.5}")
     )
     gates = {rate for name, (rate, _) in settings.items() if name.endswith("_gate.e")}
-    others = {rate for name, (rate, _) in settings.items() if not name.endswith("_gate.e")}
-    assert list(gates) == pytest.approx([0.025]) and others == {0.01}
+    other_rates = {rate for name, (rate, _) in settings.items() if not name.endswith("_gate.e")}
+    assert list(gates) == pytest.approx([0.025]) and other_rates == {0.01}
 
 
 def test_parameters_without_decay_have_none_and_the_others_as_before(build):
@@ -133,5 +133,5 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(method, small_gpt2,
         start(small_gpt2(*options), tmp_path / "killed")
     killing(None)
     start(small_gpt2(*options), tmp_path / "killed")
-    whole, resumed = (load_model_weights(tmp_path / name) for name in ("whole", "killed"))
-    assert equal_tensors(whole, resumed)
+    resumed = load_model_weights(tmp_path / "killed")
+    assert equal_tensors(load_model_weights(tmp_path / "whole"), resumed)

@@ -63,7 +63,7 @@ method=progprompt method.num_virtual_tokens=166 | method=elle method.heads=1
 optim=sgd +optim.nesterov=true | +trainer.setps=4
 model.config.num_attention_heads=5 | model.objective=causal
 optim.no_decay=[nothing] | optim.lr_multipliers={embeddings:0.1,head:0.5}
-method=lora optim.lr_multipliers={embeddings:0.1} | method=lora method.modules_to_save=[nothing]
+method=lora optim.no_decay=[embeddings] | method=lora method.modules_to_save=[nothing]
 method=lora method.modules_to_save=[embeddings] freeze.embeddings=true
 method=sapt method.modules_to_save=[embeddings] | method=olora method.modules_to_save=[Wqkv]
 trainable=nothing | trainable=norms method=lora | method=recadam method.strength=1e6
