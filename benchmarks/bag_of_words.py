@@ -59,7 +59,7 @@ def read_tasks(cfg: DictConfig) -> Iterator[tuple[str, str, Labelled, Labelled]]
 
     def answered(documents: Sequence[str]) -> Labelled:
         examples = [read_example(document) for document in documents]
-        return [(example.source[slice(*example.text)], example.target) for example in examples]
+        return [(example.source[slice(*example.text_span)], example.target) for example in examples]
 
     order = cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) and cfg.domains.orders else cfg.order
     endtasks = plan_endtasks(cfg.endtask, None, order)

@@ -750,5 +750,5 @@ def from_form(text: str, *, task: str, number: int, choices: Sequence[str]) -> E
         target=target,
         task=task,
         choices=tuple(choices),
-        text=(0, len(source)),
+        text_span=(0, len(source)),
     )
