@@ -157,6 +157,6 @@ def scope_of(adapters: dict[str, Bottleneck]) -> Scope:
     for name, adapter in adapters.items():
         names += [f"{name}.{key}" for key, _ in adapter.named_parameters()]
         for key, layer in (("down", adapter.down), ("up", adapter.up)):
-            all_features = torch.arange(layer.out_features)
+            all_features = torch.arange(layer.out_features)  # one segment: all output features
             maps.append(Projection(f"{name}.{key}", module=layer, axis=0, segments=(all_features,)))
     return Scope(tuple(names), tuple(maps))

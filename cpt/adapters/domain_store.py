@@ -294,13 +294,13 @@ class Router(DomainScorer):
             log_weights = keep_largest(log_weights, top_k)
         return log_weights.to(log_likelihood)
 
-    def move_prior(self, row_total: Tensor) -> None:
-        """Moves the prior after a row of a text, from the log-likelihood [n] of the row."""
-        # A cached prior is fixed once it has counted its rows. An updating one counts none, and `cached` is
-        # at least 1, so that it never stops here.
+    def move_prior(self, log_likelihoods: Tensor) -> None:
+        """Moves the prior after a row of a text, from its log-likelihoods [n], one of each source."""
+        # A cached prior is fixed after `cached` rows. With an updating prior num_cached_rows stays 0, and
+        # `cached` is at least 1: the second condition is then never true.
         if self.routing.prior == "uniform" or self.num_cached_rows == self.routing.cached:
             return
-        posterior = (self.prior.log() + row_total).softmax(0)
+        posterior = (self.prior.log() + log_likelihoods).softmax(0)
         if self.routing.prior == "updating":
             self.prior = torch.lerp(self.prior, posterior, self.routing.decay)
             return

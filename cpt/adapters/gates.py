@@ -132,7 +132,8 @@ class Gates:
 
     def folded(self, gates: Tensor) -> dict[nn.Parameter, Tensor]:
         """New values, by parameter, of the parameters that read or write gated activations: multiplied by the
-        gates [units] of these. The model itself does not change."""
+        gates [units] of these. They are parameters of the gated modules alone; the model itself does not
+        change."""
         folded: dict[nn.Parameter, Tensor] = {}
         for group, group_gates in zip(self.groups, gates.split(self.sizes), strict=True):
             for part in group.parts:
@@ -140,7 +141,7 @@ class Gates:
                 if part.module is not group.gate:
                     continue
                 parameter = getattr(part.module, part.attribute)
-                # The gate of each row or column along the part's axis, by the unit that it belongs to.
+                # The gate of each row or column along the part's axis; each feature is of one unit here.
                 factor = group_gates.to(parameter)[part.members[:, 0].to(group_gates.device)]
                 shape = [1] * parameter.ndim
                 shape[part.axis] = -1

@@ -136,8 +136,8 @@ def resolve_job(config: DictConfig, number: int, *, sweep: DictConfig) -> list[s
 def changing_values(config: DictConfig) -> dict[str, Any]:
     """The values of a config's leaves that another process would resolve otherwise, by key."""
     values = {}
-    for key, text in flatten(own_tree(config)):
-        if is_changing(str(text)):
+    for key, raw_value in flatten(own_tree(config)):  # without the keys of Hydra itself
+        if is_changing(str(raw_value)):
             value = OmegaConf.select(config, key)
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(value, resolve=True)

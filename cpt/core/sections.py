@@ -146,7 +146,7 @@ class Section:
         types = option_types(kind)
         values = {}
         for name, value in self.values.items():
-            # A user's own entry, which the config itself uses, is no option that is misspelt.
+            # Skip unknown keys that other values refer to by ${…}: helper variables, not misspelt options.
             if name not in types and name in self.interpolated:
                 continue
             if isinstance(value, Mapping) and "_target_" in value:

@@ -352,6 +352,7 @@ class RenderedChat:
         *,
         generation_prompt: bool = False,
     ) -> str:
+        """The text of messages. Raises BadExampleError if the template fails, or cuts a marked token."""
         try:
             text = self.encoder.tokenizer.apply_chat_template(
                 messages,
@@ -363,6 +364,7 @@ class RenderedChat:
             )
         except RENDER_ERRORS as error:
             raise self.refuse(error) from error
+        # Marks come in pairs around a token: one is left alone where the template cut the text between them.
         if MARK.search(MARKED_TOKEN.sub("", text)):
             raise BadExampleError(
                 f"example {self.example.id}: the chat template of {self.encoder.name} cuts a turn within a "
@@ -430,8 +432,8 @@ class RenderedChat:
             )
         except RENDER_ERRORS as error:
             raise self.refuse(error) from error
-        # Templates mark earlier answers as well. Where a template renders earlier turns differently later on,
-        # the marks cannot be compared with their end, and the last one is the answer's.
+        # Templates mark earlier answers as well. If the prefix is rendered differently in the longer chat,
+        # offsets do not match; take the last marked span.
         text = texts[0]
         before = self.render(number) if number else ""
         if text.startswith(before):

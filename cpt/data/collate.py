@@ -205,6 +205,7 @@ class Sharing:
         if mask is None:  # no row is padded, so there is nothing to gain
             return batch
 
+        # The cost of a token: a linear part (`even`) and attention over the width of its row.
         lengths = mask.sum(1).cpu().numpy()
         cheapest = None
         lowest_cost = mask.numel() * (self.even + mask.shape[1])  # of a row for each sample

@@ -432,9 +432,10 @@ class SAPT(ContinualMethod):
         return terms
 
     def earlier_divergences(self, batch: Batch) -> Tensor:
-        """KL(mean a of its domain || a) of each row of an earlier domain in the last forward pass, [n]."""
+        """KL(p || a) of each row of an earlier domain in the last forward pass, [n]: a is the row's attention
+        over the modules, p the mean attention of its domain."""
         domains = batch["domains"]  # [B], -1: general text
-        log_weights = router_of(self.model).row_log_weights
+        log_weights = router_of(self.model).row_log_weights  # log a, [B, modules]
         is_earlier = (domains >= 0) & (domains < self.domain.index)
         # In the first domain no row is of an earlier one, and there is no mean a to compare with.
         if not is_earlier.any():

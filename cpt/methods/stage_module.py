@@ -216,19 +216,19 @@ class StageModule(LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:  # type: ignore[override]  # as Lightning takes it
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        rates = self.multiplied_rates(trained)
+        multipliers = self.multiplied_rates(trained)
         undecayed = {parameter for parameter in trained if parameter.ndim < 2}
         for pattern_group in find_groups(self.model, self.parameter_options.no_decay, trained):
             undecayed.update(pattern_group.parameters)
 
-        # Groups of each distinct rate, first those of parameters that have none, whose rate is 1.
+        # Groups of each distinct multiplier, first the parameters without a multiplier (1).
         groups: list[dict[str, Any]] = []
-        for rate in dict.fromkeys([1, *rates.values()]):
-            parameters = [parameter for parameter in trained if rates.get(parameter, 1) == rate]
+        for multiplier in dict.fromkeys([1, *multipliers.values()]):
+            parameters = [parameter for parameter in trained if multipliers.get(parameter, 1) == multiplier]
             with_decay = [parameter for parameter in parameters if parameter not in undecayed]
             without_decay = [parameter for parameter in parameters if parameter in undecayed]
-            groups.append({"params": with_decay, "rate": rate})
-            groups.append({"params": without_decay, "rate": rate, "weight_decay": 0.0})
+            groups.append({"params": with_decay, "rate": multiplier})
+            groups.append({"params": without_decay, "rate": multiplier, "weight_decay": 0.0})
         self.log_groups(trained)
 
         # The optimizer writes its own rate into each group; only then can it be multiplied.
@@ -243,10 +243,10 @@ class StageModule(LightningModule):
 
     def multiplied_rates(self, trained: Sequence[nn.Parameter]) -> dict[nn.Parameter, float]:
         """The multiples of the learning rate of the method, times those of `optim.lr_multipliers`."""
-        rates = dict(self.rates())
+        multipliers = dict(self.rates())
         for parameter, factor in find_multipliers(self.model, self.parameter_options, trained).items():
-            rates[parameter] = rates.get(parameter, 1) * factor
-        return rates
+            multipliers[parameter] = multipliers.get(parameter, 1) * factor
+        return multipliers
 
     def log_groups(self, trained: Sequence[nn.Parameter]) -> None:
         """Logs how many parameters have a rate or a decay of their own, in the first stage and whenever a
@@ -349,10 +349,12 @@ class StageModule(LightningModule):
             self.capture_for_next_domain()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        # Gradient masks that observe activations record them in these forward passes alone.
         is_only_micro_batch = self.trainer.accumulate_grad_batches == 1
         with mark_recorded(self.masks, is_only_micro_batch=is_only_micro_batch), self.record_routers():
             terms = self.losses(batch)
         if self.router_loss is not None:
+            # The rows of this micro-batch, relative to the mean number of rows.
             terms.update(self.router_loss.terms(len(batch["input_ids"]) / batch["mean_rows"]))
         # The guard checks them with the gradient's norm, once per step.
         self.guard.add_losses(terms)

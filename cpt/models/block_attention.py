@@ -107,6 +107,7 @@ def find_text_masks(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str,
     decoder's inputs may begin with the id of padding."""
     ids = inputs.get("input_ids")
     attention_mask = inputs.get("attention_mask")
+    # Masks registered for these very input ids (by identity), where padding is not masked.
     source_mask = TEXT_MASKS.get(ids, attention_mask) if isinstance(ids, Tensor) else None
     masks: dict[str, Tensor | None] = {SOURCE_TOKENS: source_mask}
 
@@ -162,6 +163,7 @@ def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = Tru
         try:
             shared = hidden_states(model, inputs)
         except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+            # Samples in shared rows need no mask of blocks, so the error has another cause.
             if not documents:
                 raise
             log.debug("blocks: %s", error)

@@ -98,7 +98,7 @@ def kind_of(step: Mapping[str, Any] | None) -> str:
 
 
 def find_model_misfits(model: Mapping[str, Any], own_model: Mapping[str, Any]) -> Iterator[str]:
-    """Yields how the model of a tokenizer would cut the same word otherwise, of two serialized ones."""
+    """Yields the differences of two serialized tokenizer models that make them split a word differently."""
     if model["type"] != own_model["type"]:
         yield f"its model is {model['type']} instead of {own_model['type']}"
         return

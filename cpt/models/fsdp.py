@@ -78,7 +78,8 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def raised_gradients(model: nn.Module, power: int, *, weight: float) -> Iterator[None]:
-    """Backward passes inside the context add sum_r c_r |g_r|^p over processes r to the gradients."""
+    """Backward passes inside the context add sum_r c_r |g_r|^p over processes r to the gradients,
+    in place of the usual reduction. `weight` is c_r of this process; the context ends with None: off."""
     reduction = cast(Reduction, model.reduction)
     reduction.power = power
     reduction.weight = weight

@@ -109,7 +109,7 @@ def join_parameters(config: PretrainedConfig, stored: Parameters, requested: Map
 
 def count_positions(config: PretrainedConfig, stored: Parameters, changed: Parameters) -> int:
     """`max_position_embeddings` of a configuration with changed parameters: the original positions times the
-    factor. With the dynamic type it is what the text is compared with, and stays."""
+    factor. The dynamic type scales only beyond max_position_embeddings, so it stays as it is."""
     positions = int(config.max_position_embeddings)
     rope_type = changed["rope_type"]
     factor = changed.get("factor")

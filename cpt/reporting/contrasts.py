@@ -67,7 +67,8 @@ def count_pairs(group: RunGroup) -> int:
 
 
 def measure_spreads(series: np.ndarray, *, num_runs: int) -> list[Spread]:
-    """The spread of each row of `series` [series, value], of which each value is of another run."""
+    """The spread of each row of `series` [series, value], of which each value is of another run.
+    `num_runs` counts all runs that were to have a value, those without one as well."""
     num_values = series.shape[1]
     intervals = intervals_of_means(series).tolist()
 

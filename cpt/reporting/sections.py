@@ -236,7 +236,9 @@ def make_group(
     order: tuple[str, ...] | None,
     order_names: Mapping[tuple[str, ...], str],
 ) -> RunGroup:
-    """A group of runs, whose facts are those of its first run but for orders and seeds."""
+    """A group of runs, whose facts are those of its first run but for orders and seeds. `distinctions`: its
+    settings, `key=value`, that not all runs of the section share. `order` is None unless each order is a
+    group; `order_names` is by `run.pair[0]`, the order of a run."""
     facts = runs[0].scores.run
     return RunGroup(
         name=name,

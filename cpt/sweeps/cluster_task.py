@@ -67,14 +67,15 @@ class ClusterTask:
         return DelayedSubmission(self)
 
     def leave_to_scheduler(self, end: JobEnd) -> JobEnd:
-        """Queues a job that was preempted again, or raises SystemExit where SLURM does so itself. Gives the
-        end of one that stays ended: it was cancelled, or may not be queued again.
+        """Requeues a preempted job, or lets SLURM do it, and raises SystemExit; returns `end` if it is not
+        requeued: it was cancelled, or may not be requeued.
 
         The state is asked first: to requeue a cancelled job would bring it back to life."""
         job = os.environ["SLURM_JOB_ID"]
         state = job_state(job)
         if state == "CANCELLED":
             return replace(end, stopped="cancelled")
+        # Only the first process requeues the job. Another one that still finds it running returns its end.
         if state == "RUNNING" and os.environ.get("SLURM_PROCID", "0") == "0":
             command = ["scontrol", "requeue", job]
             try:

@@ -83,7 +83,8 @@ class JobLauncher(Launcher):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises ValueError for a wrong option; in the constructor Hydra would wrap it in more lines."""
+        """Raises ValueError for a wrong option. Hydra would wrap an error of the constructor in more
+        lines, so options are checked here instead."""
 
     @abstractmethod
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:

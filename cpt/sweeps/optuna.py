@@ -181,17 +181,19 @@ class OptunaSweeper(Sweeper):
         self.enqueue_failed_trials(study, space)
 
         distributions = {key: self.distribution(key, override) for key, override in space.items()}
-        runs = self.list_runs()
+        overrides_by_run = self.list_runs()
         while num_missing > 0:
             batch = self.ask_trials(study, min(self.n_jobs, num_missing), distributions)
             overrides = []
             for trial in batch:
-                for run in runs:
+                for run in overrides_by_run:
                     overrides.append([*fixed, *to_overrides(trial.params), *run])
-            returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number * len(runs))
+            returned = self.launcher.launch(
+                overrides, initial_job_idx=batch[0].number * len(overrides_by_run)
+            )
 
             for index, trial in enumerate(batch):
-                results = returned[index * len(runs) : (index + 1) * len(runs)]
+                results = returned[index * len(overrides_by_run) : (index + 1) * len(overrides_by_run)]
                 if not any(is_preempted(result) for result in results):  # else it stays under way
                     self.tell_trial(study, trial, results)
             end_if_preempted(returned)

@@ -301,7 +301,7 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
         loading.add_sentinels(tokenizer)
         log.info("Adding %d sentinels to the tokenizer of %s", loading.SENTINELS, options.name_or_path)
         has_more_entries = count_entries(tokenizer) > config.get_text_config().vocab_size
-        if own_tokenizer is None:  # else they are new tokens as those of model.tokenizer
+        if own_tokenizer is None:  # else extend_rows adds them with the tokens of model.tokenizer
             needs_rows = needs_rows or has_more_entries
 
     text_format = make_text_format(

@@ -60,6 +60,7 @@ class LMEvalEvaluator(FileEvaluator):
         return result if result["digest"] == self.harness.digest(request) else None
 
     def measure_requests(self, number: int, requests: list[str], device: torch.device, label: str) -> None:
+        """Measures requests, which are names of tasks; `number` is the row of the results."""
         if not requests:
             return
         learned = self.learned_domains(number)

@@ -718,7 +718,8 @@ def choose_texts(
 
 
 def count_texts(source: Path, num_replayed: np.ndarray) -> dict[str, Any]:
-    """Counts for the report, of samples with the number of their tokens that are replayed."""
+    """Counts for the report. `num_replayed` [n], as of `choose_texts`: how many tokens of each sample are
+    replayed, 0 of one that is left out, -1 of one after the tokens to write."""
     _, nll, num_real, num_bytes = measure(source)
     is_replayed = num_replayed > 0
     is_left_out = num_replayed == 0

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
 
     with readable():
-        # Without a folder the first option of the run would be taken for one.
+        # If the folder is missing, argparse takes the first override, KEY=VALUE, as FOLDER.
         if options.folder is None or "=" in options.folder:
             raise ValueError(f"FOLDER={options.folder} is invalid. Allowed: {NEEDED}")
         overrides = [override.replace("+experiment=", "experiment=") for override in options.overrides]

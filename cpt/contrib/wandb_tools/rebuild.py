@@ -199,6 +199,7 @@ def read_curves(path: Path, domains: Collection[str]) -> list[CurvePoint]:
             # The name of another curve has no domain: it is of the one that was trained at that moment.
             if line.kind in TRAINING:
                 domain = find_domain(line.name, domains)
+            # Training logs the first step as 0. Evaluations after it are logged by the number of steps: 1.
             step = line.step - 1 if line.kind in EVALUATION_KINDS else line.step
             point = points.setdefault((domain, step), CurvePoint(domain=domain, step=step, values={}))
             point.values[line.name] = line.value

@@ -635,7 +635,7 @@ class Tasks(Source):
                 raise ValueError(f"{labels_path} has {labels!r:.60}; needed: a list of labels")
             return tuple(map(str, labels))
 
-        # Rows with other answers count as well for the bound: reading ends early for open answers.
+        # Answers of all splits count here, so that an open task stops early.
         all_answers: set[str] = set()
         train_counts: Counter[str] = Counter()
         bad = BadExamples(is_skipping=self.on_bad_example == "skip")
