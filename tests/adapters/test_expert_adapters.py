@@ -51,7 +51,8 @@ def test_adapters_of_experts_are_merged_and_exported_with_the_same_logits(model_
     torch.testing.assert_close(logits_of(merged), expected, rtol=0, atol=1e-5)
 
     folder = tmp_path / "base and adapter"
-    expression = lora.export_adapters(folder, model, {"law": lora.join_all_adapters(model)})
+    adapters = {"law": lora.join_all_adapters(model)}
+    expression = lora.export_adapters(folder, model, adapters, start={}, saved=[])
     loaded = eval(expression, {"peft": peft, "transformers": transformers})
     torch.testing.assert_close(logits_of(loaded), expected, rtol=0, atol=1e-5)
 
