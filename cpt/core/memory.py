@@ -4,6 +4,8 @@ import ctypes
 import re
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,17 +14,37 @@ LINUX = sys.platform == "linux"
 # Parameters of mallopt(3) and their values, bytes.
 M_TRIM_THRESHOLD = (-1, (1 << 31) - 1)
 M_MMAP_THRESHOLD = (-3, 1 << 30)
+M_MMAP_THRESHOLD_OF_LARGE = (-3, 1 << 25)
+is_free_kept = False  # whether keep_free has been called
 
 
 def keep_free() -> None:
     """Has the C heap keep what a step frees until `give_back`, where its library can (glibc). Else it maps
     each large tensor again and returns it at once, and the system fills every page with zeros again: a tenth
     of a small model's step (`benchmarks/throughput.py --shape given`)."""
+    global is_free_kept
     if LINUX:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             mallopt(*M_TRIM_THRESHOLD)
             mallopt(*M_MMAP_THRESHOLD)
+            is_free_kept = True
+
+
+@contextmanager
+def return_large() -> Iterator[None]:
+    """What takes 32 MiB or more and is allocated inside the context is not kept when it is freed, and does
+    not leave holes on the C heap: its aligned blocks do not fit into holes of their own size, so that tensors
+    of a few shapes in turns make it several times as large as what is in use."""
+    if not is_free_kept:
+        yield
+        return
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(*M_MMAP_THRESHOLD_OF_LARGE)
+    try:
+        yield
+    finally:
+        mallopt(*M_MMAP_THRESHOLD)
 
 
 def give_back() -> None:

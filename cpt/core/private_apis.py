@@ -71,7 +71,7 @@ PRIVATE_APIS = (
     PrivateAPI(
         "torch.nn:Module",
         "_parameters",
-        ("models.weights", "gradient_masks.migu"),
+        ("models.weights", "models.chunked_head", "gradient_masks.migu"),
         "a parameter is replaced for a while without __setattr__, which registers it again",
     ),
     PrivateAPI(
@@ -81,10 +81,28 @@ PRIVATE_APIS = (
         "the buffers of one module, without those of its children",
     ),
     PrivateAPI(
-        "torch.nn:Module", "_forward_hooks", ("adapters.experts",), "whether an expert is being observed"
+        "torch.nn:Module",
+        "_forward_hooks",
+        ("adapters.experts", "models.chunked_head"),
+        "whether an expert or the head is being observed",
     ),
     PrivateAPI(
-        "torch.nn:Module", "_compiled_call_impl", ("models.growth",), "a compiled block cannot be copied"
+        "torch.nn:Module",
+        "_forward_pre_hooks",
+        ("models.chunked_head",),
+        "whether the head is being observed",
+    ),
+    PrivateAPI(
+        "torch.nn:Module",
+        "_backward_hooks",
+        ("models.chunked_head",),
+        "whether the head is being observed",
+    ),
+    PrivateAPI(
+        "torch.nn:Module",
+        "_compiled_call_impl",
+        ("models.growth", "models.chunked_head"),
+        "a compiled block cannot be copied; a body is left out of a model's forward pass, with its hooks",
     ),
     PrivateAPI(
         "torch.nn.parallel:DistributedDataParallel",
@@ -101,7 +119,9 @@ PRIVATE_APIS = (
     PrivateAPI("torch", "_foreach_div_", ("methods.reservoir",), "one kernel for all parameters"),
     PrivateAPI("torch", "_foreach_lerp_", ("models.weights",), "one kernel for all parameters"),
     PrivateAPI("torch", "_foreach_mul", ("models.weights",), "one kernel for all parameters"),
-    PrivateAPI("torch", "_foreach_mul_", ("models.weights",), "one kernel for all parameters"),
+    PrivateAPI(
+        "torch", "_foreach_mul_", ("models.weights", "models.chunked_head"), "one kernel for all parameters"
+    ),
     PrivateAPI("torch", "_foreach_sub", ("models.weights",), "one kernel for all parameters"),
     # torch: counts of operations and memory
     PrivateAPI("torch", "_C", ("trainer.costs",), "operations that are made of others are not counted twice"),

@@ -114,9 +114,18 @@ class Proxy:
         # Positions count the tokens of the whole batch: the second half comes after all of the first.
         num_tokens = output_ids(restored).numel()
         doubled["positions"] = torch.cat([restored["positions"], restored["positions"] + num_tokens])
-        logits, hidden = self.objective.outputs(model, doubled)
-        outputs = select_positions(hidden, doubled["positions"]) if self.compared == "hidden" else logits
-        return sample_means(kl_divergence(*outputs.chunk(2)), batch)
+
+        def compare_passes(outputs: Tensor, positions: slice) -> Tensor:
+            return kl_divergence(*outputs.chunk(2))
+
+        if self.compared == "hidden":
+            _, hidden = self.objective.run(model, doubled, lambda logits: None)
+            divergence = compare_passes(select_positions(hidden, doubled["positions"]), slice(None))
+        else:
+            divergence, _ = self.objective.run(
+                model, doubled, lambda logits: logits.values(compare_passes, passes=2)
+            )
+        return sample_means(divergence, batch)
 
     def measure(self, soft: SoftMask, importance_batches: Iterable[Batch]) -> Tensor:
         """The importances of the soft mask's units, [units]; 0 if not measured."""

@@ -89,7 +89,7 @@ class ContinualMethod(StageModule):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """Named scalar terms, whose sum is minimized, averaged over processes and micro-batches."""
-        return {"lm": self.objective.nll(self.model, batch).sum() * batch["weight"]}
+        return {"lm": self.objective.sum_nll(self.model, batch) * batch["weight"]}
 
     def describe_accumulation(self) -> str:
         """How a step of several micro-batches differs from one of the whole batch; empty: it does not."""

@@ -190,12 +190,15 @@ class MAS(Consolidation):
         return super().losses(batch) | {"mas": penalty}
 
     def measure(self, importance_batches: Iterable[Batch]) -> dict[str, Tensor]:
+        def square(outputs: Tensor, positions: slice) -> Tensor:
+            return outputs.float().square().sum(-1)
+
         def squared_norms(model: PreTrainedModel, batch: Batch) -> Tensor:  # ||f||^2, [K]
-            logits, hidden = self.objective.outputs(model, batch)
-            output = logits
             if self.options.output == "hidden":
-                output = select_positions(hidden, batch["positions"])  # where logits are computed too
-            return output.float().square().sum(-1)
+                _, hidden = self.objective.run(model, batch, lambda logits: None)
+                return square(select_positions(hidden, batch["positions"]), slice(None))
+            norms, _ = self.objective.run(model, batch, lambda logits: logits.values(square))
+            return norms
 
         return estimate_sensitivity(
             self.model,

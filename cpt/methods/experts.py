@@ -30,7 +30,8 @@ from cpt.data.collate import Batch
 from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DEMIXOptions, LifelongMoEOptions
-from cpt.models.forward import TARGET_TOKENS, kl_divergence, set_mode, token_nll
+from cpt.models.chunked_head import Logits, WeightedLoss, make_nll
+from cpt.models.forward import TARGET_TOKENS, kl_divergence, set_mode
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.units import Projection, find_sublayers
 from cpt.models.weights import swap_weights
@@ -247,20 +248,27 @@ class LifelongMoE(CopyingMethod):
         self.open_newest(self.progress)
         if not self.options.strength:
             return super().losses(batch) | self.balance_terms(batch)
-        logits, _ = self.objective.outputs(self.model, batch)
-        # The balance is of the last pass: before the teacher's.
-        terms = {"lm": token_nll(logits, batch).sum() * batch["weight"]} | self.balance_terms(batch)
-        divergence = kl_divergence(self.teacher_logits(batch), logits).sum() * batch["weight"]
+
+        teacher_logits = self.teacher_logits(batch)
+
+        def distill(logits: Tensor, positions: slice) -> Tensor:
+            return kl_divergence(teacher_logits.select(positions), logits)
+
+        losses = {"lm": WeightedLoss(make_nll(batch)), "kd": WeightedLoss(distill, self.options.strength)}
+        sums, _ = self.objective.sum_losses(self.model, batch, losses)
+        # The balance is of the last pass, which was not the teacher's.
+        terms = {"lm": sums["lm"] * batch["weight"]} | self.balance_terms(batch)
+        divergence = sums["kd"] * batch["weight"]
         return terms | {"kd": self.options.strength * divergence}
 
     @torch.no_grad()
-    def teacher_logits(self, batch: Batch) -> Tensor:
+    def teacher_logits(self, batch: Batch) -> Logits:
         """The logits of f_{t-1}: with the dense weights before the domain, and without its experts."""
         newest = len(self.mixtures[0].groups) - 1 if self.mixtures else BASE  # of no effect without mixtures
         weights = swap_weights(self.model, self.teacher.named())
         experts = use_experts(self.model, newest, before=True)
         with set_mode(self.model, training=False), weights, experts:
-            logits, _ = self.objective.outputs(self.model, batch)
+            logits, _ = self.objective.keep_logits(self.model, batch)
         return logits
 
     def open_newest(self, progress: float) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import KDOptions
-from cpt.models.forward import kl_divergence, select_positions, token_nll
+from cpt.models.chunked_head import WeightedLoss, make_nll
+from cpt.models.forward import kl_divergence, select_positions
 from cpt.models.weights import Snapshot
 
 
@@ -42,18 +43,28 @@ class KD(ContinualMethod):
         self.teacher.capture(self.model)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        outputs = self.objective.outputs(self.model, batch)
         with self.teacher.teaching(self.model), self.teacher_precision():
-            teacher_outputs = self.objective.outputs(self.model, batch)
-        # [K]; both terms are sums over positions, as a batch's weight makes means of them.
-        divergence = distillation(
-            self.distilled(outputs, batch),
-            self.distilled(teacher_outputs, batch),
-            temperature=self.options.temperature,
-        )
+            teacher_logits, teacher_hidden = self.objective.keep_logits(self.model, batch)
+
+        def distill(logits: Tensor, positions: slice) -> Tensor:
+            teacher = teacher_logits.select(positions)
+            return distillation(logits, teacher, temperature=self.options.temperature)
+
+        # Both terms are sums over positions, as a batch's weight makes means of them.
+        losses = {"lm": WeightedLoss(make_nll(batch))}
+        if self.options.distilled == "logits":
+            losses["kd"] = WeightedLoss(distill, self.options.strength)
+        sums, hidden = self.objective.sum_losses(self.model, batch, losses)
+        if self.options.distilled == "hidden":
+            divergence = distillation(
+                select_positions(hidden, batch["positions"]),
+                select_positions(teacher_hidden, batch["positions"]),
+                temperature=self.options.temperature,
+            )
+            sums["kd"] = divergence.sum()
         return {
-            "lm": token_nll(outputs[0], batch).sum() * batch["weight"],
-            "kd": self.options.strength * divergence.sum() * batch["weight"],
+            "lm": sums["lm"] * batch["weight"],
+            "kd": self.options.strength * sums["kd"] * batch["weight"],
         }
 
     def teacher_precision(self) -> AbstractContextManager:
@@ -61,8 +72,3 @@ class KD(ContinualMethod):
             return nullcontext()
         # No cache of casts: the teacher's parameters are the student's, with other values.
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-
-    def distilled(self, outputs: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
-        """The logits, or the hidden states at the scored positions, [K, F]."""
-        logits, hidden = outputs
-        return logits if self.options.distilled == "logits" else select_positions(hidden, batch["positions"])

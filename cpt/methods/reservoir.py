@@ -20,6 +20,7 @@ from cpt.data.packing import PADDING
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import AGEMOptions, DERPPOptions
+from cpt.models.chunked_head import WeightedLoss, make_nll
 from cpt.models.forward import select_positions, token_nll
 from cpt.models.objectives import Objective
 
@@ -256,13 +257,15 @@ class DERPP(ContinualMethod):
         return "each micro-batch draws its own past samples, also from those of the step's earlier ones"
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        logits, hidden = self.objective.outputs(self.model, batch)
-        lm = token_nll(logits, batch).sum() * batch["weight"]
+        if self.options.matched == "hidden":
+            sum_nll, hidden = self.sum_nll_with_hidden(batch)
+            outputs = select_positions(hidden, batch["positions"])
+        else:  # the memory stores whole logits
+            outputs, hidden = self.objective.outputs(self.model, batch)
+            sum_nll = token_nll(outputs, batch).sum()
+        lm = sum_nll * batch["weight"]
         # Before this batch is stored: it would be replayed in the step that it is learned in.
         match, replay = self.replay_terms(max(1, self.draw_size(len(hidden))))
-        outputs = logits
-        if self.options.matched == "hidden":
-            outputs = select_positions(hidden, batch["positions"])
         self.memory.add(batch, outputs)
         return {
             "lm": lm,
@@ -294,16 +297,22 @@ class DERPP(ContinualMethod):
             "targets": joint_batch["targets"][num_matched:],
         }
         if self.options.matched == "hidden":  # the head is computed for the replayed draw only
-            replay_logits, hidden = self.objective.outputs(self.model, replay_batch)
+            sum_nll, hidden = self.sum_nll_with_hidden(replay_batch)
             outputs = select_positions(hidden, matched_positions)
         else:
             logits, _ = self.objective.outputs(self.model, joint_batch)
             outputs, replay_logits = logits.tensor_split([num_matched])
+            sum_nll = token_nll(replay_logits, replay_batch).sum()
 
         # Means over at least 1: a drawn row may have no scored token.
-        nll = token_nll(replay_logits, replay_batch)
         squared_error = functional.mse_loss(outputs.float(), stored_outputs, reduction="sum")
-        return squared_error / max(1, stored_outputs.numel()), nll.sum() / max(1, len(nll))
+        return squared_error / max(1, stored_outputs.numel()), sum_nll / max(1, len(replayed_positions))
+
+    def sum_nll_with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum of the language-model loss, a scalar, and the last hidden states [B, T, D]."""
+        losses = {"lm": WeightedLoss(make_nll(batch))}
+        sums, hidden = self.objective.sum_losses(self.model, batch, losses)
+        return sums["lm"], hidden
 
 
 class Reference(Constraint):
@@ -398,7 +407,7 @@ class AGEM(ContinualMethod):
             batch = self.objective.lay_out(self.memory.batch(slots))
             # Not `backward`, which would add to the gradients of the step.
             with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
-                loss = self.objective.nll(self.model, batch).sum()
+                loss = self.objective.sum_nll(self.model, batch)
             gradients = list(torch.autograd.grad(loss, trained, materialize_grads=True, allow_unused=True))
             count += len(batch["positions"])
         all_reduce_sum(*gradients, count)

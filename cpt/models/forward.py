@@ -62,9 +62,10 @@ def mean_over_tokens(hidden: Tensor, mask: Tensor | None) -> Tensor:
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
-def token_nll(logits: Tensor, batch: Batch) -> Tensor:
-    """Negative log-likelihood (nats) of the targets, [K], from logits [K, V] at the scored positions."""
-    return functional.cross_entropy(logits.float(), batch["targets"], reduction="none")
+def token_nll(logits: Tensor, batch: Batch, positions: slice = slice(None)) -> Tensor:
+    """Negative log-likelihood (nats) of the targets, [k], from logits [k, V] at a slice of the scored
+    positions."""
+    return functional.cross_entropy(logits.float(), batch["targets"][positions], reduction="none")
 
 
 def kl_divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:

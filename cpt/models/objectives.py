@@ -2,10 +2,10 @@
 corruption, and answers of supervised tasks. Models are run on batches here and nowhere else."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,10 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import draws
 from cpt.data.collate import UNSCORED, Batch, Rows, Sharing, Sizes, label_batch
 from cpt.models.block_attention import make_inputs, split_samples
-from cpt.models.forward import hidden_states, logits_and_hidden, token_nll
+from cpt.models.chunked_head import Logits, WeightedLoss, make_nll, run_model
+from cpt.models.forward import hidden_states
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -90,22 +93,46 @@ class Objective(ABC):
 
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [K, V] at the scored positions, and the last hidden states [B, T, D], a decoder's if any."""
-        inputs, layout_positions = make_inputs(model, batch, causal=self.causal)
-        positions = batch["positions"]
-        if layout_positions is not None:
-            positions = layout_positions[positions]
-        logits, hidden = logits_and_hidden(model, inputs, positions=positions)
-        return logits, split_samples(hidden, layout_positions, batch)
+        return self.run(model, batch, lambda logits: logits.select(slice(None)))
 
     def encode(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """The last hidden states [B, T, D] of the model's input, without a head or a decoder."""
         inputs, layout_positions = make_inputs(model, batch, causal=self.causal)
         return split_samples(hidden_states(model, inputs), layout_positions, batch)
 
+    def run(
+        self, model: PreTrainedModel, batch: Batch, use: Callable[[Logits], Result]
+    ) -> tuple[Result, Tensor]:
+        """What becomes of the logits at the scored positions, which may be too many to be one tensor, and the
+        last hidden states [B, T, D], a decoder's if any."""
+        inputs, layout_positions = make_inputs(model, batch, causal=self.causal)
+        positions = batch["positions"]
+        if layout_positions is not None:
+            positions = layout_positions[positions]
+        result, hidden = run_model(model, inputs, positions=positions, use=use)
+        return result, split_samples(hidden, layout_positions, batch)
+
+    def keep_logits(self, model: PreTrainedModel, batch: Batch) -> tuple[Logits, Tensor]:
+        """The logits at the scored positions, without gradients, for when the model has other weights, and
+        the last hidden states [B, T, D], a decoder's if any."""
+        return self.run(model, batch, lambda logits: logits.keep())
+
     def nll(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Negative log-likelihood (nats) of the targets, [K]."""
-        logits, _ = self.outputs(model, batch)
-        return token_nll(logits, batch)
+        nll, _ = self.run(model, batch, lambda logits: logits.values(make_nll(batch)))
+        return nll
+
+    def sum_nll(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """The sum of `nll`, a scalar, for one backward pass; faster than the sum of what `nll` returns."""
+        sums, _ = self.sum_losses(model, batch, {"lm": WeightedLoss(make_nll(batch))})
+        return sums["lm"]
+
+    def sum_losses(
+        self, model: PreTrainedModel, batch: Batch, losses: Mapping[str, WeightedLoss]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The sums of losses over the scored positions, scalars for one backward pass, and the last hidden
+        states [B, T, D], a decoder's if any."""
+        return self.run(model, batch, lambda logits: logits.sums(losses))
 
 
 class Masked(Objective):

@@ -14,10 +14,12 @@ from lightning.pytorch.callbacks import Callback
 
 from cpt.adapters.domain_store import in_memory
 from cpt.core.memory import forget_peak, peak
+from cpt.data.collate import Batch
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Budget, Domain
 from cpt.methods.base import ContinualMethod
+from cpt.models.chunked_head import count_loss_bytes
 from cpt.models.fast_kernels import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.auto import Machine
@@ -44,6 +46,8 @@ class Profile:
     token_s: float = 0.0  # of a token that is evaluated
     memory: dict[str, int] = field(default_factory=dict)  # bytes between two steps, by use
     peak: int = 0  # of training and evaluation; on a CPU of the process
+    loss: int = 0  # of the peak: the logits of the largest batch, or of a chunk of it, and their loss
+    num_scored: int = 0  # the most positions of a batch, in training or evaluation
     trained: int = 0  # parameters
     stored: int = 0  # bytes in the stage file in addition to the model's own weights
     file: int = 0
@@ -77,6 +81,9 @@ class Profiler(Callback):
             seconds *= self.importance_factor
         self.profile.around_s += seconds
 
+    def count_scored(self, batch: Batch) -> None:
+        self.profile.num_scored = max(self.profile.num_scored, len(batch["positions"]))
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.lap(trainer)
 
@@ -85,6 +92,7 @@ class Profiler(Callback):
     ) -> None:
         if batch_idx == 0:
             self.add_around(trainer, "before")
+        self.count_scored(batch)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step > len(self.step_ends):  # not within an accumulated batch
@@ -103,8 +111,16 @@ class Profiler(Callback):
         if stage == "fit":
             self.add_around(trainer, "after")
 
-    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         self.lap(trainer)
+        self.count_scored(batch)
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
         self.profile.token_s += self.lap(trainer)
@@ -184,6 +200,7 @@ def profile_run(
             trainer.validate(module, datamodule=short_data, verbose=False)
             profile.token_s /= max(1, num_tokens)
             profile.peak = peak(machine.device)
+            profile.loss = count_loss_bytes(module.model, profile.num_scored)
             if not profile.memory:  # the base has no steps
                 profile.memory = count_bytes(module, trainer)
             profiles.append(profile)
