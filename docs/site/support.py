@@ -38,7 +38,6 @@ NUM_SENTENCES = 40  # of each text
 
 ENCODER = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2"
 DECODER = f"{ENCODER}, num_key_value_heads: 1, max_position_embeddings: 64"
-TOKENS = "pad_token_id: 1, bos_token_id: 0, eos_token_id: 2"  # of classes whose own ids exceed 400 entries
 EXPERTS = "num_experts: 4, num_experts_per_tok: 2"
 LOCAL_EXPERTS = "num_local_experts: 4, num_experts_per_tok: 2"
 LATENT_ATTENTION = (
@@ -81,21 +80,21 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "Mistral": ("tiny_gpt2", f"model_type: mistral, {DECODER}"),
     "Ministral": ("tiny_gpt2", f"model_type: ministral3, head_dim: 16, {DECODER}"),
     "Mixtral": ("tiny_gpt2", f"model_type: mixtral, {LOCAL_EXPERTS}, {DECODER}"),
-    "Phi 3 and 4": ("tiny_gpt2", f"model_type: phi3, {TOKENS}, {DECODER}"),
-    "OLMo 2": ("tiny_gpt2", f"model_type: olmo2, {TOKENS}, {DECODER}"),
-    "OLMo 3": ("tiny_gpt2", f"model_type: olmo3, {TOKENS}, {DECODER}"),
-    "OLMoE": ("tiny_gpt2", f"model_type: olmoe, {TOKENS}, {EXPERTS}, {DECODER}"),
-    "SmolLM 3": ("tiny_gpt2", f"model_type: smollm3, {TOKENS}, {DECODER}"),
+    "Phi 3 and 4": ("tiny_gpt2", f"model_type: phi3, {DECODER}"),
+    "OLMo 2": ("tiny_gpt2", f"model_type: olmo2, {DECODER}"),
+    "OLMo 3": ("tiny_gpt2", f"model_type: olmo3, {DECODER}"),
+    "OLMoE": ("tiny_gpt2", f"model_type: olmoe, {EXPERTS}, {DECODER}"),
+    "SmolLM 3": ("tiny_gpt2", f"model_type: smollm3, {DECODER}"),
     "Granite": ("tiny_gpt2", f"model_type: granite, {DECODER}"),
-    "gpt-oss": ("tiny_gpt2", f"model_type: gpt_oss, head_dim: 16, {TOKENS}, {LOCAL_EXPERTS}, {DECODER}"),
+    "gpt-oss": ("tiny_gpt2", f"model_type: gpt_oss, head_dim: 16, {LOCAL_EXPERTS}, {DECODER}"),
     "DeepSeek V3": (
         "tiny_gpt2",
         f"model_type: deepseek_v3, {ENCODER}, max_position_embeddings: 64, {LATENT_ATTENTION}, "
         f"{ROUTED_EXPERTS}",
     ),
-    "GLM 4": ("tiny_gpt2", f"model_type: glm4, head_dim: 16, {TOKENS}, {DECODER}"),
+    "GLM 4": ("tiny_gpt2", f"model_type: glm4, head_dim: 16, {DECODER}"),
     "LFM 2": ("tiny_gpt2", f"model_type: lfm2, layer_types: [conv, full_attention], {DECODER}"),
-    "Falcon H1": ("tiny_gpt2", f"model_type: falcon_h1, {STATE_SPACE}, {TOKENS}, {DECODER}"),
+    "Falcon H1": ("tiny_gpt2", f"model_type: falcon_h1, {STATE_SPACE}, {DECODER}"),
     "T5": ("tiny_t5", f"{T5}, feed_forward_proj: relu"),
     "T5 v1.1": ("tiny_t5", f"{T5}, feed_forward_proj: gated-gelu, tie_word_embeddings: false"),
 }
