@@ -115,7 +115,7 @@ SMALL = [
 FITTING = {"prompt": ["method.num_virtual_tokens=8"]}  # the models have 48 positions for prompts
 WITH_NCL = ("mask=migu", "mask=mofo", "replay=past", "freeze.layers=1")  # options of method=ncl
 
-# Kinds of pass, with the settings of each. Without a name of attention, it is that of trainer.attn_implementation=auto.
+# Kinds of pass, with the settings of each; attention is that of trainer.attn_implementation=auto by default.
 PASSES: dict[str, dict[str, Any]] = {
     "eager": {"attention": "eager"},
     "sdpa": {"attention": "sdpa"},
@@ -172,8 +172,8 @@ def try_pair(row: str, family: str, *, texts: Path, cache: Path, folder: Path) -
 
 
 def make_family(family: str, *, attention: str | None) -> Any:
-    """A new model of a family in evaluation mode, with an implementation of attention. Raises ValueError where
-    the class has none of that name."""
+    """A new model of a family in evaluation mode, with an implementation of attention. Raises ValueError
+    where the class has none of that name."""
     import torch
     from omegaconf import OmegaConf
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
@@ -184,7 +184,9 @@ def make_family(family: str, *, attention: str | None) -> Any:
     config = AutoConfig.for_model(arguments.pop("model_type"), **arguments)
     auto_model = {"tiny_gpt2": AutoModelForCausalLM, "tiny_t5": AutoModelForSeq2SeqLM}
     torch.manual_seed(0)
-    return auto_model.get(base, AutoModelForMaskedLM).from_config(config, attn_implementation=attention).eval()
+    return (
+        auto_model.get(base, AutoModelForMaskedLM).from_config(config, attn_implementation=attention).eval()
+    )
 
 
 def try_documents(
@@ -263,7 +265,7 @@ def try_checkpointing(family: str) -> str:
 
 
 def try_all(rows: Iterable[str], families: Iterable[str], *, again: bool) -> None:
-    """Tries pairs of rows and families, and the passes of the families; saves what was found after each row."""
+    """Tries pairs of rows and families, and the passes of the families; saves the results after each row."""
     results = load()
     names = list(families)
     with tempfile.TemporaryDirectory() as folder_name:
@@ -284,7 +286,9 @@ def try_all(rows: Iterable[str], families: Iterable[str], *, again: bool) -> Non
         for family in names:
             if not again and family in results.get(kind, {}):
                 continue
-            message = try_checkpointing(family) if kind == CHECKPOINTING else try_documents(family, **PASSES[kind])
+            message = (
+                try_checkpointing(family) if kind == CHECKPOINTING else try_documents(family, **PASSES[kind])
+            )
             results.setdefault(kind, {})[family] = message
             print(f"{kind}  {family}  {message}", flush=True)
         save(results)
