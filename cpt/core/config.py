@@ -66,6 +66,7 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "method.target_parameters": "none",
     "optim.lr_multipliers": None,
     "optim.no_decay": [],
+    "optim.rounding": "nearest",
     "method.modules_to_save": [],
     "method.use_rslora": False,
     "method.use_dora": False,

@@ -16,6 +16,7 @@ from cpt.data.collate import Batch
 from cpt.gradient_masks.options import ActsOn
 from cpt.models.objectives import Objective
 from cpt.models.units import Projection
+from cpt.optim.rounding import TO_NEAREST, Rounding
 
 PROTECTED_BELOW = 0.05  # an entry with a factor up to this counts as protected
 Protection = Callable[[Tensor], Tensor]  # projects a movement on the protected subspace, same shape
@@ -127,16 +128,20 @@ class StepSnapshot:
             self.state = {name: value.clone() for name, value in find_moments(parameter, optimizer).items()}
 
     @torch.no_grad()
-    def apply(self, optimizer: Optimizer) -> None:
+    def apply(self, optimizer: Optimizer, rounding: Rounding = TO_NEAREST) -> None:
         if self.factor is None:
-            steps = [(parameter, parameter.detach() - old) for parameter, old in self.previous]
+            steps = []
+            for parameter, old in self.previous:
+                steps.append((parameter, rounding.widen(parameter.detach()) - rounding.widen(old)))
             cast(Constraint, self.mask).constrain(steps, optimizer)
             for (parameter, step), (_, old) in zip(steps, self.previous, strict=True):
-                parameter.copy_(step.add_(old))
+                rounding.store(parameter, step.add_(old))
             return
 
         parameter, old = self.previous[0]  # a factor is of one parameter
-        scale_(parameter, self.factor, start=old)
+        weights = rounding.widen(parameter.detach())
+        scale_(weights, self.factor, start=rounding.widen(old))
+        rounding.store(parameter, weights)
         if self.state is not None:
             # Moments that the first step has just made were 0 before it.
             for name, value in find_moments(parameter, optimizer).items():

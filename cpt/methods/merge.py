@@ -422,7 +422,7 @@ class EMA(ContinualMethod):
         self.average.capture(self.model, share=1 - self.options.decay)
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        self.average.restore(self.model)
+        self.average.restore(self.model, rounding=self.rounding)
 
 
 class WiSEFT(ContinualMethod):
@@ -444,7 +444,7 @@ class WiSEFT(ContinualMethod):
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         # theta_t + p (theta_{t-1} - theta_t)
-        self.previous.restore(self.model, share=self.options.previous)
+        self.previous.restore(self.model, share=self.options.previous, rounding=self.rounding)
 
 
 class Reptile(ContinualMethod):
@@ -493,6 +493,6 @@ class Reptile(ContinualMethod):
     def interpolate(self) -> None:
         """theta <- theta_a + epsilon (theta - theta_a), then theta_a <- theta."""
         # A share of 1 - epsilon of the way back is the same.
-        self.anchor.restore(self.model, share=1 - self.options.share)
+        self.anchor.restore(self.model, share=1 - self.options.share, rounding=self.rounding)
         self.anchor.capture(self.model)
         self.steps_since_anchor.zero_()

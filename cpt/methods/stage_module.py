@@ -44,6 +44,8 @@ from cpt.models.router_loss import NO_ROUTER_LOSS, RouterWeights, make_router_lo
 from cpt.models.weights import Snapshot
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.options import SAME_FOR_ALL, ParameterOptions
+from cpt.optim.rounded_optimizer import RoundedOptimizer
+from cpt.optim.rounding import TO_NEAREST, Rounding, StochasticRounding
 from cpt.optim.schedulers import Progress, Schedule
 from cpt.optim.state import CarriedState, lay_out_moments, parameters_of, unfuse_mixed
 
@@ -66,6 +68,7 @@ class MethodContext:
     seed: int
     router_weights: RouterWeights = NO_ROUTER_LOSS  # of a mixture of experts
     parameter_options: ParameterOptions = SAME_FOR_ALL
+    rounding: Rounding = TO_NEAREST  # of steps to weights in 16 bits
 
 
 class StageModule(LightningModule):
@@ -89,6 +92,7 @@ class StageModule(LightningModule):
         self.seed = context.seed
         self.router_loss = make_router_loss(self.model, context.router_weights)
         self.parameter_options = context.parameter_options
+        self.rounding = context.rounding
         self.logged_groups: list[str] = []  # what the log says of them
 
         # For the next domain: what the optimizer has learned, and the weights before a decay branch.
@@ -236,6 +240,8 @@ class StageModule(LightningModule):
         unfuse_mixed(optimizer)
         for group in optimizer.param_groups:
             group["lr"] *= group.pop("rate")
+        if isinstance(self.rounding, StochasticRounding):
+            optimizer = RoundedOptimizer(optimizer, self.rounding)
         if self.optimizer_state is not None:
             self.optimizer_state.load_into(optimizer, self.named_parameters())
         scheduler = LambdaLR(optimizer, lambda step: self.schedule(self.data.progress(step)))
@@ -299,7 +305,8 @@ class StageModule(LightningModule):
         self.zero_grad()
 
     def seed_torch(self, moment: int | str) -> None:
-        """Seeds torch by seed, domain, moment and process."""
+        """Seeds torch by seed, domain, moment and process, and rounding by the same but the process."""
+        self.rounding.start_step(self.seed, self.domain.name, moment)
         seed = torch_seed(self.seed, self.domain.name, moment, self.global_rank)
         if self.device.type == "cpu":  # torch.manual_seed takes as long as a small layer
             torch.default_generator.manual_seed(seed)
@@ -441,7 +448,7 @@ class StageModule(LightningModule):
         if self.step_is_made:
             # Factors limit what constraints that come first make of a step.
             for snapshot in sorted(self.snapshots, key=lambda snapshot: not snapshot.mask.comes_first):
-                snapshot.apply(cast(Optimizer, optimizer))
+                snapshot.apply(cast(Optimizer, optimizer), self.rounding)
             self.after_update()
         self.snapshots.clear()
 

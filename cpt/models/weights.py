@@ -23,6 +23,7 @@ from cpt.models.forward import set_mode
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.options import Freeze
 from cpt.models.units import find_blocks
+from cpt.optim.rounding import TO_NEAREST, Rounding
 
 IN_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
@@ -43,11 +44,18 @@ class Snapshot(NamedTensors):
         self.update({name: weight for name, weight in current.items() if name not in common_names})
 
     @torch.no_grad()
-    def restore(self, model: nn.Module, *, share: float = 1.0) -> None:
+    def restore(self, model: nn.Module, *, share: float = 1.0, rounding: Rounding = TO_NEAREST) -> None:
         """Restores the copy in place, or moves the parameters by a share of the way to it."""
         current = named_weights(model)
         copies = self.named()
-        self.move(current, copies, shared_names(current, copies), share)
+        names = shared_names(current, copies)
+        if rounding is TO_NEAREST:
+            self.move(current, copies, names, share)
+            return
+        for name in names:
+            weight = to_local(current[name])
+            copy = self.on_module_device(to_local(copies[name]))
+            rounding.store(current[name], rounding.widen(weight).lerp(rounding.widen(copy), share))
 
     def move(
         self, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], names: Sequence[str], share: float

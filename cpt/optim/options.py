@@ -39,6 +39,7 @@ Undecayed = Annotated[
     tuple[Pattern, ...],
     Allowed(f"a list of {', '.join(PARAMETER_KINDS)} or regular expressions on names of parameters"),
 ]
+RoundingName = Literal["auto", "stochastic", "nearest"]
 RULES = {  # of arguments that optimizers of torch have in common
     "lr": NonNegative,
     "weight_decay": NonNegative,
@@ -50,7 +51,7 @@ RULES = {  # of arguments that optimizers of torch have in common
 
 @config
 class ParameterOptions(Options):
-    """How fast parameters are trained, and which decay, with any optimizer."""
+    """How fast parameters are trained, which decay, and how steps are rounded, with any optimizer."""
 
     lr_multipliers: Multipliers | None = option(
         "factors on the learning rate by parameters, {embeddings: 0.1}: embeddings, head, norms, biases, "
@@ -58,6 +59,11 @@ class ParameterOptions(Options):
         default=None,
     )
     no_decay: Undecayed = option("parameters without weight decay, named as in lr_multipliers", default=())
+    rounding: RoundingName = option(
+        "how steps become weights in bf16-true: stochastic loses none, nearest those below the distance of "
+        "two numbers; auto: stochastic, but nearest in a run that began so",
+        default="auto",
+    )
 
     def __post_init__(self) -> None:
         for pattern, factor in (self.lr_multipliers or {}).items():

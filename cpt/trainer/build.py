@@ -23,6 +23,7 @@ from cpt.models.router_loss import find_router_weights
 from cpt.models.trial import try_model
 from cpt.models.units import find_blocks
 from cpt.models.weights import Snapshot
+from cpt.optim.rounding import TO_NEAREST, StochasticRounding
 from cpt.optim.schedulers import Progress
 from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
@@ -97,6 +98,7 @@ def build_context(
         seed=plan.run.seed,
         router_weights=find_router_weights(plan.model.router_aux_loss, model.config),
         parameter_options=plan.parameter_options,
+        rounding=StochasticRounding() if plan.rounding == "stochastic" else TO_NEAREST,
     )
 
 

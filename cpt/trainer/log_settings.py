@@ -26,7 +26,7 @@ from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
 from cpt.trainer.log_experts import log_experts
 from cpt.trainer.options import BF16, Precision
-from cpt.trainer.plan import Plan
+from cpt.trainer.plan import BF16_WEIGHTS, Plan
 
 log = logging.getLogger(__name__)
 # Optimizers whose step is about as large as the learning rate.
@@ -103,6 +103,10 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     elif plan.parameter_options.no_decay and not plan.optim.arguments.get("weight_decay", 0):
         yield f"optim.no_decay={format_value(plan.parameter_options.no_decay)}: optim.weight_decay is 0"
 
+    rounding = plan.parameter_options.rounding
+    if rounding != "auto" and machine.precision != BF16_WEIGHTS:
+        yield f"optim.rounding={rounding}: trainer.precision={machine.precision} has no weights in bfloat16"
+
     num_micro_batches = options.accumulate_grad_batches
     has_single_samples = plan.source.encoding is not None and plan.budget.batch_size == num_micro_batches
     if plan.source.isolated and has_single_samples:
@@ -145,13 +149,15 @@ def keeps_weights(module: ContinualMethod) -> bool:
 
 def warn_of_lost_updates(plan: Plan, module: ContinualMethod, *, precision: Precision) -> None:
     """Logs which share of weights in bfloat16 an optimizer step of the peak rate does not change."""
-    if precision != "bf16-true":
+    if precision != BF16_WEIGHTS or plan.rounding != "nearest":
         return
     rate = plan.optim.arguments.get("lr")
-    remedy = "trainer.precision=bf16-mixed has 32-bit weights; a larger optim.lr loses fewer updates"
+    remedy = (
+        "a new run with optim.rounding=stochastic loses none; trainer.precision=bf16-mixed has 32-bit weights"
+    )
     if rate is None or not issubclass(plan.optim.load(), ADAM_LIKE):
         log.warning(
-            "trainer.precision=bf16-true: updates below about 1/512 of a weight are lost to rounding; %s",
+            "optim.rounding=nearest: updates below about 1/512 of a weight in bf16-true are lost; %s",
             remedy,
         )
         return
@@ -161,7 +167,7 @@ def warn_of_lost_updates(plan: Plan, module: ContinualMethod, *, precision: Prec
     trained = [parameter for parameter in module.model.parameters() if id(parameter) not in frozen]
     share = lost_update_share(trained, rate=rate)
     log.warning(
-        "trainer.precision=bf16-true: a step of optim.lr=%s is lost to rounding for %.0f %% of the trained "
+        "optim.rounding=nearest: in bf16-true a step of optim.lr=%s is lost for %.0f %% of the trained "
         "weights, and for more of them as the rate decays; %s",
         format_value(rate),
         100 * share,

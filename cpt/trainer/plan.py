@@ -27,6 +27,7 @@ from cpt.trainer.run_dir import RunDir
 
 # Classes that are known to work with sharded weights. Others say so by an attribute `sharded`.
 PACKAGES_WITH_SHARDING = ("cpt.methods.", "cpt.gradient_masks.")
+BF16_WEIGHTS = "bf16-true"  # the precision that keeps weights in bfloat16
 NAMED_GROUPS = ("method", "replay", "model")  # config groups whose choice is shown by its name
 
 
@@ -42,6 +43,7 @@ class Plan(Sections):
     order: Sequence[str]  # where texts decide it, the first named one until cpt.trainer.domain_order
     budget: Budget
     carry: str  # what of the optimizer's state passes from domain to domain: none, moments, all
+    rounding: str  # of steps to weights: stochastic, nearest
     endtasks: FinetunePlan | None
     config_hash: str  # of what decides the result
     ignored_rate: float | None  # method.lr_multiplier, where optim.lr is given as a number
@@ -101,7 +103,8 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
     sections = read_sections(cfg)
     stored_config = read_first_config(run, sections.run.extend)
     max_tokens = choose_max_tokens(sections, stored_config)
-    settings = with_max_tokens(plain_config(cfg), max_tokens)  # raises for what is missing
+    rounding = choose_rounding(sections, stored_config)
+    settings = with_choices(plain_config(cfg), max_tokens, rounding)  # raises for what is missing
     # Of scores without numbers: raises for a metric that does not exist, before a sweep has run its jobs.
     run_objective({"metrics": {}, "endtasks": {}, "rows": []}, sections.run.optimized_metric)
     check_batch_size(sections)
@@ -125,7 +128,7 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
     has_rate = not OmegaConf.is_interpolation(cfg.optim, "lr")
     plan = Plan(
         **vars(sections),
-        settings=redact(with_max_tokens(hide_environment(cfg), max_tokens)),
+        settings=redact(with_choices(hide_environment(cfg), max_tokens, rounding)),
         resolved=redact(settings),
         names=names,
         order=order,
@@ -133,6 +136,7 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
             steps=trainer.steps, epochs=trainer.epochs, tokens=trainer.tokens, batch_size=trainer.batch_size
         ),
         carry=carried(settings["optim"].get("state_across_domains", "none")),
+        rounding=rounding,
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_hash=digest(identity(redact(settings))),
         ignored_rate=cfg.method.get("lr_multiplier", 1) if has_rate else None,
@@ -174,9 +178,25 @@ def choose_max_tokens(sections: Sections, stored_config: Mapping[str, Any]) -> i
     return sections.evaluation.cap
 
 
-def with_max_tokens(settings: Mapping[str, Any], max_tokens: int | None) -> dict[str, Any]:
-    """A config with another bound of how many tokens of each text are scored."""
-    return {**settings, "eval": {**settings["eval"], "max_tokens": max_tokens}}
+def choose_rounding(sections: Sections, stored_config: Mapping[str, Any]) -> str:
+    """How steps are rounded to weights: those in 32 bits to nearest. `optim.rounding=auto` is stochastic for
+    weights in bfloat16, but in a run that began without the option it is nearest."""
+    if sections.trainer.precision != BF16_WEIGHTS:
+        return "nearest"
+    rounding = sections.parameter_options.rounding
+    if rounding != AUTO:
+        return rounding
+    return stored_config.get("optim.rounding", "nearest") if stored_config else "stochastic"
+
+
+def with_choices(settings: Mapping[str, Any], max_tokens: int | None, rounding: str) -> dict[str, Any]:
+    """A config with what `auto` has become of how many tokens of each text are scored at most, and of how
+    steps are rounded."""
+    return {
+        **settings,
+        "eval": {**settings["eval"], "max_tokens": max_tokens},
+        "optim": {**settings["optim"], "rounding": rounding},
+    }
 
 
 def with_stored_date(plan: Plan, stored_config: Mapping[str, Any]) -> Plan:
@@ -364,10 +384,10 @@ def check_sharding(plan: Plan) -> None:
             f"{group} is invalid with strategy=fsdp: it needs the whole model. "
             f"Allowed: {group}=none, and {group} with strategy=single in the end"
         )
-    if plan.trainer.precision == "bf16-true" and method.needs_32_bits:
+    if plan.trainer.precision == BF16_WEIGHTS and method.needs_32_bits:
         raise InvalidOptionError(
             "trainer.precision",
-            "bf16-true",
+            BF16_WEIGHTS,
             context=f"with method={plan.names['method']} and strategy=fsdp",
             allowed="32-true, bf16-mixed",
         )

@@ -28,7 +28,7 @@ GROUPS = {
     "routing": ("Routing of per-domain modules", "per-domain-modules"),
     "domains": ("Data", "data"),
     "model": ("Model", "models"),
-    "optim": ("Optimizer", "schedules"),
+    "optim": ("Optimizer", "optimizers"),
     "lr_scheduler": ("Learning-rate schedule", "schedules"),
     "trainer": ("Training", "distributed"),
     "strategy": ("Devices", "distributed"),

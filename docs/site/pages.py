@@ -24,6 +24,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "methods.md",
         "replay.md",
         "per-domain-modules.md",
+        "optimizers.md",
         "schedules.md",
         "forgetting-control.md",
         "tasks.md",

@@ -1,0 +1,112 @@
+"""Steps of any optimizer in 32 bits on weights in 16, so that small ones are not lost (cpt.optim.rounding).
+
+Per weight, an optimizer keeps 2 bytes of the weight, 2 of its gradient and its own state in 32 bits; while a
+step is made, copies of some parameters at a time are in 32 bits."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cpt.core.distributed import to_local
+from cpt.optim.rounding import StochasticRounding
+
+MAX_COPIED = 1 << 26  # weights that have copies in 32 bits at a time, unless one parameter has more
+
+
+class RoundedOptimizer(Optimizer):
+    """Makes the steps of another optimizer on copies of parameters in 32 bits, and stores what results,
+    rounded. Groups and state are of this optimizer; the other one gets those of the parameters at hand."""
+
+    def __init__(self, optimizer: Optimizer, rounding: StochasticRounding) -> None:
+        self.optimizer = optimizer
+        self.rounding = rounding
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        # A step changes what a group stores, as a count of steps: for all parts from the same values.
+        groups_before = [dict(group) for group in self.param_groups]
+        groups_after = groups_before
+        for parameters in self.divide_parameters():
+            groups_after = self.step_together(parameters, groups_before)
+        for group, group_after in zip(self.param_groups, groups_after, strict=True):
+            group.update({**group_after, "params": group["params"]})
+        return loss
+
+    def divide_parameters(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters with gradients, some at a time."""
+        part: list[nn.Parameter] = []
+        num_weights = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                size = to_local(parameter).numel()
+                if part and num_weights + size > MAX_COPIED:
+                    yield part
+                    part = []
+                    num_weights = 0
+                part.append(parameter)
+                num_weights += size
+        if part:
+            yield part
+
+    @torch.no_grad()
+    def step_together(
+        self, parameters: Sequence[nn.Parameter], groups: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """A step of some parameters with the values of `groups`; returns those after it."""
+        copies: dict[Tensor, Tensor] = {}
+        for parameter in parameters:
+            copy = self.rounding.widen(parameter.detach())
+            assert parameter.grad is not None
+            copy.grad = self.rounding.widen(parameter.grad)
+            copies[parameter] = copy
+        self.lend(copies, groups)
+        self.optimizer.step()
+
+        for parameter, copy in copies.items():
+            self.state[parameter] = self.optimizer.state[copy]
+            self.rounding.store(parameter, copy)
+        return self.optimizer.param_groups
+
+    def lend(self, substitutes: Mapping[Tensor, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Gives the other optimizer the groups and the state of the parameters that have a substitute, which
+        stands there in place of its parameter."""
+        lent_groups = []
+        for group in groups:
+            members = [substitutes[parameter] for parameter in group["params"] if parameter in substitutes]
+            lent_groups.append({**group, "params": members})
+        self.optimizer.param_groups = lent_groups
+
+        lent_state: dict[Tensor, Any] = defaultdict(dict)
+        for parameter, substitute in substitutes.items():
+            if parameter in self.state:
+                lent_state[substitute] = self.state[parameter]
+        self.optimizer.state = lent_state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """As torch's, which casts the state of a parameter to its type. It is that of a copy here."""
+        substitutes: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                empty = to_local(parameter).new_empty(0)
+                substitutes[parameter] = self.rounding.widen(empty)
+        self.lend(substitutes, self.param_groups)
+        self.optimizer.load_state_dict(dict(state_dict))
+
+        loaded_groups = self.optimizer.param_groups
+        for group, loaded_group in zip(self.param_groups, loaded_groups, strict=True):
+            group.update({**loaded_group, "params": group["params"]})
+        self.state.clear()
+        for parameter, substitute in substitutes.items():
+            if substitute in self.optimizer.state:
+                self.state[parameter] = self.optimizer.state[substitute]
