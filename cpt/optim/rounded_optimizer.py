@@ -26,19 +26,17 @@ class RoundedOptimizer(Optimizer):
         self.rounding = rounding
         super().__init__(optimizer.param_groups, optimizer.defaults)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
 
-        # A step changes what a group stores, as a count of steps: for all parts from the same values.
-        groups_before = [dict(group) for group in self.param_groups]
-        groups_after = groups_before
+        # A step changes what a group stores, as a count of steps: once, and for all parts from one value.
+        groups_after = self.param_groups
         for parameters in self.divide_parameters():
-            groups_after = self.step_together(parameters, groups_before)
-        for group, group_after in zip(self.param_groups, groups_after, strict=True):
-            group.update({**group_after, "params": group["params"]})
+            groups_after = self.step_together(parameters)
+        self.update_groups(groups_after)
         return loss
 
     def divide_parameters(self) -> Iterator[list[nn.Parameter]]:
@@ -60,52 +58,54 @@ class RoundedOptimizer(Optimizer):
             yield part
 
     @torch.no_grad()
-    def step_together(
-        self, parameters: Sequence[nn.Parameter], groups: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """A step of some parameters with the values of `groups`; returns those after it."""
+    def step_together(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        """A step of some parameters; returns the groups as they are after it."""
         copies: dict[Tensor, Tensor] = {}
         for parameter in parameters:
             copy = self.rounding.widen(parameter.detach())
             assert parameter.grad is not None
             copy.grad = self.rounding.widen(parameter.grad)
             copies[parameter] = copy
-        self.lend(copies, groups)
+        self.lend(copies)
         self.optimizer.step()
 
-        for parameter, copy in copies.items():
+        for parameter in parameters:
+            copy = copies[parameter]
             self.state[parameter] = self.optimizer.state[copy]
             self.rounding.store(parameter, copy)
         return self.optimizer.param_groups
 
-    def lend(self, substitutes: Mapping[Tensor, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Gives the other optimizer the groups and the state of the parameters that have a substitute, which
-        stands there in place of its parameter."""
+    def lend(self, substitutes: Mapping[Tensor, Tensor]) -> None:
+        """Gives the other optimizer a copy of the groups, and the state of the parameters that have a
+        substitute, which replaces its parameter there."""
         lent_groups = []
-        for group in groups:
+        for group in self.param_groups:
             members = [substitutes[parameter] for parameter in group["params"] if parameter in substitutes]
             lent_groups.append({**group, "params": members})
         self.optimizer.param_groups = lent_groups
 
-        lent_state: dict[Tensor, Any] = defaultdict(dict)
+        lent_state: defaultdict[Tensor, Any] = defaultdict(dict)
         for parameter, substitute in substitutes.items():
             if parameter in self.state:
                 lent_state[substitute] = self.state[parameter]
         self.optimizer.state = lent_state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def update_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over what the groups of the other optimizer store, but for the parameters."""
+        for group, other_group in zip(self.param_groups, groups, strict=True):
+            group.update({**other_group, "params": group["params"]})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As torch's, which casts the state of a parameter to its type. It is that of a copy here."""
         substitutes: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 empty = to_local(parameter).new_empty(0)
                 substitutes[parameter] = self.rounding.widen(empty)
-        self.lend(substitutes, self.param_groups)
+        self.lend(substitutes)
         self.optimizer.load_state_dict(dict(state_dict))
 
-        loaded_groups = self.optimizer.param_groups
-        for group, loaded_group in zip(self.param_groups, loaded_groups, strict=True):
-            group.update({**loaded_group, "params": group["params"]})
+        self.update_groups(self.optimizer.param_groups)
         self.state.clear()
         for parameter, substitute in substitutes.items():
             if substitute in self.optimizer.state:

@@ -68,25 +68,25 @@ def test_the_movement_is_that_of_32_bits(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_continued_from_its_state_it_ends_with_the_same_bits(name):
-    whole = Regression(name, rate=1e-3).learn(range(8))
+    uninterrupted = Regression(name, rate=1e-3).learn(range(8))
     first = Regression(name, rate=1e-3).learn(range(4))
     second = Regression(name, rate=1e-3)
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     for weight, stored in zip(second.weights, first.weights, strict=True):
         weight.data.copy_(stored)
     second.learn(range(4, 8))
-    assert torch.equal(second.movement, whole.movement)
-    for weight, other in zip(second.weights, whole.weights, strict=True):
-        state = whole.optimizer.state[other]
+    assert torch.equal(second.movement, uninterrupted.movement)
+    for weight, expected_weight in zip(second.weights, uninterrupted.weights, strict=True):
+        state = uninterrupted.optimizer.state[expected_weight]
         assert state and all(torch.equal(second.optimizer.state[weight][key], state[key]) for key in state)
 
 
 def test_the_bits_do_not_depend_on_how_many_weights_are_copied_at_a_time(monkeypatch):
-    whole = Regression("AdamW", rate=1e-3).learn(range(3)).movement
+    expected = Regression("AdamW", rate=1e-3).learn(range(3)).movement
     monkeypatch.setattr(rounded_optimizer, "MAX_COPIED", 10)
     parts = Regression("AdamW", rate=1e-3)
     assert len(list(parts.optimizer.divide_parameters())) == 0  # before a backward pass
-    assert torch.equal(parts.learn(range(3)).movement, whole)
+    assert torch.equal(parts.learn(range(3)).movement, expected)
     assert len(list(parts.optimizer.divide_parameters())) == 2
 
 

@@ -411,3 +411,18 @@ def test_a_killed_run_goes_on_in_another_way(first, second, launched):
     folder = launched("killed", first, "method=kd", death=3)
     launched("killed", *filter(None, [second]), "method=kd")
     assert_same(single_run, folder)
+
+
+@pytest.mark.campaign
+def test_two_processes_round_weights_in_16_bits_alike(launched):
+    """Each has the whole weights, and draws the same numbers for them."""
+    shared_run = launched("two", *DDP, *HALF, ORDER, "mask=migu", "mask.migu.apply_to=update")
+    assert_agree(shared_run.parent / "out-0", 2)
+
+
+@pytest.mark.campaign
+def test_a_killed_run_with_sharded_weights_in_16_bits_ends_with_the_same_bits(launched):
+    options = [FSDP, *HALF, "optim.state_across_domains=moments"]
+    uninterrupted = launched("through", *options)
+    launched("killed", *options, death=3)
+    assert_same_bits(launched("killed", *options), uninterrupted)
