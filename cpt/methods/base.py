@@ -35,6 +35,8 @@ class ContinualMethod(StageModule):
     ends_domains = False  # whether the next domain has to start from what the end of one makes of the weights
     alone = False  # whether each domain starts from the base, so that its model is of that domain only
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
+    # Whether what no stage trains stays as it was loaded, but for `rewritten`: files of a run leave it out.
+    keeps_base = False
     saved_names: tuple[str, ...] = ()  # parameters of modules that are trained fully in addition to adapters
     # Where the export has modules: what adds them to a plain model (None: they are weights of it), and with
     # which options.
@@ -72,6 +74,21 @@ class ContinualMethod(StageModule):
         """Parameters of the present model that no method trains."""
         outside_scope = self.scope.others(self.model) if self.scope else []
         return find_frozen(self.model, self.freezing) + outside_scope
+
+    @property
+    def rewritten(self) -> list[nn.Parameter]:
+        """Parameters of the base that no step trains and that the method itself changes, as those that it
+        merges adapters into; of a method that `keeps_base`."""
+        return []
+
+    @property
+    def constant_weights(self) -> list[nn.Parameter]:
+        """Parameters that stay as they are at construction through all stages; empty of a method that does
+        not say so by `keeps_base`."""
+        if not self.keeps_base:
+            return []
+        rewritten_ids = {id(parameter) for parameter in self.rewritten}
+        return [parameter for parameter in self.frozen if id(parameter) not in rewritten_ids]
 
     def activate(self, domain: int) -> None:
         """Switches experts, adapters, requires_grad for a domain, without data; idempotent."""

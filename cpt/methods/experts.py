@@ -42,6 +42,7 @@ class CopyingMethod(ContinualMethod):
     the domain, by `options.start`. `sources` [domains]: the domain (-1: the base) that each was copied from;
     `perplexities`: those of the last domain's importance batches with each candidate."""
 
+    keeps_base = True
     options: DEMIXOptions | LifelongMoEOptions
     sources: Tensor
     perplexities: Tensor
@@ -215,6 +216,13 @@ class LifelongMoE(CopyingMethod):
     @property
     def mixtures(self) -> list[MoELayer]:
         return list(find_mixtures(self.model).values())
+
+    @property
+    def constant_weights(self) -> list[nn.Parameter]:
+        # At construction, as long as there are no others, the FFNs are the experts in the scope.
+        if self.scope_outside_mixtures is None:
+            return super().constant_weights
+        return self.scope_outside_mixtures.others(self.model)
 
     def expand(self, stage: Domain) -> None:
         for mixture in self.mixtures:

@@ -49,6 +49,7 @@ RATE_STARTING_NORMAL = 5.0
 class GatedMethod(ContinualMethod):
     """A method with gates per domain on units of a model or its adapters, which claim what they open."""
 
+    keeps_base = True
     gates: Gates
     options: HATOptions | CPTPluginOptions
 

@@ -35,6 +35,7 @@ from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import LoRAOptions, MoELoRAOptions, NLoRAOptions, OLoRAOptions, SAPTOptions
 from cpt.methods.prompt import check_rows
+from cpt.models.fsdp import named_weights
 from cpt.models.objectives import Objective
 from cpt.models.weights import overwrite_rows
 
@@ -45,6 +46,7 @@ class LoRA(ContinualMethod):
 
         h = W x + alpha / r B A x,    W frozen, B = 0 at first                          (section 4.1)"""
 
+    keeps_base = True
     options: PairOptions
 
     def __init__(self, options: PairOptions, context: MethodContext) -> None:
@@ -72,6 +74,21 @@ class LoRA(ContinualMethod):
         if options.exported == "peft" and start_names:
             start = {name: self.model.get_parameter(name) for name in start_names}
             self.start_weights = NamedTensors(start, persistent=False)
+
+    @property
+    def rewritten(self) -> list[nn.Parameter]:
+        # PiSSA has taken its adapters out of them.
+        return list(self.adapted_weights().values()) if self.options.has_pissa else []
+
+    def adapted_weights(self) -> dict[str, nn.Parameter]:
+        """The frozen weights that have adapters, by name."""
+        weights = named_weights(self.model)
+        names_by_id = {id(weight): name for name, weight in weights.items()}
+        adapted = {}
+        for layer in lora.lora_layers(self.model).values():
+            weight = lora.adapted_weight(layer)
+            adapted[names_by_id[id(weight)]] = weight
+        return adapted
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         # The first domain has the adapter that was drawn when it was attached.
@@ -120,6 +137,12 @@ class IncLoRA(LoRA):
         super().__init__(options, context)
         lora.resize_on_load(self.model)
 
+    @property
+    def rewritten(self) -> list[nn.Parameter]:
+        if self.options.stored == "merged":
+            return list(self.adapted_weights().values())
+        return super().rewritten
+
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain.index > 0:
             lora.begin_adapter(
@@ -135,6 +158,7 @@ class MoELoRA(ContinualMethod):
     E adapters and a router W_g [E, d_in] per linear layer are trained through all domains, W frozen. Gates
     are per token and over all adapters: no token is dropped, nothing is balanced."""
 
+    keeps_base = True
     options: MoELoRAOptions
 
     def __init__(self, options: MoELoRAOptions, context: MethodContext) -> None:
@@ -376,6 +400,7 @@ class SAPT(ContinualMethod):
     batches at its end, 0 for later adapters. The KL is on rows of `replay`, B rows per batch. No domain is
     known at test time."""
 
+    keeps_base = True
     options: SAPTOptions
 
     def __init__(self, options: SAPTOptions, context: MethodContext) -> None:

@@ -350,21 +350,15 @@ class MergeLoRA(LoRA):
         super().__init__(options, context)
         self.merging = Merging(options, self.model, self.merged_weights())
 
+    @property
+    def rewritten(self) -> list[nn.Parameter]:
+        return list(self.adapted_weights().values())
+
     def merged_weights(self) -> dict[str, nn.Parameter]:
         """What is merged, by name: the frozen weights that have adapters, and modules that are trained
         fully."""
         weights = named_weights(self.model)
         return self.adapted_weights() | {name: weights[name] for name in self.saved_names}
-
-    def adapted_weights(self) -> dict[str, nn.Parameter]:
-        """The frozen weights that have adapters, by name."""
-        weights = named_weights(self.model)
-        names_by_id = {id(weight): name for name, weight in weights.items()}
-        adapted = {}
-        for layer in lora.lora_layers(self.model).values():
-            weight = lora.adapted_weight(layer)
-            adapted[names_by_id[id(weight)]] = weight
-        return adapted
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         self.merging.start_domain(self.model)

@@ -24,6 +24,7 @@ class Peft(ContinualMethod):
     """Tuners of peft that change a model's layers: IA3 (Liu et al., NeurIPS 2022), VeRA (Kopiczko et al.,
     ICLR 2024), DoRA (Liu et al., ICML 2024), OFT (Qiu et al., NeurIPS 2023), tuning of norms, and others."""
 
+    keeps_base = True
     sharded = False
     options: PeftOptions
 
@@ -59,6 +60,7 @@ class Adapter(ContinualMethod):
     Houlsby's follow attention and FFN, or the FFN alone (`ffn`). W_up starts at zero: the first model is the
     base."""
 
+    keeps_base = True
     options: AdapterOptions
 
     def __init__(self, options: AdapterOptions, context: MethodContext) -> None:

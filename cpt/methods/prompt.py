@@ -41,6 +41,7 @@ def with_prompt(model: PreTrainedModel, name: str, prompt: Tensor) -> PreTrained
 class PromptMethod(ContinualMethod):
     """Trains prompts only, which are stored per domain in a `store`."""
 
+    keeps_base = True
     domain_params: DomainParams
 
     def __init__(

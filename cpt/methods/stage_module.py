@@ -105,6 +105,11 @@ class StageModule(LightningModule):
         self.snapshots: list[StepSnapshot] = []
 
         self.expanded_stages: list[Domain] = []  # the stages that the model has grown for
+
+        # Names in the state of what the files of the base give: files of a run do not hold them.
+        self.names_left_to_base: frozenset[str] = frozenset()
+        self.register_state_dict_post_hook(leave_out_base)
+        self.register_load_state_dict_pre_hook(add_base)
         self.router: DomainScorer | None = None
 
         # Of the current evaluation.
@@ -492,6 +497,20 @@ class StageModule(LightningModule):
         # DistributedDataParallel would send the first process's buffers to all at every step: copies of the
         # model, which are equal anyway, and memories that are each process's own.
         return [name for name, _ in self.named_buffers()]
+
+
+def leave_out_base(module: StageModule, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    """The hook after a state is made: without what the base gives."""
+    for name in module.names_left_to_base:
+        del state[prefix + name]
+
+
+def add_base(module: StageModule, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """The hook before a state is loaded: with the module's own tensors of the base, where the state leaves
+    them out. Files of 0.1.0 hold them."""
+    for name in module.names_left_to_base:
+        if prefix + name not in state:
+            state[prefix + name] = module.get_parameter(name)
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, torch.Size]:

@@ -3,7 +3,7 @@ compared."""
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -29,15 +29,18 @@ IN_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
 
 class Snapshot(NamedTensors):
-    """A copy of a model's parameters by name; later parameters are left alone until the next `capture`."""
+    """A copy of a model's parameters by name, without those that are `excluded`; later parameters are left
+    alone until the next `capture`."""
 
-    def __init__(self, model: nn.Module, *, persistent: bool) -> None:
-        super().__init__(dict(model.named_parameters()), persistent=persistent)
+    def __init__(self, model: nn.Module, *, persistent: bool, excluded: Collection[str] = ()) -> None:
+        parameters = {name: weight for name, weight in model.named_parameters() if name not in excluded}
+        super().__init__(parameters, persistent=persistent)
+        self.excluded = excluded
 
     @torch.no_grad()
     def capture(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Copies the model's parameters as they are now, or moves the copy by a share of the way to them."""
-        current = named_weights(model)
+        current = {name: weight for name, weight in named_weights(model).items() if name not in self.excluded}
         copies = self.named()
         common_names = shared_names(current, copies)
         self.move(copies, current, common_names, share)

@@ -1,10 +1,11 @@
 """Build the pieces of a run from a plan: the method with its model, and its data."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.core.randomness import torch_seed
@@ -18,16 +19,19 @@ from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.models.activation_checkpointing import checkpoint_activations
 from cpt.models.block_attention import MASKABLE
 from cpt.models.fast_kernels import COMPILE_OPTIONS, pad_head
+from cpt.models.loading import find_head_parameters
 from cpt.models.objectives import Objective
 from cpt.models.router_loss import find_router_weights
 from cpt.models.trial import try_model
 from cpt.models.units import find_blocks
+from cpt.models.vocabulary import vocabulary_tables
 from cpt.models.weights import Snapshot
 from cpt.optim.rounding import TO_NEAREST, StochasticRounding
 from cpt.optim.schedulers import Progress
 from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
+from cpt.trainer.costs import original_name
 from cpt.trainer.options import FP16_MIXED, Precision
 from cpt.trainer.plan import Plan
 
@@ -46,6 +50,7 @@ def build_method(plan: Plan, machine: Machine, base: Base) -> ContinualMethod:
     options = plan.trainer
     torch.manual_seed(torch_seed(plan.run.seed, "method"))
     model = base.model()
+    loaded_names = find_loaded_names(plan, base, model)
     pad_head(model)
     if machine.attn_implementation != "auto":
         model.set_attn_implementation(machine.attn_implementation)
@@ -56,10 +61,12 @@ def build_method(plan: Plan, machine: Machine, base: Base) -> ContinualMethod:
 
     method = plan.method.make(build_context(plan, model, base.objective, precision=machine.precision))
     method.auxiliary_models.update(method.aux_models())
+    method.names_left_to_base = find_names_left_to_base(method, loaded_names)
     if plan.carry != "none":
         method.optimizer_state = CarriedState()
     if plan.lr_scheduler.branches:
-        method.weights_before_decay = Snapshot(method.model, persistent=True)
+        left_to_base = {name.removeprefix("model.") for name in method.names_left_to_base}
+        method.weights_before_decay = Snapshot(method.model, persistent=True, excluded=left_to_base)
 
     # Memory and speed: weights that a method keeps, activations, compiled blocks.
     if options.offload_method_state:
@@ -72,6 +79,31 @@ def build_method(plan: Plan, machine: Machine, base: Base) -> ContinualMethod:
         for _, block in find_blocks(method.model):  # blocks are alike, so that one is compiled for all
             block.compile(**COMPILE_OPTIONS)
     return method
+
+
+def find_loaded_names(plan: Plan, base: Base, model: PreTrainedModel) -> set[str]:
+    """The names of a base model's parameters that are as its files have them: not rows that are set for new
+    tokens, nor the head of a checkpoint that may have none."""
+    computed: list[Tensor] = []
+    if base.resize or base.own_tokenizer is not None:
+        computed.extend(vocabulary_tables(model))
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    pretraining = plan.model.pretraining
+    if plan.model.name_or_path is not None and pretraining is not None and pretraining.head_steps == 0:
+        names.difference_update(find_head_parameters(model))
+    computed_ids = {id(tensor) for tensor in computed}
+    return {name for name in names if id(model.get_parameter(name)) not in computed_ids}
+
+
+def find_names_left_to_base(method: ContinualMethod, loaded_names: Collection[str]) -> frozenset[str]:
+    """The names in a method's state of what the files of its base give, bit for bit, in every stage."""
+    constant_ids = {id(parameter) for parameter in method.constant_weights}
+    names = set()
+    for name, parameter in method.named_parameters(remove_duplicate=False):
+        is_loaded = original_name(name).removeprefix("model.") in loaded_names
+        if is_loaded and id(parameter) in constant_ids:
+            names.add(name)
+    return frozenset(names)
 
 
 def build_context(
