@@ -152,6 +152,11 @@ def is_complete(scores: Scores, plan: Plan) -> bool:
     if scores.policy != plan.evaluation.policy or scores.run["order"] != plan.order:
         return False
 
+    # Exported in another type than is asked for now; a run of 0.1.0 in 32 bits.
+    exported = scores.exported or {"requested": "auto", "dtype": "float32"}
+    if plan.export.dtype not in (exported["requested"], exported["dtype"]):
+        return False
+
     # End tasks, answers, benchmarks: measured with the same options and data.
     for evaluation, expected_hash in plan.evaluation_hashes.items():
         if getattr(scores, evaluation).get("hash") != expected_hash:

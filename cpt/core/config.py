@@ -25,6 +25,7 @@ EXECUTION = (
     "extend",
     "grow",  # of runs of 0.1.0
     "data",
+    "export",  # a finished run may be exported again
     "modules",
     "benchmark",
     "endtask",

@@ -249,6 +249,16 @@ class BaseKeys(TypedDict, total=False):
 
 
 @closed
+class ExportedKeys(TypedDict):
+    requested: Annotated[str, Key("`export.dtype`")]
+    dtype: Annotated[str, Key("type of the weights: float32, bfloat16, float16, float64")]
+    text: Annotated[str, Key("held-out text of which a sample was scored")]
+    tokens: Annotated[int, Key("scored tokens of the sample", "tokens")]
+    nll: Annotated[Loss, Key("of the exported model, loaded as the card says")]
+    run_nll: Annotated[Loss, Key("of the run's weights on the same tokens")]
+
+
+@closed
 class SimilarityKeys(TypedDict, total=False):
     names: Annotated[list[str], Key("domains", over="N")]
     matrix: Annotated[

@@ -109,6 +109,9 @@ class Scores(Layout):
     needs_domain: bool = entry("whether the domain of a text must be known at test time", default=False)
     alone: bool = entry("whether each domain was trained from the base", default=False)
     loading: str = entry("Python expression that loads the exported model", default="")
+    exported: Annotated[dict[str, Any], Key(measured=schema.ExportedKeys)] = entry(
+        "the exported model, as it was loaded again", default=dict
+    )
     optimized_metric: float | list[float | None] | None = entry(
         "value of the config's `optimized_metric`", default=None
     )

@@ -120,6 +120,14 @@ def read_stored_weights(files: Iterable[Path]) -> StoredWeights:
     return StoredWeights(tensors, file_names)
 
 
+def find_main_dtype(stored: StoredWeights) -> torch.dtype:
+    """The type that most numbers of a checkpoint have."""
+    counts = Counter[torch.dtype]()
+    for tensor in stored.tensors.values():
+        counts[tensor.dtype] += tensor.numel()
+    return counts.most_common(1)[0][0]
+
+
 def compare_weights(
     model_class: type[PreTrainedModel], config: PretrainedConfig, stored: StoredWeights, *, checkpoint: str
 ) -> WeightsReport:

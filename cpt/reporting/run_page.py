@@ -487,6 +487,7 @@ def show_run(scores: Scores) -> Block:
         "movement in the protected subspace": describe_movement(scores),
         "numerics": describe_numerics(scores),
         "domain at test time": "must be known" if scores.needs_domain else "need not be known",
+        "exported model": describe_exported(scores),
         "load the model (from this folder)": scores.loading,
         "versions": ", ".join(f"{name} {version}" for name, version in scores.versions.items()),
     }
@@ -530,6 +531,16 @@ def describe_numerics(scores: Scores) -> str:
         return ""
     attention = scores.numerics.get("attention", "").replace("auto", "default")
     return f"precision {scores.numerics['precision']}, attention {attention}"
+
+
+def describe_exported(scores: Scores) -> str:
+    """`bfloat16: loss 2.345 on 2,048 tokens of law, with the run's weights 2.344`; empty without an export,
+    and of one by 0.1.0."""
+    exported = scores.exported
+    if not exported:
+        return ""
+    losses = f"loss {exported['nll']:.4f} on {exported['tokens']:,} tokens of {exported['text']}"
+    return f"{exported['dtype']}: {losses}, with the run's weights {exported['run_nll']:.4f}"
 
 
 def show_config(scores: Scores, folder: Path) -> Block:

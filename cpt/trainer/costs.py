@@ -113,6 +113,16 @@ def address_of(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
+def count_weights(model: PreTrainedModel) -> int:
+    """The numbers in a model without what a method has attached to it."""
+    names = original_names(model)
+    count = 0
+    for name, parameter in model.named_parameters():
+        if original_name(name) in names:
+            count += parameter.numel()
+    return count
+
+
 def trained_parameters(module: nn.Module) -> int:
     """The number of values that the optimizer updates."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pandas as pd
+import torch
 
 from cpt.core.tensors import load_tensors
 from cpt.data.datamodule import DomainSequence
@@ -22,6 +23,7 @@ from cpt.reporting.formats import format_bytes
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method, read_corpora
 from cpt.trainer.chat_date import date_chats
+from cpt.trainer.export_dtype import find_export_dtype
 from cpt.trainer.log_settings import log_settings
 from cpt.trainer.match_operations import match_operations
 from cpt.trainer.plan import Plan
@@ -67,7 +69,10 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
     has_growing_model = type(module).expand is not ContinualMethod.expand
     cost["lower_bound"] = has_growing_model and len(stages) > len(profiles)
     cost["not_included"] = list_excluded(plan, base)
-    return cost | extrapolate_costs(plan, profiles, stages, machine.world_size)
+    export_dtype = find_export_dtype(plan.export, plan.model.name_or_path, machine.precision)
+    return cost | extrapolate_costs(
+        plan, profiles, stages, world_size=machine.world_size, export_dtype=export_dtype
+    )
 
 
 def list_excluded(plan: Plan, base: Base) -> list[str]:
@@ -190,7 +195,12 @@ def count_stage_tokens(data: DomainSequence, stage: Domain) -> float:
 
 
 def extrapolate_costs(
-    plan: Plan, profiles: Sequence[Profile], stages: Sequence[dict[str, Any]], world_size: int
+    plan: Plan,
+    profiles: Sequence[Profile],
+    stages: Sequence[dict[str, Any]],
+    *,
+    world_size: int,
+    export_dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Memory, disk and seconds of all stages."""
     # A few stages were run: what each further one adds is taken to be the same.
@@ -213,7 +223,7 @@ def extrapolate_costs(
             "stage file": extended[-1].file,
             "all stage files (save_all_stages=true)": sum(profile.file for profile in extended[1:]),
             "checkpoint": extended[-1].file + optimizer_bytes + last_memory["weights to go back to"],
-            "exported model": extended[-1].memory["weights"],
+            "exported model": extended[-1].weights * export_dtype.itemsize,
         },
         "seconds": seconds | {"total": sum(seconds.values())},
         "step_seconds": trained[-1].step_s if trained else None,

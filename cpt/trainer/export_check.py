@@ -24,6 +24,7 @@ from cpt.data.sampler import EvalSubset
 from cpt.methods.base import ContinualMethod
 from cpt.models.block_attention import MASKABLE
 from cpt.models.forward import set_mode
+from cpt.trainer.export_dtype import name_dtype
 
 log = logging.getLogger(__name__)
 CHECKED_TOKENS = 2048  # of the held-out text, in whole rows
@@ -44,6 +45,15 @@ class HeldOutSample:
     domain: int  # whose modules are exported; -1: the base
     batch: Batch
     expected: Tensor  # nats at each scored position [K], on the CPU
+
+
+@dataclass(frozen=True)
+class ExportedLosses:
+    """The mean losses (nats) of a held-out sample."""
+
+    nll: float  # of the exported model, loaded as its card says
+    run_nll: float  # of the run's weights
+    num_tokens: int
 
 
 @torch.no_grad()
@@ -106,10 +116,12 @@ def check_export(
     *,
     recorded: np.ndarray | None,
     precision: str,
-) -> None:
-    """Raises ValueError where the model of an `expression` does not load from its folder without missing or
-    unused weights, or does not score the sample as the module did, and its whole documents as the last row
-    has them: `recorded` [2, documents], nats and tokens, or None."""
+) -> ExportedLosses:
+    """The losses on the sample of the model of an `expression`, and of the module.
+
+    Raises ValueError where the model does not load from its folder without missing or unused weights, or does
+    not score the sample as the module did, and its whole documents as the last row has them: `recorded` [2,
+    documents], nats and tokens, or None."""
     # Loading draws random numbers for weights that are missing, which the run must not notice.
     with torch.random.fork_rng(devices=[]):
         try:
@@ -121,18 +133,30 @@ def check_export(
 
     # First against the weights in memory, which differ by nothing but the dtype of the file; then against
     # what the matrix has, which was computed in the run's precision.
-    allowed = TOLERANCES_BY_DTYPE[model.dtype]
+    rounding = TOLERANCES_BY_DTYPE[model.dtype]
+    allowed = rounding
     cause = describe_loss_difference(losses, sample.expected, allowed=allowed, label="the run's weights give")
     if cause is None and recorded is not None:
         documents = sample.batch["documents"]
         document_losses, recorded_losses = whole_documents(documents, losses, recorded)
         allowed = EXACT_TOLERANCE if precision in EXACT_PRECISIONS else ROUNDED_TOLERANCE
         cause = describe_loss_difference(
-            document_losses, recorded_losses, allowed=allowed, label="the last row has"
+            document_losses, recorded_losses, allowed=max(allowed, rounding), label="the last row has"
         )
     if cause is not None:
         raise wrong_export_error(folder, f"on {sample.text} {cause}")
-    log.info("Loaded the exported model: it scores %s as the run does", sample.text)
+
+    exported = ExportedLosses(
+        nll=float(losses.mean()), run_nll=float(sample.expected.mean()), num_tokens=len(losses)
+    )
+    log.info(
+        "Loaded the exported model: in %s it scores %s as the run does (loss %.4f, run %.4f)",
+        name_dtype(model.dtype),
+        sample.text,
+        exported.nll,
+        exported.run_nll,
+    )
+    return exported
 
 
 def wrong_export_error(folder: Path, cause: str) -> ValueError:

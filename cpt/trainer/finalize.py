@@ -27,6 +27,7 @@ from cpt.trainer.base_files import copy_generation_config, save_tokenizer
 from cpt.trainer.base_model import Base
 from cpt.trainer.evaluator import Evaluator
 from cpt.trainer.export_check import HeldOutSample, check_export, draw_sample
+from cpt.trainer.export_dtype import convert_files, find_export_dtype, name_dtype
 from cpt.trainer.linked_weights import link_weights
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -67,7 +68,12 @@ def finalize(
     # Scored before the export, which may change the module, and compared with what is loaded again.
     sample = draw_sample(module, data)
     loading = export_model(run, base, module, data)
-    check_export(
+    if has_stages:  # before weights are rounded: the movement of training
+        scores.moved = measure_movement(base.model(), run.model)
+    dtype = find_export_dtype(plan.export, plan.model.name_or_path, machine.precision)
+    with files.writing(run.model):
+        convert_files(run.model, dtype)
+    exported = check_export(
         run.model,
         loading,
         sample,
@@ -76,8 +82,14 @@ def finalize(
         precision=str(machine.precision),
     )
     scores.loading = loading.replace(f"{run.path}/", "")  # the run's folder may be moved
-    if has_stages:
-        scores.moved = measure_movement(base.model(), run.model)
+    scores.exported = {
+        "requested": plan.export.dtype,
+        "dtype": name_dtype(dtype),
+        "text": sample.text,
+        "tokens": exported.num_tokens,
+        "nll": exported.nll,
+        "run_nll": exported.run_nll,
+    }
 
     check_signals("before the report was written")
     set_phase("writing the report")

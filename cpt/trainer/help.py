@@ -21,7 +21,7 @@ from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.options import EvalOptions
 from cpt.models.options import Freeze, ModelOptions, PretrainingOptions
 from cpt.optim.options import OPTIONS_BY_TARGET
-from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
+from cpt.trainer.options import ExportOptions, LoggerOptions, RunOptions, TrainerOptions
 
 FLAG = "--options"
 # Sections whose options are the same whatever is chosen.
@@ -31,6 +31,7 @@ FIXED_SECTIONS: dict[str, tuple[type[Options], ...]] = {
     "eval": (EvalOptions,),
     "monitor": (MonitorOptions,),
     "data": (DataOptions,),
+    "export": (ExportOptions,),
     "modules": (ModulesOptions,),
     "model": (ModelOptions,),
     "model.pretraining": (PretrainingOptions,),

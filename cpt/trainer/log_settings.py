@@ -24,6 +24,7 @@ from cpt.models.units import find_expert_parameters
 from cpt.optim.rounding import lost_update_share
 from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
+from cpt.trainer.export_dtype import find_export_dtype, name_dtype
 from cpt.trainer.log_experts import log_experts
 from cpt.trainer.options import BF16, Precision
 from cpt.trainer.plan import BF16_WEIGHTS, Plan
@@ -49,10 +50,19 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
             "Accumulating gradients (trainer.accumulate_grad_batches=%d): %s", num_micro_batches, difference
         )
 
+    log_export(plan, machine)
     warn_of_lost_updates(plan, module, precision=machine.precision)
     warn_of_untrained_rows(plan, module)
     log_experts(plan, module)
     log_saved_modules(module)
+
+
+def log_export(plan: Plan, machine: Machine) -> None:
+    """Logs that the exported weights are rounded, where nothing but the checkpoint asks for it."""
+    dtype = find_export_dtype(plan.export, plan.model.name_or_path, machine.precision)
+    is_rounded = dtype.itemsize < 4 and machine.precision != "bf16-true"
+    if plan.export.dtype == "auto" and is_rounded and is_first_process():
+        log.info("Exported weights (export.dtype=auto): %s, as the checkpoint is stored", name_dtype(dtype))
 
 
 def log_scored_share(data: DomainSequence) -> None:

@@ -116,6 +116,17 @@ class RunOptions(Options):
 
 
 @config
+class ExportOptions(Options):
+    """The exported model."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "type of the exported weights, rounded once from what was trained; auto: as most weights of the "
+        "checkpoint are stored, float32 of a new model",
+        default="auto",
+    )
+
+
+@config
 class TrainerOptions(Options):
     """How much of each domain is learned, and how; what is not listed goes to lightning.Trainer."""
 

@@ -143,7 +143,7 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
     )
     check_evaluations(plan)
     check_conflicts(plan)
-    return with_stored_date(plan, stored_config)
+    return with_stored_export(with_stored_date(plan, stored_config), stored_config)
 
 
 def start_from_export(model: ModelOptions, run_folder: Path) -> ModelOptions:
@@ -206,6 +206,13 @@ def with_stored_date(plan: Plan, stored_config: Mapping[str, Any]) -> Plan:
         return plan
     date = stored_config.get("domains.date")
     return plan if date is None else with_template_date(plan, date)
+
+
+def with_stored_export(plan: Plan, stored_config: Mapping[str, Any]) -> Plan:
+    """The plan of a run that began without `export.dtype` (0.1.0), which exports in 32 bits."""
+    if not stored_config or "export.dtype" in stored_config or plan.export.dtype != AUTO:
+        return plan
+    return replace(plan, export=replace(plan.export, dtype="float32"))
 
 
 def with_template_date(plan: Plan, date: str | None) -> Plan:

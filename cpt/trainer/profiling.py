@@ -26,7 +26,7 @@ from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
 from cpt.trainer.build import build_data
 from cpt.trainer.checkpoint import map_stored, save_stage
-from cpt.trainer.costs import CostMonitor, added_state_bytes, trained_parameters
+from cpt.trainer.costs import CostMonitor, added_state_bytes, count_weights, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.plan import Plan
 
@@ -49,6 +49,7 @@ class Profile:
     loss: int = 0  # of the peak: the logits of the largest batch, or of a chunk of it, and their loss
     num_scored: int = 0  # the most positions of a batch, in training or evaluation
     trained: int = 0  # parameters
+    weights: int = 0  # numbers in the exported model
     stored: int = 0  # bytes in the stage file in addition to the model's own weights
     file: int = 0
     flops: dict[str, float] = field(default_factory=dict)  # before the first step, of a step, after the last
@@ -201,6 +202,7 @@ def profile_run(
             profile.token_s /= max(1, num_tokens)
             profile.peak = peak(machine.device)
             profile.loss = count_loss_bytes(module.model, profile.num_scored)
+            profile.weights = count_weights(module.model)
             if not profile.memory:  # the base has no steps
                 profile.memory = count_bytes(module, trainer)
             profiles.append(profile)
@@ -299,6 +301,7 @@ def extend_profiles(profiles: Sequence[Profile], num_stages: int) -> list[Profil
                 last,
                 file=extrapolate(previous.file, last.file, num_beyond),
                 stored=extrapolate(previous.stored, last.stored, num_beyond),
+                weights=extrapolate(previous.weights, last.weights, num_beyond),
                 memory=memory,
                 flops=flops,
             )

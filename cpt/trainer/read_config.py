@@ -21,7 +21,7 @@ from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import ParameterOptions, read_optimizer, read_parameter_options
 from cpt.optim.schedulers import Schedule
-from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
+from cpt.trainer.options import ExportOptions, LoggerOptions, RunOptions, TrainerOptions
 
 # Config groups that set values of other sections.
 GROUPS_THAT_SET_OTHERS = ("strategy", "experiment", "hydra")
@@ -74,6 +74,7 @@ class Sections:
     parameter_options: ParameterOptions  # of the section `optim`
     lr_scheduler: Schedule
     trainer: TrainerOptions
+    export: ExportOptions
     logger: LoggerOptions
     callbacks: Mapping[str, Any]
     answers: TaskEvalOptions | None  # where the domains are tasks
@@ -116,6 +117,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         answers=choose(read("answers"), TaskEvalOptions),
         benchmark=choose(read("benchmark"), LMEvalOptions),
         trainer=read_trainer(read("trainer")),
+        export=read("export").read(ExportOptions),
         logger=read_logger(read("logger")),
         callbacks=check_targets(read("callbacks").values, "callbacks"),
     )
