@@ -20,11 +20,12 @@ from urllib.parse import quote
 import torch
 from peft import LoraConfig, PeftType, get_peft_model_state_dict, inject_adapter_in_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -45,6 +46,10 @@ NEWEST = "default"  # names of adapters
 EARLIER = "earlier"
 Targets = str | Sequence[str]
 LoraFactors = tuple[nn.Parameter, nn.Parameter]  # A [r, d_in] and B [d_out, r]
+# Linear layers of Mamba's mixers. Its fused kernels take their weights, so that the layers, and adapters in
+# them, are not called: out_proj in transformers' Mamba 2 (Falcon H1, Bamba, Granite), all three in Mamba 1.
+KERNEL_LAYERS = ("out_proj", "x_proj", "dt_proj")
+STATE_SPACE_PARAMETERS = ("A_log", "D")  # by which a mixer of Mamba is known
 
 
 class FusedLoraLinear(Linear):
@@ -69,6 +74,24 @@ class FusedLoraLinear(Linear):
                 flat = torch.addmm(result.flatten(0, -2), ranks.flatten(0, -2), b.weight.T, alpha=scale)
                 result = flat.view(result.shape)
         return result
+
+
+class NamedLoraModel(LoraModel):
+    """peft's LoRA on the layers that a configuration names.
+
+    In mixtures of experts, peft takes gate_proj, up_proj and down_proj for the names that experts had in
+    transformers 4, and adapts the experts' parameters. Dense and shared feed-forward networks, whose layers
+    have these names, it leaves out (huggingface/peft, issue 3711)."""
+
+    def __init__(self, model: nn.Module, config: LoraConfig, adapter_name: str) -> None:
+        self.layer_names = config.target_modules
+        config.target_modules = []
+        super().__init__(model, config, adapter_name)
+
+    def _prepare_adapter_config(self, peft_config: LoraConfig, model_config: Any) -> LoraConfig:
+        # peft calls this when it has replaced the names of experts, and before it looks for layers.
+        peft_config.target_modules = self.layer_names
+        return peft_config
 
 
 def attach_lora(
@@ -115,7 +138,7 @@ def attach_lora(
         init_lora_weights=cast(Any, True if model.device.type == "meta" else initialization),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps.values()),
     )
-    inject_adapter_in_model(config, model, adapter_name=NEWEST)
+    NamedLoraModel(model, config, NEWEST)
     for layer in lora_layers(model).values():
         prepare_layer(layer)
 
@@ -228,15 +251,17 @@ def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
 
 def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Module]:
     """The linear layers meant by `all-linear`, a regular expression for whole names, or a list of names or
-    their ends, without the language-model head, by name; raises ValueError if there are none."""
+    their ends, without the language-model head, by name. `all-linear` leaves out those of
+    `find_kernel_layers`. Raises ValueError if there are none, or for one of those."""
     head = model.get_output_embeddings()
     linear: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and module is not head:
             linear[name] = module
 
+    kernel_layers = find_kernel_layers(model)
     if targets == "all-linear":
-        return linear
+        return {name: module for name, module in linear.items() if name not in kernel_layers}
     if isinstance(targets, str):
         matching = {name: module for name, module in linear.items() if re.fullmatch(targets, name)}
     else:
@@ -248,7 +273,28 @@ def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Modul
             targets,
             allowed=f"all-linear, a regular expression or a list that finds some of {list(linear)[:6]} …",
         )
+    for name in kernel_layers:
+        if name in matching:
+            raise InvalidOptionError(
+                "method.target_modules",
+                targets,
+                reason=f"{name} is not called, as a kernel of Mamba reads its weight",
+                allowed="layers without those, as all-linear",
+            )
     return matching
+
+
+def find_kernel_layers(model: nn.Module) -> list[str]:
+    """The names of the linear layers that fused kernels of Mamba read the weights of."""
+    names = []
+    for name, module in model.named_modules():
+        parameter_names = [key for key, _ in module.named_parameters(recurse=False)]
+        if not set(STATE_SPACE_PARAMETERS) <= set(parameter_names):
+            continue
+        for child_name, child in module.named_children():
+            if child_name in KERNEL_LAYERS and isinstance(child, nn.Linear):
+                names.append(f"{name}.{child_name}")
+    return names
 
 
 def find_target_parameters(model: PreTrainedModel, targets: Targets) -> list[str]:
@@ -613,6 +659,8 @@ def export_config(model: PreTrainedModel, rank: int, *, base_folder: Path) -> Lo
     if is_pissa(config):
         exported.init_lora_weights = True  # it would take singular values out of the base again
     exported.base_model_name_or_path = str(base_folder.resolve())
+    name_misread_layers(exported, model)
+
     model_class = type(model)
     if model.config.is_encoder_decoder:
         exported.task_type = "SEQ_2_SEQ_LM"
@@ -624,6 +672,48 @@ def export_config(model: PreTrainedModel, rank: int, *, base_folder: Path) -> Lo
             "parent_library": model_class.__module__,
         }
     return cast(LoraConfig, exported)
+
+
+def find_misread_layers(config: LoraConfig, model: PreTrainedModel) -> list[str]:
+    """The layers of a configuration that peft takes for experts (`NamedLoraModel`) when it loads it."""
+    misread_names = []
+    for name in cast(Sequence[str], config.target_modules):
+        probe = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(probe, model, None)
+        except ValueError:  # one of gate_proj and up_proj without the other
+            misread_names.append(name)
+        else:
+            if set(probe.target_modules or ()) != {name}:
+                misread_names.append(name)
+    return misread_names
+
+
+def name_misread_layers(config: LoraConfig, model: PreTrainedModel) -> None:
+    """Names the weights of the layers that peft takes for experts in place of the layers: so it finds them,
+    and computes W + alpha / r B A."""
+    misread_names = find_misread_layers(config, model)
+    if not misread_names:
+        return
+    config.target_modules = sorted(set(config.target_modules or ()) - set(misread_names))
+    weight_names = [f"{name}.weight" for name in misread_names]
+    config.target_parameters = sorted({*(config.target_parameters or ()), *weight_names})
+    config.lora_dropout = 0.0  # which adapters of parameters have not
+
+
+def check_loadable(model: PreTrainedModel) -> None:
+    """Raises ValueError for adapters that peft could not load from a file: DoRA's of layers that it takes for
+    experts, whose parameters have no DoRA."""
+    config = model.peft_config[NEWEST]
+    misread_names = find_misread_layers(config, model) if config.use_dora else []
+    if misread_names:
+        raise InvalidOptionError(
+            "method.exported",
+            "peft",
+            context="with method.use_dora=true",
+            reason=f"peft takes {sorted(misread_names)[0]} of a {model.config.model_type} for an expert",
+            allowed="merged",
+        )
 
 
 def attach_tuner(
@@ -651,11 +741,14 @@ def attach_tuner(
 
     # Before the tuner is added: the names that an exported model has to have again.
     plain_names = set(model.state_dict())
+    kernel_layers = find_kernel_layers(model)
     setting = f"{tuner} with method.arguments={format_value(dict(arguments))}"
     try:
         config = config_class(**settings)
         if kind == PeftType.VERA:  # its layers share what peft does not inject
             PEFT_TYPE_TO_TUNER_MAPPING[kind](model, {NEWEST: config}, NEWEST)
+        elif kind == PeftType.LORA and "target_modules" not in arguments:
+            NamedLoraModel(model, config, NEWEST)
         else:
             inject_adapter_in_model(config, model, adapter_name=NEWEST)
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
@@ -668,6 +761,7 @@ def attach_tuner(
         raise InvalidOptionError(
             "method.tuner", setting, reason="it leaves nothing to train", allowed="inference_mode=false"
         )
+    check_kernel_layers(model, kernel_layers, setting)
     check_embeddings(model, setting)
     if model.device.type == "meta":  # before training, where a copy costs nothing
         check_mergeable(model, plain_names, setting)
@@ -691,9 +785,23 @@ def default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> d
         settings["init_weights"] = True  # starts as the base
     if tuner == "ia3":
         # In an FFN it scales the input of the last layer, elsewhere the output.
-        down = {sublayer.out.name for sublayer in find_sublayers(model, ("neurons",))}
+        feed_forwards = find_sublayers(model, ("neurons",), skips_mixtures=True)
+        down = {sublayer.out.name for sublayer in feed_forwards}
         settings["feedforward_modules"] = [name for name in layers if name in down]
     return settings
+
+
+def check_kernel_layers(model: PreTrainedModel, kernel_layers: Sequence[str], setting: str) -> None:
+    """Raises ValueError for tuners in layers that are not called (`find_kernel_layers`); `setting` is the
+    tuner with its arguments, for the message."""
+    for name in kernel_layers:
+        if isinstance(model.get_submodule(name), BaseTunerLayer):
+            raise InvalidOptionError(
+                "method.tuner",
+                setting,
+                reason=f"{name} is not called, as a kernel of Mamba reads its weight",
+                allowed="arguments.target_modules without it",
+            )
 
 
 def check_embeddings(model: PreTrainedModel, setting: str) -> None:

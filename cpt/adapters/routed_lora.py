@@ -123,6 +123,7 @@ class SampleRouter(nn.Module):
         self.needs_embeddings = False  # whether e is to be computed when the embeddings are
         self.mask: Tensor | None = None  # [B, T], 0 at padding
         self.text_shape = (0, 0)  # B and T
+        self.is_continued = False  # whether it reads the next tokens of texts in a cache
         self.log_weights: Tensor | None = None  # log a, [B, 1, t]; in a causal model [B, T, t]
         self.cosines: Tensor | None = None  # of the same shape
 
@@ -184,10 +185,11 @@ class SampleRouter(nn.Module):
         cache = find_cache(inputs)
         if cache is not None and cache.get_seq_length() > 0 and self.log_weights is not None:
             # Generation continues: the new tokens have the weights of the last one.
-            self.log_weights = self.log_weights[:, -1:]
+            self.is_continued = True
             self.text_shape = (len(self.log_weights), 1)
             return
 
+        self.is_continued = False
         mask = inputs.get("attention_mask")
         embeddings = inputs.get("inputs_embeds")
         self.mask = mask if mask is not None and mask.ndim == 2 else None
@@ -223,10 +225,15 @@ class SampleRouter(nn.Module):
             self.weigh_adapters(output)
 
     def weights_at(self, features: Tensor) -> Tensor:
-        """a [..., t] for a layer's features [N, T', f], or [B T, f]; ValueError for unidentified samples."""
+        """a [..., t] for a layer's features [N, T', f], [B T, f] or [B, 1, T', f]; ValueError for
+        unidentified samples."""
         assert self.log_weights is not None
         weights = self.log_weights.exp()
         rows, length = self.text_shape
+        if features.ndim == 4 and features.shape[:2] == (rows, 1):
+            return extend_weights(weights, features.shape[2])[:, None]
+        if self.is_continued:
+            weights = weights[:, -1:]
         # Some layers see the tokens of all samples in one list.
         if features.ndim == 2 and len(features) == rows * length:
             return weights.expand(-1, length, -1).flatten(0, 1)
@@ -240,6 +247,16 @@ class SampleRouter(nn.Module):
     def weigh(self, adapters: slice, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """The forward hook of A of the newest adapter, or of the earlier ones."""
         return weigh_ranks(output, self.weights_at(output)[..., adapters])
+
+
+def extend_weights(weights: Tensor, num_tokens: int) -> Tensor:
+    """Weights [B, 1 or T, t] for the first tokens of texts: further ones have those of the last token.
+    DeepSeek expands the latents of all tokens in the cache whenever a new one is generated."""
+    num_weighted = weights.shape[1]
+    if not 1 < num_weighted < num_tokens:
+        return weights
+    weights_of_new = weights[:, -1:].expand(-1, num_tokens - num_weighted, -1)
+    return torch.cat([weights, weights_of_new], dim=1)
 
 
 def find_cache(inputs: Mapping[str, Any]) -> Any | None:

@@ -245,6 +245,12 @@ PRIVATE_APIS = (
         ("adapters.lora",),
         "peft's own cast of a layer's input",
     ),
+    PrivateAPI(
+        "peft:LoraModel",
+        "_prepare_adapter_config",
+        ("adapters.lora",),
+        "the names of layers are set when peft has replaced those of experts",
+    ),
     # Hydra, OmegaConf, submitit
     PrivateAPI(
         "hydra._internal.utils",

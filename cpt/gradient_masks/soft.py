@@ -192,8 +192,12 @@ class SoftMask(UnitMask):
         super().__init__(self.find_groups(model), apply_to=apply_to)
 
     def find_groups(self, model: PreTrainedModel) -> list[Units]:
+        # A norm over the features of all heads, as of OLMo 2's queries, makes a head's output depend on the
+        # weights of all. The gate of eq. 2 is on the output, so dL/dg is still that of one head, and a
+        # step times 1 - I (eq. 5) promises of no unit that it stays as it is. HAT's hard gates do.
+        units = find_units(model, self.kinds, skips_mixtures=True, needs_separation=False)
         groups = []
-        for group in find_units(model, self.kinds, skips_mixtures=True):
+        for group in units:
             if group.kind not in self.columns and group.side != "out":  # only the weights that write it
                 parts = tuple(part for part in group.parts if part.module is not group.gate)
                 group = replace(group, parts=parts)

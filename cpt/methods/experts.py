@@ -25,6 +25,7 @@ from cpt.adapters.experts import (
     use_experts,
 )
 from cpt.core.distributed import all_reduce_sum
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.data.options import Domain
@@ -33,7 +34,7 @@ from cpt.methods.options import DEMIXOptions, LifelongMoEOptions
 from cpt.models.chunked_head import Logits, WeightedLoss, make_nll
 from cpt.models.forward import TARGET_TOKENS, kl_divergence, set_mode
 from cpt.models.fsdp import named_weights, reshard
-from cpt.models.units import Projection, find_sublayers
+from cpt.models.units import Projection, find_projections, find_sublayers
 from cpt.models.weights import swap_weights
 
 
@@ -136,7 +137,12 @@ class DEMIX(CopyingMethod):
         if has_adapters:
             scope = attach_bottlenecks(context.model, **options.bottleneck)
         else:
-            scope = scope_of_ffns(context.model)
+            try:
+                scope = scope_of_ffns(context.model)
+            except ValueError as error:  # a mixture of experts, or an FFN of unknown form
+                raise InvalidOptionError(
+                    "method.experts", "ffn", reason=str(error), allowed="adapter"
+                ) from error
         super().__init__(options, context, scope)
         # FFNs are weights of a plain model: nothing is added to it before they are loaded.
         self.attached = (attach_bottlenecks, options.bottleneck) if has_adapters else (None, {})
@@ -165,6 +171,19 @@ def scope_of_ffns(model: PreTrainedModel) -> Scope:
     for layer in maps:
         names += [f"{layer.name}.{name}" for name, _ in layer.module.named_parameters()]
     return Scope(tuple(names), tuple(maps))
+
+
+def check_ffns(model: PreTrainedModel, options: LifelongMoEOptions) -> None:
+    """Raises ValueError for a model whose FFNs cannot become mixtures: its own are, or a layer has an unknown
+    form."""
+    try:
+        find_sublayers(model, ("neurons",))
+        if options.dense == "trained":
+            find_projections(model)
+    except ValueError as error:
+        raise InvalidOptionError(
+            "method.num_experts", options.num_experts, reason=str(error), allowed="0"
+        ) from error
 
 
 def find_dense_scope(model: PreTrainedModel, blocks: Sequence[str], *, dense: str) -> Scope:
@@ -200,6 +219,7 @@ class LifelongMoE(CopyingMethod):
         scope = None
         scope_outside_mixtures = None
         if options.num_experts:
+            check_ffns(context.model, options)
             blocks = choose_blocks(context.model, context.freeze, interval=options.every)
             scope_outside_mixtures = find_dense_scope(context.model, blocks, dense=options.dense)
             attach_mixtures(context.model, blocks=blocks, top_k=options.top_k)

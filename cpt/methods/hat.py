@@ -31,6 +31,7 @@ from cpt.adapters.gates import (
     find_gated_parameters,
     regulariser,
 )
+from cpt.core.exceptions import InvalidOptionError
 from cpt.data.collate import Batch
 from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -243,7 +244,15 @@ class CPTPlugin(GatedMethod):
 
     def __init__(self, options: CPTPluginOptions, context: MethodContext) -> None:
         model = context.model
-        scope = attach_plugins(model, **options.plugin)
+        try:
+            scope = attach_plugins(model, **options.plugin)
+        except ValueError as error:  # mixtures of experts, or sublayers of unknown form
+            raise InvalidOptionError(
+                "method",
+                "cpt_plugin",
+                reason=str(error),
+                allowed="models whose attentions and feed-forward networks are known",
+            ) from error
         gates = attach_gates(model, units_of_adapters(model, Plugin), s_max=options.s_max)
         norms = norms_of(model) if options.norms == "per_domain" else ()
         trained = replace(scope, names=scope.names + gates.names + norms)

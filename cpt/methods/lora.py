@@ -61,6 +61,8 @@ class LoRA(ContinualMethod):
             use_dora=options.use_dora,
             initialization=options.init_lora_weights,
         )
+        if options.exported == "peft":
+            lora.check_loadable(context.model)
         saved_names = train_fully(context.model, options.modules_to_save)
         scope = replace(scope, names=(*scope.names, *saved_names))
         super().__init__(options, context, scope=scope)

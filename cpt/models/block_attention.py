@@ -1,7 +1,7 @@
 """Packing with document masking: samples or documents share rows, and attend to themselves only.
 
 transformers separates the samples of a causal row by `position_ids` that restart without an `attention_mask`;
-an encoder is given a block-diagonal mask."""
+an encoder is given a block-diagonal mask, as is a gpt-oss, whose class makes its masks without positions."""
 
 import inspect
 import logging
@@ -25,6 +25,7 @@ from cpt.models.forward import (
 
 log = logging.getLogger(__name__)
 MASKABLE = ("sdpa", "eager")  # attention implementations that take a mask of blocks
+MASKS_WITHOUT_POSITIONS = ("gpt_oss",)  # model types whose class makes masks that do not depend on positions
 TEXT_MASKS = WeakTensorKeyDictionary()  # where text is, by the input_ids [R, W] of shared rows
 
 
@@ -36,7 +37,7 @@ def make_inputs(
     if "segments" in batch:
         return separate_documents(model, batch["input_ids"], batch["segments"], causal=causal), None
     if "layout" in batch:
-        return separate_samples(batch, batch["layout"])
+        return separate_samples(model, batch, batch["layout"])
     return inputs_of(batch), None
 
 
@@ -54,13 +55,13 @@ def separate_documents(
     # No attention_mask says where text is, so that modules which need it look it up by the ids.
     TEXT_MASKS[ids] = segments >= 0
     position_ids = columns - document_starts + first_position
-    if causal:
+    if causal and not needs_causal_masks(model):
         return {"input_ids": ids, "position_ids": position_ids}
-    masks = make_block_masks(model, segments)
+    masks = make_block_masks(model, segments, causal=causal)
     return {"input_ids": ids, "position_ids": position_ids, "attention_mask": masks}
 
 
-def separate_samples(batch: Batch, layout: Tensor) -> tuple[dict[str, Any], Tensor]:
+def separate_samples(model: PreTrainedModel, batch: Batch, layout: Tensor) -> tuple[dict[str, Any], Tensor]:
     """The arguments for the samples of a batch in the shared rows of a layout [R, W], and the position
     [B * T] of each of their tokens in these."""
     length = batch["input_ids"].shape[1]
@@ -76,16 +77,33 @@ def separate_samples(batch: Batch, layout: Tensor) -> tuple[dict[str, Any], Tens
     # The layout says which token is at each place of the rows: its inverse gives the place of each token.
     row_positions = torch.arange(layout.numel(), device=layout.device)
     positions = torch.zeros_like(batch["input_ids"]).flatten().scatter(0, layout.flatten(), row_positions)
-    return {"input_ids": ids, "position_ids": position_ids}, positions
+    if not needs_causal_masks(model):
+        return {"input_ids": ids, "position_ids": position_ids}, positions
+
+    owners = torch.where(is_token, layout // length, -1)
+    masks = make_block_masks(model, owners, causal=True)
+    return {"input_ids": ids, "position_ids": position_ids, "attention_mask": masks}, positions
 
 
-def make_block_masks(model: PreTrainedModel, segments: Tensor) -> Tensor | dict[str, Tensor]:
-    """An encoder's masks [B, 1, T, T] in which each token sees its own document, by kind of layer."""
+def needs_causal_masks(model: PreTrainedModel) -> bool:
+    """Whether a causal model has to be given masks. Flash attention separates samples by positions alone."""
+    has_wrong_masks = model.config.model_type in MASKS_WITHOUT_POSITIONS
+    return has_wrong_masks and model.config._attn_implementation in MASKABLE
+
+
+def make_block_masks(model: PreTrainedModel, segments: Tensor, *, causal: bool) -> Tensor | dict[str, Tensor]:
+    """The masks [B, 1, T, T] in which each token sees its own document, by kind of layer: all of it, of a
+    causal model what is before."""
     is_seen = (segments[:, :, None] == segments[:, None, :])[:, None]
+    columns = torch.arange(segments.shape[1], device=segments.device)
+    distances = columns[:, None] - columns
+    if causal:
+        is_seen = is_seen & (distances >= 0)
     masks = {"full_attention": is_seen}
     if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
-        columns = torch.arange(segments.shape[1], device=segments.device)
-        is_near = (columns[:, None] - columns).abs() <= model.config.sliding_window
+        # A causal window counts the token itself, an encoder's the tokens on each side.
+        window = model.config.sliding_window
+        is_near = distances < window if causal else distances.abs() <= window
         masks["sliding_attention"] = is_seen & is_near
     # Eager attention adds a mask to its scores, others take it as truth values.
     if model.config._attn_implementation == "eager":

@@ -32,6 +32,7 @@ from cpt.models.loading import is_tied, make_skeleton
 from cpt.models.units import (
     SubLayer,
     find_blocks,
+    find_mixer_outs,
     find_projections,
     find_sublayers,
     output_axis,
@@ -44,6 +45,8 @@ NEURON_FIELDS = (
 HEAD_FIELDS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 HEAD_SIZE_FIELDS = ("head_dim", "d_kv")
 DEPTH_FIELDS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+# Those that hold a list with an entry for each block.
+BLOCK_LIST_FIELDS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
 # Model types that are the same function if each hidden feature comes several times: no embedding is scaled by
 # a width, and the last norm is right before the head.
 REPEATABLE_MODEL_TYPES = (
@@ -119,6 +122,8 @@ def grow_neurons(model: PreTrainedModel, num_copies: int, *, noise: float) -> No
             add_copies(feed_forward, neurons, noise=noise)
         grown_count = feed_forwards[0].count + num_copies
         set_fields(model, dict.fromkeys(NEURON_FIELDS, grown_count))
+        # LFM 2 would compute another number from it.
+        set_fields(model, {"block_auto_adjust_ff_dim": False})
 
 
 @torch.no_grad()
@@ -164,9 +169,12 @@ def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
 
     with adjust_config(model, "layers") as make_grown_skeleton:
         set_fields(model, {name: getattr(model.config, name, 0) + num_copies for name in DEPTH_FIELDS})
-        layer_types = getattr(model.config, "layer_types", None)
-        if layer_types is not None:
-            set_fields(model, {"layer_types": [*layer_types, *layer_types[-num_copies:]]})
+        for field in BLOCK_LIST_FIELDS:
+            block_entries = vars(model.config).get(field)  # not those that a property computes
+            if block_entries is not None:
+                # Some configurations allow a longer list than there are blocks.
+                entries = list(block_entries)[:smallest_depth]
+                set_fields(model, {field: [*entries, *entries[-num_copies:]]})
 
         skeleton = make_grown_skeleton()
         prefixes: list[str] = []  # of the new blocks
@@ -178,9 +186,10 @@ def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
                 prefixes.append(f"{stack}.{number}.")
 
         # Blocks add to what passes through them: with outputs of zero they leave it as it is.
-        for sublayer in find_sublayers(model, ("heads", "neurons")):
-            if sublayer.out.name.startswith(tuple(prefixes)):
-                for parameter in sublayer.out.module.parameters():
+        outs = [sublayer.out for sublayer in find_sublayers(model, ("heads", "neurons"))]
+        for out in (*outs, *find_mixer_outs(model)):
+            if out.name.startswith(tuple(prefixes)):
+                for parameter in out.module.parameters():
                     nn.init.zeros_(parameter)
 
 

@@ -1,9 +1,9 @@
 """Heads, neurons, output features and tokens of any Hugging Face model, found by the shapes of its modules.
 
-A block is a member of a ModuleList all of whose members hold an attention. Within a block, units lie between
-the linear layers that write them (sources) and the one that reads them (out): heads between query, key, value
-and the output projection, neurons between up (and gate) and down. Only the layout of fused weights is looked
-up by model type."""
+A block is a member of a ModuleList all of whose members hold an attention; of a hybrid some hold a mixer
+instead, which has a convolution. Within a block, units lie between the linear layers that write them
+(sources) and the one that reads them (out): heads between query, key, value and the output projection,
+neurons between up (and gate) and down. Only the layout of fused weights is looked up by model type."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,13 @@ ATTENTION = re.compile(r".*?(?:attention|attn)[^.]*(?=\.)", re.IGNORECASE)
 # Where all layers are square, only the last part of its name distinguishes a source from an out.
 SOURCE_NAME = re.compile(r"(w?[qkv]|w?qkv|query|key|value|up|gate|wi)(?![a-z])\w*", re.IGNORECASE)
 MIXING_NORM = {"heads": r"(q|k|v|query|key|value)_\w*norm|attn_sub_norm", "neurons": "ffn_sub_norm"}
-FUSED = {"gpt2": "apart", "modernbert": "apart", "phi3": "apart", "bloom": "by head", "gpt_neox": "by head"}
+FUSED = {
+    "gpt2": "apart", "modernbert": "apart", "phi3": "apart", "glm": "apart", "glm4": "apart", "lfm2": "apart",
+    "bloom": "by head", "gpt_neox": "by head",
+}  # fmt: skip
+# What a message lists: the layers of attentions and feed-forward networks, and of mixers.
+SUPPORTED_LAYERS = "Q, K, V (fused or not), an output projection; up, down, perhaps gate (fused or not)"
+SUPPORTED_MIXER_LAYERS = "one to three maps of equal width (fused or not), an output projection"
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads")  # attributes of attention modules
 MAX_LISTED = 12  # matrices that a message lists
 
@@ -83,8 +89,9 @@ class Projection:
 
 @dataclass(frozen=True)
 class SubLayer:
-    """An attention (`heads`) or feed-forward network (`neurons`): `count` units, the layers that write them
-    with the members [outputs, r] of their output features, and the one that reads them."""
+    """An attention (`heads`), feed-forward network (`neurons`) or mixer (`channels`): `count` units, the
+    layers that write them with the members [outputs, r] of their output features, and the one that reads
+    them."""
 
     name: str
     kind: str
@@ -97,16 +104,26 @@ class SubLayer:
         return [*(source for source, _ in self.sources), self.out]
 
 
+@dataclass(frozen=True)
+class BlockLayers:
+    """The linear layers of a block in order of definition: those of its attentions and of its mixers, by the
+    names of these, and those of a feed-forward network, which are in neither."""
+
+    attentions: dict[str, list[Projection]]
+    mixers: dict[str, list[Projection]]
+    feed_forward: list[Projection]
+
+
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated layers that hold an attention, in order; ValueError if there are none."""
+    """The outermost repeated layers that hold an attention, or in a hybrid a mixer, in order; ValueError if
+    there are none."""
     blocks: list[tuple[str, nn.Module]] = []
     stack_prefixes: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module) or name.startswith(stack_prefixes):
             continue
         layers = [(f"{name}.{number}", layer) for number, layer in module.named_children()]
-        # Besides layers outside of an attention, under "", each has one or more attentions.
-        if all(len(group_by_attention(*layer)) > 1 for layer in layers):
+        if is_stack(layers):
             blocks += layers
             stack_prefixes += (f"{name}.",)
     if not blocks:
@@ -114,25 +131,71 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return blocks
 
 
+def is_stack(layers: Sequence[tuple[str, nn.Module]]) -> bool:
+    """Whether named layers are the blocks of a model: each holds an attention, or in a hybrid some do, and
+    the others hold a mixer, as the short convolutions of LFM 2."""
+    block_layers = [group_layers(*layer) for layer in layers]
+    has_attention = any(block.attentions for block in block_layers)
+    return has_attention and all(block.attentions or block.mixers for block in block_layers)
+
+
 def find_sublayers(
     model: PreTrainedModel, kinds: Collection[str], *, skips_mixtures: bool = False
 ) -> list[SubLayer]:
-    """The attentions (`heads`) and feed-forward networks (`neurons`), block by block; mixtures of experts are
-    left out if `skips_mixtures`. Raises ValueError for layers that are neither."""
+    """The attentions (`heads`), mixers (`channels`) and feed-forward networks (`neurons`), block by block;
+    mixtures of experts are left out if `skips_mixtures`. Raises ValueError for a layer of another kind, and
+    for mixtures."""
     sublayers = []
     for name, block in find_blocks(model):
-        linear_layers = group_by_attention(name, block)
-        attention_names = [attention for attention in linear_layers if attention]
+        linear_layers = group_layers(name, block)
         if "heads" in kinds:
-            for attention in attention_names:
-                sublayers.append(find_sublayer(model, attention, "heads", linear_layers[attention]))
-        if "neurons" in kinds and not (skips_mixtures and has_experts(block)):
-            feed_forward = linear_layers[""]
-            # Experts are no linear layers and must not be overlooked: with them, nothing is identified.
-            if len(feed_forward) != count_matrices(block, name, outside=attention_names):
-                feed_forward = []
-            sublayers.append(find_sublayer(model, name, "neurons", feed_forward))
+            for attention, layers in linear_layers.attentions.items():
+                sublayers.append(find_sublayer(model, attention, "heads", layers))
+        if "channels" in kinds:
+            for mixer, layers in linear_layers.mixers.items():
+                sublayers.append(find_sublayer(model, mixer, "channels", layers))
+        if "neurons" not in kinds:
+            continue
+
+        if has_experts(block):
+            if skips_mixtures:
+                continue
+            raise ValueError(f"{name} has a mixture of experts in place of a feed-forward network")
+        feed_forward = linear_layers.feed_forward
+        # What is no linear layer must not be overlooked: with it, nothing is identified.
+        outside = [*linear_layers.attentions, *linear_layers.mixers]
+        if len(feed_forward) != count_matrices(block, name, outside=outside):
+            feed_forward = []
+        sublayers.append(find_sublayer(model, name, "neurons", feed_forward))
     return sublayers
+
+
+def find_mixer_outs(model: PreTrainedModel) -> list[Projection]:
+    """The layer of each mixer that writes what the mixer adds to the hidden states. Raises ValueError for a
+    mixer without one."""
+    outs = []
+    for name, block in find_blocks(model):
+        for mixer, layers in group_layers(name, block).mixers.items():
+            out = find_out(layers, model.config.hidden_size)
+            if out is None:
+                raise ValueError(f"{mixer} has no output projection; found {list_matrices(block, name)}")
+            outs.append(out)
+    return outs
+
+
+def find_mixer_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The matrices and filters of the mixers, by name. Empty of a model without blocks."""
+    try:
+        blocks = find_blocks(model)
+    except ValueError:
+        return {}
+    weights = {}
+    for name, block in blocks:
+        prefixes = tuple(f"{mixer}." for mixer in group_layers(name, block).mixers)
+        for key, parameter in block.named_parameters(name):
+            if parameter.ndim > 1 and key.startswith(prefixes):
+                weights[key] = parameter
+    return weights
 
 
 def has_experts(module: nn.Module) -> bool:
@@ -157,8 +220,8 @@ def find_expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def find_mixture_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The matrices outside of attentions in the blocks that hold experts, by name: experts, routers, and what
-    all tokens share. Empty of a model without blocks."""
+    """The matrices outside of attentions and mixers in the blocks that hold experts, by name: experts,
+    routers, and what all tokens share. Empty of a model without blocks."""
     try:
         blocks = find_blocks(model)
     except ValueError:
@@ -167,8 +230,8 @@ def find_mixture_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     for name, block in blocks:
         if not has_experts(block):
             continue
-        attention_names = [attention for attention in group_by_attention(name, block) if attention]
-        prefixes = tuple(f"{attention}." for attention in attention_names)
+        linear_layers = group_layers(name, block)
+        prefixes = tuple(f"{module}." for module in (*linear_layers.attentions, *linear_layers.mixers))
         for key, parameter in block.named_parameters(name):
             if parameter.ndim > 1 and not key.startswith(prefixes):
                 weights[key] = parameter
@@ -182,10 +245,17 @@ def count_matrices(block: nn.Module, name: str, *, outside: Sequence[str]) -> in
     return sum(not key.startswith(prefixes) for key in matrices)
 
 
-def find_units(model: PreTrainedModel, kinds: Sequence[str], *, skips_mixtures: bool = False) -> list[Units]:
+def find_units(
+    model: PreTrainedModel,
+    kinds: Sequence[str],
+    *,
+    skips_mixtures: bool = False,
+    needs_separation: bool = True,
+) -> list[Units]:
     """The units of some UNIT_KINDS, block by block, tokens last; mixtures of experts have none if
-    `skips_mixtures`. Raises ValueError for another kind, and for units that are not found or not separable:
-    those with a norm over more features than those of one unit."""
+    `skips_mixtures`. Raises ValueError for another kind, for units that are not found, and if
+    `needs_separation` for those that are not separable: a norm over the features of several units makes a
+    unit's output depend on the weights of others."""
     if not kinds or not set(kinds) <= set(UNIT_KINDS):
         raise ValueError(f"units={list(kinds)} is invalid. Allowed: one or more of {', '.join(UNIT_KINDS)}")
 
@@ -193,7 +263,8 @@ def find_units(model: PreTrainedModel, kinds: Sequence[str], *, skips_mixtures: 
     units = []
     for sublayer in find_sublayers(model, sublayer_kinds, skips_mixtures=skips_mixtures):
         if sublayer.kind in kinds:
-            check_separable(model, sublayer)
+            if needs_separation:
+                check_separable(model, sublayer)
             units.append(make_inner_units(sublayer))
         if sublayer.kind == "neurons" and "outputs" in kinds:
             units.append(make_output_units(sublayer))
@@ -279,7 +350,8 @@ def find_projections(model: PreTrainedModel, *, skips_mixtures: bool = False) ->
     """All linear layers of the blocks, sources before their out; without those of mixtures of experts if
     `skips_mixtures`."""
     projections: list[Projection] = []
-    for sublayer in find_sublayers(model, ("heads", "neurons"), skips_mixtures=skips_mixtures):
+    kinds = ("heads", "channels", "neurons")
+    for sublayer in find_sublayers(model, kinds, skips_mixtures=skips_mixtures):
         projections += sublayer.projections
     return projections
 
@@ -368,19 +440,31 @@ def scale_features(x: Tensor, gate: Tensor) -> Tensor:
     return (by_sample * factors.unsqueeze(1)).view(x.shape)
 
 
-def group_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection]]:
-    """A block's linear layers in order of definition, by the attention that holds them; "" for none."""
-    layers: dict[str, list[Projection]] = {"": []}
+def group_layers(name: str, block: nn.Module) -> BlockLayers:
+    """A block's linear layers by the attention or the mixer that holds them."""
+    attentions: dict[str, list[Projection]] = {}
+    outside: list[Projection] = []
     for full_name, module in block.named_modules(prefix=name):
-        if isinstance(module, nn.Linear | Conv1D):
-            axis = output_axis(module)
-            rows = torch.arange(module.weight.shape[axis])
-            match = ATTENTION.match(full_name, len(name) + 1)
-            attention = full_name[: match.end()] if match else ""
-            layers.setdefault(attention, []).append(
-                Projection(name=full_name, module=module, axis=axis, segments=(rows,))
-            )
-    return layers
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        axis = output_axis(module)
+        rows = torch.arange(module.weight.shape[axis])
+        layer = Projection(name=full_name, module=module, axis=axis, segments=(rows,))
+        match = ATTENTION.match(full_name, len(name) + 1)
+        if match:
+            attentions.setdefault(full_name[: match.end()], []).append(layer)
+        else:
+            outside.append(layer)
+
+    mixers: dict[str, list[Projection]] = {}
+    for child_name, child in block.named_children():
+        mixer = f"{name}.{child_name}"
+        layers = [layer for layer in outside if layer.name.startswith(f"{mixer}.")]
+        if layers and any(isinstance(module, nn.Conv1d) for module in child.modules()):
+            mixers[mixer] = layers
+    mixer_prefixes = tuple(f"{mixer}." for mixer in mixers)
+    feed_forward = [layer for layer in outside if not layer.name.startswith(mixer_prefixes)]
+    return BlockLayers(attentions, mixers, feed_forward)
 
 
 def find_sublayer(
@@ -388,16 +472,20 @@ def find_sublayer(
 ) -> SubLayer:
     """The sublayer `name` with its units of a kind, which are found by the widths of its linear layers: `out`
     is the last one that writes the hidden size, the others are its sources. Raises ValueError for layers
-    whose widths are not those of an attention or a feed-forward network."""
+    whose widths are not those of a sublayer of this kind."""
     module = model.get_submodule(name)
     hidden_size = model.config.hidden_size
     out = find_out(linear_layers, hidden_size)
     sources = [layer for layer in linear_layers if layer is not out]
     if out is not None and all(source.inputs == hidden_size for source in sources):
+        layouts: list[tuple[int, ...]]
         if kind == "heads":
             count = count_heads(model, module)
             group_counts = [groups for groups in range(1, count + 1) if count % groups == 0]
-            layouts: list[tuple[int, ...]] = [(count, groups, groups) for groups in group_counts]  # Q, K, V
+            layouts = [(count, groups, groups) for groups in group_counts]  # Q, K, V
+        elif kind == "channels":
+            count = out.inputs
+            layouts = [(count,), (count, count), (count, count, count)]  # what is mixed, and its gates
         else:
             count = out.inputs
             layouts = [(count,), (count, count)]  # up, or gate and up
@@ -410,9 +498,9 @@ def find_sublayer(
                 for source, counts in zip(sources, split_counts, strict=True)
             ]
             return SubLayer(name=name, kind=kind, count=count, sources=split_sources, out=out)
+    supported = SUPPORTED_MIXER_LAYERS if kind == "channels" else SUPPORTED_LAYERS
     raise ValueError(
-        f"{name}: {kind} cannot be identified; supported: Q, K, V (fused or not), an output projection; up, "
-        f"down, perhaps gate (fused or not); found {list_matrices(module, name)}"
+        f"{name}: {kind} cannot be identified; supported: {supported}; found {list_matrices(module, name)}"
     )
 
 

@@ -1,18 +1,20 @@
-"""What the log says of a mixture of experts before training: the losses of its router, and what adapters and
-masks do not reach."""
+"""What the log says before training of the losses of a router, and of what adapters and masks do not reach:
+mixtures of experts, and the mixers of hybrids."""
 
 import logging
+from collections.abc import Mapping
 
+from torch import nn
 from transformers import PreTrainedModel
 
-from cpt.adapters.lora import adapter_reach
+from cpt.adapters.lora import adapter_reach, find_kernel_layers
 from cpt.core.exceptions import format_value
 from cpt.core.processes import is_first_process
 from cpt.methods.base import ContinualMethod
 from cpt.methods.options import HATOptions
 from cpt.models.router_loss import find_router_weights
 from cpt.models.stored_weights import format_names
-from cpt.models.units import find_mixture_weights, has_experts
+from cpt.models.units import find_mixer_weights, find_mixture_weights, has_experts
 from cpt.trainer.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -21,13 +23,17 @@ log = logging.getLogger(__name__)
 def log_experts(plan: Plan, module: ContinualMethod) -> None:
     """Logs the losses of the router, the share of weights that adapters reach and the share that masks do
     not."""
-    if not is_first_process() or not has_experts(module.model):
+    if not is_first_process():
         return
-    num_micro_batches = plan.trainer.accumulate_grad_batches
-    if plan.names["method"] != "none":
+    has_router = has_experts(module.model)
+    if has_router and plan.names["method"] != "none":
+        num_micro_batches = plan.trainer.accumulate_grad_batches
         log_router_loss(plan.model.router_aux_loss, module, num_micro_batches=num_micro_batches)
-    log_adapter_reach(module.model)
-    log_mask_reach(module)
+    if has_router:
+        log_adapter_reach(module.model)
+    log_kernel_layers(module.model)
+    log_mask_reach(module, find_mixture_weights(module.model), kind="mixtures of experts")
+    log_mask_reach(module, find_mixer_weights(module.model), kind="mixers with a convolution")
 
 
 def log_router_loss(setting: float | str, module: ContinualMethod, *, num_micro_batches: int) -> None:
@@ -73,8 +79,16 @@ def log_adapter_reach(model: PreTrainedModel) -> None:
     )
 
 
-def log_mask_reach(module: ContinualMethod) -> None:
-    """Logs the share of the trained weights of the blocks that masks leave out as mixtures of experts."""
+def log_kernel_layers(model: PreTrainedModel) -> None:
+    """Logs the layers that adapters leave out as kernels read their weights."""
+    names = find_kernel_layers(model)
+    if names and adapter_reach(model) is not None:
+        log.info("No adapters in layers whose weights are read by kernels of Mamba (%s)", format_names(names))
+
+
+def log_mask_reach(module: ContinualMethod, weights: Mapping[str, nn.Parameter], *, kind: str) -> None:
+    """Logs the share of the trained weights of the blocks that masks leave out, if they leave out some of
+    these weights, which are those of a `kind` of module."""
     masked_ids = set[int]()
     for mask in module.masks:
         masked_ids.update(id(weight) for weight in mask.masked_weights())
@@ -82,9 +96,8 @@ def log_mask_reach(module: ContinualMethod) -> None:
         return
 
     frozen_ids = {id(parameter) for parameter in module.frozen}
-    mixture = find_mixture_weights(module.model)
     unmasked = {}
-    for name, parameter in mixture.items():
+    for name, parameter in weights.items():
         is_trained = parameter.requires_grad and id(parameter) not in frozen_ids
         if is_trained and id(parameter) not in masked_ids:
             unmasked[name] = parameter
@@ -98,8 +111,9 @@ def log_mask_reach(module: ContinualMethod) -> None:
     num_unmasked = sum(parameter.numel() for parameter in unmasked.values())
     is_frozen_later = isinstance(module.options, HATOptions) and module.options.shared == "frozen"
     log.warning(
-        "Masks reach %.1f %% of the trained weights of the blocks: not the mixtures of experts (%s), %s",
+        "Masks reach %.1f %% of the trained weights of the blocks: not the %s (%s), %s",
         100 * num_masked / (num_masked + num_unmasked),
+        kind,
         format_names([*unmasked]),
         "which are frozen after the first domain" if is_frozen_later else "which are trained without a mask",
     )

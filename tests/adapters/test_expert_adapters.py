@@ -30,7 +30,7 @@ def logits_of(model):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("model_type", MIXTURES)
+@pytest.mark.parametrize("model_type", [*MIXTURES, "deepseek_v3"])
 def test_adapters_of_experts_are_merged_and_exported_with_the_same_logits(model_type, tmp_path):
     model = build_mixture(model_type).eval()
     base_logits = logits_of(model)
@@ -58,6 +58,41 @@ def test_adapters_of_experts_are_merged_and_exported_with_the_same_logits(model_
 
     lora.begin_adapter(model, stored="merged", seed=3)
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("targets", ["all-linear", ["gate_proj"]])
+def test_layers_that_peft_takes_for_experts_are_adapted_and_loaded(targets, tmp_path):
+    model = build_mixture("deepseek_v3").eval()
+    names = list(lora.find_targets(model, targets))
+    lora.attach_lora(model, r=3, alpha=6, dropout=0.1, targets=targets, embeddings=False)
+    assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.gate_proj"} <= set(names)
+    assert list(lora.lora_layers(model)) == names
+
+    draw_factors(model)
+    expected = logits_of(model)
+    adapters = {"law": lora.join_all_adapters(model)}
+    expression = lora.export_adapters(tmp_path, model, adapters, start={}, saved=[])
+    loaded = eval(expression, {"peft": peft, "transformers": transformers})
+    torch.testing.assert_close(logits_of(loaded), expected, rtol=0, atol=1e-5)
+
+
+def test_dora_of_layers_that_peft_takes_for_experts_is_exported_merged():
+    model = build_mixture("deepseek_v3")
+    lora.attach_lora(model, r=3, alpha=6, dropout=0.0, targets="all-linear", embeddings=False, use_dora=True)
+    with pytest.raises(
+        ValueError, match="^method.exported=peft is invalid with .*_proj of a deepseek_v3 for"
+    ):
+        lora.check_loadable(model)
+
+
+@pytest.mark.parametrize("tuner", ["ia3", "dora"])
+def test_tuners_of_a_mixture_adapt_its_dense_layers(tuner):
+    model = build_mixture("deepseek_v3")
+    lora.attach_tuner(model, tuner, targets="auto", arguments={})
+    adapted = set(lora.tuner_layers(model))
+    assert {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.shared_experts.gate_proj"} <= adapted
+    assert not any(name.endswith("experts") for name in adapted)
 
 
 def test_earlier_adapters_of_experts_are_loaded_with_a_state():

@@ -8,6 +8,7 @@ from cpt.adapters import lora
 from cpt.adapters.routed_lora import attach_experts, attach_routed, begin_routed, router_of
 from cpt.models.forward import find_input_stack
 from tests.models.test_units import build, inputs_of
+from tests.support.mixtures import build_mixture
 
 R, ALPHA, PAIRS = 2, 5.0, 3
 SAPT = {"key": "attention", "query": "embeddings"}
@@ -91,6 +92,44 @@ def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
         pairs = [torch.cat(halves_of_pair, dim) for dim, halves_of_pair in enumerate(halves)]
         weights = a.expand(-1, 7, -1).flatten(0, 1) if x.ndim == 2 else a
         torch.testing.assert_close(output, summed(layer, x, *pairs, weights), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@torch.no_grad()
+def test_latents_of_all_tokens_are_weighed_by_token_also_when_text_is_generated():
+    model = build_mixture("deepseek_v3")
+    attach_routed(
+        model,
+        r=R,
+        alpha=ALPHA,
+        dropout=0.0,
+        targets="all-linear",
+        **SAPT,
+        bottleneck=4,
+        scale=8.0,
+        causal=True,
+    )
+    model.eval()
+    begin_routed(model, torch.Generator().manual_seed(1))
+    for layer in lora.lora_layers(model).values():
+        for adapter in (lora.EARLIER, lora.NEWEST):
+            lora.factors_of(layer, adapter)[1].normal_()
+    layer = model.model.layers[0].self_attn.kv_b_proj
+    passes = []
+    layer.register_forward_hook(lambda module, args, output: passes.append((args[0], output)))
+
+    ids = torch.arange(3, 15).view(2, 6)
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    weights = weights_by_hand(model, {"input_ids": ids}, SAPT)
+    model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+    (latents, expanded), (_, continued) = passes
+    pairs = [lora.factors_of(layer, adapter) for adapter in (lora.EARLIER, lora.NEWEST)]
+    expected = layer.get_base_layer()(latents)
+    for pair, (a, b) in enumerate(pairs):
+        expected = expected + ALPHA / R * weights[:, None, :, pair : pair + 1] * (latents @ a.T @ b.T)
+    torch.testing.assert_close(expanded, expected, rtol=1e-4, atol=1e-5)
+    assert continued.shape[2] == 7
+    torch.testing.assert_close(continued[:, :, :6], expanded, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])

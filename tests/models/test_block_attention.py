@@ -1,5 +1,7 @@
 """Samples and documents that share rows: each is as if it had a row of its own."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -46,8 +48,22 @@ DECODERS = {
     "llama": SIZES | {"num_key_value_heads": 2},
     "mistral": SIZES | {"num_key_value_heads": 2, "sliding_window": 6},  # shorter than samples
     "gpt_neox": SIZES | {"hidden_dropout": 0.0},
+    "gpt_oss": SIZES
+    | {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
 }
-TOLERANCES = [("sdpa", torch.double, 1e-12), ("eager", torch.float, 1e-6)]  # of gradients, relatively
+KERNELS = [
+    *product([kind for kind in DECODERS if kind != "gpt_oss"], ("sdpa", "eager")),
+    ("gpt_oss", "eager"),
+]
+TOLERANCES = {"sdpa": (torch.double, 1e-12), "eager": (torch.float, 1e-6)}  # of gradients, relatively
 
 
 def model_of(kind, kernel=None, **sizes):
@@ -84,8 +100,7 @@ def loss_and_gradient(model, objective):
 
 
 @pytest.mark.parametrize("sharing", [SHARED, WIDE])
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize(("kind", "kernel"), KERNELS)
 def test_no_bit_of_a_sample_depends_on_another_and_its_gradients_are_the_padded_ones(kind, kernel, sharing):
     model = model_of(kind, kernel).eval()
     batch = batch_of(sharing)
@@ -126,9 +141,12 @@ def batch_of_documents(rows):
     }
 
 
-@pytest.mark.parametrize(("kernel", "dtype", "tolerance"), TOLERANCES)
-@pytest.mark.parametrize("kind", [*ENCODERS, "gpt2", "llama"])
-def test_losses_and_gradients_are_those_of_documents_in_rows_of_their_own(kind, kernel, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [*product((*ENCODERS, "gpt2", "llama"), TOLERANCES), ("gpt_oss", "eager")],
+)
+def test_losses_and_gradients_are_those_of_documents_in_rows_of_their_own(kind, kernel):
+    dtype, tolerance = TOLERANCES[kernel]
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(5, 300, (length,), generator=generator) for length in (9, 30, 1, 18, 2)]
     rows = [texts, [texts[number] for number in (3, 2, 4, 1)]]

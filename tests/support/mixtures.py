@@ -17,12 +17,18 @@ MIXTURES = {
     "gpt_oss": SIZES | {"num_local_experts": 4, "rope_parameters": PLAIN_ROPE},
     "olmoe": SIZES | {"num_experts": 4},
 }
+# Its first block is dense, and the second has an expert for all tokens beside the others.
+DEEPSEEK = SIZES | {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 
 def build_mixture(model_type: str, **options: object) -> PreTrainedModel:
-    """A mixture of 2 blocks with 4 experts each, whose routers prefer some of them."""
+    """A mixture of 2 blocks with 4 experts each (DeepSeek: in the second), whose routers prefer some of them."""
     torch.manual_seed(0)
-    settings = MIXTURES[model_type] | options
+    settings = (MIXTURES | {"deepseek_v3": DEEPSEEK})[model_type] | options
     config = AutoConfig.for_model(model_type, **settings)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():

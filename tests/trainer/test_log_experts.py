@@ -6,7 +6,8 @@ import torch
 from cpt.adapters.lora import attach_lora
 from cpt.data.collate import inputs_of
 from cpt.models.units import find_projections, find_units
-from cpt.trainer.log_experts import log_adapter_reach, log_experts
+from cpt.trainer.log_experts import log_adapter_reach, log_experts, log_kernel_layers
+from tests.support.decoders import build_decoder
 from tests.support.method_fixtures import build_method_fixture
 from tests.support.mixtures import MIXTURES, build_mixture
 
@@ -119,6 +120,40 @@ def test_masks_cover_the_attention_and_name_the_rest(method, options, end, build
     run.learn(0)
 
 
+def test_layers_of_mamba_without_adapters_are_logged(caplog):
+    caplog.set_level("INFO")
+    model = build_decoder("falcon_h1")
+    log_kernel_layers(model)
+    assert not caplog.records
+    attach_lora(model, r=4, alpha=8, dropout=0.0, targets="all-linear", embeddings=False)
+    log_kernel_layers(model)
+    assert [record.message for record in caplog.records] == [
+        "No adapters in layers whose weights are read by kernels of Mamba "
+        "(model.layers.0.mamba.out_proj, model.layers.1.mamba.out_proj)"
+    ]
+
+
+HYBRID = [
+    "model.config.model_type=lfm2",
+    "+model.config.layer_types=[conv,full_attention]",
+    *(
+        f"+model.config.{key}={SIZES[key]}"
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    ),
+    "+model.config.num_key_value_heads=2",
+    "+model.config.intermediate_size=48",
+]
+
+
+def test_convolutions_that_a_mask_does_not_cover_are_logged(small_gpt2, caplog):
+    options = ["method=das", "method.general=null", "method.contrast=0"]
+    run = build_method_fixture(small_gpt2(ORDER, *HYBRID, *options))
+    log_experts(run.plan, run.module)
+    (record,) = [record for record in caplog.records if "Masks" in record.message]
+    assert "not the mixers with a convolution (model.layers.0.conv.conv.weight, " in record.message
+    assert record.message.endswith("which are trained without a mask")
+
+
 @pytest.mark.parametrize("model_type", [name for name in MIXTURES if name != "olmoe"])
 def test_units_of_a_mixture_are_its_heads(model_type):
     model = build_mixture(model_type)
@@ -127,5 +162,5 @@ def test_units_of_a_mixture_are_its_heads(model_type):
     assert len(names) == 8 and all(".self_attn." in name for name in names)
     with pytest.raises(ValueError, match="^method.units=.* is a mixture of experts"):
         find_units(model, ("neurons",), skips_mixtures=True)
-    with pytest.raises(ValueError, match="neurons cannot be identified"):
+    with pytest.raises(ValueError, match="^model.layers.0 has a mixture of experts in place of"):
         find_projections(model)
