@@ -115,14 +115,17 @@ def test_latents_of_all_tokens_are_weighed_by_token_also_when_text_is_generated(
         for adapter in (lora.EARLIER, lora.NEWEST):
             lora.factors_of(layer, adapter)[1].normal_()
     layer = model.model.layers[0].self_attn.kv_b_proj
-    passes = []
-    layer.register_forward_hook(lambda module, args, output: passes.append((args[0], output)))
+    inputs = []
+    outputs = []
+    layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    layer.register_forward_hook(lambda module, args, output: outputs.append(output))
 
     ids = torch.arange(3, 15).view(2, 6)
     cache = model(input_ids=ids, use_cache=True).past_key_values
     weights = weights_by_hand(model, {"input_ids": ids}, SAPT)
     model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
-    (latents, expanded), (_, continued) = passes
+    latents = inputs[0]
+    expanded, continued = outputs
     pairs = [lora.factors_of(layer, adapter) for adapter in (lora.EARLIER, lora.NEWEST)]
     expected = layer.get_base_layer()(latents)
     for pair, (a, b) in enumerate(pairs):
