@@ -273,7 +273,7 @@ def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_
 
 
 FSDP = "strategy=fsdp"
-WEIGHTS, NATS = 2e-6, 1e-6  # how far rounding may part two sums of other order, of weights that move by 1e-2
+WEIGHTS, NATS = 5e-6, 1e-6  # how far rounding may part two sums of other order, of weights that move by 1e-2
 
 
 @pytest.fixture
