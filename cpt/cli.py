@@ -30,8 +30,6 @@ HYDRA_FORMS = {  # of what a user types
     # The group has a choice already, null: for Hydra a plus would choose it twice.
     re.compile(r"\+(experiment=.*)"): r"\1",
     re.compile(r"([+~]*)method\.routing(=[\w,]+)"): r"\1routing@method.routing\2",
-    # An argument of peft has no default, and Hydra adds none without a plus.
-    re.compile(r"(method\.arguments=\{.*\})"): r"++\1",
 }
 # Options that take texts: names and files, of which a number keeps the form in which it was typed.
 TEXT_OPTIONS = (

@@ -20,6 +20,7 @@ from yaml import YAMLError
 
 from cpt.core.config import CONF, flatten
 from cpt.core.files import DISK_FULL_ERRNOS, free_space, with_free_space
+from cpt.core.overrides import FULL_MAPPINGS
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import is_one_of_several
 from cpt.core.schema import join, unknown_name
@@ -171,7 +172,9 @@ def explain_unknown_key(cause: omegaconf_errors.OmegaConfBaseException) -> str:
         return f"{without_hint}. Did you mean {other_key}?"
     is_open = section in OPEN_SECTIONS or "." in section
     if is_open and not message.endswith("?"):
-        return f"{message}; to add it: +{key}=VALUE"
+        message = f"{message}; to add it: +{key}=VALUE"
+        if section in FULL_MAPPINGS:
+            message += f"; to replace all: ~{section} '+{section}={{…}}'"
     return message
 
 

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import ListConfig, OmegaConf
 
+import cpt.core.overrides  # noqa: F401  (mappings of the command line)
 from cpt.core.config import canonical, digest, is_execution_key
 from cpt.core.secrets import redact
 from cpt.core.slurm import step_nodes, tasks_per_node

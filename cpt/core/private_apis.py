@@ -260,6 +260,18 @@ PRIVATE_APIS = (
     ),
     PrivateAPI("hydra._internal.utils", "run_and_report", ("cli",), "errors are reported in one line"),
     PrivateAPI(
+        "hydra._internal.config_loader_impl",
+        "ConfigLoaderImpl",
+        ("core.overrides",),
+        "a mapping on the command line replaces that of an experiment",
+    ),
+    PrivateAPI(
+        "hydra._internal.config_loader_impl:ConfigLoaderImpl",
+        "_apply_overrides_to_config",
+        ("core.overrides",),
+        "a mapping on the command line replaces that of an experiment",
+    ),
+    PrivateAPI(
         "hydra._internal.core_plugins.basic_sweeper",
         "BasicSweeper",
         ("sweeps.jobs",),

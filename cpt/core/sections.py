@@ -29,9 +29,11 @@ def load_target(target: str, *, section: str = "") -> Any:
     key = join(section, "_target_")
     try:
         loaded = resolve_name(target)
-    except Exception as error:  # whatever a module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever a module raises while it is imported
         cause = find_import_error(target, error)
-        raise InvalidOptionError(key, target, reason=reason(cause), allowed="module.Class") from cause
+        raise InvalidOptionError(
+            key, target, reason=describe_import_error(cause), allowed="module.Class"
+        ) from cause
 
     if not callable(loaded):
         kind = type(loaded).__name__
@@ -39,19 +41,33 @@ def load_target(target: str, *, section: str = "") -> Any:
     return loaded
 
 
-def find_import_error(target: str, error: Exception) -> Exception:
+def find_import_error(target: str, error: BaseException) -> BaseException:
     """The error that says why `target` cannot be resolved; `error` is what `resolve_name` raised.
 
     `resolve_name` reports a module as missing also if the module exists and one of its own imports fails.
     That failed import is returned if there is one, else `error`."""
+    module_name = target.rpartition(".")[0]
+    # Any other error is the module's own. It is not imported a second time, which may have effects.
+    if not module_name or not isinstance(error, ImportError | AttributeError):
+        return error
     try:
-        import_module(target.rpartition(".")[0])
+        import_module(module_name)
     except ImportError as import_error:
         # One without a module's name, or about a part of the target itself, says no more than `error`.
         is_about_target = import_error.name is None or target.startswith(import_error.name)
         if not is_about_target:
             return import_error
+    except (Exception, SystemExit) as other_error:
+        return other_error
     return error
+
+
+def describe_import_error(error: BaseException) -> str:
+    """The message of an error that a module raised while it was imported; of another kind than a missing name
+    with its class, as its message alone may be a word."""
+    if isinstance(error, ImportError | AttributeError | ValueError):
+        return reason(error)
+    return f"{type(error).__name__} while it is imported: {reason(error)}"
 
 
 @dataclass(frozen=True)
@@ -92,9 +108,9 @@ def options_class(target: str, *, section: str) -> type[Options] | None:
         return None
     try:
         return find_options_class(target, module_name, name, section=section)
-    except Exception as error:  # whatever a module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever a module raises while it is imported
         raise InvalidOptionError(
-            f"{section}._target_", target, reason=reason(error), allowed="module.Class"
+            f"{section}._target_", target, reason=describe_import_error(error), allowed="module.Class"
         ) from error
 
 

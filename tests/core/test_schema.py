@@ -1,6 +1,7 @@
 """Options: what a type allows is what is said of it."""
 
 import math
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from cpt.core import schema
 from cpt.core.exceptions import format_value
 from cpt.core.schema import Options, allowed, check_value, config, fits, option
-from cpt.core.sections import load_target
+from cpt.core.sections import load_target, options_class
 
 KINDS = [
     (schema.NonNegative, [0, 1.5, 3], [-1, True, math.inf, math.nan, "1", None], "0 or more"),
@@ -68,9 +69,41 @@ def test_options_are_read_and_frozen_or_refused_in_one_line(options, message):
         outer.strength = 3
 
 
-def test_a_target_that_cannot_be_imported_is_told_with_the_cause(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("import absent\n")
+MODULES = {  # by name, with its source and what is said of its import
+    "lacking": ("import absent", "No module named 'absent'"),
+    "refusing": ("raise ValueError('no such table')", "no such table"),
+    "failing": ("{}['rate']", "KeyError while it is imported: 'rate'"),
+    "unfinished": ("def f(:", "SyntaxError while it is imported: invalid syntax"),
+    "exiting": ("import sys; sys.exit(0)", "SystemExit while it is imported: 0"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("load", [load_target, partial(options_class, section="method")])
+def test_a_module_that_cannot_be_imported_is_told_with_the_cause(load, name, tmp_path, monkeypatch):
+    source, reason = MODULES[name]
+    (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    for target, reason in (("mine.Mine", "No module named 'absent'"), ("json.Mine", "module 'json' has no")):
-        with pytest.raises(ValueError, match=f"_target_={target} is invalid: {reason}"):
-            load_target(target)
+    with pytest.raises(ValueError, match=rf"_target_={name}\.Mine is invalid: {reason}"):
+        load(f"{name}.Mine")
+
+
+def test_a_module_that_raises_is_imported_once(tmp_path, monkeypatch, capsys):
+    (tmp_path / "noisy.py").write_text("print('importing')\nassert False")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="AssertionError while it is imported"):
+        load_target("noisy.Mine")
+    assert capsys.readouterr().out == "importing\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("json.Mine", "module 'json' has no"),
+        ("nowhere", "No module named 'nowhere'"),
+        ("json.tool", "a module"),
+    ],
+)
+def test_a_target_that_is_no_class_is_told_with_the_cause(target, reason):
+    with pytest.raises(ValueError, match=f"_target_={target} is invalid: {reason}"):
+        load_target(target)
