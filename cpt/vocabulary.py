@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.core.errors import readable, reason
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.files import writing
+from cpt.core.files import new_folder, writing
 from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.output import run_program
 from cpt.core.randomness import key
@@ -130,12 +130,14 @@ def add_vocabulary(options: argparse.Namespace) -> None:
         )
 
     definition = extend_definition(own_tokenizer, extension)
-    write_tokenizer(own_tokenizer, definition, options)
-    tokenizer = load_tokenizer(options.output)
+    with new_folder(options.output) as folder:
+        write_tokenizer(own_tokenizer, definition, folder, options)
+        tokenizer = load_tokenizer(folder)
+        measurement = measure(own_tokenizer, tokenizer, held_out)
+
     print(f"{options.corpus}: {num_documents:,} documents, {len(held_out.documents):,} more held out")
     if words.dropped:
         print(f"Left out {words.dropped:,} words that were seen once, to bound memory")
-    measurement = measure(own_tokenizer, tokenizer, held_out)
     print_report(own_tokenizer, tokenizer, measurement, options)
 
 
@@ -221,31 +223,36 @@ def read_training_text(options: argparse.Namespace, held_out: HeldOutText) -> It
 
 
 def write_tokenizer(
-    own_tokenizer: PreTrainedTokenizerBase, definition: dict[str, Any], options: argparse.Namespace
+    own_tokenizer: PreTrainedTokenizerBase,
+    definition: dict[str, Any],
+    folder: Path,
+    options: argparse.Namespace,
 ) -> None:
     """Writes a tokenizer with the files of the checkpoint's own, its chat template among them. Raises
     ValueError where it would be loaded as another one."""
-    folder: Path = options.output
-    with writing(folder):
+    with writing(options.output):
         own_tokenizer.save_pretrained(folder)
         text = json.dumps(definition, ensure_ascii=False, indent=1)
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
-    problem = describe_loaded(folder, own_tokenizer, definition, options.base)
+    problem = describe_loaded(folder, own_tokenizer, definition, options)
     if problem:  # the class of the checkpoint's tokenizer builds it in its own way
         change_config(folder, tokenizer_class=VERBATIM)
-        problem = describe_loaded(folder, own_tokenizer, definition, options.base)
+        problem = describe_loaded(folder, own_tokenizer, definition, options)
     if problem:
-        raise ValueError(f"transformers loads another tokenizer from {folder}: {problem}")
+        raise ValueError(f"transformers would load another tokenizer from {options.output}: {problem}")
 
 
 def describe_loaded(
-    folder: Path, own_tokenizer: PreTrainedTokenizerBase, definition: dict[str, Any], base: str
+    folder: Path,
+    own_tokenizer: PreTrainedTokenizerBase,
+    definition: dict[str, Any],
+    options: argparse.Namespace,
 ) -> str:
     """Why what is loaded from a folder is not the tokenizer of a definition; empty where it is."""
     tokenizer = load_tokenizer(folder)
     try:
-        check_fit(tokenizer, own_tokenizer, name=str(folder), checkpoint=base)
+        check_fit(tokenizer, own_tokenizer, name=str(options.output), checkpoint=options.base)
     except ValueError as error:
         return reason(error)
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]

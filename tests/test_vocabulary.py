@@ -111,3 +111,36 @@ def test_a_corpus_that_is_missing_and_a_tokenizer_without_pieces_are_told(base, 
     errors = capsys.readouterr().err
     assert "CORPUS=" in errors and "no such file or folder" in errors
     assert "its tokenizer is WordLevel. Allowed: a checkpoint with a fast tokenizer of BPE" in errors
+
+
+def break_definition(monkeypatch):
+    """What is written is loaded with other entries or merges."""
+    monkeypatch.setattr(vocabulary, "describe_loaded", lambda *_: "other entries or merges")
+
+
+def break_measurement(monkeypatch):
+    def measure(*_):
+        raise ValueError("a held-out text without a new token has other ids than before")
+
+    monkeypatch.setattr(vocabulary, "measure", measure)
+
+
+@pytest.mark.parametrize("break_check", [break_definition, break_measurement])
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_tokenizer_that_fails_a_check_is_not_left_behind(
+    exists, break_check, base, corpus, tmp_path, monkeypatch, capsys
+):
+    output = tmp_path / "new" / "more"
+    if exists:
+        output.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patch:
+        break_check(patch)
+        with pytest.raises(SystemExit):
+            run(corpus, "--base", base, "--output", output)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert ".more-" not in capsys.readouterr().err
+
+    assert run(corpus, "--base", base, "--output", output) == 0
+    assert (output / "tokenizer.json").is_file() and output.stat().st_mode & 0o077
+    assert [*output.parent.iterdir()] == [output]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -66,6 +67,25 @@ def writing(path: Path) -> Iterator[None]:
             raise
         cause = describe_write_error(error)
         raise OSError(f"{path} cannot be written ({cause}; {free_space(path)})") from error
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder`, which is missing or empty, on success; an error inside the
+    context leaves nothing."""
+    absolute = folder.absolute()
+    existing = next(path for path in (absolute, *absolute.parents) if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=f".{absolute.name}-", dir=existing) as temporary:
+        # The temporary folder is readable by its owner alone, the one within it as the umask says.
+        partial = Path(temporary) / absolute.name
+        partial.mkdir()
+        yield partial
+        if absolute.is_dir():  # it stays: it may be the working directory, or where a disk is mounted
+            for path in partial.iterdir():
+                os.replace(path, absolute / path.name)
+        else:
+            absolute.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(partial, absolute)
 
 
 def describe_write_error(error: Exception) -> str:
