@@ -9,8 +9,9 @@ from copy import deepcopy
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError
@@ -161,6 +162,14 @@ def count_scaled_positions(config: PretrainedConfig) -> int | None:
     if full_parameters.get("rope_type") == DYNAMIC and isinstance(full_parameters.get("factor"), int | float):
         return int(positions * full_parameters["factor"])
     return positions
+
+
+def set_max_length(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
+    """Gives a tokenizer the positions of a scaled configuration as its longest text, which programs that read
+    the exported model cut at. One without a limit stays so."""
+    positions = count_scaled_positions(config.get_text_config())
+    if positions and tokenizer.model_max_length < VERY_LARGE_INTEGER:
+        tokenizer.model_max_length = positions
 
 
 def forget_lengths(model: nn.Module) -> None:

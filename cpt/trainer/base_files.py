@@ -3,10 +3,12 @@ it, and the options of generation."""
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from cpt.core.errors import reason
@@ -51,6 +53,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, *, base: str, folder: Pat
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
+        set_stored_max_length(tokenizer, folder)
         if describe_difference(tokenizer, folder) is None:
             return
 
@@ -95,9 +98,20 @@ def remove_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         path.unlink()
 
 
+def set_stored_max_length(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Sets the longest text in tokenizer_config.json if the tokenizer has another, as with scaled RoPE."""
+    path = folder / TOKENIZER_CONFIG_FILE
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    stored = config.get("model_max_length")
+    if stored is not None and stored != tokenizer.model_max_length:
+        write_config(path, {**config, "model_max_length": tokenizer.model_max_length})
+
+
 def change_config(folder: Path, *, tokenizer_class: str | None = None) -> None:
     """Removes from tokenizer_config.json how the tokenizer was loaded, and sets its class."""
-    path = folder / "tokenizer_config.json"
+    path = folder / TOKENIZER_CONFIG_FILE
     if not path.is_file():
         return
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -105,6 +119,10 @@ def change_config(folder: Path, *, tokenizer_class: str | None = None) -> None:
         config.pop(name, None)
     if tokenizer_class is not None:
         config["tokenizer_class"] = tokenizer_class
+    write_config(path, config)
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -120,6 +138,8 @@ def describe_difference(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str
         return "other special tokens"
     if getattr(loaded, "chat_template", None) != getattr(tokenizer, "chat_template", None):
         return "another chat template"
+    if loaded.model_max_length != tokenizer.model_max_length:
+        return f"{loaded.model_max_length} tokens at most, not {tokenizer.model_max_length}"
     for text in ODD_TEXTS:
         if loaded(text)["input_ids"] != tokenizer(text)["input_ids"]:
             return f"other ids for {text!r}"

@@ -33,7 +33,7 @@ from cpt.models import loading
 from cpt.models.block_attention import try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
-from cpt.models.rope import forget_lengths, scale_rope
+from cpt.models.rope import forget_lengths, scale_rope, set_max_length
 from cpt.models.router_loss import find_router_weights
 from cpt.models.units import find_blocks
 from cpt.models.vocabulary import count_entries, extend_rows, fit_rows, warn_of_stale_rows
@@ -289,9 +289,10 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
         return describe_new_base(options, corpora)
 
     config = loading.load_config(options.name_or_path)
+    tokenizer = loading.load_tokenizer(options.tokenizer or options.name_or_path)
     if options.rope_parameters is not None:
         config = scale_rope(config, options.rope_parameters)
-    tokenizer = loading.load_tokenizer(options.tokenizer or options.name_or_path)
+        set_max_length(tokenizer, config)
     own_tokenizer = None
     if options.tokenizer is not None:
         own_tokenizer = loading.load_tokenizer(options.name_or_path)

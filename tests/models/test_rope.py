@@ -6,7 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpt.models.loading import check_length, find_max_positions, load_model
 from cpt.models.objectives import Causal
-from cpt.models.rope import count_scaled_positions, forget_lengths, scale_rope
+from cpt.models.rope import count_scaled_positions, forget_lengths, scale_rope, set_max_length
+from tests.support.data_fixtures import tokenizer_with_template
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -86,6 +87,19 @@ def test_parameters_by_type_of_layer():
     assert count_scaled_positions(scaled) == 256
     logits_of(build(scaled), 200)
     assert count_scaled_positions(scale_rope(config, {"full_attention": DYNAMIC})) == 256
+
+
+@pytest.mark.parametrize(
+    "parameters", [LINEAR, DYNAMIC, YARN], ids=lambda parameters: parameters["rope_type"]
+)
+def test_the_tokenizer_takes_as_much_text_as_the_scaled_model(parameters):
+    tokenizer = tokenizer_with_template("$A", eos_token="</s>")
+    unlimited = tokenizer.model_max_length
+    set_max_length(tokenizer, scale_rope(config_of(), parameters))
+    assert tokenizer.model_max_length == unlimited
+    tokenizer.model_max_length = 64
+    set_max_length(tokenizer, scale_rope(config_of(), parameters))
+    assert tokenizer.model_max_length == 256
 
 
 REFUSED = {

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import AddedToken
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cpt.models.loading import train_tokenizer
 from cpt.trainer import chat_date
@@ -133,3 +133,24 @@ def test_bad_chats_are_counted_and_the_date_stays_that_of_the_first_start(
         start(configured("domains.on_bad_example=skip", "domains.date=2031-05-06"), tmp_path / "run")
     with pytest.raises(ValueError, match="date=2031-13-06 is invalid"):
         start(configured("domains.date=2031-13-06"), tmp_path / "other")
+
+
+def test_a_chat_model_with_longer_positions_is_exported_with_all_of_its_files(
+    small_gpt2, corpora, start, tmp_path
+):
+    base = tmp_path / "decoder"
+    write_checkpoint(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.model_max_length = 256
+    tokenizer.save_pretrained(base)
+    (base / "generation_config.json").write_text('{"eos_token_id": [2, 400], "max_new_tokens": 7}')
+    options = [f"model.name_or_path={base}", "model.rope_parameters={rope_type: yarn, factor: 2}"]
+    start(small_gpt2("method=none", "order=[law]", *options), tmp_path / "run")
+
+    exported = tmp_path / "run" / "model"
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (exported / name).read_bytes() == (base / name).read_bytes()
+    loaded = AutoTokenizer.from_pretrained(exported)
+    assert loaded.model_max_length == AutoConfig.from_pretrained(exported).max_position_embeddings == 512
+    assert loaded.special_tokens_map == tokenizer.special_tokens_map
+    assert loaded.chat_template == tokenizer.chat_template

@@ -92,6 +92,33 @@ def test_what_was_added_gives_the_same_ids_for_odd_text(tmp_path, target):
     assert loaded.chat_template == tokenizer.chat_template
 
 
+def test_another_length_is_all_that_changes_in_the_bases_files(tmp_path, target):
+    base = tmp_path / "base"
+    base.mkdir()
+    make_base(base, model_type="llama")
+    path = base / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"model_max_length": 64, "mine": "ö"}
+    path.write_text(json.dumps(settings))
+    (target / "config.json").write_bytes((base / "config.json").read_bytes())
+    tokenizer = load_tokenizer(base)
+    tokenizer.model_max_length = 256
+    save_tokenizer(tokenizer, base=str(base), folder=target)
+    copy_generation_config(base=str(base), folder=target)
+
+    base_contents = contents(base)
+    target_contents = contents(target)
+    exported_settings = json.loads(target_contents.pop("tokenizer_config.json"))
+    assert exported_settings == settings | {"model_max_length": 256}
+    del base_contents["tokenizer_config.json"]
+    assert target_contents == base_contents
+
+    tokenizer.add_tokens(["quark"])
+    save_tokenizer(tokenizer, base=str(base), folder=target)
+    assert load_tokenizer(target).model_max_length == 256
+    tokenizer.model_max_length = 128
+    assert describe_difference(tokenizer, target) == "256 tokens at most, not 128"
+
+
 def test_a_tokenizer_without_a_fast_version_and_one_without_a_base_are_saved(tmp_path, target):
     ByT5Tokenizer(extra_ids=3).save_pretrained(tmp_path / "byt5")
     slow = load_tokenizer(tmp_path / "byt5")
