@@ -131,6 +131,37 @@ def linear_layers(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
+def test_the_factors_of_pissa_are_roots_of_singular_values_by_the_scale():
+    model = build("llama")
+    before = {name: module.weight.detach().clone() for name, module in linear_layers(model).items()}
+    attach(model, initialization="pissa")
+    for name, layer in lora.lora_layers(model).items():
+        u, values, v = torch.linalg.svd(before[name], full_matrices=False)
+        a, b = lora.factors_of(layer)
+        torch.testing.assert_close(2 * b @ a, u[:, :4] @ values[:4].diag() @ v[:4], rtol=0, atol=1e-5)
+        torch.testing.assert_close(a @ a.T, (values[:4] / 2).diag(), rtol=0, atol=1e-5)
+
+
+def test_dora_is_the_released_equation_with_norms_that_have_no_gradient():
+    model = build("llama")
+    perturb(model, attach(model, use_dora=True))
+    layer = lora.lora_layers(model)["model.layers.0.mlp.down_proj"]
+    weight = layer.get_base_layer().weight
+    magnitude = layer.lora_magnitude_vector[lora.NEWEST].weight
+    a, b = lora.factors_of(layer)
+    inputs = torch.randn(7, weight.shape[1])
+    targets = torch.randn(7, weight.shape[0])
+
+    direction = weight + 2 * b @ a  # alpha / r = 2
+    norms = direction.detach().norm(dim=1)  # one for each output
+    expected = inputs @ direction.T * (magnitude / norms)
+    output = layer(inputs)
+    torch.testing.assert_close(output, expected)
+    gradients = torch.autograd.grad((output * targets).sum(), [a, b, magnitude])
+    expected_gradients = torch.autograd.grad((expected * targets).sum(), [a, b, magnitude])
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-5)
+
+
 def test_dora_begins_each_domain_with_the_norms_of_the_weights():
     model = build("llama")
     names = attach(model, use_dora=True)
@@ -141,7 +172,13 @@ def test_dora_begins_each_domain_with_the_norms_of_the_weights():
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
 
 
-def test_rslora_is_scaled_by_the_root_of_the_rank():
+def test_rslora_is_scaled_by_the_root_of_the_rank(tmp_path):
     options = PairOptions(**OPTIONS, embeddings=False, exported="merged", use_rslora=True)
     assert options.alpha / options.r == pytest.approx(8 / 4**0.5)
     assert PairOptions(**OPTIONS, embeddings=False, exported="merged").alpha == 8
+
+    model = build("llama")
+    lora.attach_lora(model, r=4, alpha=options.alpha, dropout=0.0, targets="all-linear", embeddings=False)
+    assert {layer.scaling[lora.NEWEST] for layer in lora.lora_layers(model).values()} == {8 / 4**0.5}
+    config = lora.export_config(model, 12, base_folder=tmp_path)  # of three adapters, joined
+    assert config.lora_alpha / config.r == 8 / 4**0.5 and not config.use_rslora
