@@ -28,6 +28,7 @@ from cpt.trainer.export_dtype import name_dtype
 
 log = logging.getLogger(__name__)
 CHECKED_TOKENS = 2048  # of the held-out text, in whole rows
+SPREAD_TOKENS = 512  # from all of the vocabulary
 # Nats by which the mean of tokens may differ, as a share of their loss where it is above 1: of the weights
 # that were written, and of the precision in which the run has scored its last row.
 TOLERANCES_BY_DTYPE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.02}
@@ -38,11 +39,9 @@ MAX_NAMED = 3  # keys in a message
 
 
 @dataclass(frozen=True)
-class HeldOutSample:
-    """Rows of a held-out text, and what the run makes of them."""
+class ScoredBatch:
+    """Rows, and what the run makes of them."""
 
-    text: str
-    domain: int  # whose modules are exported; -1: the base
     batch: Batch
     expected: Tensor  # nats at each scored position [K], on the CPU
 
@@ -56,10 +55,20 @@ class ExportedLosses:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class HeldOutSample:
+    """Rows of a held-out text, and rows with tokens from all of the vocabulary: the rows of embedding and head
+    that no held-out token reads may be lost as well."""
+
+    text: str
+    held_out: ScoredBatch
+    spread: ScoredBatch
+
+
 @torch.no_grad()
-def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
-    """The first rows of the last domain's text (of the general text in a run without stages), scored by the
-    weights that will be exported."""
+def draw_sample(module: ContinualMethod, data: DomainSequence, *, num_entries: int) -> HeldOutSample:
+    """The first rows of the last domain's text (of the general text in a run without stages), and tokens of a
+    tokenizer with so many entries, scored by the weights that will be exported."""
     if data.domains:
         last = data.domains[-1]
         text = last.texts[0]
@@ -68,11 +77,22 @@ def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
         text = list(data.held_out)[-1]
         domain = BASE
 
-    # The first rows with scored tokens, up to the one that completes CHECKED_TOKENS.
+    held_out_batch = read_first_rows(data, text, num_tokens=CHECKED_TOKENS)
+    spread_batch = spread_tokens(read_first_rows(data, text, num_tokens=SPREAD_TOKENS), num_entries)
+    with set_mode(module, training=False), computable_anywhere(module.model):
+        return HeldOutSample(
+            text=text,
+            held_out=score_batch(module, held_out_batch, domain),
+            spread=score_batch(module, spread_batch, domain),
+        )
+
+
+def read_first_rows(data: DomainSequence, text: str, *, num_tokens: int) -> Batch:
+    """The first rows of a held-out text with scored tokens, up to the one that completes a number of tokens."""
     objective = data.objective.scoring
     rows = data.scored_rows(text)[objective.scored(data.scored_sizes(text)) > 0]
     cumulative_tokens = data.held_out[text].row_lengths[rows].cumsum()
-    rows = rows[: int(np.searchsorted(cumulative_tokens, CHECKED_TOKENS)) + 1]
+    rows = rows[: int(np.searchsorted(cumulative_tokens, num_tokens)) + 1]
     subset = EvalSubset(
         data.held_out,
         {text: rows},
@@ -81,10 +101,38 @@ def draw_sample(module: ContinualMethod, data: DomainSequence) -> HeldOutSample:
         purpose="score",
         domain_indices=data.domain_indices,
     )
-    batch = subset[0]
-    with set_mode(module, training=False), computable_anywhere(module.model):
-        expected = module.exported_nll(move(batch, module.model.device), domain)
-    return HeldOutSample(text=text, domain=domain, batch=batch, expected=expected.double().cpu())
+    return subset[0]
+
+
+def spread_tokens(batch: Batch, num_entries: int) -> Batch:
+    """A batch with other tokens, read and predicted, in the same places."""
+    spread: Batch = {**batch}
+    spread["input_ids"] = choose_tokens(batch["input_ids"], num_entries)
+    spread["targets"] = choose_tokens(batch["targets"], num_entries)
+    if "decoder_input_ids" in batch:
+        spread["decoder_input_ids"] = choose_tokens(batch["decoder_input_ids"], num_entries)
+    return spread
+
+
+def choose_tokens(places: Tensor, num_entries: int) -> Tensor:
+    """Token ids in a tensor's form: one half are the last of a vocabulary, where new tokens are, the other
+    half lie evenly in the rest.
+
+    >>> choose_tokens(torch.zeros(2, 3), 10)
+    tensor([[9, 8, 7],
+            [0, 3, 6]])
+    """
+    num_last = min(places.numel() // 2, num_entries - 1)
+    last_ids = num_entries - 1 - torch.arange(num_last)
+    even_ids = torch.linspace(0, num_entries - 1 - num_last, places.numel() - num_last).long()
+    return torch.cat([last_ids, even_ids]).view(places.shape)
+
+
+def score_batch(module: ContinualMethod, batch: Batch, domain: int) -> ScoredBatch:
+    """A batch with its losses by the weights that are exported, with the modules of a domain (-1: the
+    base)."""
+    losses = module.exported_nll(move(batch, module.model.device), domain)
+    return ScoredBatch(batch=batch, expected=losses.double().cpu())
 
 
 @contextmanager
@@ -127,27 +175,35 @@ def check_export(
         try:
             model = load_as_written(folder, expression)
             with set_mode(model, training=False):
-                losses = module.objective.nll(model, sample.batch).double()
+                losses = module.objective.nll(model, sample.held_out.batch).double()
+                spread_losses = module.objective.nll(model, sample.spread.batch).double()
         except Exception as error:
             raise wrong_export_error(folder, reason(error)) from error
 
     # First against the weights in memory, which differ by nothing but the dtype of the file; then against
     # what the matrix has, which was computed in the run's precision.
     rounding = TOLERANCES_BY_DTYPE[model.dtype]
-    allowed = rounding
-    cause = describe_loss_difference(losses, sample.expected, allowed=allowed, label="the run's weights give")
-    if cause is None and recorded is not None:
-        documents = sample.batch["documents"]
+    label = "the run's weights give"
+    cause = describe_loss_difference(losses, sample.held_out.expected, allowed=rounding, label=label)
+    if cause is not None:
+        raise wrong_export_error(folder, f"on {sample.text} {cause}")
+    cause = describe_loss_difference(spread_losses, sample.spread.expected, allowed=rounding, label=label)
+    if cause is not None:
+        raise wrong_export_error(
+            folder, f"on tokens from all of the vocabulary {cause}; rows of embedding or head are lost"
+        )
+    if recorded is not None:
+        documents = sample.held_out.batch["documents"]
         document_losses, recorded_losses = whole_documents(documents, losses, recorded)
         allowed = EXACT_TOLERANCE if precision in EXACT_PRECISIONS else ROUNDED_TOLERANCE
         cause = describe_loss_difference(
             document_losses, recorded_losses, allowed=max(allowed, rounding), label="the last row has"
         )
-    if cause is not None:
-        raise wrong_export_error(folder, f"on {sample.text} {cause}")
+        if cause is not None:
+            raise wrong_export_error(folder, f"on {sample.text} {cause}")
 
     exported = ExportedLosses(
-        nll=float(losses.mean()), run_nll=float(sample.expected.mean()), num_tokens=len(losses)
+        nll=float(losses.mean()), run_nll=float(sample.held_out.expected.mean()), num_tokens=len(losses)
     )
     log.info(
         "Loaded the exported model: in %s it scores %s as the run does (loss %.4f, run %.4f)",

@@ -18,6 +18,7 @@ from cpt.evaluation.scores import Scores, gather_documents
 from cpt.evaluation.task_metrics import run_objective
 from cpt.loggers.loggers import log_scores
 from cpt.methods.base import ContinualMethod
+from cpt.models.vocabulary import count_entries
 from cpt.models.weights import measure_movement
 from cpt.reporting import run_page
 from cpt.reporting.model_card import write_model_card
@@ -66,7 +67,7 @@ def finalize(
     if isinstance(module.model, FSDPModule):  # this process has a shard of the weights
         module = build_whole_module(plan, machine, run, base, data, scores)
     # Scored before the export, which may change the module, and compared with what is loaded again.
-    sample = draw_sample(module, data)
+    sample = draw_sample(module, data, num_entries=count_entries(base.tokenizer))
     loading = export_model(run, base, module, data)
     if has_stages:  # before weights are rounded: the movement of training
         scores.moved = measure_movement(base.model(), run.model)

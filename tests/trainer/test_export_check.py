@@ -15,6 +15,7 @@ from tests.runs.reading import read_scores
 from tests.support.method_fixtures import build_method_fixture
 
 ORDER = "order=[law]"
+ENTRIES = 300  # of the tokenizer
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def exported(small_gpt2, tmp_path):
     """The check of a folder with the export of a module, and the module with its sample."""
     run = build_method_fixture(small_gpt2(ORDER, "trainer.steps=2"))
     run.learn(0)
-    sample = draw_sample(run.module, run.data)
+    sample = draw_sample(run.module, run.data, num_entries=ENTRIES)
     folder = tmp_path / "a 'quoted' model"
     expression = run.module.export(folder, ["law"])
     check = partial(check_export, folder, expression, sample, run.module, recorded=None, precision="32-true")
@@ -55,6 +56,20 @@ def test_other_weights_are_named(cause, exported):
     assert "\n" not in str(raised.value) and "the same command exports it again" in str(raised.value)
 
 
+def test_a_lost_row_of_a_token_that_the_held_out_text_does_not_have_is_noticed(exported):
+    folder, check, _, sample = exported
+    absent_id = max({*range(ENTRIES)} - {*sample.held_out.batch["input_ids"].flatten().tolist()})
+
+    def lose_row(state):
+        table = state["transformer.wte.weight"].clone()
+        table[absent_id] = table.mean(0)
+        return {**state, "transformer.wte.weight": table}
+
+    rewrite(folder, lose_row)
+    with pytest.raises(ValueError, match="on tokens from all of the vocabulary its loss is .* rows of emb"):
+        check()
+
+
 def test_a_head_that_becomes_tied_again_is_noticed(exported):
     folder, check, run, _ = exported
     untied = load_model(folder, "causal")
@@ -62,7 +77,7 @@ def test_a_head_that_becomes_tied_again_is_noticed(exported):
     untied.config.tie_word_embeddings = False
     run.module.model = untied
     untied.save_pretrained(folder)
-    sample = draw_sample(run.module, run.data)
+    sample = draw_sample(run.module, run.data, num_entries=ENTRIES)
     module_check = partial(
         check.func, *check.args[:2], sample, run.module, recorded=None, precision="32-true"
     )
@@ -76,8 +91,9 @@ def test_a_head_that_becomes_tied_again_is_noticed(exported):
 
 def test_losses_that_the_last_row_does_not_have_are_noticed(exported):
     _, check, _, sample = exported
-    documents = sample.batch["documents"]
-    sums = torch.zeros(int(documents.max()) + 1, dtype=torch.double).index_add_(0, documents, sample.expected)
+    documents = sample.held_out.batch["documents"]
+    sums = torch.zeros(int(documents.max()) + 1, dtype=torch.double)
+    sums.index_add_(0, documents, sample.held_out.expected)
     recorded = torch.stack([sums, documents.bincount().double()]).numpy()
     check(recorded=recorded)
     recorded[0] += 0.05 * recorded[1]
@@ -92,7 +108,7 @@ def test_nothing_of_the_module_changes(exported):
     _, check, run, _ = exported
     before = run.weights()
     generator = torch.get_rng_state()
-    draw_sample(run.module, run.data)
+    draw_sample(run.module, run.data, num_entries=ENTRIES)
     check()
     assert all(torch.equal(before[name], value) for name, value in run.weights().items())
     assert torch.equal(generator, torch.get_rng_state())
