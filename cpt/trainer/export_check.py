@@ -57,8 +57,8 @@ class ExportedLosses:
 
 @dataclass(frozen=True)
 class HeldOutSample:
-    """Rows of a held-out text, and rows with tokens from all of the vocabulary: the rows of embedding and head
-    that no held-out token reads may be lost as well."""
+    """Rows of a held-out text, and the same places with tokens from all of the vocabulary: rows of embedding
+    and head that no held-out token reads may be lost, too."""
 
     text: str
     held_out: ScoredBatch
@@ -88,7 +88,7 @@ def draw_sample(module: ContinualMethod, data: DomainSequence, *, num_entries: i
 
 
 def read_first_rows(data: DomainSequence, text: str, *, num_tokens: int) -> Batch:
-    """The first rows of a held-out text with scored tokens, up to the one that completes a number of tokens."""
+    """The first rows of a held-out text with scored tokens, up to the one that completes so many tokens."""
     objective = data.objective.scoring
     rows = data.scored_rows(text)[objective.scored(data.scored_sizes(text)) > 0]
     cumulative_tokens = data.held_out[text].row_lengths[rows].cumsum()
