@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from filelock import Timeout
 from hydra import errors as hydra_errors
 from hydra.core.global_hydra import GlobalHydra
@@ -35,6 +36,7 @@ VALUE_FOR_SECTION = re.compile(r"Cannot merge DictConfig with")
 CONFIG_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 # Classes of errors that a user's input causes: one line is shown for them, and no traceback.
 INPUT_ERRORS = (ValueError, OSError, HydraException, omegaconf_errors.OmegaConfBaseException, YAMLError)
+HERE = "_here_"  # of a default: the options of a file are those of the choice itself
 OPEN_SECTIONS = ("callbacks", "logger", "optim")  # that take further keys, as sections within sections do
 # By the name in transformers' TrainingArguments and example scripts or in Lightning's Trainer.
 OPTIONS_BY_FOREIGN_NAME = {
@@ -102,6 +104,8 @@ def explain(error: BaseException) -> str:
             return f"{key} is missing. Allowed: {key}=VALUE"
         case omegaconf_errors.InterpolationResolutionError(full_key=str(key)):
             return f"{key} is invalid: {str(error).splitlines()[0]}. Allowed: ${{KEY}} of an existing key"
+        case omegaconf_errors.KeyValidationError(full_key=str(key)):
+            return f"{key} is invalid: one of its keys is no text. Allowed: {{NAME: VALUE}}"
         case omegaconf_errors.ConfigTypeError(full_key=str(key)) if VALUE_FOR_SECTION.match(str(error)):
             return f"{key} is invalid: it has keys with values, not a value. Allowed: {key}.NAME=…"
     return str(error)
@@ -213,9 +217,23 @@ def choices_with(key: str, section: str) -> list[str]:
     if not section:
         return []
     name = key.rpartition(".")[2]
-    pattern = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
-    paths = sorted((CONF / section).glob("*.yaml"))
-    return [path.stem for path in paths if pattern.search(path.read_text(encoding="utf-8"))]
+    return [path.stem for path in sorted((CONF / section).glob("*.yaml")) if name in options_of_choice(path)]
+
+
+def options_of_choice(path: Path) -> set[str]:
+    """The options of a choice, by its YAML file: its own, and those of files that its defaults put in the
+    same place."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    names = {str(name) for name in content if name != "defaults"}
+    for default in content.get("defaults", []):
+        if isinstance(default, str):
+            default = {HERE: default}
+        for group, choice in default.items():
+            folder, _, package = str(group).rpartition("@")
+            part = path.parent / folder / f"{choice}.yaml"
+            if package == HERE and part.is_file():
+                names |= options_of_choice(part)
+    return names
 
 
 def option_elsewhere(key: str, node: Any) -> str:

@@ -118,8 +118,10 @@ def check_patterns(
         names = [name for name, parameter in model.named_parameters() if id(parameter) in trained_ids]
         frozen = find_parameters(model, group.pattern)
         reason = "no parameter has such a name"
-        if frozen or group.pattern in PARAMETER_KINDS:
-            reason = f"method={method} trains none of them"
+        if frozen:
+            reason = f"none of them is trained with method={method}, freeze and trainable"
+        elif group.pattern in PARAMETER_KINDS:
+            reason = "the model has none"
         raise InvalidOptionError(
             key,
             group.pattern,

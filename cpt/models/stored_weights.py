@@ -1,5 +1,6 @@
 """The weights that a checkpoint stores, compared with the parameters of its model. Only names and shapes are
-read, so that a large checkpoint is checked in a second, before texts are read."""
+read, so that a large checkpoint is checked in a second, before texts are read; of a head that may be tied or
+not, the values."""
 
 import logging
 import re
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
@@ -126,6 +128,34 @@ def find_main_dtype(stored: StoredWeights) -> torch.dtype:
     for tensor in stored.tensors.values():
         counts[tensor.dtype] += tensor.numel()
     return counts.most_common(1)[0][0]
+
+
+def has_other_head(model: PreTrainedModel, files: Iterable[Path], stored: StoredWeights) -> bool:
+    """Whether a checkpoint stores a head with other values than the embedding to which the model of its
+    config.json ties it: transformers leaves both apart. Only these two tensors are read."""
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return False
+    names = {module: name for name, module in model.named_modules()}
+    weight_names_of_both = [f"{names[embedding]}.weight", f"{names[head]}.weight"]
+    if not all(name in stored.tensors for name in weight_names_of_both):
+        return False
+
+    paths = {path.name: path for path in files}
+    tensors = [read_tensor(paths[stored.files[name]], name) for name in weight_names_of_both]
+    return not torch.equal(*tensors)
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """A tensor of a file that `read_stored_weights` has read."""
+    tensor: Tensor
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            tensor = file.get_tensor(name)
+    else:
+        tensor = torch.load(path, map_location="cpu", mmap=True, weights_only=True)[name]
+    return tensor
 
 
 def compare_weights(

@@ -20,6 +20,7 @@ from cpt.models.stored_weights import (
     compare_weights,
     find_weight_files,
     format_names,
+    has_other_head,
     log_unused,
     read_stored_weights,
     weight_names,
@@ -209,11 +210,14 @@ def log_modules(folder: Path) -> None:
 
 def check_stored_weights(
     name_or_path: str, config: PretrainedConfig, objective: str, *, head_steps: int | None
-) -> None:
-    """Raises ValueError for weights that differ from what config.json describes, and for a checkpoint without
-    a language-model head, unless `head_steps` says for how many steps one is trained (0: it stays random).
-    Logs what is not used. Only names and shapes are read."""
-    stored_weights = read_stored_weights(find_weight_files(name_or_path, config))
+) -> bool:
+    """Whether the head is apart from the embedding though config.json ties them (`has_other_head`).
+
+    Raises ValueError for weights that differ from what config.json describes, and for a checkpoint without a
+    language-model head, unless `head_steps` says for how many steps one is trained (0: it stays random). Logs
+    what is not used."""
+    files = find_weight_files(name_or_path, config)
+    stored_weights = read_stored_weights(files)
     model = build_skeleton(config, objective, source=f"model.name_or_path={name_or_path}")
     report = compare_weights(type(model), config, stored_weights, checkpoint=name_or_path)
     head_names = loading.find_head_parameters(model)
@@ -224,10 +228,9 @@ def check_stored_weights(
         needs_head=head_steps is None,
         checkpoint=name_or_path,
     )
-    if not is_first_process():
-        return
-
-    log_unused(report, stored_weights, name_or_path)
-    if any(name in head_names for name in report.missing):
-        start = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"
-        log.info("The language-model head, which %s lacks, %s", name_or_path, start)
+    if is_first_process():
+        log_unused(report, stored_weights, name_or_path)
+        if any(name in head_names for name in report.missing):
+            start = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"
+            log.info("The language-model head, which %s lacks, %s", name_or_path, start)
+    return has_other_head(model, files, stored_weights)

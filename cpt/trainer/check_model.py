@@ -64,11 +64,17 @@ def check_model(plan: Plan) -> PretrainedConfig:
 
     config = change_config(plan, stored_config)
     model_key = "model.config"
+    has_other_head = False
     if options.name_or_path is not None:
         model_key = f"model.name_or_path={options.name_or_path}"
         head_steps = None if options.pretraining is None else options.pretraining.head_steps
-        check_stored_weights(options.name_or_path, stored_config, objective, head_steps=head_steps)
+        has_other_head = check_stored_weights(
+            options.name_or_path, stored_config, objective, head_steps=head_steps
+        )
     model = build_skeleton(config, objective, source=model_key)
+    if has_other_head:  # as the loaded model has one
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
     check_attention(plan, model)
     check_router_loss(model, options.router_aux_loss)
     check_saving(model, options.name_or_path)

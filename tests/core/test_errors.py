@@ -1,4 +1,4 @@
-"""Messages for arguments that Hydra cannot parse."""
+"""Messages for arguments that Hydra cannot parse, and for options of other choices."""
 
 import shlex
 
@@ -6,7 +6,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
-from cpt.core.errors import explain
+from cpt.core.errors import choices_with, explain
 
 HINT = ". Allowed: key=value, with the value in quotes: "
 
@@ -36,3 +36,17 @@ def test_the_hint_is_only_for_values_that_quotes_mend():
     assert explain_override("domains.only=[<a>,b]").endswith("in quotes within the list or the keys")
     (typed,) = shlex.split(explain_override("domains.separator='<x>").partition(HINT)[2])
     assert typed == 'domains.separator="<x>"'
+
+
+@pytest.mark.parametrize(
+    ("key", "choices"),
+    [
+        ("method.buffer_size", ["agem", "derpp"]),
+        ("method.reduction_factor", ["adapter", "demix", "hat"]),  # of a file in their defaults
+        ("method.stored", ["inclora", "nlora", "olora"]),
+        ("method.embeddings", ["inclora", "lora", "merge_lora", "nlora", "olora"]),  # of its own defaults
+        ("method.nothing", []),
+    ],
+)
+def test_an_option_of_other_choices_is_found_in_all_of_their_files(key, choices):
+    assert choices_with(key, "method") == choices

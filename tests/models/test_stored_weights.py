@@ -123,6 +123,21 @@ def test_a_body_without_some_of_its_tensors_is_refused(form, tmp_path):
     assert "lacks 38 tensors" in refusal(tmp_path, head_steps=0)  # not for a model without a head alone
 
 
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_a_head_with_other_values_is_apart_whatever_the_config_says(is_equal, form, tmp_path):
+    def change(tensors):
+        if is_equal:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        return tensors
+
+    checkpoint_of("untied", tmp_path, form, change)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    config = loading.load_config(str(tmp_path))
+    is_apart = check_stored_weights(str(tmp_path), config, "causal", head_steps=None)
+    assert is_apart == (not is_equal)
+    assert is_apart == (not loading.is_tied(loading.load_model(tmp_path, "causal")))
+
+
 def test_a_head_that_lacks_tensors_is_refused_unless_it_is_to_be_trained(form, tmp_path, caplog):
     caplog.set_level("INFO", logger="cpt")
     checkpoint_of("bert", tmp_path, form, without("cls.predictions"))

@@ -165,6 +165,23 @@ def test_what_transformers_loads_and_does_not_save_is_told(
     assert message.startswith(f"{option} is invalid: {named}") and f"Allowed: {file} without it" in message
 
 
+def test_a_head_that_is_stored_apart_has_a_rate_of_its_own(small_gpt2, unread, tmp_path):
+    """config.json ties it to the embedding, but transformers leaves it as it is stored."""
+    tokenizer = some_tokenizer()
+    config = {"model_type": "llama", **SIZES, "max_position_embeddings": 64, "tie_word_embeddings": False}
+    folder = saved(tmp_path / "apart", build_model(config, tokenizer, "causal", seed=0), tokenizer)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    options = [f"model.name_or_path={folder}", "optim.lr_multipliers={embeddings: 0.1, head: 0.5}"]
+    prepare_run(make_plan(small_gpt2(*options)), RunDir(tmp_path / "run"))
+
+    state = load_file(folder / "model.safetensors")
+    del state["lm_head.weight"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    message = unread(small_gpt2(*options))
+    assert "model.embed_tokens.weight = lm_head.weight has 0.1 by embeddings" in message
+
+
 def test_a_place_of_the_export_that_cannot_be_written_is_told(small, unread, tmp_path, monkeypatch):
     model = tmp_path / "run" / "model"
     model.parent.mkdir()

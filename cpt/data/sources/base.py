@@ -95,6 +95,9 @@ class HeldOut(Options):
     max_documents: Count | None = option("maximum documents of each split; null: no limit", default=None)
 
 
+SeparatorName = Annotated[Text, Allowed("auto, none, or one token of the vocabulary")]
+
+
 @config
 class Source(Options, ABC):
     """Domains by name, each a stream of (split, document)."""
@@ -106,7 +109,7 @@ class Source(Options, ABC):
         "documents per sequence: several, several with masking, one; null: concat of text, none of examples",
         default=None,
     )
-    separator: Text = option(
+    separator: SeparatorName = option(
         "token after each document of raw text: auto (the pre-training separator of the checkpoint), none, "
         "or a token of the vocabulary",
         default=AUTO,
