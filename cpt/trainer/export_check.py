@@ -68,7 +68,7 @@ class HeldOutSample:
 @torch.no_grad()
 def draw_sample(module: ContinualMethod, data: DomainSequence, *, num_entries: int) -> HeldOutSample:
     """The first rows of the last domain's text (of the general text in a run without stages), and tokens of a
-    tokenizer with so many entries, scored by the weights that will be exported."""
+    tokenizer with `num_entries`, scored by the weights that will be exported."""
     if data.domains:
         last = data.domains[-1]
         text = last.texts[0]
@@ -88,7 +88,7 @@ def draw_sample(module: ContinualMethod, data: DomainSequence, *, num_entries: i
 
 
 def read_first_rows(data: DomainSequence, text: str, *, num_tokens: int) -> Batch:
-    """The first rows of a held-out text with scored tokens, up to the one that completes so many tokens."""
+    """The first rows of a held-out text with scored tokens, up to the one that completes `num_tokens`."""
     objective = data.objective.scoring
     rows = data.scored_rows(text)[objective.scored(data.scored_sizes(text)) > 0]
     cumulative_tokens = data.held_out[text].row_lengths[rows].cumsum()
@@ -114,18 +114,18 @@ def spread_tokens(batch: Batch, num_entries: int) -> Batch:
     return spread
 
 
-def choose_tokens(places: Tensor, num_entries: int) -> Tensor:
-    """Token ids in a tensor's form: one half are the last of a vocabulary, where new tokens are, the other
-    half lie evenly in the rest.
+def choose_tokens(tokens: Tensor, num_entries: int) -> Tensor:
+    """Other token ids in the form of `tokens`: one half are the last of a vocabulary, where new tokens are,
+    the other half lie evenly in the rest.
 
     >>> choose_tokens(torch.zeros(2, 3), 10)
     tensor([[9, 8, 7],
             [0, 3, 6]])
     """
-    num_last = min(places.numel() // 2, num_entries - 1)
+    num_last = min(tokens.numel() // 2, num_entries - 1)
     last_ids = num_entries - 1 - torch.arange(num_last)
-    even_ids = torch.linspace(0, num_entries - 1 - num_last, places.numel() - num_last).long()
-    return torch.cat([last_ids, even_ids]).view(places.shape)
+    even_ids = torch.linspace(0, num_entries - 1 - num_last, tokens.numel() - num_last).long()
+    return torch.cat([last_ids, even_ids]).view(tokens.shape)
 
 
 def score_batch(module: ContinualMethod, batch: Batch, domain: int) -> ScoredBatch:
