@@ -50,6 +50,9 @@ def test_tokens_are_added_and_measured_on_text_that_is_held_out(base, corpus, tm
     assert len(tokenizer) == len(own_tokenizer) + 30
     assert len(find_sub_tokens(tokenizer, own_tokenizer)) == 30
     assert tokenizer.chat_template == own_tokenizer.chat_template
+    assert not {"is_local", "local_files_only"} & {
+        *json.loads((output / "tokenizer_config.json").read_text())
+    }
     assert len(tokenizer.tokenize(" benzol xylol")) == 2
 
     trained, held_out = map(int, re.search(r"oil: (\d+) documents, (\d+) more held out", printed).groups())
