@@ -11,9 +11,11 @@ import torch
 
 from tests.methods.test_contract import LEARNING, bits
 from tests.methods.test_offload import KEPT, OFFLOAD, options_of
+from tests.runs.reading import scores_of
 from tests.support.hook_methods import overrides_for
 from tests.support.kill_callback import KilledError, Killer
 from tests.support.method_fixtures import DROPOUT, ORDER
+from tests.support.quantized_models import SMALL_HF, needs_bitsandbytes, save_checkpoint
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [
@@ -64,3 +66,23 @@ def test_what_rests_on_the_host_changes_no_bit(kind, scores, tmp_path):
     for name, options in {"there": [], "host": [OFFLOAD]}.items():
         scores(name, *options_of(kind), GPU, DETERMINISTIC, *options)
     assert bits(tmp_path / "there") == bits(tmp_path / "host")
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantized_base_is_the_same_on_both(kind, composed, corpora, cache, start, killing, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    texts = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER]
+    options = [*texts, *SMALL_HF, f"model.name_or_path={checkpoint}", "method=lora"]
+    options.append(f"model.quantization={kind}")
+    for name, device in {"gpu": GPU, "cpu": CPU}.items():
+        start(composed(*options, device, DETERMINISTIC), tmp_path / name)
+    matrices = [torch.tensor(scores_of(tmp_path / name).nll) for name in ("gpu", "cpu")]
+    torch.testing.assert_close(*matrices, atol=TOLERANCE, rtol=0)
+
+    killing(Killer(step=3, domain="food"))
+    with pytest.raises(KilledError):
+        start(composed(*options, GPU, DETERMINISTIC), tmp_path / "killed")
+    killing(None)
+    start(composed(*options, GPU, DETERMINISTIC), tmp_path / "killed")
+    assert bits(tmp_path / "killed") == bits(tmp_path / "gpu")

@@ -25,6 +25,7 @@ from cpt.adapters.domain_store import Scope
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import replacing
 from cpt.models.loading import make_skeleton
+from cpt.models.quantization import quantized_layers
 
 PARTS_INDEX = "parts.json"
 TRUSTED_PACKAGES = ("cpt.adapters.",)  # packages of which parts.json may have an `attach…` called
@@ -77,6 +78,8 @@ def plain_weights(model: PreTrainedModel, changed_weights: Mapping[str, Tensor])
     """The state of a model without adapters, in which some weights, by their names in the model, have other
     values."""
     state = model.state_dict()
+    for name, layer in quantized_layers(model).items():
+        state[f"{name}.weight"] = layer.plain_weight(model.dtype)
     # By address, so that what is tied to a changed weight changes with it.
     changes = {state[name].data_ptr(): own_storage(values) for name, values in changed_weights.items()}
 

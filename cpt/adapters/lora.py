@@ -40,6 +40,7 @@ from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import unknown_name
 from cpt.models.forward import find_token_side
 from cpt.models.loading import make_skeleton
+from cpt.models.quantization import QuantizedLinear, count_stored, dequantize_layers
 from cpt.models.units import Projection, find_expert_parameters, find_projections, find_sublayers
 
 NEWEST = "default"  # names of adapters
@@ -225,6 +226,8 @@ def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
     if not adapted_ids:
         return None
 
+    num_quantized = count_stored(model)
+
     # Not counted: embeddings and head. Convolutions may have three axes too, and are no experts.
     head = model.get_output_embeddings()
     outside_ids = set[int]()
@@ -241,9 +244,10 @@ def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
     for name, parameter in model.named_parameters():
         if id(parameter) in outside_ids or id(parameter) in tuner_ids:
             continue
-        total += parameter.numel()
+        count = num_quantized.get(id(parameter), parameter.numel())
+        total += count
         if id(parameter) in adapted_ids:
-            adapted += parameter.numel()
+            adapted += count
         elif name in expert_parameters:
             unreached.append(name.replace(".base_layer", ""))
     return AdapterReach(adapted, total, tuple(unreached))
@@ -488,11 +492,20 @@ def without_tuners(
         num_owners.update(id(parameter) for parameter in module.parameters(recurse=False))
     shared = {parameter_id for parameter_id, count in num_owners.items() if count > 1}
 
+    dtype = copy.dtype
     for name in tuner_layers(copy):
         layer = copy.get_submodule(name)
+        base_layer = getattr(layer, "base_layer", None)
+        if isinstance(base_layer, QuantizedLinear):
+            # In 32 bits: the sum of weights and adapter is rounded once.
+            layer.base_layer = base_layer.make_linear(torch.float32)
         if merged:
             separate_shared(layer, shared)
-        copy.set_submodule(name, unwrap(layer, merged=merged))
+        plain = unwrap(layer, merged=merged)
+        if isinstance(base_layer, QuantizedLinear):
+            plain = base_layer.make_plain(cast(nn.Linear, plain), dtype)
+        copy.set_submodule(name, plain)
+    dequantize_layers(copy, dtype)  # those without a tuner
     if hasattr(copy, "peft_config"):
         del copy.peft_config
     settle_ties(copy)

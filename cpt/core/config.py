@@ -64,6 +64,7 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "model.tokenizer": None,
     "model.rope_parameters": None,
     "model.router_aux_loss": "auto",
+    "model.quantization": "none",
     "method.target_parameters": "none",
     "optim.lr_multipliers": None,
     "optim.no_decay": [],

@@ -237,6 +237,7 @@ class MonitorKeys(TypedDict):
 class NumericKeys(TypedDict, total=False):
     precision: Annotated[str, Key("`trainer.precision`")]
     attention: Annotated[str, Key("`trainer.attn_implementation`")]
+    quantization: Annotated[str, Key("of the linear layers of the base: nf4, fp4, int8")]
 
 
 @closed

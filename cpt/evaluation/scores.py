@@ -57,6 +57,7 @@ class Scores(Layout):
     config_hash: str = entry("hash of the options that decide the result")
     versions: dict[str, str] = entry("python, cpt and libraries", over="package")
     nll: ByRow[ByColumn[Loss]] = entry("the matrix of test losses; null: not measured", default=list)
+    unquantized: ByText[Loss] = entry("losses of the base before it was quantized", default=dict)
     policy: Annotated[dict[str, str], Key(kind=schema.PolicyKeys)] = entry(
         "cells that a finished run has", default=FULL_POLICY.copy
     )
@@ -243,7 +244,7 @@ class Scores(Layout):
         """Replaces the results by those of `earlier`, the scores of the same run before domains were added.
         Columns of texts that were added are None, not measured, in these rows."""
         results = ("rows", "modules", "activity_seconds", "endtasks", "answers", "benchmarks", "monitor")
-        for name in (*results, *COST_COLUMNS):
+        for name in (*results, "unquantized", *COST_COLUMNS):
             setattr(self, name, getattr(earlier, name))
 
         self.nll = []

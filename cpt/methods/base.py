@@ -22,6 +22,7 @@ from cpt.data.collate import Batch
 from cpt.data.options import Domain
 from cpt.gradient_masks.base import Protection
 from cpt.methods.stage_module import MethodContext, StageModule
+from cpt.models.quantization import dequantize_layers, quantized_layers
 from cpt.models.weights import find_frozen, swap_weights
 
 
@@ -37,6 +38,7 @@ class ContinualMethod(StageModule):
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
     # Whether what no stage trains stays as it was loaded, but for `rewritten`: files of a run leave it out.
     keeps_base = False
+    takes_quantized = False  # whether the base may be quantized: no weight of its linear layers is changed
     saved_names: tuple[str, ...] = ()  # parameters of modules that are trained fully in addition to adapters
     # Where the export has modules: what adds them to a plain model (None: they are weights of it), and with
     # which options.
@@ -195,12 +197,17 @@ class ContinualMethod(StageModule):
     # Export.
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        """The model for a domain: it is exported, and end tasks fine-tune a copy of it. With a `scope` it is
-        a copy already, in which everything is trainable."""
-        if self.scope is None:
+        """The model for a domain: it is exported, and end tasks fine-tune a copy of it. With a `scope`, or a
+        base that is quantized, it is a copy already, in which everything is trainable."""
+        if self.scope is None and not quantized_layers(self.model):
             return self.model
-        # A copy, as the next domains need the model with its frozen parameters.
-        copy = deepcopy(self.model).requires_grad_(True)
+        copy = self.copy_for(domain)
+        dequantize_layers(copy, copy.dtype)
+        return copy.requires_grad_(True)
+
+    def copy_for(self, domain: int) -> PreTrainedModel:
+        """A copy of the model with the modules of a domain, as the next domains need the model itself."""
+        copy = deepcopy(self.model)
         if self.domain_params is not None:
             self.domain_params.load_into(copy, domain)
         return copy

@@ -47,6 +47,7 @@ class LoRA(ContinualMethod):
         h = W x + alpha / r B A x,    W frozen, B = 0 at first                          (section 4.1)"""
 
     keeps_base = True
+    takes_quantized = True
     options: PairOptions
 
     def __init__(self, options: PairOptions, context: MethodContext) -> None:
@@ -111,7 +112,7 @@ class LoRA(ContinualMethod):
         overwrite_rows(self.model, {name: base[name] for name in restored_names})
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(super().model_for(domain))
+        return lora.without_tuners(self.copy_for(domain))
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
@@ -161,6 +162,7 @@ class MoELoRA(ContinualMethod):
     are per token and over all adapters: no token is dropped, nothing is balanced."""
 
     keeps_base = True
+    takes_quantized = True
     options: MoELoRAOptions
 
     def __init__(self, options: MoELoRAOptions, context: MethodContext) -> None:
@@ -403,6 +405,7 @@ class SAPT(ContinualMethod):
     known at test time."""
 
     keeps_base = True
+    takes_quantized = True
     options: SAPTOptions
 
     def __init__(self, options: SAPTOptions, context: MethodContext) -> None:

@@ -343,6 +343,7 @@ class MergeLoRA(LoRA):
     A domain trains a new adapter (Hu et al., ICLR 2022); at its end W_k = s_k + alpha / r B_k A_k, and layers
     are merged: tau_k is the product B_k A_k, not its factors."""
 
+    takes_quantized = False  # it merges the adapters into the weights
     options: MergeLoRAOptions
     ends_domains = True
 

@@ -50,6 +50,8 @@ class Joint(ContinualMethod):
 class ZeroShot(ContinualMethod):
     """NONE: no training; the base model is the zero-shot reference."""
 
+    takes_quantized = True
+
     def stages(self, order: Sequence[str]) -> list[Domain]:
         return []
 

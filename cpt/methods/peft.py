@@ -26,6 +26,7 @@ class Peft(ContinualMethod):
 
     keeps_base = True
     sharded = False
+    takes_quantized = True
     options: PeftOptions
 
     def __init__(self, options: PeftOptions, context: MethodContext) -> None:
@@ -45,7 +46,7 @@ class Peft(ContinualMethod):
             self.domain_params.load_into(self.model, BASE)
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        return without_tuners(super().model_for(domain))
+        return without_tuners(self.copy_for(domain))
 
 
 class Adapter(ContinualMethod):

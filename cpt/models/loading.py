@@ -2,7 +2,7 @@
 checkpoint brings is never run."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -34,7 +34,9 @@ from cpt.data.packing import padding_id
 from cpt.models.forward import find_padded_positions
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
 from cpt.models.options import ModelOptions
+from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, make_loading_config, replace_layers
 from cpt.models.rope import count_scaled_positions, scale_rope
+from cpt.models.stored_weights import find_non_finite, find_weight_files
 
 log = logging.getLogger(__name__)
 AUTO_MODELS = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
@@ -225,11 +227,14 @@ def load_model(
     *,
     layers: int | None = None,
     rope: Mapping[str, Any] | None = None,
+    quantization: str = "none",
 ) -> PreTrainedModel:
     """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged; of its
-    first `layers` blocks and with other `rope` parameters if not None. Parameters of a head that the
-    checkpoint lacks are random, the same in each copy. Raises ValueError for weights that are not finite."""
+    first `layers` blocks and with other `rope` parameters if not None. Its linear layers are quantized as
+    `quantization` says, or as they are stored. Parameters of a head that the checkpoint lacks are random, the
+    same in each copy. Raises ValueError for weights that are not finite."""
     config = load_config(str(checkpoint))
+    is_quantized = quantization != "none" or describe_stored(config) in OF_BITSANDBYTES
     if rope is not None:
         config = scale_rope(config, rope)
     if layers is not None:
@@ -237,12 +242,24 @@ def load_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AUTO_MODELS[objective].from_pretrained(
-            checkpoint, config=config, dtype=torch.float32, trust_remote_code=False
+            checkpoint,
+            config=config,
+            dtype=torch.float32,
+            quantization_config=make_loading_config(config, quantization),
+            # Without a map transformers quantizes on the first GPU, whichever is that of this process.
+            device_map={"": "cpu"} if is_quantized else None,
+            trust_remote_code=False,
         )
+    if is_quantized:
+        replace_layers(model)
     adapter = find_adapter(checkpoint)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
-    check_finite_weights(model, checkpoint)
+    if is_quantized:  # NaN would have become numbers
+        weight_files = find_weight_files(str(checkpoint), config)
+        check_finite_names(find_non_finite(weight_files), checkpoint)
+    else:
+        check_finite_weights(model, checkpoint)
     stored_config, _ = PretrainedConfig.get_config_dict(checkpoint)
     if stored_config.get("tie_word_embeddings") is True and not is_tied(model) and is_first_process():
         log.info(
@@ -258,6 +275,11 @@ def check_finite_weights(model: PreTrainedModel, checkpoint: str | Path) -> None
     for name, parameter in model.named_parameters():
         if not parameter.detach().isfinite().all():
             names.append(name)
+    check_finite_names(names, checkpoint)
+
+
+def check_finite_names(names: Sequence[str], checkpoint: str | Path) -> None:
+    """Raises ValueError if there are `names` of tensors that are NaN or infinite."""
     if names:
         raise InvalidOptionError(
             "model.name_or_path",

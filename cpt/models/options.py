@@ -104,6 +104,11 @@ class ModelOptions(Options):
         "mean of their sub-tokens' rows; null: the checkpoint's own",
         default=None,
     )
+    quantization: Literal["none", "nf4", "int8"] = option(
+        "store the frozen linear layers of a checkpoint in 4 bits (nf4) or 8 bits (int8), for adapters of "
+        "LoRA; none: in full",
+        default="none",
+    )
     vocab_size: Annotated[Int, Ge(BYTES)] | None = option("vocabulary size of a new model's tokenizer")
     rope_parameters: Mapping[str, Any] | None = option(
         "RoPE of a checkpoint, as transformers' config.rope_parameters: rope_type (linear, dynamic, yarn, "

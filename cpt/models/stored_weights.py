@@ -5,7 +5,7 @@ not, the values."""
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,14 @@ ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)\.|\.modules_to_save\
 WRAPPERS = re.compile(
     r"(^|(?<=\.))(_orig_mod|module|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\."
 )
+
+
+# What bitsandbytes and mxfp4 store of a weight in addition to its few bits.
+QUANTIZATION_STATISTICS = re.compile(
+    r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$"
+    r"|\.(SCB|weight_format)$|_proj_scales$"
+)
+PACKED_EXPERTS = "_blocks"  # of mxfp4
 
 
 @dataclass(frozen=True)
@@ -123,10 +131,11 @@ def read_stored_weights(files: Iterable[Path]) -> StoredWeights:
 
 
 def find_main_dtype(stored: StoredWeights) -> torch.dtype:
-    """The type that most numbers of a checkpoint have."""
+    """The type that most numbers of a checkpoint have; of one in few bits, of those that it has in full."""
     counts = Counter[torch.dtype]()
     for tensor in stored.tensors.values():
-        counts[tensor.dtype] += tensor.numel()
+        if tensor.is_floating_point():
+            counts[tensor.dtype] += tensor.numel()
     return counts.most_common(1)[0][0]
 
 
@@ -156,6 +165,46 @@ def read_tensor(path: Path, name: str) -> Tensor:
     else:
         tensor = torch.load(path, map_location="cpu", mmap=True, weights_only=True)[name]
     return tensor
+
+
+def find_non_finite(files: Iterable[Path]) -> list[str]:
+    """The names of the tensors in `files` that have NaN or infinite numbers. Of safetensors one tensor at a
+    time is in memory."""
+    names = []
+    for path in files:
+        for name, tensor in read_tensors(path):
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                names.append(name)
+    return names
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a file by name."""
+    if path.suffix != ".safetensors":
+        yield from load_state_dict(path, map_location="cpu").items()
+        return
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no mapping)
+            yield name, file.get_tensor(name)
+
+
+def as_in_full(stored: StoredWeights, model: PreTrainedModel) -> StoredWeights:
+    """The tensors of a quantized checkpoint as those of a plain one: without scales, and with the shapes that
+    the model has where a tensor has as many numbers, two of 4 bits in a byte."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    prefix = f"{model.base_model_prefix}."
+    tensors = dict[str, Tensor]()
+    for stored_name, tensor in stored.tensors.items():
+        if QUANTIZATION_STATISTICS.search(stored_name):
+            continue
+        name = stored_name.removesuffix(PACKED_EXPERTS)
+        shape = shapes.get(name, shapes.get(prefix + name, shapes.get(name.removeprefix(prefix))))
+        has_packed_type = tensor.dtype in (torch.uint8, torch.int8)
+        if shape is not None and has_packed_type and shape.numel() in (tensor.numel(), 2 * tensor.numel()):
+            tensor = torch.empty(shape, device="meta")
+        tensors[name] = tensor
+    files = {stored_name.removesuffix(PACKED_EXPERTS): file for stored_name, file in stored.files.items()}
+    return StoredWeights(tensors, {name: files[name] for name in tensors})
 
 
 def compare_weights(

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.models.quantization import QuantizedLinear
 
 UNIT_KINDS = ("heads", "neurons", "outputs", "tokens")
 ATTENTION = re.compile(r".*?(?:attention|attn)[^.]*(?=\.)", re.IGNORECASE)
@@ -80,11 +81,11 @@ class Projection:
 
     @property
     def outputs(self) -> int:
-        return self.weight.shape[self.axis]
+        return weight_shape(self.module)[self.axis]
 
     @property
     def inputs(self) -> int:
-        return self.weight.shape[1 - self.axis]
+        return weight_shape(self.module)[1 - self.axis]
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,13 @@ class BlockLayers:
     attentions: dict[str, list[Projection]]
     mixers: dict[str, list[Projection]]
     feed_forward: list[Projection]
+
+
+def weight_shape(module: nn.Module) -> torch.Size:
+    """The shape of a linear layer's weight; a quantized one is stored in another."""
+    if isinstance(module, QuantizedLinear):
+        return torch.Size((module.out_features, module.in_features))
+    return cast(nn.Parameter, module.weight).shape
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -448,7 +456,7 @@ def group_layers(name: str, block: nn.Module) -> BlockLayers:
         if not isinstance(module, nn.Linear | Conv1D):
             continue
         axis = output_axis(module)
-        rows = torch.arange(module.weight.shape[axis])
+        rows = torch.arange(weight_shape(module)[axis])
         layer = Projection(name=full_name, module=module, axis=axis, segments=(rows,))
         match = ATTENTION.match(full_name, len(name) + 1)
         if match:
@@ -547,8 +555,8 @@ def split_source(
     is_fused = len(counts) > 1
     if is_fused and model_type not in FUSED:
         raise ValueError(
-            f"{source.name} {list(source.weight.shape)} is a fused map of a {model_type}; layouts are known "
-            f"for {', '.join(FUSED)}"
+            f"{source.name} {list(weight_shape(source.module))} is a fused map of a {model_type}; "
+            f"layouts are known for {', '.join(FUSED)}"
         )
 
     rows = torch.arange(source.outputs)

@@ -22,6 +22,7 @@ from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.models.forward import set_mode
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.options import Freeze
+from cpt.models.quantization import quantized_layers
 from cpt.models.units import find_blocks
 from cpt.optim.rounding import TO_NEAREST, Rounding
 
@@ -298,14 +299,17 @@ def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[floa
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     incomplete_kinds = set[str]()
     kinds = name_kinds(base)
+    quantized = {id(layer.weight): layer for layer in quantized_layers(base).values()}
     with ExitStack() as stack:
         open_files = {}  # by the name of a tensor, the open file that holds it
         for path in sorted(folder.glob("*.safetensors")):
             file = stack.enter_context(safe_open(path, "pt"))
             open_files.update(dict.fromkeys(file.keys(), file))
         for name, parameter in base.named_parameters():
-            old = parameter.detach().cpu().float()
-            new = read_exported(base, name, parameter, open_files)
+            layer = quantized.get(id(parameter))
+            weight = parameter.detach() if layer is None else layer.plain_weight(torch.float32)
+            old = weight.cpu().float()
+            new = read_exported(base, name, old, open_files)
             if new is None:
                 incomplete_kinds.add(kinds[name])
                 continue
@@ -352,16 +356,16 @@ def name_kinds(model: PreTrainedModel) -> dict[str, str]:
 
 
 def read_exported(
-    base: PreTrainedModel, name: str, parameter: nn.Parameter, open_files: Mapping[str, Any]
+    base: PreTrainedModel, name: str, weight: Tensor, open_files: Mapping[str, Any]
 ) -> Tensor | None:
-    """The exported value, in float32, of a base model's parameter; None where the files lack it, or have it
-    in another shape. `open_files`: the open safetensors file that holds each tensor, by tensor name."""
+    """The exported value, in float32, of a base model's weight; None where the files lack it, or have it in
+    another shape. `open_files`: the open safetensors file that holds each tensor, by tensor name."""
     # In files a parameter may have another name. One that is stored as several tensors, as fused experts are,
     # has the shape of none of them.
-    stored_names = list(revert_weight_conversion(base, {name: parameter.detach()}))
+    stored_names = list(revert_weight_conversion(base, {name: weight}))
     for stored_name in stored_names:
         if stored_name in open_files:
             tensor = open_files[stored_name].get_tensor(stored_name)
-            if tensor.shape == parameter.shape:
+            if tensor.shape == weight.shape:
                 return cast(Tensor, tensor.float())
     return None

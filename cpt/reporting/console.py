@@ -22,6 +22,7 @@ from cpt.reporting.page import Block, align_columns
 from cpt.reporting.run_tables import (
     TILES_HEAD,
     Cells,
+    describe_quantization,
     format_answers,
     format_cells,
     format_metric,
@@ -52,6 +53,9 @@ def format_scores(scores: Scores) -> str:
         align_ends(perplexities, format_cells(perplexities, format_perplexity)),
         align_columns(Block(head=["", *UNITS], cells=metrics)),
     ]
+    quantization = describe_quantization(scores)
+    if quantization:
+        parts.append(quantization)
     if scores.endtasks:
         numbers = format_percents(task_metrics.summarise_endtasks(scores.endtasks, scores.rows))
         if numbers:

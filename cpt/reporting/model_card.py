@@ -33,7 +33,7 @@ from cpt.reporting.formats import (
 )
 from cpt.reporting.frames import ReportedValue, find_matrices, list_values
 from cpt.reporting.page import IN_CELL, TEMPLATES, markdown_table, quote_markup
-from cpt.reporting.run_tables import format_cells, format_metric
+from cpt.reporting.run_tables import describe_quantization, format_cells, format_metric
 
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective
 SHOWN_SETTINGS = re.compile(
@@ -92,6 +92,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
         source=settings.get("domains.name", "unknown"),
         conditions=describe_conditions(conditions(scores)),
         matrix=format_card_matrix(perplexities),
+        quantization=describe_quantization(scores),
         metrics=list_card_metrics(scores),
         tasks=list_tasks(scores),
         general=GENERAL in scores.domains,

@@ -39,6 +39,7 @@ from cpt.reporting.page import LEGENDS, Block, show_picture, write_page
 from cpt.reporting.run_tables import (
     METRIC_HEAD,
     TILES_HEAD,
+    describe_quantization,
     format_answers,
     format_cells,
     format_metric,
@@ -91,9 +92,11 @@ def show_tiles(scores: Scores) -> Block:
 
 def show_matrix(scores: Scores, perplexities: DataFrame) -> list[Block]:
     """The matrix of perplexities, and the same as curves over the stages."""
+    quantization = describe_quantization(scores)
     matrix = show_picture(
         "matrix",
         run_figures.draw_matrix(scores, perplexities),
+        lines=[quantization] if quantization else [],
         head=["after", *scores.domains],
         cells=format_cells(perplexities, format_perplexity),
         fold_label=f"{len(scores.rows)} x {len(scores.domains)} perplexities",

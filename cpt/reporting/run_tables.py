@@ -19,6 +19,7 @@ from cpt.reporting.formats import (
     format_or_dash,
     format_percent,
     format_perplexity,
+    format_signed,
     format_thousandths,
 )
 from cpt.reporting.page import TEMPLATES
@@ -93,6 +94,24 @@ def list_tiles(scores: Scores) -> Cells:
         mean = f"{format_thousandths(value)} nats"
         cells.append([tile.title, mean, interval, word, tile.meaning])
     return cells
+
+
+def describe_quantization(scores: Scores) -> str:
+    """What quantization costs the base, on the texts that were scored before and after; empty without it."""
+    losses = []
+    for text, before in scores.unquantized.items():
+        after = scores.nll[0][scores.domains.index(text)]
+        if before is not None and after is not None:
+            losses.append((before, after))
+    if not losses:
+        return ""
+    before_mean, after_mean = np.mean(losses, axis=0).tolist()
+    kind = scores.numerics.get("quantization", "few bits")
+    difference = format_signed(after_mean - before_mean)
+    return (
+        f"Quantization of the base ({kind}): {format_thousandths(before_mean)} nats before, "
+        f"{format_thousandths(after_mean)} after ({difference}), mean of {len(losses)} texts."
+    )
 
 
 def format_cells(table: DataFrame, format_value: Format, deviations: np.ndarray | None = None) -> Cells:

@@ -33,8 +33,10 @@ from cpt.models import loading
 from cpt.models.block_attention import try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
+from cpt.models.quantization import OF_BITSANDBYTES, describe_stored
 from cpt.models.rope import forget_lengths, scale_rope, set_max_length
 from cpt.models.router_loss import find_router_weights
+from cpt.models.stored_weights import find_weight_files
 from cpt.models.units import find_blocks
 from cpt.models.vocabulary import count_entries, extend_rows, fit_rows, warn_of_stale_rows
 from cpt.optim.nan_guard import NanGuard
@@ -68,6 +70,7 @@ class Base:
     own_tokenizer: PreTrainedTokenizerBase | None = None  # of the checkpoint, where `tokenizer` adds to it
     tokenizer_source: str = ""  # model.tokenizer: a folder, or a name on the Hub
     rope: Mapping[str, Any] | None = None  # parameters that replace those of the checkpoint
+    quantization: str = "none"  # nf4 or int8: what the linear layers of the checkpoint are quantized to
     untrained: Mapping[str, Any] | None = None  # the config of a model that is not pre-trained yet
     lacks: str = ""  # what a run still has to train before its first stage
     rebuild: Callable[[], object] | None = None  # makes a cached checkpoint again, unless it is there
@@ -100,13 +103,29 @@ class Base:
         log.warning("Making %s again, which was removed while the run used it", self.checkpoint)
         self.rebuild()
 
+    def find_quantization(self) -> str:
+        """What the linear layers are quantized to: by `model.quantization`, or in the files; else none."""
+        if self.quantization != "none" or not self.checkpoint:
+            return self.quantization
+        stored = describe_stored(loading.load_config(self.checkpoint))
+        return stored if stored in OF_BITSANDBYTES else "none"
+
+    def find_original_files(self) -> list[Path]:
+        """The files that have the weights before they are quantized; none of a base that is not quantized, or
+        that is stored so."""
+        if self.quantization == "none":
+            return []
+        return find_weight_files(self.checkpoint, loading.load_config(self.checkpoint))
+
     def model(self) -> PreTrainedModel:
         """A fresh copy of the model. Raises ValueError where it does not fit the tokenizer or the length, or
         mixes samples or documents that share rows."""
         if self.untrained is not None:
             model = loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
         else:
-            model = loading.load_model(self.checkpoint, self.objective_name, rope=self.rope)
+            model = loading.load_model(
+                self.checkpoint, self.objective_name, rope=self.rope, quantization=self.quantization
+            )
             if not self.resize:
                 stored_tokenizer = self.own_tokenizer or self.tokenizer
                 warn_of_stale_rows(model, stored_tokenizer, checkpoint=self.checkpoint)
@@ -182,14 +201,15 @@ def make_new_model(
 def adapt_checkpoint(
     options: ModelOptions, base: Base, corpora: Corpora, *, accelerator: str, trains: bool
 ) -> Base:
-    """A checkpoint as it is, or one that is cached: with fewer blocks, or a trained head. Unless it `trains`,
-    a head that the cache lacks is left as it is."""
+    """A checkpoint as it is, or one that is cached: with fewer blocks, a trained head, or an adapter merged
+    into weights that will be quantized. Unless it `trains`, a head that the cache lacks is left as it is."""
     pretraining = options.pretraining
     checkpoint = str(options.name_or_path)
     head_steps = 0
     if pretraining is not None and pretraining.head_steps:
         head_steps = pretraining.head_steps
-    if options.layers is None and head_steps == 0:
+    has_adapter = options.quantization != "none" and loading.find_adapter(checkpoint) is not None
+    if options.layers is None and head_steps == 0 and not has_adapter:
         return base
 
     # The key of the cache: what the checkpoint holds, and all options that the adapted model depends on. A
@@ -243,14 +263,16 @@ def adapt_checkpoint(
 def make_adapted_model(
     folder: Path, *, options: ModelOptions, base: Base, corpora: Corpora, head_steps: int, accelerator: str
 ) -> None:
-    """Writes the first blocks of a checkpoint, with a head trained for `head_steps` on the general text."""
+    """Writes a checkpoint, or its first blocks, with an adapter of its folder merged and a head trained for
+    `head_steps` on the general text."""
     checkpoint = str(options.name_or_path)
     model = loading.load_model(
         checkpoint, base.objective_name, layers=options.layers, rope=options.rope_parameters
     )
     base.set_new_rows(model)
     if head_steps == 0:
-        log.info("Keeping the first %d blocks of %s", options.layers, checkpoint)
+        if options.layers is not None:
+            log.info("Keeping the first %d blocks of %s", options.layers, checkpoint)
         model.save_pretrained(folder)
         save_tokenizer(base.tokenizer, base=base.tokenizer_files, folder=folder)
         return
@@ -312,7 +334,13 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
         model_ends=loading.find_end_ids(options.name_or_path, config),
     )
     base = assemble_base(options, tokenizer, config, text_format, corpora)
-    return replace(base, resize=needs_rows, own_tokenizer=own_tokenizer, rope=options.rope_parameters)
+    return replace(
+        base,
+        resize=needs_rows,
+        own_tokenizer=own_tokenizer,
+        rope=options.rope_parameters,
+        quantization=options.quantization,
+    )
 
 
 def describe_new_base(options: ModelOptions, corpora: Corpora) -> Base:

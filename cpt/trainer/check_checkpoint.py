@@ -15,7 +15,9 @@ from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.processes import is_first_process
 from cpt.models import loading
 from cpt.models.extended_tokenizer import check_fit
+from cpt.models.quantization import MXFP4, OF_BITSANDBYTES, describe_stored, plain_config
 from cpt.models.stored_weights import (
+    as_in_full,
     check_report,
     compare_weights,
     find_weight_files,
@@ -54,6 +56,7 @@ def read_checkpoint(name_or_path: str, *, resize: bool) -> tuple[PretrainedConfi
     Raises ValueError for a damaged or incomplete checkpoint, and for an embedding that is too small for the
     tokenizer, unless it is to be resized."""
     config = loading.load_config(name_or_path)
+    check_stored_form(name_or_path, config)
     folder = Path(name_or_path)
     if folder.is_dir():  # else a name on the Hub
         check_weight_files(folder, config)
@@ -70,6 +73,23 @@ def read_checkpoint(name_or_path: str, *, resize: bool) -> tuple[PretrainedConfi
             log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
         log_modules(folder)
     return config, tokenizer
+
+
+def check_stored_form(name_or_path: str, config: PretrainedConfig) -> None:
+    """Raises ValueError for weights that are stored in a form which cannot be trained; logs one that can."""
+    stored = describe_stored(config)
+    if stored in ("", *OF_BITSANDBYTES):
+        return
+    if stored != MXFP4:
+        raise InvalidOptionError(
+            "model.name_or_path",
+            name_or_path,
+            reason=f"its weights are quantized ({stored})",
+            allowed="the same model in 16 or 32 bits, with model.quantization=nf4 or int8 for less memory; "
+            "weights in nf4, fp4, int8 (bitsandbytes) or mxfp4",
+        )
+    if is_first_process():
+        log.info("Dequantizing the weights of %s, which are stored in mxfp4", name_or_path)
 
 
 def read_tokenizer(
@@ -100,13 +120,6 @@ def read_tokenizer(
 def check_weight_files(folder: Path, config: PretrainedConfig) -> None:
     """Raises ValueError for a folder without weights that transformers loads, or with damaged files of
     them."""
-    if getattr(config, "quantization_config", None):
-        raise InvalidOptionError(
-            "model.name_or_path",
-            folder,
-            reason="its weights are quantized",
-            allowed="*.safetensors or *.bin in 16 or 32 bits",
-        )
     for path in sorted(folder.glob("*.safetensors")):
         check_safetensors(path)
     for path in sorted(folder.glob("*.bin")):
@@ -219,7 +232,9 @@ def check_stored_weights(
     files = find_weight_files(name_or_path, config)
     stored_weights = read_stored_weights(files)
     model = build_skeleton(config, objective, source=f"model.name_or_path={name_or_path}")
-    report = compare_weights(type(model), config, stored_weights, checkpoint=name_or_path)
+    if describe_stored(config):
+        stored_weights = as_in_full(stored_weights, model)
+    report = compare_weights(type(model), plain_config(config), stored_weights, checkpoint=name_or_path)
     head_names = loading.find_head_parameters(model)
     check_report(
         report,

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from cpt.adapters.options import SavedModulesOptions
@@ -31,6 +32,7 @@ from cpt.models.block_attention import MASKABLE, check_isolation
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
 from cpt.models.parameter_groups import check_patterns, find_multipliers
+from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, plain_config
 from cpt.models.rope import count_scaled_positions, scale_rope
 from cpt.models.router_loss import check_router_loss
 from cpt.models.trial import make_stand_in, try_model
@@ -39,6 +41,7 @@ from cpt.models.weights import find_frozen
 from cpt.trainer.build import build_context
 from cpt.trainer.check_checkpoint import check_stored_weights, read_checkpoint, read_tokenizer
 from cpt.trainer.check_optimizer import check_optimizer
+from cpt.trainer.check_quantization import check_quantization
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.plan import Plan
 from cpt.trainer.skeleton import build_skeleton, on_meta_device
@@ -71,6 +74,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
         has_other_head = check_stored_weights(
             options.name_or_path, stored_config, objective, head_steps=head_steps
         )
+        check_stored_quantization(plan, stored_config)
+    config = plain_config(config)
     model = build_skeleton(config, objective, source=model_key)
     if has_other_head:  # as the loaded model has one
         head = model.get_output_embeddings()
@@ -106,8 +111,48 @@ def check_model(plan: Plan) -> PretrainedConfig:
         check_masks(plan, method)
         check_trainable(plan, method)
         check_saved_modules(plan, method)
+        if options.quantization != "none" or describe_stored(stored_config) in OF_BITSANDBYTES:
+            check_saved_in_full(plan, method)
         check_parameter_options(plan, method)
     return config
+
+
+def check_stored_quantization(plan: Plan, config: PretrainedConfig) -> None:
+    """Raises ValueError for what does not go with a checkpoint whose weights are stored in few bits."""
+    options = plan.model
+    stored = describe_stored(config)
+    if not stored:
+        return
+    if options.quantization != "none":
+        raise InvalidOptionError(
+            "model.quantization",
+            options.quantization,
+            reason=f"the weights of {options.name_or_path} are stored in {stored}",
+            allowed="none, or a checkpoint in 16 or 32 bits",
+        )
+    if stored not in OF_BITSANDBYTES:  # it is dequantized
+        return
+
+    check_quantization(
+        plan,
+        method_name=plan.names["method"],
+        key="model.name_or_path",
+        value=f"{options.name_or_path} ({stored})",
+    )
+    # A checkpoint with fewer blocks, another head or an adapter merged is written before the run, in full.
+    reason = f"the weights of {options.name_or_path} are stored in {stored}"
+    if options.layers is not None:
+        raise InvalidOptionError("model.layers", options.layers, reason=reason, allowed="null")
+    head_steps = 0 if options.pretraining is None else options.pretraining.head_steps
+    if head_steps:
+        raise InvalidOptionError("model.pretraining.head_steps", head_steps, reason=reason, allowed="null, 0")
+    if loading.find_adapter(str(options.name_or_path)) is not None:
+        raise InvalidOptionError(
+            "model.name_or_path",
+            options.name_or_path,
+            reason=f"it has an adapter, and weights in {stored}, into which it cannot be merged",
+            allowed="the adapter merged into weights in 16 or 32 bits",
+        )
 
 
 def change_config(plan: Plan, stored_config: PretrainedConfig) -> PretrainedConfig:
@@ -426,6 +471,24 @@ def check_saved_modules(plan: Plan, method: ContinualMethod) -> None:
                 options.modules_to_save,
                 reason=f"{name} is frozen by freeze.embeddings, freeze.layers or trainable",
                 allowed="modules that these leave, or freeze.embeddings=false freeze.layers=0 trainable=null",
+            )
+
+
+def check_saved_in_full(plan: Plan, method: ContinualMethod) -> None:
+    """Raises ValueError for a module that is to be trained fully and that will be quantized; the method is
+    that of a skeleton, which is in full."""
+    head = method.model.get_output_embeddings()
+    for name in method.saved_names:
+        module = method.model.get_submodule(name.rpartition(".")[0])
+        is_quantized = isinstance(module, nn.Linear | Conv1D) and module is not head
+        if is_quantized:
+            options = plan.method.options
+            assert isinstance(options, SavedModulesOptions)
+            raise InvalidOptionError(
+                "method.modules_to_save",
+                options.modules_to_save,
+                reason=f"{name} is quantized, and cannot be trained",
+                allowed="embeddings, head, and modules without linear layers",
             )
 
 

@@ -20,6 +20,7 @@ from cpt.data.collate import Batch
 from cpt.evaluation.scores import StageCosts
 from cpt.methods.base import ContinualMethod
 from cpt.models.loading import make_skeleton
+from cpt.models.quantization import count_stored
 
 ATEN = torch.ops.aten
 
@@ -116,10 +117,11 @@ def address_of(tensor: Tensor) -> int:
 def count_weights(model: PreTrainedModel) -> int:
     """The numbers in a model without what a method has attached to it."""
     names = original_names(model)
+    num_quantized = count_stored(model)
     count = 0
     for name, parameter in model.named_parameters():
         if original_name(name) in names:
-            count += parameter.numel()
+            count += num_quantized.get(id(parameter), parameter.numel())
     return count
 
 

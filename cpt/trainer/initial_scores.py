@@ -52,9 +52,18 @@ def make_initial_scores(
         base=describe_origin(plan, base),
         similarity=describe_similarity(plan),
         config_hash=plan.config_hash,
-        numerics={"precision": str(machine.precision), "attention": machine.attn_implementation},
+        numerics=describe_numerics(machine, base),
         versions=find_versions(),
     )
+
+
+def describe_numerics(machine: Machine, base: Base) -> dict[str, str]:
+    """The precision, the implementation of attention, and what the base is quantized to, if it is."""
+    numerics = {"precision": str(machine.precision), "attention": machine.attn_implementation}
+    quantization = base.find_quantization()
+    if quantization != "none":
+        numerics["quantization"] = quantization
+    return numerics
 
 
 def find_versions() -> dict[str, str]:
@@ -164,6 +173,9 @@ def describe_origin(plan: Plan, base: Base) -> dict[str, Any]:
         source = Path(plan.model.tokenizer)
         source_name = source.resolve().name if source.is_dir() else plan.model.tokenizer
         adaptations.append(f"{len(base.tokenizer)} entries of the tokenizer {source_name}")
+    quantization = base.find_quantization()
+    if quantization != "none":
+        adaptations.append(f"linear layers in {quantization}")
     if adaptations:
         described["adapted"] = "; ".join(adaptations)
 

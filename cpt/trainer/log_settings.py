@@ -26,6 +26,7 @@ from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
 from cpt.trainer.export_dtype import find_export_dtype, name_dtype
 from cpt.trainer.log_experts import log_experts
+from cpt.trainer.log_quantization import log_quantization
 from cpt.trainer.options import BF16, Precision
 from cpt.trainer.plan import BF16_WEIGHTS, Plan
 
@@ -55,6 +56,7 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
     warn_of_untrained_rows(plan, module)
     log_experts(plan, module)
     log_saved_modules(module)
+    log_quantization(module.model)
 
 
 def log_export(plan: Plan, machine: Machine) -> None:

@@ -97,7 +97,15 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         step_seconds = scores.activity_seconds["start"]
         step_seconds[step] = step_seconds.get(step, 0.0) + seconds
 
-    matrix = MatrixEvaluator(plan=plan, machine=machine, run=run, module=method, data=data, scores=scores)
+    matrix = MatrixEvaluator(
+        plan=plan,
+        machine=machine,
+        run=run,
+        module=method,
+        data=data,
+        scores=scores,
+        original_files=base.find_original_files(),
+    )
     has_base_folder = Path(base.checkpoint).is_dir()  # else it is of the Hub
     logger_options = plan.logger
     with track(

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from cpt.core.processes import is_first_process
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
+from cpt.models.original_weights import MissingWeightError, original_weights
 from cpt.optim.nan_guard import ADVICE
 from cpt.trainer.auto import Machine
 from cpt.trainer.evaluator import Evaluator
@@ -50,6 +52,7 @@ class MatrixEvaluator(Evaluator):
         module: ContinualMethod,
         data: DomainSequence,
         scores: Scores,
+        original_files: Sequence[Path],
     ) -> None:
         self.plan = plan
         self.machine = machine
@@ -57,7 +60,9 @@ class MatrixEvaluator(Evaluator):
         self.module = module
         self.data = data
         self.scores = scores
+        self.original_files = original_files  # with the weights of the base before they were quantized
         self.text_scores: dict[str, TextScore] = {}  # that `measure` has found last
+        self.unquantized: dict[str, float] = {}  # losses of the base before it was quantized, by text
 
     def missing_texts(self, number: int) -> list[str]:
         """The texts that the row of a stage is to have, and has not."""
@@ -96,6 +101,8 @@ class MatrixEvaluator(Evaluator):
             self.module.observes = False
         check_losses(row, self.text_scores)
         self.text_scores.update(self.copy_scores(copied_from))
+        if number == 0 and self.original_files:
+            self.unquantized = self.evaluate_unquantized(texts)
 
         leave_together(f"before {row} was committed")
         if is_first_process():
@@ -142,6 +149,17 @@ class MatrixEvaluator(Evaluator):
             )
         return text_scores
 
+    def evaluate_unquantized(self, texts: Sequence[str]) -> dict[str, float]:
+        """The losses of the base before it was quantized, by text. The weights are read from its files while
+        texts are scored, one at a time; empty where the files store them in another form."""
+        try:
+            with original_weights(self.module.model, self.original_files):
+                scores = self.evaluate("base, unquantized", texts)
+        except MissingWeightError as error:
+            log.info("Not scoring the base before it was quantized: its files have no %s as the model", error)
+            return {}
+        return {text: score.nll for text, score in scores.items()}
+
     def copy_scores(self, copied_from: Mapping[str, int]) -> dict[str, TextScore]:
         """The scores of texts after earlier stages, given by text."""
         columns = {text: column for column, text in enumerate(self.scores.domains)}
@@ -183,6 +201,8 @@ class MatrixEvaluator(Evaluator):
             nll={text: score.nll for text, score in self.text_scores.items()},
             modules={text: score.modules for text, score in self.text_scores.items()},
         )
+        if number == 0:
+            scores.unquantized.update(self.unquantized)
 
     def finish(self, scores: Scores) -> None:
         """Logs how many cells of the matrix are missing: of the rows whose stage's weights were not kept."""

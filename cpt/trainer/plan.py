@@ -22,6 +22,7 @@ from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
 from cpt.models.options import ModelOptions
 from cpt.optim.options import carried
+from cpt.trainer.check_quantization import check_quantization
 from cpt.trainer.read_config import Sections, read_sections
 from cpt.trainer.run_dir import RunDir
 
@@ -315,6 +316,8 @@ def check_conflicts(plan: Plan) -> None:
         )
     if plan.has_branches:
         check_branches(plan)
+    if plan.model.quantization != "none":
+        check_quantized_checkpoint(plan)
     plan.mixture.check_conflicts(
         has_examples=plan.source.encoding is not None,
         has_chats=plan.source.chats,
@@ -332,6 +335,19 @@ def check_conflicts(plan: Plan) -> None:
         )
     if is_sharded:
         check_sharding(plan)
+
+
+def check_quantized_checkpoint(plan: Plan) -> None:
+    """Raises ValueError for what does not go with `model.quantization`."""
+    quantization = plan.model.quantization
+    if plan.model.name_or_path is None:
+        raise InvalidOptionError(
+            "model.quantization",
+            quantization,
+            reason="the run pre-trains all weights of a new model",
+            allowed="none, or a checkpoint in model.name_or_path",
+        )
+    check_quantization(plan, method_name=plan.names["method"], key="model.quantization", value=quantization)
 
 
 def check_branches(plan: Plan) -> None:

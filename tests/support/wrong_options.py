@@ -50,6 +50,14 @@ method=lifelong_moe method.num_experts=0 method.dense=frozen | method=merge_lora
 optim.lr_multipliers={embeddings:0} | optim.lr_multipliers=0.1 | optim.no_decay=embeddings
 method=olora method.init_lora_weights=pissa | method=moelora method.use_dora=true
 method=lora method.init_lora_weights=eva | method=lora method.use_dora=true strategy=fsdp
+model=hf model.name_or_path=here model.quantization=nf4 | method=lora model.quantization=int8
+model=hf model.name_or_path=here model.quantization=int8 method=merge_lora
+model=hf model.name_or_path=here model.quantization=nf4 method=olora
+model=hf model.name_or_path=here model.quantization=nf4 method=lora strategy=fsdp
+model=hf model.name_or_path=here model.quantization=nf4 method=lora method.use_dora=true
+model=hf model.name_or_path=here model.quantization=nf4 method=sapt method.init_lora_weights=pissa
+model=hf model.name_or_path=here model.quantization=nf4 method=peft method.tuner=vera
+model=hf model.name_or_path=here model.quantization=nf4 method=lora trainer.match=ncl
 """)
 
 ON_THE_MODEL = cells("""
