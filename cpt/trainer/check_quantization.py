@@ -102,3 +102,11 @@ def check_tuner(options: PeftOptions, *, context: str) -> None:
             reason="it changes the weights that are quantized, or computes with them in full",
             allowed="true, gaussian",
         )
+    if options.arguments.get("kasa_config"):
+        raise InvalidOptionError(
+            "method.arguments.kasa_config",
+            options.arguments["kasa_config"],
+            context=context,
+            reason="it changes the weights that are quantized",
+            allowed="null",
+        )
