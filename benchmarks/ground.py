@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import transformers
+from datasets import Dataset
 from hydra import compose, initialize_config_dir
 from measuring import ROOT
 from torch.optim import Optimizer
@@ -94,6 +96,11 @@ class Workload:
         device = SimpleNamespace(root_device=torch.device("cpu"))
         self.data.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0, strategy=device)
         return self.data.train_dataloader()
+
+    def input_ids(self) -> Dataset:
+        """The rows of the text that is trained on, in its order, with a column `input_ids`."""
+        text = self.stream().texts[0]
+        return Dataset.from_dict({"input_ids": text.rows.ids(np.arange(len(text))).split()})
 
     def optimizer(self, model: torch.nn.Module) -> tuple[Optimizer, LambdaLR]:
         """The optimizer and schedule of the plan, for all parameters of a model."""

@@ -215,7 +215,7 @@ def measure_hf(
 ) -> dict[str, Any]:
     """Seconds of the Hugging Face Trainer at step 1 and at 90 % of one epoch of `steps` batches."""
     size = workload.plan.trainer.batch_size
-    text = workload.stream().texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids")
+    text = workload.input_ids()
     rows: Any = text.select([number % len(text) for number in range(steps * size)])
     if streamed:
         rows = rows.to_iterable_dataset()

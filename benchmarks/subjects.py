@@ -250,7 +250,7 @@ def train_llama_factory(setup: TrainingSetup, timer: StepTimer) -> None:
     timer.wait_for_warm_up()
 
     folder = Path(tempfile.mkdtemp())
-    rows = workload.stream().texts[0].rows["ids"][:]
+    rows = workload.input_ids()["input_ids"][:]
     texts = workload.start.tokenizer.batch_decode(rows, skip_special_tokens=True)
     lines = (json.dumps({"text": text}) for text in texts)
     (folder / "domain.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -289,7 +289,7 @@ def list_unmasked_rows(workload: Workload) -> tuple[Any, Any]:
 
     stream = workload.stream()
     order = stream.locate(np.arange(len(stream) * stream.batch_size))[1]
-    texts = stream.texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids").select(order)
+    texts = workload.input_ids().select(order)
     first = stream[0]
     masked = workload.start.objective_name == "masked"
     original = workload.start.objective.restore(first)["input_ids"]

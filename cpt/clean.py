@@ -1,9 +1,9 @@
 """Show what cached text and finished runs could free on the disk, and why; remove it with --yes.
 
 Cached text, tokenizers and base models that no run has opened for 30 days are rebuilt when a run needs
-them. What a running process uses stays. With --stages also the stage files of finished runs: without them
-no domain can be added to a run, and nothing more can be evaluated in its earlier stages. Models, reports and
-scores stay."""
+them. Cached rows of an older format are not read any more. What a running process uses stays. With --stages
+also the stage files of finished runs: without them no domain can be added to a run, and nothing more can be
+evaluated in its earlier stages. Models, reports and scores stay."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cpt.core.cache import CACHED, PARTIAL, discard
+from cpt.core.cache import CACHED, PARTIAL, discard, is_outdated
 from cpt.core.cache_use import find_users
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
@@ -86,7 +86,9 @@ def find_removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple
                 yield path, "left by a killed process"
         elif is_cached(path):
             unused_days = (time.time() - path.stat().st_mtime) / DAY
-            if unused_days > days:
+            if is_outdated(path):
+                yield path, "of an older format, which this version does not read"
+            elif unused_days > days:
                 yield path, f"not used for {unused_days:.0f} days"
         elif stages and is_run:
             for stage_folder in find_finished_stages(path):

@@ -65,6 +65,16 @@ def test_a_finished_run_without_its_stages_stays_finished(run, start, tmp_path):
     assert clean.main([str(tmp_path / "absent")]) == 1
 
 
+def test_rows_of_an_older_format_may_go_at_any_age(tmp_path, capsys):
+    for name, file in (("law-train", "rows.arrow"), ("law-test", "begins.uint32")):
+        folder = tmp_path / "packed" / f"{name}-0123456789abcdef"
+        folder.mkdir(parents=True)
+        (folder / file).write_bytes(b"1234")
+    assert clean.main([str(tmp_path), "--yes"]) == 0
+    assert "law-train-0123456789abcdef: of an older format" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "packed").glob("*f")] == ["law-test-0123456789abcdef"]
+
+
 class AtStep(Callback):
     """Calls a function once, after the first step on a domain."""
 

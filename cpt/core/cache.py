@@ -1,4 +1,4 @@
-"""Artifacts that all runs share: texts, packed rows, tokenizers, base models.
+"""Artifacts that all runs share: texts, their tokens, rows of these, tokenizers, base models.
 
 An artifact is a folder with `checksums.json`. It is built in `NAME.partial` under a file lock and renamed
 when it is complete: processes that start together build it once, and a killed build is never loaded."""
@@ -28,7 +28,8 @@ SMALL = 1 << 24  # bytes: artifacts up to this size are hashed whenever they are
 PARTIAL = ".partial"
 HEAD_START = 0.5  # seconds that a run's first process has to begin a build before the others
 LOCK_TIMEOUT = 0.5  # seconds after which the wait for another process is logged
-CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")
+CACHED = re.compile(r"(corpora|tokens|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")
+OUTDATED_FILES = {"packed": "rows.arrow"}  # by kind, a file that only artifacts of older formats have
 check_all = ContextVar("check_all", default=False)  # whether artifacts of any size are hashed when opened
 
 
@@ -158,6 +159,12 @@ def give_head_start(folder: Path, lock: FileLock) -> None:
         except Timeout:
             return
         time.sleep(0.02)
+
+
+def is_outdated(folder: Path) -> bool:
+    """Whether an artifact is of an older format, which is not read any more."""
+    file = OUTDATED_FILES.get(folder.parent.name)
+    return file is not None and (folder / file).exists()
 
 
 def discard(path: Path) -> None:

@@ -31,7 +31,16 @@ class TextFormat:
     @cached_property
     def digest(self) -> str:
         """The key of rows in this format."""
-        return digest([rows_digest(self.tokenizer), self.separator, self.row_start, self.special_tokens])
+        return digest([self.tokenizer_digest, self.separator, self.row_start, self.special_tokens])
+
+    @cached_property
+    def tokens_digest(self) -> str:
+        """The key of the ids of documents in this format, whatever rows begin with."""
+        return digest([self.tokenizer_digest, self.separator, self.special_tokens])
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        return rows_digest(self.tokenizer)
 
     @property
     def conditions(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Features, List, Value, disable_progress_bars, enable_progress_bars
+from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
 from cpt.core.files import file_hash, replace, sync
@@ -27,6 +28,7 @@ from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.preemption import ignore_signals
 from cpt.core.processes import cores
 from cpt.data.corpus import Corpus
+from cpt.data.number_files import smallest_type
 from cpt.data.sources.base import PARSE
 from cpt.data.text_encoder import unknown_id
 from cpt.data.text_format import TextFormat
@@ -35,10 +37,15 @@ SHARD = 1 << 23  # bytes of text in a cached file: what a kill costs each proces
 BATCH = 1 << 20  # bytes of text that the tokenizer is given at once
 
 
-# What a cached file has of each document: its ids; how many of them are of its text, not around it, and how
-# many of these are unknown; and how many special tokens the text spells.
+# What a cached file has of each document beside its ids: how many of them are of its text, not around it, and
+# how many of these are unknown; and how many special tokens the text spells.
 COUNTS = ("body", "unknown", "spelled")
-FEATURES = Features({"ids": List(Value("int32"))} | {name: Value("int32") for name in COUNTS})
+
+
+def id_type(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+    """The type in which ids of a tokenizer are stored: 2 bytes where they are all below 65,536, else 4."""
+    ids = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    return smallest_type(max(ids, default=0))
 
 
 @dataclass(frozen=True)
@@ -47,13 +54,23 @@ class TokenizeBatch:
 
     format: TextFormat
 
+    @cached_property
+    def id_type(self) -> np.dtype:
+        return id_type(self.format.tokenizer)
+
+    @property
+    def features(self) -> Features:
+        """The columns of a cached file."""
+        columns = {"ids": List(Value(self.id_type.name))}
+        return Features(columns | {name: Value("int32") for name in COUNTS})
+
     def __call__(self, documents: pa.Table) -> pa.Table:
         encoder = self.format.encoder
         unknown_token = unknown_id(self.format.tokenizer)
         texts = documents.column("text")
         begin, end = encoder.frame
 
-        ids = array("i")
+        ids = array(self.id_type.char)
         ends = [0]
         body_sizes = []
         unknown = []
@@ -61,18 +78,25 @@ class TokenizeBatch:
             body = document[len(begin) : len(document) - len(end)]
             body_sizes.append(len(body))
             unknown.append(0 if unknown_token is None else body.count(unknown_token))
-            ids.extend(document)
+            try:
+                ids.extend(document)
+            except OverflowError as error:
+                raise ValueError(
+                    f"the tokenizer {self.format.tokenizer.name_or_path} is invalid: it gives the id "
+                    f"{max(document)}, which is beyond its vocabulary. Allowed: one whose get_vocab() has "
+                    "all of its ids"
+                ) from error
             ids.extend(self.separator_after(document))
             ends.append(len(ids))
 
-        values = pa.array(np.frombuffer(ids, np.int32))
+        values = pa.array(np.frombuffer(ids, self.id_type))
         columns = {
             "ids": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values),
             "body": pa.array(body_sizes, pa.int32()),
             "unknown": pa.array(unknown, pa.int32()),
             "spelled": encoder.count_spelled(texts),
         }
-        return pa.table(columns, schema=FEATURES.arrow_schema)
+        return pa.table(columns, schema=self.features.arrow_schema)
 
     def separator_after(self, document: list[int]) -> tuple[int, ...]:
         """What is appended to a document: nothing where it spells the separator at its end."""
@@ -83,8 +107,8 @@ class TokenizeBatch:
 
 @dataclass(frozen=True)
 class TokenizedDocuments:
-    """Documents one after another: their ids [tokens] int32, how many each has [documents], and sums over
-    them of COUNTS."""
+    """Documents one after another: their ids [tokens], how many each has [documents], and sums over them of
+    COUNTS."""
 
     ids: np.ndarray
     sizes: np.ndarray
@@ -109,7 +133,7 @@ def tokenize_shard(
         batched=True,
         batch_size=max(1, min(1000, int(BATCH / (1 + mean_bytes)))),
         remove_columns="text",
-        features=FEATURES,
+        features=tokenize.features,
         cache_file_name=str(path),
         new_fingerprint=digest([str(folder), number, shards]),
     )

@@ -40,18 +40,12 @@ from cpt.data.sources.examples import (
     read_example,
 )
 from cpt.data.text_encoder import TextEncoder
+from cpt.data.token_rows import ArrowRows
+from cpt.data.tokenize import id_type
 
 log = logging.getLogger(__name__)
-CACHE_VERSION = 4
-ROWS_FILE, COUNTS_FILE = "rows.arrow", "counts.json"
-ROW_FEATURES = {
-    "ids": ListOf(Value("int32")),
-    "answers": ListOf(Value("int32")),
-    "text_tokens": Value("int32"),
-    "answer_tokens": Value("int32"),
-    "lengths": Value("int32"),
-    "bytes": Value("int32"),
-}
+CACHE_VERSION = 5
+ROWS_FILE, COUNTS_FILE = "examples.arrow", "counts.json"
 
 
 @dataclass(frozen=True)
@@ -420,12 +414,13 @@ class Encoder:
 class TokenizedTask(Packed):
     """Rows of one example each, in the order of the corpus; `bytes` are those of the answers."""
 
+    rows: ArrowRows
     packing: str = NONE
 
     @cached_property
     def answer_tokens(self) -> np.ndarray:
         """Tokens of each answer with its end of sequence, [rows]."""
-        return self.column("answer_tokens").astype(np.int64)
+        return self.rows.column("answer_tokens").astype(np.int64)
 
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
         return Sizes(
@@ -433,7 +428,7 @@ class TokenizedTask(Packed):
         )
 
     def answers(self, rows: np.ndarray) -> np.ndarray:
-        return self.table(rows, "answers", 0).astype(bool)
+        return self.rows.read("answers", rows).padded(self.length, 0).astype(bool)
 
     def document_of(self, rows: np.ndarray) -> np.ndarray:
         """The example of each token, [B, length] int64, -1 on padding."""
@@ -446,6 +441,19 @@ def count_system_turns(example: Example) -> int:
     return 1 if example.turns[0].role == SYSTEM else 0
 
 
+def row_features(tokenizer: PreTrainedTokenizerBase) -> Features:
+    """The columns of rows of examples on disk."""
+    return Features(
+        {
+            "ids": ListOf(Value(id_type(tokenizer).name)),
+            "answers": ListOf(Value("bool")),
+            "text_tokens": Value("int32"),
+            "answer_tokens": Value("int32"),
+            "bytes": Value("int32"),
+        }
+    )
+
+
 def write_examples(
     path: Path, rows: Iterable[EncodedExample], *, tokenizer: PreTrainedTokenizerBase
 ) -> EncodingCounts:
@@ -454,7 +462,7 @@ def write_examples(
     counts = EncodingCounts()
     previous: Example | None = None
     num_rows = 0  # of the same example
-    with ArrowWriter(path=str(path), features=Features(ROW_FEATURES)) as writer:
+    with ArrowWriter(path=str(path), features=row_features(tokenizer)) as writer:
         for row in rows:
             # Of a chat the answers are rendered, so their text is what the scored tokens say.
             scored = [token for token, is_answer in zip(row.ids, row.answer, strict=True) if is_answer]
@@ -464,10 +472,9 @@ def write_examples(
                 answer_text = row.example.target
             values = {
                 "ids": row.ids,
-                "answers": [int(mark) for mark in row.answer],
+                "answers": row.answer,
                 "text_tokens": sum(token not in special for token in row.ids),
                 "answer_tokens": len(scored),
-                "lengths": len(row.ids),
                 "bytes": len(answer_text.encode()),
             }
             writer.write(values)
@@ -487,9 +494,14 @@ def write_examples(
 
 
 def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTask:
-    rows = Dataset.from_file(str(path))
-    text = TokenizedTask(rows=rows, length=0, pad=padding_id(tokenizer), documents=len(rows), bytes=0)
-    return replace(text, length=int(text.row_lengths.max()), bytes=int(text.column("bytes").sum()))
+    rows = ArrowRows(Dataset.from_file(str(path)))
+    return TokenizedTask(
+        rows=rows,
+        length=int(rows.lengths.max()),
+        pad=padding_id(tokenizer),
+        documents=len(rows),
+        bytes=int(rows.column("bytes").sum()),
+    )
 
 
 def encode_corpus(

@@ -3,30 +3,34 @@
 import hashlib
 import itertools
 import time
+from dataclasses import replace
 from multiprocessing import active_children
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus, packing, tokenize
 from cpt.data.corpora import Corpora
-from cpt.data.packing import NUM_OPEN_ROWS, PACKERS, balance
+from cpt.data.packers import NUM_OPEN_ROWS, PACKERS
+from cpt.data.packing import balance
 from cpt.data.replay import Samples
 from cpt.data.sampler import stack_rows
 from cpt.data.separator import terminator
 from cpt.data.sources.base import TextOptions
 from cpt.data.text_format import TextFormat, make_text_format
+from cpt.data.token_rows import join_ranges
 from cpt.data.tokenize import TokenizeBatch
 from cpt.data.tokenizer_hash import tokenizer_digest
 from cpt.models.objectives import Causal
 from tests.support.data_fixtures import (
     TOKENIZERS,
     framed_tokenizer,
+    list_documents,
+    list_ids,
     make_prose,
     make_rows,
     pack,
@@ -79,9 +83,9 @@ def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, st
 
     for length in (2, 64):
         packed = pack(tmp_path, texts, tokenizer, length)
-        rows = packed.rows[:]["ids"]
+        rows = list_ids(packed)
         assert list(itertools.chain(*rows)) == all_ids
-        assert list(itertools.chain(*packed.rows[:]["documents"])) == document_numbers
+        assert list(itertools.chain(*list_documents(packed))) == document_numbers
         assert {len(row) for row in rows[:-1]} <= {length} and 1 <= len(rows[-1]) <= length
         assert packed.text_tokens.tolist() == [count_text_tokens(row, special_ids) for row in rows]
         assert packed.documents == len(texts)
@@ -114,19 +118,25 @@ def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokeniz
     )
     framed = make_text_format(tokenizers["framed"], TextOptions())
     bare = make_text_format(tokenizers["bare"], TextOptions())
+    with_starts = replace(framed, row_start=0)
     packed_rows = []
-    for name, split, text_format, length in (
-        ("a", "train", framed, 16),
-        ("b", "train", framed, 16),
-        ("a", "valid", framed, 16),
-        ("a", "train", framed, 17),
-        ("a", "train", bare, 16),
+    for name, split, text_format, length, packing_name, is_new in (
+        ("a", "train", framed, 16, "concat", True),
+        ("b", "train", framed, 16, "concat", True),
+        ("a", "valid", framed, 16, "concat", True),
+        ("a", "train", bare, 16, "concat", True),
+        # Rows of another length or packing, or with another beginning, are cut from the same ids.
+        ("a", "train", framed, 17, "concat", False),
+        ("a", "train", framed, 16, "document_mask", False),
+        ("a", "train", framed, 16, "none", False),
+        ("a", "train", with_starts, 16, "concat", False),
     ):
         num_calls = len(calls)
-        packed_rows.append(texts.packed(name, split, format=text_format, length=length).rows[:])
-        assert len(calls) > num_calls and packed_rows.count(packed_rows[-1]) == 1
+        packed = texts.packed(name, split, format=text_format, length=length, packing=packing_name)
+        packed_rows.append(list_ids(packed))
+        assert (len(calls) > num_calls) == is_new and packed_rows.count(packed_rows[-1]) == 1
     num_calls = len(calls)
-    assert texts.packed("a", "train", format=framed, length=16).rows[:] == packed_rows[0]
+    assert list_ids(texts.packed("a", "train", format=framed, length=16)) == packed_rows[0]
     assert len(calls) == num_calls
 
     # What a call leaves in a tokenizer does not make it another one.
@@ -154,19 +164,25 @@ SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=200)
 def pack_sizes(kind, sizes, batch_size):
     """The rows of documents of these sizes, as (ids, documents, text tokens); and the documents."""
     ids = (np.arange(sum(sizes), dtype=np.int32) * 7) % 50
+    owners = np.repeat(np.arange(len(sizes)), sizes)
     ends = np.cumsum([0, *sizes])
     packer = PACKERS[kind](LENGTH, SPECIAL)
-    tables = []
+    batches = []
     for start in range(0, len(sizes), batch_size):
         batch_sizes = np.array(sizes[start : start + batch_size])
         batch_ids = ids[ends[start] : ends[start] + batch_sizes.sum()]
-        tables.append(packer.add(batch_ids, batch_sizes))
-    tables.append(packer.finish())
-    assert packer.documents == len(sizes)
+        batches.append(packer.add(batch_ids, batch_sizes))
+    batches.append(packer.finish())
 
     rows = []
-    for table in tables:
-        rows += [tuple(row.values()) for row in table.to_pylist()]
+    for batch in batches:
+        for first, count in zip(batch.first_pieces, batch.num_pieces, strict=True):
+            pieces = batch.pieces[first : first + count]
+            positions = join_ranges(pieces["begin"], pieces["size"])
+            assert pieces["first_id"].tolist() == ids[pieces["begin"]].tolist()
+            rows.append(
+                (ids[positions].tolist(), owners[positions].tolist(), int(pieces["text_tokens"].sum()))
+            )
     return rows, [ids[begin:end].tolist() for begin, end in itertools.pairwise(ends)]
 
 
@@ -321,7 +337,7 @@ def small_shards(monkeypatch):
 
 
 def hash_packed_rows(folder, tokenizer, *, workers=1):
-    packing.pack(
+    packed = packing.pack(
         write_corpus(folder, make_prose(80)),
         "train",
         format=make_text_format(tokenizer, TextOptions()),
@@ -330,10 +346,14 @@ def hash_packed_rows(folder, tokenizer, *, workers=1):
         cache=folder,
         workers=workers,
     )
-    (path,) = (folder / "packed").glob("*/rows.arrow")
-    files = sorted(path.name for path in path.parent.iterdir())
-    assert files == ["checksums.json", "facts.json", "rows.arrow"]
-    return hashlib.sha256(repr(Dataset.from_file(str(path)).to_dict()).encode()).hexdigest()
+    (tokens,) = (folder / "tokens").glob("a-train-*[0-9a-f]")
+    assert sorted(path.name for path in tokens.iterdir()) == [
+        "checksums.json",
+        "ends.uint16",
+        "facts.json",
+        "ids.uint16",
+    ]
+    return hashlib.sha256(repr([list_ids(packed), list_documents(packed)]).encode()).hexdigest()
 
 
 @pytest.mark.slow
@@ -363,7 +383,7 @@ def test_tokenizing_continues_where_it_was_killed(
     monkeypatch.setattr(TokenizeBatch, "__call__", tokenize_or_die)
     with pytest.raises(KilledError):
         hash_packed_rows(tmp_path, tokenizers["framed"])
-    finished_shards = list(tmp_path.glob("packed/*.partial/tokens/*-of-*.arrow"))
+    finished_shards = list(tmp_path.glob("tokens/*.partial/shards/*-of-*.arrow"))
     batches.clear()
     is_killing = False
     assert hash_packed_rows(tmp_path, tokenizers["framed"]) == expected

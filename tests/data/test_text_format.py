@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import BertweetTokenizer, ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast
 
 from cpt.data import packing
-from cpt.data.packing import PACKERS
+from cpt.data.packers import PACKERS
 from cpt.data.separator import choose_separator
 from cpt.data.sources.base import PARSE, SPLIT, TextOptions
 from cpt.data.text_checks import check_training_text, report_texts, unknown_share
@@ -25,6 +25,8 @@ from tests.support.data_fixtures import (
     bare_tokenizer,
     bos_tokenizer,
     eos_tokenizer,
+    list_documents,
+    list_ids,
     make_prose,
     tokenizer_with_template,
     wordpiece_tokenizer,
@@ -218,7 +220,7 @@ def test_each_row_begins_with_bos_and_no_token_is_lost(tmp_path, kind):
         cache=tmp_path,
         packing=kind,
     )
-    rows = packed.rows["ids"]
+    rows = list_ids(packed)
     bos = tokenizer.bos_token_id
     assert all(row[0] == bos and 1 < len(row) <= 16 for row in rows)
     if kind == "concat":
@@ -227,7 +229,7 @@ def test_each_row_begins_with_bos_and_no_token_is_lost(tmp_path, kind):
     # Put together again without the inserted tokens, the pieces are the documents.
     documents = [[] for _ in texts]
     num_inserted = 0
-    for row, numbers in zip(rows, packed.rows["documents"], strict=True):
+    for row, numbers in zip(rows, list_documents(packed), strict=True):
         position = 0
         for number, tokens in itertools.groupby(numbers):
             piece = row[position : position + len(list(tokens))]
@@ -311,7 +313,7 @@ def test_the_log_has_unknown_and_special_tokens_and_rows_without_bos(tmp_path, c
     report_texts({"law train": opened}, text_format, is_causal=True)
     spelled, starts = [record.message for record in caplog.records]
     assert "30 in law train; split into ordinary tokens" in spelled
-    rows_with_bos = [row for row in opened.rows["ids"] if row[0] == 0]
+    rows_with_bos = [row for row in list_ids(opened) if row[0] == 0]
     percent = 100 * len(rows_with_bos) / len(opened)
     assert starts.startswith(f"{percent:.0f} % of rows begin with <s>")
 
@@ -320,7 +322,7 @@ def test_the_log_has_unknown_and_special_tokens_and_rows_without_bos(tmp_path, c
     report_texts({"law train": parsed}, text_format, is_causal=False)
     assert "30 in law train; parsed as their ids" in caplog.records[0].message
     mask = bos_tokenizer().convert_tokens_to_ids("<mask>")
-    assert sum(row.count(mask) for row in parsed.rows["ids"]) == 30
+    assert sum(row.count(mask) for row in list_ids(parsed)) == 30
 
 
 def test_tokens_around_a_text_are_found_by_a_tokenizer_without_latin_letters():

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from cpt.data import corpus, packing
-from cpt.data.packing import COLUMNS, Packed
+from cpt.data.packing import Packed
 from cpt.data.sources.base import TextOptions
 from cpt.data.text_format import make_text_format
+from cpt.data.token_rows import COLUMNS, ArrowRows
 from cpt.models.loading import train_tokenizer
 
 HELD_OUT = {"valid": 0.1, "test": 0.2, "seed": 0}
@@ -137,7 +138,17 @@ def make_rows(
     rows = Dataset.from_dict(
         {"ids": ids, "documents": documents, "text_tokens": text_tokens}, features=COLUMNS
     )
-    return Packed(rows, length, 49, documents=sum(sizes) // 5 + 1, bytes=4 * sum(sizes))
+    return Packed(ArrowRows(rows), length, 49, documents=sum(sizes) // 5 + 1, bytes=4 * sum(sizes))
+
+
+def list_ids(packed: Packed) -> list[list[int]]:
+    """The token ids of each row."""
+    return packed.rows.ids(np.arange(len(packed))).split()
+
+
+def list_documents(packed: Packed) -> list[list[int]]:
+    """The document of each token of each row."""
+    return packed.rows.documents(np.arange(len(packed))).split()
 
 
 def fake_trainer(*, rank: int = 0, world: int = 1, step: int = 0) -> SimpleNamespace:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features
 from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedModel
 
@@ -42,20 +42,22 @@ from cpt.data import tokenized_tasks
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Domain
-from cpt.data.packing import ConcatPacker, Packed, mark_documents, padding_id
+from cpt.data.packers import ConcatPacker, PackedRows
+from cpt.data.packing import Packed, padding_id
 from cpt.data.replay import ReplayPool, ReplaySource, to_fraction
 from cpt.data.separator import default_end
 from cpt.data.sources.base import GENERAL
 from cpt.data.sources.examples import Example
 from cpt.data.text_encoder import frame_of
 from cpt.data.text_format import TextFormat
+from cpt.data.token_rows import COLUMNS, COLUMNS_WITH_STARTS, ArrowRows
 from cpt.evaluation.predictions import file_name
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import set_mode
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # raise it when what is written changes
-FORMS_FORMAT = 1  # raise it when the forms of examples change
+FORMS_FORMAT = 2  # raise it when the forms of examples change
 EXCERPT = 200  # characters
 Array = np.ndarray
 COMMIT_FILE = "place.json"  # the last commit of files that are continued after a kill
@@ -390,29 +392,18 @@ class TextWriter(ReplaySource):
             is_cut=True,
         )
 
-        packer = ConcatPacker(self.length, self.tokenizer.all_special_ids, self.text_format.row_start)
-        tables = []
+        rows = GeneratedRows(self.length, self.tokenizer.all_special_ids, self.text_format.row_start)
         for sample, count in zip(read_samples(source), num_replayed, strict=True):
             if count <= 0:
                 continue
             ids = list(sample.ids)
             if sample.ended:
                 ids.append(self.sampling.end)
-            ids = ids[:count]
             if sample.ended and count == sample.size:
-                tables.append(packer.add(np.array(ids, np.int32), np.array([len(ids)])))
+                rows.add_ended(ids)
             else:
-                # Without an end, another text in the same row would seem to continue this one.
-                row = mark_documents(np.array(ids, np.int32), np.array([len(ids)]), packer.documents)
-                packer.documents += 1
-                row = row[:, : packer.writer.room(ids[0], self.length)]
-                tables.append(packer.writer.table([packer.writer.begin(row)]))
-        tables.append(packer.finish())
-
-        path = sample_file(folder, job.text, "arrow")
-        with ArrowWriter(path=str(path), features=packer.writer.features) as writer:
-            writer.write_table(pa.concat_tables(tables).combine_chunks())
-            writer.finalize()
+                rows.add_broken_off(ids[:count])
+        rows.write(sample_file(folder, job.text, "arrow"))
         return count_texts(source, num_replayed)
 
     def open_rows(self, folder: Path, text: str) -> Packed | None:
@@ -420,7 +411,7 @@ class TextWriter(ReplaySource):
         facts = read_facts(folder, text)
         rows = Dataset.from_file(str(sample_file(folder, text, "arrow")))
         return Packed(
-            rows=rows,
+            rows=ArrowRows(rows),
             length=self.length,
             pad=padding_id(self.tokenizer),
             documents=facts["texts"],
@@ -428,6 +419,62 @@ class TextWriter(ReplaySource):
             packing=self.data.train[text].packing,
             row_start=self.text_format.row_start,
         )
+
+
+class GeneratedRows:
+    """Rows of texts that a model wrote, of at most `length` tokens. `special` ids are no text; with
+    `row_start` each row begins with this id."""
+
+    def __init__(self, length: int, special: Sequence[int], row_start: int | None) -> None:
+        self.special = set(special)
+        self.row_start = row_start
+        self.packer = ConcatPacker(length, special, row_start)
+        self.num_texts = 0
+        self.ended_ids: list[int] = []  # of all texts that ended, one after another
+        self.ended_texts: list[int] = []  # the number of the text of each of these
+        self.columns: dict[str, list[Any]] = {name: [] for name in self.features}
+
+    @property
+    def features(self) -> Features:
+        return COLUMNS if self.row_start is None else COLUMNS_WITH_STARTS
+
+    def add_ended(self, ids: list[int]) -> None:
+        """Adds a text with its end, which others may follow in the same row."""
+        self.ended_ids += ids
+        self.ended_texts += [self.num_texts] * len(ids)
+        self.num_texts += 1
+        self.add_packed(self.packer.add(np.array(ids), np.array([len(ids)])))
+
+    def add_packed(self, rows: PackedRows) -> None:
+        """Adds rows of texts that ended."""
+        for piece in rows.pieces:
+            cells = slice(piece["begin"], piece["begin"] + piece["size"])
+            self.add_row(self.ended_ids[cells], self.ended_texts[cells])
+
+    def add_broken_off(self, ids: list[int]) -> None:
+        """Adds a text without an end in a row of its own, where no other seems to continue it; what does not
+        fit is left out."""
+        ids = ids[: self.packer.cutter.room(ids[0])]
+        self.add_row(ids, [self.num_texts] * len(ids))
+        self.num_texts += 1
+
+    def add_row(self, ids: list[int], texts: list[int]) -> None:
+        is_opened = self.row_start is not None and ids[0] != self.row_start
+        if is_opened:
+            ids = [self.row_start, *ids]
+            texts = [texts[0], *texts]
+        self.columns["ids"].append(ids)
+        self.columns["documents"].append(texts)
+        self.columns["text_tokens"].append(sum(token not in self.special for token in ids))
+        if self.row_start is not None:
+            self.columns["inserted"].append(int(is_opened))
+
+    def write(self, path: Path) -> None:
+        """Writes the rows as an Arrow file."""
+        self.add_packed(self.packer.finish())
+        with ArrowWriter(path=str(path), features=self.features) as writer:
+            writer.write_table(pa.table(self.columns, schema=self.features.arrow_schema))
+            writer.finalize()
 
 
 class ExampleWriter(TextWriter):
@@ -490,13 +537,14 @@ class ExampleWriter(TextWriter):
             self.corpora.cache / "packed" / f"{name}-forms-{digest(made_of)}",
             make=partial(self.write_forms, name=name),
         )
-        return tokenized_tasks.open_examples(folder / "rows.arrow", self.tokenizer)
+        return tokenized_tasks.open_examples(folder / tokenized_tasks.ROWS_FILE, self.tokenizer)
 
     def write_forms(self, folder: Path, *, name: str) -> None:
-        """Writes rows.arrow into a folder of the cache: the rows of a domain's training examples in the form
-        in which examples are generated. Raises ValueError where none fits."""
+        """Writes the rows of a domain's training examples, in the form in which examples are generated, into
+        a folder of the cache. Raises ValueError where none fits."""
         rows = self.read_forms(name)
-        counts = tokenized_tasks.write_examples(folder / "rows.arrow", rows, tokenizer=self.tokenizer)
+        path = folder / tokenized_tasks.ROWS_FILE
+        counts = tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)
         if not counts.examples:
             raise InvalidOptionError(
                 "model.max_seq_length",

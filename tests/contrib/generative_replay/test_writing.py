@@ -27,6 +27,7 @@ from cpt.contrib.generative_replay.writer import (
 from cpt.core.files import read_checked_json, write_checked_json
 from cpt.core.randomness import draws, key, sample_keys
 from cpt.data.packing import Packed
+from cpt.data.token_rows import ArrowRows
 from tests.support.data_fixtures import bare_tokenizer
 from tests.support.task_fixtures import LABELS
 
@@ -120,7 +121,7 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
     job = make_job("a/b", tokens_to_replay=tokens, tokens_to_write=tokens)
     facts = TextWriter.write_rows(run, tmp_path, job)
     data = Dataset.from_file(str(sample_file(tmp_path, "a/b", "arrow")))
-    rows = Packed(data, LENGTH, 0, facts["texts"], facts["bytes"])
+    rows = Packed(ArrowRows(data), LENGTH, 0, facts["texts"], facts["bytes"])
     lengths = rows.row_lengths
     row_indices = np.arange(len(rows))
     assert lengths.sum() == tokens == facts["tokens"]
@@ -140,6 +141,7 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path):
     assert list(itertools.chain(*[row for row in ids if row not in cut_rows])) == packed
     documents = rows.document_of(row_indices)
     assert len(set(documents[documents >= 0].tolist())) == facts["texts"]
+    assert rows.sharing.tolist() == [len(set(row[row >= 0].tolist())) for row in documents]
 
 
 def test_an_answer_has_to_be_one_of_the_choices():
