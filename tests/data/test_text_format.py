@@ -251,6 +251,22 @@ def test_each_row_begins_with_bos_and_no_token_is_lost(tmp_path, kind):
     assert np.array_equal(Causal().scored(sizes), packed.row_lengths - segments)
 
 
+def test_an_inserted_bos_is_of_the_document_that_it_begins(tmp_path):
+    tokenizer = tokenizer_with_template("$A", bos_token="<s>", eos_token="</s>")
+    text_format = make_text_format(tokenizer, TextOptions(bos_in_rows=True), is_causal=True)
+    packed = packing.pack(
+        write_corpus(tmp_path, make_prose(5, words=(1, 2))),
+        "train",
+        format=text_format,
+        length=64,
+        name="a",
+        cache=tmp_path,
+        packing="none",
+    )
+    assert packed.inserted.tolist() == [1] * 5
+    assert [set(documents) for documents in list_documents(packed)] == [{0}, {1}, {2}, {3}, {4}]
+
+
 def test_who_gets_bos_in_rows():
     opened = bos_tokenizer()
     bare = bare_tokenizer()
