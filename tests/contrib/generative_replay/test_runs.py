@@ -85,21 +85,21 @@ def texts_read(monkeypatch):
     domains_read = defaultdict(set)
     sequences = []
     entered = DomainSequence.enter
-    table = Packed.table
+    ids = Packed.ids
 
     def enter(data, domain):
         sequences.append(data)
         entered(data, domain)
 
-    def record_table(text, *arguments):
+    def record_ids(text, rows):
         if sequences:
             data = sequences[-1]
             for texts in (data.train, getattr(data.replay_source, "written_forms", {})):
                 domains_read[data.domain.name] |= {name for name, packed in texts.items() if packed is text}
-        return table(text, *arguments)
+        return ids(text, rows)
 
     monkeypatch.setattr(DomainSequence, "enter", enter)
-    monkeypatch.setattr(Packed, "table", record_table)
+    monkeypatch.setattr(Packed, "ids", record_ids)
     return domains_read
 
 
