@@ -107,23 +107,23 @@ class ConcatPacker:
     def __init__(self, length: int, special: Sequence[int], row_start: int | None = None) -> None:
         self.cutter = Cutter(length, special, row_start)
         self.position = 0  # of the first token that is in no row yet
-        self.rest = np.empty(0, np.int32)  # the ids from there on, fewer than a row has
+        self.waiting_ids = np.empty(0, np.int32)  # those from there on, fewer than a row has
 
     def add(self, ids: np.ndarray, sizes: np.ndarray) -> PackedRows:
         """The rows that are full with further documents: ids [tokens], and how many each has [documents]."""
-        waiting_ids = np.concatenate([self.rest, ids])
+        waiting_ids = np.concatenate([self.waiting_ids, ids])
         pieces = self.cutter.cut(waiting_ids, np.array([len(waiting_ids)]), self.position)
         full_pieces = pieces[sizes_in_row(pieces) == self.cutter.length]
         num_tokens = int(full_pieces["size"].sum())
         self.position += num_tokens
-        self.rest = waiting_ids[num_tokens:].copy()
+        self.waiting_ids = waiting_ids[num_tokens:].copy()
         return PackedRows.of_one(full_pieces)
 
     def finish(self) -> PackedRows:
         """The last row, of the tokens that do not fill one."""
-        rest = self.rest
-        self.rest = rest[:0]
-        return PackedRows.of_one(self.cutter.cut(rest, np.array([len(rest)]), self.position))
+        ids = self.waiting_ids
+        self.waiting_ids = ids[:0]
+        return PackedRows.of_one(self.cutter.cut(ids, np.array([len(ids)]), self.position))
 
 
 class DocumentPacker:
@@ -156,7 +156,8 @@ class DocumentPacker:
         """Puts a piece of a document, of `size` tokens in its row, into an open row or a new one. Returns the
         rows that are closed by it: a full one, or one that makes room."""
         # The fullest of the rows into which the piece fits leaves the least room.
-        fullest = max((used for used in self.open_sizes if used + size <= self.cutter.length), default=None)
+        max_size = self.cutter.length - size
+        fullest = max((row_size for row_size in self.open_sizes if row_size <= max_size), default=None)
         if fullest is not None:
             index = self.open_sizes.index(fullest)
             self.open[index].append(piece)

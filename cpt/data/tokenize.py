@@ -37,8 +37,8 @@ SHARD = 1 << 23  # bytes of text in a cached file: what a kill costs each proces
 BATCH = 1 << 20  # bytes of text that the tokenizer is given at once
 
 
-# What a cached file has of each document beside its ids: how many of them are of its text, not around it, and
-# how many of these are unknown; and how many special tokens the text spells.
+# What a cached file has of each document in addition to its ids: how many of them are of its text, not around
+# it, and how many of these are unknown; and how many special tokens the text spells.
 COUNTS = ("body", "unknown", "spelled")
 
 

@@ -84,17 +84,17 @@ def test_rows_do_not_depend_on_how_many_documents_are_read_at_once(tmp_path, mon
     tokenizer.backend_tokenizer.post_processor = None
     texts = ["", *make_prose(20), "", " ".join(make_prose(30, seed=3)), *make_prose(20, seed=4), ""]
     texts = [f"{text} {'x' * number}" if text else "" for number, text in enumerate(texts)]
-    whole = pack_prose(tmp_path / "1", texts=texts, packing_name=packing_name)
+    unblocked = pack_prose(tmp_path / "1", texts=texts, packing_name=packing_name)
     for block in (1, 50):
         monkeypatch.setattr(stored_tokens, "BLOCK", block)
-        blocks = list(whole.rows.tokens.blocks())
+        blocks = list(unblocked.rows.tokens.blocks())
         assert len(blocks) > 10 and all(len(part.ids) == part.sizes.sum() for part in blocks)
         assert max(len(part.sizes) for part in blocks[1:]) <= max(2, block)
         packed = pack_prose(tmp_path / str(block), texts=texts, packing_name=packing_name)
-        assert list_ids(packed) == list_ids(whole) and list_documents(packed) == list_documents(whole)
-        assert packed.facts == whole.facts
-    assert whole.rows.tokens.documents_at(np.arange(whole.facts["tokens"])).tolist() == sorted(
-        sum(list_documents(whole), [])
+        assert list_ids(packed) == list_ids(unblocked) and list_documents(packed) == list_documents(unblocked)
+        assert packed.facts == unblocked.facts
+    assert unblocked.rows.tokens.documents_at(np.arange(unblocked.facts["tokens"])).tolist() == sorted(
+        sum(list_documents(unblocked), [])
     )
 
 
@@ -119,8 +119,8 @@ def test_another_process_gets_the_paths_of_rows_and_not_their_tokens(tmp_path):
 def test_reading_rows_keeps_no_file_open(tmp_path):
     packed = pack_prose(tmp_path, packing_name="document_mask")
     num_open = len(os.listdir("/proc/self/fd"))
-    kept = packed.ids(np.arange(3)), packed.document_of(np.arange(3)), packed.sharing
-    assert len(os.listdir("/proc/self/fd")) == num_open and kept
+    read_rows = packed.ids(np.arange(3)), packed.document_of(np.arange(3)), packed.sharing
+    assert len(os.listdir("/proc/self/fd")) == num_open and read_rows
 
 
 def test_tokens_that_were_removed_are_made_again_under_the_same_rows(tmp_path):
@@ -128,9 +128,9 @@ def test_tokens_that_were_removed_are_made_again_under_the_same_rows(tmp_path):
     expected = list_ids(packed)
     modified = (packed.rows.folder / "facts.json").stat().st_mtime_ns
     shutil.rmtree(packed.rows.tokens.folder)
-    again = pack_prose(tmp_path)
-    assert list_ids(again) == expected
-    assert (again.rows.folder / "facts.json").stat().st_mtime_ns == modified
+    remade = pack_prose(tmp_path)
+    assert list_ids(remade) == expected
+    assert (remade.rows.folder / "facts.json").stat().st_mtime_ns == modified
 
 
 def test_numbers_are_stored_in_the_smallest_type(tmp_path, monkeypatch):
