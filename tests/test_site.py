@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -19,7 +20,8 @@ def program(name: str) -> ModuleType:
     return module
 
 
-options, choosing, scores, support = map(program, ("options", "choosing", "scores", "support"))
+PROGRAMS = ("options", "choosing", "scores", "support", "optimizers")
+options, choosing, scores, support, optimizers = map(program, PROGRAMS)
 # Of the pairs that are always tried, one is supported; one is refused, as the units of its model are not known.
 QUICK = [("ewc", "T5 v1.1"), ("das", "Mixtral")]
 
@@ -42,6 +44,14 @@ def test_what_programs_write_is_up_to_date():
     assert read("support.md") == support.make_page(cells_by_row), (
         "python docs/site/support.py writes it again"
     )
+
+
+def test_the_table_of_optimizers_is_up_to_date():
+    results = json.loads(read("optimizers.json"))
+    assert set(results) == set(optimizers.ROWS)
+    assert all(set(cells) == set(optimizers.COLUMNS) for cells in results.values())
+    page = read("optimizers.md")
+    assert page == optimizers.make_page(page, results), "python docs/site/optimizers.py writes it again"
 
 
 @pytest.mark.campaign
@@ -86,4 +96,25 @@ def test_a_pair_is_what_the_table_of_models_says(row, family, texts, no_pictures
     families = [family] if family else list(cells)
     for name in families:
         cell = support.try_pair(row, name, texts=texts, cache=texts.parent / "cache", folder=tmp_path / name)
+        assert cell == cells[name]
+
+
+# A pair that is trained, and one that is refused.
+QUICK_PAIRS = [("mask=mofo", "muon"), ("mask=mofo", "adafactor")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [*QUICK_PAIRS, *(pytest.param(row, "", marks=pytest.mark.campaign) for row in optimizers.ROWS)],
+)
+def test_a_pair_is_what_the_table_of_optimizers_says(row, column, texts, no_pictures, tmp_path):
+    """One pair, or, without a column, all of a row."""
+    cells = json.loads(read("optimizers.json"))[row]
+    columns = [column] if column else list(cells)
+    if find_spec("bitsandbytes") is None and "adamw_8bit" in columns:
+        columns.remove("adamw_8bit")
+    for number, name in enumerate(columns):
+        folder = tmp_path / str(number)
+        cell = optimizers.try_pair(row, name, texts=texts, cache=texts.parent / "cache", folder=folder)
         assert cell == cells[name]

@@ -1,17 +1,20 @@
 """Parameters by their kind or name, with a learning rate and a decay of their own (`optim.lr_multipliers`,
 `optim.no_decay`)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import abbreviate
-from cpt.models.units import find_blocks
+from cpt.models.units import find_block_matrices, find_blocks
 from cpt.models.weights import find_outer_embeddings, find_trainable
+from cpt.optim.muon import MuonWithAdamW
 from cpt.optim.options import PARAMETER_KINDS, ParameterOptions
 
 WRAPPED = ".base_layer"  # what peft calls the layer within one of its layers
@@ -100,6 +103,14 @@ def overlap_error(
         reason=f"{' = '.join(names)} has {format_value(factors[first])} by {first}",
         allowed="patterns that find different parameters, or one factor for both",
     )
+
+
+def bind_blocks(make_optimizer: Callable[..., Optimizer], model: nn.Module) -> Callable[..., Optimizer]:
+    """What makes an optimizer: Muon for the matrices in the blocks of a model. Anything else is returned
+    unchanged."""
+    if getattr(make_optimizer, "func", None) is not MuonWithAdamW:  # of a plug-in it may be no partial
+        return make_optimizer
+    return partial(make_optimizer, find_matrices=partial(find_block_matrices, model))
 
 
 def check_patterns(

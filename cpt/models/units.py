@@ -376,6 +376,17 @@ def find_weight_matrices(model: nn.Module) -> list[Projection]:
     return list(matrices.values())
 
 
+def find_block_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of the linear layers in the blocks, those of adapters too. Raises ValueError for a model
+    without known blocks."""
+    matrices: list[nn.Parameter] = []
+    for _, block in find_blocks(model):
+        for module in block.modules():
+            if isinstance(module, nn.Linear | Conv1D):
+                matrices.append(cast(nn.Parameter, module.weight))
+    return matrices
+
+
 def output_axis(module: nn.Module) -> int:
     """The axis of a layer's weight over its output features: GPT-2's Conv1D stores the transpose."""
     return 1 if isinstance(module, Conv1D) else 0

@@ -1,12 +1,19 @@
-"""Options of AdamW and SGD; other optimizers of torch take their own arguments."""
+"""Options of the optimizers in conf/optim, and what they lack; other optimizers of torch take their own
+arguments."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, Lt
 
 from cpt.core.schema import (
     Allowed,
     BelowOne,
+    Count,
     NonNegative,
+    Number,
     Options,
     Pattern,
     Positive,
@@ -38,6 +45,10 @@ Multiplier = Annotated[
 Undecayed = Annotated[
     tuple[Pattern, ...],
     Allowed(f"a list of {', '.join(PARAMETER_KINDS)} or regular expressions on names of parameters"),
+]
+AdafactorEpsilons = Annotated[
+    tuple[NonNegative | None, NonNegative],
+    Allowed("two numbers, 0 or more, of which the first may be null"),
 ]
 RoundingName = Literal["auto", "stochastic", "nearest"]
 RULES = {  # of arguments that optimizers of torch have in common
@@ -100,21 +111,102 @@ class SGDOptions(ParameterOptions):
     state_across_domains: Carry = option(CARRY, default="none")
 
 
+@config
+class AdamW8bitOptions(ParameterOptions):
+    """Options of AdamW with moments in 8 bits."""
+
+    lr: NonNegative = option("peak learning rate")
+    betas: Betas = option("decay rates of the moments")
+    eps: Positive = option("added to the square root of the second moment")
+    weight_decay: NonNegative = option(
+        "weight decay of matrices, also of embedding rows whose tokens a domain does not have"
+    )
+    min_8bit_size: Count = option("weights from which on a parameter has moments in 8 bits; else in 32")
+    state_across_domains: Carry = option(CARRY, default="none")
+
+
+@config
+class MuonWithAdamWOptions(ParameterOptions):
+    """Options of Muon, and of AdamW for what is no matrix of a block."""
+
+    lr: NonNegative = option("peak learning rate of both")
+    momentum: BelowOne = option("Muon: decay rate of the momentum")
+    nesterov: bool = option("Muon: Nesterov momentum")
+    ns_steps: Annotated[Count, Lt(100)] = option("Muon: Newton-Schulz iterations")
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = option(
+        "Muon: how the rate depends on the shape of a matrix; match_rms_adamw: steps as large as AdamW's"
+    )
+    betas: Betas = option("AdamW: decay rates of the moments")
+    eps: Positive = option("AdamW: added to the square root of the second moment")
+    weight_decay: NonNegative = option(
+        "weight decay of matrices, also of embedding rows whose tokens a domain does not have"
+    )
+    fused: bool | None = option(
+        "AdamW: use the fused implementation; null: the choice of torch", default=None
+    )
+    state_across_domains: Carry = option(CARRY, default="none")
+
+
+@config
+class AdafactorOptions(ParameterOptions):
+    """Options of Adafactor."""
+
+    lr: NonNegative = option("peak learning rate, relative to the root mean square of a parameter")
+    beta2_decay: Annotated[Number, Le(0), Allowed("0 or less")] = option(
+        "b: the decay rate of the second moment at step t is 1 - t^b"
+    )
+    eps: AdafactorEpsilons = option(
+        "added to the squared gradient (null: that of the type), and least root mean square of a parameter"
+    )
+    d: Annotated[Number, Ge(1)] = option("largest root mean square of an update before the rate")
+    weight_decay: NonNegative = option(
+        "weight decay of matrices, also of embedding rows whose tokens a domain does not have"
+    )
+    state_across_domains: Carry = option(CARRY, default="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKind:
+    """What cpt knows of an optimizer's class."""
+
+    options: type[Options]
+    name: str  # of the choice of conf/optim
+    extra: str = ""  # of pyproject.toml, with the library that it needs, of the same name
+    has_moments: bool = True  # whether it keeps a moment for each weight, which masks can read and scale
+    supports_shards: bool = True  # whether it takes weights that are sharded
+
+    @property
+    def is_installed(self) -> bool:
+        return not self.extra or find_spec(self.extra) is not None
+
+
+KINDS: Mapping[str, OptimizerKind] = {
+    "torch.optim.AdamW": OptimizerKind(options=AdamWOptions, name="adamw"),
+    "torch.optim.SGD": OptimizerKind(options=SGDOptions, name="sgd"),
+    "cpt.optim.muon.MuonWithAdamW": OptimizerKind(options=MuonWithAdamWOptions, name="muon"),
+    # Factors of a matrix are of all its rows, and a block of 256 weights crosses the ends of shards.
+    "torch.optim.Adafactor": OptimizerKind(
+        options=AdafactorOptions, name="adafactor", has_moments=False, supports_shards=False
+    ),
+    "cpt.optim.adamw_8bit.AdamW8bit": OptimizerKind(
+        options=AdamW8bitOptions,
+        name="adamw_8bit",
+        extra="bitsandbytes",
+        has_moments=False,
+        supports_shards=False,
+    ),
+}
 # Options of cpt, which the optimizer does not get.
 NOT_OF_OPTIMIZER = ("state_across_domains", *option_types(ParameterOptions))
-OPTIONS_BY_TARGET: Mapping[str, type[Options]] = {
-    "torch.optim.AdamW": AdamWOptions,
-    "torch.optim.SGD": SGDOptions,
-}
 
 
 def read_optimizer(section: Section) -> Choice:
     """The optimizer of a section. Raises ValueError for an invalid value."""
     target: Any = section.values.get("_target_")
     check_value(f"{section.name}._target_", target, Text)
-    kind = OPTIONS_BY_TARGET.get(target)
+    kind = KINDS.get(target)
     if kind is not None:
-        return read_typed_optimizer(section, target, kind)
+        return read_typed_optimizer(section, target, kind.options)
 
     with prefix_errors(section.name):
         check_optimizer_arguments(section.values)

@@ -7,6 +7,7 @@ torch 2.13 silently uses other entries' gradients. It takes sharded tensors or w
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,29 @@ from cpt.core.distributed import is_sharded
 from cpt.core.tensors import NamedTensors
 
 log = logging.getLogger(__name__)
+ROW_MAJOR = ("state1", "state2")  # moments of bitsandbytes, which are row-major as the weight becomes
+QUANTIZATION = (
+    "qmap1",
+    "qmap2",
+    "absmax1",
+    "absmax2",
+)  # of bitsandbytes: the 256 values, the scale of a block
 
 
 class CarriedState(NamedTensors):
-    """An optimizer's state by parameter name between two domains, on the CPU; empty during a domain."""
+    """An optimizer's state by parameter name between two domains, on the CPU; empty during a domain. A whole
+    number is a tensor of one meanwhile."""
 
     def capture(self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Takes over the state of an optimizer. Raises ValueError where not all of it is tensors."""
+        """Takes over the state of an optimizer. Raises ValueError for what is neither a tensor nor a whole
+        number."""
         self.clear()
         for name, parameter in named_parameters:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     self.update({f"{name}:{key}": value.cpu()})
+                elif type(value) is int:
+                    self.update({f"{name}:{key}": torch.tensor(value)})
                 elif value is not None:
                     raise ValueError(
                         f"optim.state_across_domains is invalid: {type(optimizer).__name__} keeps "
@@ -36,14 +48,15 @@ class CarriedState(NamedTensors):
 
     def load_into(self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Loads the state into a new optimizer, and logs which parameters are new or gone."""
-        carried: dict[str, dict[str, Tensor]] = {}  # by parameter and key
+        carried: dict[str, dict[str, Any]] = {}  # by parameter and key
         for joint_name, value in self.named().items():
             name, _, key = joint_name.rpartition(":")
-            carried.setdefault(name, {})[key] = value
+            is_whole_number = value.dtype == torch.int64 and value.ndim == 0
+            carried.setdefault(name, {})[key] = int(value) if is_whole_number else value
         names = {parameter: name for name, parameter in named_parameters}
 
         # By number, as a state_dict has it. What remains in `carried` belongs to no parameter any more.
-        loaded: dict[int, dict[str, Tensor]] = {}
+        loaded: dict[int, dict[str, Any]] = {}
         new_names = []
         for index, parameter in enumerate(parameters_of(optimizer)):
             name = names[parameter]
@@ -74,13 +87,15 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return parameters
 
 
-def fits_parameter(state: Mapping[str, Tensor], parameter: nn.Parameter) -> bool:
-    """Whether each tensor of a state has the shape of a parameter, or one that broadcasts to it."""
+def fits_parameter(state: Mapping[str, Any], parameter: nn.Parameter) -> bool:
+    """Whether each tensor of a state has the shape of a parameter, or one that broadcasts to it; but for
+    those with which moments in 8 bits are read, whose shapes are others."""
+    shapes = []
+    for name, value in state.items():
+        if isinstance(value, Tensor) and name not in QUANTIZATION:
+            shapes.append(value.shape)
     with suppress(RuntimeError):  # shapes that do not go together
-        return all(
-            torch.broadcast_shapes(value.shape, parameter.shape) == parameter.shape
-            for value in state.values()
-        )
+        return all(torch.broadcast_shapes(shape, parameter.shape) == parameter.shape for shape in shapes)
     return False
 
 
@@ -100,10 +115,10 @@ def lie_as(values: Tensor, like: Tensor) -> Tensor:
 
 
 def lay_out_moments(optimizer: Optimizer) -> None:
-    """Gives moments the strides of their parameters; files are row-major."""
+    """Gives moments the strides of their parameters; files are row-major. bitsandbytes lays out its own."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and name not in ROW_MAJOR:
                 state[name] = lie_as(value, parameter)
 
 

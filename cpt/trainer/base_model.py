@@ -33,6 +33,7 @@ from cpt.models import loading
 from cpt.models.block_attention import try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
+from cpt.models.parameter_groups import bind_blocks
 from cpt.models.quantization import OF_BITSANDBYTES, describe_stored
 from cpt.models.rope import forget_lengths, scale_rope, set_max_length
 from cpt.models.router_loss import find_router_weights
@@ -424,7 +425,7 @@ def pretrain(
         masks=(),
         replay=NO_REPLAY,
         freeze=freeze,
-        optimizer=instantiate(pretraining.optim, _convert_="all"),
+        optimizer=bind_blocks(instantiate(pretraining.optim, _convert_="all"), model),
         schedule=Linear(warmup_ratio=pretraining.warmup_ratio),
         seed=pretraining.seed,
         router_weights=find_router_weights(options.router_aux_loss, model.config),

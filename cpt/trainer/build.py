@@ -21,6 +21,7 @@ from cpt.models.block_attention import MASKABLE
 from cpt.models.fast_kernels import COMPILE_OPTIONS, pad_head
 from cpt.models.loading import find_head_parameters
 from cpt.models.objectives import Objective
+from cpt.models.parameter_groups import bind_blocks
 from cpt.models.router_loss import find_router_weights
 from cpt.models.trial import try_model
 from cpt.models.units import find_blocks
@@ -125,7 +126,7 @@ def build_context(
         masks=[mask.make() for mask in plan.masks],
         replay=plan.replay,
         freeze=plan.freeze,
-        optimizer=partial(plan.optim.load(), **arguments),
+        optimizer=bind_blocks(partial(plan.optim.load(), **arguments), model),
         schedule=joined_schedule if plan.carry == "all" else plan.lr_scheduler,
         seed=plan.run.seed,
         router_weights=find_router_weights(plan.model.router_aux_loss, model.config),

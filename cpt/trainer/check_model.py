@@ -36,8 +36,10 @@ from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, plain_conf
 from cpt.models.rope import count_scaled_positions, scale_rope
 from cpt.models.router_loss import check_router_loss
 from cpt.models.trial import make_stand_in, try_model
+from cpt.models.units import find_block_matrices
 from cpt.models.vocabulary import check_head
 from cpt.models.weights import find_frozen
+from cpt.optim.muon import MuonWithAdamW
 from cpt.trainer.build import build_context
 from cpt.trainer.check_checkpoint import check_stored_weights, read_checkpoint, read_tokenizer
 from cpt.trainer.check_optimizer import check_optimizer
@@ -114,6 +116,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
         if options.quantization != "none" or describe_stored(stored_config) in OF_BITSANDBYTES:
             check_saved_in_full(plan, method)
         check_parameter_options(plan, method)
+        check_blocks_of_muon(plan, method)
     return config
 
 
@@ -490,6 +493,16 @@ def check_saved_in_full(plan: Plan, method: ContinualMethod) -> None:
                 reason=f"{name} is quantized, and cannot be trained",
                 allowed="embeddings, head, and modules without linear layers",
             )
+
+
+def check_blocks_of_muon(plan: Plan, method: ContinualMethod) -> None:
+    """Raises ValueError for optim=muon with a model whose blocks are not known."""
+    if plan.optim.load() is not MuonWithAdamW:
+        return
+    try:
+        find_block_matrices(method.model)
+    except ValueError as error:
+        raise InvalidOptionError("optim", "muon", reason=str(error), allowed="adamw, sgd") from error
 
 
 def check_parameter_options(plan: Plan, method: ContinualMethod) -> None:

@@ -1,4 +1,4 @@
-"""Check the options of an optimizer by making it."""
+"""Check the options of an optimizer by making it, and what it is combined with."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,14 @@ def check_optimizer(section: str, options: Mapping[str, Any]) -> None:
             options["_target_"],
             allowed="an optimizer's class, like torch.optim.AdamW",
         )
-    check_arguments(section, options, given_by_cpt=("params",))
+    if isinstance(target, type) and callable(getattr(target, "train", None)):
+        raise InvalidOptionError(
+            f"{section}._target_",
+            options["_target_"],
+            reason="it has to be switched between training and evaluation, as schedule-free optimizers",
+            allowed="an optimizer without such modes, like torch.optim.AdamW",
+        )
+    check_arguments(section, options, given_by_cpt=("params", "find_matrices"))
 
     weight = nn.Parameter(torch.zeros(1, 1))
     with naming_cause(section):

@@ -20,7 +20,7 @@ from cpt.evaluation.finetune_tasks import FinetuneOptions, FinetuneProtocol
 from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.options import EvalOptions
 from cpt.models.options import Freeze, ModelOptions, PretrainingOptions
-from cpt.optim.options import OPTIONS_BY_TARGET
+from cpt.optim.options import KINDS
 from cpt.trainer.options import ExportOptions, LoggerOptions, RunOptions, TrainerOptions
 
 FLAG = "--options"
@@ -89,9 +89,9 @@ def options_at(cfg: DictConfig, section: str) -> Sequence[type[Options]]:
     if section in FIXED_SECTIONS:
         return FIXED_SECTIONS[section]
     target = OmegaConf.select(cfg, join(section, "_target_"))
-    kind = OPTIONS_BY_TARGET.get(target)
-    if kind is None and target:
-        kind = options_class(target, section=section)
+    if target in KINDS:
+        return [KINDS[target].options]
+    kind = options_class(target, section=section) if target else None
     return [] if kind is None else [kind]
 
 

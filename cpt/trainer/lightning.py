@@ -133,7 +133,7 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of a kernel that cpt does not use
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of kernels that cpt does not use
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
 

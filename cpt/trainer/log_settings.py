@@ -20,7 +20,8 @@ from cpt.data.datamodule import DomainSequence
 from cpt.methods.base import ContinualMethod
 from cpt.methods.options import KDOptions
 from cpt.models.parameter_groups import find_groups
-from cpt.models.units import find_expert_parameters
+from cpt.models.units import find_block_matrices, find_expert_parameters
+from cpt.optim.muon import MuonWithAdamW
 from cpt.optim.rounding import lost_update_share
 from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
@@ -52,6 +53,7 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
         )
 
     log_export(plan, machine)
+    log_muon(plan, module)
     warn_of_lost_updates(plan, module, precision=machine.precision)
     warn_of_untrained_rows(plan, module)
     log_experts(plan, module)
@@ -157,6 +159,34 @@ def keeps_weights(module: ContinualMethod) -> bool:
         if isinstance(part, NamedTensors) and not isinstance(part, CarriedState):
             return True
     return False
+
+
+def log_muon(plan: Plan, module: ContinualMethod) -> None:
+    """Logs how many weights optim=muon trains with Muon, and how many with AdamW."""
+    if plan.optim.load() is not MuonWithAdamW:
+        return
+    matrices = set(find_block_matrices(module.model))
+    frozen = set(module.frozen)
+    num_muon = 0
+    num_adamw = 0
+    for parameter in module.model.parameters():
+        if parameter in frozen:
+            continue
+        if parameter in matrices:
+            num_muon += parameter.numel()
+        else:
+            num_adamw += parameter.numel()
+    if num_muon:
+        log.info(
+            "Optimizer (optim=muon): Muon for %s weights, the matrices of the blocks; AdamW for the other %s",
+            f"{num_muon:,}",
+            f"{num_adamw:,}",
+        )
+    else:
+        log.info(
+            "No effect of optim=muon: method=%s trains no matrix of the blocks, and AdamW the rest",
+            plan.names["method"],
+        )
 
 
 def warn_of_lost_updates(plan: Plan, module: ContinualMethod, *, precision: Precision) -> None:

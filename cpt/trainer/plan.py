@@ -1,6 +1,6 @@
 """A Hydra config as a Plan: typed sections, and every check that needs neither torch nor text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from cpt.core.errors import unknown_name
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import Text, check_value
 from cpt.core.secrets import hide_environment, redact
+from cpt.core.sections import Choice
 from cpt.data import orders
 from cpt.data.options import Budget, share_batch
 from cpt.data.replay import ReplayConfig
@@ -20,8 +21,9 @@ from cpt.evaluation.finetune_tasks import FinetunePlan, plan_endtasks
 from cpt.evaluation.options import AUTO
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
+from cpt.gradient_masks.options import MomentumFilterOptions
 from cpt.models.options import ModelOptions
-from cpt.optim.options import carried
+from cpt.optim.options import KINDS, OptimizerKind, carried
 from cpt.trainer.check_quantization import check_quantization
 from cpt.trainer.read_config import Sections, read_sections
 from cpt.trainer.run_dir import RunDir
@@ -333,6 +335,7 @@ def check_conflicts(plan: Plan) -> None:
             has_branches=plan.has_branches,
             is_sharded=is_sharded,
         )
+    check_optimizer_kind(plan)
     if is_sharded:
         check_sharding(plan)
 
@@ -348,6 +351,64 @@ def check_quantized_checkpoint(plan: Plan) -> None:
             allowed="none, or a checkpoint in model.name_or_path",
         )
     check_quantization(plan, method_name=plan.names["method"], key="model.quantization", value=quantization)
+
+
+def check_optimizer_kind(plan: Plan) -> None:
+    """Raises ValueError for an optimizer whose library is not installed, or which lacks what a mask or
+    sharding needs."""
+    kind = KINDS.get(plan.optim.target)
+    if kind is None:  # a user's
+        return
+    if not kind.is_installed:
+        raise InvalidOptionError(
+            "optim",
+            kind.name,
+            reason=f"{kind.extra} is not installed",
+            allowed=f"adamw, or after pip install -e '.[{kind.extra}]' in the checkout of cpt",
+        )
+    if plan.trainer.strategy == "fsdp" and not kind.supports_shards:
+        raise InvalidOptionError(
+            "optim",
+            kind.name,
+            context="with strategy=fsdp",
+            reason="its state is of whole parameters",
+            allowed=list_kinds(lambda kind: kind.supports_shards),
+        )
+
+    needs_momentum = filters_momentum(plan)
+    if not kind.has_moments and (needs_momentum or scales_moments(plan)):
+        raise InvalidOptionError(
+            "optim",
+            kind.name,
+            context="with mask=mofo" if needs_momentum else "with apply_to=frozen",
+            reason="it keeps no moment for each weight",
+            allowed=list_kinds(lambda kind: kind.has_moments),
+        )
+    if needs_momentum and plan.optim.arguments.get("momentum") == 0:
+        raise InvalidOptionError(
+            "optim.momentum", 0, context="with mask=mofo", reason="it filters by momentum", allowed="above 0"
+        )
+
+
+def list_kinds(is_allowed: Callable[[OptimizerKind], bool]) -> str:
+    return ", ".join(kind.name for kind in KINDS.values() if is_allowed(kind))
+
+
+def filters_momentum(plan: Plan) -> bool:
+    """Whether a mask reads the momentum of each weight."""
+    for mask in plan.masks:
+        if isinstance(mask.options, MomentumFilterOptions) and mask.options.share < 1:
+            return True
+    return False
+
+
+def scales_moments(plan: Plan) -> bool:
+    """Whether a mask, or the method, scales moments of the optimizer."""
+    choices = [*plan.masks, plan.method]
+    mask_of_method = getattr(plan.method.options, "mask", None)
+    if isinstance(mask_of_method, Choice):
+        choices.append(mask_of_method)
+    return any(getattr(choice.options, "apply_to", "") == "frozen" for choice in choices)
 
 
 def check_branches(plan: Plan) -> None:

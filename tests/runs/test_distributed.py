@@ -436,3 +436,19 @@ def test_a_killed_run_with_sharded_weights_in_16_bits_ends_with_the_same_bits(la
     uninterrupted = launched("through", *options)
     launched("killed", *options, death=3)
     assert_same_bits(launched("killed", *options), uninterrupted)
+
+
+# A step of Muon multiplies matrices in bfloat16, whose sums of rows have another order when they are sharded.
+@pytest.mark.campaign
+@pytest.mark.parametrize(("options", "weights"), [
+    ([], 2e-3),
+    (HALF, 3e-2),
+    (["mask=mofo", "mask.mofo.share=0.5"], 2e-3),
+])  # fmt: skip
+def test_sharded_matrices_are_trained_by_muon(options, weights, launched):
+    options = ["optim=muon", "optim.state_across_domains=moments", *options]
+    single_run = launched("alone", *options)
+    uninterrupted = launched("sharded", FSDP, *options)
+    assert_same(single_run, uninterrupted, weights=weights, nats=2e-2)
+    launched("killed", FSDP, *options, death=3)
+    assert_same_bits(launched("killed", FSDP, *options), uninterrupted)

@@ -58,6 +58,9 @@ model=hf model.name_or_path=here model.quantization=nf4 method=lora method.use_d
 model=hf model.name_or_path=here model.quantization=nf4 method=sapt method.init_lora_weights=pissa
 model=hf model.name_or_path=here model.quantization=nf4 method=peft method.tuner=vera
 model=hf model.name_or_path=here model.quantization=nf4 method=lora trainer.match=ncl
+optim=adafactor strategy=fsdp | optim=adafactor mask=mofo | optim=adafactor method=das method.apply_to=frozen
+optim=sgd mask=mofo | optim=muon optim.ns_steps=100 | optim=muon optim.momentum=1 | optim=adafactor optim.d=0.5
+optim.rounding=up | optim=adafactor optim.beta2_decay=0.5 | optim=adafactor optim.eps=1e-3
 """)
 
 ON_THE_MODEL = cells("""

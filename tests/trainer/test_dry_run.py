@@ -2,14 +2,17 @@
 
 import json
 import logging
+import math
 import re
 
 import pytest
 from omegaconf import OmegaConf
 
+from cpt.models.units import find_block_matrices
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 from tests.runs.reading import assert_same_bits, killed, read_scores, scores_of, times
 from tests.support.campaign import run_few
+from tests.support.method_fixtures import build_method_fixture
 
 METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
 DOMAINS = ["law", "food", "space", "tax", "sea"]  # two more stages than are tried
@@ -172,3 +175,44 @@ def test_epochs_are_scaled_and_importances_alone_may_be_too_much(start, small, t
     ]
     with pytest.raises(ValueError, match=r"trainer.match=ncl is invalid: .* Allowed: null, more trainer"):
         start(small(*options), tmp_path / "few")
+
+
+STATES = {  # bytes of the state of a weight: of a matrix of a block, of another weight
+    "optim=muon": (4, 8),
+    "optim=muon trainer.precision=bf16-true": (4, 8),
+    "optim=adamw trainer.precision=bf16-true": (8, 8),
+    "optim=adamw trainer.precision=bf16-true optim.rounding=nearest": (4, 4),
+    "optim=sgd optim.momentum=0.9": (4, 4),
+    "optim=sgd": (0, 0),
+}
+
+
+@pytest.mark.parametrize("options", run_few(STATES, ["optim=muon trainer.precision=bf16-true"]))
+def test_the_state_of_an_optimizer_is_counted(options, small_gpt2, planned, tmp_path):
+    config = small_gpt2("order=[law]", "trainer.steps=2", *options.split())
+    memory = planned(config, tmp_path / "run")["memory"]["first"]
+    model = build_method_fixture(config).module.model
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    num_in_matrices = sum(weight.numel() for weight in find_block_matrices(model))
+    of_matrices, of_others = STATES[options]
+    expected = of_matrices * num_in_matrices + of_others * (num_weights - num_in_matrices)
+    assert memory["optimizer state"] == pytest.approx(expected, abs=1000)  # counts of steps
+    assert memory["weights"] == pytest.approx((2 if "bf16" in options else 4) * num_weights, rel=0.05)
+
+
+def test_factors_and_moments_in_8_bits_are_counted(small_gpt2, planned, tmp_path):
+    config = small_gpt2("order=[law]", "trainer.steps=2", "optim=adafactor")
+    memory = planned(config, tmp_path / "factors")["memory"]["first"]
+    model = build_method_fixture(config).module.model
+    expected = 0
+    for weight in model.parameters():
+        expected += 4 * (sum(weight.shape) if weight.ndim == 2 else weight.numel())
+    assert memory["optimizer state"] == pytest.approx(expected, abs=1000)
+
+    pytest.importorskip("bitsandbytes", reason="the extra: pip install -e '.[bitsandbytes]'")
+    config = small_gpt2("order=[law]", "trainer.steps=2", "optim=adamw_8bit", "optim.min_8bit_size=1")
+    memory = planned(config, tmp_path / "bits")["memory"]["first"]
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    tables = 2 * 256 * 4  # of the values of 8 bits, one for all parameters
+    scales = sum(8 * math.ceil(weight.numel() / 256) for weight in model.parameters())
+    assert memory["optimizer state"] == 2 * num_weights + scales + tables
