@@ -174,16 +174,21 @@ def scope_of_ffns(model: PreTrainedModel) -> Scope:
 
 
 def check_ffns(model: PreTrainedModel, options: LifelongMoEOptions) -> None:
-    """Raises ValueError for a model whose FFNs cannot become mixtures: its own are, or a layer has an unknown
-    form."""
+    """Raises ValueError for a model whose FFNs cannot become mixtures, as those that are mixtures, and for
+    layers of unknown form that would be trained."""
     try:
         find_sublayers(model, ("neurons",))
-        if options.dense == "trained":
-            find_projections(model)
     except ValueError as error:
         raise InvalidOptionError(
             "method.num_experts", options.num_experts, reason=str(error), allowed="0"
         ) from error
+
+    if options.dense == "frozen":
+        return
+    try:
+        find_projections(model)
+    except ValueError as error:
+        raise InvalidOptionError("method.dense", "trained", reason=str(error), allowed="frozen") from error
 
 
 def find_dense_scope(model: PreTrainedModel, blocks: Sequence[str], *, dense: str) -> Scope:

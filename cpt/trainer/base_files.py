@@ -2,9 +2,12 @@
 it, and the options of generation."""
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +17,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from cpt.core.errors import reason
 from cpt.models.loading import load_tokenizer
 from cpt.trainer.run_dir import checkpoint_files
+
+log = logging.getLogger(__name__)
 
 # Files of tokenizers by their patterns in a folder, in addition to those that the tokenizer's class names.
 PATTERNS = (
@@ -65,6 +70,44 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, *, base: str, folder: Pat
     cause = describe_difference(tokenizer, folder)
     if cause is not None:
         raise ValueError(f"the tokenizer in {folder} is not that of training: {cause}")
+
+
+@lru_cache(maxsize=64)  # a sweep starts many runs in one process
+def is_read_otherwise(stored: Path, model_type: str) -> bool:
+    """Whether transformers reads the tokenizer in a folder otherwise where it belongs to a model of a type.
+    For some, as Qwen 2, it takes the entries alone, and splits text as the class of the type does."""
+    tokenizer = load_tokenizer(stored)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model_type(folder, model_type)
+        try:
+            save_tokenizer(tokenizer, base="", folder=folder)
+        except ValueError:
+            return True
+    return False
+
+
+def load_of_model_type(stored: Path, model_type: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder as transformers reads it where it belongs to a model of a type: a new model
+    has to be trained with the tokenizer that it is loaded with."""
+    tokenizer = load_tokenizer(stored)
+    if not is_read_otherwise(stored, model_type):
+        return tokenizer
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model_type(folder, model_type)
+        tokenizer.save_pretrained(folder)
+        tokenizer_of_type = load_tokenizer(folder)
+    log.info(
+        "Text is split as %s of transformers does for a %s", type(tokenizer_of_type).__name__, model_type
+    )
+    tokenizer_of_type.name_or_path = str(stored)
+    return tokenizer_of_type
+
+
+def write_model_type(folder: Path, model_type: str) -> None:
+    """Writes as much of a config.json as decides the class of a tokenizer."""
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
 
 
 def copy_generation_config(*, base: str, folder: Path) -> None:

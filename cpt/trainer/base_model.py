@@ -42,7 +42,7 @@ from cpt.models.units import find_blocks
 from cpt.models.vocabulary import count_entries, extend_rows, fit_rows, warn_of_stale_rows
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Linear
-from cpt.trainer.base_files import save_tokenizer
+from cpt.trainer.base_files import load_of_model_type, save_tokenizer
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.preemption import Preemption
 from cpt.trainer.run_dir import checkpoint_files
@@ -359,7 +359,8 @@ def describe_new_base(options: ModelOptions, corpora: Corpora) -> Base:
         tokenizer = loading.train_tokenizer(batches, vocabulary=vocab_size, objective=objective_name)
         tokenizer.save_pretrained(folder)
 
-    tokenizer = loading.load_tokenizer(make_once(corpora.cache / "tokenizers" / tokenizer_hash, make=make))
+    tokenizer_folder = make_once(corpora.cache / "tokenizers" / tokenizer_hash, make=make)
+    tokenizer = load_of_model_type(tokenizer_folder, config.model_type)
     text_format = make_text_format(
         tokenizer, corpora.text_options, is_causal=objective_name == "causal", is_checkpoint=False
     )

@@ -1,15 +1,20 @@
 """Lifelong-MoE: what a domain begins as, what it leaves alone, what holds it to the model before."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from cpt.adapters.experts import find_mixtures
+from cpt.methods.experts import check_ffns
+from cpt.methods.options import LifelongMoEOptions
 from cpt.models.forward import kl_divergence
+from tests.support.decoders import build_decoder
 from tests.support.forward_passes import logits_at
 from tests.support.method_fixtures import MethodFixture, equal_tensors
+from tests.support.mixtures import build_mixture
 
 STRONG = ["optim.lr=0.01", "optim.weight_decay=0.5"]
 ALL = "method.every=1"
@@ -19,6 +24,27 @@ ALL = "method.every=1"
 def moe(build):
     options = ["order=[law,food,space]", "trainer.steps=4"]
     return lambda *overrides, **arguments: build("lifelong_moe", *options, *overrides, **arguments)
+
+
+def test_layers_of_unknown_form_may_be_frozen_and_mixtures_are_not_made_again():
+    options = LifelongMoEOptions(
+        num_experts=1,
+        every=1,
+        top_k=2,
+        start="base",
+        opening=0.1,
+        dense="trained",
+        strength=1.0,
+        balance=0.01,
+    )
+    falcon = build_decoder("falcon_h1")
+    with pytest.raises(ValueError, match="^method.dense=trained is invalid: .*mamba.* Allowed: frozen$"):
+        check_ffns(falcon, options)
+    check_ffns(falcon, replace(options, dense="frozen"))
+    with pytest.raises(
+        ValueError, match="^method.num_experts=1 is invalid: .*mixture of experts.* Allowed: 0$"
+    ):
+        check_ffns(build_mixture("mixtral"), options)
 
 
 class First(Callback):

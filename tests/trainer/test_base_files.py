@@ -6,9 +6,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from cpt.models.loading import load_tokenizer
+from cpt.models.loading import load_tokenizer, train_tokenizer
 from cpt.trainer import base_files
-from cpt.trainer.base_files import copy_generation_config, describe_difference, save_tokenizer
+from cpt.trainer.base_files import (
+    copy_generation_config,
+    describe_difference,
+    load_of_model_type,
+    save_tokenizer,
+)
 from tests.support.data_fixtures import tokenizer_with_template
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -127,6 +132,22 @@ def test_a_tokenizer_without_a_fast_version_and_one_without_a_base_are_saved(tmp
     save_tokenizer(tokenizer_with_template("$A </s>", eos_token="</s>"), base="", folder=target)
     assert "is_local" not in (target / "tokenizer_config.json").read_text()
     assert load_tokenizer(target)("a")["input_ids"][-1] == load_tokenizer(target).eos_token_id
+
+
+def test_a_new_model_is_trained_with_the_tokenizer_that_it_is_loaded_with(tmp_path, target):
+    words = ["a brown fox, 1234 times: don't!", "Ångström cafe\u0301 ½ Ⅷ"]
+    train_tokenizer(iter(words), vocabulary=300, objective="causal").save_pretrained(tmp_path)
+    (target / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match="is not that of training: other ids for"):
+        save_tokenizer(load_tokenizer(tmp_path), base="", folder=target)
+
+    tokenizer = load_of_model_type(tmp_path, "qwen2")
+    save_tokenizer(tokenizer, base="", folder=target)
+    assert load_tokenizer(target)("1 fox½").input_ids == tokenizer("1 fox½").input_ids
+    assert tokenizer("fox").input_ids[0] == tokenizer.bos_token_id
+
+    of_gpt2 = load_of_model_type(tmp_path, "gpt2")
+    assert of_gpt2("1 fox½").input_ids == load_tokenizer(tmp_path)("1 fox½").input_ids
 
 
 def test_a_tokenizer_that_cannot_be_loaded_as_it_was_is_an_error(target, monkeypatch):
