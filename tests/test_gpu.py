@@ -14,7 +14,7 @@ from tests.methods.test_offload import KEPT, OFFLOAD, options_of
 from tests.runs.reading import scores_of
 from tests.support.hook_methods import overrides_for
 from tests.support.kill_callback import KilledError, Killer
-from tests.support.method_fixtures import DROPOUT, ORDER
+from tests.support.method_fixtures import DROPOUT, ORDER, equal_tensors, load_model_weights
 from tests.support.quantized_models import SMALL_HF, needs_bitsandbytes, save_checkpoint
 
 HAS_GPU = torch.cuda.is_available()
@@ -86,3 +86,27 @@ def test_a_quantized_base_is_the_same_on_both(kind, composed, corpora, cache, st
     killing(None)
     start(composed(*options, GPU, DETERMINISTIC), tmp_path / "killed")
     assert bits(tmp_path / "killed") == bits(tmp_path / "gpu")
+
+
+OPTIMIZERS = [
+    "optim=muon",
+    "optim=adafactor",
+    "trainer.precision=bf16-true",
+    "optim=muon trainer.precision=bf16-true",
+    pytest.param("optim=adamw_8bit optim.min_8bit_size=256", marks=needs_bitsandbytes),
+    pytest.param("optim=adamw_8bit trainer.precision=bf16-true", marks=needs_bitsandbytes),
+]
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+def test_an_optimizer_learns_on_both_and_resumes(options, killing, small, start, scores, tmp_path):
+    overrides = [*options.split(), DETERMINISTIC, "optim.state_across_domains=moments"]
+    on_gpu = torch.tensor(scores("gpu", *overrides, GPU)["nll"])
+    on_cpu = torch.tensor(scores("cpu", *overrides, CPU)["nll"])
+    torch.testing.assert_close(on_gpu, on_cpu, atol=TOLERANCE, rtol=0)
+    killing(Killer(step=3, domain="food"))
+    with pytest.raises(KilledError):
+        start(small(ORDER, *overrides, GPU), tmp_path / "killed")
+    killing(None)
+    scores("killed", *overrides, GPU)
+    assert equal_tensors(load_model_weights(tmp_path / "killed"), load_model_weights(tmp_path / "gpu"))

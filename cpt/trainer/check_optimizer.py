@@ -30,7 +30,9 @@ def check_optimizer(section: str, options: Mapping[str, Any]) -> None:
         )
     check_arguments(section, options, given_by_cpt=("params", "find_matrices"))
 
-    weight = nn.Parameter(torch.zeros(1, 1))
+    # Groups of matrices and of vectors, as a method has them: some optimizers take neither.
+    matrix = nn.Parameter(torch.zeros(1, 1))
+    vector = nn.Parameter(torch.zeros(1))
     with naming_cause(section):
         make_optimizer = instantiate({**options, "_partial_": True}, _convert_="all")
-        make_optimizer([{"params": [weight]}])
+        make_optimizer([{"params": [matrix]}, {"params": [vector], "weight_decay": 0.0}])

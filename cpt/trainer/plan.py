@@ -30,6 +30,7 @@ from cpt.trainer.run_dir import RunDir
 
 # Classes that are known to work with sharded weights. Others say so by an attribute `sharded`.
 PACKAGES_WITH_SHARDING = ("cpt.methods.", "cpt.gradient_masks.")
+WITHOUT_SHARDS = ("bitsandbytes.",)  # libraries whose optimizers a user may name by their class
 BF16_WEIGHTS = "bf16-true"  # the precision that keeps weights in bfloat16
 NAMED_GROUPS = ("method", "replay", "model")  # config groups whose choice is shown by its name
 
@@ -356,8 +357,17 @@ def check_quantized_checkpoint(plan: Plan) -> None:
 def check_optimizer_kind(plan: Plan) -> None:
     """Raises ValueError for an optimizer whose library is not installed, or which lacks what a mask or
     sharding needs."""
+    is_sharded = plan.trainer.strategy == "fsdp"
     kind = KINDS.get(plan.optim.target)
-    if kind is None:  # a user's
+    if kind is None:  # another of a library, or a user's
+        if is_sharded and plan.optim.target.startswith(WITHOUT_SHARDS):
+            raise InvalidOptionError(
+                "optim._target_",
+                plan.optim.target,
+                context="with strategy=fsdp",
+                reason="its kernels do not know sharded weights",
+                allowed=list_kinds(lambda kind: kind.supports_shards),
+            )
         return
     if not kind.is_installed:
         raise InvalidOptionError(
@@ -366,7 +376,7 @@ def check_optimizer_kind(plan: Plan) -> None:
             reason=f"{kind.extra} is not installed",
             allowed=f"adamw, or after pip install -e '.[{kind.extra}]' in the checkout of cpt",
         )
-    if plan.trainer.strategy == "fsdp" and not kind.supports_shards:
+    if is_sharded and not kind.supports_shards:
         raise InvalidOptionError(
             "optim",
             kind.name,

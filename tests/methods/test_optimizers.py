@@ -1,7 +1,5 @@
 """The optimizers of conf/optim in training: which weights they train, kills, masks on steps, what is refused."""
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -12,13 +10,16 @@ from cpt.trainer.check_optimizer import check_optimizer
 from cpt.trainer.plan import make_plan
 from tests.support.campaign import run_few
 from tests.support.kill_callback import KilledError, Killer
-from tests.support.method_fixtures import ORDER, StepRecorder, equal_tensors, load_model_weights
+from tests.support.method_fixtures import (
+    ORDER,
+    StepRecorder,
+    assert_unchosen_rows_are_unchanged,
+    equal_tensors,
+    load_model_weights,
+)
+from tests.support.quantized_models import needs_bitsandbytes
 
 EIGHT_BITS = "adamw_8bit optim.min_8bit_size=256"
-has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
-needs_bitsandbytes = pytest.mark.skipif(
-    not has_bitsandbytes, reason="the extra: pip install -e '.[bitsandbytes]'"
-)
 
 
 def find_layer_name(weight: str) -> str:
@@ -57,7 +58,7 @@ def test_muon_trains_the_matrices_of_the_blocks_alone(method, names, build, capl
         assert settings["transformer.h.0.ln_1.weight"] == ("adamw", 0.0)
 
 
-OPTIMIZERS = ["muon", "adafactor", pytest.param(EIGHT_BITS, marks=needs_bitsandbytes)]
+OPTIMIZERS = [*run_few(["muon", "adafactor"], ["muon"]), pytest.param(EIGHT_BITS, marks=needs_bitsandbytes)]
 IN_BF16 = [f"{name} trainer.precision=bf16-true" for name in ("muon", "adafactor")]
 
 
@@ -74,6 +75,16 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(case, small_gpt2, s
     killing(None)
     start(small_gpt2(*config), tmp_path / "killed")
     assert equal_tensors(load_model_weights(tmp_path / "whole"), load_model_weights(tmp_path / "killed"))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_rows_that_a_mask_holds_do_not_move(optimizer, build):
+    """Neither by momentum nor by decay, also where a step of one row depends on the others, as Muon's."""
+    mask = ["mask=migu", "mask.migu.apply_to=update", "mask.migu.threshold=0.9"]
+    run = build("ncl", *f"optim={optimizer}".split(), "optim.weight_decay=0.1", *mask, on="causal")
+    start = run.weights()
+    run.learn(0)
+    assert_unchosen_rows_are_unchanged(run, start)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -109,6 +109,19 @@ def assert_close(
         )
 
 
+def assert_unchosen_rows_are_unchanged(run: MethodFixture, start: Mapping[str, Tensor]) -> None:
+    """Of the weights that the run's only mask, MIGU, covers, the rows that it has never chosen have the bits
+    that they had at the start."""
+    [mask] = run.module.masks
+    is_unchosen = mask.chosen == 0
+    assert is_unchosen.any() and not is_unchosen.all()
+    names = {weight: name for name, weight in run.module.model.named_parameters()}
+    for layer, rows in zip(mask.maps, mask.slices, strict=True):
+        is_changed = layer.weight.detach() != start[names[layer.weight]]
+        masked_rows = is_unchosen[rows].nonzero().flatten()
+        assert not is_changed.index_select(layer.axis, masked_rows).any()
+
+
 def train_and_load(start: Callable[..., Any], cfg: DictConfig, folder: Path) -> dict[str, Tensor]:
     start(cfg, folder)
     return load_model_weights(folder)

@@ -61,6 +61,7 @@ model=hf model.name_or_path=here model.quantization=nf4 method=lora trainer.matc
 optim=adafactor strategy=fsdp | optim=adafactor mask=mofo | optim=adafactor method=das method.apply_to=frozen
 optim=sgd mask=mofo | optim=muon optim.ns_steps=100 | optim=muon optim.momentum=1 | optim=adafactor optim.d=0.5
 optim.rounding=up | optim=adafactor optim.beta2_decay=0.5 | optim=adafactor optim.eps=1e-3
+optim._target_=bitsandbytes.optim.Lion8bit strategy=fsdp
 """)
 
 ON_THE_MODEL = cells("""
@@ -72,6 +73,7 @@ optim._target_=collections.OrderedDict | +callbacks.x._target_=builtins.dict
 method=lifelong_moe method.every=3 | replay=generated | method=peft +method.arguments.rank=3
 method=progprompt method.num_virtual_tokens=166 | method=elle method.heads=1
 optim=sgd +optim.nesterov=true | +trainer.setps=4
+optim=sgd ~optim.momentum optim._target_=torch.optim.Muon | optim=sgd ~optim.momentum optim._target_=torch.optim.LBFGS
 model.config.num_attention_heads=5 | model.objective=causal
 optim.no_decay=[nothing] | optim.lr_multipliers={embeddings:0.1,head:0.5}
 method=lora optim.no_decay=[embeddings] | method=lora method.modules_to_save=[nothing]
