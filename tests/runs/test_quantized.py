@@ -50,6 +50,7 @@ METHODS = {
     "sapt": ["method=sapt", "replay=past"],
     "peft": ["method=peft", "method.tuner=dora", "+method.arguments={use_dora: false}"],
     "masked": ["method=lora", "mask=migu"],
+    "in 16 bits": ["method=lora", "trainer.precision=bf16-true"],
     "packed": ["method=lora", "domains.packing=document_mask", "trainer.gradient_checkpointing=true"],
 }
 LR = "optim.lr=0.01"
@@ -97,8 +98,9 @@ def test_a_killed_run_resumes_to_the_bit_and_exports_a_plain_model(
 
     # Exported in full, with a config.json that says nothing of bits: no package of quantization is needed.
     assert "quantization_config" not in json.loads((tmp_path / "whole/model/config.json").read_text())
-    exported = load_exported(tmp_path / "whole")
-    assert {parameter.dtype for parameter in exported.parameters()} == {torch.float32}
+    load_exported(tmp_path / "whole")
+    expected_dtype = "bfloat16" if method == "in 16 bits" else "float32"
+    assert scores_of(tmp_path / "whole").exported["dtype"] == expected_dtype
     matrix = scores_of(tmp_path / "whole").matrix
     assert matrix[1, 0] < matrix[0, 0] - 0.02  # it has learned
 
