@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from cpt.adapters.domain_store import Scope
 from cpt.core.exceptions import InvalidOptionError
+from cpt.models.narrow_layers import empty_hidden
 from cpt.models.units import Projection, SubLayer, find_blocks, find_sublayers
 
 INIT_STD = 0.02  # of a new first layer
@@ -83,8 +84,7 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
 
     adapters: dict[str, Bottleneck] = {}
     for name, host in hosts:
-        like = next(host.parameters())
-        adapter = Bottleneck(width, width // reduction, activation=activation, like=like)
+        adapter = Bottleneck(width, width // reduction, activation=activation, like=empty_hidden(model))
         if placement == "pfeiffer":
             for module in host.modules():
                 if "Norm" in type(module).__name__:
@@ -132,7 +132,7 @@ def attach_plugins(model: PreTrainedModel, *, attention: float, ffn: float, outp
         for sublayer in find_sublayers(model, (kind,)):
             width = sublayer.out.outputs
             size = max(1, round(share * width))
-            plugin = Plugin(width, size, output_relu=output_relu, like=sublayer.out.weight)
+            plugin = Plugin(width, size, output_relu=output_relu, like=empty_hidden(model))
             sublayer.out.module.add_module("plugin", plugin)
             find_entrance(sublayer).module.register_forward_pre_hook(plugin.record_input)
             sublayer.out.module.register_forward_hook(plugin.add)

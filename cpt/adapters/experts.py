@@ -28,6 +28,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.data.collate import Batch
 from cpt.models.block_attention import find_text_masks
 from cpt.models.forward import find_token_side
+from cpt.models.narrow_layers import compute_dtype
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
 from cpt.models.units import Projection, SubLayer, find_projections, find_sublayers
@@ -106,7 +107,7 @@ class Expert(nn.Module):
                     layer: nn.Module = Conv1D(like.outputs, like.inputs)
                 else:
                     layer = nn.Linear(like.inputs, like.outputs, bias=like.bias is not None)
-            self.maps.append(layer.to_empty(device=like.weight.device).to(like.weight.dtype))
+            self.maps.append(layer.to_empty(device=like.weight.device).to(compute_dtype(like.module)))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -118,8 +119,8 @@ class ExpertGroup(nn.Module):
         super().__init__()
         self.experts = cast(list[Expert], nn.ModuleList(Expert(ffn_layers) for _ in range(count)))
         rows = 0.02 * torch.randn(count, ffn_layers[0].inputs)
-        weight = ffn_layers[0].weight
-        self.router = nn.Parameter(rows.to(weight.device, weight.dtype))
+        layer = ffn_layers[0]
+        self.router = nn.Parameter(rows.to(layer.weight.device, compute_dtype(layer.module)))
 
 
 class MoELayer(nn.Module):

@@ -25,6 +25,7 @@ from cpt.adapters.domain_store import Scope
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import replacing
 from cpt.models.loading import make_skeleton
+from cpt.models.narrow_layers import hidden_dtype
 from cpt.models.quantization import quantized_layers
 
 PARTS_INDEX = "parts.json"
@@ -79,7 +80,7 @@ def plain_weights(model: PreTrainedModel, changed_weights: Mapping[str, Tensor])
     values."""
     state = model.state_dict()
     for name, layer in quantized_layers(model).items():
-        state[f"{name}.weight"] = layer.plain_weight(model.dtype)
+        state[f"{name}.weight"] = layer.plain_weight(hidden_dtype(model))
     # By address, so that what is tied to a changed weight changes with it.
     changes = {state[name].data_ptr(): own_storage(values) for name, values in changed_weights.items()}
 

@@ -40,6 +40,7 @@ from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import unknown_name
 from cpt.models.forward import find_token_side
 from cpt.models.loading import make_skeleton
+from cpt.models.narrow_layers import hidden_dtype, widen
 from cpt.models.quantization import QuantizedLinear, count_stored, dequantize_layers
 from cpt.models.units import Projection, find_expert_parameters, find_projections, find_sublayers
 
@@ -128,6 +129,8 @@ def attach_lora(
     if embeddings:
         adapted_names.append(separate_embedding(model))
 
+    if str(initialization).startswith("pissa"):  # takes its adapters out of the weights
+        widen(model, [cast(nn.Parameter, module.weight) for module in maps.values()])
     config = LoraConfig(
         r=r,
         lora_alpha=cast(int, alpha),  # peft computes with fractions as well
@@ -482,6 +485,7 @@ def without_tuners(
     A head that is tied to the embedding stays tied if both are still the same; else the configuration says
     that they are not."""
     copy = deepcopy(model)
+    widen(copy, copy.parameters())  # adapters are merged in 32 bits
     with torch.no_grad():
         for name, values in (weights or {}).items():
             copy.get_parameter(name).copy_(values)
@@ -492,7 +496,7 @@ def without_tuners(
         num_owners.update(id(parameter) for parameter in module.parameters(recurse=False))
     shared = {parameter_id for parameter_id, count in num_owners.items() if count > 1}
 
-    dtype = copy.dtype
+    dtype = hidden_dtype(copy)
     for name in tuner_layers(copy):
         layer = copy.get_submodule(name)
         base_layer = getattr(layer, "base_layer", None)
@@ -752,6 +756,10 @@ def attach_tuner(
             "adapters are merged into. Allowed: null"
         )
 
+    if tuner == "delora" or rewrites_weights(arguments):  # they compute from weights, in their type
+        linear_layers = find_targets(model, "all-linear").values()
+        widen(model, [cast(nn.Parameter, layer.weight) for layer in linear_layers])
+
     # Before the tuner is added: the names that an exported model has to have again.
     plain_names = set(model.state_dict())
     kernel_layers = find_kernel_layers(model)
@@ -779,6 +787,12 @@ def attach_tuner(
     if model.device.type == "meta":  # before training, where a copy costs nothing
         check_mergeable(model, plain_names, setting)
     return Scope(names=names, maps=())
+
+
+def rewrites_weights(arguments: Mapping[str, Any]) -> bool:
+    """Whether arguments of a tuner have it change the weights that it adapts: the initializations of LoRA by
+    a name, like PiSSA, and KaSA."""
+    return isinstance(arguments.get("init_lora_weights"), str) or bool(arguments.get("kasa_config"))
 
 
 def default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> dict[str, Any]:

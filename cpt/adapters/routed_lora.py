@@ -28,6 +28,7 @@ from cpt.models.forward import (
     mean_over_tokens,
     set_mode,
 )
+from cpt.models.narrow_layers import empty_hidden
 
 SAMPLE_ROUTER = "pair_router"  # the name of a SampleRouter in the encoder or body of a model
 # Of the weights of all adapters in their order, those of the newest and of the earlier ones.
@@ -308,7 +309,7 @@ def attach_routed(
         bottleneck=bottleneck,
         scale=scale,
         causal=causal and not is_encoder_decoder,
-        like=embedding.weight,
+        like=empty_hidden(model),
     )
     # Inputs may be passed by position.
     router.argument_names = tuple(inspect.signature(stack.forward).parameters)

@@ -65,6 +65,7 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "model.rope_parameters": None,
     "model.router_aux_loss": "auto",
     "model.quantization": "none",
+    "model.dtype": "auto",
     "method.target_parameters": "none",
     "optim.lr_multipliers": None,
     "optim.no_decay": [],
@@ -159,6 +160,8 @@ def canonical(key: str, value: Any) -> Any:
     since its module may change from version to version."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
+    if key == "model.dtype" and value == "float32":  # 16 bits of a checkpoint give the same results
+        return "auto"
     if isinstance(value, list):
         return [canonical("", item) for item in value]
     if key.endswith("_target_") and str(value).startswith("cpt."):

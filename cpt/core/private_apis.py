@@ -47,7 +47,13 @@ PRIVATE_APIS = (
     PrivateAPI(
         "torch.nn:Module",
         "_apply",
-        ("core.tensors", "adapters.domain_store", "gradient_masks.migu", "methods.reservoir"),
+        (
+            "core.tensors",
+            "adapters.domain_store",
+            "gradient_masks.migu",
+            "methods.reservoir",
+            "models.narrow_layers",
+        ),
         "tensors that are moved with a module but not cast, and modules that stay on disk",
     ),
     PrivateAPI(
@@ -232,6 +238,18 @@ PRIVATE_APIS = (
     ),
     PrivateAPI(
         "transformers:PreTrainedModel", "_is_stateful", ("models.block_attention",), "recurrent models"
+    ),
+    PrivateAPI(
+        "transformers:PreTrainedModel",
+        "_keep_in_fp32_modules",
+        ("models.narrow_layers",),
+        "weights that a model reads the type of",
+    ),
+    PrivateAPI(
+        "transformers:PreTrainedModel",
+        "_keep_in_fp32_modules_strict",
+        ("models.narrow_layers",),
+        "weights that a model reads the type of",
     ),
     PrivateAPI(
         "transformers:PreTrainedTokenizer",

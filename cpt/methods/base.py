@@ -22,6 +22,7 @@ from cpt.data.collate import Batch
 from cpt.data.options import Domain
 from cpt.gradient_masks.base import Protection
 from cpt.methods.stage_module import MethodContext, StageModule
+from cpt.models.narrow_layers import hidden_dtype, widen
 from cpt.models.quantization import dequantize_layers, quantized_layers
 from cpt.models.weights import find_frozen, swap_weights
 
@@ -49,6 +50,14 @@ class ContinualMethod(StageModule):
         super().__init__(context, scope=scope)
         self.options = options
         self.domain_params: DomainParams | None = None
+
+        # What is trained or rewritten is in 32 bits, before anything is copied from it. Without a scope, a
+        # method may train all of the model.
+        constant = self.constant_weights if self.scope is not None else []
+        constant_ids = {id(parameter) for parameter in constant}
+        widen(self.model, [p for p in self.model.parameters() if id(p) not in constant_ids])
+        for parameter in constant:  # FSDP takes two types of which one is trained
+            parameter.requires_grad_(False)
 
     def use_domain_params(self, domain_params: DomainParams, routing: Routing) -> None:
         """Stores parameters per domain from now on, and scores texts with those that the routing selects."""
@@ -202,7 +211,8 @@ class ContinualMethod(StageModule):
         if self.scope is None and not quantized_layers(self.model):
             return self.model
         copy = self.copy_for(domain)
-        dequantize_layers(copy, copy.dtype)
+        dequantize_layers(copy, hidden_dtype(copy))
+        widen(copy, copy.parameters())
         return copy.requires_grad_(True)
 
     def copy_for(self, domain: int) -> PreTrainedModel:

@@ -244,10 +244,12 @@ class LifelongMoE(CopyingMethod):
 
     @property
     def constant_weights(self) -> list[nn.Parameter]:
-        # At construction, as long as there are no others, the FFNs are the experts in the scope.
-        if self.scope_outside_mixtures is None:
-            return super().constant_weights
-        return self.scope_outside_mixtures.others(self.model)
+        # The FFNs of mixtures are in the scope only as long as there are no other experts.
+        constant = dict.fromkeys(super().constant_weights)
+        for mixture in self.mixtures:
+            for layer in mixture.ffn_layers:
+                constant.update(dict.fromkeys(layer.module.parameters()))
+        return list(constant)
 
     def expand(self, stage: Domain) -> None:
         for mixture in self.mixtures:

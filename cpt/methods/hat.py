@@ -36,6 +36,7 @@ from cpt.data.collate import Batch
 from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import CPTPluginOptions, HATOptions
+from cpt.models.narrow_layers import widen
 from cpt.models.units import Units, find_blocks, find_units
 
 # Where all units of a domain start open: the standard deviation of their first e, and the learning rate of
@@ -168,6 +169,7 @@ class HAT(GatedMethod):
             return self.model
         # In one call, so that the copied gates are modules of the copied model.
         model, gates = deepcopy((self.model, self.gates))
+        widen(model, model.parameters())
         model.requires_grad_(True)
         self.domain_params.load_into(model, domain)
         # Folded, for a model that is saved without gates; the gates of the copy multiply by the same 0 and 1

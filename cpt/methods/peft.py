@@ -6,11 +6,18 @@ from dataclasses import replace
 from itertools import chain
 from typing import get_args
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.domain_store import BASE, DomainParams
-from cpt.adapters.lora import attach_tuner, without_tuners
+from cpt.adapters.lora import (
+    adapted_weight,
+    attach_tuner,
+    lora_layers,
+    rewrites_weights,
+    without_tuners,
+)
 from cpt.adapters.saved_modules import train_fully
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -39,6 +46,12 @@ class Peft(ContinualMethod):
         self.saved_names = saved_names
         if options.per_domain:
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
+
+    @property
+    def rewritten(self) -> list[nn.Parameter]:
+        if not rewrites_weights(self.options.arguments):
+            return []
+        return [adapted_weight(layer) for layer in lora_layers(self.model).values()]
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         # With one set for all domains, or start=previous, training continues from the model as it is.

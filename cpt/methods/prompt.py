@@ -7,7 +7,6 @@ P follows the first token (`cpt.adapters.soft_prompt`). Each domain has its own 
 share one; without a prompt the model is the base."""
 
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import cast
 
@@ -24,6 +23,7 @@ from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import ProgPromptOptions, PromptOptions
 from cpt.models.loading import find_max_positions
+from cpt.models.narrow_layers import copy_trainable
 from cpt.models.weights import swap_weights
 
 SHARED_PROMPT_DOMAIN = 0  # the domain under which a prompt for all domains is stored
@@ -32,7 +32,7 @@ NEEDS_ROWS_REASON = "whose vectors follow the first token of a row"  # of `check
 
 def with_prompt(model: PreTrainedModel, name: str, prompt: Tensor) -> PreTrainedModel:
     """A trainable copy of a model with another prompt [n, D] as the parameter of this name."""
-    copy = deepcopy(model).requires_grad_(True)
+    copy = copy_trainable(model)
     owner, _, attribute = name.rpartition(".")
     setattr(copy.get_submodule(owner), attribute, nn.Parameter(prompt.detach().clone()))
     return copy

@@ -22,6 +22,7 @@ from cpt.models.forward import (
     select_positions,
     set_mode,
 )
+from cpt.models.narrow_layers import hidden_dtype
 
 log = logging.getLogger(__name__)
 MASKABLE = ("sdpa", "eager")  # attention implementations that take a mask of blocks
@@ -107,8 +108,9 @@ def make_block_masks(model: PreTrainedModel, segments: Tensor, *, causal: bool) 
         masks["sliding_attention"] = is_seen & is_near
     # Eager attention adds a mask to its scores, others take it as truth values.
     if model.config._attn_implementation == "eager":
-        zero = torch.zeros((), dtype=model.dtype, device=is_seen.device)
-        lowest = torch.finfo(model.dtype).min
+        dtype = hidden_dtype(model)
+        zero = torch.zeros((), dtype=dtype, device=is_seen.device)
+        lowest = torch.finfo(dtype).min
         masks = {kind: torch.where(mask, zero, lowest) for kind, mask in masks.items()}
     return masks if len(masks) > 1 else masks["full_attention"]
 

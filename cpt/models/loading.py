@@ -32,6 +32,7 @@ from cpt.core.processes import is_first_process
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.forward import find_padded_positions
+from cpt.models.narrow_layers import make_narrow
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
 from cpt.models.options import ModelOptions
 from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, make_loading_config, replace_layers
@@ -228,11 +229,13 @@ def load_model(
     layers: int | None = None,
     rope: Mapping[str, Any] | None = None,
     quantization: str = "none",
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged; of its
     first `layers` blocks and with other `rope` parameters if not None. Its linear layers are quantized as
-    `quantization` says, or as they are stored. Parameters of a head that the checkpoint lacks are random, the
-    same in each copy. Raises ValueError for weights that are not finite."""
+    `quantization` says, or as they are stored; with a `dtype` of 16 bits the others are narrow
+    (`make_narrow`). Parameters of a head that the checkpoint lacks are random, the same in each copy. Raises
+    ValueError for weights that are not finite."""
     config = load_config(str(checkpoint))
     is_quantized = quantization != "none" or describe_stored(config) in OF_BITSANDBYTES
     if rope is not None:
@@ -241,7 +244,10 @@ def load_model(
         config = truncate_config(config, layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AUTO_MODELS[objective].from_pretrained(
+        model_class: Any = AUTO_MODELS[objective]
+        if dtype != torch.float32 and not is_quantized:
+            model_class = make_narrow_model_class(config, objective, dtype)
+        model = model_class.from_pretrained(
             checkpoint,
             config=config,
             dtype=torch.float32,
@@ -252,6 +258,10 @@ def load_model(
         )
     if is_quantized:
         replace_layers(model)
+        if dtype != torch.float32:
+            make_narrow(model, dtype)
+    elif dtype != torch.float32:
+        model.__class__ = type(model).__base__
     adapter = find_adapter(checkpoint)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
@@ -267,6 +277,22 @@ def load_model(
             checkpoint,
         )
     return model.train()
+
+
+def make_narrow_model_class(
+    config: PretrainedConfig, objective: str, dtype: torch.dtype
+) -> type[PreTrainedModel]:
+    """The class of a configuration's models, below which they are narrow from the start: transformers loads
+    each tensor at once in the type that its parameter has by then."""
+    with torch.device("meta"):
+        plain_class = type(AUTO_MODELS[objective].from_config(config))
+
+    def initialize(model: PreTrainedModel, *args: Any, **options: Any) -> None:
+        plain_class.__init__(model, *args, **options)
+        make_narrow(model, dtype)
+
+    attributes = {"__init__": initialize, "__module__": plain_class.__module__}
+    return type(plain_class.__name__, (plain_class,), attributes)
 
 
 def check_finite_weights(model: PreTrainedModel, checkpoint: str | Path) -> None:

@@ -115,6 +115,11 @@ class ModelOptions(Options):
         "llama3, longrope), factor and others, or such a mapping for each type of layer; null: its own",
         default=None,
     )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "type in which weights that no stage trains are kept, of methods with a frozen base; auto: 16 bits "
+        "if the checkpoint has its matrices in them, which gives the same results",
+        default="auto",
+    )
     router_aux_loss: Annotated[Literal["auto"] | NonNegative, Allowed("auto, or 0 or more")] = option(
         "weight of the load-balancing loss of a mixture of experts; auto: router_aux_loss_coef of its "
         "config; 0: neither this loss nor the z-loss of router_z_loss_coef",

@@ -139,6 +139,11 @@ def find_main_dtype(stored: StoredWeights) -> torch.dtype:
     return counts.most_common(1)[0][0]
 
 
+def find_matrix_dtypes(stored: StoredWeights) -> set[torch.dtype]:
+    """The types in which the matrices of a checkpoint are stored."""
+    return {tensor.dtype for tensor in stored.tensors.values() if tensor.ndim == 2}
+
+
 def has_other_head(model: PreTrainedModel, files: Iterable[Path], stored: StoredWeights) -> bool:
     """Whether a checkpoint stores a head with other values than the embedding to which the model of its
     config.json ties it: transformers leaves both apart. Only these two tensors are read."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.exceptions import InvalidOptionError
@@ -180,7 +180,7 @@ def set_mean_rows(model: PreTrainedModel, token_ids: list[int], own_ids: list[in
         table[token_ids] = table[own_ids].mean(0)
 
 
-def vocabulary_tables(model: PreTrainedModel) -> list[Tensor]:
+def vocabulary_tables(model: PreTrainedModel) -> list[nn.Parameter]:
     """The tensors of a model with a row for each entry: the embedding, and of the head the weight, unless it
     is tied, and the bias."""
     head = model.get_output_embeddings()

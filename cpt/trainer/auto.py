@@ -34,6 +34,7 @@ class Machine:
     precision: Precision
     attn_implementation: str  # `auto` is the default of the model
     quick_dropout: bool
+    base_dtype: torch.dtype = torch.float32  # of the weights that no stage changes
 
     def lightning_arguments(self, options: TrainerOptions) -> dict[str, Any]:
         """The arguments of `cpt.trainer.lightning.make_trainer`."""
@@ -159,6 +160,7 @@ def resolve_machine(
     strategy: Strategy,
     num_processes: int,
     stored_precision: str | None,
+    base_dtype: torch.dtype,
 ) -> Machine:
     """The machine of a run with the model of `config`. Devices and strategy are those of `choose_devices`;
     `stored_precision` is that of a run that is resumed, None for a new one."""
@@ -187,4 +189,5 @@ def resolve_machine(
         precision=precision,
         attn_implementation=attention,
         quick_dropout=quick_dropout,
+        base_dtype=base_dtype,
     )

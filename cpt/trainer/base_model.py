@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from hydra.utils import instantiate
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ from cpt.methods.base import MethodContext
 from cpt.methods.ncl import NCL
 from cpt.models import loading
 from cpt.models.block_attention import try_isolation
+from cpt.models.narrow_layers import widen
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
 from cpt.models.parameter_groups import bind_blocks
@@ -39,7 +41,13 @@ from cpt.models.rope import forget_lengths, scale_rope, set_max_length
 from cpt.models.router_loss import find_router_weights
 from cpt.models.stored_weights import find_weight_files
 from cpt.models.units import find_blocks
-from cpt.models.vocabulary import count_entries, extend_rows, fit_rows, warn_of_stale_rows
+from cpt.models.vocabulary import (
+    count_entries,
+    extend_rows,
+    fit_rows,
+    vocabulary_tables,
+    warn_of_stale_rows,
+)
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.schedulers import Linear
 from cpt.trainer.base_files import load_of_model_type, save_tokenizer
@@ -118,14 +126,18 @@ class Base:
             return []
         return find_weight_files(self.checkpoint, loading.load_config(self.checkpoint))
 
-    def model(self) -> PreTrainedModel:
-        """A fresh copy of the model. Raises ValueError where it does not fit the tokenizer or the length, or
-        mixes samples or documents that share rows."""
+    def model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """A fresh copy of the model, whose layers are narrow with a `dtype` of 16 bits. Raises ValueError
+        where it does not fit the tokenizer or the length, or mixes samples or documents that share rows."""
         if self.untrained is not None:
             model = loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
         else:
             model = loading.load_model(
-                self.checkpoint, self.objective_name, rope=self.rope, quantization=self.quantization
+                self.checkpoint,
+                self.objective_name,
+                rope=self.rope,
+                quantization=self.quantization,
+                dtype=dtype,
             )
             if not self.resize:
                 stored_tokenizer = self.own_tokenizer or self.tokenizer
@@ -143,6 +155,8 @@ class Base:
     def set_new_rows(self, model: PreTrainedModel) -> None:
         """Sets the rows of tokens that the weights of the checkpoint do not have: of its own tokenizer with
         model.resize=true, and those that model.tokenizer adds."""
+        if self.resize or self.own_tokenizer is not None:
+            widen(model, vocabulary_tables(model))  # means over rows are rounded to 32 bits
         if self.resize:
             fit_rows(model, self.own_tokenizer or self.tokenizer, checkpoint=self.checkpoint)
         if self.own_tokenizer is not None:

@@ -50,7 +50,7 @@ def build_method(plan: Plan, machine: Machine, base: Base) -> ContinualMethod:
     """The method with the base model; its random numbers depend on the seed alone."""
     options = plan.trainer
     torch.manual_seed(torch_seed(plan.run.seed, "method"))
-    model = base.model()
+    model = base.model(machine.base_dtype)
     loaded_names = find_loaded_names(plan, base, model)
     pad_head(model)
     if machine.attn_implementation != "auto":

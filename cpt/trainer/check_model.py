@@ -40,6 +40,7 @@ from cpt.models.units import find_block_matrices
 from cpt.models.vocabulary import check_head
 from cpt.models.weights import find_frozen
 from cpt.optim.muon import MuonWithAdamW
+from cpt.trainer.base_dtype import check_base_dtype
 from cpt.trainer.build import build_context
 from cpt.trainer.check_checkpoint import check_stored_weights, read_checkpoint, read_tokenizer
 from cpt.trainer.check_optimizer import check_optimizer
@@ -110,6 +111,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
 
     method = try_method(plan, model, stand_in)
     if method is not None:
+        check_base_dtype(plan, method)
         check_masks(plan, method)
         check_trainable(plan, method)
         check_saved_modules(plan, method)

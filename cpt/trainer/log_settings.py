@@ -19,6 +19,7 @@ from cpt.core.tensors import NamedTensors
 from cpt.data.datamodule import DomainSequence
 from cpt.methods.base import ContinualMethod
 from cpt.methods.options import KDOptions
+from cpt.models.narrow_layers import find_narrow_weights
 from cpt.models.parameter_groups import find_groups
 from cpt.models.units import find_block_matrices, find_expert_parameters
 from cpt.optim.muon import MuonWithAdamW
@@ -52,6 +53,7 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
             "Accumulating gradients (trainer.accumulate_grad_batches=%d): %s", num_micro_batches, difference
         )
 
+    log_frozen_weights(plan, module)
     log_export(plan, machine)
     log_muon(plan, module)
     warn_of_lost_updates(plan, module, precision=machine.precision)
@@ -59,6 +61,21 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
     log_experts(plan, module)
     log_saved_modules(module)
     log_quantization(module.model)
+
+
+def log_frozen_weights(plan: Plan, module: ContinualMethod) -> None:
+    """Logs how many frozen weights are kept in 16 bits."""
+    narrow = find_narrow_weights(module.model)
+    if not narrow or not is_first_process():
+        return
+    log.info(
+        "Frozen weights (model.dtype=%s): %s, %s of %s numbers; layers compute with them in the precision of "
+        "the run",
+        plan.model.dtype,
+        name_dtype(narrow[0].dtype),
+        f"{sum(weight.numel() for weight in narrow):,}",
+        f"{sum(parameter.numel() for parameter in module.model.parameters()):,}",
+    )
 
 
 def log_export(plan: Plan, machine: Machine) -> None:

@@ -21,6 +21,7 @@ from cpt.core.slurm import check_task_count
 from cpt.data.options import share_batch
 from cpt.loggers.wandb_environment import WandbPlace
 from cpt.trainer.auto import Machine, choose_devices, resolve_machine
+from cpt.trainer.base_dtype import choose_base_dtype
 from cpt.trainer.callbacks import make_callbacks, make_loggers
 from cpt.trainer.check_model import check_model
 from cpt.trainer.check_optimizer import check_optimizer
@@ -50,6 +51,7 @@ def prepare_run(plan: Plan, run: RunDir) -> Preflight:
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     check_target(run.model)
     config = check_model(plan)
+    base_dtype = choose_base_dtype(plan, config)
 
     devices, strategy = choose_devices(plan.trainer)
     if plan.logger.wandb_place is not None:
@@ -80,6 +82,7 @@ def prepare_run(plan: Plan, run: RunDir) -> Preflight:
         strategy=strategy,
         num_processes=trainer.num_devices,
         stored_precision=scores.numerics.get("precision") if scores else None,
+        base_dtype=base_dtype,
     )
     return Preflight(machine, loggers, callbacks, make_harness(plan, machine.precision))
 

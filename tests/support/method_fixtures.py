@@ -65,16 +65,16 @@ class MethodFixture:
         return {name: value.detach().clone() for name, value in self.module.model.named_parameters()}
 
 
-def build_method_fixture(cfg: DictConfig) -> MethodFixture:
+def build_method_fixture(cfg: DictConfig, *, base_dtype: torch.dtype = torch.float32) -> MethodFixture:
     plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = make_base(plan.model, texts, accelerator="cpu")
-    machine = one_process(plan)
+    machine = one_process(plan, base_dtype=base_dtype)
     module = build.build_method(plan, machine, start)
     return MethodFixture(module, build.build_data(plan, machine, texts, start, module), plan, machine)
 
 
-def one_process(plan: Plan) -> Machine:
+def one_process(plan: Plan, *, base_dtype: torch.dtype = torch.float32) -> Machine:
     """The machine of a run on a CPU whose config leaves nothing to `auto` that its tests need."""
     return Machine(
         device=torch.device("cpu"),
@@ -86,6 +86,7 @@ def one_process(plan: Plan) -> Machine:
         precision=plan.trainer.precision,
         attn_implementation=plan.trainer.attn_implementation,
         quick_dropout=False,
+        base_dtype=base_dtype,
     )
 
 

@@ -16,7 +16,7 @@ LLAMA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
 

@@ -10,28 +10,11 @@ from cpt.models.vocabulary import vocabulary_tables
 from cpt.trainer.build import find_loaded_names
 from tests.runs.reading import killed
 from tests.support.campaign import run_few
+from tests.support.frozen_bases import KEEPING, REWRITING
 from tests.support.method_fixtures import ORDER, build_method_fixture, equal_tensors
 
 FEW_STEPS = ["trainer.steps=2", "trainer.importance_samples=4"]
-KEEPING = [
-    "lora",
-    "lora method.per_domain=true method.embeddings=true",
-    "inclora method.stored=pairs",
-    "olora method.stored=pairs",
-    "moelora",
-    "sapt",
-    "peft method.tuner=ia3",
-    "peft method.tuner=vera",
-    "adapter",
-    "prompt",
-    "progprompt",
-    "hat method.form=adapter",
-    "cpt_plugin",
-    "demix",
-    "lifelong_moe method.dense=frozen method.strength=0",
-]
 FEW = [KEEPING[1], KEEPING[2], KEEPING[-1]]
-REWRITING = ["inclora method.stored=merged", "merge_lora", "lora method.init_lora_weights=pissa"]
 
 
 def build(config, case: str):
