@@ -41,7 +41,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
         plan = make_plan(cfg, run=run)  # the typed config: no text is read, torch is not imported
         check_start(plan, run)
         if plan.run.plan:
-            print_estimate(plan, run)
+            print_estimate(cfg, plan, run)
             return None
         scores = train_unless_finished(plan, run)
 
@@ -164,7 +164,7 @@ def is_complete(scores: Scores, plan: Plan) -> bool:
     return True
 
 
-def print_estimate(plan: Plan, run: RunDir) -> None:
+def print_estimate(cfg: DictConfig, plan: Plan, run: RunDir) -> None:
     """Prints what a run would do and cost, as a table or as JSON alone, and leaves the directory as it is."""
     if is_one_of_several():
         raise InvalidOptionError(
@@ -181,15 +181,23 @@ def print_estimate(plan: Plan, run: RunDir) -> None:
         if extended is not None:
             check_extension(plan, extended)
         run.check_config(plan.settings)
-        plan = order_domains(plan)
-        check_manifest(plan, run, update=False)
         with defer_signals():
-            from cpt.trainer.dry_run import estimate, format_table
-        cost = estimate(plan, run, extended)
+            from cpt.trainer.computed_plan import compute_plan, format_computed, why_computed
+        cause = why_computed(plan)
+        if cause:
+            cost = compute_plan(cfg, plan, cause=cause)
+            table = format_computed(cost)
+        else:
+            plan = order_domains(plan)
+            check_manifest(plan, run, update=False)
+            with defer_signals():
+                from cpt.trainer.dry_run import estimate, format_table
+            cost = estimate(plan, run, extended)
+            table = format_table(cost)
     finally:
         logging.disable(logging.NOTSET)
 
-    print(json.dumps(cost, indent=1) if is_json else format_table(cost), flush=True)
+    print(json.dumps(cost, indent=1) if is_json else table, flush=True)
     if is_new:
         run.remove_if_empty()
 

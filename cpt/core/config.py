@@ -19,6 +19,7 @@ EXECUTION = (
     "tags",
     "variant",
     "plan",
+    "plan_device",
     "logger",
     "cache_dir",
     "verify_inputs",

@@ -53,8 +53,10 @@ PRIVATE_APIS = (
             "gradient_masks.migu",
             "methods.reservoir",
             "models.narrow_layers",
+            "models.without_storage",
         ),
-        "tensors that are moved with a module but not cast, and modules that stay on disk",
+        "tensors that are moved with a module but not cast, modules that stay on disk, parameters without "
+        "storage",
     ),
     PrivateAPI(
         "torch.nn:Module",
@@ -77,13 +79,19 @@ PRIVATE_APIS = (
     PrivateAPI(
         "torch.nn:Module",
         "_parameters",
-        ("models.weights", "models.chunked_head", "gradient_masks.migu"),
+        ("models.weights", "models.chunked_head", "models.without_storage", "gradient_masks.migu"),
         "a parameter is replaced for a while without __setattr__, which registers it again",
     ),
     PrivateAPI(
         "torch.nn:Module",
         "_buffers",
-        ("core.tensors", "adapters.domain_store", "trainer.checkpoint"),
+        (
+            "core.tensors",
+            "adapters.domain_store",
+            "models.without_storage",
+            "trainer.checkpoint",
+            "trainer.simulation",
+        ),
         "the buffers of one module, without those of its children",
     ),
     PrivateAPI(
@@ -130,9 +138,68 @@ PRIVATE_APIS = (
     ),
     PrivateAPI("torch", "_foreach_sub", ("models.weights",), "one kernel for all parameters"),
     # torch: counts of operations and memory
-    PrivateAPI("torch", "_C", ("trainer.costs",), "operations that are made of others are not counted twice"),
     PrivateAPI(
-        "torch.utils._python_dispatch", "TorchDispatchMode", ("trainer.costs",), "operations are counted"
+        "torch",
+        "_C",
+        ("trainer.costs", "models.without_storage"),
+        "operations that are made of others are not counted twice; attention of torch where ours replaces it",
+    ),
+    PrivateAPI(
+        "torch._C",
+        "_nn",
+        ("models.without_storage",),
+        "attention of torch where ours replaces it",
+    ),
+    PrivateAPI(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        ("trainer.costs", "core.allocations"),
+        "operations are counted, and what they allocate",
+    ),
+    PrivateAPI(
+        "torch._subclasses.fake_tensor",
+        "FakeTensorMode",
+        ("trainer.simulation", "models.without_storage"),
+        "plans are computed without storage",
+    ),
+    PrivateAPI(
+        "torch._subclasses.fake_tensor", "FakeTensor", ("core.allocations",), "a tensor without values"
+    ),
+    PrivateAPI(
+        "torch._subclasses.fake_tensor",
+        "unset_fake_temporarily",
+        ("core.allocations",),
+        "what is computed of ids and counters has values",
+    ),
+    PrivateAPI(
+        "torch.ops:aten",
+        "_grouped_mm",
+        ("trainer.costs",),
+        "operations of mixtures of experts are counted",
+    ),
+    PrivateAPI(
+        "torch.ops:aten",
+        "_local_scalar_dense",
+        ("core.allocations",),
+        "numbers that an optimizer reads of tensors without values",
+    ),
+    PrivateAPI(
+        "torch.ops:aten",
+        "_to_copy",
+        ("trainer.simulation",),
+        "copies of weights in 16 bits are counted on their own",
+    ),
+    PrivateAPI(
+        "torch.ops:aten",
+        "_scaled_dot_product_flash_attention",
+        ("models.without_storage",),
+        "the memory of attention on a GPU",
+    ),
+    PrivateAPI(
+        "torch.ops:aten",
+        "_scaled_dot_product_efficient_attention",
+        ("models.without_storage",),
+        "the memory of attention on a GPU",
     ),
     PrivateAPI(
         "torch.ops:aten",
@@ -155,7 +222,13 @@ PRIVATE_APIS = (
     PrivateAPI(
         "torch:UntypedStorage",
         "_cdata",
-        ("trainer.costs", "trainer.profiling"),
+        (
+            "trainer.costs",
+            "trainer.profiling",
+            "trainer.simulation",
+            "core.allocations",
+            "optim.rounding",
+        ),
         "the memory of tensors that share a storage is counted once",
     ),
     PrivateAPI(

@@ -26,6 +26,13 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
+def stop_checkpointing(model: nn.Module) -> None:
+    """Disables activation checkpointing."""
+    for module in model.modules():
+        if getattr(module, CHECKPOINTING, False):
+            setattr(module, CHECKPOINTING, False)
+
+
 def keep_activations(model: nn.Module) -> AbstractContextManager[None]:
     """No activation checkpointing inside the context, whose gates or dropout a recomputation would lack."""
     changes = []

@@ -34,8 +34,9 @@ class Rounding:
     def store(self, parameter: Tensor, values: Tensor) -> None:
         """Overwrites a parameter, or its local rows, with values of its shape."""
         rows = to_local(parameter)
-        if to_local(values).data_ptr() != rows.data_ptr():  # else they were computed in place
-            rows.copy_(to_local(values))
+        new_rows = to_local(values)
+        if new_rows.untyped_storage()._cdata != rows.untyped_storage()._cdata:  # else computed in place
+            rows.copy_(new_rows)
 
 
 TO_NEAREST = Rounding()

@@ -48,7 +48,6 @@ def read_corpora(plan: Plan) -> Corpora:
 
 def build_method(plan: Plan, machine: Machine, base: Base) -> ContinualMethod:
     """The method with the base model; its random numbers depend on the seed alone."""
-    options = plan.trainer
     torch.manual_seed(torch_seed(plan.run.seed, "method"))
     model = base.model(machine.base_dtype)
     loaded_names = find_loaded_names(plan, base, model)
@@ -59,8 +58,21 @@ def build_method(plan: Plan, machine: Machine, base: Base) -> ContinualMethod:
         checkpoint = plan.model.name_or_path
         source = "model.config" if checkpoint is None else f"model.name_or_path={checkpoint}"
         try_model(model, base.objective, base.objective_name, length=base.length, source=source)
+    return assemble_method(plan, machine, model, base.objective, loaded_names=loaded_names)
 
-    method = plan.method.make(build_context(plan, model, base.objective, precision=machine.precision))
+
+def assemble_method(
+    plan: Plan,
+    machine: Machine,
+    model: PreTrainedModel,
+    objective: Objective,
+    *,
+    loaded_names: Collection[str],
+) -> ContinualMethod:
+    """The method with a model, and what the trainer's options add to both; `loaded_names` are those of the
+    parameters that the files of the base have."""
+    options = plan.trainer
+    method = plan.method.make(build_context(plan, model, objective, precision=machine.precision))
     method.auxiliary_models.update(method.aux_models())
     method.names_left_to_base = find_names_left_to_base(method, loaded_names)
     if plan.carry != "none":

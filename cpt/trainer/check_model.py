@@ -59,7 +59,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
 
     Raises ValueError for a model that cannot be built or loaded, or that does not go with its options, the
     data or the method."""
-    options, source = plan.model, plan.source
+    options = plan.model
     stored_config, tokenizer = read_model_config(plan)
     objective = loading.resolve_objective(options.objective, stored_config)
     check_objective(plan, objective, tokenizer)
@@ -89,15 +89,9 @@ def check_model(plan: Plan) -> PretrainedConfig:
 
     # The objective of the run may need a tokenizer that is not trained yet.
     sentinels = [] if tokenizer is None else loading.find_sentinel_ids(tokenizer)
-    stand_in = make_placeholder_objective(
-        plan, config, objective, num_sentinels=len(sentinels) or loading.SENTINELS
+    stand_in = make_stand_in_objective(
+        plan, model, objective, num_sentinels=len(sentinels) or loading.SENTINELS
     )
-    if source.isolated:
-        check_isolation(model, causal=objective == "causal")
-        if source.encoding is None:
-            stand_in.isolated = True
-        else:
-            stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.make_sharing(config))
     loading.check_length(options.max_seq_length, model, stand_in)
     run_stand_in(plan, model, stand_in, objective, source=model_key)
 
@@ -362,6 +356,21 @@ def naming_option(model_key: str, file_name: str, option_names: Iterable[str]) -
             f"{model_key} is invalid: {file_name} has {option}, with which transformers does not save the "
             f"model again ({message.rstrip('.')}). Allowed: {file_name} without it"
         ) from error
+
+
+def make_stand_in_objective(
+    plan: Plan, model: PreTrainedModel, objective: str, *, num_sentinels: int
+) -> Objective:
+    """An objective like that of the run, without a tokenizer. Raises ValueError for a model that cannot
+    separate documents that share rows, if they do."""
+    stand_in = make_placeholder_objective(plan, model.config, objective, num_sentinels=num_sentinels)
+    if not plan.source.isolated:
+        return stand_in
+    check_isolation(model, causal=objective == "causal")
+    if plan.source.encoding is not None:
+        return CausalAnswers(stand_in, pad=0, sharing=loading.make_sharing(model.config))
+    stand_in.isolated = True
+    return stand_in
 
 
 def make_placeholder_objective(

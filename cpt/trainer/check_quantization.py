@@ -14,10 +14,12 @@ METHODS = "lora, inclora, nlora, olora, moelora, sapt, none, peft with tuner=dor
 PLAIN_LORA = "'method.arguments={use_dora: false}'"
 
 
-def check_quantization(plan: Sections, *, method_name: str, key: str, value: str) -> None:
+def check_quantization(
+    plan: Sections, *, method_name: str, key: str, value: str, needs_packages: bool = True
+) -> None:
     """Raises ValueError for what does not go with a base that is quantized by `key=value`."""
     missing_packages = [name for name in PACKAGES if find_spec(name) is None]
-    if missing_packages:
+    if missing_packages and needs_packages:
         raise InvalidOptionError(
             key, value, reason=f"{missing_packages[0]} is not installed", allowed=f"after {EXTRA}"
         )

@@ -33,6 +33,12 @@ def count_attention_backward(grad: Any, query: Any, key: Any, value: Any, *args:
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
+def count_grouped_products(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
+    """The operations of `_grouped_mm`: of its two arguments one or both have an axis of groups in addition to
+    those of a product, or lie group after group along the axis that is summed over."""
+    return 2 * rows[-2] * rows[-1] * weights[-1]
+
+
 CPU_ATTENTION_COUNTS = {  # attention on a CPU, which the counter lacks; shapes [B, H, T, D]
     ATEN._scaled_dot_product_flash_attention_for_cpu: count_attention,
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: count_attention_backward,
@@ -40,6 +46,8 @@ CPU_ATTENTION_COUNTS = {  # attention on a CPU, which the counter lacks; shapes 
 OPERATION_COUNTS = flop_registry | {
     kernel: shape_wrapper(count) for kernel, count in CPU_ATTENTION_COUNTS.items()
 }
+OPERATION_COUNTS[ATEN.addmm_] = flop_registry[ATEN.addmm]  # by which chunks of logits add up their gradient
+OPERATION_COUNTS[ATEN._grouped_mm] = shape_wrapper(count_grouped_products)  # of mixtures of experts
 COMPOSITE_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -62,7 +70,8 @@ class OperationCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in self.kernels:
             count = OPERATION_COUNTS.get(getattr(func, "_overloadpacket", func))
-            is_composite = count is None and func.has_kernel_for_dispatch_key(COMPOSITE_KEY)
+            is_known = func.namespace != "prim"  # as prim.device, of tensors without storage
+            is_composite = count is None and is_known and func.has_kernel_for_dispatch_key(COMPOSITE_KEY)
             self.kernels[func] = (count, is_composite)
 
         count, is_composite = self.kernels[func]

@@ -55,6 +55,7 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
     texts = count_texts_of_run(data)
     stages = count_stages(plan.evaluation, data, started_run, scores, texts)
     cost: dict[str, Any] = {
+        "figures": "measured",
         "run": {"folder": str(run.path), **plan.names, "seed": plan.run.seed},
         "state": state,
         "device": str(machine.device),
@@ -77,6 +78,14 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
 
 def list_excluded(plan: Plan, base: Base) -> list[str]:
     """What a run does and the estimate leaves out."""
+    excluded = list_excluded_options(plan)
+    if base.lacks:
+        excluded.append(f"training of {base.lacks}")
+    return excluded
+
+
+def list_excluded_options(plan: Plan) -> list[str]:
+    """What the options of a run ask for and no estimate includes."""
     excluded = []
     if plan.endtasks is not None:
         excluded.append("end tasks")
@@ -88,8 +97,6 @@ def list_excluded(plan: Plan, base: Base) -> list[str]:
         excluded.append("monitoring")
     if plan.mixture.is_generated:
         excluded.append("generated text")
-    if base.lacks:
-        excluded.append(f"training of {base.lacks}")
     return excluded
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Len, Predicate
+from pydantic import BeforeValidator
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.naming import LONGEST_TAG
@@ -25,6 +26,7 @@ from cpt.core.schema import (
 from cpt.data.orders import WORDS
 from cpt.loggers.wandb_environment import WandbPlace
 from cpt.models.options import Trainable
+from cpt.trainer.device_kinds import KIND_NAMES
 
 BF16 = ("bf16-mixed", "bf16", "bf16-true")
 FP16_MIXED = ("16-mixed", "16", 16)
@@ -70,6 +72,10 @@ def count_devices(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
+DeviceKindName = Annotated[
+    Literal[KIND_NAMES],  # type: ignore[valid-type]  # names of a table
+    BeforeValidator(lambda name: str(name) if isinstance(name, int) else name),  # 4090 is a number for Hydra
+]
 Name = Annotated[Any, Predicate(is_name), Allowed("a folder below outputs/, like first or sizes/small")]
 Order = Annotated[Any, Predicate(is_order), Allowed(ORDERS)]
 Devices = Annotated[Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")]
@@ -111,8 +117,19 @@ class RunOptions(Options):
     plan: Annotated[bool | Literal["json"], Allowed("true, false, json")] = option(
         "estimate the cost and stop: true prints a table, json JSON"
     )
+    plan_device: DeviceKindName | None = option(
+        "kind of device for which plan=true and json are computed, without weights, texts or a step; cpu: "
+        "this machine's; null: measured on this machine, computed where weights are missing or do not fit",
+        default=None,
+    )
     save_all_stages: bool = option("keep the weights of every stage, not only of the last")
     cache_dir: Folder = option("folder of tokenized text and base models, shared by all runs")
+
+    def __post_init__(self) -> None:
+        if self.plan_device is not None and self.plan is False:
+            raise InvalidOptionError(
+                "plan_device", self.plan_device, context="with plan=false", allowed="null; or plan=true, json"
+            )
 
 
 @config

@@ -59,6 +59,11 @@ class Plan(Sections):
         return orders.by_texts(self.run.order)
 
     @property
+    def is_computed(self) -> bool:
+        """Whether its cost is computed for a kind of device, where nothing is run."""
+        return self.run.plan_device is not None
+
+    @property
     def has_monitor(self) -> bool:
         """Whether other text is evaluated while a domain is trained."""
         return self.monitor.every is not None or self.observer.is_active
@@ -351,7 +356,13 @@ def check_quantized_checkpoint(plan: Plan) -> None:
             reason="the run pre-trains all weights of a new model",
             allowed="none, or a checkpoint in model.name_or_path",
         )
-    check_quantization(plan, method_name=plan.names["method"], key="model.quantization", value=quantization)
+    check_quantization(
+        plan,
+        method_name=plan.names["method"],
+        key="model.quantization",
+        value=quantization,
+        needs_packages=not plan.is_computed,
+    )
 
 
 def check_optimizer_kind(plan: Plan) -> None:
@@ -369,7 +380,7 @@ def check_optimizer_kind(plan: Plan) -> None:
                 allowed=list_kinds(lambda kind: kind.supports_shards),
             )
         return
-    if not kind.is_installed:
+    if not kind.is_installed and not plan.is_computed:
         raise InvalidOptionError(
             "optim",
             kind.name,

@@ -7,11 +7,19 @@ import pytest
 import torch
 from lightning import LightningModule
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import RobertaConfig, RobertaForMaskedLM
+from transformers.initialization import no_init_weights
 
+from cpt.core.allocations import KnownValues
+from cpt.data.collate import label_batch
+from cpt.models import chunked_head
+from cpt.models.objectives import Causal, Masked
+from cpt.models.without_storage import without_storage
+from cpt.trainer.check_model import PlaceholderTokenizer
 from cpt.trainer.costs import (
     CPU_ATTENTION_COUNTS,
     CostMonitor,
@@ -22,6 +30,7 @@ from cpt.trainer.costs import (
 )
 from cpt.trainer.lightning import make_trainer
 from tests.conftest import ROOT
+from tests.support.mixtures import build_mixture
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -165,3 +174,31 @@ next(sys.kept)
 
 def test_a_process_ends_although_its_loaders_processes_are_alive():
     assert subprocess.run([sys.executable, "-c", WORKERS], timeout=60, cwd=ROOT).returncode == 0
+
+
+def test_logits_in_chunks_take_the_operations_of_whole_ones(monkeypatch):
+    counts = []
+    for max_logits in (2**30, 50 * 10):
+        monkeypatch.setattr(chunked_head, "MAX_LOGITS", max_logits)
+        model = RobertaForMaskedLM(RobertaConfig(vocab_size=50, max_position_embeddings=40, **SIZES))
+        ids = torch.arange(64).view(2, 32) % 50
+        batch = label_batch(ids, ids, torch.ones_like(ids).bool())
+        with OperationCounter() as counter:
+            Masked(PlaceholderTokenizer(50), rate=0.15).sum_nll(model, batch).backward()
+        counts.append(counter.total)
+    assert counts[0] == counts[1]
+
+
+def test_experts_take_the_operations_of_those_that_a_token_chooses():
+    """Without storage they are counted as in a real step, where experts get as many tokens as they get."""
+    batch = label_batch(torch.arange(40).view(2, 20), torch.arange(40).view(2, 20), torch.ones(2, 20).bool())
+    model = build_mixture("qwen3_moe")
+    with OperationCounter() as real_counter:
+        Causal().sum_nll(model, batch).backward()
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_storage(mode, is_gpu=False), no_init_weights():
+        model = type(model)(model.config)
+    with without_storage(mode, is_gpu=False), OperationCounter() as counter, KnownValues():
+        Causal().sum_nll(model, batch).backward()
+    assert counter.total == real_counter.total > 0

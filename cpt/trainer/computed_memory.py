@@ -1,0 +1,151 @@
+"""The memory of a device in a computed plan, by how a run is divided among devices: at the peaks of a step,
+of an evaluation, and of the method's work around a domain."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cpt.trainer.plan import Plan
+from cpt.trainer.simulated_plan import SimulatedPlan
+from cpt.trainer.simulation import GRADIENTS, METHOD_STATE, OPTIMIZER_STATE, WEIGHTS
+
+Memory = Mapping[str, Mapping[str, int]]  # bytes by use, of each phase of a run
+STEP = "step"
+EVALUATION = "evaluation"
+AROUND = ("before a domain", "after a domain")
+# Uses of memory in addition to those of the simulation, which is of one process.
+GATHERED = "gathered by FSDP"
+BUCKETS = "gradient buckets"
+GOING_BACK = "weights to go back to"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is divided among devices."""
+
+    num_devices: int
+    strategy: str  # single, ddp, fsdp
+    accumulate: int
+    eval_batch_size: int
+    is_checkpointed: bool
+
+    @property
+    def num_shards(self) -> int:
+        return self.num_devices if self.strategy == "fsdp" else 1
+
+
+def make_layout(plan: Plan, num_devices: int) -> Layout:
+    """The layout of a plan on a number of devices."""
+    options = plan.trainer
+    strategy = "single"
+    if num_devices > 1:
+        strategy = "fsdp" if options.strategy == "fsdp" else "ddp"
+    return Layout(
+        num_devices=num_devices,
+        strategy=strategy,
+        accumulate=options.accumulate_grad_batches,
+        eval_batch_size=options.eval_batch_size,
+        is_checkpointed=options.gradient_checkpointing,
+    )
+
+
+def is_divisible(plan: Plan, layout: Layout) -> bool:
+    """Whether the batch of a step divides among the devices and micro-batches."""
+    return plan.budget.batch_size % (layout.num_devices * layout.accumulate) == 0
+
+
+def count_rows(plan: Plan, layout: Layout) -> int:
+    """The rows of a micro-batch of a device, replayed ones included."""
+    num_rows = plan.budget.batch_size // (layout.num_devices * layout.accumulate)
+    replay = plan.mixture
+    if not replay.is_appended:
+        return num_rows
+    return math.ceil(num_rows * (1 + replay.past_ratio + replay.general_ratio))
+
+
+def count_importance_rows(plan: Plan, layout: Layout) -> int:
+    """The rows of a batch of importance samples."""
+    return min(layout.eval_batch_size, plan.trainer.importance_samples)
+
+
+def find_state_bytes(simulated: SimulatedPlan, layout: Layout) -> int:
+    """The bytes of a device between two steps of the last stage."""
+    state = simulated.find_last_state()
+    return sum(of_use.on_device(layout.num_shards) for of_use in state.values())
+
+
+def find_memory(simulated: SimulatedPlan, layout: Layout) -> dict[str, dict[str, int]]:
+    """Bytes of a device by use, at the peak of each phase of the last stage."""
+    memory = {}
+    if simulated.stages:
+        memory[STEP] = find_step_memory(simulated, layout)
+    evaluation = find_evaluation_memory(simulated, layout)
+    if evaluation is not None:
+        memory[EVALUATION] = evaluation
+    return memory | find_memory_around(simulated, layout)
+
+
+def find_kept(simulated: SimulatedPlan, layout: Layout) -> dict[str, int]:
+    """Bytes of what is on a device in all phases."""
+    state = simulated.find_last_state()
+    return {use: state[use].on_device(layout.num_shards) for use in (WEIGHTS, METHOD_STATE)}
+
+
+def find_step_memory(simulated: SimulatedPlan, layout: Layout) -> dict[str, int]:
+    """Bytes of a device by use, at the peak of a step."""
+    plan = simulated.plan
+    state = simulated.find_last_state()
+    num_rows = count_rows(plan, layout)
+    steps = simulated.find_steps(
+        num_rows, is_checkpointed=layout.is_checkpointed, num_micro_batches=layout.accumulate
+    )
+    gradients = state[GRADIENTS].on_device(layout.num_shards)
+
+    memory = find_kept(simulated, layout)
+    memory[OPTIMIZER_STATE] = state[OPTIMIZER_STATE].on_device(layout.num_shards)
+    if layout.strategy == "fsdp":
+        # Of the gradients a process has its rows, and for a block at a time whole ones.
+        memory |= find_largest([step.find_peak(num_rows, excluded_uses=[GRADIENTS]) for step in steps])
+        memory[GRADIENTS] = gradients
+        memory[GATHERED] = simulated.gathered.in_training
+    else:
+        memory |= find_largest([step.find_peak(num_rows) for step in steps])
+    if layout.strategy == "ddp":
+        memory[BUCKETS] = gradients
+    num_copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")
+    if num_copies:
+        memory[GOING_BACK] = gradients * num_copies
+    return memory
+
+
+def find_largest(peaks: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The peak with the most bytes."""
+    return max(peaks, key=lambda by_use: sum(by_use.values()))
+
+
+def find_evaluation_memory(simulated: SimulatedPlan, layout: Layout) -> dict[str, int] | None:
+    """Bytes of a device by use, at the peak of an evaluation; None if it could not be simulated."""
+    evaluation = simulated.find_evaluation(layout.eval_batch_size)
+    if evaluation is None:
+        return None
+    memory = find_kept(simulated, layout) | evaluation.find_peak(layout.eval_batch_size)
+    if layout.num_shards > 1:
+        memory[GATHERED] = simulated.gathered.weights
+    return memory
+
+
+def find_memory_around(simulated: SimulatedPlan, layout: Layout) -> dict[str, dict[str, int]]:
+    """Bytes of a device by use, at the peaks of the method's work before and after a domain, if any."""
+    memory = {}
+    num_rows = count_importance_rows(simulated.plan, layout)
+    for name, work in zip(AROUND, simulated.find_around(num_rows), strict=False):
+        if work is not None and work.flops:
+            memory[name] = find_kept(simulated, layout) | work.find_peak(num_rows)
+            if layout.num_shards > 1:
+                memory[name][GATHERED] = simulated.gathered.in_training
+    return memory
+
+
+def find_peak(memory: Memory) -> int:
+    """The most bytes of any phase."""
+    return max(sum(by_use.values()) for by_use in memory.values())

@@ -1,0 +1,306 @@
+"""`plan=true` without weights and texts: memory and time of a run on 1, 4 and 8 devices of a kind, and what
+makes it fit.
+
+They are computed from a simulation of the method (cpt.trainer.simulation) and from data sheets
+(cpt.trainer.device_kinds). Nothing is run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import torch
+from omegaconf import DictConfig
+from transformers.utils import CONFIG_NAME
+
+from cpt.models import loading
+from cpt.optim.options import KINDS
+from cpt.reporting.formats import format_bytes
+from cpt.trainer.check_checkpoint import WEIGHT_SUFFIXES
+from cpt.trainer.check_optimizer import check_optimizer
+from cpt.trainer.computed_changes import Change, ChangeSearch
+from cpt.trainer.computed_memory import (
+    BUCKETS,
+    GATHERED,
+    GOING_BACK,
+    STEP,
+    Layout,
+    Memory,
+    count_importance_rows,
+    count_rows,
+    find_memory,
+    find_peak,
+    find_state_bytes,
+    is_divisible,
+    make_layout,
+)
+from cpt.trainer.computed_model import read_computed_config
+from cpt.trainer.computed_time import Rate, count_steps, find_rate, find_seconds
+from cpt.trainer.device_kinds import GPUS, SHARE_SOURCES, THIS_CPU, DeviceKind
+from cpt.trainer.dry_run import list_excluded_options
+from cpt.trainer.options import count_devices
+from cpt.trainer.plan import Plan
+from cpt.trainer.simulated_plan import SimulatedPlan
+from cpt.trainer.simulation import (
+    ACTIVATIONS,
+    GRADIENTS,
+    LOGITS,
+    METHOD_STATE,
+    OPTIMIZER_STATE,
+    WEIGHT_COPIES,
+    WEIGHTS,
+)
+from cpt.trainer.skeleton import build_skeleton
+
+NUM_DEVICES = (1, 4, 8)
+STATE_BYTES = 16  # of a parameter that AdamW trains in 32 bits: weight, gradient and two moments
+HOST_BYTES = 4  # of a weight, as which each process loads a checkpoint
+USES = (  # in the order of the table
+    WEIGHTS,
+    METHOD_STATE,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    WEIGHT_COPIES,
+    LOGITS,
+    ACTIVATIONS,
+    GATHERED,
+    BUCKETS,
+    GOING_BACK,
+)
+
+
+def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
+    """What a run needs on devices of a kind, as plan=json prints it; `cause` says why it is computed. Raises
+    ValueError for a plan that cannot be run or simulated."""
+    optimizer_kind = KINDS.get(plan.optim.target)
+    if optimizer_kind is None or optimizer_kind.is_installed:
+        check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
+    kind = choose_kind(plan)
+    simulated = SimulatedPlan(plan, kind)
+    rate = find_rate(simulated)
+    changes = ChangeSearch(cfg, simulated, kind)
+
+    layouts = []
+    for num_devices in list_num_devices(plan, kind):
+        layout = make_layout(plan, num_devices)
+        if is_divisible(plan, layout):
+            layouts.append(layout)
+    estimates = [asdict(estimate_layout(simulated, layout, rate, changes)) for layout in layouts]
+    return {
+        "figures": "computed",
+        "cause": cause,
+        "run": {**plan.names, "seed": plan.run.seed},
+        "device": {
+            "name": kind.description,
+            "memory": kind.memory,
+            "peak_flops": rate.peak,
+            "share": rate.share,
+            "source": kind.source,
+        },
+        "precision": simulated.machine.precision,
+        "model_type": simulated.config.model_type,
+        "parameters": simulated.num_parameters,
+        "trained_parameters": simulated.num_trained,
+        "tokens_per_step": plan.budget.batch_size * plan.model.max_seq_length,
+        "stages": len(simulated.stages),
+        "steps_per_stage": count_steps(plan),
+        "estimates": estimates,
+        "not_included": list_not_included(simulated, layouts),
+    }
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run needs in a layout, and what makes it fit if it does not."""
+
+    devices: int
+    strategy: str
+    micro_batch: int  # rows
+    memory: Memory
+    peak: int
+    free: int  # bytes; below 0 where it does not fit
+    change: Change | None  # None where it fits, and where no change makes it fit
+    host: int  # bytes of main memory
+    seconds: Mapping[str, float | None]
+
+
+def estimate_layout(simulated: SimulatedPlan, layout: Layout, rate: Rate, changes: ChangeSearch) -> Estimate:
+    """What a run needs in a layout."""
+    memory = find_memory(simulated, layout)
+    peak = find_peak(memory)
+    limit = simulated.kind.memory
+    if not simulated.kind.is_gpu:  # its processes share the memory
+        limit //= layout.num_devices
+    return Estimate(
+        devices=layout.num_devices,
+        strategy=layout.strategy,
+        micro_batch=count_rows(simulated.plan, layout),
+        memory=memory,
+        peak=peak,
+        free=limit - peak,
+        change=changes.find(layout, limit=limit) if peak > limit else None,
+        host=count_host_bytes(simulated, layout),
+        seconds=find_seconds(simulated, layout, rate),
+    )
+
+
+def why_computed(plan: Plan) -> str:
+    """Why a plan is computed instead of measured here; "" where it is measured."""
+    if plan.run.plan_device is not None:
+        return f"plan_device={plan.run.plan_device}"
+    checkpoint = plan.model.name_or_path
+    if checkpoint is not None and has_config_alone(Path(checkpoint)):
+        return f"{checkpoint} has no weights"
+
+    # Most models are small, and need no simulation to see it.
+    kind = choose_kind(plan)
+    if STATE_BYTES * count_parameters(plan) <= kind.memory:
+        return ""
+    try:
+        simulated = SimulatedPlan(plan, kind)
+    except ValueError:  # which the checks of the measured plan report
+        return ""
+    state_bytes = find_state_bytes(simulated, make_layout(plan, 1))
+    if state_bytes <= kind.memory:
+        return ""
+    return (
+        f"weights, gradients and optimizer state are {format_bytes(state_bytes)}, too much for this machine"
+    )
+
+
+def count_parameters(plan: Plan) -> int:
+    """The parameters of a model; 0 of one that cannot be built, which the checks of the plan report."""
+    try:
+        config = read_computed_config(plan)
+        objective_name = loading.resolve_objective(plan.model.objective, config)
+        skeleton = build_skeleton(config, objective_name, source="model")
+    except ValueError:
+        return 0
+    return sum(parameter.numel() for parameter in skeleton.parameters())
+
+
+def has_config_alone(folder: Path) -> bool:
+    """Whether a folder has the configuration of a model and no file of weights."""
+    if not (folder / CONFIG_NAME).is_file():
+        return False
+    return not any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir())
+
+
+def choose_kind(plan: Plan) -> DeviceKind:
+    """The kind of device that a plan is computed for: that of `plan_device`, else this machine's."""
+    name = plan.run.plan_device
+    if name is not None and name != THIS_CPU:
+        return GPUS[name]
+    source = "measured here: large matrix products"
+    has_gpu = name is None and plan.trainer.accelerator != "cpu" and torch.cuda.is_available()
+    if has_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        return DeviceKind(
+            f"{properties.name}, of this machine", properties.total_memory, peak_flops={}, source=source
+        )
+    total_memory = psutil.virtual_memory().total
+    return DeviceKind("CPU of this machine", total_memory, peak_flops={}, source=source, is_gpu=False)
+
+
+def list_num_devices(plan: Plan, kind: DeviceKind) -> list[int]:
+    """The numbers of devices that a plan is computed for, with that of the config. A CPU is one device; its
+    processes are those of the config."""
+    numbers = set(NUM_DEVICES) if kind.is_gpu else {1}
+    num_configured = count_devices(plan.trainer.devices)
+    if num_configured is not None:
+        numbers.add(num_configured * plan.trainer.num_nodes)
+    return sorted(numbers)
+
+
+def count_host_bytes(simulated: SimulatedPlan, layout: Layout) -> int:
+    """The bytes of a machine's main memory while its processes load a checkpoint, with what is offloaded."""
+    num_processes = max(1, layout.num_devices // simulated.plan.trainer.num_nodes)
+    state = simulated.find_last_state()
+    loaded = HOST_BYTES * simulated.num_parameters
+    if simulated.quantization != "none":  # tensor by tensor
+        loaded = state[WEIGHTS].on_device(1)
+    offloaded = sum(of_use.offloaded for of_use in state.values())
+    return num_processes * (loaded + offloaded)
+
+
+def list_not_included(simulated: SimulatedPlan, layouts: Sequence[Layout]) -> list[str]:
+    """What a run does or needs and the plan leaves out."""
+    not_included = ["communication between devices", "checkpoints", "fragments of memory"]
+    evaluation = simulated.find_evaluation(layouts[0].eval_batch_size)
+    if evaluation is None:
+        not_included.append("evaluation")
+    if None in simulated.find_around(count_importance_rows(simulated.plan, layouts[0])):
+        not_included.append("the method's work before or after a domain")
+    if simulated.plan.trainer.compile:
+        not_included.append("what trainer.compile saves")
+    return [*not_included, *list_excluded_options(simulated.plan)]
+
+
+def format_computed(cost: Mapping[str, Any]) -> str:
+    """What plan=true prints of a computed plan."""
+    run = cost["run"]
+    device = cost["device"]
+    choices = " ".join(f"{group}={run[group]}" for group in ("method", "mask", "replay", "model", "seed"))
+    steps = cost["steps_per_stage"]
+    shown_steps = "as many steps as its text has" if steps is None else f"{steps:,} steps"
+    share_source = SHARE_SOURCES.get(device["share"], "docs/studies/performance.md")
+    sections = [
+        f"Computed plan ({cost['cause']}): {choices}, {cost['precision']}",
+        f"Model: {cost['model_type']}, {cost['parameters']:,} parameters, "
+        f"{cost['trained_parameters']:,} trained; {cost['stages']} domains of {shown_steps}, "
+        f"{cost['tokens_per_step']:,} tokens a step",
+        f"Device: {device['name']}, {format_bytes(device['memory'])} ({device['source']})",
+        format_estimates(cost["estimates"]),
+        *[format_change(estimate) for estimate in cost["estimates"] if estimate["free"] < 0],
+        "Computed, not measured: memory of allocated tensors, time of operations at "
+        f"{device['share']:.0%} of {device['peak_flops'] / 1e12:,.4g} TFLOP/s ({share_source}).",
+        f"Not included: {', '.join(cost['not_included'])}.",
+    ]
+    return "\n\n".join(sections)
+
+
+def format_estimates(estimates: Sequence[Mapping[str, Any]]) -> str:
+    """A table with a column for each number of devices."""
+    columns = {}
+    for estimate in estimates:
+        columns[f"{estimate['devices']} x {estimate['strategy']}"] = format_column(estimate)
+    frame = pd.DataFrame(columns)
+    is_empty = frame.map(lambda cell: cell in ("", "0 B")).all(axis=1)
+    return frame[~is_empty].to_string()
+
+
+def format_column(estimate: Mapping[str, Any]) -> dict[str, str]:
+    """The cells of a column: memory of a step by use, peaks of the phases, and time."""
+    step_memory = estimate["memory"].get(STEP, {})
+    cells = {"samples of a micro-batch": str(estimate["micro_batch"])}
+    for use in USES:
+        cells[use] = format_bytes(step_memory.get(use, 0))
+    for phase, by_use in estimate["memory"].items():
+        cells[f"peak of {phase}"] = format_bytes(sum(by_use.values()))
+    free = estimate["free"]
+    cells["fits"] = f"yes, {format_bytes(free)} free" if free >= 0 else f"no, {format_bytes(-free)} too much"
+    cells["main memory of the host"] = format_bytes(estimate["host"])
+
+    seconds = estimate["seconds"]
+    if seconds["step"] is not None:
+        cells["seconds of a step"] = f"{seconds['step']:,.3g}"
+    for name in ("training", "around domains", "evaluation"):
+        if seconds[name]:
+            shown_name = "evaluation, at most" if name == "evaluation" else name
+            cells[f"time: {shown_name}"] = str(timedelta(seconds=round(seconds[name])))
+    return cells
+
+
+def format_change(estimate: Mapping[str, Any]) -> str:
+    """The line that says what makes a run fit."""
+    devices = f"{estimate['devices']} x {estimate['strategy']}"
+    change = estimate["change"]
+    if change is None:
+        return f"{devices} fits with none of the changes that were tried."
+    overrides = " ".join(change["overrides"])
+    step_seconds = change["seconds"]["step"]
+    shown_time = "" if step_seconds is None else f", {step_seconds:,.3g} s a step"
+    return f"{devices} fits with {overrides} ({format_bytes(change['peak'])}{shown_time})."

@@ -1,0 +1,556 @@
+"""A method without storage, and the passes that it would make: their memory and their operations.
+
+The model, the method and its optimizer are built inside torch's FakeTensorMode, where operations compute
+shapes alone, and the method's own hooks run in the order of a stage. So the figures are right for any
+architecture, and for any method whose steps do not depend on the values of weights."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from math import ceil
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from cpt.adapters.domain_store import BASE, in_memory
+from cpt.core.allocations import AllocationRecorder, AllocationTable, KnownValues, UnitScalars
+from cpt.core.tensors import NamedTensors
+from cpt.data.collate import Batch, Rows
+from cpt.data.options import Domain
+from cpt.methods.base import ContinualMethod
+from cpt.models import chunked_head, loading
+from cpt.models.activation_checkpointing import checkpoint_activations, stop_checkpointing
+from cpt.models.chunked_head import count_entries
+from cpt.models.fast_kernels import pad_head, use_quick_dropout
+from cpt.models.forward import set_mode, set_temporarily
+from cpt.models.objectives import Objective
+from cpt.models.quantization import count_stored
+from cpt.models.simulated_quantization import simulate_quantization
+from cpt.models.units import find_blocks
+from cpt.models.without_storage import without_storage
+from cpt.optim.schedulers import Progress
+from cpt.optim.state import CarriedState
+from cpt.trainer.auto import Machine
+from cpt.trainer.build import assemble_method
+from cpt.trainer.costs import OperationCounter, original_name, original_names, trained_parameters
+from cpt.trainer.options import FP16_MIXED
+from cpt.trainer.plan import Plan
+
+# Uses of memory: of the state between two steps, and of a pass.
+WEIGHTS = "weights"
+METHOD_STATE = "method state"
+GRADIENTS = "gradients"
+OPTIMIZER_STATE = "optimizer state"
+WEIGHT_COPIES = "copies of weights"
+LOGITS = "logits and loss"
+ACTIVATIONS = "activations and rest"
+
+ADAMW_8BIT = "cpt.optim.adamw_8bit.AdamW8bit"
+SIMULATED_ADAMW_8BIT = "cpt.optim.simulated_8bit.SimulatedAdamW8bit"
+NEVER = 2**62  # steps between two that are logged
+MAX_KNOWN_VALUES = 2**20  # numbers in a buffer whose values may be known
+PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+AUTOCAST_TYPES: Mapping[Any, torch.dtype] = {
+    "bf16-mixed": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    **dict.fromkeys(FP16_MIXED, torch.float16),
+}
+WEIGHT_TYPES: Mapping[Any, torch.dtype] = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of the tensors with one use between two steps: of those that FSDP shards, of those that each
+    process has, and of those that are offloaded to the host."""
+
+    sharded: int = 0
+    replicated: int = 0
+    offloaded: int = 0
+
+    def on_device(self, num_shards: int) -> int:
+        return ceil(self.sharded / num_shards) + self.replicated
+
+    def plus(self, increment: "StateBytes", *, times: int) -> "StateBytes":
+        return StateBytes(
+            sharded=self.sharded + times * increment.sharded,
+            replicated=self.replicated + times * increment.replicated,
+            offloaded=self.offloaded + times * increment.offloaded,
+        )
+
+
+@dataclass(frozen=True)
+class GatheredBytes:
+    """Bytes of whole tensors that FSDP has in addition to a process's rows: in a forward pass of weights, in
+    training of weights and gradients.
+
+    Weights outside of the blocks are there throughout a pass. Of the blocks there are the one that is
+    computed, the next one, and the buffer that the next one is gathered in; of gradients those of a block and
+    the buffer that they are sent from."""
+
+    weights: int
+    in_training: int
+
+
+class StorageCounts:
+    """Bytes of storages by their use, each counted once."""
+
+    def __init__(self) -> None:
+        self.by_use = dict.fromkeys((WEIGHTS, METHOD_STATE, GRADIENTS, OPTIMIZER_STATE), StateBytes())
+        self.counted: set[int] = set()  # addresses
+
+    def add(self, use: str, tensor: Tensor, *, is_sharded: bool, is_offloaded: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.counted:
+            return
+        self.counted.add(storage._cdata)
+        before = self.by_use[use]
+        if is_offloaded:
+            self.by_use[use] = replace(before, offloaded=before.offloaded + storage.nbytes())
+        elif is_sharded:
+            self.by_use[use] = replace(before, sharded=before.sharded + storage.nbytes())
+        else:
+            self.by_use[use] = replace(before, replicated=before.replicated + storage.nbytes())
+
+
+class Pass:
+    """What a pass over a batch allocates in addition to the state, and computes, for any number of rows whose
+    logits are divided into chunks or not, as the recorded ones are.
+
+    The recorded number of rows divides no size of the model: what is divisible by it grows with the rows.
+    Logits grow with the positions of a chunk, by `count_logit_rows`."""
+
+    def __init__(
+        self,
+        allocations: AllocationTable,
+        *,
+        flops: int,
+        num_rows: int,
+        num_logit_rows: int,
+        count_logit_rows: Callable[[int], int],
+    ) -> None:
+        self.allocations = allocations
+        self.flops = flops
+        self.num_rows = num_rows
+        self.num_logit_rows = num_logit_rows
+        self.count_logit_rows = count_logit_rows
+
+    def find_peak(self, num_rows: int, *, excluded_uses: Sequence[str] = ()) -> dict[str, int]:
+        """The bytes by use at the peak of a pass over a number of rows, without those of some uses."""
+        table = self.allocations
+        grows = table.num_bytes % self.num_rows == 0
+        factors = np.where(grows, num_rows / self.num_rows, 1.0)
+        if LOGITS in table.has_use:
+            factors[table.has_use[LOGITS]] = self.count_logit_rows(num_rows) / self.num_logit_rows
+        num_bytes = (factors * table.num_bytes).astype(np.int64)
+        return table.find_peak(num_bytes, excluded_uses=excluded_uses)
+
+    def count_flops(self, num_rows: int) -> int:
+        return self.flops * num_rows // self.num_rows
+
+
+class SimulatedData:
+    """What a method reads of the sequence of domains: every stage has the same importance batch."""
+
+    def __init__(self, domains: Sequence[Domain], importance_batch: Batch) -> None:
+        self.domains = domains
+        self.domain = domains[0]
+        self.importance_batch = importance_batch
+        self.domain_indices = {domain.name: domain.index for domain in domains}
+
+    def steps(self, domain: Domain) -> int:
+        return NEVER
+
+    def recovery_steps(self, domain: Domain) -> int:
+        return 0
+
+    def importance_batches(self) -> list[Batch]:
+        return [self.importance_batch]
+
+    def progress(self, step: int) -> Progress:
+        return Progress.in_single_domain(step, steps=NEVER)
+
+
+class Simulation:
+    """The method of a plan with the model of a configuration, without storage, in one process at its first
+    stage. `is_gpu` says whether the kernels are those of a GPU, `quantization` how the linear layers of the
+    base are stored; the machine has the other choices.
+
+    Its methods raise RuntimeError for a method whose computation depends on the values of weights."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        machine: Machine,
+        config: PretrainedConfig,
+        objective: Objective,
+        objective_name: str,
+        *,
+        is_gpu: bool,
+        quantization: str,
+    ) -> None:
+        self.plan = plan
+        self.machine = machine
+        self.objective = objective
+        self.is_gpu = is_gpu
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.trainer = SimpleNamespace(
+            global_step=0,
+            max_steps=NEVER,
+            log_every_n_steps=NEVER,
+            accumulate_grad_batches=plan.trainer.accumulate_grad_batches,
+            world_size=1,
+            global_rank=0,
+            optimizers=[],
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        )
+
+        # Compiled blocks would be compiled here, and kernels of bitsandbytes read values.
+        plan = replace(plan, trainer=replace(plan.trainer, compile=False))
+        if plan.optim.target == ADAMW_8BIT:
+            plan = replace(plan, optim=replace(plan.optim, target=SIMULATED_ADAMW_8BIT))
+        with self.active():
+            with no_init_weights():  # which draw until values fit
+                model = loading.AUTO_MODELS[objective_name].from_config(config, dtype=torch.float32)
+            model.tie_weights()
+            if quantization != "none":
+                simulate_quantization(model, quantization)
+            model.train()
+            pad_head(model)
+            if machine.attn_implementation != "auto":
+                model.set_attn_implementation(machine.attn_implementation)
+            self.original_names = original_names(model)
+            self.method = assemble_method(
+                plan, machine, model, objective, loaded_names={name for name, _ in model.named_parameters()}
+            )
+            weight_type = WEIGHT_TYPES.get(machine.precision)
+            if weight_type is not None:
+                self.method.to(weight_type)
+        self.know_neutral_state()
+
+        self.num_rows = self.choose_num_rows()
+        self.batch = self.make_batch(self.num_rows)
+        self.method.trainer = cast(Any, self.trainer)
+        self.stages = self.method.stages(plan.order)
+        if self.stages:
+            self.data = SimulatedData(self.stages, self.batch)
+            self.trainer.datamodule = self.data
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Inside the context tensors have no storage, and operations are those of the device."""
+        stack = ExitStack()
+        stack.enter_context(use_quick_dropout(self.machine.quick_dropout))
+        stack.enter_context(without_storage(self.fake_mode, is_gpu=self.is_gpu))
+        return stack
+
+    def autocast(self, *, keeps_copies: bool = True) -> AbstractContextManager[Any]:
+        """Mixed precision, where it is the run's; autocast keeps its copies of weights, or makes them for
+        each product."""
+        dtype = AUTOCAST_TYPES.get(self.machine.precision)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast("cpu", dtype, cache_enabled=keeps_copies)
+
+    def know_neutral_state(self) -> None:
+        """Makes small buffers of the method real, on which it branches, such as a count of domains. They are
+        neutral when it is made: of nearly all that is 0."""
+        modules_of_model = set(self.method.model.modules())
+        for module in self.method.modules():
+            if module in modules_of_model:
+                continue
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.numel() <= MAX_KNOWN_VALUES:
+                    module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+
+    def choose_num_rows(self) -> int:
+        """A number of rows that divides no size of the model, and so tells apart what grows with the rows."""
+        sizes = {self.plan.model.max_seq_length}
+        sizes.update(find_numbers(self.method.model.config.to_dict()))
+        for parameter in self.method.parameters():
+            sizes.update(parameter.shape)
+        for prime in PRIMES:
+            multiples = [size for size in sizes if size > 0 and size % prime == 0]
+            if not multiples:
+                return prime
+        return PRIMES[-1]  # some sizes seem to grow with the rows
+
+    def make_batch(self, num_rows: int) -> Batch:
+        """A training batch of full rows, of which all is scored that the objective can score. Its ids are
+        real, as shapes may depend on them."""
+        length = self.plan.model.max_seq_length
+        has_examples = self.plan.source.encoding is not None
+        rows = Rows(
+            ids=np.arange(num_rows * length).reshape(num_rows, length) % count_entries(self.method.model),
+            lengths=np.full(num_rows, length),
+            keys=np.arange(num_rows, dtype=np.uint64),
+            answers=np.ones((num_rows, length), bool) if has_examples else None,
+            segments=np.zeros((num_rows, length), np.int64) if self.objective.isolated else None,
+        )
+        batch, _ = self.objective.batch(rows)
+        batch["domains"] = torch.zeros(num_rows, dtype=torch.long)
+        batch["weight"] = torch.tensor(1.0)
+        batch["mean_rows"] = torch.tensor(float(num_rows))
+        return batch
+
+    def record(self, run: Callable[[], object], *, is_chunked: bool) -> Pass:
+        """What a function allocates and computes of the batch, with its logits divided into chunks or not."""
+        num_entries = count_entries(self.method.model)
+        weights = {weight.untyped_storage()._cdata for weight in self.method.model.parameters()}
+
+        def find_use(operation: Any, first_argument: Any, result: Tensor) -> str:
+            is_copy = operation is torch.ops.aten._to_copy.default
+            if is_copy and first_argument.untyped_storage()._cdata in weights:
+                return WEIGHT_COPIES
+            if result.ndim and result.shape[-1] == num_entries:
+                return LOGITS
+            return ACTIVATIONS
+
+        recorder = AllocationRecorder(find_use)
+        recorder.ignore(self.state_tensors())
+        for gradient in self.gradients():
+            recorder.add(gradient, GRADIENTS)
+        counter = OperationCounter()
+
+        # Two chunks stand for any number of them.
+        num_positions = len(self.batch["positions"])
+        num_logit_rows = ceil(num_positions / 2) if is_chunked else num_positions
+        max_logits = set_temporarily((chunked_head, "MAX_LOGITS", num_logit_rows * num_entries))
+        with max_logits, self.active(), counter, recorder, KnownValues():
+            run()
+        recorder.rename(self.gradients(), GRADIENTS)
+        recorder.drop(self.state_tensors())
+        return Pass(
+            AllocationTable(recorder),
+            flops=counter.total,
+            num_rows=self.num_rows,
+            num_logit_rows=num_logit_rows,
+            count_logit_rows=self.count_logit_rows,
+        )
+
+    def count_positions(self, num_rows: int) -> int:
+        """The scored positions of a batch."""
+        return len(self.batch["positions"]) * num_rows // self.num_rows
+
+    def count_logit_rows(self, num_rows: int) -> int:
+        """The positions of a chunk of logits."""
+        num_positions = self.count_positions(num_rows)
+        max_rows = chunked_head.count_rows(count_entries(self.method.model))
+        return ceil(num_positions / ceil(num_positions / max_rows))
+
+    def is_chunked(self, num_rows: int) -> bool:
+        """Whether the logits of a batch are divided into chunks."""
+        return self.count_logit_rows(num_rows) < self.count_positions(num_rows)
+
+    def start_stage(self) -> None:
+        """Makes the optimizer of the stage, with the state that it has after a step."""
+        with self.active():
+            self.method.setup_stage(self.data.domain)
+            self.method.train()
+            optimizer = self.method.configure_optimizers()["optimizer"]
+            self.trainer.optimizers = [optimizer]
+        self.make_gradients()
+        with self.active(), UnitScalars():
+            optimizer.step()
+
+    def make_gradients(self) -> None:
+        """Has the gradients that a step leaves."""
+        with self.active():
+            for parameter in self.method.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+
+    def record_start(self, *, is_chunked: bool) -> Pass:
+        """The work before a stage's first step, on the batch as importance samples."""
+        self.trainer.global_step = 0
+        return self.record(self.method.on_train_start, is_chunked=is_chunked)
+
+    def record_step(self, *, is_chunked: bool) -> list[Pass]:
+        """The last micro-batch of a step and the update, in each of the steps after which they repeat."""
+        self.make_gradients()
+        passes = []
+        for number in range(self.method.period):
+            self.trainer.global_step = self.method.settled + 1 + number  # nothing is logged after the first
+            passes.append(self.record(self.make_step, is_chunked=is_chunked))
+        return passes
+
+    def make_step(self) -> None:
+        """What Lightning does in a step, in its order. In the forward pass the gradients of the last step are
+        still there."""
+        method = self.method
+        optimizer = self.trainer.optimizers[0]
+        method.on_train_batch_start(self.batch, self.trainer.global_step)
+        with self.autocast():
+            loss = method.training_step(self.batch, self.trainer.global_step)
+        if self.trainer.accumulate_grad_batches == 1:
+            optimizer.zero_grad()
+        loss.backward()
+        del loss
+
+        method.on_before_optimizer_step(optimizer)
+        with UnitScalars():
+            optimizer.step()
+        for snapshot in sorted(method.snapshots, key=lambda snapshot: not snapshot.mask.comes_first):
+            snapshot.apply(optimizer)
+        method.after_update()
+        method.snapshots.clear()
+
+    def record_end(self, *, is_chunked: bool) -> Pass:
+        """The work after a stage's last step, on the batch as importance samples."""
+        self.method.zero_grad()
+        return self.record(self.run_end, is_chunked=is_chunked)
+
+    def run_end(self) -> None:
+        with set_mode(self.method, training=False):
+            self.method.after_domain(self.data.importance_batches())
+            self.method.zero_grad()
+
+    def record_evaluation(self, *, is_chunked: bool) -> Pass:
+        """A batch of held-out text."""
+
+        def run() -> None:
+            # In torch's inference mode, in which Lightning evaluates, no copies are kept.
+            autocast = self.autocast(keeps_copies=False)
+            with torch.no_grad(), autocast, set_mode(self.method, training=False):
+                self.method.nll(self.batch, self.stages[0].index if self.stages else BASE)
+
+        self.method.zero_grad()
+        return self.record(run, is_chunked=is_chunked)
+
+    def end_stage(self) -> None:
+        """Does the work after a stage's last step."""
+        with self.active(), KnownValues():
+            self.run_end()
+
+    def enter_second_stage(self) -> dict[str, StateBytes]:
+        """Grows the model for the second stage; returns the bytes of its state."""
+        self.data.domain = self.stages[1]
+        with self.active(), KnownValues():
+            self.method.setup_stage(self.data.domain)
+        return self.count_state()
+
+    def set_micro_batches(self, num_micro_batches: int) -> None:
+        self.trainer.accumulate_grad_batches = num_micro_batches
+
+    def set_checkpointing(self, is_enabled: bool) -> None:
+        """Has activations recomputed in backward passes from now on, or not."""
+        if is_enabled:
+            checkpoint_activations(self.method.model)
+        else:
+            stop_checkpointing(self.method.model)
+
+    @property
+    def can_checkpoint(self) -> bool:
+        """Whether the class of the model supports activation checkpointing."""
+        return self.method.model.supports_gradient_checkpointing
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.method.parameters() if parameter.grad is not None]
+
+    def state_tensors(self) -> list[Tensor]:
+        """Weights, method state and optimizer state."""
+        tensors = [*self.method.parameters(), *self.method.buffers()]
+        for optimizer in self.trainer.optimizers:
+            for state in optimizer.state.values():
+                tensors.extend(value for value in state.values() if isinstance(value, Tensor))
+        return tensors
+
+    def count_state(self) -> dict[str, StateBytes]:
+        """The bytes between two steps, by their use."""
+        sharded_parameters = set()  # ids
+        sharded_shapes = {}
+        for name, parameter in self.method.model.named_parameters():
+            if original_name(name) in self.original_names:  # FSDP leaves what a method adds whole
+                sharded_parameters.add(id(parameter))
+                sharded_shapes[name] = parameter.shape
+
+        sharded_state = set()  # ids
+        offloaded_state = set()
+        for module in self.method.modules():
+            if not isinstance(module, NamedTensors):
+                continue
+            for name, tensor in module.named().items():
+                if sharded_shapes.get(module.parameter_of(name)) == tensor.shape:
+                    sharded_state.add(id(tensor))
+                if module.offloaded or isinstance(module, CarriedState):
+                    offloaded_state.add(id(tensor))
+
+        # A method's tensors have the model's among them, which are counted as weights.
+        counts = StorageCounts()
+        for tensor in in_memory(self.method.model):
+            counts.add(WEIGHTS, tensor, is_sharded=id(tensor) in sharded_parameters)
+        for tensor in in_memory(self.method):
+            counts.add(
+                METHOD_STATE,
+                tensor,
+                is_sharded=id(tensor) in sharded_state,
+                is_offloaded=id(tensor) in offloaded_state,
+            )
+        for parameter in self.method.parameters():
+            is_sharded = id(parameter) in sharded_parameters
+            if parameter.grad is not None:
+                counts.add(GRADIENTS, parameter.grad, is_sharded=is_sharded)
+            for optimizer in self.trainer.optimizers:
+                for value in optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, Tensor):
+                        counts.add(OPTIMIZER_STATE, value, is_sharded=is_sharded and value.ndim > 0)
+        return counts.by_use
+
+    def count_gathered(self) -> GatheredBytes:
+        sharded = set()
+        for name, parameter in self.method.model.named_parameters():
+            if original_name(name) in self.original_names:
+                sharded.add(parameter)
+        outside = set(sharded)
+        largest_block = set[Tensor]()
+        for _, block in find_blocks(self.method.model):
+            of_block = sharded.intersection(block.parameters())
+            outside -= of_block
+            largest_block = max(largest_block, of_block, key=sum_bytes)
+
+        weights = sum_bytes(outside) + 3 * sum_bytes(largest_block)
+        trained_outside = [parameter for parameter in outside if parameter.requires_grad]
+        trained_in_block = [parameter for parameter in largest_block if parameter.requires_grad]
+        gradients = sum_bytes(trained_outside) + 2 * sum_bytes(trained_in_block)
+        return GatheredBytes(weights=weights, in_training=weights + gradients)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether a further stage may need other memory than the first."""
+        method_class = type(self.method)
+        has_hooks = any(
+            getattr(method_class, name) is not getattr(ContinualMethod, name)
+            for name in ("expand", "before_domain", "after_domain")
+        )
+        return len(self.stages) > 1 and (has_hooks or self.method.domain_params is not None)
+
+    def count_parameters(self) -> int:
+        stored = count_stored(self.method.model)  # of quantized layers
+        parameters = self.method.model.parameters()
+        return sum(stored.get(id(parameter), parameter.numel()) for parameter in parameters)
+
+    def count_trained(self) -> int:
+        return trained_parameters(self.method)
+
+
+def sum_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def find_numbers(values: Any) -> list[int]:
+    """The whole numbers in a configuration."""
+    if isinstance(values, bool):
+        return []
+    if isinstance(values, int):
+        return [values]
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    numbers = []
+    if isinstance(values, list | tuple):
+        for value in values:
+            numbers.extend(find_numbers(value))
+    return numbers
