@@ -13,6 +13,7 @@ from cpt.models.block_attention import MASKABLE
 from cpt.models.objectives import Objective
 from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, plain_config
 from cpt.trainer.auto import Machine, choose_attention, choose_precision
+from cpt.trainer.base_dtype import choose_base_dtype
 from cpt.trainer.check_model import change_config, check_objective, make_stand_in_objective
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.options import Precision
@@ -76,6 +77,15 @@ def find_quantization(plan: Plan) -> str:
     return stored if stored in OF_BITSANDBYTES else "none"
 
 
+def choose_computed_dtype(plan: Plan, config: PretrainedConfig) -> torch.dtype:
+    """The type of the weights that no stage changes, of a checkpoint that is stored as its configuration
+    says. Raises ValueError as choose_base_dtype."""
+    options = plan.model
+    is_made = options.name_or_path is None or options.layers is not None or options.pretraining is not None
+    stored_dtype = None if is_made else config.dtype
+    return choose_base_dtype(plan, config, stored_dtype=stored_dtype or torch.float32)
+
+
 def make_computed_objective(plan: Plan, config: PretrainedConfig) -> tuple[str, Objective]:
     """The name of the objective, and one that makes batches without a tokenizer. Raises ValueError where the
     model does not go with its options or the data."""
@@ -122,4 +132,5 @@ def make_computed_machine(plan: Plan, config: PretrainedConfig, *, is_gpu: bool)
         precision=precision,
         attn_implementation=attention,
         quick_dropout=quick_dropout,
+        base_dtype=choose_computed_dtype(plan, config),
     )

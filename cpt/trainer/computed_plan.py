@@ -220,7 +220,8 @@ def count_host_bytes(simulated: SimulatedPlan, layout: Layout) -> int:
     num_processes = max(1, layout.num_devices // simulated.plan.trainer.num_nodes)
     state = simulated.find_last_state()
     loaded = HOST_BYTES * simulated.num_parameters
-    if simulated.quantization != "none":  # tensor by tensor
+    is_narrow = simulated.machine.base_dtype != torch.float32
+    if is_narrow or simulated.quantization != "none":  # at once, tensor by tensor
         loaded = state[WEIGHTS].on_device(1)
     offloaded = sum(of_use.offloaded for of_use in state.values())
     return num_processes * (loaded + offloaded)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError
+from cpt.trainer.base_dtype import check_base_dtype
 from cpt.trainer.computed_model import (
     find_quantization,
     make_computed_machine,
@@ -54,6 +55,7 @@ class SimulatedPlan:
             is_gpu=self.kind.is_gpu,
             quantization=self.quantization,
         )
+        check_base_dtype(self.plan, simulation.method)
         if simulation.stages:
             simulation.start_stage()
         return simulation

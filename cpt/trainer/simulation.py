@@ -29,6 +29,7 @@ from cpt.models.activation_checkpointing import checkpoint_activations, stop_che
 from cpt.models.chunked_head import count_entries
 from cpt.models.fast_kernels import pad_head, use_quick_dropout
 from cpt.models.forward import set_mode, set_temporarily
+from cpt.models.narrow_layers import make_narrow
 from cpt.models.objectives import Objective
 from cpt.models.quantization import count_stored
 from cpt.models.simulated_quantization import simulate_quantization
@@ -220,6 +221,8 @@ class Simulation:
             model.tie_weights()
             if quantization != "none":
                 simulate_quantization(model, quantization)
+            if machine.base_dtype != torch.float32:
+                make_narrow(model, machine.base_dtype)
             model.train()
             pad_head(model)
             if machine.attn_implementation != "auto":

@@ -222,6 +222,27 @@ def test_quantized_layers_have_few_bits_and_the_memory_of_their_product_is_in_fu
         assert step.flops == pytest.approx(full.record_step(is_chunked=False)[0].flops, rel=0.01)
 
 
+def test_a_frozen_base_stays_in_the_16_bits_that_its_configuration_names(composed, tmp_path):
+    folder = write_config(tmp_path / "narrow", dtype="bfloat16")
+
+    def simulate_with(*overrides):
+        return simulate(composed(*SIZES, f"model.name_or_path={folder}", *overrides))
+
+    def count_weights(simulation):
+        """Bytes without the frequencies of positions."""
+        return simulation.count_state()[WEIGHTS].on_device(1) - 2 * 4 * 4
+
+    lora = simulate_with("method=lora")
+    num_frozen = lora.count_parameters() - lora.count_trained()
+    in_norms = 5 * 32  # which are in 32 bits
+    expected = 2 * num_frozen + 2 * in_norms + 4 * lora.count_trained()
+    assert count_weights(lora) == expected
+    wide = simulate_with("method=lora", "model.dtype=float32")
+    assert count_weights(wide) == 4 * lora.count_parameters()
+    trained = simulate_with("method=ncl")
+    assert count_weights(trained) == 4 * trained.count_parameters()
+
+
 def test_the_moments_of_adamw_8bit_are_two_bytes_of_a_large_matrix(llama):
     options = ["method=ncl", "optim=adamw_8bit", "plan=true", "plan_device=h100"]
     simulation = simulate(llama(*options))
