@@ -25,19 +25,13 @@ OPTION = "model.dtype"
 NUM_TOKENS = 8  # of the row that is tried
 
 
-def choose_base_dtype(
-    plan: Plan, config: PretrainedConfig, *, stored_dtype: torch.dtype | None = None
-) -> torch.dtype:
+def choose_base_dtype(plan: Plan, config: PretrainedConfig) -> torch.dtype:
     """The type of the weights that no stage of a plan changes: 16 bits where they are stored so, or where
-    model.dtype asks for it. `stored_dtype` is that of a checkpoint whose files are not here; None: they are
-    read. Raises ValueError where model.dtype asks for 16 bits and the model would compute something else."""
+    model.dtype asks for it. Raises ValueError where it asks and the model would compute something else."""
     options = plan.model
     if options.dtype == "float32" or not plan.method.load().keeps_base:
         return torch.float32
-    if options.dtype == "bfloat16":
-        dtype = torch.bfloat16
-    else:
-        dtype = stored_dtype or find_stored_dtype(options, config)
+    dtype = torch.bfloat16 if options.dtype == "bfloat16" else find_stored_dtype(options, config)
     if dtype not in NARROW_DTYPES:
         if options.name_or_path is not None:
             log_wide("the base's files do not have all matrices in one type of 16 bits")

@@ -13,7 +13,7 @@ from cpt.models.block_attention import MASKABLE
 from cpt.models.objectives import Objective
 from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, plain_config
 from cpt.trainer.auto import Machine, choose_attention, choose_precision
-from cpt.trainer.base_dtype import choose_base_dtype
+from cpt.trainer.base_dtype import NARROW_DTYPES
 from cpt.trainer.check_model import change_config, check_objective, make_stand_in_objective
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.options import Precision
@@ -78,12 +78,15 @@ def find_quantization(plan: Plan) -> str:
 
 
 def choose_computed_dtype(plan: Plan, config: PretrainedConfig) -> torch.dtype:
-    """The type of the weights that no stage changes, of a checkpoint that is stored as its configuration
-    says. Raises ValueError as choose_base_dtype."""
+    """The type of the weights that no stage changes, as choose_base_dtype of a checkpoint that is stored as
+    its configuration says. Whether the class computes the same with them is not tried."""
     options = plan.model
+    if options.dtype == "float32" or not plan.method.load().keeps_base:
+        return torch.float32
+    if options.dtype == "bfloat16":
+        return torch.bfloat16
     is_made = options.name_or_path is None or options.layers is not None or options.pretraining is not None
-    stored_dtype = None if is_made else config.dtype
-    return choose_base_dtype(plan, config, stored_dtype=stored_dtype or torch.float32)
+    return config.dtype if config.dtype in NARROW_DTYPES and not is_made else torch.float32
 
 
 def make_computed_objective(plan: Plan, config: PretrainedConfig) -> tuple[str, Objective]:
