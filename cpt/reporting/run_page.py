@@ -13,6 +13,7 @@ from pandas import DataFrame, Series
 
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
+from cpt.evaluation.derived_rows import find_derived_rows
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import run_figures
@@ -70,6 +71,7 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
         show_modules(scores),
         show_similarity(scores),
         *show_overlap(scores, folder),
+        show_derived(scores, folder),
         show_metrics(scores),
     ]
     if "answers" in matrices:
@@ -102,6 +104,35 @@ def show_matrix(scores: Scores, perplexities: DataFrame) -> list[Block]:
         fold_label=f"{len(scores.rows)} x {len(scores.domains)} perplexities",
     )
     return [matrix, show_picture("stages", run_figures.draw_text_curves(scores, perplexities))]
+
+
+def show_derived(scores: Scores, folder: Path) -> Block:
+    """The perplexities of models that were made of the run's, in folders of its own, below those of its last
+    model."""
+    last_row = dict(zip(scores.domains, scores.nll[-1], strict=True)) if scores.rows else {}
+    cells = []
+    lines = []
+    for model_folder, row in find_derived_rows(folder):
+        losses = dict(zip(row.domains, row.nll, strict=True))
+        cells.append([model_folder.name, *format_losses(losses, scores.domains)])
+        lines.append(f"{model_folder.name}: {row.description}.")
+    if not cells:
+        return Block()
+    return Block(
+        title="Models made of this run: perplexities",
+        lines=lines,
+        head=["model", *scores.domains],
+        cells=[[scores.rows[-1], *format_losses(last_row, scores.domains)], *cells],
+    )
+
+
+def format_losses(losses: Mapping[str, float | None], texts: Sequence[str]) -> list[str]:
+    """The perplexity of each text, a dash where it was not measured."""
+    formatted = []
+    for text in texts:
+        loss = losses.get(text)
+        formatted.append(MISSING if loss is None else format_perplexity(float(np.exp(loss))))
+    return formatted
 
 
 def show_training(scores: Scores, folder: Path) -> Block:

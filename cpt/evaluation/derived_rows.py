@@ -1,0 +1,77 @@
+"""The row of a model that was made of a run's and that no stage has trained: `row.json` in the folder of that
+model, and the losses by document of its texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+
+from cpt.core.exceptions import DamagedFileError
+from cpt.core.files import check_archive, replace
+from cpt.core.schema import check_types
+from cpt.evaluation.metrics import Array, Change, compare_losses
+from cpt.evaluation.scores import encode, load_documents
+
+ROW_FILE = "row.json"
+DOCUMENTS_FILE = "documents.npz"
+REMEDY = "make the model again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DerivedRow:
+    """What `row.json` holds. Keys that a row has in `scores.json` have the same form there.
+
+    What else is measured of the model, as on chats, gets a field with a default."""
+
+    row: str  # its name
+    description: str  # how the model was made, one sentence
+    config_hash: str  # of the run
+    domains: list[str]  # the columns
+    scored: list[int]  # by column, tokens that contribute to the loss
+    nll: list[float | None]  # by column, nats per scored token; None: not measured
+    conditions: dict[str, Any]  # what makes losses comparable
+    numerics: dict[str, str]  # precision and attention kernels
+    versions: dict[str, str]
+
+    def save(self, folder: Path) -> None:
+        replace(folder / ROW_FILE, f"{encode(asdict(self))}\n")
+
+    @classmethod
+    def load(cls, path: Path) -> DerivedRow:
+        """Raises ValueError for a damaged file."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            check_types(values, get_type_hints(cls))
+            return cls(**values)
+        except (OSError, TypeError, ValueError) as error:
+            raise DamagedFileError(path, reason=str(error), remedy=REMEDY) from None
+
+
+def find_derived_rows(run_folder: Path) -> Iterator[tuple[Path, DerivedRow]]:
+    """Yields the rows of models in folders of a run's folder, with the folder of each."""
+    for path in sorted(run_folder.glob(f"*/{ROW_FILE}")):
+        yield path.parent, DerivedRow.load(path)
+
+
+def load_derived_documents(folder: Path) -> dict[str, Array]:
+    """The losses by document of a derived row, by text [2, documents]: nats, scored tokens. ValueError for
+    damage."""
+    path = folder / DOCUMENTS_FILE
+    check_archive(path, remedy=REMEDY)
+    with np.load(path) as archive:
+        return dict(archive)
+
+
+def compare_with_row(
+    run_folder: Path, number: int, losses: Mapping[str, Array], texts: Sequence[str]
+) -> list[Change]:
+    """The changes of texts from a row of the run to other losses of the same documents. Texts that the row of
+    the run lacks are left out."""
+    (before,) = load_documents(run_folder, [number])
+    shared_texts = [text for text in texts if text in before and text in losses]
+    return list(compare_losses(shared_texts, before, losses))

@@ -1,0 +1,247 @@
+"""Add what instruction tuning changed of a base to a run's model: `python -m cpt.graft RUN --instruct M …`.
+
+Writes theta_run + w (theta_M - theta_B) as a Hugging Face model to FOLDER, scores it on the texts of the run,
+and adds its row to the page of the run. The model of the run stays as it is. Exit code 1 after an error."""
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+
+from cpt.core.errors import readable
+from cpt.core.exceptions import InvalidOptionError
+from cpt.core.files import new_folder, writing
+from cpt.core.output import run_program
+from cpt.evaluation.derived_rows import DerivedRow, compare_with_row, load_derived_documents
+from cpt.models.residual import (
+    MAX_SHARD_BYTES,
+    Checkpoint,
+    NewVocabulary,
+    VocabularyTables,
+    check_tensors,
+    find_tables,
+    join_vocabularies,
+    open_checkpoint,
+    sum_tensors,
+    write_shards,
+)
+from cpt.reporting.derived_card import write_derived_card
+from cpt.trainer.base_files import copy_generation_config, save_tokenizer
+from cpt.trainer.rescoring import RunTexts, load_finished_scores, open_run_texts
+from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_outputs import rewrite_report
+
+ROW = "graft"
+PARTS = ("adapters", "parts.json")  # what an exported model may have apart from its plain weights
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json
+
+
+def make_parser() -> argparse.ArgumentParser:
+    paragraphs = str(__doc__).split("\n\n")
+    parser = argparse.ArgumentParser(prog="python -m cpt.graft", description=paragraphs[1])
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="the folder of a finished run")
+    add("--instruct", required=True, metavar="M", help="tuned model: a folder, or a name on the Hub")
+    add("--base", required=True, metavar="B", help="the base that M was tuned from")
+    add("--weight", type=float, default=1.0, metavar="w", help="weight of the residual; default: 1")
+    add("--output", type=Path, metavar="FOLDER", help="new folder for the model; default: RUN/graft")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = make_parser().parse_args(arguments)
+    run = RunDir(options.run)
+    with readable():
+        check_options(options)
+        scores = load_finished_scores(run)
+        check_model_folder(run)
+        with run.locked():
+            # Texts are read first: nothing is written for a run that cannot be scored.
+            texts = open_run_texts(run, scores, needs_base=False)
+            graft = Graft.plan(run, instruct=options.instruct, base=options.base, weight=options.weight)
+            folder = options.output or run.path / ROW
+            with new_folder(folder) as partial:
+                num_tensors = graft.write(partial)
+                row = score_graft(texts, graft, partial)
+                write_derived_card(
+                    partial,
+                    scores,
+                    row,
+                    title=f"{scores.run['name']}, {row.row}",
+                    loading=f'transformers.{graft.run.config.architectures[0]}.from_pretrained("model")',
+                    facts=graft.list_facts(),
+                )
+            rewrite_report(run, scores)
+        print_results(run, folder, graft, row, num_tensors=num_tensors)
+    return 0
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for a weight that is not finite, and for an output that exists."""
+    if not math.isfinite(options.weight):
+        raise InvalidOptionError("--weight", options.weight, allowed="a finite number")
+    output: Path = options.output or options.run / ROW
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise InvalidOptionError(
+            "--output", output, reason="it exists", allowed="a new folder, or an empty one"
+        )
+
+
+def check_model_folder(run: RunDir) -> None:
+    """Raises ValueError for a run without a plain exported model, and for damaged files of it."""
+    if not (run.model / CONFIG_NAME).is_file():
+        raise ValueError(f"{run.model} holds no exported model; the command of the run exports it again")
+    for name in PARTS:
+        if (run.model / name).exists():
+            raise InvalidOptionError(
+                "RUN",
+                run.path,
+                reason=f"its model has weights apart from the plain model ({name})",
+                allowed="a run that exports one plain model, as with method.exported=merged",
+            )
+    damage = [line for line in run.find_damaged_outputs(full=False) if line.startswith("model/")]
+    if damage:
+        raise InvalidOptionError("RUN", run.path, reason="; ".join(damage), allowed="a whole run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graft:
+    """What is to be added to the model of a run."""
+
+    run: Checkpoint
+    base: Checkpoint
+    instruct: Checkpoint
+    weight: float
+    tables: VocabularyTables
+    vocabulary: NewVocabulary
+
+    @classmethod
+    def plan(cls, run_folder: RunDir, *, instruct: str, base: str, weight: float) -> "Graft":
+        """Reads names and shapes, and no weights. Raises ValueError for models that do not go together."""
+        run_checkpoint = open_checkpoint("RUN", str(run_folder.model))
+        base_checkpoint = open_checkpoint("--base", base)
+        instruct_checkpoint = open_checkpoint("--instruct", instruct)
+        tables = find_tables(run_checkpoint.config)
+        check_tensors(run_checkpoint, base_checkpoint, instruct_checkpoint, tables)
+        return cls(
+            run=run_checkpoint,
+            base=base_checkpoint,
+            instruct=instruct_checkpoint,
+            weight=weight,
+            tables=tables,
+            vocabulary=join_vocabularies(run_checkpoint, base_checkpoint, instruct_checkpoint, tables),
+        )
+
+    def write(self, folder: Path) -> int:
+        """Writes the model with its tokenizer; returns the number of its tensors."""
+        rows = self.vocabulary.rows
+        with writing(folder):
+            tensors = sum_tensors(
+                self.run, self.base, self.instruct, weight=self.weight, tables=self.tables, rows=rows
+            )
+            num_tensors = write_shards(folder, tensors, max_bytes=MAX_SHARD_BYTES)
+            self.write_config(folder)
+            self.write_tokenizer(folder)
+        return num_tensors
+
+    def write_config(self, folder: Path) -> None:
+        """The config.json of the run, with the rows of the new vocabulary and, if that has all tokens of the
+        tuned model, with the ids of its special tokens."""
+        config = json.loads((Path(self.run.name) / CONFIG_NAME).read_text(encoding="utf-8"))
+        section = config.get("text_config", config)
+        if self.vocabulary.rows is not None:
+            section["vocab_size"] = len(self.vocabulary.rows.run)
+        if self.vocabulary.has_all_of_instruct:
+            tuned_config = self.instruct.config.get_text_config()
+            for name in TOKEN_IDS:
+                value = getattr(tuned_config, name, None)
+                if value is not None:
+                    section[name] = value
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """The tuned model's tokenizer where it has the run's ids, else the run's, with the tuned model's chat
+        template if all of its tokens are there."""
+        if self.vocabulary.is_of_instruct:
+            save_tokenizer(self.instruct.tokenizer, base=self.instruct.name, folder=folder)
+        else:
+            save_tokenizer(self.choose_run_tokenizer(), base=self.run.name, folder=folder)
+        if self.vocabulary.has_all_of_instruct:
+            copy_generation_config(base=self.instruct.name, folder=folder)
+        elif (Path(self.run.name) / GENERATION_CONFIG_NAME).is_file():
+            shutil.copyfile(Path(self.run.name) / GENERATION_CONFIG_NAME, folder / GENERATION_CONFIG_NAME)
+
+    def choose_run_tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer: Any = self.run.tokenizer
+        if self.vocabulary.has_all_of_instruct:
+            tokenizer.chat_template = self.instruct.tokenizer.chat_template
+        return tokenizer
+
+    def describe(self) -> str:
+        """One sentence, without paths."""
+        return (
+            f"The run's last model + {self.weight:g} x ({Path(self.instruct.name).name} - "
+            f"{Path(self.base.name).name}), by tensor"
+        )
+
+    def list_facts(self) -> list[str]:
+        """What became of the vocabulary, in sentences."""
+        return [self.describe_rows(), self.describe_tokenizer()]
+
+    def describe_rows(self) -> str:
+        vocabulary = self.vocabulary
+        if vocabulary.rows is None:
+            return "Embedding and head: all three vocabularies are one, all rows summed"
+        num_kept = len(vocabulary.rows.run) - vocabulary.num_summed - vocabulary.num_added
+        left_out = ""
+        if vocabulary.num_left_out:
+            left_out = f"; {vocabulary.num_left_out:,} tokens of the tuned model left out"
+        return (
+            f"Embedding and head by token: {vocabulary.num_summed:,} rows summed, {num_kept:,} as in the run "
+            f"(no such token in the tuned model or the base), {vocabulary.num_added:,} as in the tuned model "
+            f"(no such token in the run){left_out}"
+        )
+
+    def describe_tokenizer(self) -> str:
+        if self.vocabulary.is_of_instruct:
+            return "Tokenizer, chat template and generation options: the tuned model's"
+        if self.vocabulary.has_all_of_instruct:
+            return "Tokenizer: the run's; chat template and generation options: the tuned model's"
+        return (
+            "Tokenizer and generation options: the run's, without the tuned model's chat template, whose "
+            "tokens it lacks or has with other ids"
+        )
+
+
+def score_graft(texts: RunTexts, graft: Graft, folder: Path) -> DerivedRow:
+    """Scores the written model on the texts of the run, and stores its row."""
+    module = texts.build_module(folder)
+    text_scores = texts.score(module, row=ROW)
+    return texts.store(folder, text_scores, row=ROW, description=graft.describe())
+
+
+def print_results(run: RunDir, folder: Path, graft: Graft, row: DerivedRow, *, num_tensors: int) -> None:
+    print(f"{folder}: {graft.describe()}; {num_tensors} tensors")
+    for fact in graft.list_facts():
+        print(fact)
+    scores = load_finished_scores(run)
+    last = len(scores.rows) - 1
+    changes = compare_with_row(run.path, last, load_derived_documents(folder), row.domains)
+    print(f"{'text':24}{'run':>9}{'graft':>9}{'change':>9}  nats per token [95 % interval]")
+    for change in changes:
+        interval = ""
+        if math.isfinite(change.low):
+            interval = f"  [{change.low:+.4f}, {change.high:+.4f}]"
+        print(f"{change.text:24}{change.before:9.4f}{change.after:9.4f}{change.difference:+9.4f}{interval}")
+
+
+if __name__ == "__main__":
+    run_program(main)
