@@ -117,13 +117,15 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a config that decide the result, by dotted key: runs with equal ones compute the same.
 
-    Left out are options of how a run is carried out, options at a neutral value, and the sections of budget
-    and monitor in runs that they do not change."""
+    Left out are options of how a run is carried out, options at a neutral value, the section `loss` where it
+    weighs no token, and the sections of budget and monitor in runs that they do not change."""
     leaves = {key: canonical(key, value) for key, value in flatten(settings) if not is_execution_key(key)}
     for key, neutral_value in NEUTRAL_VALUES.items():
         if key in leaves and leaves[key] == neutral_value:
             del leaves[key]
 
+    if leaves.get("loss._target_") is None:
+        leaves = drop_section(leaves, "loss")
     # A budget acts on the monitoring evaluations: with one, the options of both sections decide the result.
     if has_active_budget(leaves):
         return leaves

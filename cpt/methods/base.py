@@ -117,7 +117,8 @@ class ContinualMethod(StageModule):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """Named scalar terms, whose sum is minimized, averaged over processes and micro-batches."""
-        return {"lm": self.objective.sum_nll(self.model, batch) * batch["weight"]}
+        sums, _ = self.objective.sum_losses(self.model, batch, {"lm": self.lm_loss(batch)})
+        return {"lm": sums["lm"] * batch["weight"]}
 
     def describe_accumulation(self) -> str:
         """How a step of several micro-batches differs from one of the whole batch; empty: it does not."""

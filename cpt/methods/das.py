@@ -33,7 +33,6 @@ from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DASOptions, DGAOptions
 from cpt.models.activation_checkpointing import keep_activations
-from cpt.models.chunked_head import WeightedLoss, make_nll
 from cpt.models.forward import check_dropout, mean_over_tokens, set_dropout
 from cpt.models.units import gate_units
 from cpt.models.weights import Snapshot
@@ -83,7 +82,7 @@ class ContrastMethod(ContinualMethod):
         return "the contrastive loss compares the samples of each micro-batch among themselves"
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        sums, hidden = self.objective.sum_losses(self.model, batch, {"lm": WeightedLoss(make_nll(batch))})
+        sums, hidden = self.objective.sum_losses(self.model, batch, {"lm": self.lm_loss(batch)})
         terms = {"lm": sums["lm"] * batch["weight"]}
         if self.options.contrast and self.trainer.global_step % self.options.contrast_every == 0:
             terms["contrast"] = self.contrast(batch, hidden)

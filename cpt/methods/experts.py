@@ -31,7 +31,7 @@ from cpt.data.collate import Batch
 from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import DEMIXOptions, LifelongMoEOptions
-from cpt.models.chunked_head import Logits, WeightedLoss, make_nll
+from cpt.models.chunked_head import Logits, WeightedLoss
 from cpt.models.forward import TARGET_TOKENS, kl_divergence, set_mode
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.units import Projection, find_projections, find_sublayers
@@ -289,7 +289,7 @@ class LifelongMoE(CopyingMethod):
         def distill(logits: Tensor, positions: slice) -> Tensor:
             return kl_divergence(teacher_logits.select(positions), logits)
 
-        losses = {"lm": WeightedLoss(make_nll(batch)), "kd": WeightedLoss(distill, self.options.strength)}
+        losses = {"lm": self.lm_loss(batch), "kd": WeightedLoss(distill, self.options.strength)}
         sums, _ = self.objective.sum_losses(self.model, batch, losses)
         # The balance is of the last pass, which was not the teacher's.
         terms = {"lm": sums["lm"] * batch["weight"]} | self.balance_terms(batch)

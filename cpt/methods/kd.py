@@ -14,7 +14,7 @@ from torch import Tensor
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import KDOptions
-from cpt.models.chunked_head import WeightedLoss, make_nll
+from cpt.models.chunked_head import WeightedLoss
 from cpt.models.forward import kl_divergence, select_positions
 from cpt.models.weights import Snapshot
 
@@ -51,7 +51,7 @@ class KD(ContinualMethod):
             return distillation(logits, teacher, temperature=self.options.temperature)
 
         # Both terms are sums over positions, as a batch's weight makes means of them.
-        losses = {"lm": WeightedLoss(make_nll(batch))}
+        losses = {"lm": self.lm_loss(batch)}
         if self.options.distilled == "logits":
             losses["kd"] = WeightedLoss(distill, self.options.strength)
         sums, hidden = self.objective.sum_losses(self.model, batch, losses)

@@ -20,7 +20,7 @@ from cpt.data.packing import PADDING
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import AGEMOptions, DERPPOptions
-from cpt.models.chunked_head import WeightedLoss, make_nll
+from cpt.models.chunked_head import WeightedLoss, WholeLogits, make_nll, sum_losses
 from cpt.models.forward import select_positions, token_nll
 from cpt.models.objectives import Objective
 
@@ -258,12 +258,13 @@ class DERPP(ContinualMethod):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         if self.options.matched == "hidden":
-            sum_nll, hidden = self.sum_nll_with_hidden(batch)
+            sums, hidden = self.objective.sum_losses(self.model, batch, {"lm": self.lm_loss(batch)})
             outputs = select_positions(hidden, batch["positions"])
         else:  # the memory stores whole logits
+            lm_loss = self.lm_loss(batch)
             outputs, hidden = self.objective.outputs(self.model, batch)
-            sum_nll = token_nll(outputs, batch).sum()
-        lm = sum_nll * batch["weight"]
+            sums = sum_losses(WholeLogits(outputs), {"lm": lm_loss})
+        lm = sums["lm"] * batch["weight"]
         # Before this batch is stored: it would be replayed in the step that it is learned in.
         match, replay = self.replay_terms(max(1, self.draw_size(len(hidden))))
         self.memory.add(batch, outputs)
@@ -297,7 +298,9 @@ class DERPP(ContinualMethod):
             "targets": joint_batch["targets"][num_matched:],
         }
         if self.options.matched == "hidden":  # the head is computed for the replayed draw only
-            sum_nll, hidden = self.sum_nll_with_hidden(replay_batch)
+            losses = {"lm": WeightedLoss(make_nll(replay_batch))}
+            sums, hidden = self.objective.sum_losses(self.model, replay_batch, losses)
+            sum_nll = sums["lm"]
             outputs = select_positions(hidden, matched_positions)
         else:
             logits, _ = self.objective.outputs(self.model, joint_batch)
@@ -307,12 +310,6 @@ class DERPP(ContinualMethod):
         # Means over at least 1: a drawn row may have no scored token.
         squared_error = functional.mse_loss(outputs.float(), stored_outputs, reduction="sum")
         return squared_error / max(1, stored_outputs.numel()), sum_nll / max(1, len(replayed_positions))
-
-    def sum_nll_with_hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum of the language-model loss, a scalar, and the last hidden states [B, T, D]."""
-        losses = {"lm": WeightedLoss(make_nll(batch))}
-        sums, hidden = self.objective.sum_losses(self.model, batch, losses)
-        return sums["lm"], hidden
 
 
 class Reference(Constraint):

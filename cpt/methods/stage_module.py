@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -36,11 +36,13 @@ from cpt.gradient_masks.base import (
     mark_recorded,
     scale_,
 )
+from cpt.models.chunked_head import WeightedLoss
 from cpt.models.forward import set_mode
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
 from cpt.models.parameter_groups import describe_groups, find_groups, find_multipliers
 from cpt.models.router_loss import NO_ROUTER_LOSS, RouterWeights, make_router_loss
+from cpt.models.token_weights import TokenWeights
 from cpt.models.weights import Snapshot
 from cpt.optim.nan_guard import NanGuard
 from cpt.optim.options import SAME_FOR_ALL, ParameterOptions
@@ -50,6 +52,7 @@ from cpt.optim.schedulers import Progress, Schedule
 from cpt.optim.state import CarriedState, lay_out_moments, parameters_of, unfuse_mixed
 
 log = logging.getLogger(__name__)
+REFERENCE = "reference"  # the auxiliary model that token weights compare with
 MAX_OBSERVED = 32  # evaluated texts that masks observe, evenly spread over the order
 
 
@@ -69,6 +72,7 @@ class MethodContext:
     router_weights: RouterWeights = NO_ROUTER_LOSS  # of a mixture of experts
     parameter_options: ParameterOptions = SAME_FOR_ALL
     rounding: Rounding = TO_NEAREST  # of steps to weights in 16 bits
+    token_weights: TokenWeights = field(default_factory=TokenWeights)  # in the language-model loss
 
 
 class StageModule(LightningModule):
@@ -93,6 +97,7 @@ class StageModule(LightningModule):
         self.router_loss = make_router_loss(self.model, context.router_weights)
         self.parameter_options = context.parameter_options
         self.rounding = context.rounding
+        self.token_weights = context.token_weights
         self.logged_groups: list[str] = []  # what the log says of them
 
         # For the next domain: what the optimizer has learned, and the weights before a decay branch.
@@ -103,6 +108,7 @@ class StageModule(LightningModule):
         self.guard = NanGuard()
         self.step_is_made = True
         self.snapshots: list[StepSnapshot] = []
+        self.has_weighed = False  # whether a loss has been made with the token weights
 
         self.expanded_stages: list[Domain] = []  # the stages that the model has grown for
 
@@ -302,6 +308,7 @@ class StageModule(LightningModule):
         if self.optimizer_state is not None:
             self.optimizer_state.clear()  # the optimizer has the state by now
 
+        self.token_weights.before_domain(self.data.importance_batches(), self.reference_nll)
         # The method before its masks: it may restore the weights that they measure.
         self.seed_torch("before")
         self.before_domain(self.data.importance_batches())
@@ -365,6 +372,7 @@ class StageModule(LightningModule):
         is_only_micro_batch = self.trainer.accumulate_grad_batches == 1
         with mark_recorded(self.masks, is_only_micro_batch=is_only_micro_batch), self.record_routers():
             terms = self.losses(batch)
+        self.check_weighed()
         if self.router_loss is not None:
             # The rows of this micro-batch, relative to the mean number of rows.
             terms.update(self.router_loss.terms(len(batch["input_ids"]) / batch["mean_rows"]))
@@ -376,6 +384,27 @@ class StageModule(LightningModule):
                 self.log(name, value.detach(), prog_bar=term == "lm", sync_dist=True)
             self.log(f"train/lr/{self.domain.name}", self.trainer.optimizers[0].param_groups[0]["lr"])
         return cast(Tensor, sum(terms.values()))
+
+    def lm_loss(self, batch: Batch) -> WeightedLoss:
+        """The language-model loss of a training batch at its scored positions, with the token weights of the
+        run (`loss=…`); made before the batch's forward pass."""
+        self.has_weighed = True
+        return self.token_weights.make_loss(batch, self.reference_nll)
+
+    @torch.no_grad()
+    def reference_nll(self, batch: Batch) -> Tensor:
+        """Negative log-likelihood (nats) at the scored positions, [K], by the model that token weights
+        compare with."""
+        reference = cast(PreTrainedModel, self.auxiliary_models[REFERENCE])
+        return self.objective.nll(reference, batch)
+
+    def check_weighed(self) -> None:
+        """Raises ValueError for a method whose losses leave the token weights of the run out."""
+        if type(self.token_weights) is not TokenWeights and not self.has_weighed:
+            raise ValueError(
+                f"loss={type(self.token_weights).__name__} is invalid with {type(self).__name__}: its losses "
+                "are not made of self.lm_loss(batch), so no token is weighted. Allowed: loss=none"
+            )
 
     def record_routers(self) -> AbstractContextManager[None]:
         """Records the router logits of the next forward pass with gradients inside the context, if there is a

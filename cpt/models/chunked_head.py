@@ -53,6 +53,8 @@ class WeightedLoss:
 
     loss: TokenLoss
     strength: float = 1.0
+    # Weights of the positions, [K], that depend on the logits at all of them; called without gradients.
+    find_weights: Callable[["Logits"], Tensor] | None = None
 
 
 class Logits(ABC):
@@ -90,6 +92,24 @@ class WholeLogits(Logits):
 
     def sums(self, losses: Mapping[str, WeightedLoss]) -> dict[str, Tensor]:
         return {name: weighted.loss(self.logits, slice(None)).sum() for name, weighted in losses.items()}
+
+
+def sum_losses(logits: Logits, losses: Mapping[str, WeightedLoss]) -> dict[str, Tensor]:
+    """The sum of each loss over the positions, a scalar, for one backward pass."""
+    return logits.sums({name: weigh_positions(weighted, logits) for name, weighted in losses.items()})
+
+
+def weigh_positions(weighted: WeightedLoss, logits: Logits) -> WeightedLoss:
+    """The loss with its weights of the positions, which need the logits at all of them, multiplied in."""
+    if weighted.find_weights is None:
+        return weighted
+    with torch.no_grad():
+        weights = weighted.find_weights(logits)
+
+    def loss(chunk: Tensor, positions: slice) -> Tensor:
+        return weights[positions] * weighted.loss(chunk, positions)
+
+    return WeightedLoss(loss, weighted.strength)
 
 
 @dataclass(frozen=True)

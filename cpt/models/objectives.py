@@ -17,7 +17,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import draws
 from cpt.data.collate import UNSCORED, Batch, Rows, Sharing, Sizes, label_batch
 from cpt.models.block_attention import make_inputs, split_samples
-from cpt.models.chunked_head import Logits, WeightedLoss, make_nll, run_model
+from cpt.models.chunked_head import Logits, WeightedLoss, make_nll, run_model, sum_losses
 from cpt.models.forward import hidden_states
 
 Result = TypeVar("Result")
@@ -132,7 +132,7 @@ class Objective(ABC):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The sums of losses over the scored positions, scalars for one backward pass, and the last hidden
         states [B, T, D], a decoder's if any."""
-        return self.run(model, batch, lambda logits: logits.sums(losses))
+        return self.run(model, batch, lambda logits: sum_losses(logits, losses))
 
 
 class Masked(Objective):

@@ -9,6 +9,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import (
     Allowed,
     Count,
+    Folder,
     Int,
     Natural,
     NonNegative,
@@ -16,6 +17,8 @@ from cpt.core.schema import (
     OpenShare,
     Options,
     Pattern,
+    Positive,
+    PositiveShare,
     Probability,
     Text,
     check_value,
@@ -163,3 +166,31 @@ class ModelOptions(Options):
                 reason=f"{self.name} has no model to build",
                 allowed="a checkpoint, or model.config, model.pretraining and model.vocab_size",
             )
+
+
+@config
+class EntropyWeightsOptions(Options):
+    """Options of EAFT."""
+
+    alpha: NonNegative = option("exponent of a token's normalized entropy; 0: all tokens weigh 1")
+    top_k: Annotated[Int, Ge(2)] = option("number of likeliest tokens over which the entropy is computed")
+
+
+@config
+class ExcessLossSelectionOptions(Options):
+    """Options of Rho-1."""
+
+    share: PositiveShare = option("share of tokens that are trained on; 1: all, without a reference")
+    ranked: Literal["batch", "sequence"] = option(
+        "tokens that are ranked together: those of a process's micro-batch, or of each sequence"
+    )
+    reference: Folder | None = option("folder of the reference model; null: the base model")
+
+
+@config
+class SampleWeightsOptions(Options):
+    """Options of FLOW."""
+
+    temperature: Annotated[Literal["median"] | Positive | None, Allowed("median, null or above 0")] = option(
+        "tau, in nats; median: of the base's loss over samples of each domain; null: all weigh 1"
+    )

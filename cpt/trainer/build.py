@@ -23,6 +23,7 @@ from cpt.models.loading import find_head_parameters
 from cpt.models.objectives import Objective
 from cpt.models.parameter_groups import bind_blocks
 from cpt.models.router_loss import find_router_weights
+from cpt.models.token_weights import TokenWeights
 from cpt.models.trial import try_model
 from cpt.models.units import find_blocks
 from cpt.models.vocabulary import vocabulary_tables
@@ -35,6 +36,7 @@ from cpt.trainer.base_model import Base
 from cpt.trainer.costs import original_name
 from cpt.trainer.options import FP16_MIXED, Precision
 from cpt.trainer.plan import Plan
+from cpt.trainer.reference_model import add_reference, make_reference
 
 
 def read_corpora(plan: Plan) -> Corpora:
@@ -58,7 +60,13 @@ def build_method(plan: Plan, machine: Machine, base: Base) -> ContinualMethod:
         checkpoint = plan.model.name_or_path
         source = "model.config" if checkpoint is None else f"model.name_or_path={checkpoint}"
         try_model(model, base.objective, base.objective_name, length=base.length, source=source)
-    return assemble_method(plan, machine, model, base.objective, loaded_names=loaded_names)
+    reference = None
+    if plan.needs_reference:
+        reference = make_reference(plan, base, model)  # before the method adds to the model
+    method = assemble_method(plan, machine, model, base.objective, loaded_names=loaded_names)
+    if reference is not None:
+        add_reference(method, reference)
+    return method
 
 
 def assemble_method(
@@ -144,6 +152,7 @@ def build_context(
         router_weights=find_router_weights(plan.model.router_aux_loss, model.config),
         parameter_options=plan.parameter_options,
         rounding=StochasticRounding() if plan.rounding == "stochastic" else TO_NEAREST,
+        token_weights=TokenWeights() if plan.loss is None else plan.loss.make(),
     )
 
 

@@ -47,6 +47,7 @@ from cpt.trainer.check_optimizer import check_optimizer
 from cpt.trainer.check_quantization import check_quantization
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.plan import Plan
+from cpt.trainer.reference_model import check_reference
 from cpt.trainer.skeleton import build_skeleton, on_meta_device
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
     stored_config, tokenizer = read_model_config(plan)
     objective = loading.resolve_objective(options.objective, stored_config)
     check_objective(plan, objective, tokenizer)
+    if plan.reference_folder is not None:
+        check_reference(plan.reference_folder, tokenizer, objective)
     if tokenizer is not None:
         check_tokenizer(plan, objective, tokenizer, stored_config)
     else:

@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 from transformers.utils import CONFIG_NAME
 
+from cpt.core.exceptions import InvalidOptionError
 from cpt.models import loading
 from cpt.optim.options import KINDS
 from cpt.reporting.formats import format_bytes
@@ -75,6 +76,14 @@ USES = (  # in the order of the table
 def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
     """What a run needs on devices of a kind, as plan=json prints it; `cause` says why it is computed. Raises
     ValueError for a plan that cannot be run or simulated."""
+    if plan.loss is not None and plan.needs_reference:
+        raise InvalidOptionError(
+            "loss._target_",
+            plan.loss.target,
+            context="for a plan that is computed",
+            reason="which tokens its second model chooses depends on the values of weights",
+            allowed="loss=eaft or none, or plan=true on a machine with the weights",
+        )
     optimizer_kind = KINDS.get(plan.optim.target)
     if optimizer_kind is None or optimizer_kind.is_installed:
         check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})

@@ -47,11 +47,13 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
         log.info("No effect of %s", description)
 
     num_micro_batches = plan.trainer.accumulate_grad_batches
-    difference = module.describe_accumulation()
-    if num_micro_batches > 1 and difference:
-        log.info(
-            "Accumulating gradients (trainer.accumulate_grad_batches=%d): %s", num_micro_batches, difference
-        )
+    for difference in (module.describe_accumulation(), module.token_weights.describe_accumulation()):
+        if num_micro_batches > 1 and difference:
+            log.info(
+                "Accumulating gradients (trainer.accumulate_grad_batches=%d): %s",
+                num_micro_batches,
+                difference,
+            )
 
     log_frozen_weights(plan, module)
     log_export(plan, machine)

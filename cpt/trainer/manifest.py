@@ -18,7 +18,6 @@ from cpt.core.exceptions import DamagedFileError, format_value
 from cpt.core.processes import is_first_process
 from cpt.core.schema import check_types
 from cpt.data.sources.base import stamp_of
-from cpt.models.options import ModelOptions
 from cpt.trainer.plan import Plan, why_not_extendable
 from cpt.trainer.run_dir import WEIGHTS, RunDir, checkpoint_files, file_stat
 
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_SHOWN = 8  # items that a message lists
-TOKENIZER_FOLDER = "model.tokenizer/"  # of files of the base that are not the checkpoint's own
+# Before the names of files that are not the checkpoint's own.
+TOKENIZER_FOLDER = "model.tokenizer/"
+REFERENCE_FOLDER = "loss.reference/"
 
 
 @dataclass
@@ -65,13 +66,13 @@ class Manifest:
         for name, facts in self.texts.items():
             if facts.get("stamp") != stamp_of(plan.source, name):
                 texts.append(name)
-        return texts, self.find_touched_files(plan.model)
+        return texts, self.find_touched_files(plan)
 
-    def find_touched_files(self, model: ModelOptions) -> list[str]:
+    def find_touched_files(self, plan: Plan) -> list[str]:
         """The files of the base that are missing, or have another size or time now."""
         if not self.base:
             return []
-        stats = {name: file_stat(path) for name, path in base_files(model).items()}
+        stats = {name: file_stat(path) for name, path in base_files(plan).items()}
         return [name for name, (*stat, _) in self.base.items() if stats.get(name) != stat]
 
     def find_changes(self, plan: Plan) -> list[str]:
@@ -102,31 +103,38 @@ class Manifest:
     def compare_base(self, plan: Plan, touched_files: Sequence[str]) -> Iterator[str]:
         """Yields how files of a checkpoint differ now: of those that were touched or, with
         `verify_inputs=full`, of all. A base that the run has made is compared by `write_manifest`."""
-        if plan.model.name_or_path is None:
-            return
-        paths = base_files(plan.model)
+        paths = base_files(plan)
         names = list(self.base) if plan.run.verify_inputs == "full" else touched_files
         for name in names:
+            file_name = name
             option = f"model.name_or_path={plan.model.name_or_path}"
             if name.startswith(TOKENIZER_FOLDER):
+                file_name = name.removeprefix(TOKENIZER_FOLDER)
                 option = f"model.tokenizer={plan.model.tokenizer}"
+            elif name.startswith(REFERENCE_FOLDER):
+                file_name = name.removeprefix(REFERENCE_FOLDER)
+                option = f"loss.reference={plan.reference_folder}"
+            elif plan.model.name_or_path is None:
+                continue
             if name not in paths:
-                yield f"{option} has no {name.removeprefix(TOKENIZER_FOLDER)} any more"
+                yield f"{option} has no {file_name} any more"
                 continue
             entry = [*file_stat(paths[name]), files.file_hash(paths[name])]
             if has_other_hash(entry, self.base[name]):
-                yield f"{name.removeprefix(TOKENIZER_FOLDER)} of {option} changed"
+                yield f"{file_name} of {option} changed"
             else:
                 self.base[name] = entry
 
 
-def base_files(model: ModelOptions) -> dict[str, Path]:
-    """The files of a checkpoint by name and, below TOKENIZER_FOLDER, those of model.tokenizer without the
-    weights that its folder may have."""
-    paths = checkpoint_files(model.name_or_path)
-    for name, path in checkpoint_files(model.tokenizer).items():
+def base_files(plan: Plan) -> dict[str, Path]:
+    """The files of a checkpoint by name; below TOKENIZER_FOLDER those of model.tokenizer, without the weights
+    that its folder may have, and below REFERENCE_FOLDER those of loss.reference."""
+    paths = checkpoint_files(plan.model.name_or_path)
+    for name, path in checkpoint_files(plan.model.tokenizer).items():
         if path.suffix not in WEIGHTS:
             paths[f"{TOKENIZER_FOLDER}{name}"] = path
+    for name, path in checkpoint_files(plan.reference_folder).items():
+        paths[f"{REFERENCE_FOLDER}{name}"] = path
     return paths
 
 
@@ -278,12 +286,13 @@ def describe_texts(corpora: Corpora) -> dict[str, dict[str, Any]]:
 def hash_base(plan: Plan, start: Base, stored_base: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """Size, time and hash of the files of the base; hashes are stored ones where size and time are equal. Of
     a model that the run has made the weights count alone: its config is in the run's."""
-    is_given = plan.model.name_or_path is not None
     base = {}
-    paths = base_files(plan.model) if is_given else checkpoint_files(start.checkpoint)
+    paths = base_files(plan)
+    if plan.model.name_or_path is None:
+        for name, path in checkpoint_files(start.checkpoint).items():
+            if path.suffix in WEIGHTS:
+                paths[name] = path
     for name, path in paths.items():
-        if not is_given and path.suffix not in WEIGHTS:
-            continue
         stat = file_stat(path)
         entry = stored_base.get(name, [])
         if entry[:2] != stat:

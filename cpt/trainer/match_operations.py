@@ -49,14 +49,13 @@ def match_operations(plan: Plan, machine: Machine, corpora: Corpora, base: Base,
             allowed=f"trainer.{unit}=N, the N that plan=true logs",
         )
 
-    # The reference is the same run without method, masks and replay.
+    # The reference is the same run without method, masks, replay and weights of tokens.
     ncl = Choice("cpt.methods.ncl.NCL", Options())
-    if plan.method == ncl and plan.masks == () and plan.replay == NO_REPLAY:
+    if plan.method == ncl and plan.masks == () and plan.replay == NO_REPLAY and plan.loss is None:
         return plan
 
-    reference = count_operations(
-        replace(plan, method=ncl, masks=(), replay=NO_REPLAY), machine, corpora, base
-    )
+    plain_plan = replace(plan, method=ncl, masks=(), replay=NO_REPLAY, loss=None)
+    reference = count_operations(plain_plan, machine, corpora, base)
     operations = count_operations(plan, machine, corpora, base)
     if not operations.in_steps:
         return plan

@@ -80,6 +80,16 @@ class Plan(Sections):
         return mixture if isinstance(mixture, ReplayConfig) else self.replay
 
     @property
+    def reference_folder(self) -> str | None:
+        """The folder of the model that weights of tokens compare with; None: the base, or no model."""
+        return None if self.loss is None else getattr(self.loss.options, "reference", None)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether weights of tokens compare with a second model."""
+        return self.loss is not None and self.loss.make().needs_reference
+
+    @property
     def evaluation_groups(self) -> list[str]:
         """The config groups of what is measured in addition to the losses."""
         groups = []
@@ -473,6 +483,14 @@ def check_sharding(plan: Plan) -> None:
                 reason=f"{group} {choice.target} does not support sharded weights (docs/distributed.md)",
                 allowed="single, ddp",
             )
+    if plan.loss is not None and plan.needs_reference:
+        raise InvalidOptionError(
+            "loss._target_",
+            plan.loss.target,
+            context="with strategy=fsdp",
+            reason="each process would hold the whole reference model",
+            allowed="loss=eaft or none, or strategy=single or ddp",
+        )
     if isinstance(plan.method.options, MapPairOptions) and plan.method.options.use_dora:
         raise InvalidOptionError(
             "method.use_dora",

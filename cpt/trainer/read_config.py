@@ -69,6 +69,7 @@ class Sections:
     method: Choice
     masks: tuple[Choice, ...]
     replay: ReplayConfig
+    loss: Choice | None  # of weights of tokens; None: all weigh 1
     source: Source
     optim: Choice
     parameter_options: ParameterOptions  # of the section `optim`
@@ -111,6 +112,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         method=replace(method, base_class="cpt.methods.base.ContinualMethod"),
         masks=read_masks(read),
         replay=choose(read("replay"), ReplayConfig, default=NO_REPLAY),
+        loss=read_loss(read("loss")),
         source=read_source(read("domains")),
         optim=read_optimizer(read("optim")),
         parameter_options=read_parameter_options(read("optim")),
@@ -203,6 +205,12 @@ def read_masks(read: Callable[[str], Section]) -> tuple[Choice, ...]:
     """The masks in their order; `read` gives the section of a name."""
     names = check_targets(read("mask").values, "mask")
     return tuple(read(f"mask.{name}").choose() for name in names)
+
+
+def read_loss(section: Section) -> Choice | None:
+    """The weights of tokens in the loss; None where all weigh 1."""
+    choice = section.choose()
+    return None if choice is None else replace(choice, base_class="cpt.models.token_weights.TokenWeights")
 
 
 def read_trainer(section: Section) -> TrainerOptions:

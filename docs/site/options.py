@@ -25,6 +25,7 @@ GROUPS = {
     "method": ("Methods", "methods"),
     "mask": ("Gradient masks", "methods"),
     "replay": ("Replay", "replay"),
+    "loss": ("Token weights", "methods"),
     "routing": ("Routing of per-domain modules", "per-domain-modules"),
     "domains": ("Data", "data"),
     "model": ("Model", "models"),

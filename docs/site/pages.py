@@ -43,8 +43,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Options": tuple(
         f"options/{group}.md"
         for group in (
-            *("method", "mask", "replay", "routing", "domains", "model", "optim", "lr_scheduler", "trainer"),
-            *("strategy", "endtask", "answers", "benchmark", "budget", "logger"),
+            *("method", "mask", "replay", "loss", "routing", "domains", "model", "optim", "lr_scheduler"),
+            *("trainer", "strategy", "endtask", "answers", "benchmark", "budget", "logger"),
         )
     ),
     "Studies": (

@@ -30,6 +30,8 @@ def test_a_run_folder_is_named_by_its_choices():
 def test_what_decides_the_result_identifies_a_run(composed, tmp_path):
     plain = plain_config(composed())
     assert identity(plain_config(composed("strategy=ddp", "logger=none", "name=x"))) == identity(plain)
+    assert not any(key.startswith("loss") for key in identity(plain))  # as in runs of 0.1.0
+    assert identity(plain_config(composed("loss=eaft")))["loss.alpha"] == 1
     run = RunDir(tmp_path)
     run.write_config(plain)
     differ = run.find_config_changes(plain_config(composed("trainer.steps=7", "seed=1")))

@@ -225,13 +225,19 @@ SEAMS = {
     name: [*overrides_for(name), "optim.state_across_domains=moments"]
     for name in ("agem", "companions", "elle")
 }
+# Each token's weight depends on its own sample alone.
+LOSSES = {
+    "eaft": ["loss=eaft"],
+    "rho1": ["loss=rho1", "loss.ranked=sequence"],
+    "flow": ["loss=flow"],
+}
 
 
-@pytest.mark.parametrize("method", run_few(PARTS | SEAMS, ["demix"]))
+@pytest.mark.parametrize("method", run_few(PARTS | SEAMS | LOSSES, ["demix"]))
 def test_two_processes_agree_and_are_as_one(method, small, start, launched, tmp_path):
     """On what is drawn, where an expert begins and which parts score a text, a projected gradient, a grown
     model and a peer; the memory of A-GEM alone is each process's own."""
-    options = {**PARTS, **SEAMS}[method]
+    options = {**PARTS, **SEAMS, **LOSSES}[method]
     shared_run = launched("two", *DDP, *options)
     assert_agree(shared_run.parent / "out-0", 2)
     start(small(ORDER, *options), tmp_path / "alone")
