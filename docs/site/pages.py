@@ -32,6 +32,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Evaluation": ("downstream-tasks.md", "lm-eval.md", "compare.md", "reproduce.md", "tracking.md"),
     "Operation": (
         "plan.md",
+        "large-models.md",
         "sweeps.md",
         "tune.md",
         "distributed.md",
