@@ -2,8 +2,8 @@
 
 Cached text, tokenizers and base models that no run has opened for 30 days are rebuilt when a run needs
 them. Cached rows of an older format are not read any more. What a running process uses stays. With --stages
-also the stage files of finished runs: without them no domain can be added to a run, and nothing more can be
-evaluated in its earlier stages. Models, reports and scores stay."""
+also the stage files of finished runs: without them no domain can be added to a run or given back
+(`cpt.withdraw`), and nothing more can be evaluated in its earlier stages. Models, reports and scores stay."""
 
 import argparse
 import os
@@ -21,6 +21,7 @@ from cpt.core.cache_use import find_users
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.formats import format_bytes
+from cpt.trainer.run_dir import STAGE_FILE
 
 DAY = 24 * 3600
 
@@ -92,7 +93,7 @@ def find_removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple
                 yield path, f"not used for {unused_days:.0f} days"
         elif stages and is_run:
             for stage_folder in find_finished_stages(path):
-                yield stage_folder, "of a finished run"
+                yield stage_folder, f"of a finished run{describe_loss(stage_folder)}"
 
 
 def find_last_change(folder: Path) -> float:
@@ -116,6 +117,19 @@ def find_finished_stages(run: Path) -> list[Path]:
         return []
     folders = [run / "stages", run / "checkpoints"]
     return [folder for folder in folders if any(folder.glob("*"))]
+
+
+def describe_loss(stage_folder: Path) -> str:
+    """What a finished run needs its stage files for; empty for the folder of step checkpoints."""
+    if stage_folder.name != "stages":
+        return ""
+    order = Scores.load(stage_folder.parent / "scores.json").run["order"]
+    numbers = {int(path.stem) for path in stage_folder.glob(f"[0-9]*.{STAGE_FILE}")}
+    # The stage before a domain continues without it; the last one has modules of all domains.
+    given_back = [domain for number, domain in enumerate(order) if number in numbers]
+    if given_back:
+        return f", with which extend adds domains and cpt.withdraw gives back {', '.join(given_back)}"
+    return ", with which extend adds domains and cpt.withdraw gives back those with modules of their own"
 
 
 def describe_use(path: Path) -> str:

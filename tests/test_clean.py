@@ -48,7 +48,7 @@ def test_it_frees_what_no_run_has_used_and_a_run_makes_it_again(run, start, tmp_
     assert capsys.readouterr().out.startswith("0 entries")
 
 
-def test_a_finished_run_without_its_stages_stays_finished(run, start, tmp_path):
+def test_a_finished_run_without_its_stages_stays_finished(run, start, tmp_path, capsys):
     folder = tmp_path / "outputs" / "run"
     scores = (folder / "scores.json").read_bytes()
     assert clean.main([str(folder), "--yes"]) == 0 and any((folder / "stages").iterdir())
@@ -58,6 +58,7 @@ def test_a_finished_run_without_its_stages_stays_finished(run, start, tmp_path):
     assert clean.count_freed_bytes(folder / "stages") == size
     assert clean.count_freed_bytes(folder) > weights.stat().st_size > 2 * size
     assert clean.main([str(tmp_path / "outputs"), "--stages", "--yes"]) == 0
+    assert "cpt.withdraw gives back those with modules of their own" in capsys.readouterr().out
     assert not (folder / "stages").exists() and weights.exists()
     assert verify.main([str(folder)]) == 0
     start(run, folder)

@@ -20,6 +20,7 @@ from cpt.core.files import replace
 from cpt.core.secrets import is_secret
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
+from cpt.evaluation.withdrawals import load_withdrawals
 from cpt.reporting.formats import (
     MAX_LISTED,
     Format,
@@ -97,6 +98,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
         tasks=list_tasks(scores),
         general=GENERAL in scores.domains,
         missing=count_missing(scores),
+        withdrawals=load_withdrawals(folder),
         command=describe_command(folder, public_names),
     )
     path = folder / "model" / "README.md"

@@ -1,0 +1,300 @@
+"""Give a domain of a finished run back: `python -m cpt.withdraw RUN DOMAIN [--output FOLDER]`.
+
+Says which forms can give the domain back: its modules are left out (exact), what it added to the weights is
+subtracted (approximate), or the run before it continues with the domains that followed (exact). With --output
+the first possible form is written to FOLDER; RUN stays as it is. Exit code 1 after an error."""
+
+import argparse
+import shlex
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cpt.core.errors import readable
+from cpt.core.exceptions import InvalidOptionError
+from cpt.core.files import new_folder, writing
+from cpt.core.output import run_program
+from cpt.core.secrets import redact_text
+from cpt.evaluation.derived_rows import DerivedRow
+from cpt.evaluation.scores import Scores
+from cpt.evaluation.withdrawals import record_withdrawal
+from cpt.methods.base import ContinualMethod
+from cpt.reporting.derived_card import write_derived_card
+from cpt.train import train
+from cpt.trainer.base_files import copy_generation_config, save_tokenizer
+from cpt.trainer.checkpoint import save_stage
+from cpt.trainer.dry_run import estimate
+from cpt.trainer.export_dtype import DTYPES, convert_files
+from cpt.trainer.reduced_run import Reduction, copy_stage, replace_order, write_reduced_run
+from cpt.trainer.rescoring import (
+    RunTexts,
+    load_config_here,
+    load_finished_scores,
+    load_plan,
+    open_run_texts,
+)
+from cpt.trainer.run_dir import RunDir
+from cpt.trainer.withdrawal import (
+    FORMS,
+    Withdrawal,
+    describe_forms,
+    find_withdrawal,
+    is_constant,
+    leave_out,
+    list_kept_rows,
+    subtract,
+)
+
+ROW = "withdrawn"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    paragraphs = str(__doc__).split("\n\n")
+    parser = argparse.ArgumentParser(prog="python -m cpt.withdraw", description=paragraphs[1])
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="the folder of a finished run")
+    add("domain", metavar="DOMAIN", help="the domain that is given back")
+    add("--form", choices=FORMS, help="the form; default: the first possible one")
+    add("--output", type=Path, metavar="FOLDER", help="new folder for the result")
+    add("--dry-run", action="store_true", help="only say what can be done, and what it costs")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = make_parser().parse_args(arguments)
+    run = RunDir(options.run)
+    with readable():
+        scores = load_finished_scores(run)
+        check_options(options, scores)
+        with run.locked():
+            texts = open_run_texts(run, scores, needs_base=True)
+            module = texts.build_method()
+            withdrawal = find_withdrawal(run, scores, texts.method_plan, module, domain=options.domain)
+            form = choose_form(withdrawal, options.form)
+            print("\n".join(describe_forms(withdrawal)))
+            is_written = options.output is not None and not options.dry_run
+            if is_written:
+                give_back(withdrawal, texts, module, form=form, folder=options.output)
+            elif form == "continued":
+                print(describe_cost(withdrawal, options.output))
+    return 0
+
+
+def check_options(options: argparse.Namespace, scores: Scores) -> None:
+    """Raises ValueError for a domain that the run has not learned, and for an output that is there."""
+    order = list(scores.run["order"])
+    if options.domain not in order:
+        raise InvalidOptionError("DOMAIN", options.domain, allowed=", ".join(order))
+    output: Path | None = options.output
+    if output is not None and output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise InvalidOptionError(
+            "--output", output, reason="it exists", allowed="a new folder, or an empty one"
+        )
+
+
+def choose_form(withdrawal: Withdrawal, form: str | None) -> str:
+    """Raises ValueError where the form, or every form, cannot give the domain back."""
+    possible_forms = withdrawal.possible_forms
+    if not possible_forms:
+        reasons = [f"{name}: {reason}" for name, reason in withdrawal.why_not.items()]
+        raise InvalidOptionError(
+            "DOMAIN",
+            withdrawal.domain,
+            reason="; ".join(reasons),
+            allowed=f"a new run with order=[{','.join(withdrawal.remaining)}]",
+        )
+    if form is not None and form not in possible_forms:
+        raise InvalidOptionError(
+            "--form", form, reason=withdrawal.why_not[form], allowed=", ".join(possible_forms)
+        )
+    return form or possible_forms[0]
+
+
+def give_back(
+    withdrawal: Withdrawal, texts: RunTexts, module: ContinualMethod, *, form: str, folder: Path
+) -> None:
+    """Writes the result of a form, and prints what was done."""
+    if form == "subtracted":
+        row = write_subtracted(withdrawal, texts, module, folder)
+        print(f"{folder}: {row.description}")
+        print_losses(withdrawal.scores, dict(zip(row.domains, row.nll, strict=True)))
+        return
+    if form == "continued" and not withdrawal.is_last:
+        if withdrawal.number > 1:
+            with new_folder(folder) as partial_folder:
+                write_rewound(withdrawal, partial_folder)
+            print(f"{folder}: the run before {withdrawal.domain}")
+        print(describe_command(withdrawal, folder))
+        return
+
+    with new_folder(folder) as partial_folder:
+        if form == "left_out":
+            write_left_out(withdrawal, module, partial_folder)
+        else:
+            write_rewound(withdrawal, partial_folder)
+    # Nothing is left to train: what is missing is measured, the model exported and the report written.
+    reduced_run = RunDir(folder)
+    train(load_config_here(reduced_run), run_dir=folder)
+    reduced_scores = load_finished_scores(reduced_run)
+    print(f"{folder}: {describe(withdrawal, form)}")
+    print_losses(withdrawal.scores, dict(zip(reduced_scores.domains, reduced_scores.nll[-1], strict=True)))
+
+
+def describe(withdrawal: Withdrawal, form: str) -> str:
+    """One sentence on what was done, without paths."""
+    domain = withdrawal.domain
+    if form == "left_out":
+        return f"The modules of {domain} were removed; those of other domains are unchanged"
+    if form == "subtracted":
+        return (
+            f"What the stage of {domain} added to the weights was subtracted from the run's last model "
+            "(approximate: later stages were trained with it)"
+        )
+    return f"The run continues from the stage before {domain}, and never had it"
+
+
+def write_left_out(withdrawal: Withdrawal, module: ContinualMethod, folder: Path) -> None:
+    """The finished run without the modules of a domain. Cells of the matrix that these may have decided are
+    left out, and those of the last row measured again."""
+    scores = withdrawal.scores
+    rows = list_kept_rows(scores, withdrawal.number, until_stage=False)
+    keeps_cell = partial(is_constant, withdrawal.plan, scores, number=withdrawal.number)
+    reduction = Reduction(
+        domain=withdrawal.domain, order=withdrawal.remaining, rows=rows, keeps_cell=keeps_cell
+    )
+    reduced_run = write_reduced_run(folder, withdrawal.run, scores, reduction)
+    leave_out(module, index=withdrawal.number - 1, num_domains=len(scores.run["order"]))
+    path = reduced_run.stage_path(len(rows) - 1)
+    path.parent.mkdir()
+    save_stage(module, path)
+    record(withdrawal, folder, "left_out")
+
+
+def write_rewound(withdrawal: Withdrawal, folder: Path) -> None:
+    """The run as it was before a domain, whose order has the domains that followed."""
+    number = withdrawal.number
+    scores = withdrawal.scores
+    reduction = Reduction(
+        domain=withdrawal.domain,
+        order=withdrawal.remaining,
+        rows=list_kept_rows(scores, number, until_stage=True),
+        keeps_cell=lambda row, text: True,
+    )
+    reduced_run = write_reduced_run(folder, withdrawal.run, scores, reduction)
+    copy_stage(reduced_run, withdrawal.run, number - 1)
+    record(withdrawal, folder, "continued")
+
+
+def record(withdrawal: Withdrawal, folder: Path, form: str) -> None:
+    record_withdrawal(
+        folder,
+        withdrawal.run.path,
+        {"domain": withdrawal.domain, "form": form, "description": describe(withdrawal, form)},
+    )
+
+
+def write_subtracted(
+    withdrawal: Withdrawal, texts: RunTexts, module: ContinualMethod, folder: Path
+) -> DerivedRow:
+    """A model of its own with its row, which no run can continue."""
+    last = len(withdrawal.scores.rows) - 1
+    subtract(module, texts.build_method(), withdrawal.run, number=withdrawal.number, last=last)
+    with new_folder(folder) as partial_folder, writing(folder):
+        # Scored before the export, which may change the module.
+        text_scores = texts.score(module, row=ROW)
+        loading = module.export(partial_folder, withdrawal.scores.run["order"])
+        base = texts.base
+        save_tokenizer(base.tokenizer, base=base.tokenizer_files, folder=partial_folder)
+        copy_generation_config(base=base.checkpoint, folder=partial_folder)
+        dtype = withdrawal.scores.exported.get("dtype", "float32")
+        if dtype in DTYPES:
+            convert_files(partial_folder, DTYPES[dtype])
+        description = describe(withdrawal, "subtracted")
+        row = texts.store(partial_folder, text_scores, row=ROW, description=description)
+        write_derived_card(
+            partial_folder,
+            withdrawal.scores,
+            row,
+            title=f"{withdrawal.scores.run['name']} without {withdrawal.domain}",
+            loading=loading.replace(str(partial_folder), "model"),
+            facts=[description],
+        )
+    return row
+
+
+def describe_cost(withdrawal: Withdrawal, folder: Path | None) -> str:
+    """What continuing costs, as plan=true estimates it, and the command."""
+    command = describe_command(withdrawal, folder)
+    if withdrawal.is_last:
+        return f"Cost: no training; {command}"
+    with tempfile.TemporaryDirectory(dir=withdrawal.run.path.parent) as name:
+        reduced_run = RunDir(Path(name) / "run")
+        if withdrawal.number > 1:
+            write_rewound(withdrawal, reduced_run.path)
+            plan = load_plan(reduced_run, withdrawal.remaining)
+        else:
+            plan = load_plan(withdrawal.run, withdrawal.remaining)
+        cost = estimate(plan, reduced_run, None)
+    return f"Cost: {format_cost(cost)}; {command}"
+
+
+def format_cost(cost: dict[str, Any]) -> str:
+    """Steps, tokens and time of what is left of a run."""
+    steps = sum(stage["left_steps"] for stage in cost["stages"])
+    tokens = sum(stage["tokens"] for stage in cost["stages"] if stage["left_steps"])
+    time = timedelta(seconds=round(cost["seconds"]["total"]))
+    return f"{steps:,} steps, {tokens:,} tokens, {time} on this machine"
+
+
+def describe_command(withdrawal: Withdrawal, folder: Path | None) -> str:
+    """The command that gives the domain back by continuing: this program, and unless the domain is the last
+    the command of the run with the domains that are left."""
+    run = withdrawal.run.path
+    target = folder or Path("FOLDER")
+    if withdrawal.is_last or (withdrawal.number > 1 and not target.exists()):
+        first = shlex.join(
+            ["python", "-m", "cpt.withdraw", str(run), withdrawal.domain, f"--output={target}"]
+        )
+        if withdrawal.is_last:
+            return first
+        return f"{first} && {describe_run_command(withdrawal, target)}"
+    return describe_run_command(withdrawal, target)
+
+
+def describe_run_command(withdrawal: Withdrawal, folder: Path) -> str:
+    run = withdrawal.run.path
+    overrides_file = run / ".hydra" / "overrides.yaml"
+    if not overrides_file.exists():
+        order = ",".join(withdrawal.remaining)
+        return f"the command of the run with 'order=[{order}]' {shlex.quote(f'hydra.run.dir={folder}')}"
+    overrides = yaml.safe_load(overrides_file.read_text(encoding="utf-8")) or []
+    words = ["python", "run.py", *find_config_folders(run), *replace_order(overrides, withdrawal.remaining)]
+    return redact_text(shlex.join([*words, f"hydra.run.dir={folder}"]))
+
+
+def find_config_folders(run: Path) -> list[str]:
+    """The --config-dir of the run's command."""
+    path = run / ".hydra" / "hydra.yaml"
+    if not path.exists():
+        return []
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    sources = settings["hydra"]["runtime"]["config_sources"]
+    return [f"--config-dir={source['path']}" for source in sources if source["provider"] == "command-line"]
+
+
+def print_losses(scores: Scores, losses: dict[str, float | None]) -> None:
+    """The losses of the run's last row, and those without the domain."""
+    print(f"{'text':24}{'run':>9}{'without':>9}{'change':>9}  nats per token")
+    for text, before in zip(scores.domains, scores.nll[-1], strict=True):
+        after = losses.get(text)
+        if before is not None and after is not None:
+            print(f"{text:24}{before:9.4f}{after:9.4f}{after - before:+9.4f}")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,218 @@
+"""`python -m cpt.withdraw`: what a run is without a domain, by each form, and what it says where none can."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from cpt import verify, withdraw
+from cpt.adapters.domain_store import DomainParams, Router, Scope
+from cpt.evaluation.derived_rows import DerivedRow
+from cpt.trainer.checkpoint import load_stage
+from cpt.trainer.withdrawal import drop_source, is_constant, is_source, why_not_left_out
+from tests.runs.reading import assert_same_bits, same_state, scores_of, state_of, times
+from tests.support.campaign import run_few
+
+THREE = "order=[law,food,space]"
+FEW = "trainer.steps=2"
+OWN_MODULES = {
+    "lora": ["method=lora", "method.per_domain=true"],
+    "adapter": ["method=adapter", "method.per_domain=true"],
+    "prompt": ["method=prompt", "method.num_virtual_tokens=3"],
+    "demix": ["method=demix", "method.start=base"],
+}
+
+
+def cells_of(scores, *, rows, texts):
+    """Losses by row and text."""
+    cells = {}
+    for row in rows:
+        losses = dict(zip(scores.domains, scores.nll[scores.rows.index(row)], strict=True))
+        cells.update({(row, text): losses[text] for text in texts})
+    return cells
+
+
+@pytest.mark.parametrize("name", run_few([*OWN_MODULES], ["lora"]))
+def test_modules_of_a_domain_are_left_out_and_all_other_cells_keep_their_bits(
+    name, small, start, tmp_path, capsys
+):
+    run = tmp_path / "run"
+    routing = "routing@method.routing=domain"
+    start(small(THREE, FEW, *OWN_MODULES[name], routing), run)
+    before = times(run)
+    arguments = [str(run), "food", "--output", str(tmp_path / "out")]
+    assert withdraw.main([*arguments, "--dry-run"]) == 0
+    assert "left out    exact" in capsys.readouterr().out and not (tmp_path / "out").exists()
+    assert withdraw.main(arguments) == 0
+    assert {path: time for path, time in times(run).items() if "/.lock" not in path} == before
+
+    scores = scores_of(run)
+    reduced = scores_of(tmp_path / "out")
+    assert reduced.rows == ["base", "law", "space"] and reduced.domains == ["law", "space", "general"]
+    cells = cells_of(reduced, rows=reduced.rows, texts=reduced.domains)
+    assert cells == cells_of(scores, rows=reduced.rows, texts=reduced.domains) and reduced.run["finished"]
+    # The modules of the other domains, and the exported model of the last one.
+    old_state = state_of(run)
+    state = state_of(tmp_path / "out")
+    prefix = "domain_params."
+    keys = [key for key in state if key.startswith(f"{prefix}1:")]
+    for key in keys:
+        assert torch.equal(state[key], old_state[key.replace(f"{prefix}1:", f"{prefix}2:")])
+    assert not [key for key in state if key.startswith(f"{prefix}2:")]
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert "The modules of food were removed" in card and verify.main([str(tmp_path / "out")]) == 0
+
+
+def test_a_run_before_the_domain_continues_with_those_that_followed(small, start, tmp_path, capsys):
+    run = tmp_path / "run"
+    start(small(THREE, FEW, "save_all_stages=true"), run)
+    # The last domain is given back without training.
+    assert withdraw.main([str(run), "space", "--output", str(tmp_path / "two")]) == 0
+    assert same_state(state_of(tmp_path / "two"), load_stage(run / "stages" / "002.pt"))
+    two = scores_of(tmp_path / "two")
+    cells = cells_of(two, rows=two.rows, texts=two.domains)
+    assert cells == cells_of(scores_of(run), rows=two.rows, texts=two.domains) and two.run["finished"]
+    assert two.rows == ["base", "law", "food"] and two.domains == ["law", "food", "general"]
+    assert "and never had it" in (tmp_path / "two" / "model" / "README.md").read_text()
+
+    # For an earlier one the command of the run trains the rest: as a run that never had the domain.
+    (run / ".hydra").mkdir()
+    (run / ".hydra" / "overrides.yaml").write_text("[optim.lr=1, 'order=[law,food,space]', extend=other]")
+    sources = [{"provider": "main", "path": "conf"}, {"provider": "command-line", "path": "mine"}]
+    (run / ".hydra" / "hydra.yaml").write_text(
+        json.dumps({"hydra": {"runtime": {"config_sources": sources}}})
+    )
+    capsys.readouterr()
+    assert withdraw.main([str(run), "food"]) == 0
+    output = capsys.readouterr().out
+    assert "subtracted  no: its weights are not a sum over domains" in output
+    first = f"python -m cpt.withdraw {run} food --output=FOLDER"
+    command = "python run.py --config-dir=mine optim.lr=1 'order=[law,space]' hydra.run.dir=FOLDER"
+    assert "Cost: 2 steps, " in output and output.endswith(f"; {first} && {command}\n")
+    assert withdraw.main([str(run), "food", "--output", str(tmp_path / "rest")]) == 0
+    cfg = small("order=[law,space]", FEW, "save_all_stages=true")
+    start(cfg, tmp_path / "rest")
+    start(cfg, tmp_path / "fresh")
+    assert_same_bits(tmp_path / "rest", tmp_path / "fresh")
+
+
+@pytest.mark.parametrize(
+    "method",
+    run_few(
+        ["method=inclora method.stored=pairs", "method=inclora method.stored=merged"],
+        ["method=inclora method.stored=pairs"],
+    ),
+)
+def test_an_adapter_is_subtracted_from_those_that_follow(method, small, start, tmp_path, capsys):
+    run = tmp_path / "run"
+    options = [*method.split(), "save_all_stages=true", "optim.lr=0.05"]
+    start(small(THREE, FEW, *options), run)
+    arguments = [str(run), "food", "--form=subtracted", "--output", str(run / "without_food")]
+    assert withdraw.main(arguments) == 0
+    assert "approximate" in capsys.readouterr().out
+
+    state = load_stage(run / "stages" / "002.pt")
+    a, b = (state[f"model.model.layers.0.mlp.Wi.lora_{factor}.default.weight"] for factor in "AB")
+    weight = "model.layers.0.mlp.Wi.weight"
+    trained = load_file(run / "model" / "model.safetensors")[weight]
+    reduced = load_file(run / "without_food" / "model.safetensors")[weight]
+    scale = small(*method.split()).method.lora_alpha / len(a)
+    assert torch.allclose(trained - reduced, scale * b @ a, atol=1e-6) and (scale * b @ a).abs().max() > 1e-4
+    row = DerivedRow.load(run / "without_food" / "row.json")
+    assert row.domains == scores_of(run).domains and row.nll != scores_of(run).nll[-1]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("rule", ["task_arithmetic", "average"])
+def test_merged_weights_are_those_of_the_other_domains(rule, small, start, tmp_path):
+    run = tmp_path / "run"
+    method = ["method=merge", f"method.rule={rule}", "method.start=base"]
+    start(small(THREE, FEW, *method, "save_all_stages=true"), run)
+    arguments = [str(run), "food", "--form=subtracted", "--output", str(run / "without_food")]
+    assert withdraw.main(arguments) == 0
+    reduced = load_file(run / "without_food" / "model.safetensors")
+    name = "model.layers.0.mlp.Wi.weight"
+    stages = [load_stage(run / "stages" / f"00{number}.pt")[f"model.{name}"] for number in (1, 2, 3)]
+    if rule == "average":
+        ends = [stages[0], 2 * stages[1] - stages[0], 3 * stages[2] - 2 * stages[1]]
+        expected = (ends[0] + ends[2]) / 2
+    else:
+        expected = stages[2] - (stages[1] - stages[0])
+    assert torch.allclose(reduced[name], expected, atol=1e-6)
+
+
+def make_module(*, sources=None):
+    """A method with modules per domain alone, or one whose modules are copies."""
+    model = nn.Linear(2, 2)
+    params = DomainParams(model, ["weight"])
+    router = Router(params, SimpleNamespace(learned="domain", prior="uniform"), None)
+    return SimpleNamespace(domain_params=params, router=router, scope=Scope(("weight",), ()), sources=sources)
+
+
+def make_plan(**changes):
+    values = {"masks": (), "carry": "none", "start": "base", "past_ratio": 0.0, "budget": False, **changes}
+    return SimpleNamespace(
+        names={"method": "lora"},
+        masks=values["masks"],
+        carry=values["carry"],
+        mixture=SimpleNamespace(past_ratio=values["past_ratio"]),
+        observer=SimpleNamespace(is_active=values["budget"]),
+        method=SimpleNamespace(options=SimpleNamespace(start=values["start"])),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"past_ratio": 0.1}, "replay of its text"),
+        ({"masks": ("soft",)}, "statistics"),
+        ({"carry": "moments"}, "optim.state_across_domains=moments"),
+        ({"budget": True}, "budget"),
+        ({"start": "previous"}, "method.start=previous"),
+    ],
+)
+def test_modules_are_left_out_only_where_nothing_of_the_domain_is_in_others(changes, reason):
+    module = make_module()
+    answer = why_not_left_out(make_plan(**changes), module, number=1, num_domains=2)
+    assert reason in answer and bool(answer) == bool(reason)
+    assert why_not_left_out(make_plan(**changes), module, number=2, num_domains=2) == ""  # nothing followed
+    module.scope = Scope(("weight", "bias"), ())
+    assert "that all domains share" in why_not_left_out(make_plan(), module, number=1, num_domains=2)
+
+
+def test_copies_of_modules_are_known_by_their_sources():
+    sources = torch.tensor([-1, 0, 0, 2])
+    assert [is_source(sources, index) for index in range(4)] == [True, False, True, False]
+    assert drop_source(sources, 1).tolist() == [-1, 0, 1]
+
+
+def test_cells_that_the_modules_of_the_domain_may_have_decided_are_measured_again():
+    scores = SimpleNamespace(rows=["base", "law", "food", "space"])
+    for unlearned, expected in (("base", [True] * 4), ("posterior", [True, True, False, False])):
+        routing = SimpleNamespace(learned="domain", unlearned=unlearned)
+        plan = SimpleNamespace(method=SimpleNamespace(options=SimpleNamespace(routing=routing)))
+        is_copied = [is_constant(plan, scores, row, "general", number=2) for row in range(4)]
+        assert is_copied == expected and is_constant(plan, scores, 3, "law", number=2)
+
+
+def test_what_cannot_be_given_back_is_refused_in_one_line(small, start, tmp_path, capsys):
+    run = tmp_path / "run"
+    start(small("order=[law,food]", FEW), run)
+    refusals = {
+        "DOMAIN=sea is invalid. Allowed: law, food": ["sea"],
+        "no file of stage 1 (save_all_stages=true keeps them)": ["food"],
+        "--form=left_out is invalid": ["law", "--form=left_out"],
+        "it exists": ["law", "--output", str(tmp_path)],
+    }
+    for message, arguments in refusals.items():
+        with pytest.raises(SystemExit) as exit_info:
+            withdraw.main([str(run), *arguments])
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cpt: ")]
+        assert exit_info.value.code == 1 and len(lines) == 1 and message in lines[0], lines
+    assert withdraw.main([str(run), "law"]) == 0  # the base learns what followed
+    output = capsys.readouterr().out
+    assert "Cost: 2 steps" in output and "the command of the run with 'order=[food]'" in output
