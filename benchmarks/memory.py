@@ -30,9 +30,20 @@ SIZES: dict[str, dict[str, Any]] = {  # of the published configurations, with th
     },
     "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
     "gpt2_medium": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 1024, "n_layer": 24, "n_head": 16},
+    "smollm2": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
 }
 DEFAULT_SIZES = ("roberta", "gpt2")
-OBJECTIVES = {"roberta": "masked", "gpt2": "causal", "gpt2_medium": "causal"}
+OBJECTIVES = {"roberta": "masked", "gpt2": "causal", "gpt2_medium": "causal", "smollm2": "causal"}
 CHOICES = {"roberta": "roberta_base", "gpt2": "gpt2", "gpt2_medium": "gpt2"}
 ENTRIES = 8192  # of the tokenizer, which the rows are more than
 ALWAYS = [

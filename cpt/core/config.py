@@ -67,6 +67,7 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "model.router_aux_loss": "auto",
     "model.quantization": "none",
     "model.dtype": "auto",
+    "model.max_logits": None,
     "method.target_parameters": "none",
     "optim.lr_multipliers": None,
     "optim.no_decay": [],

@@ -13,22 +13,27 @@ import torch
 LINUX = sys.platform == "linux"
 # Parameters of mallopt(3) and their values, bytes.
 M_TRIM_THRESHOLD = (-1, (1 << 31) - 1)
-M_MMAP_THRESHOLD = (-3, 1 << 30)
-M_MMAP_THRESHOLD_OF_LARGE = (-3, 1 << 25)
-is_free_kept = False  # whether keep_free has been called
+M_MMAP_THRESHOLD = -3
+ANY_SIZE = 1 << 30
+LARGE = 1 << 25
+SMALL = 1 << 20
+kept_size: int | None = None  # the size in bytes up to which blocks are kept, if `keep_free` has been called
 
 
-def keep_free() -> None:
-    """Has the C heap keep what a step frees until `give_back`, where its library can (glibc). Else it maps
-    each large tensor again and returns it at once, and the system fills every page with zeros again: a tenth
-    of a small model's step (`benchmarks/throughput.py --shape given`)."""
-    global is_free_kept
+def keep_free(*, up_to: int = ANY_SIZE) -> None:
+    """Has the C heap keep the blocks of less than `up_to` bytes that a step frees, until `give_back`, where
+    its library can (glibc). Else it maps each large tensor again and returns it at once, and the system fills
+    every page with zeros again: a tenth of a small model's step (`benchmarks/throughput.py --shape given`).
+
+    With SMALL, tensors are returned at once and leave no holes on the heap: with activation checkpointing,
+    holes take several times as much as what is in use (`benchmarks/frozen_base.py`)."""
+    global kept_size
     if LINUX:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
             mallopt(*M_TRIM_THRESHOLD)
-            mallopt(*M_MMAP_THRESHOLD)
-            is_free_kept = True
+            mallopt(M_MMAP_THRESHOLD, up_to)
+            kept_size = up_to
 
 
 @contextmanager
@@ -36,15 +41,15 @@ def return_large() -> Iterator[None]:
     """What takes 32 MiB or more and is allocated inside the context is not kept when it is freed, and does
     not leave holes on the C heap: its aligned blocks do not fit into holes of their own size, so that tensors
     of a few shapes in turns make it several times as large as what is in use."""
-    if not is_free_kept:
+    if kept_size is None or kept_size <= LARGE:
         yield
         return
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(*M_MMAP_THRESHOLD_OF_LARGE)
+    mallopt(M_MMAP_THRESHOLD, LARGE)
     try:
         yield
     finally:
-        mallopt(*M_MMAP_THRESHOLD)
+        mallopt(M_MMAP_THRESHOLD, kept_size)
 
 
 def give_back() -> None:

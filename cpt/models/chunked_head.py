@@ -1,10 +1,10 @@
 """Losses at the scored positions, from logits that are computed in chunks where there are many of them.
 
 The logits [K, V] of K scored positions are the largest tensor of a step: 8,192 positions of 151,936 entries
-are 5 GB in 32 bits, and a loss and its gradient take several times as much. Never are more than MAX_LOGITS of
-them computed at once: the hidden states at the scored positions are divided into chunks, and what a model
-does after its body is run on each. This is the model's own `forward`, with a body that gives the chunk, so
-that scales, softcaps and transforms are those of any class.
+are 5 GB in 32 bits, and a loss and its gradient take several times as much. Never are more than MAX_LOGITS,
+or `model.max_logits`, of them computed at once: the hidden states at the scored positions are divided into
+chunks, and what a model does after its body is run on each. This is the model's own `forward`, with a body
+that gives the chunk, so that scales, softcaps and transforms are those of any class.
 
 The sum of a loss is computed with its gradient, so that no chunk is computed twice. The loss of each position
 has its gradient from chunks that are computed again in the backward pass, as importances need it. Measured on
@@ -397,15 +397,15 @@ def make_nll(batch: Batch) -> TokenLoss:
     return lambda logits, positions: token_nll(logits, batch, positions)
 
 
-def count_rows(vocabulary: int) -> int:
-    """The positions of a chunk, at most."""
-    return max(1, MAX_LOGITS // vocabulary)
+def count_rows(vocabulary: int, max_logits: int | None) -> int:
+    """The positions of a chunk, at most; `max_logits` of None is MAX_LOGITS."""
+    return max(1, (max_logits or MAX_LOGITS) // vocabulary)
 
 
-def count_loss_bytes(model: PreTrainedModel, num_positions: int) -> int:
+def count_loss_bytes(model: PreTrainedModel, num_positions: int, *, max_logits: int | None) -> int:
     """Bytes of the logits at some positions, their log-probabilities and their gradient, in 32 bits."""
     entries = count_entries(model)
-    return 3 * 4 * entries * min(num_positions, count_rows(entries))
+    return 3 * 4 * entries * min(num_positions, count_rows(entries, max_logits))
 
 
 def count_entries(model: PreTrainedModel) -> int:
@@ -420,10 +420,11 @@ def run_model(
     *,
     positions: Tensor,
     use: Callable[[Logits], Result],
+    max_logits: int | None = None,
 ) -> tuple[Result, Tensor]:
     """What becomes of the logits [K, V] at K positions of the flattened inputs [B, T], and the last hidden
     states [B, T, D] at all; the decoder's, where there is one."""
-    max_rows = count_rows(count_entries(model))
+    max_rows = count_rows(count_entries(model), max_logits)
     if len(positions) <= max_rows:
         logits, hidden = logits_and_hidden(model, inputs, positions=positions)
         return use(WholeLogits(logits)), hidden

@@ -111,6 +111,14 @@ def make_objective(
 ) -> Objective:
     """The objective of raw text, or of `answers` to examples; `isolated` documents or samples share rows.
     Raises ValueError for an objective that the model or its tokenizer does not fit."""
+    objective = choose_objective(options, tokenizer, config, answers=answers, isolated=isolated)
+    objective.max_logits = options.max_logits
+    return objective
+
+
+def choose_objective(
+    options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, *, answers: bool, isolated: bool
+) -> Objective:
     name = resolve_objective(options.objective, config)
     check_packing(name, isolated=isolated, answers=answers)
     padding = padding_id(tokenizer)

@@ -42,6 +42,7 @@ class Objective(ABC):
     causal = False  # whether a token sees only those that precede it
     sharing: Sharing | None = None  # of rows, by the samples of a training batch
     isolated = False  # whether documents share the rows of a text without attention between them
+    max_logits: int | None = None  # computed at once; None: chunked_head.MAX_LOGITS
 
     @property
     def scoring(self) -> "Objective":
@@ -109,7 +110,7 @@ class Objective(ABC):
         positions = batch["positions"]
         if layout_positions is not None:
             positions = layout_positions[positions]
-        result, hidden = run_model(model, inputs, positions=positions, use=use)
+        result, hidden = run_model(model, inputs, positions=positions, use=use, max_logits=self.max_logits)
         return result, split_samples(hidden, layout_positions, batch)
 
     def keep_logits(self, model: PreTrainedModel, batch: Batch) -> tuple[Logits, Tensor]:

@@ -123,6 +123,11 @@ class ModelOptions(Options):
         "if the checkpoint has its matrices in them, which gives the same results",
         default="auto",
     )
+    max_logits: Count | None = option(
+        "logits that are computed at once, in training and evaluation: with fewer of them a loss takes less "
+        "memory; null: 134,217,728",
+        default=None,
+    )
     router_aux_loss: Annotated[Literal["auto"] | NonNegative, Allowed("auto, or 0 or more")] = option(
         "weight of the load-balancing loss of a mixture of experts; auto: router_aux_loss_coef of its "
         "config; 0: neither this loss nor the z-loss of router_z_loss_coef",

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from cpt.core.exceptions import InvalidOptionError, format_value
-from cpt.core.memory import keep_free
+from cpt.core.memory import ANY_SIZE, SMALL, keep_free
 from cpt.core.processes import is_first_process, is_job_within_a_sweep, is_one_of_several, stray_ranks
 from cpt.core.schema import check_names, option_types
 from cpt.core.slurm import check_task_count
@@ -47,7 +47,7 @@ class Preflight:
 def prepare_run(plan: Plan, run: RunDir) -> Preflight:
     """Prepares the process, and what needs no text. Raises ValueError for a plan that cannot be run."""
     quiet()
-    keep_free()
+    keep_free(up_to=SMALL if plan.trainer.gradient_checkpointing else ANY_SIZE)
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     check_target(run.model)
     config = check_model(plan)

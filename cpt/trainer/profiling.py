@@ -201,7 +201,9 @@ def profile_run(
             trainer.validate(module, datamodule=short_data, verbose=False)
             profile.token_s /= max(1, num_tokens)
             profile.peak = peak(machine.device)
-            profile.loss = count_loss_bytes(module.model, profile.num_scored)
+            profile.loss = count_loss_bytes(
+                module.model, profile.num_scored, max_logits=module.objective.max_logits
+            )
             profile.weights = count_weights(module.model)
             if not profile.memory:  # the base has no steps
                 profile.memory = count_bytes(module, trainer)

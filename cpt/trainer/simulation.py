@@ -322,7 +322,9 @@ class Simulation:
         # Two chunks stand for any number of them.
         num_positions = len(self.batch["positions"])
         num_logit_rows = ceil(num_positions / 2) if is_chunked else num_positions
-        max_logits = set_temporarily((chunked_head, "MAX_LOGITS", num_logit_rows * num_entries))
+        max_logits = set_temporarily(
+            (chunked_head, "MAX_LOGITS", num_logit_rows * num_entries), (self.objective, "max_logits", None)
+        )
         with max_logits, self.active(), counter, recorder, KnownValues():
             run()
         recorder.rename(self.gradients(), GRADIENTS)
@@ -342,7 +344,8 @@ class Simulation:
     def count_logit_rows(self, num_rows: int) -> int:
         """The positions of a chunk of logits."""
         num_positions = self.count_positions(num_rows)
-        max_rows = chunked_head.count_rows(count_entries(self.method.model))
+        num_entries = count_entries(self.method.model)
+        max_rows = chunked_head.count_rows(num_entries, self.objective.max_logits)
         return ceil(num_positions / ceil(num_positions / max_rows))
 
     def is_chunked(self, num_rows: int) -> bool:

@@ -1,12 +1,14 @@
 """Memory that the system takes back, and its peak."""
 
+import subprocess
 import sys
 
 import psutil
 import pytest
 import torch
 
-from cpt.core.memory import forget_peak, give_back, peak
+from cpt.core.memory import ANY_SIZE, SMALL, forget_peak, give_back, peak
+from tests.conftest import ROOT
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
@@ -25,3 +27,27 @@ def test_free_memory_is_given_back_and_the_peak_is_of_what_comes():
     give_back()  # a run in this process has set that large blocks are kept
     forget_peak(cpu)
     assert peak(cpu) < first_peak + 100_000_000
+
+
+# In a process of its own, whose heap has no holes yet: every second tensor of 2 MiB is freed.
+SCRIPT = """
+import psutil, sys, torch
+from cpt.core.memory import keep_free, return_large
+
+keep_free(up_to=int(sys.argv[1]))
+with return_large():
+    tensors = [torch.ones(2**19) for _ in range(64)]
+resident_bytes = psutil.Process().memory_info().rss
+del tensors[::2]
+print(resident_bytes - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
+def test_tensors_leave_no_holes_where_small_blocks_alone_are_kept():
+    freed_bytes = {}
+    for size in (ANY_SIZE, SMALL):
+        command = [sys.executable, "-c", SCRIPT, str(size)]
+        freed_bytes[size] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
+    assert freed_bytes[ANY_SIZE] < 2**24 and freed_bytes[SMALL] > 2**25

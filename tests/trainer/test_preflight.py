@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from cpt.core import memory
 from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
@@ -384,3 +385,15 @@ def test_the_jobs_of_a_sweep_may_set_what_is_missing(composed, monkeypatch, caps
         with pytest.raises(SystemExit):
             start(wrong)
         assert f"cpt: {wrong} is invalid" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not memory.LINUX, reason="the C heap of Linux")
+def test_small_blocks_alone_are_kept_with_gradient_checkpointing(small, tmp_path):
+    try:
+        for is_enabled, size in ((True, memory.SMALL), (False, memory.ANY_SIZE)):
+            prepare_run(
+                make_plan(small(f"trainer.gradient_checkpointing={is_enabled}")), RunDir(tmp_path / "run")
+            )
+            assert memory.kept_size == size
+    finally:
+        memory.keep_free()
