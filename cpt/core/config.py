@@ -75,6 +75,7 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "method.modules_to_save": [],
     "method.use_rslora": False,
     "method.use_dora": False,
+    "method.protected_rank": 0,
     "method.init_lora_weights": True,
 }
 # The options of a monitor that only measures: it neither ends a stage nor chooses its weights.

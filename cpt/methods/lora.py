@@ -14,11 +14,13 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.domain_store import BASE, DomainParams, DomainScorer
 from cpt.adapters.options import PairOptions, StoredPairOptions
+from cpt.adapters.orthogonal_lora import ProtectedDirections
 from cpt.adapters.routed_lora import (
     SampleRouter,
     attach_experts,
@@ -44,7 +46,9 @@ class LoRA(ContinualMethod):
     """LoRA (Hu et al., ICLR 2022): one adapter per linear layer for all domains (SeqLoRA), or one
     `per_domain`, new or a copy of the last.
 
-        h = W x + alpha / r B A x,    W frozen, B = 0 at first                          (section 4.1)"""
+        h = W x + alpha / r B A x,    W frozen, B = 0 at first                          (section 4.1)
+
+    With `protected_rank` it is OPLoRA (cpt.adapters.orthogonal_lora)."""
 
     keeps_base = True
     takes_quantized = True
@@ -68,6 +72,10 @@ class LoRA(ContinualMethod):
         scope = replace(scope, names=(*scope.names, *saved_names))
         super().__init__(options, context, scope=scope)
         self.saved_names = saved_names
+        self.protected_directions: ProtectedDirections | None = None
+        if isinstance(options, LoRAOptions) and options.protected_rank:
+            self.protected_directions = ProtectedDirections(self.model, rank=options.protected_rank)
+            self.protected_directions.project_adapters(self.model, self.rounding)
         if isinstance(options, LoRAOptions) and options.per_domain:
             self.use_domain_params(DomainParams(self.model, scope.names), options.routing)
 
@@ -99,6 +107,16 @@ class LoRA(ContinualMethod):
             return
         if isinstance(self.options, LoRAOptions) and self.options.start == "base":
             self.restart()
+        if self.protected_directions is not None:
+            self.protected_directions.project_adapters(self.model, self.rounding)
+
+    def transform_gradients(self, optimizer: Optimizer) -> None:
+        if self.protected_directions is not None:
+            self.protected_directions.project_gradients(self.model)
+
+    def after_update(self) -> None:
+        if self.protected_directions is not None:
+            self.protected_directions.project_adapters(self.model, self.rounding)
 
     def restart(self) -> None:
         """Starts the parameters of a new domain from the base."""

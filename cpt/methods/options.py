@@ -265,6 +265,29 @@ class LifelongMoEOptions(Options):
 class LoRAOptions(PairOptions, PerDomainOptions):
     """Options of LoRA."""
 
+    protected_rank: Natural = option(
+        "k: the largest singular values of each weight, with their vectors, that adapters leave as they are "
+        "(OPLoRA); 0: none",
+        default=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.protected_rank == 0:
+            return
+        self.refuse_dora(reason="with protected_rank above 0 the norms of weights would change")
+        self.refuse_pissa(reason="with protected_rank above 0 the largest singular values are not trained")
+        reason = "singular directions are those of linear layers"
+        if self.embeddings:
+            raise InvalidOptionError("embeddings", True, reason=reason, allowed="false, or protected_rank=0")
+        if self.target_parameters != "none":
+            raise InvalidOptionError(
+                "target_parameters",
+                self.target_parameters,
+                reason=reason,
+                allowed="none, or protected_rank=0",
+            )
+
 
 @config
 class MASOptions(ConsolidationOptions):

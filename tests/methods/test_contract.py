@@ -202,6 +202,7 @@ COMPOSITIONS = [
     "agem method.constraints=each",
     "hat method.form=adapter mask=migu",
     "derpp replay=general freeze.layers=1",
+    "lora method.protected_rank=4 method.per_domain=true mask=migu",
     "sapt method.key=cosine method.query=encoder mask=migu replay=past",
 ]
 FEW_KILLED = {*KILLED, "prompt on both", COMPOSITIONS[1], *FEW_SHARED}

@@ -70,6 +70,76 @@ def any_equal(tensors: dict[str, torch.Tensor], other_tensors: dict[str, torch.T
     return any(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
 
 
+def find_linear_weight(module, *, is_transposed):
+    """A layer's weight as [d_out, d_in]; GPT-2's are transposed."""
+    weight = module.weight.detach().clone()
+    return weight.T if is_transposed else weight
+
+
+@pytest.mark.parametrize("on", ["masked", "causal"])
+@pytest.mark.parametrize("options", ["", "per_domain=true"])
+def test_the_largest_singular_triples_stay_exact(options, on, build):
+    method_options = [f"method.{option}" for option in options.split()]
+    run = build("lora", STRONG, DECAY, "method.protected_rank=3", "trainer.steps=3", *method_options, on=on)
+    is_transposed = on == "causal"
+    triples = {}
+    for name, layer in lora.lora_layers(run.module.model).items():
+        weight = find_linear_weight(layer.get_base_layer(), is_transposed=is_transposed)
+        triples[name] = torch.linalg.svd(weight, full_matrices=False)
+    assert triples
+    starts = record_starts(run)
+    run.learn(0)
+    run.learn(1)
+    directions = run.module.protected_directions.named()
+    for start in starts:
+        for name in triples:
+            (a,) = (value for key, value in start.pair.items() if f"{name}.lora_A" in key)
+            torch.testing.assert_close(a @ directions[f"{name}.in"], torch.zeros(len(a), 3))
+
+    merged = run.module.model_for(1)
+    for name, (u, values, v_transposed) in triples.items():
+        weight = find_linear_weight(merged.get_submodule(name), is_transposed=is_transposed)
+        assert torch.linalg.svdvals(weight - (u * values) @ v_transposed).max() > 0.1  # it has learned
+        u = u[:, :3]
+        v = v_transposed[:3].T
+        largest = values[:3]
+        torch.testing.assert_close(u.T @ weight @ v, largest.diag(), rtol=0, atol=1e-4)
+        torch.testing.assert_close(weight @ v, u * largest, rtol=0, atol=1e-4)
+        torch.testing.assert_close(u.T @ weight, largest[:, None] * v.T, rtol=0, atol=1e-4)
+
+
+def test_projected_steps_are_those_of_projections_in_the_forward_pass(build):
+    run = build("lora", "method.protected_rank=3", "trainer.steps=1")
+    module = run.module
+    name, layer = next(iter(lora.lora_layers(module.model).items()))
+    directions = module.protected_directions.named()
+    u = directions[f"{name}.out"]
+    v = directions[f"{name}.in"]
+    projection_out = torch.eye(layer.out_features) - u @ u.T
+    projection_in = torch.eye(layer.in_features) - v @ v.T
+    factors = lora.factors_of(layer)
+    with torch.no_grad():
+        factors[1].normal_()
+    module.after_update()
+    free_factors = [factor.detach().clone().requires_grad_() for factor in factors]
+
+    target = torch.randn(layer.out_features, layer.in_features)
+    optimizers = [torch.optim.AdamW(pair, lr=0.1, weight_decay=0.1) for pair in (factors, free_factors)]
+    for _ in range(5):
+        a, b = factors
+        (b @ a - target).square().sum().backward()
+        module.transform_gradients(optimizers[0])
+        a, b = free_factors
+        (projection_out @ b @ a @ projection_in - target).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        module.after_update()
+    a, b = free_factors
+    expected = projection_out @ b @ a @ projection_in
+    torch.testing.assert_close(factors[1] @ factors[0], expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", ["", "per_domain=true", "per_domain=true start=previous"])
 def test_where_a_domain_begins(options, build):
     run = build("lora", STRONG, DECAY, *(f"method.{option}" for option in options.split()))

@@ -64,6 +64,7 @@ optim.rounding=up | optim=adafactor optim.beta2_decay=0.5 | optim=adafactor opti
 optim._target_=bitsandbytes.optim.Lion8bit strategy=fsdp
 loss=eaft loss.top_k=1 | loss=rho1 loss.share=0 | loss=rho1 strategy=fsdp | loss=flow loss.temperature=mean
 loss=flow +loss.alpha=1
+method=lora method.protected_rank=4 method.use_dora=true | method=lora method.protected_rank=4 method.embeddings=true
 """)
 
 ON_THE_MODEL = cells("""
@@ -78,7 +79,7 @@ optim=sgd +optim.nesterov=true | +trainer.setps=4
 optim=sgd ~optim.momentum optim._target_=torch.optim.Muon | optim=sgd ~optim.momentum optim._target_=torch.optim.LBFGS
 model.config.num_attention_heads=5 | model.objective=causal
 optim.no_decay=[nothing] | optim.lr_multipliers={embeddings:0.1,head:0.5}
-loss=rho1 loss.reference=nowhere | method=lora optim.no_decay=[embeddings] | method=lora method.modules_to_save=[nothing]
+loss=rho1 loss.reference=nowhere | method=lora method.protected_rank=32 | method=lora optim.no_decay=[embeddings] | method=lora method.modules_to_save=[nothing]
 method=lora method.modules_to_save=[embeddings] freeze.embeddings=true
 method=sapt method.modules_to_save=[embeddings] | method=olora method.modules_to_save=[Wqkv]
 trainable=nothing | trainable=norms method=lora | method=recadam method.strength=1e6
