@@ -30,6 +30,8 @@ HYDRA_FORMS = {  # of what a user types
     # The group has a choice already, null: for Hydra a plus would choose it twice.
     re.compile(r"\+(experiment=.*)"): r"\1",
     re.compile(r"([+~]*)method\.routing(=[\w,]+)"): r"\1routing@method.routing\2",
+    # A file or a folder of chats, which is no choice of the group.
+    re.compile(r"chats=(?!(none|default)$)([^,]+)"): r"chats.path=\2",
 }
 # Options that take texts: names and files, of which a number keeps the form in which it was typed.
 TEXT_OPTIONS = (
@@ -50,6 +52,7 @@ TEXT_OPTIONS = (
     "domains.path",
     "domains.data_files",
     "domains.unasked",
+    "chats.path",
     "benchmark.tasks",
     "benchmark.include",
     "endtask.root",

@@ -1,8 +1,8 @@
 """Release check: `python -m cpt.gate RUN --min-gain 0.05 --max-forgetting 0.02`.
 
-Exit code 0 if the last model of the run improved on every new text and forgot no old text beyond the
-tolerance, by the whole 95 % interval over documents, and the exported model is undamaged; 1 if not; 2 if
-the evidence is inconclusive or cannot be read. Nothing is evaluated again."""
+Exit code 0 if the last model of the run improved on every new text, forgot no old text and none of its chats
+beyond the tolerance, by the whole 95 % interval, breaks no more answers than allowed, and the exported model
+is undamaged; 1 if not; 2 if the evidence is inconclusive or cannot be read. Nothing is evaluated again."""
 
 import argparse
 import math
@@ -15,8 +15,11 @@ from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.output import run_program
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.chat_answers import ChatAnswer, describe_faults, find_newly_broken, find_rise, mean_losses
+from cpt.evaluation.chat_files import ANSWERS, BASE_LOSSES, LOSSES, find_chat_file, load_answers, load_losses
 from cpt.evaluation.metrics import Change, Losses, compare_losses
 from cpt.evaluation.scores import Scores, encode
+from cpt.reporting.formats import shorten
 from cpt.trainer.run_dir import RunDir
 
 HEAD = f"{'text':24}{'before':>9}{'after':>9}{'change':>9}{'at most':>31}"
@@ -25,12 +28,15 @@ FAIL = 1  # exit codes
 UNKNOWN = 2  # the evidence is inconclusive, or cannot be read
 PASSES = ("improved", "within tolerance")
 NOTE = "the check does not assess the corpus: a model also improves on low-quality text"
+# By the name of a row of the table, the key of a loss in the scores of chats, and its file.
+CHAT_LOSSES = {"chats": ("nll", LOSSES), "base's answers": ("base_answer_nll", BASE_LOSSES)}
 MAX_SHOWN = 5  # texts that the last line names
+MAX_QUESTION = 60  # characters of a question that the table shows
 
 
 @dataclass(frozen=True)
 class BoundedChange(Change):
-    """The change of a new or an old text, and by how many nats per token it may grow."""
+    """The change of a new or an old text, or of chats, and by how many nats per token it may grow."""
 
     is_new: bool
     limit: float
@@ -88,6 +94,50 @@ def judge_run(
     return changes, unmeasured
 
 
+def judge_chats(run: RunDir, scores: Scores, *, start_row: int, limit: float) -> list[BoundedChange]:
+    """The changes of the losses on held-out chats and on the base's answers from `start_row` to the last row,
+    with the interval of Student's t over chats: from the base if `start_row` has none, and without what the
+    last row lacks. Raises ValueError for a file that is missing or damaged, or of other chats."""
+    changes = []
+    last = len(scores.rows) - 1
+    for name, (key, kind) in CHAT_LOSSES.items():
+        losses = scores.chats.get(key, [])
+        if len(losses) <= last or losses[last] is None:
+            continue
+        first = start_row if losses[start_row] is not None else 0
+        before, after = (
+            load_losses(find_chat_file(run.path, scores.rows, row, kind)) for row in (first, last)
+        )
+        if before.digest != after.digest:
+            raise ValueError(f"{run.path}/chats has other chats in two rows; give the run again")
+        _, low, high = find_rise(before.losses, after.losses)
+        changes.append(
+            BoundedChange(
+                text=name,
+                before=float(mean_losses(before.losses).mean()),
+                after=float(mean_losses(after.losses).mean()),
+                low=math.nan if low is None else low,
+                high=math.nan if high is None else high,
+                is_new=False,
+                limit=limit,
+            )
+        )
+    return changes
+
+
+def find_broken_chats(run: RunDir, scores: Scores) -> list[ChatAnswer]:
+    """The answers of the last model that are broken, of chats that the base answers well; none where the two
+    were not asked. Raises ValueError for a file that is missing or damaged."""
+    answers = scores.chats.get("answers", [])
+    last = len(scores.rows) - 1
+    if len(answers) <= last or answers[last] is None or answers[0] is None:
+        return []
+    before, after = (
+        load_answers(find_chat_file(run.path, scores.rows, row, ANSWERS)).answers for row in (0, last)
+    )
+    return find_newly_broken(after, before)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cpt.gate", description=__doc__.split("\n\n")[1])
     unit = "nats per token, default 0"
@@ -96,6 +146,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
     parser.add_argument("--min-gain", type=float, default=0.0, help=gain)
     parser.add_argument("--max-forgetting", type=float, default=0.0, help=forgetting)
+    chat = f"largest rise of the loss on held-out chats; {unit.replace('0', 'that of --max-forgetting')}"
+    broken = "largest number of broken answers in chats that the base answers well; default 0"
+    parser.add_argument("--max-chat-loss", type=float, help=chat)
+    parser.add_argument("--max-broken-answers", type=int, default=0, help=broken)
     parser.add_argument("--since", metavar="ROW", help="row to compare with; default: the last but one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -110,6 +164,12 @@ class Judgement:
     changes: list[BoundedChange]
     unmeasured: list[str]
     damage: list[str]  # of the exported model
+    broken: list[ChatAnswer]  # of chats that the base answers well
+    max_broken: int
+
+    @property
+    def breaks_too_many(self) -> bool:
+        return len(self.broken) > self.max_broken
 
     @property
     def failures(self) -> list[str]:
@@ -119,14 +179,16 @@ class Judgement:
             if change.verdict not in PASSES:
                 failures.append(f"{change.text} {change.verdict}")
         failures += [f"{text} not measured" for text in self.unmeasured]
+        if self.breaks_too_many:
+            failures.append(f"answers broken: {len(self.broken)}, at most {self.max_broken}")
         return failures
 
     @property
     def verdict(self) -> str:
         if not self.failures:
             return "pass"
-        is_refuted = bool(self.damage) or any(change.low > change.limit for change in self.changes)
-        return "fail" if is_refuted else "inconclusive"
+        is_refuted = any(change.low > change.limit for change in self.changes)
+        return "fail" if is_refuted or self.damage or self.breaks_too_many else "inconclusive"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -143,9 +205,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def check_run(run: RunDir, options: argparse.Namespace) -> Judgement:
     """Raises ValueError for a wrong option, and for a run that cannot be judged."""
-    for name, value in (("min-gain", options.min_gain), ("max-forgetting", options.max_forgetting)):
-        if not math.isfinite(value):
+    bounds = {
+        "min-gain": options.min_gain,
+        "max-forgetting": options.max_forgetting,
+        "max-chat-loss": options.max_chat_loss,
+    }
+    for name, value in bounds.items():
+        if value is not None and not math.isfinite(value):
             raise InvalidOptionError(f"--{name}", value, allowed="nats per token, a finite number")
+    if options.max_broken_answers < 0:
+        raise InvalidOptionError("--max-broken-answers", options.max_broken_answers, allowed="0 or more")
     scores = load_finished(run)
     *earlier, last = scores.rows
     if scores.alone or not earlier:
@@ -162,11 +231,25 @@ def check_run(run: RunDir, options: argparse.Namespace) -> Judgement:
         scores, before, after, start_row=start_row, gain=options.min_gain, loss=options.max_forgetting
     )
 
+    # A run without chats, like one of an earlier version, is judged without them.
+    chat_limit = options.max_forgetting if options.max_chat_loss is None else options.max_chat_loss
+    chat_changes = judge_chats(run, scores, start_row=start_row, limit=chat_limit)
+    changes += chat_changes
+    if options.max_chat_loss is not None and not chat_changes:
+        unmeasured.append("chats")
+    broken = find_broken_chats(run, scores)
+
     # The page is no part of what is released.
     outputs = run.find_damaged_outputs(full=True)
     damage = [line for line in outputs if not line.startswith("report.")]
     return Judgement(
-        last_row=last, start_row=earlier[start_row], changes=changes, unmeasured=unmeasured, damage=damage
+        last_row=last,
+        start_row=earlier[start_row],
+        changes=changes,
+        unmeasured=unmeasured,
+        damage=damage,
+        broken=broken,
+        max_broken=options.max_broken_answers,
     )
 
 
@@ -204,6 +287,8 @@ def format_json(judgement: Judgement) -> str:
             "row": judgement.last_row,
             "changes": [export_change(change) for change in judgement.changes],
             "unmeasured": judgement.unmeasured,
+            "broken_answers": [export_answer(answer) for answer in judgement.broken],
+            "most_broken_answers": judgement.max_broken,
         }
     )
 
@@ -221,6 +306,11 @@ def export_change(change: BoundedChange) -> dict[str, Any]:
     }
 
 
+def export_answer(answer: ChatAnswer) -> dict[str, str]:
+    """The entry of a broken answer in `--json`."""
+    return {"id": answer.id, "question": answer.question, "faults": describe_faults(answer)}
+
+
 def print_table(judgement: Judgement) -> None:
     print(f"after {judgement.last_row}, compared with {judgement.start_row}; nats per token [95 % interval]")
     print(HEAD)
@@ -236,6 +326,8 @@ def print_table(judgement: Judgement) -> None:
             verdict=change.verdict,
         )
         print(row)
+    for answer in judgement.broken:
+        print(f"broken answer: {shorten(answer.question, width=MAX_QUESTION)} ({describe_faults(answer)})")
     print(NOTE)
 
     failures = judgement.failures

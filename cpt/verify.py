@@ -17,6 +17,7 @@ from cpt.core.cache import CACHED
 from cpt.core.files import check_archive, find_damage, read_checked_json, read_checksums
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
+from cpt.evaluation.chat_files import load_answers, load_losses
 from cpt.evaluation.predictions import load_results
 from cpt.evaluation.scores import Scores
 from cpt.trainer.checkpoint import check_stage
@@ -81,6 +82,8 @@ def find_damage_in_run(folder: Path) -> Iterator[str]:
         "generated/*/facts.json": lambda path: check_folder(path.parent),
         "endtasks/*/*.parquet": read_table,
         "answers/*/*.parquet": read_table,
+        "chats/*/*losses.json": load_losses,
+        "chats/*/answers.json": load_answers,
         "benchmarks/*/*.json": load_results,
         "identity.json": lambda path: Manifest.load(run),
         "scores.json": lambda path: check_scores(path, run),

@@ -111,4 +111,6 @@ def test_names_in_a_sweep_keep_their_form_too():
     (override,) = OverridesParser.create().parse_overrides([keep_text("order=[1_0],[b]")])
     assert list(override.sweep_string_iterator()) == ["['1_0']", "[b]"]
     assert to_hydra(["run.py", "-m", "name=1_0"]) == ["run.py", "-m", "name='1_0'"]
+    assert to_hydra(["run.py", "chats=my/chats.jsonl"]) == ["run.py", "chats.path=my/chats.jsonl"]
+    assert to_hydra(["run.py", "chats=none"]) == ["run.py", "chats=none"]
     assert keep_text("name=my 1_0") == "name=my 1_0" and keep_text("--config-dir=1_0") == "--config-dir=1_0"

@@ -23,6 +23,7 @@ MORE = ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 DOCUMENTS = [README, *(ROOT / name for name in MORE), *sorted(DOCS.glob("*.md"))]
 WRITTEN_BY_THE_READER = {"cpt/methods/l1.py", "conf/method/l1.yaml"}
 CHOSEN_BY_THE_READER = {("method", "mine"), ("experiment", "first"), ("experiment", "manuals")}
+CHOSEN_BY_THE_READER |= {("chats", name) for name in ("FILE", "FOLDER", "my_chats")}
 CHOSEN_BY_THE_READER |= {("experiment", path.stem) for path in DOCS.glob("examples/experiment/*.yaml")}
 OF_PROGRAMS = ("files.md", "options.md", "support.md")  # written from what there is: tests/test_site.py
 OF_EXTRAS = {"mkdocs"}

@@ -31,6 +31,7 @@ EXECUTION = (
     "benchmark",
     "endtask",
     "answers",
+    "chats",  # on by default for models with a chat template: it measures, and changes no bit of training
     "optimized_metric",
     "domains.ignore",
     "save_all_stages",

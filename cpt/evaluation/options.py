@@ -1,4 +1,5 @@
-"""Options of what a run measures: cells of the matrix, answers to tasks, tasks of the lm-evaluation-harness.
+"""Options of what a run measures: cells of the matrix, answers to tasks, chats, tasks of the
+lm-evaluation-harness.
 Nothing here needs torch or the harness, so that a wrong option is reported at once."""
 
 import re
@@ -160,6 +161,21 @@ class TaskEvalOptions(StageOptions):
     def known_by(self) -> Mapping[str, str]:
         """The measure that is asked for of each of some tasks."""
         return self.measures or {}
+
+
+@config
+class ChatOptions(StageOptions):
+    """Held-out chats: the loss on the assistant's turns, and answers that the model writes."""
+
+    path: Folder | None = option(
+        "file or folder of JSON lines with `messages`; null: the chats that cpt ships, "
+        "for causal models with a chat template"
+    )
+    generate: Natural | None = option(
+        "chats, the first ones, that the base and the last model answer (greedy decoding); null: all"
+    )
+    max_new_tokens: Count = option("maximum tokens of an answer; a longer one counts as broken")
+    batch_size: Count = option("chats per forward pass")
 
 
 @config

@@ -73,6 +73,9 @@ Loss = Annotated[float | None, Key(unit="nats per scored token")]
 Share = Annotated[float | None, Key(unit="0 to 1")]
 Seconds = Annotated[float, Key("time of all measurements", "s")]
 Interval = Annotated[list[float | None], Len(2, 2)]
+Change = Annotated[
+    list[float | None], Len(3, 3), Key("mean and 95 % interval (Student's t): mean, low, high")
+]
 ByRow = Annotated[list[T], Key(over="R")]
 ByColumn = Annotated[list[T], Key(over="C")]
 ByEvaluation = Annotated[list[T], Key(over="K")]
@@ -176,6 +179,42 @@ class AnswerKeys(TypedDict):
     tasks: Annotated[ByTask[AnswerTask], Key("results of each task")]
     metrics: Annotated[dict[str, Share], Key("AP, LA, BWT, F, FWT", over="metric")]
     intervals: Annotated[dict[str, Interval], Key("95 % bootstrap interval over examples", over="metric")]
+    seconds: Seconds
+    hash: NotRequired[Hash]
+
+
+@closed
+class ChatAnswerKeys(TypedDict):
+    chats: Annotated[int, Key("chats that were answered")]
+    measures: Annotated[
+        dict[str, float | None],
+        Key(
+            "means over answers: complete, repeated, other_language, right, broken, 0 to 1; tokens",
+            over="measure",
+        ),
+    ]
+    changes: Annotated[dict[str, Change], Key("change since the base, paired by chat", over="measure")]
+    newly_broken: Annotated[int | None, Key("broken answers of chats that the base does not answer so")]
+
+
+@closed
+class ChatKeys(TypedDict):
+    set: Annotated[str, Key("hash of the chats, how they are read and answered")]
+    chats: Annotated[int, Key("held-out chats whose loss is measured")]
+    tokens: Annotated[int, Key("of the assistant's turns, which are scored", "tokens")]
+    nll: Annotated[
+        ByRow[Loss], Key("mean over chats of the loss on the assistant's turns; null: not measured")
+    ]
+    rise: Annotated[
+        ByRow[Change | None], Key("rise of that loss since the base, paired by chat", "nats per scored token")
+    ]
+    base_answer_nll: Annotated[
+        ByRow[Loss], Key("loss on the answers that the base has written, mean over chats; null: not measured")
+    ]
+    base_answer_rise: Annotated[
+        ByRow[Change | None], Key("rise of that loss since the base, paired by chat", "nats per scored token")
+    ]
+    answers: Annotated[ByRow[ChatAnswerKeys | None], Key("answers of the model; null: it was not asked")]
     seconds: Seconds
     hash: NotRequired[Hash]
 

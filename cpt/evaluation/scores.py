@@ -20,7 +20,7 @@ from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, L
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
 # What takes time in a run; "start" is what precedes the stages.
-ACTIVITIES = ("start", "generate", "learn", "score", "endtasks", "answers", "benchmarks")
+ACTIVITIES = ("start", "generate", "learn", "score", "endtasks", "answers", "chats", "benchmarks")
 FORMER_KEYS = ("spikes",)  # that snapshots wrote; they are not read
 RUN_KEYS = tuple(schema.RunKeys.__annotations__)
 
@@ -88,6 +88,7 @@ class Scores(Layout):
         "downstream tasks", default=dict
     )
     answers: Annotated[dict[str, Any], Key(measured=schema.AnswerKeys)] = entry("task answers", default=dict)
+    chats: Annotated[dict[str, Any], Key(measured=schema.ChatKeys)] = entry("held-out chats", default=dict)
     benchmarks: Annotated[dict[str, Any], Key(measured=schema.BenchmarkKeys)] = entry(
         "lm-evaluation-harness", default=dict
     )
@@ -243,8 +244,8 @@ class Scores(Layout):
     def take_over(self, earlier: Scores) -> None:
         """Replaces the results by those of `earlier`, the scores of the same run before domains were added.
         Columns of texts that were added are None, not measured, in these rows."""
-        results = ("rows", "modules", "activity_seconds", "endtasks", "answers", "benchmarks", "monitor")
-        for name in (*results, "unquantized", *COST_COLUMNS):
+        results = ("rows", "modules", "activity_seconds", "endtasks", "answers", "chats", "benchmarks")
+        for name in (*results, "monitor", "unquantized", *COST_COLUMNS):
             setattr(self, name, getattr(earlier, name))
 
         self.nll = []
@@ -268,7 +269,8 @@ class Scores(Layout):
                 self.modules[number][text] = dict(weights)
 
     def set_results(self, kind: str, results: dict[str, Any]) -> None:
-        """Replaces what an evaluator has measured so far: `endtasks`, `answers` or `benchmarks`."""
+        """Replaces what an evaluator has measured so far: `endtasks`, `answers`, `chats` or
+        `benchmarks`."""
         setattr(self, kind, results)
 
     def measured(self, number: int) -> list[str]:

@@ -3,7 +3,7 @@
 The batches are a function of the questions; several processes share them out, each those of its `share`: rank
 r of w has batches r, r + w, … So the answers do not change with the number of processes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import cast
 
@@ -53,17 +53,23 @@ def score_choices(
 
     nll_by_pair: dict[tuple[int, int], float] = {}
     for batch_pairs in batches[rank::num_processes]:
-        rows = join_choices(questions, batch_pairs)
-        batch, _ = objective.batch(rows)
-        on_device = {name: cast(Tensor, tensor).to(model.device) for name, tensor in batch.items()}
-        token_nll = objective.nll(model, cast(Batch, on_device))
-
-        # Added up by row: batch["rows"] is the row of each scored token.
-        row_nll = torch.zeros(len(batch_pairs), dtype=torch.double, device=token_nll.device)
-        row_nll.index_add_(0, batch["rows"].to(token_nll.device), token_nll.double())
-        nll_by_pair.update(zip(batch_pairs, row_nll.tolist(), strict=True))
+        row_nll = sum_losses(model, objective, join_choices(questions, batch_pairs))
+        nll_by_pair.update(zip(batch_pairs, row_nll, strict=True))
         step(len(batch_pairs))
     return nll_by_pair
+
+
+@torch.no_grad()
+def sum_losses(model: PreTrainedModel, objective: Objective, rows: Rows) -> list[float]:
+    """The loss of each row in nats, summed over the tokens that are scored."""
+    batch, _ = objective.batch(rows)
+    on_device = {name: cast(Tensor, tensor).to(model.device) for name, tensor in batch.items()}
+    token_nll = objective.nll(model, cast(Batch, on_device))
+
+    # Added up by row: batch["rows"] is the row of each scored token.
+    row_nll = torch.zeros(len(rows.ids), dtype=torch.double, device=token_nll.device)
+    row_nll.index_add_(0, batch["rows"].to(token_nll.device), token_nll.double())
+    return list(row_nll.tolist())
 
 
 def join_choices(questions: Sequence[TaskPrompt], pairs: Sequence[tuple[int, int]]) -> Rows:
@@ -71,14 +77,21 @@ def join_choices(questions: Sequence[TaskPrompt], pairs: Sequence[tuple[int, int
     whose tokens are marked as the answer."""
     prompts = [questions[question_index].ids for question_index, _ in pairs]
     answers = [questions[question_index].choices[choice_index] for question_index, choice_index in pairs]
-    lengths = np.array([len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)])
+    rows = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        rows.append((prompt + answer, [False] * len(prompt) + [True] * len(answer)))
+    return pad_rows(rows)
 
-    ids = np.zeros((len(pairs), lengths.max()), np.int64)
-    is_answer = np.zeros(ids.shape, bool)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        ids[row, : lengths[row]] = prompt + answer
-        is_answer[row, len(prompt) : lengths[row]] = True
-    return Rows(ids, lengths, np.zeros(len(pairs), np.uint64), is_answer)
+
+def pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Rows:
+    """Rows of (ids, which of them are the answer), padded on the right."""
+    lengths = np.array([len(ids) for ids, _ in rows])
+    padded_ids = np.zeros((len(rows), lengths.max()), np.int64)
+    is_answer = np.zeros(padded_ids.shape, bool)
+    for row, (ids, marks) in enumerate(rows):
+        padded_ids[row, : len(ids)] = ids
+        is_answer[row, : len(ids)] = marks
+    return Rows(padded_ids, lengths, np.zeros(len(rows), np.uint64), is_answer)
 
 
 def select_likeliest_choices(
@@ -98,7 +111,6 @@ def select_likeliest_choices(
     return best_by_sum, best_by_mean
 
 
-@torch.no_grad()
 def write_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -112,7 +124,38 @@ def write_answers(
     """The answers that the model writes by greedy decoding, by the index of the question, for the share of
     the questions that this process has. An answer has at most `max_new_tokens` tokens, ends at the token that
     ends answers, and is without special tokens. `step` is called after each batch with its number of
-    questions.
+    questions."""
+    answers: dict[int, str] = {}
+    batches = generate_batches(
+        model,
+        tokenizer,
+        questions,
+        ends=[questions[0].reference[-1]],
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        share=share,
+    )
+    for batch, output in batches:
+        texts = tokenizer.batch_decode(output, skip_special_tokens=True)
+        for question_index, text in zip(batch, texts, strict=True):
+            answers[question_index] = text.strip()
+        step(len(batch))
+    return answers
+
+
+@torch.no_grad()
+def generate_batches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[TaskPrompt],
+    *,
+    ends: Sequence[int],
+    max_new_tokens: int,
+    batch_size: int,
+    share: tuple[int, int],
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Yields indices of questions and what the model writes after them by greedy decoding, [B, at most
+    `max_new_tokens`] tokens: an answer ends at one of the tokens `ends`, and padding follows.
 
     Prompts are padded on the left for a causal model, on the right for an encoder. A model without a
     key-value cache takes no padding: a batch has prompts of one length."""
@@ -128,11 +171,9 @@ def write_answers(
         batches = split_by_length(batches, length)
 
     is_seq2seq = model.config.is_encoder_decoder
-    end = questions[0].reference[-1]
-    padding = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    padding = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     rank, num_processes = share
 
-    answers: dict[int, str] = {}
     for batch in batches[rank::num_processes]:
         prompts = [questions[question_index].ids for question_index in batch]
         ids, mask = pad_prompts(prompts, padding=padding, on_the_left=not is_seq2seq)
@@ -144,7 +185,7 @@ def write_answers(
             do_sample=False,
             num_beams=1,
             use_cache=has_cache,
-            eos_token_id=end,
+            eos_token_id=list(ends),
             pad_token_id=padding,
             decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
         )
@@ -153,11 +194,7 @@ def write_answers(
 
         if not is_seq2seq:  # it repeats the prompt
             output = output[:, width:]
-        texts = tokenizer.batch_decode(output, skip_special_tokens=True)
-        for question_index, text in zip(batch, texts, strict=True):
-            answers[question_index] = text.strip()
-        step(len(batch))
-    return answers
+        yield batch, output
 
 
 def split_by_length(batches: Sequence[Sequence[int]], length: Callable[[int], int]) -> list[list[int]]:

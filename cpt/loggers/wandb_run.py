@@ -229,8 +229,8 @@ class Curves:
 
 def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     """As summary the headlines; in the config what it lacks: the name in comparisons, the resolved order,
-    texts and versions; end tasks over the stages, tables, the report and its pictures. The numbers come
-    first: if a picture cannot be drawn, they are there."""
+    texts and versions; end tasks and chats over the stages, tables, the report and its pictures. The numbers
+    come first: if a picture cannot be drawn, they are there."""
     base_hash = read_base_hash(folder)
     measured = conditions(scores) | {"base": base_hash or "unknown"}
     name = label_run(scores.run)
@@ -254,8 +254,8 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     run.summary.update(frames.choose_headlines(scores))
 
     points = frames.task_points(scores)
-    for task_point in points:
-        run.log(task_point)
+    for point in (*points, *frames.chat_points(scores)):
+        run.log(point)
     logged: dict[str, wandb.Table | wandb.Html] = {}
     for table_name, frame in frames.tabulate(scores).items():
         logged[table_name] = wandb.Table(columns=[*frame], data=frame.to_numpy().tolist())

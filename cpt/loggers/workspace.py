@@ -106,6 +106,9 @@ def stages_section() -> Section:
             panels.LinePlot(title=mean_perplexity, x="stage", y=["stages/learned"]),
             panels.LinePlot(title="Perplexity on each text", x="stage", metric_regex="^ppl/[^/]+$"),
             panels.LinePlot(title="End tasks", x="stage", metric_regex="^tasks/[^/]+$"),
+            panels.LinePlot(
+                title="Loss on held-out chats", x="stage", y=["stages/chat", "stages/chat_base_answers"]
+            ),
             panels.LinePlot(title="Tokens read", x="stage", y=["stages/tokens"]),
         ],
         is_open=True,

@@ -8,6 +8,7 @@ from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import describe_task, last_value
+from cpt.reporting.chat_tables import describe_chats
 from cpt.reporting.formats import (
     format_decimals,
     format_or_dash,
@@ -53,6 +54,7 @@ def format_scores(scores: Scores) -> str:
         align_ends(perplexities, format_cells(perplexities, format_perplexity)),
         align_columns(Block(head=["", *UNITS], cells=metrics)),
     ]
+    parts += describe_chats(scores)
     quantization = describe_quantization(scores)
     if quantization:
         parts.append(quantization)

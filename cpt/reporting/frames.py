@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite, isnan, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pandas import DataFrame
@@ -28,7 +28,16 @@ COST_UNITS = {
     "seconds_endtasks": "s",
 }
 SECONDS = "seconds_"  # a cost with this prefix is the time of an activity: `activity_seconds` of `Scores`
-SUMMARIZED = ("metric", "perplexity", "text", "task", "score", "benchmark", "cost")  # kinds with a key
+SUMMARIZED = (
+    "metric",
+    "perplexity",
+    "text",
+    "task",
+    "score",
+    "chat",
+    "benchmark",
+    "cost",
+)  # kinds with a key
 HEADLINES = (
     "LC/perplexity",
     "LC/perplexity/low",
@@ -52,11 +61,14 @@ HEADLINES = (
     "endtask/forget_rate",
     "answers/AP",
     "answers/BWT",
+    "chat/rise",
+    "chat/base_answer_rise",
+    "chat/newly_broken",
     "BWT_zs/nats",
     "FWT_zs/nats",
     "ZS/nats",
 )
-MAX_HEADLINES = 26  # with tables and pictures at most 40 entries of a W&B summary
+MAX_HEADLINES = 29  # with tables and pictures at most 40 entries of a W&B summary
 
 
 class ReportedValue(NamedTuple):
@@ -96,6 +108,8 @@ def summarize_scores(scores: Scores, kinds: Sequence[str] = SUMMARIZED) -> dict[
     numbers = {}
     for kind in kinds:
         for reported in list_values(scores, kind):
+            if reported.key is None:
+                continue
             with_interval = {
                 f"{reported.key}": reported.value,
                 f"{reported.key}/low": reported.low,
@@ -286,6 +300,70 @@ def list_answer_means(scores: Scores) -> ReportedValues:
         yield reported._replace(key=f"answers/{escape_name(task)}/{measure}")
 
 
+def list_chats(scores: Scores) -> ReportedValues:
+    """The loss on held-out chats and the measures of the answers by row, and their changes since the base.
+    The last row in which they were measured has the plain key, the base `/base`."""
+    chats = scores.chats
+    losses = {"loss": ("nll", "rise"), "base_answer_loss": ("base_answer_nll", "base_answer_rise")}
+    for name, (nll_key, rise_key) in losses.items():
+        for stage, value in enumerate(chats.get(nll_key, ())):
+            if value is not None:
+                key = key_of_chats(name, stage, chats[nll_key])
+                yield chat_value(scores, stage, name, value, unit="nats", key=key)
+        for stage, rise in enumerate(chats.get(rise_key, ())):
+            if rise is not None:
+                key = key_of_chats(rise_key, stage, chats[rise_key])
+                mean, low, high = rise
+                yield chat_value(scores, stage, rise_key, mean, unit="nats", key=key, low=low, high=high)
+    for stage, answers in enumerate(chats.get("answers", ())):
+        if answers is None:
+            continue
+        for measure, value in answers["measures"].items():
+            unit = "tokens" if measure == "tokens" else "share"
+            key = key_of_chats(measure, stage, chats["answers"])
+            yield chat_value(scores, stage, measure, value, unit=unit, key=key)
+        for measure, (mean, low, high) in answers["changes"].items():
+            unit = "tokens" if measure == "tokens" else "share"
+            name = f"{measure}/change"
+            key = key_of_chats(name, stage, chats["answers"])
+            yield chat_value(scores, stage, name, mean, unit=unit, key=key, low=low, high=high)
+        if answers["newly_broken"] is not None:
+            key = key_of_chats("newly_broken", stage, chats["answers"])
+            yield chat_value(scores, stage, "newly_broken", answers["newly_broken"], unit="answers", key=key)
+
+
+def key_of_chats(measure: str, stage: int, values: Sequence[Any]) -> str | None:
+    """The key of a measure in a row: that of the last row that was measured, or of the base; None between."""
+    last = max(row for row, value in enumerate(values) if value is not None)
+    if stage == last:
+        return f"chat/{measure}"
+    return f"chat/{measure}/base" if stage == 0 else None
+
+
+def chat_value(
+    scores: Scores,
+    stage: int,
+    metric: str,
+    value: float | None,
+    *,
+    unit: str,
+    key: str | None,
+    low: float | None = None,
+    high: float | None = None,
+) -> ReportedValue:
+    return ReportedValue(
+        metric=metric,
+        value=value,
+        unit=unit,
+        key=key,
+        stage=stage,
+        row=scores.rows[stage],
+        text="chats",
+        low=low,
+        high=high,
+    )
+
+
 def list_benchmarks(scores: Scores) -> ReportedValues:
     """Each task of the lm-evaluation-harness by row; the interval is normal, 1.96 standard errors."""
     for name, task in scores.benchmarks.get("tasks", {}).items():
@@ -398,6 +476,7 @@ VALUE_KINDS: dict[str, Callable[[Scores], ReportedValues]] = {  # kind of value:
     "endtask": list_endtasks,
     "answer": list_answers,
     "score": list_answer_means,
+    "chat": list_chats,
     "benchmark": list_benchmarks,
     "module": list_modules,
     "phase": list_phases,
@@ -480,6 +559,20 @@ def stage_points(scores: Scores, row: int) -> dict[str, float]:
     movements = scores.protected_movement  # inside the subspace, and of a random direction
     if row < len(movements) and movements[row]:
         points["stages/protected_movement"] = movements[row][0]
+    return points
+
+
+def chat_points(scores: Scores) -> list[dict[str, float]]:
+    """The points of the losses on held-out chats and on the base's answers over `stage`."""
+    points = []
+    for stage in range(len(scores.rows)):
+        point: dict[str, float] = {"stage": stage}
+        for name, key in (("stages/chat", "nll"), ("stages/chat_base_answers", "base_answer_nll")):
+            losses = scores.chats.get(key, [])
+            if stage < len(losses) and losses[stage] is not None:
+                point[name] = losses[stage]
+        if len(point) > 1:
+            points.append(point)
     return points
 
 

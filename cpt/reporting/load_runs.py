@@ -28,6 +28,7 @@ from cpt.reporting.frames import escape_name, summarize_scores
 SUBFOLDERS = {  # of a run folder; none holds another run
     "answers",
     "benchmarks",
+    "chats",
     "checkpoints",
     "diagnostics",
     "documents",
@@ -40,7 +41,11 @@ SUBFOLDERS = {  # of a run folder; none holds another run
 }
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 COSTS = ("tokens", "flops", "seconds_learn", "seconds", "memory", "trained", "stored", "stored_per_domain")
-PROTOCOLS = {"endtask": ("endtask/", "task/"), "answers": ("answers/",)}  # config group: values it decides
+PROTOCOLS = {  # config group: values it decides
+    "endtask": ("endtask/", "task/"),
+    "answers": ("answers/",),
+    "chats": ("chat/",),
+}
 NO_PROTOCOL = ("root", "folder", "path", "cache", "eval_batch_size")  # options of a protocol that decide none
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
 Pair = tuple[tuple[str, ...], int]  # order and seed
@@ -107,6 +112,8 @@ class MeasuredRun:
 
     def task_protocol(self, group: str) -> dict[str, Any]:
         """How the tasks of a config group are measured; empty without a config."""
+        if group == "chats":  # a file of chats may have another name; what it holds counts
+            return {"set": self.scores.chats.get("set")}
         protocol = {}
         for key, value in self.config.items():
             is_of_training = key == "answers.batch_size"  # of an end task it would be that of fine-tuning
@@ -252,7 +259,7 @@ def find_reference(run: MeasuredRun, references: Sequence[MeasuredRun]) -> Measu
 def measure_run(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, float]:
     """The finite numbers that a run is compared by."""
     scores = run.scores
-    numbers = summarize_scores(scores, ("metric", "task", "score", "benchmark", "cost"))
+    numbers = summarize_scores(scores, ("metric", "task", "score", "chat", "benchmark", "cost"))
     if reference is not None:
         losses = scores.diagonal
         reference_losses = reference.scores.diagonal
@@ -274,6 +281,7 @@ def list_value_names(scores: Scores) -> dict[str, str]:
     keys.append("intransigence/nats")
     keys += [f"endtask/{name}" for name in task_metrics.ENDTASK_MEANINGS]
     keys += [f"answers/{name}" for name in task_metrics.ANSWER_METRICS]
+    keys += ["chat/rise", "chat/base_answer_rise", "chat/broken"]
     keys += [f"cost/{name}" for name in COSTS]
 
     names = {key: key for key in keys}

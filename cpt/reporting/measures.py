@@ -45,6 +45,9 @@ MEASURES = (
     ComparedMeasure("answers/BWT", "BWT (%)", format_percent, higher_is_better=True),
     ComparedMeasure("answers/F", "F (%)", format_percent),
     ComparedMeasure("answers/FWT", "FWT (%)", format_percent, higher_is_better=True),
+    ComparedMeasure("chat/rise", "chat loss, rise"),
+    ComparedMeasure("chat/base_answer_rise", "loss on the base's answers, rise"),
+    ComparedMeasure("chat/broken", "broken answers (%)", format_percent),
     ComparedMeasure("endtask/MF1", "MF1 (%)", format_percent, higher_is_better=True),
     ComparedMeasure("endtask/Acc", "Acc (%)", format_percent, higher_is_better=True),
     ComparedMeasure("endtask/forward", "forward MF1 (%)", format_percent, higher_is_better=True),
@@ -73,6 +76,7 @@ BRIEF_KEYS = (  # measures in the console and in TeX
     "general_drift/nats",
     "answers/AP",
     "answers/F",
+    "chat/base_answer_rise",
     "endtask/MF1",
     "endtask/forget_rate",
 )

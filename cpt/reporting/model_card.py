@@ -21,6 +21,7 @@ from cpt.core.secrets import is_secret
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.withdrawals import load_withdrawals
+from cpt.reporting.chat_tables import describe_chats
 from cpt.reporting.formats import (
     MAX_LISTED,
     Format,
@@ -94,6 +95,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
         conditions=describe_conditions(conditions(scores)),
         matrix=format_card_matrix(perplexities),
         quantization=describe_quantization(scores),
+        chats=" ".join(describe_chats(scores)),
         metrics=list_card_metrics(scores),
         tasks=list_tasks(scores),
         general=GENERAL in scores.domains,
@@ -204,9 +206,9 @@ def list_card_metrics(scores: Scores) -> list[list[str]]:
 
 
 def list_tasks(scores: Scores) -> list[list[str]]:
-    """The results of end tasks, answers and benchmarks: task, measure, row and value."""
+    """The results of end tasks, answers, chats and benchmarks: task, measure, row and value."""
     rows = []
-    for kind in ("task", "score", "benchmark"):
+    for kind in ("task", "score", "chat", "benchmark"):
         for reported in list_values(scores, kind):
             format_value = find_format(reported)
             if format_value is None or reported.value is None or not isfinite(reported.value):

@@ -294,6 +294,38 @@ def draw_tasks(kind: str, shares: DataFrame) -> Picture:
     )
 
 
+def draw_chat_losses(scores: Scores) -> Picture:
+    """Two bars for each row in which chats were measured: the loss on the chats' own answers and on the
+    base's, with the interval of the rise since the base; of a long run the base and the last rows."""
+    chats = scores.chats
+    measured_rows = [row for row, loss in enumerate(chats["nll"]) if loss is not None]
+    shown_rows = [*measured_rows[:1], *measured_rows[1:][-MAX_LISTED:]]
+    figure = make_figure((7.0, 1.2 + 0.5 * len(shown_rows)))
+    axes = figure.add_subplot()
+
+    kinds = (
+        ("nll", "rise", "the chats' answers"),
+        ("base_answer_nll", "base_answer_rise", "the base's answers"),
+    )
+    for index, (nll_key, rise_key, label) in enumerate(kinds):
+        rows = [row for row in shown_rows if chats[nll_key][row] is not None]
+        bar_positions = [shown_rows.index(row) + 0.35 * index for row in rows]
+        losses = [chats[nll_key][row] for row in rows]
+        axes.barh(bar_positions, losses, height=0.32, color=SERIES[index], label=label)
+        for position, loss, row in zip(bar_positions, losses, rows, strict=True):
+            rise = chats[rise_key][row]
+            if rise is not None and None not in rise:
+                mean, low, high = rise
+                errors = [[mean - low], [high - mean]]
+                axes.errorbar(loss, position, xerr=errors, color="black", capsize=3, linewidth=1)
+    set_ticks(axes.yaxis, [scores.rows[row] for row in shown_rows], is_small=True, rotation=0)
+    axes.invert_yaxis()
+    axes.set(xlabel="loss (nats per token)")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    descriptions = [f"{scores.rows[row]} {chats['nll'][row]:.3f}" for row in shown_rows]
+    return make_png(figure, description=f"Loss on chats, nats per token: {list_names(descriptions)}.")
+
+
 def draw_similarity(
     similarities: np.ndarray, domains: Sequence[str], columns: Sequence[str], description: str
 ) -> Picture:

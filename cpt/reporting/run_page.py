@@ -17,6 +17,13 @@ from cpt.evaluation.derived_rows import find_derived_rows
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import run_figures
+from cpt.reporting.chat_tables import (
+    ANSWER_HEAD,
+    CHAT_HEAD,
+    format_chat_answers,
+    format_chats,
+    read_chat_answers,
+)
 from cpt.reporting.formats import (
     MAX_LISTED,
     MISSING,
@@ -66,6 +73,7 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
     if scores.rows:
         blocks += show_matrix(scores, matrices["perplexity"])
     blocks += [
+        *show_chats(scores, folder),
         show_training(scores, folder),
         show_monitor(scores),
         show_modules(scores),
@@ -133,6 +141,28 @@ def format_losses(losses: Mapping[str, float | None], texts: Sequence[str]) -> l
         loss = losses.get(text)
         formatted.append(MISSING if loss is None else format_perplexity(float(np.exp(loss))))
     return formatted
+
+
+def show_chats(scores: Scores, folder: Path) -> list[Block]:
+    """The loss on held-out chats after each stage, and what the base and the last model answer."""
+    if not scores.chats.get("chats"):
+        return []
+    losses = show_picture(
+        "chats",
+        run_figures.draw_chat_losses(scores),
+        lines=[LEGENDS["chats"]],
+        head=CHAT_HEAD,
+        cells=format_chats(scores),
+    )
+    answers = format_chat_answers(read_chat_answers(folder, scores))
+    answered = Block(
+        title="Answers in chats",
+        head=ANSWER_HEAD,
+        cells=answers,
+        num_word_columns=len(ANSWER_HEAD),
+        fold_label=f"{len(answers)} questions",
+    )
+    return [losses, answered]
 
 
 def show_training(scores: Scores, folder: Path) -> Block:

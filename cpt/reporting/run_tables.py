@@ -11,6 +11,7 @@ from pandas import DataFrame
 
 from cpt.evaluation.metrics import METRICS, TITLES
 from cpt.evaluation.scores import Scores
+from cpt.reporting.chat_tables import list_chat_tiles
 from cpt.reporting.formats import (
     MISSING,
     Format,
@@ -72,8 +73,8 @@ TILES = load_tiles()
 
 
 def list_tiles(scores: Scores) -> Cells:
-    """The cells of TILES_HEAD for each of TILES: title, mean in nats, interval, a word for the interval, and
-    meaning."""
+    """The cells of TILES_HEAD for each of TILES, and for chats where they were measured: title, mean in nats,
+    interval, a word for the interval, and meaning."""
     cells = []
     for name, tile in TILES.items():
         metric = scores.metrics.get(name, {})
@@ -93,7 +94,7 @@ def list_tiles(scores: Scores) -> Cells:
             word = tile.choose_word(low, high)
         mean = f"{format_thousandths(value)} nats"
         cells.append([tile.title, mean, interval, word, tile.meaning])
-    return cells
+    return [*cells, *list_chat_tiles(scores)]
 
 
 def describe_quantization(scores: Scores) -> str:

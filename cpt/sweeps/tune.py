@@ -214,9 +214,9 @@ class TuneSweeper(OptunaSweeper):
             return SearchResult([], [])
         log.info("Tuning %s: %s trials over %s", candidate.label, self.n_trials, ", ".join(candidate.space))
 
-        evaluation = ["domains.score_on=valid", "benchmark=none"]
+        evaluation = ["domains.score_on=valid", "benchmark=none", "chats=none"]
         evaluation.append("endtask.score_on=dev" if self.on_tasks else "endtask=none")
-        replaced = ("benchmark",) if self.on_tasks else ("benchmark", "endtask")
+        replaced = ("benchmark", "chats") if self.on_tasks else ("benchmark", "chats", "endtask")
         fixed = [line for line in candidate.overrides if not line.lstrip("+~").startswith(replaced)]
         first_run = [lines[0] for lines in runs if lines[0].partition("=")[0] not in self.averaged]
         folder = f"{name}/search/" + UNSAFE.sub(".", candidate.label).strip(".")

@@ -26,6 +26,8 @@ from cpt.data.sources.base import AUTO, NONE
 from cpt.data.sources.examples import ASSISTANT, USER, Example, Turn
 from cpt.data.text_format import TextFormat, make_text_format
 from cpt.data.tokenized_tasks import Encoder
+from cpt.evaluation.chat_encoding import choose_chat_length, encode_held_out_chats
+from cpt.evaluation.options import ChatOptions
 from cpt.methods.base import ContinualMethod
 from cpt.models import loading
 from cpt.models.block_attention import MASKABLE, check_isolation
@@ -66,6 +68,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
     check_objective(plan, objective, tokenizer)
     if plan.reference_folder is not None:
         check_reference(plan.reference_folder, tokenizer, objective)
+    if plan.chats is not None and plan.chats.path is not None:
+        check_held_out_chats(plan, plan.chats, objective, tokenizer, stored_config)
     if tokenizer is not None:
         check_tokenizer(plan, objective, tokenizer, stored_config)
     else:
@@ -260,6 +264,26 @@ def check_chats(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase |
     encoding = plan.source.encoding
     date = None if encoding is None else encoding.date
     ChatEncoder(tokenizer, date or datetime.date.today().isoformat()).answers(chat)
+
+
+def check_held_out_chats(
+    plan: Plan,
+    options: ChatOptions,
+    objective: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: PretrainedConfig,
+) -> None:
+    """Raises ValueError for a model that answers no chats, and for a chat that it does not take."""
+    if objective != "causal" or tokenizer is None or not tokenizer.chat_template:
+        raise InvalidOptionError(
+            "chats.path",
+            options.path,
+            context=f"with model={plan.model.name}",
+            reason="it has no chat template" if objective == "causal" else "it is no causal model",
+            allowed="an instruction-tuned checkpoint, or chats=none",
+        )
+    length = choose_chat_length(config, trained_length=plan.model.max_seq_length)
+    encode_held_out_chats(options, tokenizer, length=length)
 
 
 def check_tokenizer(

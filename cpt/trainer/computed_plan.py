@@ -246,6 +246,8 @@ def list_not_included(simulated: SimulatedPlan, layouts: Sequence[Layout]) -> li
         not_included.append("the method's work before or after a domain")
     if simulated.plan.trainer.compile:
         not_included.append("what trainer.compile saves")
+    if simulated.plan.measures_chats:
+        not_included.append("chats")
     return [*not_included, *list_excluded_options(simulated.plan)]
 
 

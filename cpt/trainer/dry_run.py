@@ -22,6 +22,7 @@ from cpt.methods.base import ContinualMethod
 from cpt.reporting.formats import format_bytes
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method, read_corpora
+from cpt.trainer.chat_costs import estimate_chat_seconds
 from cpt.trainer.chat_date import date_chats
 from cpt.trainer.export_dtype import find_export_dtype
 from cpt.trainer.log_settings import log_settings
@@ -66,13 +67,29 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
     if not any(stage["left_steps"] or stage["left_read_tokens"] for stage in stages):
         return cost | {"left": "nothing"}
 
+    chat_seconds = estimate_chat_seconds(
+        plan,
+        corpora,
+        base,
+        module,
+        data,
+        run=run,
+        stages=stages,
+        device=machine.device,
+        world_size=machine.world_size,
+    )
     profiles = profile_run(plan, machine, corpora, base, module, data)
     has_growing_model = type(module).expand is not ContinualMethod.expand
     cost["lower_bound"] = has_growing_model and len(stages) > len(profiles)
     cost["not_included"] = list_excluded(plan, base)
     export_dtype = find_export_dtype(plan.export, plan.model.name_or_path, machine.precision)
     return cost | extrapolate_costs(
-        plan, profiles, stages, world_size=machine.world_size, export_dtype=export_dtype
+        plan,
+        profiles,
+        stages,
+        chat_seconds=chat_seconds,
+        world_size=machine.world_size,
+        export_dtype=export_dtype,
     )
 
 
@@ -206,6 +223,7 @@ def extrapolate_costs(
     profiles: Sequence[Profile],
     stages: Sequence[dict[str, Any]],
     *,
+    chat_seconds: float,
     world_size: int,
     export_dtype: torch.dtype,
 ) -> dict[str, Any]:
@@ -221,6 +239,8 @@ def extrapolate_costs(
         stored_stages.append(stage | {"stored": profile.stored})
 
     seconds = estimate_seconds(plan, stages, extended, world_size)
+    if chat_seconds:
+        seconds["chats"] = chat_seconds
     optimizer_bytes = extended[-1].memory["optimizer state"]
     return {
         "stages": stored_stages,

@@ -1,4 +1,5 @@
-"""The evaluators of a plan: fine-tuned end tasks, answers of supervised tasks, the lm-evaluation-harness."""
+"""The evaluators of a plan: fine-tuned end tasks, answers of supervised tasks, held-out chats, the
+lm-evaluation-harness."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,23 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_first_process
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
+from cpt.data.packing import padding_id
 from cpt.data.tokenized_tasks import TaskPrompt, read_examples
 from cpt.evaluation import task_metrics
-from cpt.evaluation.options import KNOWN_BY, TaskEvalOptions
+from cpt.evaluation.chat_encoding import (
+    TEMPLATE_DATE,
+    EncodedChat,
+    choose_chat_length,
+    encode_held_out_chats,
+    find_answer_ends,
+)
+from cpt.evaluation.options import KNOWN_BY, ChatOptions, TaskEvalOptions
 from cpt.evaluation.predictions import SOURCE
 from cpt.methods.base import ContinualMethod
+from cpt.models.loading import find_end_ids
+from cpt.models.objectives import Causal, CausalAnswers
 from cpt.trainer.base_model import Base
+from cpt.trainer.chat_evaluator import ChatEvaluator
 from cpt.trainer.evaluator import FileEvaluator
 from cpt.trainer.finetune_evaluator import FinetuneEvaluator
 from cpt.trainer.lm_eval_evaluator import LMEvalEvaluator
@@ -25,6 +37,7 @@ from cpt.trainer.task_evaluator import TaskEvaluator, needs_sources
 
 log = logging.getLogger(__name__)
 ANSWERS_FORMAT = 2  # counts changes of what a file of answers depends on
+CHATS_FORMAT = 1  # of how chats are scored, answered and judged
 
 
 def make_evaluators(
@@ -66,6 +79,10 @@ def make_evaluators(
                     settings_hash=plan.evaluation_hashes[TaskEvaluator.KIND],
                 )
             )
+    if plan.chats is not None and "chats" in plan.evaluation_hashes:
+        evaluators.append(
+            make_chat_evaluator(plan, plan.chats, corpora, base, run=run, module=module, data=data)
+        )
     if plan.benchmark is not None:
         evaluators.append(
             LMEvalEvaluator(
@@ -79,6 +96,49 @@ def make_evaluators(
             )
         )
     return evaluators
+
+
+def make_chat_evaluator(
+    plan: Plan,
+    options: ChatOptions,
+    corpora: Corpora,
+    base: Base,
+    *,
+    run: RunDir,
+    module: ContinualMethod,
+    data: DomainSequence,
+) -> ChatEvaluator:
+    """The evaluator of held-out chats; without chats where the shipped ones do not fit the model."""
+    chats: list[EncodedChat] = []
+    length = choose_chat_length(module.model.config, trained_length=base.length)
+    if base.objective_name == "causal" and base.tokenizer.is_fast:
+        chats = encode_held_out_chats(options, base.tokenizer, length=length)
+    elif is_first_process():
+        log.info("Skipping chats: they are for causal models with a fast tokenizer (chats=none)")
+    ends = find_answer_ends(base.tokenizer, chats, find_end_ids(base.checkpoint, module.model.config))
+    dependencies = [
+        CHATS_FORMAT,
+        [chat.chat.to_json() for chat in chats],
+        options.generate,
+        options.max_new_tokens,
+        options.batch_size,
+        length,
+        ends,
+        TEMPLATE_DATE,
+        corpora.tokenizer_digest(base.tokenizer),
+    ]
+    return ChatEvaluator(
+        options,
+        chats,
+        CausalAnswers(Causal(), pad=padding_id(base.tokenizer)),
+        ends,
+        digest(dependencies),
+        base.tokenizer,
+        run=run,
+        module=module,
+        data=data,
+        settings_hash=plan.evaluation_hashes[ChatEvaluator.KIND],
+    )
 
 
 def read_questions(

@@ -18,7 +18,16 @@ from cpt.trainer.run_dir import RunDir
 log = logging.getLogger(__name__)
 COPIED_PATHS = ("scores.json", "metrics.csv", "threads", "callbacks", WITHDRAWN_FILE)
 # Folders whose files are replaced, never written into: a copy may share them by hard links.
-LINKED_FOLDERS = ("answers", "benchmarks", "diagnostics", "documents", "endtasks", "generated", "stages")
+LINKED_FOLDERS = (
+    "answers",
+    "benchmarks",
+    "chats",
+    "diagnostics",
+    "documents",
+    "endtasks",
+    "generated",
+    "stages",
+)
 
 
 def find_extended(plan: Plan, run: RunDir) -> RunDir | None:

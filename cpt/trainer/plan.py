@@ -17,8 +17,9 @@ from cpt.core.sections import Choice
 from cpt.data import orders
 from cpt.data.options import Budget, share_batch
 from cpt.data.replay import ReplayConfig
+from cpt.evaluation.chat_set import read_chats, stamp_chats
 from cpt.evaluation.finetune_tasks import FinetunePlan, plan_endtasks
-from cpt.evaluation.options import AUTO
+from cpt.evaluation.options import AUTO, ChatOptions
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
 from cpt.gradient_masks.options import MomentumFilterOptions
@@ -26,7 +27,7 @@ from cpt.models.options import ModelOptions
 from cpt.optim.options import KINDS, OptimizerKind, carried
 from cpt.trainer.check_quantization import check_quantization
 from cpt.trainer.read_config import Sections, read_sections
-from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_dir import RunDir, has_chat_template
 
 # Classes that are known to work with sharded weights. Others say so by an attribute `sharded`.
 PACKAGES_WITH_SHARDING = ("cpt.methods.", "cpt.gradient_masks.")
@@ -97,9 +98,20 @@ class Plan(Sections):
             groups.append("endtask")
         if self.answers is not None:
             groups.append("answers")
+        if self.chats is not None and self.chats.path is not None:
+            groups.append("chats")
         if self.benchmark is not None:
             groups.append("benchmark")
         return groups
+
+    @property
+    def measures_chats(self) -> bool:
+        """Whether chats are measured: those of a file always, those that cpt ships where the tokenizer has a
+        chat template."""
+        if self.chats is None:
+            return False
+        tokenizer_source = self.model.tokenizer or self.model.name_or_path
+        return self.chats.path is not None or has_chat_template(tokenizer_source)
 
     @property
     def evaluation_hashes(self) -> dict[str, str]:
@@ -109,6 +121,8 @@ class Plan(Sections):
             hashes["endtasks"] = digest([self.resolved["endtask"], self.endtasks.stamp])
         if self.answers is not None:
             hashes["answers"] = digest([self.resolved["answers"], ""])  # the data are the texts
+        if self.chats is not None and self.measures_chats:
+            hashes["chats"] = digest([self.resolved["chats"], stamp_chats(self.chats)])
         if self.benchmark is not None:
             hashes["benchmarks"] = digest([self.resolved["benchmark"], self.benchmark.stamp])
         return hashes
@@ -137,6 +151,7 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
         sections = replace(sections, model=start_from_export(sections.model, init_from))
     if sections.source.encoding is None:  # raw text has no questions
         sections = replace(sections, answers=None)
+    sections = replace(sections, chats=choose_chats(sections, stored_config))
 
     source = sections.source
     trainer = sections.trainer
@@ -206,6 +221,16 @@ def choose_rounding(sections: Sections, stored_config: Mapping[str, Any]) -> str
     if rounding != AUTO:
         return rounding
     return stored_config.get("optim.rounding", "nearest") if stored_config else "stochastic"
+
+
+def choose_chats(sections: Sections, stored_config: Mapping[str, Any]) -> ChatOptions | None:
+    """The chats that are measured. Those that cpt ships are left out of a run that began before there were
+    any, which is then finished as it is, and with strategy=fsdp, where no process has the whole model."""
+    chats = sections.chats
+    if chats is None or chats.path is not None:
+        return chats
+    began_without = bool(stored_config) and "chats.name" not in stored_config
+    return None if began_without or sections.trainer.strategy == "fsdp" else chats
 
 
 def with_choices(settings: Mapping[str, Any], max_tokens: int | None, rounding: str) -> dict[str, Any]:
@@ -305,9 +330,12 @@ def why_not_extendable(plan: Plan) -> str:
 
 
 def check_evaluations(plan: Plan) -> None:
-    """Raises ValueError for a benchmark that is not installed, and for measures of an unknown task."""
+    """Raises ValueError for a benchmark that is not installed, for files that are no chats, and for measures
+    of an unknown task."""
     if plan.benchmark is not None:
         plan.benchmark.check_installed()
+    if plan.chats is not None and plan.chats.path is not None:
+        read_chats(plan.chats)
     if plan.answers is not None:
         for task in plan.answers.known_by:
             if task not in plan.source.domains:

@@ -16,6 +16,7 @@ STAGE_ACTIVITIES = {
     "score": "scoring after",
     "endtasks": "end tasks after",
     "answers": "answers after",
+    "chats": "chats after",
     "benchmarks": "benchmark after",
 }
 

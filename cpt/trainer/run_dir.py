@@ -1,6 +1,7 @@
 """The run directory: its config, its lock, its files, and what is removed from it."""
 
 import contextlib
+import json
 import re
 import shutil
 import zipfile
@@ -55,6 +56,7 @@ INCOMPLETE_PATTERNS = (
     "endtasks/*/*.partial",
     "benchmarks/*/*.partial",
     "answers/*/*.partial",
+    "chats/*/*.partial",
 )
 
 
@@ -65,7 +67,8 @@ class RunDir:
     stages/NUMBER.pt            the method's state after a stage
     checkpoints/NUMBER-NAME     the trainer's state within one
     documents/NUMBER.npz        losses by document of a row of the matrix; diagnostics/; monitor/ (observers)
-    endtasks/, answers/, benchmarks/, generated/NUMBER-NAME  results of a stage, text written before it"""
+    endtasks/, answers/, chats/, benchmarks/NUMBER-NAME  results of a stage
+    generated/NUMBER-NAME       text written before it"""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -286,6 +289,21 @@ def checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
         folder = cached_folder
     paths = [*sorted(folder.iterdir()), *sorted(folder.glob("adapters/*/*"))]  # adapters are merged
     return {str(path.relative_to(folder)): path for path in paths if path.suffix in CHECKPOINT_SUFFIXES}
+
+
+def has_chat_template(checkpoint: str | None) -> bool:
+    """Whether the tokenizer of a checkpoint has a chat template, by its files; for one on the Hub that is not
+    in its cache it is no."""
+    paths = checkpoint_files(checkpoint)
+    if "chat_template.jinja" in paths or "chat_template.json" in paths:
+        return True
+    config_path = paths.get("tokenizer_config.json")
+    if config_path is None:
+        return False
+    try:
+        return bool(json.loads(config_path.read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):  # a damaged file is reported where the tokenizer is loaded
+        return False
 
 
 def find_in_hub_cache(checkpoint: str) -> Path | None:

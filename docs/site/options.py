@@ -35,6 +35,7 @@ GROUPS = {
     "strategy": ("Devices", "distributed"),
     "endtask": ("Downstream tasks", "downstream-tasks"),
     "answers": ("Task answers", "tasks"),
+    "chats": ("Held-out chats", "chats"),
     "benchmark": ("lm-evaluation-harness", "lm-eval"),
     "budget": ("Forgetting budget", "forgetting-control"),
     "logger": ("Loggers", "tracking"),
@@ -46,6 +47,7 @@ ALIKE = {
     "trainer": ["default"],
     "endtask": ["texts"],
     "answers": ["default"],
+    "chats": ["default"],
     "benchmark": ["lm_eval"],
 }
 SET_BY = {

@@ -29,7 +29,14 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "forgetting-control.md",
         "tasks.md",
     ),
-    "Evaluation": ("downstream-tasks.md", "lm-eval.md", "compare.md", "reproduce.md", "tracking.md"),
+    "Evaluation": (
+        "chats.md",
+        "downstream-tasks.md",
+        "lm-eval.md",
+        "compare.md",
+        "reproduce.md",
+        "tracking.md",
+    ),
     "Operation": (
         "plan.md",
         "large-models.md",
@@ -45,7 +52,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         f"options/{group}.md"
         for group in (
             *("method", "mask", "replay", "loss", "routing", "domains", "model", "optim", "lr_scheduler"),
-            *("trainer", "strategy", "endtask", "answers", "benchmark", "budget", "logger"),
+            *("trainer", "strategy", "endtask", "answers", "chats", "benchmark", "budget", "logger"),
         )
     ),
     "Studies": (

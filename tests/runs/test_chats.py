@@ -8,20 +8,14 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-import torch
-from tokenizers import AddedToken
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer
 
-from cpt.models.loading import train_tokenizer
 from cpt.trainer import chat_date
-from tests.conftest import VOCABULARIES, sentences
+from tests.conftest import VOCABULARIES
 from tests.runs.reading import answers_of, read_scores
+from tests.support.chat_decoder import TEMPLATE, write_checkpoint
 
 DOMAINS = ("food", "law")
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:\n{% endif %}"
-)
 
 
 def write_chats(root):
@@ -41,20 +35,6 @@ def write_chats(root):
         (root / name / f"{split}.jsonl").write_text("\n".join(rows))
 
 
-def write_checkpoint(folder, template=TEMPLATE):
-    """A decoder of 40 thousand parameters with a chat template, as `save_pretrained` leaves it."""
-    texts = [text for words in VOCABULARIES.values() for text in sentences(words, count=60, seed=1)]
-    tokenizer = train_tokenizer(iter(texts), vocabulary=400, objective="causal")
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|end|>", special=True)]})
-    tokenizer.chat_template = template
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 256}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ids)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def test_chats_are_learned_and_answered(composed, corpora, cache, start, tmp_path):
     write_chats(tmp_path / "texts")
     (tmp_path / "texts" / "general").symlink_to(corpora / "general")
@@ -64,6 +44,7 @@ def test_chats_are_learned_and_answered(composed, corpora, cache, start, tmp_pat
     options += [
         "trainer.checkpoint_every=4",
         "answers.max_new_tokens=12",
+        "chats=none",
         "logger=none",
         f"cache_dir={cache}",
     ]
@@ -109,7 +90,13 @@ def test_bad_chats_are_counted_and_the_date_stays_that_of_the_first_start(
         f"model.name_or_path={tmp_path / 'decoder'}",
         "order=[law]",
     ]
-    options += ["model.max_seq_length=128", "trainer.steps=2", "trainer.batch_size=4", "answers=none"]
+    options += [
+        "model.max_seq_length=128",
+        "trainer.steps=2",
+        "trainer.batch_size=4",
+        "answers=none",
+        "chats=none",
+    ]
     options += ["logger=none", f"cache_dir={cache}"]
 
     def configured(*overrides):
@@ -145,7 +132,7 @@ def test_a_chat_model_with_longer_positions_is_exported_with_all_of_its_files(
     tokenizer.save_pretrained(base)
     (base / "generation_config.json").write_text('{"eos_token_id": [2, 400], "max_new_tokens": 7}')
     options = [f"model.name_or_path={base}", "model.rope_parameters={rope_type: yarn, factor: 2}"]
-    start(small_gpt2("method=none", "order=[law]", *options), tmp_path / "run")
+    start(small_gpt2("method=none", "order=[law]", "chats=none", *options), tmp_path / "run")
 
     exported = tmp_path / "run" / "model"
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):

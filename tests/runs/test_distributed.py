@@ -14,6 +14,7 @@ from cpt.core.tensors import load_tensors
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.runs.reading import answers_of, assert_same_bits, command, read_scores, state_of
 from tests.support.campaign import run_few
+from tests.support.chat_decoder import write_checkpoint
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.forked_scripts import start_script, wait_for_exit
 from tests.support.hook_methods import overrides_for
@@ -296,6 +297,21 @@ def launched(tmp_path, corpora, cache):
         return folder / "run"
 
     return go
+
+
+@pytest.mark.campaign
+def test_two_processes_measure_chats_as_one(launched, tmp_path):
+    write_checkpoint(tmp_path / "decoder")
+    options = [f"model.name_or_path={tmp_path / 'decoder'}", "chats.generate=5", "chats.max_new_tokens=8"]
+    options += ["chats.batch_size=2", "optim.lr=0.01"]
+    chats = []
+    for name, further_options in (("one", []), ("two", DDP)):
+        run = launched(name, *options, *further_options, small=SMALL_GPT2)
+        chats.append(read_scores(run)["chats"])
+    single_chats, shared_chats = chats
+    assert shared_chats["answers"][0] == single_chats["answers"][0]
+    for key in ("nll", "base_answer_nll"):
+        assert shared_chats[key] == pytest.approx(single_chats[key], abs=1e-4)
 
 
 def assert_same(run: Path, other_run: Path, *, weights: float = WEIGHTS, nats: float = NATS) -> None:

@@ -12,6 +12,7 @@ from cpt.models.units import find_block_matrices
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 from tests.runs.reading import assert_same_bits, killed, read_scores, scores_of, times
 from tests.support.campaign import run_few
+from tests.support.chat_decoder import write_checkpoint
 from tests.support.method_fixtures import build_method_fixture
 
 METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
@@ -216,3 +217,13 @@ def test_factors_and_moments_in_8_bits_are_counted(small_gpt2, planned, tmp_path
     tables = 2 * 256 * 4  # of the values of 8 bits, one for all parameters
     scales = sum(8 * math.ceil(weight.numel() / 256) for weight in model.parameters())
     assert memory["optimizer state"] == 2 * num_weights + scales + tables
+
+
+def test_chats_are_a_part_of_the_time_of_their_own(small_gpt2, planned, tmp_path):
+    write_checkpoint(tmp_path / "decoder")
+    options = ["order=[law]", f"model.name_or_path={tmp_path / 'decoder'}", "chats.max_new_tokens=4"]
+    seconds = planned(small_gpt2(*options), tmp_path / "run")["seconds"]
+    assert seconds.pop("chats") > 0 and not (tmp_path / "run" / "chats").exists()
+    total = seconds.pop("total")
+    assert "chats" not in planned(small_gpt2(*options[:2], "chats=none"), tmp_path / "without")["seconds"]
+    assert total > sum(seconds.values())

@@ -1,0 +1,80 @@
+"""Held-out chats as token ids of a model with a chat template."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from cpt.core.processes import is_first_process
+from cpt.data.sources.base import Encoding
+from cpt.data.sources.examples import BadExampleError
+from cpt.data.tokenized_tasks import EncodedExample, Encoder, TaskPrompt
+from cpt.evaluation.chat_set import HeldOutChat, read_chats
+from cpt.evaluation.options import ChatOptions
+from cpt.models.rope import count_scaled_positions
+
+log = logging.getLogger(__name__)
+# The day that chat templates print in these chats: the same in all runs, whose losses are compared.
+TEMPLATE_DATE = "2025-01-01"
+MIN_CHAT_LENGTH = 1024  # tokens of a chat that are read, where the model takes as many
+CHAT_ENCODING = Encoding(truncate="tail", scored_turns="all", date=TEMPLATE_DATE)
+
+
+@dataclass(frozen=True)
+class EncodedChat:
+    """A chat as a model reads it. The loss is on the answers of all rows; of what the model writes after the
+    prompt, the end of the reference is the end."""
+
+    chat: HeldOutChat
+    rows: Sequence[EncodedExample]
+    prompt: TaskPrompt
+
+
+def encode_chats(
+    chats: Sequence[HeldOutChat], tokenizer: PreTrainedTokenizerBase, *, length: int, skips: bool
+) -> Iterator[EncodedChat]:
+    """The chats as a model of `length` tokens reads them. Raises ValueError for one that the chat template
+    does not take or that does not fit; if it `skips`, these are left out."""
+    encoder = Encoder(tokenizer, length, CHAT_ENCODING, seq2seq=False)
+    for chat in chats:
+        try:
+            rows = encoder.encode_chat(chat.example, "all")
+            prompt = encoder.prompt(chat.example)
+        except BadExampleError:
+            if not skips:
+                raise
+            continue
+        yield EncodedChat(chat, rows, prompt)
+
+
+def choose_chat_length(config: PretrainedConfig, *, trained_length: int) -> int:
+    """The tokens of a chat that are read at most: `trained_length`, or more where the model takes them."""
+    positions = count_scaled_positions(config) or MIN_CHAT_LENGTH
+    return max(trained_length, min(positions, MIN_CHAT_LENGTH))
+
+
+def encode_held_out_chats(
+    options: ChatOptions, tokenizer: PreTrainedTokenizerBase, *, length: int
+) -> list[EncodedChat]:
+    """The chats as token ids; those that cpt ships without the ones that do not fit the model. Raises
+    ValueError for one of a file that does not."""
+    chats = read_chats(options)
+    encoded = list(encode_chats(chats, tokenizer, length=length, skips=options.path is None))
+    num_skipped = len(chats) - len(encoded)
+    if num_skipped and is_first_process():
+        log.info(
+            "Skipping %d of %d chats, which the model or its template does not take", num_skipped, len(chats)
+        )
+    return encoded
+
+
+def find_answer_ends(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[EncodedChat], model_ends: Sequence[int]
+) -> list[int]:
+    """The tokens that end an answer: those after the chats' own answers, the end of the tokenizer, and the
+    ends that the files of the model say."""
+    ends = [chat.prompt.reference[-1] for chat in chats]
+    if tokenizer.eos_token_id is not None:
+        ends.append(tokenizer.eos_token_id)
+    return list(dict.fromkeys([*ends, *model_ends]))

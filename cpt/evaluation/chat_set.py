@@ -1,0 +1,118 @@
+"""The held-out chats of a run, read from files.
+
+A chat is a row of JSON with `messages`; `expect` and `language` say what its last answer should be. Nothing
+here needs torch: a wrong file is reported at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cpt.core.config import digest
+from cpt.core.exceptions import InvalidOptionError
+from cpt.core.files import file_hash
+from cpt.data.sources import files, readers
+from cpt.data.sources.chats import IgnoredKeys, read_chat
+from cpt.data.sources.examples import BadExampleError, Example, write_example
+from cpt.evaluation.languages import UNKNOWN, guess_language
+from cpt.evaluation.options import ChatOptions
+
+SHIPPED = Path(__file__).with_name("default_chats.jsonl")
+
+
+@dataclass(frozen=True)
+class HeldOutChat:
+    """A chat that ends with an answer of the assistant, and what is expected of what a model writes there."""
+
+    example: Example
+    expect: tuple[str, ...] = ()  # texts that the answer has to contain
+    language: str = UNKNOWN  # of the answer, a value of guess_language
+
+    def to_json(self) -> list[Any]:
+        """All that its loss and the judgement of an answer depend on."""
+        return [write_example(self.example), self.expect, self.language]
+
+    @property
+    def question(self) -> str:
+        """The turn before the last answer."""
+        turns = self.example.turns
+        return turns[-2].content if len(turns) > 1 else ""
+
+
+def find_chat_files(options: ChatOptions) -> list[Path]:
+    """The files of JSON lines with the chats. Raises ValueError where there are none."""
+    if options.path is None:
+        return [SHIPPED]
+    path = Path(options.path)
+    if path.is_dir():
+        return files.files_of(path)
+    if not path.is_file():
+        raise InvalidOptionError(
+            "chats.path",
+            options.path,
+            reason="it is missing",
+            allowed="a file or folder of JSON lines with messages; chats=none",
+        )
+    return [path]
+
+
+def stamp_chats(options: ChatOptions) -> str:
+    """A hash of names, sizes and times of the files; of the chats that cpt ships, of their content, since
+    each installation writes the file again."""
+    if options.path is None:
+        return file_hash(SHIPPED)
+    return digest(files.stamps(find_chat_files(options)))
+
+
+def read_chats(options: ChatOptions) -> list[HeldOutChat]:
+    """The chats of all files, in their order. Raises ValueError for a row that is no chat, by file and line,
+    and for files without any."""
+    paths = find_chat_files(options)
+    chats: list[HeldOutChat] = []
+    for path in paths:
+        with files.naming_file(path):
+            for where, row in readers.json_rows(path):
+                chats.append(read_held_out_chat(row, where, number=len(chats)))
+    if not chats:
+        raise InvalidOptionError(
+            "chats.path", options.path, reason="it has no chats", allowed="JSON lines with messages"
+        )
+    return chats
+
+
+def read_held_out_chat(row: Any, where: str, *, number: int) -> HeldOutChat:
+    """The chat of a row. Raises ValueError for a row of another form."""
+    raw = read_chat(row, where, IgnoredKeys())
+    if len(raw.turns) < 2:
+        raise BadExampleError(f"{where} has no turn before the answer. Allowed: a question, then an answer")
+    example = Example(
+        id=str(row.get("id", number)),
+        source="",
+        target=raw.target,
+        task="chats",
+        turns=raw.turns,
+        tools=raw.tools,
+        template_options=raw.template_options,
+    )
+    chat = HeldOutChat(example, expect=read_expected(row, where))
+    return replace(chat, language=choose_language(row, chat))
+
+
+def read_expected(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """The texts of `expect`. Raises ValueError where it is neither a text nor a list of texts."""
+    expected = row.get("expect", [])
+    if isinstance(expected, str):
+        expected = [expected]
+    is_list_of_texts = isinstance(expected, list) and all(isinstance(text, str) and text for text in expected)
+    if not is_list_of_texts:
+        raise ValueError(f"{where}: expect={expected!r:.60} is invalid. Allowed: a text, or a list of texts")
+    return tuple(expected)
+
+
+def choose_language(row: Mapping[str, Any], chat: HeldOutChat) -> str:
+    """The language in which a chat is to be answered: `language` of its row, as for a translation; else that
+    of its own answer, or of the question where the answer is too short to tell."""
+    if row.get("language"):
+        return str(row["language"])
+    language = guess_language(chat.example.turns[-1].content)
+    return guess_language(chat.question) if language == UNKNOWN else language

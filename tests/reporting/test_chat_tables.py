@@ -1,0 +1,124 @@
+"""Held-out chats on the page of a run, in the console, in the card, and in frames."""
+
+import numpy as np
+import pytest
+
+from cpt.evaluation.chat_answers import ChatAnswer, collect_answers, collect_losses
+from cpt.evaluation.chat_files import ANSWERS, StoredAnswers, find_chat_file, save_answers
+from cpt.reporting.chat_tables import describe_chats, find_chat_change, judge, list_chat_tiles
+from cpt.reporting.console import format_scores
+from cpt.reporting.frames import chat_points, summarize_scores
+from cpt.reporting.load_runs import measure_run
+from cpt.reporting.model_card import write_model_card
+from cpt.reporting.run_page import write_report
+from tests.support.example_runs import make_run, make_scores, save_scores
+
+TOKENS = np.array([10.0, 20.0, 5.0, 8.0])
+
+
+def answer(*, complete=True, right=True):
+    return ChatAnswer(
+        id="capital",
+        question="What is the capital of France?",
+        text="Paris." if complete else "La femme de France, la femme",
+        tokens=4,
+        complete=complete,
+        repeated=0.0,
+        other_language=not complete,
+        right=right,
+    )
+
+
+def chats_of(held_out_rise, own_rise, *, answers_now=None):
+    """The `chats` of scores of two stages: after the last one the losses have risen by so much a token."""
+
+    def losses_of(mean, noise):
+        return np.array([(mean + noise * np.array([-1, 0, 0, 1])) * TOKENS, TOKENS])
+
+    rows = {}
+    for key, rise in (("", held_out_rise), ("base_answer_", own_rise)):
+        by_row = [losses_of(1.0, 0.0), None, losses_of(1.0 + rise, 0.01)]
+        rows[f"{key}nll"], rows[f"{key}rise"] = collect_losses(by_row)
+    base_answers = [answer()] * 4
+    answers = collect_answers([base_answers, None, answers_now or base_answers])
+    return {"set": "s", "chats": 4, "tokens": 43, **rows, "answers": answers, "seconds": 1.0, "hash": "h"}
+
+
+def scores_with(chats, **overrides):
+    return make_scores(
+        nll=[[5.0, 5.2, 4.9], [4.6, 5.1, 5.0], [4.7, 4.2, 5.1]],
+        order=["law", "food"],
+        chats=chats,
+        **overrides,
+    )
+
+
+WORDS = {
+    (0.0, 0.1): "hurt",
+    (-0.1, 0.1): "hurt; better on held-out answers",
+    (0.1, 0.0): "hurt",
+    (-0.1, 0.0): "better",
+    (0.0, 0.0): "no measurable change",
+    (0.0, -0.1): "no measurable change",
+}
+
+
+@pytest.mark.parametrize(("rises", "word"), WORDS.items())
+def test_a_run_that_hurts_chats_says_so_whatever_perplexities_say(rises, word):
+    scores = scores_with(chats_of(*rises))
+    (cells,) = list_chat_tiles(scores)
+    title, mean, interval, shown_word, _ = cells
+    assert (title, shown_word) == ("chat", word)
+    assert float(mean.split()[0].replace("−", "-")) == pytest.approx(rises[1])
+    assert interval.startswith("[") and word in format_scores(scores)
+
+
+def test_a_broken_answer_is_named_in_page_console_and_card(tmp_path):
+    broken = [answer(complete=False, right=False), answer(), answer(), answer()]
+    chats = chats_of(0.0, 0.0, answers_now=broken)
+    folder = tmp_path / "run"
+    scores = save_scores(folder, config={}, nll=[[5.0, 5.2, 4.9], [4.6, 5.1, 5.0], [4.7, 4.2, 5.1]], order=["law", "food"], chats=chats)  # fmt: skip
+    change = find_chat_change(scores)
+    assert judge(change) == "hurt; broke 1 of 4 answers"
+    sentences = describe_chats(scores)
+    assert (
+        sentences[-1]
+        == "Answers to 4: broken 1 (base 0), complete 75.00 % (100.00 %), right 75.00 % (100.00 %)."
+    )
+    assert all(len(line) <= 100 for line in sentences)
+
+    for row, answers in ((0, [answer()] * 4), (2, broken)):
+        path = find_chat_file(folder, scores.rows, row, ANSWERS)
+        path.parent.mkdir(parents=True)
+        save_answers(path, StoredAnswers(digest="s", seconds=1.0, answers=answers))
+    page = write_report(folder, scores)
+    text = page.with_suffix(".md").read_text()
+    assert "does not end, another language, wrong" in text and "La femme de France, la femme" in text
+    assert (folder / "report-chats.png").exists()
+    (folder / "model").mkdir()
+    card = write_model_card(folder, scores).read_text()
+    assert sentences[0] in card and "broken 1 (base 0)" in card
+    find_chat_file(folder, scores.rows, 2, ANSWERS).write_text("{")  # damage leaves the answers out
+    assert "La femme" not in write_report(folder, scores).with_suffix(".md").read_text()
+
+
+def test_numbers_of_chats_are_those_of_frames_curves_and_comparisons():
+    scores = scores_with(chats_of(0.1, 0.2))
+    numbers = summarize_scores(scores)
+    expected = {
+        "chat/loss": 1.1,
+        "chat/loss/base": 1.0,
+        "chat/rise": 0.1,
+        "chat/base_answer_rise": 0.2,
+        "chat/broken": 0.0,
+    }
+    assert {key: numbers[key] for key in expected} == pytest.approx(expected)
+    assert numbers["chat/rise/low"] < 0.1 < numbers["chat/rise/high"]
+    assert chat_points(scores) == [
+        {"stage": 0, "stages/chat": 1.0, "stages/chat_base_answers": 1.0},
+        {"stage": 2, "stages/chat": pytest.approx(1.1), "stages/chat_base_answers": pytest.approx(1.2)},
+    ]
+    run = make_run(chats=chats_of(0.1, 0.2))
+    assert measure_run(run, None)["chat/base_answer_rise"] == pytest.approx(0.2)
+    assert run.task_protocol("chats") == {"set": "s"}
+    assert list_chat_tiles(make_scores()) == [] == describe_chats(make_scores()) == chat_points(make_scores())
