@@ -125,11 +125,12 @@ def describe_loss(stage_folder: Path) -> str:
         return ""
     order = Scores.load(stage_folder.parent / "scores.json").run["order"]
     numbers = {int(path.stem) for path in stage_folder.glob(f"[0-9]*.{STAGE_FILE}")}
-    # The stage before a domain continues without it; the last one has modules of all domains.
+    # The stage before a domain continues without it; the last one has modules of all domains, and is the one
+    # before the next domain of a run that extends this one.
     given_back = [domain for number, domain in enumerate(order) if number in numbers]
     if given_back:
         return f", with which extend adds domains and cpt.withdraw gives back {', '.join(given_back)}"
-    return ", with which extend adds domains and cpt.withdraw gives back those with modules of their own"
+    return ", with which extend adds domains and cpt.withdraw gives back those that were added since"
 
 
 def describe_use(path: Path) -> str:

@@ -39,10 +39,12 @@ from cpt.trainer.rescoring import (
     open_run_texts,
 )
 from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_outputs import rewrite_report
 from cpt.trainer.withdrawal import (
     FORMS,
     Withdrawal,
     describe_forms,
+    find_run_with_stage,
     find_withdrawal,
     is_constant,
     leave_out,
@@ -121,6 +123,7 @@ def give_back(
     """Writes the result of a form, and prints what was done."""
     if form == "subtracted":
         row = write_subtracted(withdrawal, texts, module, folder)
+        rewrite_report(withdrawal.run, withdrawal.scores)
         print(f"{folder}: {row.description}")
         print_losses(withdrawal.scores, dict(zip(row.domains, row.nll, strict=True)))
         return
@@ -186,7 +189,9 @@ def write_rewound(withdrawal: Withdrawal, folder: Path) -> None:
         keeps_cell=lambda row, text: True,
     )
     reduced_run = write_reduced_run(folder, withdrawal.run, scores, reduction)
-    copy_stage(reduced_run, withdrawal.run, number - 1)
+    source = find_run_with_stage(withdrawal.run, scores, number - 1)
+    assert source is not None  # else this form is not possible
+    copy_stage(reduced_run, source, number - 1)
     record(withdrawal, folder, "continued")
 
 

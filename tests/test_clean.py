@@ -58,7 +58,7 @@ def test_a_finished_run_without_its_stages_stays_finished(run, start, tmp_path, 
     assert clean.count_freed_bytes(folder / "stages") == size
     assert clean.count_freed_bytes(folder) > weights.stat().st_size > 2 * size
     assert clean.main([str(tmp_path / "outputs"), "--stages", "--yes"]) == 0
-    assert "cpt.withdraw gives back those with modules of their own" in capsys.readouterr().out
+    assert "cpt.withdraw gives back those that were added since" in capsys.readouterr().out
     assert not (folder / "stages").exists() and weights.exists()
     assert verify.main([str(folder)]) == 0
     start(run, folder)

@@ -12,7 +12,7 @@ from cpt import verify, withdraw
 from cpt.adapters.domain_store import DomainParams, Router, Scope
 from cpt.evaluation.derived_rows import DerivedRow
 from cpt.trainer.checkpoint import load_stage
-from cpt.trainer.withdrawal import drop_source, is_constant, is_source, why_not_left_out
+from cpt.trainer.withdrawal import begins_as, drop_source, is_constant, is_source, why_not_left_out
 from tests.runs.reading import assert_same_bits, same_state, scores_of, state_of, times
 from tests.support.campaign import run_few
 
@@ -197,6 +197,20 @@ def test_cells_that_the_modules_of_the_domain_may_have_decided_are_measured_agai
         plan = SimpleNamespace(method=SimpleNamespace(options=SimpleNamespace(routing=routing)))
         is_copied = [is_constant(plan, scores, row, "general", number=2) for row in range(4)]
         assert is_copied == expected and is_constant(plan, scores, 3, "law", number=2)
+
+
+@pytest.mark.campaign
+def test_the_run_that_was_extended_has_the_stage_before(small, start, tmp_path):
+    start(small("order=[law]", FEW), tmp_path / "first")
+    start(small("order=[law,food]", FEW, f"extend={tmp_path / 'first'}"), tmp_path / "second")
+    assert not (tmp_path / "second" / "stages" / "001.pt").exists()
+    assert withdraw.main([str(tmp_path / "second"), "food", "--output", str(tmp_path / "out")]) == 0
+    assert_same_bits(tmp_path / "out", tmp_path / "first")
+
+    scores = scores_of(tmp_path / "first")
+    assert begins_as(scores_of(tmp_path / "second"), scores)
+    scores.nll[1][0] += 1e-9
+    assert not begins_as(scores_of(tmp_path / "second"), scores)
 
 
 def test_what_cannot_be_given_back_is_refused_in_one_line(small, start, tmp_path, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import yaml
@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt.core import files
 from cpt.core.exceptions import DamagedFileError
-from cpt.evaluation.scores import COST_COLUMNS, Scores
+from cpt.evaluation.scores import ACTIVITIES, COST_COLUMNS, Scores
 from cpt.trainer.extension import copy_entry, link_entry
 from cpt.trainer.manifest import Manifest
 from cpt.trainer.run_dir import RunDir
@@ -61,9 +61,9 @@ def reduce_scores(scores: Scores, reduction: Reduction) -> Scores:
     reduced.run = {**scores.run, "order": list(reduction.order), "finished": False}
     reduced.monitor = {stage: record for stage, record in scores.monitor.items() if stage in reduced.rows}
     reduced.grown = [number for number in scores.grown if number < len(reduced.rows)]
-    reduced.endtasks = {}
-    reduced.answers = {}
-    reduced.benchmarks = {}
+    for results in fields(scores):
+        if results.name in ACTIVITIES:  # what an evaluator has measured
+            reduced.set_results(results.name, {})
     reduced.similarity = {}
     reduced.exported = {}
     reduced.measure()

@@ -59,7 +59,7 @@ def load_plan(run: RunDir, order: Sequence[str]) -> Plan:
                 "RUN", run.path, reason=f"its config.yaml leaves out the value of {key}", allowed=ALLOWED_RUN
             )
     plan = make_plan(load_config_here(run), run=run)
-    plan = replace(plan, order=list(order), endtasks=None, answers=None, benchmark=None)
+    plan = replace(plan, order=list(order), endtasks=None, answers=None, benchmark=None, chats=None)
     return date_chats(plan)
 
 
@@ -158,7 +158,7 @@ def open_run_texts(run: RunDir, scores: Scores, *, needs_base: bool) -> RunTexts
     rebuilt. Raises ValueError for texts or a base that have changed."""
     method_plan = load_plan(run, scores.run["order"])
     check_manifest(method_plan, run, update=False)
-    plan = replace(method_plan, method=NO_METHOD, masks=(), replay=NO_REPLAY, freeze=NOT_FROZEN)
+    plan = replace(method_plan, method=NO_METHOD, masks=(), replay=NO_REPLAY, freeze=NOT_FROZEN, loss=None)
     machine = prepare_run(method_plan, run).machine
     corpora = read_corpora(plan)
     base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator, trains=needs_base)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -270,9 +271,37 @@ def why_not_continued(plan: Plan, run: RunDir, scores: Scores, *, number: int) -
         return reason
     if scores.alone:
         return f"method={plan.names['method']} trains each domain from the base: a new run leaves it out"
-    if not run.stage_path(number - 1).exists():
+    if find_run_with_stage(run, scores, number - 1) is None:
         return f"no file of stage {number - 1} ({KEEP_STAGES})"
     return ""
+
+
+def find_run_with_stage(run: RunDir, scores: Scores, number: int) -> RunDir | None:
+    """The run that has the file of a stage: the run itself, or one that it extends (`extend` of its config).
+    None without one; a folder that has another run by now is not taken."""
+    candidate = run
+    while not candidate.stage_path(number).exists():
+        folder = candidate.stored_config().get("extend")
+        if folder is None:
+            return None
+        candidate = RunDir(Path(folder))
+        candidate_scores = candidate.load_scores()
+        if candidate_scores is None or not begins_as(scores, candidate_scores):
+            return None
+    return candidate
+
+
+def begins_as(scores: Scores, earlier: Scores) -> bool:
+    """Whether a run has the rows of an earlier one, with the same losses on the texts of both."""
+    num_rows = len(earlier.rows)
+    if scores.rows[:num_rows] != earlier.rows:
+        return False
+    for row in range(num_rows):
+        losses = dict(zip(scores.domains, scores.nll[row], strict=True))
+        for text, loss in zip(earlier.domains, earlier.nll[row], strict=True):
+            if losses.get(text) != loss:
+                return False
+    return True
 
 
 def list_kept_rows(scores: Scores, number: int, *, until_stage: bool) -> list[int]:
