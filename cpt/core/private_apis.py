@@ -12,7 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PrivateAPI:
-    """An attribute of a module, or of a class with `module:Class`."""
+    """An attribute of a module, of a class (`module:Class`), or of an argument of a function
+    (`module:function`)."""
 
     owner: str
     name: str
@@ -28,7 +29,9 @@ class PrivateAPI:
             return False
         if class_name:
             owner = getattr(owner, class_name, None)
-        return hasattr(owner, self.name) or is_named_in_constructor(owner, self.name)
+        if hasattr(owner, self.name) or is_named_in_constructor(owner, self.name):
+            return True
+        return inspect.isfunction(owner) and self.name in inspect.unwrap(owner).__code__.co_names
 
 
 def is_named_in_constructor(owner: Any, name: str) -> bool:
@@ -323,6 +326,18 @@ PRIVATE_APIS = (
         "_keep_in_fp32_modules_strict",
         ("models.narrow_layers",),
         "weights that a model reads the type of",
+    ),
+    PrivateAPI(
+        "transformers:PreTrainedModel",
+        "_load_pretrained_model",
+        ("models.sharded_loading",),
+        "a model is sharded before its weights are read, and some of them are read before others",
+    ),
+    PrivateAPI(
+        "transformers.core_model_loading:set_param_for_module",
+        "_is_hf_initialized",
+        ("models.sharded_loading",),
+        "what is loaded already is not drawn",
     ),
     PrivateAPI(
         "transformers:PreTrainedTokenizer",

@@ -3,7 +3,9 @@
 Each forward pass of a sharded model is a collective: all processes must make it, with the same weights."""
 
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
@@ -13,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from cpt.core.distributed import is_sharded, shard_like
+from cpt.core.tensors import NamedTensors
 from cpt.models.units import find_blocks
 
 
@@ -38,16 +42,38 @@ class Reduction:
         return reduce(output_tensor, input_tensor, op=op, group=group, **options)
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """The processes among which weights are sharded; with `reshard`, the weights of a block are freed between
+    its forward and its backward pass."""
+
+    mesh: DeviceMesh
+    reshard: bool
+
+
+def leave_as_is(name: str, module: nn.Module) -> None:
+    """Prepares nothing of a module before it is sharded."""
+
+
 def shard_model(
-    model: PreTrainedModel, mesh: DeviceMesh, *, ignored: set[nn.Parameter], reshard: bool
+    model: PreTrainedModel,
+    sharding: Sharding,
+    *,
+    ignored: AbstractSet[nn.Parameter] = frozenset(),
+    prepare: Callable[[str, nn.Module], None] = leave_as_is,
 ) -> None:
-    """Shards the weights of a model in place, except those ignored: each block, and what is in none. With
-    `reshard`, they are resharded after forward. Raises ValueError for a model without blocks."""
+    """Shards the weights of a model in place, except those ignored: each block, and what is in none, by name
+    "". `prepare` is called with the name of each just before. Raises ValueError for a model without
+    blocks."""
     model.reduction = Reduction()
-    modules = [block for _, block in find_blocks(model)]
-    modules.append(model)
-    for module in modules:
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
+    for name, module in [*find_blocks(model), ("", model)]:
+        prepare(name, module)
+        fully_shard(
+            module,
+            mesh=sharding.mesh,
+            reshard_after_forward=sharding.reshard,
+            ignored_params=set(ignored),
+        )
         cast(FSDPModule, module).set_custom_reduce_scatter(model.reduction)
     # FSDP gathers weights for forward methods alone: by this one parts of the model are run as well.
     model.run_part = MethodType(lambda self, function, *args, **named: function(*args, **named), model)
@@ -87,3 +113,24 @@ def raised_gradients(model: nn.Module, power: int, *, weight: float) -> Iterator
         yield
     finally:
         reduction.weight = None
+
+
+def follow_sharding(module: nn.Module, model: nn.Module) -> None:
+    """Shards what a `module` keeps of the weights of its sharded `model`: copies and importances like the
+    weight. States that are loaded into it hold whole tensors, of which each process takes its rows."""
+    sharded_weights = {}
+    for name, weight in named_weights(model).items():
+        if is_sharded(weight):
+            sharded_weights[name] = weight
+    for submodule in module.modules():
+        if isinstance(submodule, NamedTensors):
+            submodule.shard(sharded_weights)
+    module.register_load_state_dict_pre_hook(shard_loaded_state)
+
+
+def shard_loaded_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """A hook on a module that a state dict is loaded into: replaces the tensors of parameters in the state by
+    the rows of this process."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if prefix + name in state:
+            state[prefix + name] = shard_like(state[prefix + name], parameter)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,20 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
+from cpt.core.distributed import gather_objects, is_sharded, to_local
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_first_process
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.forward import find_padded_positions
+from cpt.models.fsdp import Sharding
 from cpt.models.narrow_layers import make_narrow
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
 from cpt.models.options import ModelOptions
 from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, make_loading_config, replace_layers
 from cpt.models.rope import count_scaled_positions, scale_rope
+from cpt.models.sharded_loading import NO_NEW_ROWS, UnshardableFilesError, VocabularyRows, make_sharded_class
 from cpt.models.stored_weights import find_non_finite, find_weight_files
 
 log = logging.getLogger(__name__)
@@ -238,18 +242,27 @@ def load_model(
     rope: Mapping[str, Any] | None = None,
     quantization: str = "none",
     dtype: torch.dtype = torch.float32,
+    rows: VocabularyRows = NO_NEW_ROWS,
+    sharding: Sharding | None = None,
 ) -> PreTrainedModel:
     """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged; of its
     first `layers` blocks and with other `rope` parameters if not None. Its linear layers are quantized as
     `quantization` says, or as they are stored; with a `dtype` of 16 bits the others are narrow
-    (`make_narrow`). Parameters of a head that the checkpoint lacks are random, the same in each copy. Raises
-    ValueError for weights that are not finite."""
+    (`make_narrow`). Parameters of a head that the checkpoint lacks are random, the same in each copy. `rows`
+    sets those of the vocabulary.
+
+    With a `sharding`, which all processes call with, each reads its rows of every weight, if the files allow
+    it: else each has the whole model. Raises ValueError for weights that are not finite."""
     config = load_config(str(checkpoint))
     is_quantized = quantization != "none" or describe_stored(config) in OF_BITSANDBYTES
     if rope is not None:
         config = scale_rope(config, rope)
     if layers is not None:
         config = truncate_config(config, layers)
+    if sharding is not None and not is_quantized:
+        sharded_model = load_shards(checkpoint, config, objective, dtype=dtype, rows=rows, sharding=sharding)
+        if sharded_model is not None:
+            return sharded_model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model_class: Any = AUTO_MODELS[objective]
@@ -278,13 +291,59 @@ def load_model(
         check_finite_names(find_non_finite(weight_files), checkpoint)
     else:
         check_finite_weights(model, checkpoint)
+    log_separate_head(model, checkpoint)
+    rows.set_rows(model)
+    return model.train()
+
+
+def log_separate_head(model: PreTrainedModel, checkpoint: str | Path) -> None:
+    """Logs that a head is not tied to the embedding, where config.json says that it is."""
     stored_config, _ = PretrainedConfig.get_config_dict(checkpoint)
     if stored_config.get("tie_word_embeddings") is True and not is_tied(model) and is_first_process():
         log.info(
             "The head of %s stays apart from its embedding, as they are stored, though config.json ties them",
             checkpoint,
         )
+
+
+def load_shards(
+    checkpoint: str | Path,
+    config: PretrainedConfig,
+    objective: str,
+    *,
+    dtype: torch.dtype,
+    rows: VocabularyRows,
+    sharding: Sharding,
+) -> PreTrainedModel | None:
+    """As `load_model` with a `sharding`, whose rows are on the CPU; None where the files do not allow it. A
+    line says why."""
+    try:
+        if find_adapter(checkpoint) is not None:
+            raise UnshardableFilesError("an adapter is merged into them")
+        plain_class = find_model_class(config, objective)
+        model_class = plain_class
+        if dtype != torch.float32:
+            model_class = make_narrow_model_class(config, objective, dtype)
+        sharded_class = make_sharded_class(model_class, plain_class, sharding=sharding, rows=rows)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = sharded_class.from_pretrained(
+                checkpoint, config=config, dtype=torch.float32, trust_remote_code=False
+            )
+    except UnshardableFilesError as error:
+        if is_first_process():
+            log.info("Loading all weights of %s in each process: %s", checkpoint, error)
+        return None
+    model.cpu()  # moves nothing, but has FSDP register the rows that were loaded
+    check_finite_weights(model, checkpoint)
+    log_separate_head(model, checkpoint)
     return model.train()
+
+
+def find_model_class(config: PretrainedConfig, objective: str) -> type[PreTrainedModel]:
+    """The class of a configuration's models."""
+    with torch.device("meta"):
+        return type(AUTO_MODELS[objective].from_config(config))
 
 
 def make_narrow_model_class(
@@ -292,8 +351,7 @@ def make_narrow_model_class(
 ) -> type[PreTrainedModel]:
     """The class of a configuration's models, below which they are narrow from the start: transformers loads
     each tensor at once in the type that its parameter has by then."""
-    with torch.device("meta"):
-        plain_class = type(AUTO_MODELS[objective].from_config(config))
+    plain_class = find_model_class(config, objective)
 
     def initialize(model: PreTrainedModel, *args: Any, **options: Any) -> None:
         plain_class.__init__(model, *args, **options)
@@ -306,9 +364,13 @@ def make_narrow_model_class(
 def check_finite_weights(model: PreTrainedModel, checkpoint: str | Path) -> None:
     """Raises ValueError for parameters that are NaN or infinite."""
     names = []
-    for name, parameter in model.named_parameters():
-        if not parameter.detach().isfinite().all():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if not to_local(parameter.detach()).isfinite().all():
             names.append(name)
+    if any(map(is_sharded, parameters.values())):  # another process may have the rows
+        found_anywhere = set(chain.from_iterable(gather_objects(names)))
+        names = [name for name in parameters if name in found_anywhere]
     check_finite_names(names, checkpoint)
 
 

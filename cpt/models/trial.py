@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cpt.core.distributed import gather_objects
 from cpt.core.errors import reason
 from cpt.core.exceptions import format_value
+from cpt.core.processes import is_first_process
 from cpt.data.collate import Batch
 from cpt.models.forward import set_mode
-from cpt.models.loading import find_objectives
+from cpt.models.loading import find_objectives, make_skeleton
 from cpt.models.objectives import Objective
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,29 @@ def make_stand_in(skeleton: PreTrainedModel) -> PreTrainedModel:
         return type(skeleton).from_pretrained(
             None, config=skeleton.config, state_dict=state, dtype=torch.float32, trust_remote_code=False
         )
+
+
+def try_shards(model: PreTrainedModel, trial: Callable[[PreTrainedModel], None]) -> None:
+    """Has the first process run a trial of a sharded model on a stand-in: each pass of the model itself would
+    need all processes. Raises the ValueError of the trial in all of them."""
+    fault = find_fault(make_skeleton(model), trial) if is_first_process() else None
+    first_fault, *_ = gather_objects(fault)
+    if first_fault is not None:
+        raise first_fault
+
+
+def find_fault(skeleton: PreTrainedModel, trial: Callable[[PreTrainedModel], None]) -> ValueError | None:
+    """The error of a trial on a stand-in for a skeleton; None also where there can be no stand-in."""
+    try:
+        stand_in = make_stand_in(skeleton)
+    except Exception as error:  # of a class that initializes weights in its own way
+        log.debug("Skipping the stand-in of a %s: %s", type(skeleton).__name__, error)
+        return None
+    try:
+        trial(stand_in)
+    except ValueError as error:
+        return error
+    return None
 
 
 def try_model(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from hydra.utils import instantiate
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
@@ -32,6 +33,7 @@ from cpt.methods.base import MethodContext
 from cpt.methods.ncl import NCL
 from cpt.models import loading
 from cpt.models.block_attention import try_isolation
+from cpt.models.fsdp import Sharding
 from cpt.models.narrow_layers import widen
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, Freeze, ModelOptions
@@ -39,7 +41,9 @@ from cpt.models.parameter_groups import bind_blocks
 from cpt.models.quantization import OF_BITSANDBYTES, describe_stored
 from cpt.models.rope import forget_lengths, scale_rope, set_max_length
 from cpt.models.router_loss import find_router_weights
+from cpt.models.sharded_loading import VocabularyRows
 from cpt.models.stored_weights import find_weight_files
+from cpt.models.trial import try_shards
 from cpt.models.units import find_blocks
 from cpt.models.vocabulary import (
     count_entries,
@@ -126,9 +130,12 @@ class Base:
             return []
         return find_weight_files(self.checkpoint, loading.load_config(self.checkpoint))
 
-    def model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """A fresh copy of the model, whose layers are narrow with a `dtype` of 16 bits. Raises ValueError
-        where it does not fit the tokenizer or the length, or mixes samples or documents that share rows."""
+    def model(
+        self, dtype: torch.dtype = torch.float32, *, sharding: Sharding | None = None
+    ) -> PreTrainedModel:
+        """A fresh copy of the model, whose layers are narrow with a `dtype` of 16 bits; with a `sharding`, of
+        which all processes ask for it, each has its rows. Raises ValueError where it does not fit the
+        tokenizer or the length, or mixes samples or documents that share rows."""
         if self.untrained is not None:
             model = loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
         else:
@@ -138,19 +145,31 @@ class Base:
                 rope=self.rope,
                 quantization=self.quantization,
                 dtype=dtype,
+                rows=VocabularyRows(self.set_rows, are_new=self.resize or self.own_tokenizer is not None),
+                sharding=sharding,
             )
-            if not self.resize:
-                stored_tokenizer = self.own_tokenizer or self.tokenizer
-                warn_of_stale_rows(model, stored_tokenizer, checkpoint=self.checkpoint)
-            self.set_new_rows(model)
 
         forget_lengths(model)
         loading.check_length(self.length, model, self.objective)
+        if isinstance(model, FSDPModule):
+            try_shards(model, self.check_isolation)
+        else:
+            self.check_isolation(model)
+        return model
+
+    def check_isolation(self, model: PreTrainedModel) -> None:
+        """Raises ValueError where a model mixes samples or documents that share rows."""
         if self.objective.sharing is not None:
             try_isolation(model, documents=False)
         if self.objective.isolated:
             try_isolation(model, documents=True, causal=self.objective.causal)
-        return model
+
+    def set_rows(self, model: PreTrainedModel) -> None:
+        """Sets the rows of new tokens, and warns of those that look untrained and are not to be set."""
+        if not self.resize:
+            stored_tokenizer = self.own_tokenizer or self.tokenizer
+            warn_of_stale_rows(model, stored_tokenizer, checkpoint=self.checkpoint)
+        self.set_new_rows(model)
 
     def set_new_rows(self, model: PreTrainedModel) -> None:
         """Sets the rows of tokens that the weights of the checkpoint do not have: of its own tokenizer with

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from cpt.core.randomness import torch_seed
@@ -19,12 +20,13 @@ from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.models.activation_checkpointing import checkpoint_activations
 from cpt.models.block_attention import MASKABLE
 from cpt.models.fast_kernels import COMPILE_OPTIONS, pad_head
+from cpt.models.fsdp import Sharding, follow_sharding
 from cpt.models.loading import find_head_parameters
 from cpt.models.objectives import Objective
 from cpt.models.parameter_groups import bind_blocks
 from cpt.models.router_loss import find_router_weights
 from cpt.models.token_weights import TokenWeights
-from cpt.models.trial import try_model
+from cpt.models.trial import try_model, try_shards
 from cpt.models.units import find_blocks
 from cpt.models.vocabulary import vocabulary_tables
 from cpt.models.weights import Snapshot
@@ -48,10 +50,14 @@ def read_corpora(plan: Plan) -> Corpora:
     )
 
 
-def build_method(plan: Plan, machine: Machine, base: Base) -> ContinualMethod:
-    """The method with the base model; its random numbers depend on the seed alone."""
+def build_method(
+    plan: Plan, machine: Machine, base: Base, *, sharding: Sharding | None = None
+) -> ContinualMethod:
+    """The method with the base model; its random numbers depend on the seed alone. With a `sharding`, with
+    which all processes call, the model and what the method keeps of its weights is sharded, if the files of
+    the base allow it."""
     torch.manual_seed(torch_seed(plan.run.seed, "method"))
-    model = base.model(machine.base_dtype)
+    model = base.model(machine.base_dtype, sharding=sharding)
     loaded_names = find_loaded_names(plan, base, model)
     pad_head(model)
     if machine.attn_implementation != "auto":
@@ -59,7 +65,17 @@ def build_method(plan: Plan, machine: Machine, base: Base) -> ContinualMethod:
     if machine.attn_implementation in ("auto", *MASKABLE):  # others run on GPUs only
         checkpoint = plan.model.name_or_path
         source = "model.config" if checkpoint is None else f"model.name_or_path={checkpoint}"
-        try_model(model, base.objective, base.objective_name, length=base.length, source=source)
+        trial = partial(
+            try_model,
+            objective=base.objective,
+            name=base.objective_name,
+            length=base.length,
+            source=source,
+        )
+        if isinstance(model, FSDPModule):
+            try_shards(model, partial(trial, is_stand_in=True))
+        else:
+            trial(model)
     reference = None
     if plan.needs_reference:
         reference = make_reference(plan, base, model)  # before the method adds to the model
@@ -88,6 +104,8 @@ def assemble_method(
     if plan.lr_scheduler.branches:
         left_to_base = {name.removeprefix("model.") for name in method.names_left_to_base}
         method.weights_before_decay = Snapshot(method.model, persistent=True, excluded=left_to_base)
+    if isinstance(model, FSDPModule):
+        follow_sharding(method, method.model)
 
     # Memory and speed: weights that a method keeps, activations, compiled blocks.
     if options.offload_method_state:

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from cpt.core.distributed import is_sharded, shard_like
-from cpt.core.tensors import NamedTensors, load_tensors
-from cpt.models.fsdp import named_weights, reshard, shard_model
+from cpt.core.distributed import shard_like
+from cpt.core.tensors import load_tensors
+from cpt.models.fsdp import Sharding, follow_sharding, reshard, shard_model
 from cpt.optim.state import parameters_of
 from cpt.trainer.checkpoint import fill_tensors, layout_of, save_sharded
 from cpt.trainer.costs import original_name, original_names
@@ -55,29 +55,22 @@ class FSDP2Strategy(DDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def shard(self, module: Any) -> None:
-        """Shards the model of a method, and what the method keeps of its weights."""
-        model = module.model
-        mesh = init_device_mesh(self.root_device.type, (self.world_size,))
-
+        """Shards the model of a method that each process has loaded as a whole, and what the method keeps of
+        its weights."""
         # What the method has added to the model is small, and stays whole in every process.
+        model = module.model
         names_without_additions = original_names(model)
         added_parameters = set()
         for name, parameter in model.named_parameters():
             if original_name(name) not in names_without_additions:
                 added_parameters.add(parameter)
-        shard_model(model, mesh, ignored=added_parameters, reshard=self.reshard)
+        shard_model(model, self.make_sharding(), ignored=added_parameters)
+        follow_sharding(module, model)
 
-        # The method's copies and importances of a weight are sharded like the weight.
-        sharded_weights = {}
-        for name, weight in named_weights(model).items():
-            if is_sharded(weight):
-                sharded_weights[name] = weight
-        for submodule in module.modules():
-            if isinstance(submodule, NamedTensors):
-                submodule.shard(sharded_weights)
-
-        # Checkpoints hold whole tensors; each process takes its rows.
-        module.register_load_state_dict_pre_hook(shard_loaded_state)
+    def make_sharding(self) -> Sharding:
+        """The processes of this strategy, which have joined."""
+        mesh = init_device_mesh(self.root_device.type, (self.world_size,))
+        return Sharding(mesh, reshard=self.reshard)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -133,11 +126,3 @@ def shard_entries(entries: Mapping[str, Any], parameter: nn.Parameter) -> dict[s
             value = shard_like(value, parameter)
         sharded[name] = value
     return sharded
-
-
-def shard_loaded_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
-    """A hook on a module that a state dict is loaded into: replaces the tensors of parameters in the state by
-    the rows of this process."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if prefix + name in state:
-            state[prefix + name] = shard_like(state[prefix + name], parameter)

@@ -21,6 +21,7 @@ from cpt.core.errors import reason
 from cpt.core.exceptions import MessageError
 from cpt.core.processes import is_distributed
 from cpt.core.slurm import is_slurm_task, is_started_by_torchrun, requested_tasks
+from cpt.models.fsdp import Sharding
 from cpt.trainer.checkpoint import AtomicCheckpointIO
 from cpt.trainer.fsdp_strategy import FSDP2Strategy
 from cpt.trainer.preemption import Preemption
@@ -119,6 +120,18 @@ def join_processes(options: Mapping[str, Any]) -> None:
     if environment.world_size() > 1 and not is_distributed():
         strategy.setup_environment()
     barrier()
+
+
+def join_for_shards(options: Mapping[str, Any]) -> Sharding | None:
+    """Makes the process group with strategy=fsdp, and starts the other processes if nobody else does:
+    together they load the model. None for one process."""
+    strategy: Any = make_trainer(options, label="", steps=1).strategy
+    if strategy.launcher is not None:
+        strategy.launcher.launch(strategy.setup_environment)
+    elif not is_distributed():
+        strategy.setup_environment()
+    barrier()
+    return strategy.make_sharding() if strategy.world_size > 1 else None
 
 
 def drop_optimizer(trainer: Trainer) -> None:

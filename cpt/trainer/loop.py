@@ -33,7 +33,7 @@ from cpt.trainer.evaluator import Evaluator
 from cpt.trainer.evaluators import make_evaluators
 from cpt.trainer.finalize import finalize
 from cpt.trainer.initial_scores import make_initial_scores
-from cpt.trainer.lightning import join_processes
+from cpt.trainer.lightning import join_for_shards, join_processes
 from cpt.trainer.log_settings import log_settings
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.match_operations import match_operations
@@ -71,7 +71,11 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
             if is_first_process() and not run.matched.exists():
                 files.replace(run.matched, json.dumps(asdict(plan.budget)))
     with time_phase(start_seconds, "make the base"):
-        method = build.build_method(plan, machine, base)
+        sharding = None
+        if machine.strategy == "fsdp":  # the processes load the model together, and have to want the same one
+            sharding = join_for_shards(machine.lightning_arguments(plan.trainer))
+            check_same_settings(plan)
+        method = build.build_method(plan, machine, base, sharding=sharding)
 
     set_phase("tokenising")
     with time_phase(start_seconds, "tokenise"):

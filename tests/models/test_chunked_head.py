@@ -16,7 +16,7 @@ from cpt.models import chunked_head
 from cpt.models.chunked_head import WeightedLoss, make_nll
 from cpt.models.fast_kernels import pad_head
 from cpt.models.forward import kl_divergence
-from cpt.models.fsdp import named_weights, shard_model
+from cpt.models.fsdp import Sharding, named_weights, shard_model
 from cpt.models.objectives import Causal
 from cpt.models.weights import Snapshot, swap_weights
 
@@ -214,7 +214,7 @@ def mesh():
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_sharded_teacher_keeps_the_head_that_it_had(family, mesh, in_chunks):
     model = build_model(family)
-    shard_model(model, mesh, ignored=set(), reshard=False)
+    shard_model(model, Sharding(mesh, reshard=False))
     teacher = Snapshot(model, persistent=True)
     with torch.no_grad():
         for parameter in named_weights(model).values():

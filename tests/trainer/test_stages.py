@@ -14,6 +14,7 @@ from cpt.core import distributed as sharding
 from cpt.core.distributed import full_tensor
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.evaluation.options import StageOptions
+from cpt.models.fsdp import shard_loaded_state
 from cpt.optim.nan_guard import all_finite
 from cpt.trainer import evaluator, linked_weights
 from cpt.trainer.checkpoint import (
@@ -23,7 +24,6 @@ from cpt.trainer.checkpoint import (
     save_sharded,
     save_stage,
 )
-from cpt.trainer.fsdp_strategy import shard_loaded_state
 from cpt.trainer.linked_weights import link_weights
 from cpt.trainer.lm_eval_evaluator import LMEvalEvaluator
 from cpt.trainer.run_dir import RunDir
