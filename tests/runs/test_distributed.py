@@ -357,7 +357,6 @@ WITHOUT_SHARDS = {
     "lora",
     "adapter",
     "prompt",
-    "cpt_plugin",
     "mixed by text",
     "mixed by token",
     "parts on disk",
