@@ -67,11 +67,11 @@ def main(arguments: Sequence[str]) -> int:
             texts = open_run_texts(run, scores, needs_base=False)
             graft = Graft.plan(run, instruct=options.instruct, base=options.base, weight=options.weight)
             folder = options.output or run.path / ROW
-            with new_folder(folder) as partial:
-                num_tensors = graft.write(partial)
-                row = score_graft(texts, graft, partial)
+            with new_folder(folder) as partial_folder:
+                num_tensors = graft.write(partial_folder)
+                row = score_graft(texts, graft, partial_folder)
                 write_derived_card(
-                    partial,
+                    partial_folder,
                     scores,
                     row,
                     title=f"{scores.run['name']}, {row.row}",
@@ -88,7 +88,8 @@ def check_options(options: argparse.Namespace) -> None:
     if not math.isfinite(options.weight):
         raise InvalidOptionError("--weight", options.weight, allowed="a finite number")
     output: Path = options.output or options.run / ROW
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    is_empty_folder = output.is_dir() and not any(output.iterdir())
+    if output.exists() and not is_empty_folder:
         raise InvalidOptionError(
             "--output", output, reason="it exists", allowed="a new folder, or an empty one"
         )

@@ -93,7 +93,10 @@ def check_options(options: argparse.Namespace, scores: Scores) -> None:
     if options.domain not in order:
         raise InvalidOptionError("DOMAIN", options.domain, allowed=", ".join(order))
     output: Path | None = options.output
-    if output is not None and output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    if output is None:
+        return
+    is_empty_folder = output.is_dir() and not any(output.iterdir())
+    if output.exists() and not is_empty_folder:
         raise InvalidOptionError(
             "--output", output, reason="it exists", allowed="a new folder, or an empty one"
         )
@@ -261,13 +264,14 @@ def describe_command(withdrawal: Withdrawal, folder: Path | None) -> str:
     the command of the run with the domains that are left."""
     run = withdrawal.run.path
     target = folder or Path("FOLDER")
+    # This program writes what comes before the domain, unless it has done so: not the base before the first.
     if withdrawal.is_last or (withdrawal.number > 1 and not target.exists()):
-        first = shlex.join(
+        withdraw_command = shlex.join(
             ["python", "-m", "cpt.withdraw", str(run), withdrawal.domain, f"--output={target}"]
         )
         if withdrawal.is_last:
-            return first
-        return f"{first} && {describe_run_command(withdrawal, target)}"
+            return withdraw_command
+        return f"{withdraw_command} && {describe_run_command(withdrawal, target)}"
     return describe_run_command(withdrawal, target)
 
 

@@ -105,6 +105,9 @@ class AllocationTable:
         for use in excluded_uses:
             if use in self.has_use:
                 counted[self.has_use[use]] = 0
+
+        # The bytes that an operation allocates, less those that are free after the one before: their running
+        # sum is what is alive. The last entry is after all operations.
         changes = np.zeros(self.num_operations + 2, np.int64)
         np.add.at(changes, self.first, counted)
         np.subtract.at(changes, self.last + 1, counted)
@@ -116,8 +119,9 @@ class AllocationTable:
 
 
 class KnownValues(TorchDispatchMode):
-    """Computes the values of what is computed from real tensors alone, such as token ids and counters, and of
-    positions, though FakeTensorMode is active: shapes of other tensors and branches may depend on them."""
+    """Computes values inside FakeTensorMode where all tensors of an operation have values, as token ids and
+    counters have, and for torch.arange, which makes positions. Shapes of other tensors and branches may
+    depend on these values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # asked for in every operation

@@ -109,7 +109,9 @@ class NarrowEmbedding(NarrowLayer, nn.Embedding):
         rows = functional.embedding(ids, self.weight).to(self.compute_dtype)
         if self.plain_class is nn.Embedding:
             return rows
-        # A class of its own may scale the rows: it looks them up in a table that has no others.
+
+        # A subclass may change the rows that it looks up, for example scale them. It looks these up by their
+        # numbers in a table of nothing else, where the id of its padding would be that of another row.
         table = cast(nn.Parameter, rows.flatten(0, -2))
         numbers = torch.arange(len(table), device=ids.device).view(ids.shape)
         narrow_weight = self.weight
@@ -138,21 +140,21 @@ def make_narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
     head = model.get_output_embeddings()
     wide_names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     layers: dict[nn.Module, type[NarrowLayer]] = {}
-    others_ids = set[int]()
+    wide_ids = set[int]()  # of parameters that stay in 32 bits
     for name, module in model.named_modules():
         kind = type(module)
         if module is head and kind is nn.Linear and module.out_features % ALIGNED_MULTIPLE:
-            kind = PaddedHead
+            kind = PaddedHead  # which `pad_head` makes of it
         narrow_class = make_narrow_class(cast(Any, kind))
-        is_kept = not wide_names.isdisjoint(name.split("."))
+        is_kept_wide = not wide_names.isdisjoint(name.split("."))
         for parameter_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if narrow_class is not None and parameter_name == "weight" and not is_kept:
+            if narrow_class is not None and parameter_name == "weight" and not is_kept_wide:
                 layers[module] = narrow_class
             else:
-                others_ids.add(id(parameter))
+                wide_ids.add(id(parameter))
 
     for module, narrow_class in layers.items():
-        if id(module.weight) not in others_ids:
+        if id(module.weight) not in wide_ids:
             module.__class__ = narrow_class
             module.weight.data = cast(Tensor, module.weight).data.to(dtype)
 
@@ -161,15 +163,15 @@ def make_narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def widen(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Makes parameters of a model 32 bits wide, and their layers plain ones. Nothing changes in a model
     without narrow layers."""
-    narrow = [module for module in model.modules() if isinstance(module, NarrowLayer)]
-    if not narrow:
+    narrow_layers = [module for module in model.modules() if isinstance(module, NarrowLayer)]
+    if not narrow_layers:
         return
-    widened = {id(parameter) for parameter in parameters}
-    for layer in narrow:
+    widened_ids = {id(parameter) for parameter in parameters}
+    for layer in narrow_layers:
         weight = layer.weight
-        if id(weight) not in widened:
+        if id(weight) not in widened_ids:
             continue
-        if layer.is_narrow:
+        if layer.is_narrow:  # not if a layer with the same weight has widened it
             weight.data = weight.data.to(layer.compute_dtype)
         layer.__dict__.pop("compute_dtype", None)
         layer.__class__ = layer.plain_class  # type: ignore[assignment]

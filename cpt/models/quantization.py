@@ -144,7 +144,8 @@ class QuantizedLinear(nn.Linear):
         return linear.train(self.training)
 
     def make_plain(self, linear: nn.Linear, dtype: torch.dtype) -> nn.Module:
-        """The layer of the plain model with the weights of a layer of torch, in a type."""
+        """The layer of the plain model with the weights of one of `make_linear`, into which adapters may have
+        been merged, in a type."""
         linear.to(dtype)
         if not issubclass(self.plain_class, Conv1D):
             return linear

@@ -55,7 +55,8 @@ class Checkpoint:
 
 
 def open_checkpoint(option: str, name: str) -> Checkpoint:
-    """Raises ValueError for what is no checkpoint, has no tokenizer, or is stored in few bits."""
+    """Reads the config, the tokenizer, and the names and shapes of the tensors of a model. Raises ValueError
+    for what is no checkpoint, has no tokenizer, or is stored in few bits."""
     try:
         config = load_config(name)
         files = find_weight_files(name, config)
@@ -89,7 +90,7 @@ class VocabularyTables:
 
 
 def find_tables(config: PretrainedConfig) -> VocabularyTables:
-    """Of the model of a config.json, which is built without storage."""
+    """The tables of the model of a config.json, which is built without storage."""
     model_class: type[PreTrainedModel] = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
         model = model_class(config)
@@ -181,7 +182,7 @@ def join_vocabularies(
     """The tuned model's vocabulary if it has all tokens of the run with the same ids, else the run's."""
     vocabularies = [checkpoint.tokenizer.get_vocab() for checkpoint in (run, base, instruct)]
     run_ids, base_ids, instruct_ids = vocabularies
-    num_rows = []
+    num_rows = []  # of the embeddings: more than tokens where a table is padded
     for checkpoint in (run, base, instruct):
         name = find_stored_name(checkpoint, tables.embedding, tables)
         if name is None:
@@ -189,16 +190,17 @@ def join_vocabularies(
         num_rows.append(len(checkpoint.stored.tensors[name]))
 
     is_of_instruct = contains_ids(instruct_ids, run_ids)
-    is_one_vocabulary = run_ids == base_ids == instruct_ids and len(set(num_rows)) == 1
     new_ids = instruct_ids if is_of_instruct else run_ids
-    new_rows = num_rows[0]
+    num_new_rows = num_rows[0]
     if is_of_instruct:
-        new_rows = max(new_rows, count_entries(instruct.tokenizer))
+        num_new_rows = max(num_new_rows, count_entries(instruct.tokenizer))
+
+    is_one_vocabulary = run_ids == base_ids == instruct_ids and len(set(num_rows)) == 1
     rows = None
     if not is_one_vocabulary:
         maps = []
         for vocabulary, size in zip(vocabularies, num_rows, strict=True):
-            maps.append(map_rows(new_ids, vocabulary, num_new_rows=new_rows, num_rows=size))
+            maps.append(map_rows(new_ids, vocabulary, num_new_rows=num_new_rows, num_rows=size))
         run_map, base_map, instruct_map = maps
         keep_rows_without_token(run_map, num_rows=num_rows[0], new_ids=new_ids)
         rows = RowMap(run_map, base_map, instruct_map)
@@ -382,7 +384,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_byt
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """Of a file while it is not known how many there are."""
+    """The path of a file of weights while the number of files, which is part of its name, is not known."""
     return folder / f"shard-{number}.safetensors"
 
 

@@ -124,9 +124,9 @@ def choose_highest(values: Tensor, groups: Tensor, *, share: float) -> Tensor:
 
     counts = torch.bincount(groups)
     num_chosen = (share * counts.double()).round().clamp_min(1)
-    first_places = counts.cumsum(0) - counts
+    group_starts = counts.cumsum(0) - counts
     sorted_groups = groups[order]
-    ranks = torch.arange(len(order), device=order.device) - first_places[sorted_groups]
+    ranks = torch.arange(len(order), device=order.device) - group_starts[sorted_groups]
     is_chosen = ranks < num_chosen[sorted_groups]
     return torch.zeros_like(values).index_copy(0, order, is_chosen.to(values))
 
@@ -171,7 +171,7 @@ class SampleWeights(TokenWeights):
 def sample_losses(nll: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The mean loss of each sample that has scored positions, [n], from losses [K] at these, and the sample
     of each position, [K]. Samples are rows, or documents within rows where these are isolated."""
-    owners = batch["rows"][None]
+    owners = batch["rows"][None]  # the numbers that tell samples apart, [1, K] or [2, K]
     if "segments" in batch:
         documents = batch["segments"].flatten()[batch["positions"]]
         owners = torch.stack([batch["rows"], documents])

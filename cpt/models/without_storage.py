@@ -24,7 +24,7 @@ def without_storage(mode: FakeTensorMode, *, is_gpu: bool) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         (nn.Module, "_apply", apply_in_place),
         (functional, "grouped_mm", multiply_by_experts),
-        # What fails is reported by who catches it.
+        # Its log of operations that fail: who catches an error reports it.
         (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
     ]
     if is_gpu:
@@ -49,7 +49,8 @@ def apply_in_place(module: nn.Module, convert: Callable[[Tensor], Tensor], recur
 
 
 def multiply_by_experts(rows: Tensor, weights: Tensor, **options: Any) -> Tensor:
-    """torch.nn.functional.grouped_mm: the products of rows [S, D], each with one of the weights [E, D, F]."""
+    """torch.nn.functional.grouped_mm: the products of rows [S, D], each with one of the weights [E, D, F].
+    Its options, such as which rows an expert has, change no size."""
     return cast(Tensor, _GroupedProduct.apply(rows, weights))
 
 
@@ -94,16 +95,21 @@ def attend_on_gpu(
         query = query.to(dtype)
         key = key.to(dtype)
         value = value.to(dtype)
+
+    # Dropout changes no size: kernels are called with a probability of 0.
     if attn_mask is None and query.itemsize == 2:
         return ATEN._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
 
     if query.shape[1] == key.shape[1]:
         bias = None
         if attn_mask is not None:
-            # A mask is one of the type of the scores, which is shared by the heads.
+            # The kernel adds a mask to the scores, in their type; the heads share its memory.
             scores_shape = (*query.shape[:3], key.shape[2])
             bias = torch.zeros_like(attn_mask, dtype=query.dtype).expand(scores_shape)
-        return ATEN._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, is_causal)[0]
+        keeps_log_sums = True  # of the scores, for the backward pass
+        return ATEN._scaled_dot_product_efficient_attention(
+            query, key, value, bias, keeps_log_sums, 0.0, is_causal
+        )[0]
     with sdpa_kernel(SDPBackend.MATH):
         return torch._C._nn.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa

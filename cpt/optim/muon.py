@@ -40,12 +40,17 @@ class MuonWithAdamW(Optimizer):
         matrix_groups = []
         other_groups = []
         for group in params:
-            is_matrix = [p.ndim == 2 and (matrices is None or p in matrices) for p in group["params"]]
-            of_muon = [p for p, is_its in zip(group["params"], is_matrix, strict=True) if is_its]
-            of_adamw = [p for p, is_its in zip(group["params"], is_matrix, strict=True) if not is_its]
-            # As AdamW's groups say it: decay is a share of the weights, in addition to the step.
-            matrix_groups.append({**group, "params": of_muon, "decoupled_weight_decay": True})
-            other_groups.append({**group, "params": of_adamw})
+            matrix_parameters = []
+            other_parameters = []
+            for parameter in group["params"]:
+                if parameter.ndim == 2 and (matrices is None or parameter in matrices):
+                    matrix_parameters.append(parameter)
+                else:
+                    other_parameters.append(parameter)
+
+            # A field of AdamW's groups: decay is a share of the weights, in addition to the step.
+            matrix_groups.append({**group, "params": matrix_parameters, "decoupled_weight_decay": True})
+            other_groups.append({**group, "params": other_parameters})
 
         self.muon = Muon(
             matrix_groups,

@@ -32,7 +32,8 @@ class RoundedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        # A step changes what a group stores, as a count of steps: once, and for all parts from one value.
+        # An optimizer may store a number in a group that each step changes, as a count of steps. All parts
+        # start from the same one, and it changes once, after the last part.
         groups_after = self.param_groups
         for parameters in self.divide_parameters():
             groups_after = self.step_together(parameters)
@@ -100,7 +101,7 @@ class RoundedOptimizer(Optimizer):
         substitutes: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                empty = to_local(parameter).new_empty(0)
+                empty = to_local(parameter).new_empty(0)  # only type and device are read
                 substitutes[parameter] = self.rounding.widen(empty)
         self.lend(substitutes)
         self.optimizer.load_state_dict(dict(state_dict))

@@ -66,7 +66,8 @@ class ChangeSearch:
             if simulated is None:
                 continue
             layouts = list_layouts(simulated, layout)
-            # In rows of their own the last one needs least: if it does not fit, no other one is simulated.
+            # The last layout needs the least memory, with micro-batches of one row: if it does not fit then,
+            # no other one is simulated.
             if self.fit(simulated, divide_most(simulated.plan, layouts[-1]), limit=limit) is None:
                 continue
             for changed_layout in layouts:
@@ -127,7 +128,7 @@ def list_layouts(simulated: SimulatedPlan, layout: Layout) -> list[Layout]:
     layouts = [layout]
     if layout.strategy == "ddp" and can_be_sharded(simulated.plan):
         layouts.append(replace(layout, strategy="fsdp"))
-    # Sharding takes no time of recomputation, but more than one device.
+    # Checkpointing is tried last: its recomputation takes time.
     if simulated.simulation.can_checkpoint and not layout.is_checkpointed:
         layouts.extend([replace(plain, is_checkpointed=True) for plain in layouts])
     return layouts
@@ -165,7 +166,7 @@ def list_evaluation_batches(layout: Layout) -> Iterator[Layout]:
 
 
 def name_differences(before: Layout, after: Layout) -> list[str]:
-    """The overrides that make another layout of one."""
+    """The overrides that change one layout into another."""
     overrides = []
     if after.strategy != before.strategy:
         overrides.append(f"strategy={after.strategy}")
@@ -199,7 +200,7 @@ def change_plan(cfg: DictConfig, change: Mapping[str, str]) -> Plan:
 
 
 def compose_choices(overrides: Sequence[str]) -> DictConfig:
-    """The default config with other choices, by the Hydra of the program, or without one by another."""
+    """The default config with other choices. Hydra is initialized here if the program has not done it."""
     if GlobalHydra.instance().is_initialized():
         return compose(CONFIG, overrides=list(overrides))
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -25,8 +25,8 @@ class Layout:
 
     num_devices: int
     strategy: str  # single, ddp, fsdp
-    accumulate: int
-    eval_batch_size: int
+    accumulate: int  # micro-batches of a step
+    eval_batch_size: int  # rows
     is_checkpointed: bool
 
     @property
@@ -71,7 +71,7 @@ def count_importance_rows(plan: Plan, layout: Layout) -> int:
 def find_state_bytes(simulated: SimulatedPlan, layout: Layout) -> int:
     """The bytes of a device between two steps of the last stage."""
     state = simulated.find_last_state()
-    return sum(of_use.on_device(layout.num_shards) for of_use in state.values())
+    return sum(state_bytes.on_device(layout.num_shards) for state_bytes in state.values())
 
 
 def find_memory(simulated: SimulatedPlan, layout: Layout) -> dict[str, dict[str, int]]:
@@ -104,7 +104,8 @@ def find_step_memory(simulated: SimulatedPlan, layout: Layout) -> dict[str, int]
     memory = find_kept(simulated, layout)
     memory[OPTIMIZER_STATE] = state[OPTIMIZER_STATE].on_device(layout.num_shards)
     if layout.strategy == "fsdp":
-        # Of the gradients a process has its rows, and for a block at a time whole ones.
+        # A process keeps its rows of the gradients; whole ones, of a block at a time, are among what is
+        # gathered.
         memory |= find_largest([step.find_peak(num_rows, excluded_uses=[GRADIENTS]) for step in steps])
         memory[GRADIENTS] = gradients
         memory[GATHERED] = simulated.gathered.in_training
@@ -112,6 +113,8 @@ def find_step_memory(simulated: SimulatedPlan, layout: Layout) -> dict[str, int]
         memory |= find_largest([step.find_peak(num_rows) for step in steps])
     if layout.strategy == "ddp":
         memory[BUCKETS] = gradients
+
+    # Copies of the trained weights, which are as large as their gradients.
     num_copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")
     if num_copies:
         memory[GOING_BACK] = gradients * num_copies
@@ -138,6 +141,7 @@ def find_memory_around(simulated: SimulatedPlan, layout: Layout) -> dict[str, di
     """Bytes of a device by use, at the peaks of the method's work before and after a domain, if any."""
     memory = {}
     num_rows = count_importance_rows(simulated.plan, layout)
+    # The list is empty for a method without stages; a hook that does nothing counts no operations.
     for name, work in zip(AROUND, simulated.find_around(num_rows), strict=False):
         if work is not None and work.flops:
             memory[name] = find_kept(simulated, layout) | work.find_peak(num_rows)

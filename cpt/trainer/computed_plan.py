@@ -84,9 +84,11 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
             reason="which tokens its second model chooses depends on the values of weights",
             allowed="loss=eaft or none, or plan=true on a machine with the weights",
         )
+    # A library that is missing here may be installed where the run is made.
     optimizer_kind = KINDS.get(plan.optim.target)
     if optimizer_kind is None or optimizer_kind.is_installed:
         check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
+
     kind = choose_kind(plan)
     simulated = SimulatedPlan(plan, kind)
     rate = find_rate(simulated)
@@ -230,9 +232,9 @@ def count_host_bytes(simulated: SimulatedPlan, layout: Layout) -> int:
     state = simulated.find_last_state()
     loaded = HOST_BYTES * simulated.num_parameters
     is_narrow = simulated.machine.base_dtype != torch.float32
-    if is_narrow or simulated.quantization != "none":  # at once, tensor by tensor
+    if is_narrow or simulated.quantization != "none":  # each tensor is converted as it is read
         loaded = state[WEIGHTS].on_device(1)
-    offloaded = sum(of_use.offloaded for of_use in state.values())
+    offloaded = sum(state_bytes.offloaded for state_bytes in state.values())
     return num_processes * (loaded + offloaded)
 
 

@@ -40,7 +40,7 @@ def find_rate(simulated: SimulatedPlan) -> Rate:
     else:
         share = CPU_SHARES[type_name]
     peak = kind.peak_flops.get(type_name)
-    if peak is None:  # of this machine
+    if peak is None:  # on this machine, of which there is no data sheet
         peak = measure_products(torch.device("cuda" if kind.is_gpu else "cpu"), dtype)
     return Rate(peak, share)
 
@@ -50,7 +50,8 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> float:
     measured, without that of other programs."""
     read_clock = time.thread_time if device.type == "cpu" else time.perf_counter
     matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=dtype)
-    float((matrix @ matrix)[0, 0])  # the number makes a GPU finish the product
+    # Once before time is taken, as the first product loads its kernel. Reading a number makes a GPU finish.
+    float((matrix @ matrix)[0, 0])
     num_products = 0
     seconds = 0.0
     start_time = read_clock()

@@ -39,7 +39,8 @@ class SimulatedPlan:
         self.state = self.simulation.count_state()
         self.num_parameters = self.simulation.count_parameters()
         self.num_trained = self.simulation.count_trained()
-        # By whether activations are checkpointed, there are several micro-batches, logits are in chunks.
+        # Recorded passes. Those of a step by whether activations are checkpointed, whether it has several
+        # micro-batches, and whether logits are in chunks; the others by the last of these alone.
         self.steps: dict[tuple[bool, bool, bool], list[Pass]] = {}
         self.evaluations: dict[bool, Pass | None] = {}
         self.around: dict[bool, list[Pass | None]] = {}
@@ -85,7 +86,8 @@ class SimulatedPlan:
             return None
 
     def find_steps(self, num_rows: int, *, is_checkpointed: bool, num_micro_batches: int) -> list[Pass]:
-        """The passes of the last micro-batch of a step, of each of the steps after which they repeat."""
+        """The passes of the steps of one period, after which a method repeats what it computes: of each step
+        the last micro-batch and the update."""
         is_chunked = self.simulation.is_chunked(num_rows)
         key = (is_checkpointed, num_micro_batches > 1, is_chunked)
         if key not in self.steps:
@@ -128,12 +130,14 @@ class SimulatedPlan:
         if not self.simulation.may_grow:
             return {}
         # In another simulation, as this one stays at its first stage.
-        grown = self.simulate(self.start_simulation)
-        _, work_after = self.find_around(1)
-        if work_after is not None:
-            self.simulate(grown.end_stage)
-        after = self.simulate(grown.enter_second_stage)
-        return {use: after[use].plus(self.state[use], times=-1) for use in (WEIGHTS, METHOD_STATE)}
+        second_simulation = self.simulate(self.start_simulation)
+        _, work_after_stage = self.find_around(1)
+        if work_after_stage is not None:  # else it depends on values, and cannot be done here either
+            self.simulate(second_simulation.end_stage)
+        second_state = self.simulate(second_simulation.enter_second_stage)
+
+        # The second stage less the first.
+        return {use: second_state[use].plus(self.state[use], times=-1) for use in (WEIGHTS, METHOD_STATE)}
 
     def find_last_state(self) -> dict[str, StateBytes]:
         """The bytes between two steps of the last stage, by use."""

@@ -54,7 +54,7 @@ ACTIVATIONS = "activations and rest"
 
 ADAMW_8BIT = "cpt.optim.adamw_8bit.AdamW8bit"
 SIMULATED_ADAMW_8BIT = "cpt.optim.simulated_8bit.SimulatedAdamW8bit"
-NEVER = 2**62  # steps between two that are logged
+NEVER = 2**62  # a number of steps that no run makes
 MAX_KNOWN_VALUES = 2**20  # numbers in a buffer whose values may be known
 PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 AUTOCAST_TYPES: Mapping[Any, torch.dtype] = {
@@ -120,11 +120,12 @@ class StorageCounts:
 
 
 class Pass:
-    """What a pass over a batch allocates in addition to the state, and computes, for any number of rows whose
-    logits are divided into chunks or not, as the recorded ones are.
+    """The allocations of a pass over a batch, in addition to the state, and its operations, for any number of
+    rows. Their logits are divided into chunks if those of the recorded rows are.
 
-    The recorded number of rows divides no size of the model: what is divisible by it grows with the rows.
-    Logits grow with the positions of a chunk, by `count_logit_rows`."""
+    The recorded number of rows divides no size of the model: bytes that it divides grow with the rows. Logits
+    have a row for each position of a chunk, `num_logit_rows` of them as recorded, and `count_logit_rows` says
+    how many for another number of rows of the batch."""
 
     def __init__(
         self,
@@ -144,8 +145,8 @@ class Pass:
     def find_peak(self, num_rows: int, *, excluded_uses: Sequence[str] = ()) -> dict[str, int]:
         """The bytes by use at the peak of a pass over a number of rows, without those of some uses."""
         table = self.allocations
-        grows = table.num_bytes % self.num_rows == 0
-        factors = np.where(grows, num_rows / self.num_rows, 1.0)
+        grows_with_rows = table.num_bytes % self.num_rows == 0
+        factors = np.where(grows_with_rows, num_rows / self.num_rows, 1.0)
         if LOGITS in table.has_use:
             factors[table.has_use[LOGITS]] = self.count_logit_rows(num_rows) / self.num_logit_rows
         num_bytes = (factors * table.num_bytes).astype(np.int64)
@@ -200,6 +201,7 @@ class Simulation:
         self.objective = objective
         self.is_gpu = is_gpu
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # What methods read of Lightning's trainer.
         self.trainer = SimpleNamespace(
             global_step=0,
             max_steps=NEVER,
@@ -212,24 +214,30 @@ class Simulation:
         )
 
         # Compiled blocks would be compiled here, and kernels of bitsandbytes read values.
-        plan = replace(plan, trainer=replace(plan.trainer, compile=False))
+        plan_without_kernels = replace(plan, trainer=replace(plan.trainer, compile=False))
         if plan.optim.target == ADAMW_8BIT:
-            plan = replace(plan, optim=replace(plan.optim, target=SIMULATED_ADAMW_8BIT))
+            simulated_optim = replace(plan.optim, target=SIMULATED_ADAMW_8BIT)
+            plan_without_kernels = replace(plan_without_kernels, optim=simulated_optim)
+
         with self.active():
-            with no_init_weights():  # which draw until values fit
+            # Initialization may draw weights again until their values are in a range; here they have none.
+            with no_init_weights():
                 model = loading.AUTO_MODELS[objective_name].from_config(config, dtype=torch.float32)
             model.tie_weights()
             if quantization != "none":
                 simulate_quantization(model, quantization)
             if machine.base_dtype != torch.float32:
                 make_narrow(model, machine.base_dtype)
+
             model.train()
             pad_head(model)
             if machine.attn_implementation != "auto":
                 model.set_attn_implementation(machine.attn_implementation)
             self.original_names = original_names(model)
+
+            loaded_names = {name for name, _ in model.named_parameters()}
             self.method = assemble_method(
-                plan, machine, model, objective, loaded_names={name for name, _ in model.named_parameters()}
+                plan_without_kernels, machine, model, objective, loaded_names=loaded_names
             )
             weight_type = WEIGHT_TYPES.get(machine.precision)
             if weight_type is not None:
@@ -260,8 +268,8 @@ class Simulation:
         return torch.autocast("cpu", dtype, cache_enabled=keeps_copies)
 
     def know_neutral_state(self) -> None:
-        """Makes small buffers of the method real, on which it branches, such as a count of domains. They are
-        neutral when it is made: of nearly all that is 0."""
+        """Gives small buffers of the method values, as it may branch on them, such as on a count of domains.
+        The values are 0, which nearly all of them are in a new method."""
         modules_of_model = set(self.method.model.modules())
         for module in self.method.modules():
             if module in modules_of_model:
@@ -283,8 +291,8 @@ class Simulation:
         return PRIMES[-1]  # some sizes seem to grow with the rows
 
     def make_batch(self, num_rows: int) -> Batch:
-        """A training batch of full rows, of which all is scored that the objective can score. Its ids are
-        real, as shapes may depend on them."""
+        """A training batch of full rows, in which every position is scored that the objective can score. Its
+        ids have values, as shapes may depend on them."""
         length = self.plan.model.max_seq_length
         has_examples = self.plan.source.encoding is not None
         rows = Rows(
@@ -301,7 +309,7 @@ class Simulation:
         return batch
 
     def record(self, run: Callable[[], object], *, is_chunked: bool) -> Pass:
-        """What a function allocates and computes of the batch, with its logits divided into chunks or not."""
+        """The pass over the batch that a function makes, with its logits divided into chunks or not."""
         num_entries = count_entries(self.method.model)
         weights = {weight.untyped_storage()._cdata for weight in self.method.model.parameters()}
 
@@ -319,14 +327,16 @@ class Simulation:
             recorder.add(gradient, GRADIENTS)
         counter = OperationCounter()
 
-        # Two chunks stand for any number of them.
+        # Two chunks represent any number of them. The plan's own limit is set aside meanwhile.
         num_positions = len(self.batch["positions"])
         num_logit_rows = ceil(num_positions / 2) if is_chunked else num_positions
-        max_logits = set_temporarily(
+        chunks_set = set_temporarily(
             (chunked_head, "MAX_LOGITS", num_logit_rows * num_entries), (self.objective, "max_logits", None)
         )
-        with max_logits, self.active(), counter, recorder, KnownValues():
+        # The mode that is entered last is asked first: whether the tensors of an operation have values.
+        with chunks_set, self.active(), counter, recorder, KnownValues():
             run()
+
         recorder.rename(self.gradients(), GRADIENTS)
         recorder.drop(self.state_tensors())
         return Pass(
@@ -346,7 +356,8 @@ class Simulation:
         num_positions = self.count_positions(num_rows)
         num_entries = count_entries(self.method.model)
         max_rows = chunked_head.count_rows(num_entries, self.objective.max_logits)
-        return ceil(num_positions / ceil(num_positions / max_rows))
+        num_chunks = ceil(num_positions / max_rows)
+        return ceil(num_positions / num_chunks)
 
     def is_chunked(self, num_rows: int) -> bool:
         """Whether the logits of a batch are divided into chunks."""
@@ -364,7 +375,7 @@ class Simulation:
             optimizer.step()
 
     def make_gradients(self) -> None:
-        """Has the gradients that a step leaves."""
+        """Gives each trained parameter the gradient that a step leaves, without values."""
         with self.active():
             for parameter in self.method.parameters():
                 if parameter.requires_grad and parameter.grad is None:
@@ -376,11 +387,13 @@ class Simulation:
         return self.record(self.method.on_train_start, is_chunked=is_chunked)
 
     def record_step(self, *, is_chunked: bool) -> list[Pass]:
-        """The last micro-batch of a step and the update, in each of the steps after which they repeat."""
+        """The passes of the steps of one period, after which a method repeats what it computes: each is the
+        last micro-batch of a step and its update."""
         self.make_gradients()
         passes = []
         for number in range(self.method.period):
-            self.trainer.global_step = self.method.settled + 1 + number  # nothing is logged after the first
+            # Not step 0, in which metrics are logged.
+            self.trainer.global_step = self.method.settled + 1 + number
             passes.append(self.record(self.make_step, is_chunked=is_chunked))
         return passes
 
@@ -485,7 +498,7 @@ class Simulation:
                 if module.offloaded or isinstance(module, CarriedState):
                     offloaded_state.add(id(tensor))
 
-        # A method's tensors have the model's among them, which are counted as weights.
+        # The weights first: a method's tensors include the model's, and a storage is counted once.
         counts = StorageCounts()
         for tensor in in_memory(self.method.model):
             counts.add(WEIGHTS, tensor, is_sharded=id(tensor) in sharded_parameters)
@@ -507,19 +520,22 @@ class Simulation:
         return counts.by_use
 
     def count_gathered(self) -> GatheredBytes:
-        sharded = set()
+        """The bytes of whole tensors that FSDP gathers, at most. Raises ValueError for a model without
+        blocks."""
+        sharded_parameters = set()
         for name, parameter in self.method.model.named_parameters():
             if original_name(name) in self.original_names:
-                sharded.add(parameter)
-        outside = set(sharded)
+                sharded_parameters.add(parameter)
+        parameters_outside = set(sharded_parameters)  # of all blocks
         largest_block = set[Tensor]()
         for _, block in find_blocks(self.method.model):
-            of_block = sharded.intersection(block.parameters())
-            outside -= of_block
-            largest_block = max(largest_block, of_block, key=sum_bytes)
+            block_parameters = sharded_parameters.intersection(block.parameters())
+            parameters_outside -= block_parameters
+            largest_block = max(largest_block, block_parameters, key=sum_bytes)
 
-        weights = sum_bytes(outside) + 3 * sum_bytes(largest_block)
-        trained_outside = [parameter for parameter in outside if parameter.requires_grad]
+        # Three blocks of weights and two of gradients: see GatheredBytes.
+        weights = sum_bytes(parameters_outside) + 3 * sum_bytes(largest_block)
+        trained_outside = [parameter for parameter in parameters_outside if parameter.requires_grad]
         trained_in_block = [parameter for parameter in largest_block if parameter.requires_grad]
         gradients = sum_bytes(trained_outside) + 2 * sum_bytes(trained_in_block)
         return GatheredBytes(weights=weights, in_training=weights + gradients)

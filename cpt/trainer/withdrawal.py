@@ -217,10 +217,12 @@ def subtract(module: ContinualMethod, start: ContinualMethod, run: RunDir, *, nu
         current = precise(weight)
         task_vector = after[name] - before[name]
         if isinstance(module, Merge | MergeLoRA) and module.options.rule == "average":
-            num_models = int(module.options.base) + number  # that the mean was of, after the domain
-            end = before[name] + num_models * task_vector  # theta_k
-            num_last = int(module.options.base) + last
-            reduced = (num_last * current - end) / (num_last - 1)
+            # A model that joins a mean moves it by (theta_k - mean) / n, n with the model itself. So theta_k
+            # follows from the means, and is taken out of the last one.
+            num_models = int(module.options.base) + number  # n
+            domain_weights = before[name] + num_models * task_vector  # theta_k
+            num_last_models = int(module.options.base) + last
+            reduced = (num_last_models * current - domain_weights) / (num_last_models - 1)
         else:
             reduced = current - task_vector
         weight.copy_(reduced)
