@@ -12,14 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import new_folder, writing
 from cpt.core.output import run_program
-from cpt.evaluation.derived_rows import DerivedRow, compare_with_row, load_derived_documents
+from cpt.evaluation.chat_answers import collect_losses
+from cpt.evaluation.chat_encoding import EncodedChat
+from cpt.evaluation.derived_rows import (
+    DerivedRow,
+    compare_with_row,
+    describe_chats,
+    load_derived_documents,
+)
+from cpt.models.loading import load_tokenizer
 from cpt.models.residual import (
     MAX_SHARD_BYTES,
     Checkpoint,
@@ -34,6 +42,7 @@ from cpt.models.residual import (
 )
 from cpt.reporting.derived_card import write_derived_card
 from cpt.trainer.base_files import copy_generation_config, save_tokenizer
+from cpt.trainer.chat_losses import SHIPPED_CHATS, find_chats, load_causal, measure_chat_losses
 from cpt.trainer.rescoring import RunTexts, load_finished_scores, open_run_texts
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.run_outputs import rewrite_report
@@ -76,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
                     row,
                     title=f"{scores.run['name']}, {row.row}",
                     loading=f'transformers.{graft.run.config.architectures[0]}.from_pretrained("model")',
-                    facts=graft.list_facts(),
+                    facts=[*graft.list_facts(), *list_chat_facts(row)],
                 )
             rewrite_report(run, scores)
         print_results(run, folder, graft, row, num_tensors=num_tensors)
@@ -226,12 +235,50 @@ def score_graft(texts: RunTexts, graft: Graft, folder: Path) -> DerivedRow:
     """Scores the written model on the texts of the run, and stores its row."""
     module = texts.build_module(folder)
     text_scores = texts.score(module, row=ROW)
-    return texts.store(folder, text_scores, row=ROW, description=graft.describe())
+    chats = measure_chats(texts, graft, folder, module.model)
+    return texts.store(folder, text_scores, row=ROW, description=graft.describe(), chats=chats)
+
+
+def measure_chats(texts: RunTexts, graft: Graft, folder: Path, model: PreTrainedModel) -> dict[str, Any]:
+    """The losses of the new and of the tuned model on held-out chats, for a row; empty where the new model
+    has no chat template, or all chats are too long for it."""
+    tokenizer = load_tokenizer(folder)
+    options = texts.method_plan.chats or SHIPPED_CHATS
+    chats: list[EncodedChat] = []
+    if graft.vocabulary.has_all_of_instruct:
+        chats = find_chats(
+            options, tokenizer, model.config, objective=texts.base.objective_name, length=texts.base.length
+        )
+    if not chats:
+        return {}
+    losses = []
+    for scored_model in (load_causal(graft.instruct.name), model):
+        losses.append(
+            measure_chat_losses(
+                scored_model,
+                chats,
+                tokenizer,
+                batch_size=options.batch_size,
+                device=texts.machine.device,
+            )
+        )
+    nll_by_model, rise_by_model = collect_losses(losses)
+    return {
+        "chats": len(chats),
+        "nll": nll_by_model[1],
+        "tuned_nll": nll_by_model[0],
+        "rise": rise_by_model[1],
+    }
+
+
+def list_chat_facts(row: DerivedRow) -> list[str]:
+    description = describe_chats(row)
+    return [description] if description else []
 
 
 def print_results(run: RunDir, folder: Path, graft: Graft, row: DerivedRow, *, num_tensors: int) -> None:
     print(f"{folder}: {graft.describe()}; {num_tensors} tensors")
-    for fact in graft.list_facts():
+    for fact in [*graft.list_facts(), *list_chat_facts(row)]:
         print(fact)
     scores = load_finished_scores(run)
     last = len(scores.rows) - 1

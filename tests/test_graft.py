@@ -12,6 +12,7 @@ from cpt.evaluation.derived_rows import DerivedRow
 from cpt.evaluation.scores import Scores
 from cpt.models.residual import add_residual
 from cpt.trainer.run_dir import RunDir
+from tests.support.chat_decoder import TEMPLATE as CHAT_TEMPLATE
 from tests.support.quantized_models import save_checkpoint
 
 TEMPLATE = "{% for message in messages %}<turn>{{ message['content'] }}{% endfor %}"
@@ -58,7 +59,10 @@ def test_the_sum_by_tensor_has_its_row_on_the_page_and_leaves_the_run_whole(
     run = tmp_path / "run"
     start(small_gpt2("order=[law,food]", "optim.lr=0.01", f"cache_dir={tmp_path / 'cache'}"), run)
     (base,) = (path.parent for path in (tmp_path / "cache" / "base").glob("*/config.json"))
-    tuned = save_tuned(tmp_path / "tuned", base)
+    tuned = save_tuned(tmp_path / "tuned", base, template=CHAT_TEMPLATE)
+    question, answer = [{"role": role, "content": f"the {role}"} for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [question, answer]}) + "\n")
+    monkeypatch.setattr("cpt.evaluation.chat_set.SHIPPED", tmp_path / "chats.jsonl")
     stored_scores = (run / "scores.json").read_bytes()
     scores = Scores.load(run / "scores.json")
     monkeypatch.setattr(graft, "MAX_SHARD_BYTES", 20_000)
@@ -78,13 +82,15 @@ def test_the_sum_by_tensor_has_its_row_on_the_page_and_leaves_the_run_whole(
         expected = tensor + 0.5 * (tuned_weights[name] - base_weights[name])
         assert torch.equal(model.state_dict()[name], expected) and tensor.dtype == expected.dtype, name
     assert model.lm_head.weight is model.transformer.wte.weight  # tied, as the run's
-    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
+    assert AutoTokenizer.from_pretrained(folder).chat_template == CHAT_TEMPLATE
     assert model.generation_config.max_new_tokens == 77
 
     row = DerivedRow.load(folder / "row.json")
     changes = [abs(loss - before) for loss, before in zip(row.nll, scores.nll[-1], strict=True)]
     assert row.domains == scores.domains and min(changes) > 0
     assert "0.5 x (tuned - " in row.description and row.description in (folder / "README.md").read_text()
+    assert row.chats["chats"] == 1 and row.chats["rise"][0] == row.chats["nll"] - row.chats["tuned_nll"]
+    assert "of 1 held-out chats" in (folder / "README.md").read_text()
     assert "Models made of this run" in (run / "report.md").read_text()
     assert (run / "scores.json").read_bytes() == stored_scores
     assert RunDir(run).find_damaged_outputs(full=True) == []
@@ -92,6 +98,24 @@ def test_the_sum_by_tensor_has_its_row_on_the_page_and_leaves_the_run_whole(
     # Without weight it is the run's model, and is scored as the run has scored it.
     assert graft.main([*arguments, "--weight", "0", "--output", str(tmp_path / "none")]) == 0
     assert DerivedRow.load(tmp_path / "none" / "row.json").nll == scores.nll[-1]
+
+    # With the run's own model as the base it is the tuned model.
+    assert (
+        graft.main(
+            [
+                str(run),
+                "--instruct",
+                str(tuned),
+                "--base",
+                str(run / "model"),
+                "--output",
+                str(tmp_path / "tuned_again"),
+            ]
+        )
+        == 0
+    )
+    chats = DerivedRow.load(tmp_path / "tuned_again" / "row.json").chats
+    assert chats["nll"] == pytest.approx(chats["tuned_nll"], abs=1e-5)
 
 
 def test_a_sum_is_computed_in_32_bits_and_keeps_the_type_of_the_run():

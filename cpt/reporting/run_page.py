@@ -13,7 +13,7 @@ from pandas import DataFrame, Series
 
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
-from cpt.evaluation.derived_rows import find_derived_rows
+from cpt.evaluation.derived_rows import describe_chats, find_derived_rows
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import run_figures
@@ -124,6 +124,8 @@ def show_derived(scores: Scores, folder: Path) -> Block:
         losses = dict(zip(row.domains, row.nll, strict=True))
         cells.append([model_folder.name, *format_losses(losses, scores.domains)])
         lines.append(f"{model_folder.name}: {row.description}.")
+        if row.chats:
+            lines.append(f"{describe_chats(row)}.")
     if not cells:
         return Block()
     return Block(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -59,7 +60,7 @@ def load_plan(run: RunDir, order: Sequence[str]) -> Plan:
                 "RUN", run.path, reason=f"its config.yaml leaves out the value of {key}", allowed=ALLOWED_RUN
             )
     plan = make_plan(load_config_here(run), run=run)
-    plan = replace(plan, order=list(order), endtasks=None, answers=None, benchmark=None, chats=None)
+    plan = replace(plan, order=list(order), endtasks=None, answers=None, benchmark=None)
     return date_chats(plan)
 
 
@@ -130,7 +131,13 @@ class RunTexts:
                 )
 
     def store(
-        self, folder: Path, text_scores: Mapping[str, TextScore], *, row: str, description: str
+        self,
+        folder: Path,
+        text_scores: Mapping[str, TextScore],
+        *,
+        row: str,
+        description: str,
+        chats: Mapping[str, Any] | None = None,
     ) -> DerivedRow:
         """Writes the row of a model into its folder, with the losses by document."""
         documents = {}
@@ -148,6 +155,7 @@ class RunTexts:
             conditions=dict(self.scores.conditions),
             numerics=describe_numerics(self.machine, replace(self.base, quantization="none")),
             versions=find_versions(),
+            chats=dict(chats or {}),
         )
         derived.save(folder)
         return derived
