@@ -92,7 +92,8 @@ def install_wheel(wheel, environment) -> Path:
 
 
 def test_the_wheel_has_the_code_the_configs_and_published_scores(wheel):
-    code = [path for path in (ROOT / "cpt").rglob("*.*") if path.suffix in (".py", ".typed", ".j2", ".json")]
+    suffixes = (".py", ".typed", ".j2", ".json", ".jsonl")
+    code = [path for path in (ROOT / "cpt").rglob("*.*") if path.suffix in suffixes]
     expected = {str(path.relative_to(ROOT)) for path in code}
     expected.update(f"cpt/conf/{path.relative_to(CONF)}" for path in CONF.rglob("*.yaml"))
     expected.update(f"cpt/published/{path.name}" for path in PUBLISHED.glob("*.json"))

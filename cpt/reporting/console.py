@@ -54,7 +54,9 @@ def format_scores(scores: Scores) -> str:
         align_ends(perplexities, format_cells(perplexities, format_perplexity)),
         align_columns(Block(head=["", *UNITS], cells=metrics)),
     ]
-    parts += describe_chats(scores)
+    chats = describe_chats(scores)
+    if chats:
+        parts.append("\n".join(chats))
     quantization = describe_quantization(scores)
     if quantization:
         parts.append(quantization)

@@ -31,6 +31,7 @@ from cpt.trainer.log_experts import log_experts
 from cpt.trainer.log_quantization import log_quantization
 from cpt.trainer.options import BF16, Precision
 from cpt.trainer.plan import BF16_WEIGHTS, Plan
+from cpt.trainer.run_dir import has_chat_template
 
 log = logging.getLogger(__name__)
 # Optimizers whose step is about as large as the learning rate.
@@ -63,6 +64,19 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
     log_experts(plan, module)
     log_saved_modules(module)
     log_quantization(module.model)
+    log_left_out_chats(plan)
+
+
+def log_left_out_chats(plan: Plan) -> None:
+    """Logs why a chat model is not measured on the chats that cpt ships, though they are asked for."""
+    is_asked_for = plan.resolved["chats"].get("_target_") is not None
+    tokenizer_source = plan.model.tokenizer or plan.model.name_or_path
+    if plan.chats is not None or not is_asked_for or not has_chat_template(tokenizer_source):
+        return
+    if plan.trainer.strategy == "fsdp":
+        log.info("Skipping held-out chats: with strategy=fsdp no process has the whole model")
+    else:
+        log.info("Skipping held-out chats: this run began without them (chats=FILE measures those of a file)")
 
 
 def log_frozen_weights(plan: Plan, module: ContinualMethod) -> None:

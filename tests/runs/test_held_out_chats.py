@@ -161,6 +161,10 @@ def test_shipped_chats_are_measured_where_there_is_a_template_and_not_in_a_run_t
     del config["chats"]
     (tmp_path / "old" / "config.yaml").write_text(yaml.safe_dump(config))
     assert is_done(small_gpt2(*options), tmp_path / "old")
+    (tmp_path / "old" / "report.html").unlink()
+    start(small_gpt2(*options), tmp_path / "old")
+    assert "Skipping held-out chats: this run began without them" in caplog.text
+    assert read_scores(tmp_path / "old")["chats"] == {}
 
 
 def test_what_cannot_answer_chats_is_refused_in_one_line(small_gpt2, decoder, chats_file, start, tmp_path):
