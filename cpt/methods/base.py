@@ -39,6 +39,7 @@ class ContinualMethod(StageModule):
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
     # Whether what no stage trains stays as it was loaded, but for `rewritten`: files of a run leave it out.
     keeps_base = False
+    has_base_blocks = True  # whether a block of the base has its name in the exported model, too
     takes_quantized = False  # whether the base may be quantized: no weight of its linear layers is changed
     saved_names: tuple[str, ...] = ()  # parameters of modules that are trained fully in addition to adapters
     # Where the export has modules: what adds them to a plain model (None: they are weights of it), and with

@@ -138,6 +138,11 @@ class DGAOptions(SoftMaskOptions, ContrastOptions):
 
 
 @config
+class BlockExpansionOptions(Options):
+    share: PositiveShare = option("new blocks of each stack, as a share of its blocks; at least one")
+
+
+@config
 class DASOptions(DGAOptions):
     domains: bool = option("estimate the importance of each domain after training on it")
 

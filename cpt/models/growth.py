@@ -185,12 +185,87 @@ def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
                 layers.append(copy_block(new_block, layers[number - num_copies]))
                 prefixes.append(f"{stack}.{number}.")
 
-        # Blocks add to what passes through them: with outputs of zero they leave it as it is.
-        outs = [sublayer.out for sublayer in find_sublayers(model, ("heads", "neurons"))]
-        for out in (*outs, *find_mixer_outs(model)):
-            if out.name.startswith(tuple(prefixes)):
-                for parameter in out.module.parameters():
-                    nn.init.zeros_(parameter)
+        zero_outputs(model, prefixes)
+
+
+def zero_outputs(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
+    """Sets to zero what blocks with names of these prefixes add to what passes through them, so that they
+    leave it as it is."""
+    outs = [sublayer.out for sublayer in find_sublayers(model, ("heads", "neurons"))]
+    for out in (*outs, *find_mixer_outs(model)):
+        if out.name.startswith(tuple(prefixes)):
+            for parameter in out.module.parameters():
+                nn.init.zeros_(parameter)
+
+
+def spread_copies(depth: int, num_copies: int) -> list[int]:
+    """The blocks of `depth` that are followed by a copy, evenly spread up to the last one.
+
+    >>> spread_copies(8, 2)
+    [3, 7]
+    """
+    return [depth * (number + 1) // num_copies - 1 for number in range(num_copies)]
+
+
+def insert_layers(model: PreTrainedModel, share: float) -> list[str]:
+    """Adds to each stack copies of blocks, evenly spread, each after its original and without contribution
+    (LLaMA Pro; Wu et al., ACL 2024): round(share * depth) of them, at least one. Returns the
+    names of the copies. Raises ValueError where the configuration makes blocks of other kinds."""
+    depths = Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
+    num_copies = max(1, round(share * min(depths.values())))
+    with adjust_config(model, "layers") as make_grown_skeleton:
+        set_fields(model, {name: getattr(model.config, name, 0) + num_copies for name in DEPTH_FIELDS})
+        for field in BLOCK_LIST_FIELDS:
+            entries = vars(model.config).get(field)  # not those that a property computes
+            if entries is not None:
+                depth = min(depths.values())
+                set_fields(model, {field: insert_copies(list(entries)[:depth], num_copies)})
+
+        skeleton = make_grown_skeleton()
+        names: list[str] = []
+        for stack, depth in depths.items():
+            layers = model.get_submodule(stack)
+            # From the last on, so that the numbers of those before it stay.
+            for number, original in reversed(list(enumerate(spread_copies(depth, num_copies)))):
+                new_name = f"{stack}.{original + number + 1}"
+                copy = copy_block(skeleton.get_submodule(new_name), layers[original])
+                layers.insert(original + 1, copy)
+                names.append(new_name)
+        check_block_kinds(model, skeleton)
+        zero_outputs(model, [f"{name}." for name in names])
+    return sorted(names)
+
+
+def insert_copies(entries: Sequence[Any], num_copies: int) -> list[Any]:
+    """A list with an entry for each block, for blocks of which some are followed by a copy.
+
+    >>> insert_copies(["a", "b", "c", "d"], 2)
+    ['a', 'b', 'b', 'c', 'd', 'd']
+    """
+    originals = spread_copies(len(entries), num_copies)
+    grown = []
+    for number, entry in enumerate(entries):
+        grown.append(entry)
+        if number in originals:
+            grown.append(entry)
+    return grown
+
+
+def check_block_kinds(model: PreTrainedModel, skeleton: PreTrainedModel) -> None:
+    """Raises ValueError where the blocks of a model are of other kinds than those that its configuration
+    makes in their places, as where every n-th block is of another kind."""
+    blocks = dict(find_blocks(model))
+    for name, expected_block in find_blocks(skeleton):
+        for module_name, expected in expected_block.named_modules():
+            module = blocks[name].get_submodule(module_name)
+            for key, value in vars(expected).items():
+                is_kind = type(value) in (int, float, str) and not key.startswith("_")
+                is_number = "idx" in key or "layer_id" in key
+                if is_kind and not is_number and vars(module).get(key, value) != value:
+                    raise ValueError(
+                        f"layers of a {model.config.model_type} can not be inserted: its configuration makes "
+                        f"{key}={value} in {name}.{module_name}, not {vars(module)[key]}"
+                    )
 
 
 @torch.no_grad()

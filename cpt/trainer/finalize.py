@@ -69,7 +69,7 @@ def finalize(
     # Scored before the export, which may change the module, and compared with what is loaded again.
     sample = draw_sample(module, data, num_entries=count_entries(base.tokenizer))
     loading = export_model(run, base, module, data)
-    if has_stages:  # before weights are rounded: the movement of training
+    if has_stages and module.has_base_blocks:  # before weights are rounded: the movement of training
         scores.moved = measure_movement(base.model(machine.base_dtype), run.model)
     dtype = find_export_dtype(plan.export, plan.model.name_or_path, machine.precision)
     with files.writing(run.model):

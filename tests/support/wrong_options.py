@@ -79,7 +79,7 @@ optim=sgd +optim.nesterov=true | +trainer.setps=4
 optim=sgd ~optim.momentum optim._target_=torch.optim.Muon | optim=sgd ~optim.momentum optim._target_=torch.optim.LBFGS
 model.config.num_attention_heads=5 | model.objective=causal
 optim.no_decay=[nothing] | optim.lr_multipliers={embeddings:0.1,head:0.5}
-loss=rho1 loss.reference=nowhere | method=lora method.protected_rank=32 | method=lora optim.no_decay=[embeddings] | method=lora method.modules_to_save=[nothing]
+method=block_expansion model=tiny_roberta | loss=rho1 loss.reference=nowhere | method=lora method.protected_rank=32 | method=lora optim.no_decay=[embeddings] | method=lora method.modules_to_save=[nothing]
 method=lora method.modules_to_save=[embeddings] freeze.embeddings=true
 method=sapt method.modules_to_save=[embeddings] | method=olora method.modules_to_save=[Wqkv]
 trainable=nothing | trainable=norms method=lora | method=recadam method.strength=1e6

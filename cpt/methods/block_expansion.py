@@ -1,0 +1,86 @@
+"""Block expansion, LLaMA Pro (Wu et al., ACL 2024, arXiv 2401.02415): copies of blocks between the frozen
+blocks of the base, and these copies alone are trained.
+
+    x' = x + Attn(Norm(x)),    y = x' + FFN(Norm(x'))
+    a copy starts with the output projections of Attn and FFN at 0: y = x, so that the model is the base
+
+The model has more blocks from the start of the run on, and is exported as a plain model of that depth."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpt.adapters.domain_store import Scope
+from cpt.core.exceptions import InvalidOptionError
+from cpt.data.collate import label_batch
+from cpt.methods.base import ContinualMethod, MethodContext
+from cpt.methods.options import BlockExpansionOptions
+from cpt.models import growth
+from cpt.models.forward import set_mode
+from cpt.models.loading import make_skeleton
+from cpt.models.objectives import Objective
+from cpt.models.trial import draw_row, make_stand_in
+from cpt.models.units import find_projections
+
+NUM_TOKENS = 8  # of the sequence on which the model is compared with the base
+MAX_LOSS_CHANGE = 1e-4  # of a token (nats): rounding alone
+
+
+class BlockExpansion(ContinualMethod):
+    """Trains blocks that are inserted into the frozen base."""
+
+    has_base_blocks = False  # the inserted blocks shift the names of those that follow
+    options: BlockExpansionOptions
+
+    def __init__(self, options: BlockExpansionOptions, context: MethodContext) -> None:
+        model = context.model
+        if model.device.type == "meta":  # before any text is read
+            check_base_stays(model, context.objective, share=options.share)
+        prefixes = tuple(f"{name}." for name in insert(model, options.share))
+        names = tuple(name for name, _ in model.named_parameters() if name.startswith(prefixes))
+        maps = tuple(layer for layer in find_projections(model) if layer.name.startswith(prefixes))
+        super().__init__(options, context, scope=Scope(names, maps))
+
+
+def insert(model: PreTrainedModel, share: float) -> list[str]:
+    """As `growth.insert_layers`, of models whose linear layers masks know; errors name the method."""
+    try:
+        find_projections(model)
+        return growth.insert_layers(model, share)
+    except ValueError as error:
+        raise InvalidOptionError(
+            "method",
+            "block_expansion",
+            reason=str(error),
+            allowed="a dense model with equal blocks, like llama or gpt2",
+        ) from error
+
+
+def check_base_stays(model: PreTrainedModel, objective: Objective, *, share: float) -> None:
+    """Raises ValueError for a model on the meta device that is another function with new blocks, as where a
+    norm follows what a block adds to; tried with random weights."""
+    skeleton = make_skeleton(model)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        stand_in = make_stand_in(skeleton)
+        nll_before = find_token_losses(stand_in, objective)
+        insert(stand_in, share)
+        largest_change = (find_token_losses(stand_in, objective) - nll_before).abs().max()
+    if largest_change > MAX_LOSS_CHANGE:
+        raise InvalidOptionError(
+            "method",
+            "block_expansion",
+            context=f"for a {model.config.model_type}",
+            reason=f"a block that adds nothing changes the loss of a token by {largest_change:.2g} nats",
+            allowed="a model whose norms precede attention and feed-forward network, like llama or gpt2",
+        )
+
+
+@torch.no_grad()
+def find_token_losses(model: PreTrainedModel, objective: Objective) -> Tensor:
+    """The loss (nats) of each token of a sequence, all of them scored."""
+    row = draw_row(model, tokens=NUM_TOKENS)
+    decoder_ids = row if model.config.is_encoder_decoder else None
+    is_token = torch.ones_like(row, dtype=torch.bool)
+    batch = label_batch(row, row, is_token, decoder_input_ids=decoder_ids)
+    with set_mode(model, training=False):
+        return objective.nll(model, batch)
