@@ -215,3 +215,16 @@ def test_the_gate_judges_chats_and_broken_answers(chat_run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         gate.main([str(run)])
     assert "is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.campaign
+def test_a_run_that_is_extended_keeps_its_chats_and_measures_those_of_what_is_new(chat_run, tmp_path):
+    options = ["lr_scheduler=constant"]
+    short = chat_run(tmp_path / "short", *options)["chats"]
+    options.append("order=[law,food]")
+    extended = chat_run(tmp_path / "extended", f"extend={tmp_path / 'short'}", *options)["chats"]
+    at_once = chat_run(tmp_path / "at_once", *options)["chats"]
+    for key in ("nll", "base_answer_nll"):
+        assert extended[key] == at_once[key]
+    assert extended["answers"][:2] == short["answers"]
+    assert at_once["answers"][1] is None and extended["answers"][2] == at_once["answers"][2]
