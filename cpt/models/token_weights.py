@@ -17,12 +17,14 @@ row."""
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from cpt.core.distributed import gather_rows
 from cpt.core.schema import Options
+from cpt.core.tensors import move_uncast
 from cpt.data.collate import Batch
 from cpt.models.chunked_head import Logits, WeightedLoss, make_nll
 from cpt.models.forward import token_nll
@@ -144,6 +146,10 @@ class SampleWeights(TokenWeights):
         if isinstance(options.temperature, int | float):
             temperature = options.temperature
         self.temperature = nn.Buffer(torch.tensor(temperature, dtype=torch.double))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SampleWeights":
+        """Moves tau, as `nn.Module.to` does by an `fn`, but does not cast it to 16 bits (bf16-true)."""
+        return super()._apply(partial(move_uncast, fn), recurse)
 
     @torch.no_grad()
     def before_domain(self, batches: Iterable[Batch], reference_nll: ReferenceNLL) -> None:

@@ -51,7 +51,11 @@ ROWS = (
     "method=nlora",
     "method=sapt",
     "method=lifelong_moe",
+    "loss=eaft",
+    "loss=rho1",
+    "loss=flow",
     # Gradients or steps.
+    "method=lora method.protected_rank=4",
     "method=recadam",
     "method=agem",
     "method=agem method.apply_to=update",

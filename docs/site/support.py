@@ -113,7 +113,16 @@ SMALL = [
     "trainer.accelerator=cpu",
 ]
 FITTING = {"prompt": ["method.num_virtual_tokens=8"]}  # the models have 48 positions for prompts
-WITH_NCL = ("mask=migu", "mask=mofo", "replay=past", "freeze.layers=1")  # options of method=ncl
+# Options of method=ncl.
+WITH_NCL = (
+    "mask=migu",
+    "mask=mofo",
+    "replay=past",
+    "loss=eaft",
+    "loss=rho1",
+    "loss=flow",
+    "freeze.layers=1",
+)
 
 # Kinds of pass, with the settings of each; attention is that of trainer.attn_implementation=auto by default.
 PASSES: dict[str, dict[str, Any]] = {

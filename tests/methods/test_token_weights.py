@@ -88,7 +88,7 @@ def test_a_sample_is_a_row_or_a_document_of_it():
 
 
 def test_the_temperature_is_the_median_of_the_bases_losses_and_samples_weigh_by_it():
-    weights = SampleWeights(SampleWeightsOptions(temperature="median"))
+    weights = SampleWeights(SampleWeightsOptions(temperature="median")).to(torch.bfloat16)  # as in bf16-true
     rows = torch.tensor([0, 0, 1, 2, 3])
     batch = {"rows": rows, "targets": torch.zeros(5, dtype=torch.long)}
     base_losses = torch.tensor([1.0, 3.0, 1.0, 4.0, 8.0])
