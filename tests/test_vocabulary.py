@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 from transformers import AutoTokenizer
@@ -11,6 +13,7 @@ from cpt import vocabulary
 from cpt.data.sources.base import SPLIT
 from cpt.data.text_encoder import TextEncoder
 from cpt.models.extended_tokenizer import check_fit, find_sub_tokens
+from tests.conftest import ROOT
 from tests.support.data_fixtures import bos_tokenizer, make_prose
 from tests.support.tokenizer_kinds import word_level
 
@@ -147,3 +150,11 @@ def test_a_tokenizer_that_fails_a_check_is_not_left_behind(
     assert run(corpus, "--base", base, "--output", output) == 0
     assert (output / "tokenizer.json").is_file() and output.stat().st_mode & 0o077
     assert [*output.parent.iterdir()] == [output]
+
+
+@pytest.mark.campaign
+def test_installed_libraries_add_no_line_to_what_the_program_says():
+    process = subprocess.run(
+        [sys.executable, "-m", "cpt.vocabulary", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert process.returncode == 0 and process.stderr == ""

@@ -141,12 +141,11 @@ def drop_optimizer(trainer: Trainer) -> None:
 
 
 def quiet() -> None:
-    """Silences notices of Lightning and of bitsandbytes, transformers' bars, and the warnings in NOISE."""
+    """Silences notices of Lightning, transformers' bars, and the warnings in NOISE."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of kernels that cpt does not use
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
 
