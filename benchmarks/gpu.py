@@ -11,24 +11,41 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from ground import make_parser
-from ladder import BF16, Size, SizeSetup, count_operations, describe_subject, list_rungs, train_rung
+from ladder import (
+    BF16,
+    DECODER_RUNGS,
+    LORA_RUNGS,
+    Size,
+    SizeSetup,
+    count_operations,
+    describe_subject,
+    list_rungs,
+    train_rung,
+)
 from limit import measure_bandwidth, measure_peak
 from measuring import compare_times, describe_machine, save
-from memory import OBJECTIVES, make_model
+from memory import make_model
 from methods import NCL, TwoDomainSetup, compute_figures, divide_into_groups, list_subjects, measure_method
 from stage import TimingOptions, measure_rounds, prepare
 
 PACKINGS = ("none", "document_mask")
-TOY = {  # of --dry
-    "masked": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "causal": {"n_embd": 64, "n_layer": 2, "n_head": 2},
+TOY_LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOY_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 2}
+TOY_DECODER = {**TOY_LAYERS, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 9000}
+TOY = {  # of --dry, by the model
+    "roberta": TOY_LAYERS,
+    "gpt2": TOY_GPT2,
+    "gpt2_medium": TOY_GPT2,
+    "qwen3_0.6b": TOY_DECODER,
+    "llama3_1b": TOY_DECODER,
+    "llama3_8b": TOY_DECODER,
 }
 PEAK_DTYPES = {
     "cuda": {"32-true": torch.float32, "bf16-mixed": torch.bfloat16},
@@ -39,11 +56,33 @@ MIN_PART_SECONDS = 45.0  # a part is only begun with so many seconds left
 ROW = "{:30}{:>9}{:>9}{:>9}{:>11}{:>8}{:>8}{:>9}  {}"
 
 
+TRAINERS = ("Trainer, bf16", "Trainer, bf16, compiled")  # with its best options, for larger models
+LORA = ("method=lora", "trainer.gradient_checkpointing=true")
+# What is asked first is measured first, as time may run out.
 SIZES = {
+    "GPT-2 124M, 1024": Size(
+        model="gpt2", length=1024, batch=32, rungs=DECODER_RUNGS, trainers=TRAINERS, target=300_000
+    ),
+    "GPT-2 355M, 1024": Size(
+        model="gpt2_medium", length=1024, batch=16, rungs=DECODER_RUNGS, trainers=TRAINERS, target=130_000
+    ),
+    "Qwen3 0.6B, 2048": Size(
+        model="qwen3_0.6b", length=2048, batch=8, rungs=DECODER_RUNGS, trainers=TRAINERS, target=60_000
+    ),
+    "Llama 3.2 1B, 2048": Size(
+        model="llama3_1b", length=2048, batch=8, rungs=DECODER_RUNGS, trainers=TRAINERS, target=35_000
+    ),
+    "Llama 3.1 8B, LoRA, 2048": Size(
+        model="llama3_8b",
+        length=2048,
+        batch=4,
+        overrides=LORA,
+        rungs=LORA_RUNGS,
+        trainers=("Trainer, bf16",),
+        target=10_000,
+    ),
     "RoBERTa-base, 128": Size(model="roberta", length=128, batch=128),
     "RoBERTa-base, 512": Size(model="roberta", length=512, batch=32),
-    "GPT-2 124M, 1024": Size(model="gpt2", length=1024, batch=16),
-    "GPT-2 355M, 1024": Size(model="gpt2_medium", length=1024, batch=8, trainers=("Trainer, bf16",)),
 }
 METHODS = "methods, RoBERTa-base, 128"
 PACKED = "packing, GPT-2 124M"
@@ -55,6 +94,7 @@ def measure_ladder(name: str, shared: "SharedSetup") -> Iterator[dict[str, Any]]
     counts = {"executed": count_operations(setup, dense=False), "dense": count_operations(setup, dense=True)}
     run = measure_rounds(list_rungs(setup), setup, patience=0.0)
     yield {
+        "target_tokens_per_s": SIZES[name].target,
         "operations": counts,
         "subjects": {
             subject: describe_subject(subject, run, setup=setup, counts=counts, peaks=shared.peaks)
@@ -142,8 +182,8 @@ class SharedSetup:
     def make_setup(self, size: Size) -> SizeSetup:
         """What the subjects of a size run; `dry`: a toy model of the same kind, on short rows."""
         if self.dry:
-            folder = make_model(size.model, Path(self.cache), **TOY[OBJECTIVES[size.model]])
-            size = Size(model=size.model, length=128, batch=4, trainers=size.trainers)
+            folder = make_model(size.model, Path(self.cache), **TOY[size.model])
+            size = replace(size, length=128, batch=4)
         else:
             folder = make_model(size.model, Path(self.cache))
         return SizeSetup(
@@ -187,6 +227,8 @@ def format_part(name: str, results: Mapping[str, Any]) -> Iterator[str]:
     yield f"{name}: {results['seconds']:.0f} s"
     if results.get("failed"):
         yield f"failed: {results['failed']}"
+    if results.get("target_tokens_per_s"):
+        yield f"target: {results['target_tokens_per_s']:,} tokens/s"
     if "isolated_over_none" in results:
         yield "isolated over none: {median:.3f} [{low:.3f}, {high:.3f}]".format(
             **results["isolated_over_none"]

@@ -2,13 +2,14 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from ground import Workload, build_workload, format_accelerator
+from lightning.pytorch.utilities import move_data_to_device
 from measuring import compare_times
 from memory import CHOICES, OBJECTIVES
 from methods import dense_losses
@@ -22,27 +23,50 @@ FLOAT32 = "trainer.precision=32-true"
 UNFUSED = "optim.fused=false"
 FUSED = "optim.fused=true"
 COMPILED = "trainer.compile=true"
-FIRST_RUNG = "32-true"
-LAST_RUNG = "+ fused AdamW"
-RUNGS = {  # the overrides of a rung by its name, as the table shows it
-    FIRST_RUNG: [FLOAT32, UNFUSED],
+# The overrides of a rung by its name, as the table shows it. The first is what others are compared with.
+RUNGS = {
+    "32-true": [FLOAT32, UNFUSED],
     "bf16-mixed": [BF16, UNFUSED],
     "+ compile": [BF16, COMPILED, UNFUSED],
-    LAST_RUNG: [BF16, COMPILED, FUSED],
+    "+ fused AdamW": [BF16, COMPILED, FUSED],
+}
+DECODER_RUNGS = {
+    "bf16-mixed": [BF16, FUSED],
+    "+ compile": [BF16, COMPILED, FUSED],
+    "bf16-true + compile": ["trainer.precision=bf16-true", COMPILED, FUSED],
+}
+LORA_RUNGS = {
+    "lora, bf16-mixed": [BF16, FUSED],
+    "+ compile": [BF16, COMPILED, FUSED],
 }
 SPARSE = "+ head at the scored places"
-HF = {"Trainer": False, "Trainer, bf16": True}
+HF: dict[str, dict[str, bool]] = {  # the arguments of subjects.train_hf
+    "Trainer": {},
+    "Trainer, bf16": {"bf16": True},
+    "Trainer, bf16, compiled": {"bf16": True, "is_compiled": True},
+}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model of memory.SIZES, and what it reads in a step; both subjects of the Trainer where there is
-    memory for them."""
+    """A model of memory.SIZES, what it reads in a step and what of it is trained; the rungs, and those
+    subjects of the Trainer for which there is memory."""
 
     model: str
     length: int
     batch: int
-    trainers: Sequence[str] = tuple(HF)
+    overrides: Sequence[str] = ()
+    rungs: Mapping[str, Sequence[str]] = field(default_factory=lambda: RUNGS)
+    trainers: Sequence[str] = ("Trainer", "Trainer, bf16")
+    target: float | None = None  # tokens per second on one H200
+
+    @property
+    def first_rung(self) -> str:
+        return next(iter(self.rungs))
+
+    @property
+    def last_rung(self) -> str:
+        return list(self.rungs)[-1]
 
 
 @dataclass(frozen=True)
@@ -64,12 +88,13 @@ class SizeSetup(TimingOptions):
         return build_workload(self.cache, *self.overrides(), *overrides, shape="given")
 
     def overrides(self) -> Iterator[str]:
-        yield f"model={CHOICES[self.size.model]}"
+        yield f"model={CHOICES.get(self.size.model, 'hf')}"
         yield f"model.name_or_path={self.folder}"
         yield f"model.max_seq_length={self.size.length}"
         yield f"trainer.batch_size={self.size.batch}"
         yield f"trainer.steps={self.steps}"
         yield format_accelerator(self.device)
+        yield from self.size.overrides
 
 
 def train_rung(
@@ -84,9 +109,9 @@ def train_rung(
     return read_peak_device()
 
 
-def train_hf_rung(timer: StepTimer, *, setup: SizeSetup, bf16: bool) -> dict[str, int]:
+def train_hf_rung(timer: StepTimer, *, setup: SizeSetup, name: str) -> dict[str, int]:
     """The same by the Hugging Face Trainer."""
-    train_hf(setup, timer, bf16=bf16)
+    train_hf(setup, timer, **HF[name])
     return read_peak_device()
 
 
@@ -99,19 +124,23 @@ def list_rungs(setup: SizeSetup) -> dict[str, Subject]:
     masked = OBJECTIVES[setup.size.model] == "masked"
     ladder = {
         name: partial(train_rung, setup=setup, overrides=overrides, dense=masked)
-        for name, overrides in RUNGS.items()
+        for name, overrides in setup.size.rungs.items()
     }
     if masked:  # of a causal model every place is scored
-        ladder[SPARSE] = partial(train_rung, setup=setup, overrides=RUNGS[LAST_RUNG], dense=False)
-    return ladder | {name: partial(train_hf_rung, setup=setup, bf16=HF[name]) for name in setup.size.trainers}
+        ladder[SPARSE] = partial(
+            train_rung, setup=setup, overrides=setup.size.rungs[setup.size.last_rung], dense=False
+        )
+    return ladder | {name: partial(train_hf_rung, setup=setup, name=name) for name in setup.size.trainers}
 
 
 def count_operations(setup: SizeSetup, *, dense: bool) -> int:
-    """Operations of a step, forward and backward, counted on one sample."""
-    workload = setup.build_workload("trainer.batch_size=1", "trainer.accelerator=cpu")
-    batch = next(iter(workload.loader()))
+    """Operations of a step, forward and backward, counted on one sample, on the device: on a processor a
+    billion weights take minutes."""
+    workload = setup.build_workload("trainer.batch_size=1", BF16)
+    workload.module.to(setup.device)
+    batch = move_data_to_device(next(iter(workload.loader())), torch.device(setup.device))
     losses = partial(dense_losses, workload.module) if dense else workload.module.losses
-    with OperationCounter() as counter:
+    with OperationCounter() as counter, torch.autocast(setup.device, torch.bfloat16):
         losses(batch)["lm"].backward()
     return counter.total * setup.batch
 
@@ -130,7 +159,7 @@ def describe_subject(
     for chunk in chunks:
         steps.extend(chunk["steps"])
     walls = [chunk["wall"] for chunk in chunks]
-    first_walls = [chunk["wall"] for chunk in run["chunks"][FIRST_RUNG]]
+    first_walls = [chunk["wall"] for chunk in run["chunks"][setup.size.first_rung]]
     step_seconds = statistics.median(walls) / setup.chunk
 
     is_sparse = name == SPARSE or OBJECTIVES[setup.size.model] == "causal"

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from measuring import ROOT, save
 
 SIZES: dict[str, dict[str, Any]] = {  # of the published configurations, with their rows of the embedding
@@ -41,10 +42,45 @@ SIZES: dict[str, dict[str, Any]] = {  # of the published configurations, with th
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    "qwen3_0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+    },
+    "llama3_1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "llama3_8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
 }
+STORED_DTYPES = {"llama3_8b": torch.bfloat16}  # of the weights' file, where not 32 bits
 DEFAULT_SIZES = ("roberta", "gpt2")
-OBJECTIVES = {"roberta": "masked", "gpt2": "causal", "gpt2_medium": "causal", "smollm2": "causal"}
-CHOICES = {"roberta": "roberta_base", "gpt2": "gpt2", "gpt2_medium": "gpt2"}
+OBJECTIVES = {size: "masked" if size == "roberta" else "causal" for size in SIZES}
+CHOICES = {"roberta": "roberta_base", "gpt2": "gpt2", "gpt2_medium": "gpt2"}  # others: model=hf
 ENTRIES = 8192  # of the tokenizer, which the rows are more than
 ALWAYS = [
     "order=[sympy,networkx]",
@@ -70,8 +106,6 @@ def list_methods() -> list[str]:
 def make_model(size: str, cache: Path, **changes: int) -> Path:
     """The folder of a model with random weights, and of a tokenizer learned from this program's own text;
     `changes` to its configuration."""
-    import torch
-
     from cpt.core.cache import make_once
     from cpt.models import loading
 
@@ -82,7 +116,10 @@ def make_model(size: str, cache: Path, **changes: int) -> Path:
         learned = loading.train_tokenizer(iter([text]), vocabulary=ENTRIES, objective=objective)
         settings = SIZES[size] | changes
         config = loading.AutoConfig.for_model(**settings)
-        loading.AUTO_MODELS[objective].from_config(config).save_pretrained(folder)
+        dtype = STORED_DTYPES.get(size, torch.float32)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # billions of weights are drawn
+            model = loading.AUTO_MODELS[objective].from_config(config, dtype=dtype)
+        model.save_pretrained(folder)
         learned.save_pretrained(folder)
 
     name = "-".join(["random", size, *(f"{key}{value}" for key, value in changes.items())])

@@ -175,7 +175,9 @@ def train_dense(setup: TrainingSetup, timer: StepTimer) -> None:
     run_loop(setup, timer, loss_of=loss_of)
 
 
-def train_hf(setup: TrainingSetup, timer: StepTimer, *, bf16: bool = False) -> None:
+def train_hf(
+    setup: TrainingSetup, timer: StepTimer, *, bf16: bool = False, is_compiled: bool = False
+) -> None:
     """The Hugging Face Trainer as run_mlm and run_clm use it; its optimizer and schedule are cpt's. Of T5,
     whose corruption transformers does not make, the Seq2SeqTrainer on cpt's very batches."""
     from transformers import (
@@ -211,6 +213,7 @@ def train_hf(setup: TrainingSetup, timer: StepTimer, *, bf16: bool = False) -> N
         report_to=[],
         use_cpu=setup.device == "cpu",
         bf16=bf16,
+        torch_compile=is_compiled,
     )
 
     if setup.equal or is_seq2seq:

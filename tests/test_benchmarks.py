@@ -19,7 +19,17 @@ def test_every_benchmark_can_be_imported(name, monkeypatch):
     assert runpy.run_path(str(FOLDER / f"{name}.py"), run_name=name)
 
 
-@pytest.mark.parametrize("part", ["packing, GPT-2 124M", "RoBERTa-base, 128", "methods, RoBERTa-base, 128"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "packing, GPT-2 124M",
+        "GPT-2 124M, 1024",
+        "Qwen3 0.6B, 2048",
+        "Llama 3.1 8B, LoRA, 2048",
+        "RoBERTa-base, 128",
+        "methods, RoBERTa-base, 128",
+    ],
+)
 def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
     sizes = ["--dry", "--steps=1", "--repeats=2", "--together=3", "--methods=ewc", "--threads=1"]
     paths = ["--parts", part, "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out.json")]
