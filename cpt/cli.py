@@ -32,6 +32,8 @@ HYDRA_FORMS = {  # of what a user types
     re.compile(r"([+~]*)method\.routing(=[\w,]+)"): r"\1routing@method.routing\2",
     # A file or a folder of chats, which is no choice of the group.
     re.compile(r"chats=(?!(none|default)$)([^,]+)"): r"chats.path=\2",
+    # `plan` is a value, which has no options of its own in Hydra.
+    re.compile(r"\+*plan\.device(=.*)"): r"plan_device\1",
 }
 # Options that take texts: names and files, of which a number keeps the form in which it was typed.
 TEXT_OPTIONS = (

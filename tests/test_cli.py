@@ -105,6 +105,14 @@ def test_names_keep_the_form_in_which_they_are_typed(argument, value):
     assert keep_text(quoted) == quoted
 
 
+def test_the_device_of_a_plan_is_also_given_with_a_dot():
+    assert to_hydra(["run.py", "plan=true", "plan.device=h100"]) == [
+        "run.py",
+        "plan=true",
+        "plan_device=h100",
+    ]
+
+
 def test_names_in_a_sweep_keep_their_form_too():
     (override,) = OverridesParser.create().parse_overrides([keep_text("name=2024_05,2024_06,b")])
     assert list(override.sweep_string_iterator()) == ["'2024_05'", "'2024_06'", "b"]
