@@ -25,6 +25,7 @@ from cpt.data.sampler import TrainStream
 from cpt.methods.base import ContinualMethod
 from cpt.optim.schedulers import Progress
 from cpt.trainer.auto import Machine, choose_devices, resolve_machine
+from cpt.trainer.base_dtype import choose_base_dtype
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method
 from cpt.trainer.plan import Plan, make_plan
@@ -136,6 +137,7 @@ def build_workload(cache: str, *overrides: str, shape: str = "roberta") -> Workl
         strategy=strategy,
         num_processes=1,
         stored_precision=None,
+        base_dtype=choose_base_dtype(plan, config),
     )
     module = build_method(plan, machine, start).train()
     data = build_data(plan, machine, texts, start, module)

@@ -29,9 +29,10 @@ ATTENTION_SETTINGS = ("is_causal", "is_decoder", "use_bidirectional_attention")
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
-def make_stand_in(skeleton: PreTrainedModel) -> PreTrainedModel:
+def make_stand_in(skeleton: PreTrainedModel, *, rounded_to: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model like a `skeleton` on the meta device that can be run: parameters of one shape share one tensor
-    of random numbers, so that the memory is that of one block and the embedding."""
+    of random numbers, so that the memory is that of one block and the embedding. They are 32 bits wide, with
+    values that the type `rounded_to` has."""
     generator = torch.Generator().manual_seed(0)
     tensors = dict[torch.Size, Tensor]()
     state = dict[str, Tensor]()
@@ -43,7 +44,8 @@ def make_stand_in(skeleton: PreTrainedModel) -> PreTrainedModel:
             drawn_shape = (1, *shape[1:]) if has_experts else shape
             numbers = torch.randn(drawn_shape, generator=generator)
             scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
-            tensors[shape] = (scale * numbers).expand(shape)
+            rounded = (scale * numbers).to(rounded_to).float()
+            tensors[shape] = rounded.expand(shape)
         state[name] = tensors[shape]
 
     with torch.random.fork_rng(devices=[]):

@@ -2,9 +2,10 @@
 when they use them (cpt.models.narrow_layers)."""
 
 import logging
+from copy import deepcopy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cpt.core.exceptions import InvalidOptionError
@@ -16,6 +17,7 @@ from cpt.models.narrow_layers import make_narrow
 from cpt.models.options import ModelOptions
 from cpt.models.stored_weights import find_matrix_dtypes, find_weight_files, read_stored_weights
 from cpt.models.trial import draw_row, make_stand_in
+from cpt.models.units import find_blocks
 from cpt.trainer.plan import Plan
 from cpt.trainer.skeleton import build_skeleton
 
@@ -66,17 +68,20 @@ def find_stored_dtype(options: ModelOptions, config: PretrainedConfig) -> torch.
 @torch.no_grad()
 def computes_the_same(config: PretrainedConfig, objective: str, dtype: torch.dtype) -> bool:
     """Whether a model of a configuration has the same logits with narrow layers, bit for bit: some classes
-    read the type of a weight. Tried with random weights."""
+    read the type of a weight. Tried with random weights, and with as few blocks as have all kinds between
+    them: each block has a copy of its own in 16 bits."""
     skeleton = build_skeleton(config, objective, source="model.config")
+    num_blocks = count_first_blocks(skeleton)
+    if num_blocks is not None:
+        small_config = loading.truncate_config(deepcopy(config), num_blocks)
+        skeleton = build_skeleton(small_config, objective, source="model.config")
     with torch.random.fork_rng(devices=[]):
         try:
-            stand_in = make_stand_in(skeleton)
+            # Of numbers that 16 bits have, so that narrowing them changes none.
+            stand_in = make_stand_in(skeleton, rounded_to=dtype)
         except Exception as error:  # of a class that initializes weights in its own way
             log.debug("No stand-in of a %s: %s", config.model_type, error)
             return False
-    # Numbers that 16 bits have, so that narrowing them changes none.
-    for parameter in stand_in.parameters():
-        parameter.data = parameter.data.to(dtype).float()
 
     with set_mode(stand_in, training=False):
         expected = find_logits(stand_in, objective)
@@ -87,6 +92,21 @@ def computes_the_same(config: PretrainedConfig, objective: str, dtype: torch.dty
             log.debug("A narrow %s does not run: %s", config.model_type, error)
             return False
     return torch.equal(expected, logits)
+
+
+def count_first_blocks(model: PreTrainedModel) -> int | None:
+    """The number of first blocks that have a block of each kind, so 1 where all are alike; None for a model
+    whose blocks are not known."""
+    try:
+        blocks = find_blocks(model)
+    except ValueError:
+        return None
+    first_positions = dict[tuple[type[nn.Module], ...], int]()
+    for name, block in blocks:
+        kind = tuple(type(module) for module in block.modules())
+        position = int(name.rpartition(".")[2])
+        first_positions.setdefault(kind, position)
+    return max(first_positions.values()) + 1
 
 
 def find_logits(model: PreTrainedModel, objective: str) -> Tensor:

@@ -12,6 +12,8 @@ from transformers import AutoConfig
 from cpt.core.config import identity
 from cpt.models.loading import load_config, load_model
 from cpt.models.narrow_layers import find_narrow_weights
+from cpt.models.units import find_blocks
+from cpt.trainer import base_dtype
 from cpt.trainer.base_dtype import choose_base_dtype, computes_the_same
 from cpt.trainer.plan import make_plan
 from tests.support.campaign import run_few
@@ -127,6 +129,39 @@ def test_a_class_that_reads_the_type_of_a_weight_is_kept_in_32_bits(monkeypatch)
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward_in_the_type_of_the_weight)
     assert not computes_the_same(AutoConfig.for_model("llama", **SIZES), "causal", torch.bfloat16)
+
+
+SIX_BLOCKS = {
+    "llama": {},
+    "gpt2": FAMILIES.get("gpt2", {}),
+    # The first block has a dense network, the others have experts.
+    "deepseek_v3": {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+@pytest.mark.parametrize(("family", "num_blocks"), [("llama", 1), ("gpt2", 1), ("deepseek_v3", 2)])
+def test_as_few_blocks_are_tried_as_have_all_kinds(family, num_blocks, monkeypatch):
+    models = []
+    find_logits = base_dtype.find_logits
+
+    def record(model, objective):
+        models.append(model)
+        return find_logits(model, objective)
+
+    monkeypatch.setattr(base_dtype, "find_logits", record)
+    sizes = {**SIZES, **SIX_BLOCKS[family], "num_hidden_layers": 6}
+    config = AutoConfig.for_model(family, **sizes)
+    computes_the_same(config, "causal", torch.bfloat16)
+    assert [len(find_blocks(model)) for model in models] == [num_blocks, num_blocks]
+    assert config.num_hidden_layers == 6
 
 
 def choose(cfg) -> torch.dtype:
