@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 LINUX = sys.platform == "linux"
 # Parameters of mallopt(3) and their values, bytes.
@@ -18,6 +19,7 @@ ANY_SIZE = 1 << 30
 LARGE = 1 << 25
 SMALL = 1 << 20
 kept_size: int | None = None  # the size in bytes up to which blocks are kept, if `keep_free` has been called
+returns_large = False  # whether blocks of LARGE bytes are returned for now
 
 
 def keep_free(*, up_to: int = ANY_SIZE) -> None:
@@ -41,15 +43,29 @@ def return_large() -> Iterator[None]:
     """What takes 32 MiB or more and is allocated inside the context is not kept when it is freed, and does
     not leave holes on the C heap: its aligned blocks do not fit into holes of their own size, so that tensors
     of a few shapes in turns make it several times as large as what is in use."""
-    if kept_size is None or kept_size <= LARGE:
-        yield
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(M_MMAP_THRESHOLD, LARGE)
+    returned_before = returns_large
+    set_returns_large(True)
     try:
         yield
     finally:
-        mallopt(M_MMAP_THRESHOLD, kept_size)
+        set_returns_large(returned_before)
+
+
+def return_large_in_backward(output: Tensor, inputs: Tensor) -> None:
+    """The same as `return_large` for the backward pass from an output to the inputs that it was computed of.
+    Without a gradient of the inputs nothing would end it, and nothing changes."""
+    if output.requires_grad and inputs.requires_grad:
+        output.register_hook(lambda gradient: set_returns_large(True))
+        inputs.register_hook(lambda gradient: set_returns_large(False))
+
+
+def set_returns_large(is_returned: bool) -> None:
+    """From now on, blocks of LARGE bytes or more are returned when they are freed, or kept as `keep_free`
+    said."""
+    global returns_large
+    if kept_size is not None and kept_size > LARGE:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE if is_returned else kept_size)
+        returns_large = is_returned
 
 
 def give_back() -> None:

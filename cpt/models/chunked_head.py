@@ -7,10 +7,9 @@ chunks, and what a model does after its body is run on each. This is the model's
 that gives the chunk, so that scales, softcaps and transforms are those of any class.
 
 The sum of a loss is computed with its gradient, so that no chunk is computed twice. The loss of each position
-has its gradient from chunks that are computed again in the backward pass, as importances need it. Measured on
-one CPU core, of 151,936 entries and 512 features: the first takes as long as whole logits or less
-(benchmarks/vocabulary.py), the second 1.1 to 1.5 times as long, torch's `linear_cross_entropy`, which knows
-no softcap, 2.8 times."""
+has its gradient from chunks that are computed again in the backward pass, as importances need it.
+docs/models.md has what both take (benchmarks/vocabulary.py). torch's `linear_cross_entropy`, which knows no
+softcap, took 4.3 times as long as whole logits on a CPU core."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from cpt.core.memory import return_large
+from cpt.core.memory import return_large, return_large_in_backward
 from cpt.core.tensors import precise
 from cpt.data.collate import Batch
 from cpt.models.fast_kernels import PaddedHead
@@ -223,7 +222,9 @@ class ChunkedLogits(Logits):
         values = []
         for hidden, positions in zip(parts, slices, strict=True):
             if torch.is_grad_enabled():
-                values.append(checkpoint(compute, hidden, positions, use_reentrant=False))
+                chunk_values = checkpoint(compute, hidden, positions, use_reentrant=False)
+                return_large_in_backward(chunk_values, hidden)
+                values.append(chunk_values)
             else:
                 values.append(compute(hidden, positions))
         return torch.cat(values)

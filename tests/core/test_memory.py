@@ -7,7 +7,8 @@ import psutil
 import pytest
 import torch
 
-from cpt.core.memory import ANY_SIZE, SMALL, forget_peak, give_back, peak
+from cpt.core import memory
+from cpt.core.memory import ANY_SIZE, SMALL, forget_peak, give_back, peak, return_large_in_backward
 from tests.conftest import ROOT
 
 
@@ -51,3 +52,19 @@ def test_tensors_leave_no_holes_where_small_blocks_alone_are_kept():
         command = [sys.executable, "-c", SCRIPT, str(size)]
         freed_bytes[size] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
     assert freed_bytes[ANY_SIZE] < 2**24 and freed_bytes[SMALL] > 2**25
+
+
+def test_blocks_are_returned_from_the_output_of_a_backward_pass_to_its_inputs(monkeypatch):
+    changes = []
+    monkeypatch.setattr(memory, "set_returns_large", changes.append)
+    weight = torch.ones(3, requires_grad=True)
+    inputs = 2 * weight
+    outputs = inputs**2
+    return_large_in_backward(outputs, inputs)
+    assert changes == []
+    outputs.sum().backward()
+    assert changes == [True, False]
+
+    return_large_in_backward(weight.sum(), torch.ones(3))  # without a gradient, nothing would end it
+    weight.sum().backward()
+    assert changes == [True, False]

@@ -181,6 +181,18 @@ def test_no_tensor_is_larger_with_more_positions(in_chunks):
     assert largest[1] == 12 * 18 * 48
 
 
+def test_blocks_of_each_chunk_are_returned_in_the_backward_pass(in_chunks, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(
+        chunked_head, "return_large_in_backward", lambda output, inputs: sizes.append(len(output))
+    )
+    model = build_model("llama")
+    batch = make_batch(model)
+    in_chunks(10)
+    values = Causal().nll(model, batch)
+    assert len(sizes) > 1 and sum(sizes) == len(values)
+
+
 @pytest.mark.parametrize("family", ["llama", "llama tied", "bert transforms", "gemma2 with a softcap"])
 @pytest.mark.parametrize("factor", [0.5, 3.0])
 def test_two_losses_have_the_gradient_of_any_weighted_sum(family, factor, in_chunks):
