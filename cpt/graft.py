@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.files import new_folder, writing
+from cpt.core.files import check_output, new_folder, writing
 from cpt.core.output import run_program
 from cpt.evaluation.chat_answers import collect_losses
 from cpt.evaluation.chat_encoding import EncodedChat
@@ -97,11 +97,7 @@ def check_options(options: argparse.Namespace) -> None:
     if not math.isfinite(options.weight):
         raise InvalidOptionError("--weight", options.weight, allowed="a finite number")
     output: Path = options.output or options.run / ROW
-    is_empty_folder = output.is_dir() and not any(output.iterdir())
-    if output.exists() and not is_empty_folder:
-        raise InvalidOptionError(
-            "--output", output, reason="it exists", allowed="a new folder, or an empty one"
-        )
+    check_output(output)
 
 
 def check_model_folder(run: RunDir) -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.files import new_folder, writing
+from cpt.core.files import check_output, new_folder, writing
 from cpt.core.output import run_program
 from cpt.core.secrets import redact_text
 from cpt.evaluation.derived_rows import DerivedRow
@@ -92,14 +92,8 @@ def check_options(options: argparse.Namespace, scores: Scores) -> None:
     order = list(scores.run["order"])
     if options.domain not in order:
         raise InvalidOptionError("DOMAIN", options.domain, allowed=", ".join(order))
-    output: Path | None = options.output
-    if output is None:
-        return
-    is_empty_folder = output.is_dir() and not any(output.iterdir())
-    if output.exists() and not is_empty_folder:
-        raise InvalidOptionError(
-            "--output", output, reason="it exists", allowed="a new folder, or an empty one"
-        )
+    if options.output is not None:
+        check_output(options.output)
 
 
 def choose_form(withdrawal: Withdrawal, form: str | None) -> str:

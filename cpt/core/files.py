@@ -15,6 +15,8 @@ from typing import Any
 
 import xxhash
 
+from cpt.core.exceptions import InvalidOptionError
+
 CHECKSUMS = "checksums.json"
 WRITE_ERROR = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")  # of Rust, of torch.save
 TORCH_ERROR = re.compile(r"PytorchStreamWriter|inline_container")
@@ -30,6 +32,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_output(folder: Path) -> None:
+    """Raises ValueError for a folder of --output that exists, unless it is empty."""
+    is_empty_folder = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty_folder:
+        raise InvalidOptionError(
+            "--output", folder, reason="it exists", allowed="a new folder, or an empty one"
+        )
 
 
 @contextlib.contextmanager

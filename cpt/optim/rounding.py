@@ -35,7 +35,10 @@ class Rounding:
         """Overwrites a parameter, or its local rows, with values of its shape."""
         rows = to_local(parameter)
         new_rows = to_local(values)
-        if new_rows.untyped_storage()._cdata != rows.untyped_storage()._cdata:  # else computed in place
+        # Views of one storage may lie at different places of it.
+        has_same_storage = new_rows.untyped_storage()._cdata == rows.untyped_storage()._cdata
+        is_in_place = has_same_storage and new_rows.storage_offset() == rows.storage_offset()
+        if not is_in_place:
             rows.copy_(new_rows)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cpt.optim import rounding
-from cpt.optim.rounding import StochasticRounding, lost_update_share, round_stochastically
+from cpt.optim.rounding import TO_NEAREST, StochasticRounding, lost_update_share, round_stochastically
 
 
 def parameter(value: float, count: int) -> nn.Parameter:
@@ -87,3 +87,9 @@ def test_the_numbers_of_a_step_are_a_function_of_its_position(monkeypatch):
     assert torch.equal(store(0, 1, 2), store(1, 1, 2))
     assert not torch.equal(store(0, 1, 2), store(0, 1, 3))
     assert not torch.equal(store(0, 1, 2, is_sharded=True), store(1, 1, 2, is_sharded=True))
+
+
+def test_values_at_another_place_of_one_storage_are_stored():
+    storage = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    TO_NEAREST.store(storage[:2], storage[2:])
+    assert storage.tolist() == [3.0, 4.0, 3.0, 4.0]
