@@ -3,10 +3,11 @@
 
     W = U S V^T,    dW = alpha / r (I - U_k U_k^T) B A (I - V_k V_k^T)
 
-so that (W + dW) v_i = s_i u_i and u_i^T (W + dW) = s_i v_i^T for the k largest singular values s_i. Here A
-and B are always in their projected form, A = A (I - V_k V_k^T) and B = (I - U_k U_k^T) B: their gradients
-are projected before a step, and they themselves after it. This makes the steps of projections in the forward
-pass, by any optimizer that works number by number, and exports stay plain LoRA."""
+so that (W + dW) v_i = s_i u_i and u_i^T (W + dW) = s_i v_i^T for the k largest singular values s_i
+(proposition 2). Here A and B are always in their projected form, A = A (I - V_k V_k^T) and
+B = (I - U_k U_k^T) B: their gradients are projected before a step, and they themselves after it. This makes
+the steps of projections in the forward pass, by any optimizer that works number by number, and exports stay
+plain LoRA."""
 
 import torch
 from torch import Tensor

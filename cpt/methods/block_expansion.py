@@ -4,6 +4,8 @@ blocks of the base, and these copies alone are trained.
     x' = x + Attn(Norm(x)),    y = x' + FFN(Norm(x'))
     a copy starts with the output projections of Attn and FFN at 0: y = x, so that the model is the base
 
+(equation 1 and section 3.2; the paper copies the last P = 1 block of each of N = 8 groups of M = 4 blocks).
+
 The model has more blocks from the start of the run on, and is exported as a plain model of that depth."""
 
 import torch

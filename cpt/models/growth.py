@@ -209,7 +209,7 @@ def spread_copies(depth: int, num_copies: int) -> list[int]:
 
 def insert_layers(model: PreTrainedModel, share: float) -> list[str]:
     """Adds to each stack copies of blocks, evenly spread, each after its original and without contribution
-    (LLaMA Pro; Wu et al., ACL 2024): round(share * depth) of them, at least one. Returns the
+    (LLaMA Pro; Wu et al., ACL 2024, section 3.2): round(share * depth) of them, at least one. Returns the
     names of the copies. Raises ValueError where the configuration makes blocks of other kinds."""
     depths = Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
     num_copies = max(1, round(share * min(depths.values())))

@@ -3,7 +3,7 @@ further from that base on raw text.
 
     theta = theta_run + w (theta_instruct - theta_base)      for each tensor
 
-Jindal et al. 2024 (arXiv 2410.10739, section 2.2, at w = 1). The same sum is a chat vector (Huang et al., ACL
+Jindal et al. 2024 (arXiv 2410.10739, at w = 1). The same sum is a chat vector (Huang et al., ACL
 2024, arXiv 2310.04799), Shadow-FT, which adds theta_run - theta_base to the tuned model (Wu et al. 2025,
 arXiv 2505.12716), and task arithmetic (Ilharco et al., ICLR 2023) with w as the lambda of a second vector.
 

@@ -4,12 +4,12 @@
 
     EntropyWeights        w_i = (H_k(p_i) / ln k)^alpha, H_k the entropy of the model's prediction p_i
                           over its k likeliest tokens, renormalized
-                          (EAFT; Diao et al., 2026, arXiv 2601.02151)
+                          (EAFT; Diao et al., 2026, arXiv 2601.02151, eq. 2 and 3; alpha: section 5.1)
     ExcessLossSelection   w_i = 1 / share for the `share` of tokens with the largest l_i - l_i(reference),
                           0 for the others
-                          (Rho-1; Lin et al., NeurIPS 2024, arXiv 2404.07965)
+                          (Rho-1; Lin et al., NeurIPS 2024, arXiv 2404.07965, eq. 3 to 5)
     SampleWeights         w_i = exp(-f / tau), f the base's mean loss over the sample of token i
-                          (FLOW; Sanyal et al., ICML 2025, arXiv 2502.02797, algorithm 1)
+                          (FLOW; Sanyal et al., ICML 2025, arXiv 2502.02797, algorithm 1; tau: remark 4.2)
 
 No gradient flows through weights, and N counts all scored tokens, also those of weight 0. What is evaluated,
 and what importances are measured by, is never weighted. Where released code differs, docs/fidelity.md has a
