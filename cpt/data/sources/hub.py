@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import DELAY, progress_bar
-from cpt.core.schema import Options, Text, config, option, read_options
+from cpt.core.schema import Count, Options, Text, config, option, read_options
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
 from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
@@ -36,6 +37,10 @@ class Entry(Options):
         "splits that are read as train, valid and test; null: those of such names", default=None
     )
     column: Text | None = option("column of the text; null: that of the source", default=None)
+    max_documents: Count | None = option(
+        "documents of each split that are read, the first ones, while they are downloaded; null: all",
+        default=None,
+    )
 
 
 @config
@@ -90,8 +95,11 @@ class Hub(Source):
         import datasets
 
         path = entry["path"]
+        max_documents = entry.get("max_documents")
         try:
-            split_names, load = open_set(entry, streaming=self.streaming)
+            # What is not streamed is downloaded as a whole before its first row is read.
+            is_streamed = self.streaming or max_documents is not None
+            split_names, load = open_set(entry, streaming=is_streamed)
         except datasets.inspect.SplitsNotFoundError as error:
             raise ValueError(
                 f"domains.catalogue.{name} is invalid: no file and no split found for path={path}. "
@@ -102,6 +110,8 @@ class Hub(Source):
 
         # Splits that are named are taken as they are; of those that are chosen it is said which are not.
         splits = entry.get("splits") or choose_splits(path, split_names)
+        if is_streamed:
+            refuse_parts(splits, section=f"domains.catalogue.{name}")
         unread = [split_name for split_name in split_names if split_name not in splits.values()]
         if unread and not entry.get("splits"):
             log.info("Leaving out splits of %s: %s (splits of its entry)", path, ", ".join(unread))
@@ -113,10 +123,13 @@ class Hub(Source):
             position = f"{path} ({split_name})"
             rows = ((position, row) for row in self.progress(position, load(split_name)))
             texts = column_texts(rows, entry.get("column") or self.column, partial(reject_record, bad))
-            for text in clean_documents(texts, position, oddities=oddities):
+            documents = clean_documents(texts, position, oddities=oddities)
+            for text in islice(documents, max_documents):
                 num_read += 1
                 yield split, text
 
+        if max_documents is not None:
+            log.info("Read %d documents of %s (max_documents=%d a split)", num_read, path, max_documents)
         changes = oddities.describe()
         if changes:
             log.warning("Reading %s: %s", name, changes)
@@ -173,6 +186,18 @@ def choose_splits(path: str, names: Sequence[str]) -> dict[str, str]:
             "or to say which to read, like splits={train: all}"
         )
     return {split: synonyms[0] for split, synonyms in by_split.items()}
+
+
+def refuse_parts(splits: Mapping[str, str], *, section: str) -> None:
+    """Raises ValueError for a part of a split, like train[:1000], which datasets does not stream."""
+    for split, split_name in splits.items():
+        if "[" in split_name:
+            raise InvalidOptionError(
+                f"{section}.splits.{split}",
+                split_name,
+                reason="a part of a split cannot be streamed",
+                allowed=f"the whole split, with {section}.max_documents=N for its first documents",
+            )
 
 
 def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], Callable[[str], Any]]:

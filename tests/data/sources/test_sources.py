@@ -286,11 +286,35 @@ def test_a_data_set_gives_its_splits_or_those_that_are_asked_for(streaming, data
     expected += [("test", f"test {number}") for number in range(3)]
     assert list(open_hub(entry, streaming=streaming).read("news")) == expected
 
-    # A part of a split cannot be streamed.
+    # A part of a split is not streamed.
     entry["splits"] = {"train": "validation", "test": "train" if streaming else "train[:2]"}
     expected = [("train", f"validation {number}") for number in range(3)]
     expected += [("test", f"train {number}") for number in range(3 if streaming else 2)]
     assert list(open_hub(entry, streaming=streaming).read("news")) == expected
+
+
+def test_of_a_large_set_no_file_is_opened_after_the_one_with_the_last_document(tmp_path, caplog):
+    shard = [{"text": f"Document {number}."} for number in range(30)]
+    Dataset.from_list(shard).to_parquet(tmp_path / "train-00000-of-00003.parquet")
+    Dataset.from_list(shard).to_parquet(tmp_path / "train-00001-of-00003.parquet")
+    put(tmp_path / "train-00002-of-00003.parquet", "no parquet")
+    entry = {"path": str(tmp_path), "max_documents": 40}
+    caplog.set_level("INFO")
+    documents = list(open_hub(entry, streaming=False).read("news"))
+    assert documents == [("train", row["text"]) for row in [*shard, *shard[:10]]]
+    assert "Read 40 documents of" in caplog.text
+    assert open_hub(entry).fingerprint("news") != open_hub(entry | {"max_documents": 41}).fingerprint("news")
+    with pytest.raises(ValueError, match="news.max_documents=0 is invalid. Allowed: null or a whole number"):
+        open_hub(entry | {"max_documents": 0})
+
+
+def test_a_part_of_a_split_that_is_streamed_is_refused_with_what_takes_its_place(dataset):
+    entry = {"path": str(dataset), "splits": {"train": "train[:2]"}}
+    message = r"domains.catalogue.news.splits.train=train\[:2\] is invalid: .*news.max_documents=N"
+    with pytest.raises(ValueError, match=message):
+        list(open_hub(entry, streaming=True).read("news"))
+    with pytest.raises(ValueError, match=message):
+        list(open_hub(entry | {"max_documents": 2}, streaming=False).read("news"))
 
 
 @pytest.mark.parametrize("names", [["train", "dev", "validation"], ["all"]])
