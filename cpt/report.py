@@ -55,6 +55,12 @@ def report_parser() -> Parser:
     add("--tex", type=Path, metavar="FOLDER", help=tables)
     default_name = "comparison; with --where comparison_KEY-VALUE"
     add("--name", help=f"base name of the written files (default: {default_name})")
+    add(
+        "--wandb", action="store_true", help="also log the comparison to W&B, as a run of job type comparison"
+    )
+    add("--project", help="with --wandb: the W&B project (default: that of the runs)")
+    add("--entity", help="with --wandb: W&B user or team")
+    add("--mode", choices=("auto", "online", "offline"), help="with --wandb (default: auto, as logger.mode)")
     return parser
 
 
@@ -70,6 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compare_folders(options: argparse.Namespace) -> int:
+    check_wandb_options(options)
     published = read_published(options.published) if options.published else []
     runs = load_runs.find_runs(options.folders)
     finished = load_runs.filter_runs([run for run in runs.runs if run.scores.run["finished"]], options.where)
@@ -123,6 +130,8 @@ def compare_folders(options: argparse.Namespace) -> int:
     print(page)
     if options.tex:
         print(options.tex)
+    if options.wandb and sections:
+        send_to_wandb(sections, blocks, finished, page=page, options=options)
     problems = [*runs.damaged, *failed]
     print_errors(problems)
     if not finished:
@@ -130,6 +139,36 @@ def compare_folders(options: argparse.Namespace) -> int:
         print(f"no finished run below {', '.join(map(str, options.folders))}: {counted}", file=sys.stderr)
         return 2
     return int(bool(problems))
+
+
+def check_wandb_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for an option of W&B without --wandb, and for --wandb where no page is written."""
+    for name in ("project", "entity", "mode"):
+        if getattr(options, name) and not options.wandb:
+            raise ValueError(f"--{name} is without effect. Allowed: with --wandb")
+    if options.wandb and options.figures:
+        raise ValueError(
+            "--wandb is invalid with --figures, which writes no comparison. Allowed: one of them"
+        )
+
+
+def send_to_wandb(
+    sections: Sequence[RunSection],
+    blocks: Sequence[Block],
+    runs: Sequence[MeasuredRun],
+    *,
+    page: Path,
+    options: argparse.Namespace,
+) -> None:
+    """Logs the comparison to W&B, and prints where it is. Raises ValueError for what W&B refuses."""
+    from cpt.loggers.wandb_comparison import find_project, log_comparison  # a second to import
+    from cpt.loggers.wandb_environment import WandbPlace, check_environment
+
+    check_environment()
+    destination = WandbPlace(
+        mode=options.mode or "auto", project=options.project or find_project(runs), entity=options.entity
+    )
+    print(f"W&B: {log_comparison(sections, blocks, page=page, destination=destination)}")
 
 
 def check_baseline(baseline: str | None, sections: Sequence[RunSection]) -> None:

@@ -117,11 +117,13 @@ def make_wandb_logger(destination: WandbPlace, run: LoggedRun) -> Logger:
     if getattr(rank_zero_only, "rank", 0):
         return DummyLogger()
     try:
-        from cpt.loggers.wandb_run import Curves, WandbCurves, open_wandb  # an installation may be broken
+        # Imported here, as an installation may be broken.
+        from cpt.loggers.wandb_run import Curves, WandbCurves, describe_place, open_wandb
 
         identifier = choose_identifier(run.folder)
         labels = run.labels.obey_environment()
         opened = open_wandb(identifier, run.folder, destination=destination, labels=labels, config=run.config)
+        log.info("W&B: %s", describe_place(opened))
         logger = WandbCurves(Curves(opened, progress=run.folder / "wandb" / "tokens"))
     except (Exception, SystemExit) as error:  # whatever W&B raises
         warn_of_failure("logger.wandb", error, "the run continues without it")
@@ -145,11 +147,12 @@ def prepare_custom(custom: Mapping[str, Logger], run: LoggedRun) -> list[Logger]
     return prepared
 
 
-def enter_domain(loggers: Sequence[Logger], domain: str, *, tokens: float) -> None:
-    """The points that follow are of this domain, before which the run had read this number of tokens."""
+def enter_domain(loggers: Sequence[Logger], domain: str, *, stage: int, tokens: float) -> None:
+    """The points that follow are of this domain, which is trained in this stage (1: the first); before it the
+    run had read this number of tokens."""
     for logger in loggers:
         if isinstance(logger, StageLogger):
-            logger.enter(domain, tokens=tokens)
+            logger.enter(domain, stage=stage, tokens=tokens)
 
 
 @rank_zero_only

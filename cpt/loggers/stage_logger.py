@@ -11,8 +11,9 @@ from cpt.evaluation.scores import Scores
 class StageLogger(Logger):
     """A logger that knows the stages of a run."""
 
-    def enter(self, domain: str, *, tokens: float) -> None:
-        """The points that follow are of this domain, before which the run had read this number of tokens."""
+    def enter(self, domain: str, *, stage: int, tokens: float) -> None:
+        """The points that follow are of this domain, which is trained in this stage (1: the first); before it
+        the run had read this number of tokens."""
 
     def log_row(self, scores: Scores, row: int) -> None:
         """Logs a row of the matrix and what the run has cost so far."""

@@ -112,15 +112,15 @@ def choose_identifier(folder: Path) -> str:
     return identifier
 
 
-def read_identifier(folder: Path) -> str:
+def read_identifier(folder: Path, *, file_name: str = ID_FILE) -> str:
     """The stored identifier of a run folder's W&B run; empty without one, or if its file is damaged."""
-    path = folder / ID_FILE
+    path = folder / file_name
     stored = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
     return stored if IDENTIFIER.fullmatch(stored) else ""
 
 
-def store_identifier(folder: Path, identifier: str) -> None:
-    replace_file(folder / ID_FILE, identifier + "\n")
+def store_identifier(folder: Path, identifier: str, *, file_name: str = ID_FILE) -> None:
+    replace_file(folder / file_name, identifier + "\n")
 
 
 def draw_identifier() -> str:

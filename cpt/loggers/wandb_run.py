@@ -32,8 +32,10 @@ TOKENS = "train/tokens"
 TRAINING = ("train", "monitor", "budget")  # curves KIND/NAME/DOMAIN of metrics.csv
 AXES = {  # No two patterns meet: of several that do W&B takes any.
     TOKENS: tuple(f"{kind}/*" for kind in TRAINING),
-    "stage": ("ppl/*", "stages/*", "tasks/*", "units/*"),
+    "stage": ("ppl/*", "nats/*", "bits_per_byte/*", "stages/*", "tasks/*", "units/*"),
 }
+FAMILIAR_NAMES = {"train/lm": "train/loss", "train/lr": "train/learning_rate"}  # as Trainer of transformers
+CAPTURED_LOGGERS = {"cpt": "INFO"}  # whose lines are the Logs of a run on W&B
 
 
 class WandbCurves(WandbLogger, StageLogger):
@@ -47,8 +49,8 @@ class WandbCurves(WandbLogger, StageLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self.curves.log(metrics)
 
-    def enter(self, domain: str, *, tokens: float) -> None:
-        self.curves.enter(domain, tokens=tokens)
+    def enter(self, domain: str, *, stage: int, tokens: float) -> None:
+        self.curves.enter(domain, stage=stage, tokens=tokens)
 
     def log_row(self, scores: Scores, row: int) -> None:
         self.curves.run.log(stage_points(scores, row))
@@ -60,7 +62,9 @@ class WandbCurves(WandbLogger, StageLogger):
         self.curves.run.mark_preempting()
 
     def close(self, *, is_failed: bool) -> None:
-        self.curves.run.finish(exit_code=int(is_failed))
+        run = self.curves.run
+        run.finish(exit_code=int(is_failed))
+        log.info("W&B: %s", describe_place(run))
 
 
 def check_settings(destination: WandbPlace) -> None:
@@ -139,7 +143,7 @@ def init_wandb(
     if not os.environ.get("WANDB_SILENT"):
         settings.silent = True
     if not os.environ.get("WANDB_CONSOLE"):
-        settings.console = "off"
+        keep_log_lines(settings)
     try:
         run = wandb.init(
             id=identifier,
@@ -169,6 +173,24 @@ def init_wandb(
     return run
 
 
+def keep_log_lines(settings: wandb.Settings) -> None:
+    """Lets W&B keep cpt's log lines, and nothing else that is written to the console: bars are no lines."""
+    if "capture_loggers" in wandb.Settings.model_fields:
+        settings.console = "off"
+        settings.capture_loggers = CAPTURED_LOGGERS
+    else:  # an older client takes all of the console or nothing
+        settings.console = "wrap"
+
+
+def describe_place(run: wandb.Run) -> str:
+    """Where a run is to be seen: its address, or how an offline run is sent."""
+    if run.disabled:
+        return "disabled, nothing is kept"
+    if run.offline:
+        return f"offline; send it with: wandb sync {run.settings.sync_dir}"
+    return run.url or "online"
+
+
 class Curves:
     """Curves of training over the tokens of the whole run: `train/lm/DOMAIN` of metrics.csv is `train/loss`.
     `progress`: a file that stores how far the curves go, so that steps which a resumed run repeats are not
@@ -178,15 +200,18 @@ class Curves:
         self.run = run
         self.progress = progress
         self.domain = ""
+        self.stage = 0  # 1: the first that is trained
         self.tokens_before = 0.0  # that the run had read when it entered the domain
         self.tokens = 0.0  # of the whole run, at the last point
         self.defined: set[str] = set()  # names with an axis of their own definition
         stored = progress.read_text() if progress is not None and progress.exists() else ""
         self.logged_tokens = float(stored) if stored.isdigit() else 0.0
 
-    def enter(self, domain: str, *, tokens: float) -> None:
-        """The points that follow are of this domain, before which the run had read this number of tokens."""
+    def enter(self, domain: str, *, stage: int, tokens: float) -> None:
+        """The points that follow are of this domain, which is trained in this stage (1: the first); before it
+        the run had read this number of tokens."""
         self.domain = domain
+        self.stage = stage
         self.tokens_before = tokens
         self.tokens = tokens
 
@@ -200,9 +225,7 @@ class Curves:
             if kind in TRAINING and term_and_domain.endswith(ending):
                 term = escape_name(term_and_domain.removesuffix(ending))
                 name = f"{kind}/{term}"
-                if name == "train/lm":
-                    name = "train/loss"
-                merged[name] = value
+                merged[FAMILIAR_NAMES.get(name, name)] = value
             elif key != "epoch":
                 merged[key] = value
                 other_names.add(key)
@@ -220,7 +243,7 @@ class Curves:
             if "*" not in key:
                 self.run.define_metric(key, step_metric=TOKENS, step_sync=True)
         self.defined |= other_names
-        self.run.log(merged | {TOKENS: self.tokens})
+        self.run.log(merged | {TOKENS: self.tokens, "train/stage": self.stage})
 
     def store_progress(self) -> None:
         if self.progress is not None and self.progress.parent.is_dir():

@@ -21,15 +21,21 @@ LABEL = "cpt.label"
 GROUP = "cpt.group"
 # Metrics in the summary of a run on W&B.
 PERPLEXITY = "LC/perplexity"
+LEARNED = "learned/nats"
 FORGETTING = "FG/nats"
 GENERAL_DRIFT = "general_drift/nats"
+CHAT_RISE = "chat/base_answer_rise"
 FLOPS = "cost/flops"
 ENDTASK_SCORE = "endtask/MF1"
 ENDTASK_FORGETTING = "endtask/forget_rate"
+ANSWER_SCORE = "answers/AP"
 PINNED = (
     PERPLEXITY,
+    LEARNED,
     FORGETTING,
     GENERAL_DRIFT,
+    CHAT_RISE,
+    ANSWER_SCORE,
     ENDTASK_SCORE,
     ENDTASK_FORGETTING,
     FLOPS,
@@ -37,13 +43,29 @@ PINNED = (
     "cost/memory",
     "cost/stored",
 )
-BARS = (PERPLEXITY, FORGETTING, GENERAL_DRIFT, ENDTASK_SCORE, ENDTASK_FORGETTING)
+BARS = (
+    PERPLEXITY,
+    LEARNED,
+    FORGETTING,
+    GENERAL_DRIFT,
+    CHAT_RISE,
+    ANSWER_SCORE,
+    ENDTASK_SCORE,
+    ENDTASK_FORGETTING,
+)
+# Options that most sweeps vary, as axes of a plot that ends in the results.
+VARIED_OPTIONS = ("optim.lr", "trainer.steps", "replay.past_ratio", "method.r")
 TOKENS = "train/tokens"
 MEDIA = ("matrix_image", "stages_image", "endtasks_image", "modules_image", "report")
 TABLES = ("matrix", "scores")
+# What `python -m cpt.report FOLDER --wandb` logs (cpt/loggers/wandb_comparison.py).
+COMPARISON_TABLES = ("comparison/differences_table", "comparison/groups_table")
+COMPARISON_PAGE = "comparison/page"
 NOTE = (
     "Perplexities are comparable within one group of `cpt.measured` alone: filter the runs on the left to "
-    "one before you read planes and bars. Bits per byte of causal models on one text are comparable across."
+    "one before you read planes and bars. Bits per byte of causal models on one text are comparable across. "
+    "Bars are means with standard deviations: paired tests, p-values (Holm) and intervals are in the section "
+    "**Tests**, which `python -m cpt.report FOLDER --wandb` fills."
 )
 
 
@@ -58,7 +80,14 @@ def build_workspace(entity: str, project: str) -> Workspace:
         pinned_columns=["run:displayName", *(f"summary:{name}" for name in PINNED)],
     )
     return workspaces.Workspace(
-        sections=[comparison_section(), stages_section(), runs_section(), training_section()],
+        sections=[
+            comparison_section(),
+            tests_section(),
+            stages_section(),
+            training_section(),
+            options_section(),
+            runs_section(),
+        ],
         runset_settings=runset,
         entity=entity,
         project=project,
@@ -103,8 +132,12 @@ def stages_section() -> Section:
     return workspaces.Section(
         name="Over the stages",
         panels=[
-            panels.LinePlot(title=mean_perplexity, x="stage", y=["stages/learned"]),
+            panels.LinePlot(title=mean_perplexity, x="stage", y=["stages/mean_perplexity"]),
             panels.LinePlot(title="Perplexity on each text", x="stage", metric_regex="^ppl/[^/]+$"),
+            panels.LinePlot(title="Loss on each text (nats)", x="stage", metric_regex="^nats/[^/]+$"),
+            panels.LinePlot(
+                title="Bits per byte on each text", x="stage", metric_regex="^bits_per_byte/[^/]+$"
+            ),
             panels.LinePlot(title="End tasks", x="stage", metric_regex="^tasks/[^/]+$"),
             panels.LinePlot(
                 title="Loss on held-out chats", x="stage", y=["stages/chat", "stages/chat_base_answers"]
@@ -137,7 +170,50 @@ def training_section() -> Section:
         name="Training",
         panels=[
             panels.LinePlot(title="Loss", x=TOKENS, y=["train/loss"]),
-            panels.LinePlot(title="Learning rate", x=TOKENS, y=["train/lr"]),
+            # Every loss beside that of the domain: terms of the method, sources of the mixture.
+            panels.LinePlot(title="Other terms of the loss", x=TOKENS, metric_regex="^train/loss/.+$"),
+            panels.LinePlot(
+                title="Loss on held-out text while training", x=TOKENS, metric_regex="^monitor/.+$"
+            ),
+            panels.LinePlot(title="Learning rate", x=TOKENS, y=["train/learning_rate"]),
+            panels.LinePlot(title="Gradient norm", x=TOKENS, y=["train/grad_norm"], log_y=True),
+            panels.LinePlot(title="Tokens per second", x=TOKENS, y=["train/tokens_per_s"]),
+            panels.LinePlot(title="Peak memory (GB)", x=TOKENS, y=["train/memory_gb"]),
+            panels.LinePlot(title="Stage", x=TOKENS, y=["train/stage"]),
+            panels.LinePlot(title="Optimizer steps", x=TOKENS, y=["train/global_step"]),
+        ],
+        is_open=False,
+    )
+
+
+def tests_section() -> Section:
+    """What the paired tests say, of runs of job type `comparison`."""
+    import wandb_workspaces.reports.v2 as panels
+    from wandb_workspaces import workspaces
+
+    return workspaces.Section(
+        name="Tests",
+        panels=[
+            *(panels.WeavePanelSummaryTable(table_name=name) for name in COMPARISON_TABLES),
+            panels.MediaBrowser(title="Comparison", media_keys=[COMPARISON_PAGE]),
+        ],
+        is_open=True,
+    )
+
+
+def options_section() -> Section:
+    """Which options lead to which result, and in what two runs differ."""
+    import wandb_workspaces.reports.v2 as panels
+    from wandb_workspaces import workspaces
+
+    columns = [panels.ParallelCoordinatesPlotColumn(panels.Config(name)) for name in VARIED_OPTIONS]
+    for metric in (LEARNED, FORGETTING, PERPLEXITY):
+        columns.append(panels.ParallelCoordinatesPlotColumn(panels.SummaryMetric(metric)))
+    return workspaces.Section(
+        name="Options",
+        panels=[
+            panels.ParallelCoordinatesPlot(title="Options and results", columns=columns),
+            panels.RunComparer(diff_only="split"),
         ],
         is_open=False,
     )
@@ -152,9 +228,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("project", help="W&B project that holds the runs")
     options = parser.parse_args(arguments)
 
+    from cpt.loggers.wandb_run import is_logged_in  # a second to import
+
     with readable():
         if find_spec("wandb_workspaces") is None:
             raise ValueError("needed is the package wandb-workspaces; pip install -e '.[dashboard]'")
+        if not is_logged_in():
+            raise ValueError("not logged in to W&B, which keeps workspaces. Allowed: after `wandb login`")
         print(build_workspace(options.entity, options.project).save().url)
     return 0
 

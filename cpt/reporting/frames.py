@@ -38,18 +38,9 @@ SUMMARIZED = (
     "benchmark",
     "cost",
 )  # kinds with a key
-HEADLINES = (
-    "LC/perplexity",
-    "LC/perplexity/low",
-    "LC/perplexity/high",
-    "LC/nats",
-    "FG/nats",
-    "FG/nats/low",
-    "FG/nats/high",
-    "CPT/perplexity",
-    "CPT/nats",
-    "general_drift/nats",
-    "general_drift/perplexity",
+CURVE_NAMES = {"nats": "nats", "perplexity": "ppl", "bits_per_byte": "bits_per_byte"}  # of a text, by unit
+MATRIX_HEADLINES = ("learned", "FG", "general_drift", "LC", "CPT")  # in all UNITS, with intervals
+FURTHER_HEADLINES = (
     "cost/flops",
     "cost/tokens",
     "cost/seconds",
@@ -62,13 +53,17 @@ HEADLINES = (
     "answers/AP",
     "answers/BWT",
     "chat/rise",
+    "chat/rise/low",
+    "chat/rise/high",
     "chat/base_answer_rise",
+    "chat/base_answer_rise/low",
+    "chat/base_answer_rise/high",
     "chat/newly_broken",
     "BWT_zs/nats",
     "FWT_zs/nats",
     "ZS/nats",
 )
-MAX_HEADLINES = 29  # with tables and pictures at most 40 entries of a W&B summary
+MAX_TASK_MEANS = 30  # of end tasks, answers and benchmarks: a table of runs has a column for each
 
 
 class ReportedValue(NamedTuple):
@@ -122,13 +117,19 @@ def summarize_scores(scores: Scores, kinds: Sequence[str] = SUMMARIZED) -> dict[
 
 
 def choose_headlines(scores: Scores) -> dict[str, float]:
-    """At most MAX_HEADLINES numbers of a run: its optimized metric, HEADLINES, means over all tasks."""
+    """The numbers of a run that a table of runs shows: its optimized metric, MATRIX_HEADLINES in each of
+    UNITS with their intervals, FURTHER_HEADLINES, means over all tasks, and benchmarks."""
     numbers = summarize_scores(scores)
-    objectives = [key for key in numbers if key.partition("/")[0] == "optimized_metric"]
-    task_means = [key for key in numbers if re.fullmatch(r"(endtask|answers)/[^/]+", key)]
-    keys = dict.fromkeys([*objectives, *HEADLINES, *task_means])  # an ordered set
-    measured_keys = [key for key in keys if key in numbers]
-    return {key: numbers[key] for key in measured_keys[:MAX_HEADLINES]}
+    keys = [key for key in numbers if key.partition("/")[0] == "optimized_metric"]
+    for metric in MATRIX_HEADLINES:
+        for unit in UNITS:
+            keys += [f"{metric}/{unit}", f"{metric}/{unit}/low", f"{metric}/{unit}/high"]
+    keys += FURTHER_HEADLINES
+    task_means = [key for key in numbers if re.fullmatch(r"(endtask|answers|benchmark)/[^/]+", key)]
+    keys += task_means[:MAX_TASK_MEANS]
+
+    distinct_keys = dict.fromkeys(keys)  # an ordered set
+    return {key: numbers[key] for key in distinct_keys if key in numbers}
 
 
 def escape_name(name: str) -> str:
@@ -537,16 +538,17 @@ def mean_so_far(scores: Scores, row: int) -> float:
 
 
 def stage_points(scores: Scores, row: int) -> dict[str, float]:
-    """The points of a row over `stage`: `ppl/TEXT`; of `stages/…` `learned` is the mean perplexity over the
-    domains so far, `tokens`, `flops` and `seconds` are sums so far, the others of the stage itself."""
+    """The points of a row over `stage`: `ppl/TEXT`, `nats/TEXT` and `bits_per_byte/TEXT`; of `stages/…`
+    `mean_perplexity` is over the domains learned so far, `tokens`, `flops` and `seconds` are sums so far, the
+    others of the stage itself."""
     points: dict[str, float] = {"stage": row}
-    perplexities = in_units(scores.matrix[row], layout=scores)["perplexity"].tolist()
-    for text, perplexity in zip(scores.domains, perplexities, strict=True):
-        if not isnan(perplexity):
-            points[f"ppl/{escape_name(text)}"] = perplexity
-    learned = mean_so_far(scores, row)
-    if not isnan(learned):
-        points["stages/learned"] = learned
+    for unit, losses in in_units(scores.matrix[row], layout=scores).items():
+        for text, loss in zip(scores.domains, losses.tolist(), strict=True):
+            if not isnan(loss):
+                points[f"{CURVE_NAMES[unit]}/{escape_name(text)}"] = loss
+    mean_perplexity = mean_so_far(scores, row)
+    if not isnan(mean_perplexity):
+        points["stages/mean_perplexity"] = mean_perplexity
 
     points["stages/tokens"] = sum(costs_by_stage(scores, "tokens")[: row + 1])
     points["stages/flops"] = sum(costs_by_stage(scores, "flops")[: row + 1])

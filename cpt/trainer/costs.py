@@ -23,6 +23,7 @@ from cpt.models.loading import make_skeleton
 from cpt.models.quantization import count_stored
 
 ATEN = torch.ops.aten
+BYTES_PER_GB = 1e9
 
 
 def count_attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -145,9 +146,12 @@ class CostMonitor(Callback):
     Operations of forward, backward and a method's own passes are counted during the first step, which stands
     for all (where steps differ, the mean of a `period` of the method's, from the step on in which it is
     `settled`), and during the method's work before and after the domain. A resumed stage continues the counts
-    of its checkpoint."""
+    of its checkpoint.
 
-    def __init__(self) -> None:
+    `earlier_steps`: optimizer steps of the stages before, with which curves count those of the whole run."""
+
+    def __init__(self, *, earlier_steps: int = 0) -> None:
+        self.earlier_steps = earlier_steps
         self.tokens = 0
         self.memory = 0
         self.rates: list[float] = []  # of the first step, highest, of the last
@@ -245,7 +249,8 @@ class CostMonitor(Callback):
             self.log_throughput(step, pl_module)
 
     def log_throughput(self, step: int, module: Any) -> None:
-        """Logs the tokens read so far, and those per second since the last point."""
+        """Logs the tokens and steps so far, the tokens per second since the last point, and the peak memory
+        (GB) of the process that needs most."""
         previous_tokens = self.point_tokens
         previous_time = self.point_time
         self.start_point(step)
@@ -254,6 +259,9 @@ class CostMonitor(Callback):
         domain = module.domain.name
         module.log(f"train/tokens/{domain}", float(self.tokens), sync_dist=True, reduce_fx="sum")
         module.log(f"train/tokens_per_s/{domain}", tokens_per_s, sync_dist=True, reduce_fx="sum")
+        module.log(f"train/global_step/{domain}", float(self.earlier_steps + step))
+        memory = peak(module.device) / BYTES_PER_GB
+        module.log(f"train/memory_gb/{domain}", memory, sync_dist=True, reduce_fx="max")
 
     def start_point(self, step: int) -> None:
         self.point_step = step

@@ -114,10 +114,11 @@ class StageTrainer:
         self.data.enter(domain)
         self.module.setup_stage(domain)
         self.module.train()
-        enter_domain(self.loggers, domain.name, tokens=sum(self.scores.tokens_read))
+        tokens_before = sum(self.scores.tokens_read)
+        enter_domain(self.loggers, domain.name, stage=number, tokens=tokens_before)
 
     def make_callbacks(self, number: int, domain: Domain, checkpoint_path: Path) -> StageCallbacks:
-        cost_monitor = CostMonitor()
+        cost_monitor = CostMonitor(earlier_steps=self.data.cumulative_steps[number - 1])
         monitor = self.make_monitor(domain, cost_monitor) if self.plan.has_monitor else None
         nan_guard = NanGuard(policy=self.plan.run.on_nonfinite)
 

@@ -247,7 +247,7 @@ def test_texts_have_distinct_names_that_no_logger_changes(texts):
 
 
 def test_plain_names_stay_and_custom_loggers_get_one_value_for_each_text(tmp_path, caplog):
-    for name in ("train/lm/law", "ppl/das_6.1-x", "stages/learned", "lr-AdamW/pg1"):
+    for name in ("train/lm/law", "ppl/das_6.1-x", "stages/mean_perplexity", "lr-AdamW/pg1"):
         assert MetricNames(["law"]).logged(name) == name
     caplog.set_level("INFO")
     texts = ["C", "C++", "C#"]

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,11 @@ def runs(corpora, cache, tmp_path_factory):
     options = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
     options += [option for option in SMALL if option != "logger=none"]
     options += ["trainer.log_every_n_steps=1", "trainer.steps=4"]
+    handler = logging.FileHandler(folder / "log.txt")
+    loggers_log = logging.getLogger("cpt")
+    loggers_log.addHandler(handler)
+    level = loggers_log.level
+    loggers_log.setLevel("INFO")
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         train(with_values(*options, "seed=0", "tags=[a,b]"), run_dir=folder / "s0")
         rarely_logged = ["mask=migu", "trainer.log_every_n_steps=10"]
@@ -42,6 +48,9 @@ def runs(corpora, cache, tmp_path_factory):
         with pytest.raises(ValueError, match="the lm loss is"):
             train(with_values(*options, *diverging), run_dir=folder / "failing")
     wandb.teardown()  # only then are W&B's files whole: its service writes them
+    loggers_log.removeHandler(handler)
+    handler.close()
+    loggers_log.setLevel(level)
     return folder
 
 
@@ -59,6 +68,14 @@ def test_every_run_is_one_run_with_its_own_id_and_group_and_shown_as_it_ended(ru
     assert not Path("wandb").exists() and not (ROOT / "wandb").exists()
 
 
+def test_the_log_says_how_an_offline_run_is_sent_and_its_lines_are_kept_on_wandb(runs):
+    (folder,) = (runs / "s0" / "wandb").glob("offline-run-*")
+    kept = [record.line for record in of_kind(runs / "s0", "output_logger")]
+    assert any("Evaluated after food" in line for line in kept)
+    log_file = runs / "log.txt"
+    assert log_file.read_text().count(f"W&B: offline; send it with: wandb sync {folder}") == 2
+
+
 def test_losses_are_one_curve_over_all_tokens_and_the_matrix_is_one_over_stages_and_a_table(runs):
     logged = history(runs / "s0")
     scores = Scores.load(runs / "s0" / "scores.json")
@@ -71,15 +88,25 @@ def test_losses_are_one_curve_over_all_tokens_and_the_matrix_is_one_over_stages_
 
     keys = set().union(*logged)
     train_keys = {key for key in keys if key.startswith("train")}
-    assert train_keys == {f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens", "tokens_per_s")}
+    names = ("loss", "learning_rate", "grad_norm", "tokens", "tokens_per_s", "memory_gb")
+    assert train_keys == {f"train/{name}" for name in (*names, "global_step", "stage")}
+    steps = [(row["train/stage"], row["train/global_step"]) for row in logged if "train/global_step" in row]
+    assert steps == [(stage, 4 * (stage - 1) + step) for stage in (1, 2) for step in (1, 2, 3, 4)]
     assert any("matrix_image" in key for key in keys)
 
     stages = {row["stage"]: row for row in logged if "stage" in row}
     assert set(stages) == {0, 1, 2} and stages[2]["ppl/law"] == pytest.approx(math.exp(scores.nll[2][0]))
+    assert stages[2]["nats/law"] == pytest.approx(scores.nll[2][0]) and 0 < stages[2]["bits_per_byte/law"] < 9
     lines = table(runs / "s0", "matrix")
     assert [[*line] for line in lines] == [["after", "law", "food", "general"]] * 3
     assert [line["after"] for line in lines] == ["base", "law", "food"]
-    assert summary(runs / "s0")["LC/perplexity"] == pytest.approx(scores.metrics["LC"]["perplexity"])
+    for name in ("learned", "FG", "LC"):
+        for unit in ("nats", "perplexity", "bits_per_byte"):
+            metric = scores.metrics[name]
+            low, high = metric["interval"][unit]
+            key = f"{name}/{unit}"
+            values = [summary(runs / "s0")[f"{key}{end}"] for end in ("", "/low", "/high")]
+            assert values == pytest.approx([metric[unit], low, high])
 
     with (runs / "s0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -95,7 +122,7 @@ def test_a_rebuilt_run_has_the_curves_of_the_live_one(runs):
     wandb.teardown()
     rebuilt = history(runs / "s0" / REBUILT)
 
-    for name in ("train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s"):
+    for name in ("train/loss", "train/learning_rate", "train/grad_norm", "train/global_step", "train/stage"):
         assert points_of(name, rebuilt) == points_of(name, live)
     assert names_in(rebuilt) == names_in(live)
 
@@ -115,14 +142,15 @@ def test_a_resumed_run_repeats_no_point(tmp_path):
     run = SimpleNamespace(log=points.append, define_metric=lambda *args, **kwargs: None)
     for _ in range(2):  # the second start begins after a kill
         curves = Curves(run, progress=tmp_path / "wandb" / "tokens")
-        for domain, earlier_tokens, steps in (("law", 0, (1, 2, 3)), ("a/b", 30, (1,))):
-            curves.enter(domain, tokens=earlier_tokens)
+        stages = (("law", 0, (1, 2, 3)), ("a/b", 30, (1,)))
+        for number, (domain, earlier_tokens, steps) in enumerate(stages, start=1):
+            curves.enter(domain, stage=number, tokens=earlier_tokens)
             for step in steps:
                 curves.log({f"train/lm/{domain}": 1.0, f"train/tokens/{domain}": 10.0 * step, "epoch": 0})
 
     tokens = [point["train/tokens"] for point in points]
     assert tokens == sorted(tokens) and tokens[:4] == [10, 20, 30, 40]
-    assert set().union(*points) == {"train/loss", "train/tokens"}
+    assert set().union(*points) == {"train/loss", "train/stage", "train/tokens"}
 
 
 def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(tmp_path, monkeypatch, caplog):

@@ -327,7 +327,7 @@ def log_curves(run: wandb.Run, scores: Scores, curves: Sequence[CurvePoint]) -> 
     for domain, points in groupby(curves, key=attrgetter("domain")):
         # A stage that was not finished has no row yet: it began after all that have one.
         row = rows.get(domain, len(scores.tokens_read))
-        live_curves.enter(domain, tokens=sum(scores.tokens_read[:row]))
+        live_curves.enter(domain, stage=row, tokens=sum(scores.tokens_read[:row]))
         for point in points:
             live_curves.log(point.values)
 
