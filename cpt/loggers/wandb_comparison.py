@@ -42,7 +42,7 @@ def log_comparison(
     sections: Sequence[RunSection], blocks: Sequence[Block], *, page: Path, destination: WandbPlace
 ) -> str:
     """Logs the tables, the figures of `blocks` and the page of a comparison; gives its address, or how it is
-    sent. A comparison that is logged again is the same run on W&B: its identifier is stored beside the page.
+    sent. A comparison that is logged again is the same run on W&B: its identifier is stored next to the page.
 
     Raises ValueError for what W&B refuses."""
     check_settings(destination)
@@ -50,9 +50,11 @@ def log_comparison(
     identifier = read_identifier(page.parent, file_name=identifier_file) or draw_identifier()
     store_identifier(page.parent, identifier, file_name=identifier_file)
 
-    groups = [group for section in sections for group in section.groups]
+    groups: list[str] = []
+    for section in sections:
+        groups += [group.name for group in section.groups]
     labels = WandbLabels(name=page.stem, group=name_runs(sections), job_type=JOB_TYPE)
-    config = {"cpt": {"compared": list_compared(sections), "groups": [group.name for group in groups]}}
+    config = {"cpt": {"compared": list_compared(sections), "groups": groups}}
     folder = page.parent.absolute()
     with files_in(folder):
         run = open_wandb(

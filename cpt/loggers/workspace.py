@@ -170,7 +170,7 @@ def training_section() -> Section:
         name="Training",
         panels=[
             panels.LinePlot(title="Loss", x=TOKENS, y=["train/loss"]),
-            # Every loss beside that of the domain: terms of the method, sources of the mixture.
+            # Every loss but that of the domain: terms of the method, sources of the mixture.
             panels.LinePlot(title="Other terms of the loss", x=TOKENS, metric_regex="^train/loss/.+$"),
             panels.LinePlot(
                 title="Loss on held-out text while training", x=TOKENS, metric_regex="^monitor/.+$"

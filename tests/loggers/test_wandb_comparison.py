@@ -49,9 +49,13 @@ def test_a_comparison_is_a_run_with_its_tests_and_stays_that_run(swept, capsys):
     assert (first.job_type, first.project, first.display_name) == ("comparison", "p", "comparison")
     assert len(config(swept / "wandb")["cpt"]["compared"]) == 21
 
-    shown = summary(swept / "wandb")
-    assert (shown["comparison/best"], shown["comparison/groups"], shown["comparison/runs"]) == ("das", 3, 21)
-    assert {"comparison/page.path", "comparison/differences_table.path"} <= set(shown)
+    headlines = summary(swept / "wandb")
+    assert (headlines["comparison/best"], headlines["comparison/groups"], headlines["comparison/runs"]) == (
+        "das",
+        3,
+        21,
+    )
+    assert {"comparison/page.path", "comparison/differences_table.path"} <= set(headlines)
     assert any("comparison/page.path" in row for row in history(swept / "wandb"))
 
     (section,) = build_sections(measure_runs(find_runs([swept]).runs), by_order=False, baseline="ncl")
@@ -99,6 +103,6 @@ def test_a_workspace_has_panels_of_each_headline():
     pytest.importorskip("wandb_workspaces", reason="pip install -e '.[dashboard]'")
     from cpt.loggers.workspace import build_workspace
 
-    shown = repr(build_workspace("team", "cpt"))
+    workspace = repr(build_workspace("team", "cpt"))
     for name in ("learned/nats", "FG/nats", "train/tokens_per_s", "train/grad_norm", "monitor/"):
-        assert name in shown
+        assert name in workspace
