@@ -17,7 +17,15 @@ OUTSIDE = {
     "benchmarks.md": "benchmarks/README.md",
 }
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Start": ("index.md", "tutorial.md", "reading-results.md", "glossary.md"),
+    "Start": (
+        "index.md",
+        "why.md",
+        "installation.md",
+        "tutorial.md",
+        "reading-results.md",
+        "troubleshooting.md",
+        "glossary.md",
+    ),
     "Training": (
         "data.md",
         "models.md",
@@ -47,7 +55,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "release.md",
         "operation.md",
     ),
-    "Reference": ("options.md", "cli.md", "files.md", "support.md", "fidelity.md", "extend.md"),
+    "Reference": ("options.md", "cli.md", "files.md", "support.md", "fidelity.md", "python-api.md", "extend.md"),
     "Options": tuple(
         f"options/{group}.md"
         for group in (
