@@ -55,7 +55,15 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "release.md",
         "operation.md",
     ),
-    "Reference": ("options.md", "cli.md", "files.md", "support.md", "fidelity.md", "python-api.md", "extend.md"),
+    "Reference": (
+        "options.md",
+        "cli.md",
+        "files.md",
+        "support.md",
+        "fidelity.md",
+        "python-api.md",
+        "extend.md",
+    ),
     "Options": tuple(
         f"options/{group}.md"
         for group in (
