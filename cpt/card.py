@@ -1,4 +1,7 @@
-"""Write the model card (`model/README.md`) of a finished run again: `python -m cpt.card RUN`."""
+"""Write a run's model card again, and publish its model: `python -m cpt.card RUN [--push NAME]`.
+
+The card is model/README.md. --push NAME makes a private repository of the Hugging Face Hub of the exported
+model and its card: no checkpoints, no text, no logs. Exit code 1 after an error."""
 
 from __future__ import annotations
 
@@ -7,30 +10,107 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpt.core.errors import readable
+from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import CHECKSUMS, read_checksums, write_checksums
 from cpt.core.output import run_program
-from cpt.reporting.model_card import write_model_card
+from cpt.evaluation.scores import Scores
+from cpt.reporting.license_sources import list_trained_texts
+from cpt.reporting.license_terms import check_identifier
+from cpt.reporting.model_card import LicenseOptions, describe_license, write_model_card
+from cpt.reporting.publish import check_repository, plan_publication, push
 from cpt.trainer.run_dir import RunDir
 
 
+def make_parser() -> argparse.ArgumentParser:
+    paragraphs = str(__doc__).split("\n\n")
+    parser = argparse.ArgumentParser(prog="python -m cpt.card", description=paragraphs[1])
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="the folder of a finished run")
+    add("--license", metavar="ID", help="license of the model, by its identifier on the Hub")
+    add(
+        "--data-license",
+        action="append",
+        default=[],
+        metavar="TEXT=ID",
+        help="license of a text that the model was trained on; may be repeated",
+    )
+    add("--push", metavar="NAME", help="publish the model as a repository of the Hub, private by default")
+    add("--public", action="store_true", help="make a public repository")
+    add("--update", action="store_true", help="push to a repository that exists")
+    add("--dry-run", action="store_true", help="list what --push would upload, without network")
+    return parser
+
+
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cpt.card", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
-    run = RunDir(parser.parse_args(arguments).run)
+    options = make_parser().parse_args(arguments)
+    run = RunDir(options.run)
     with readable():
-        scores = run.load_scores()
-        if scores is None or not scores.run["finished"] or len(scores.rows) < 2:
-            raise ValueError(f"RUN={run.path} is invalid. Allowed: the folder of a finished run that trained")
-        if not (run.model / "config.json").is_file():
-            raise ValueError(f"{run.model} holds no exported model; the command of the run exports it again")
+        check_push_options(options)
+        scores = load_exported_scores(run)
+        if options.push is not None:
+            check_model(run)
+        is_online = options.push is not None and not options.dry_run
+        licensing = read_license_options(options, run, scores, is_online=is_online)
 
         with run.locked():
-            card = write_model_card(run.path, scores)
+            card = write_model_card(run.path, scores, licensing)
             # Else the next start of the run would find the new card damaged.
             if (run.path / CHECKSUMS).exists():
                 write_checksums(run.path, [card], unread=read_checksums(run.path))
-    print(card)
+            print(card)
+            print(describe_license(card))
+            if options.push is not None:
+                publication = plan_publication(run.model, name=options.push, is_private=not options.public)
+                print("\n".join(publication.describe()))
+                if is_online:
+                    print(push(publication, updates=options.update))
     return 0
+
+
+def check_push_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for options of --push without it, for a name that no repository can have, and where
+    there is no token to push with."""
+    for name in ("public", "update", "dry_run"):
+        if getattr(options, name) and options.push is None:
+            raise ValueError(f"--{name.replace('_', '-')} is invalid without --push NAME")
+    if options.push is not None:
+        check_repository(options.push, needs_token=not options.dry_run)
+
+
+def load_exported_scores(run: RunDir) -> Scores:
+    """The scores of a finished run that trained. Raises ValueError for any other folder."""
+    scores = run.load_scores()
+    if scores is None or not scores.run["finished"] or len(scores.rows) < 2:
+        raise ValueError(f"RUN={run.path} is invalid. Allowed: the folder of a finished run that trained")
+    if not (run.model / "config.json").is_file():
+        raise ValueError(f"{run.model} holds no exported model; the command of the run exports it again")
+    return scores
+
+
+def check_model(run: RunDir) -> None:
+    """Raises ValueError for damaged files of the exported model, but its card, which is written again."""
+    damage = []
+    for line in run.find_damaged_outputs(full=True):
+        if line.startswith("model/") and not line.startswith("model/README.md "):
+            damage.append(line)
+    if damage:
+        raise InvalidOptionError("RUN", run.path, reason="; ".join(damage), allowed="a whole run")
+
+
+def read_license_options(
+    options: argparse.Namespace, run: RunDir, scores: Scores, *, is_online: bool
+) -> LicenseOptions:
+    """Raises ValueError for an identifier that the Hub does not list, and for a text that was not trained."""
+    identifier = "" if options.license is None else check_identifier(options.license, option="--license")
+    by_text = {}
+    trained_texts = list_trained_texts(run.stored_config(), scores)
+    for entry in options.data_license:
+        text, equals, text_license = entry.rpartition("=")
+        if not equals or text not in trained_texts:
+            allowed = f"TEXT=ID with a TEXT of {', '.join(trained_texts)}"
+            raise InvalidOptionError("--data-license", entry, allowed=allowed)
+        by_text[text] = check_identifier(text_license, option=f"--data-license {text}")
+    return LicenseOptions(identifier=identifier, by_text=by_text, is_online=is_online)
 
 
 if __name__ == "__main__":

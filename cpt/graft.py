@@ -41,6 +41,8 @@ from cpt.models.residual import (
     write_shards,
 )
 from cpt.reporting.derived_card import write_derived_card
+from cpt.reporting.license_sources import find_licenses, find_model_license
+from cpt.reporting.license_terms import StatedLicense
 from cpt.trainer.base_files import copy_generation_config, save_tokenizer
 from cpt.trainer.chat_losses import SHIPPED_CHATS, find_chats, load_causal, measure_chat_losses
 from cpt.trainer.rescoring import RunTexts, load_finished_scores, open_run_texts
@@ -86,6 +88,7 @@ def main(arguments: Sequence[str]) -> int:
                     title=f"{scores.run['name']}, {row.row}",
                     loading=f'transformers.{graft.run.config.architectures[0]}.from_pretrained("model")',
                     facts=[*graft.list_facts(), *list_chat_facts(row)],
+                    licenses=[*find_licenses(run.stored_config(), scores), *graft.find_tuned_licenses()],
                 )
             rewrite_report(run, scores)
         print_results(run, folder, graft, row, num_tensors=num_tensors)
@@ -197,6 +200,13 @@ class Graft:
             f"The run's last model + {self.weight:g} x ({Path(self.instruct.name).name} - "
             f"{Path(self.base.name).name}), by tensor"
         )
+
+    def find_tuned_licenses(self) -> list[StatedLicense]:
+        """What is stated of the tuned model and its base."""
+        return [
+            find_model_license(self.instruct.name, source="the tuned model"),
+            find_model_license(self.base.name, source="the base of the tuned model"),
+        ]
 
     def list_facts(self) -> list[str]:
         """What became of the vocabulary, in sentences."""

@@ -12,19 +12,32 @@ from cpt.core.files import replace
 from cpt.evaluation.derived_rows import DerivedRow
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.reporting.formats import MISSING, format_decimals, format_or_dash, format_perplexity, strip_controls
-from cpt.reporting.model_card import PIPELINES, make_markdown_table
+from cpt.reporting.license_terms import StatedLicense, decide_license
+from cpt.reporting.model_card import PIPELINES, format_license, make_markdown_table
 from cpt.reporting.page import IN_CELL, TEMPLATES, quote_markup
 
 
 def write_derived_card(
-    folder: Path, scores: Scores, row: DerivedRow, *, title: str, loading: str, facts: Sequence[str]
+    folder: Path,
+    scores: Scores,
+    row: DerivedRow,
+    *,
+    title: str,
+    loading: str,
+    facts: Sequence[str],
+    licenses: Sequence[StatedLicense],
 ) -> Path:
     """Writes README.md into the folder of a model, with how it was made and its losses next to those of the
-    run. The card may be published: `facts` are sentences without paths."""
+    run. The card may be published: `facts` are sentences without paths. `licenses` are those of all models
+    and texts that it was made of."""
+    license = decide_license(licenses)
     card = ModelCard.from_template(
         ModelCardData(
             pipeline_tag=PIPELINES.get(scores.run["objective"]),
             library_name="transformers",
+            license=license.identifier or None,
+            license_name=license.name or None,
+            license_link=license.link or None,
             model_name=strip_controls(title),
             tags=["continual-pretraining", "cpt", row.row],
         ),
@@ -34,6 +47,7 @@ def write_derived_card(
         row=row,
         loading=loading,
         facts=facts,
+        license=format_license(license, licenses),
         scores=scores,
         conditions=describe_conditions(conditions(scores)),
         table=make_markdown_table(["text", "base", scores.rows[-1], row.row], list_losses(scores, row)),

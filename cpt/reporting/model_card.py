@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from cpt.core.config import flatten, is_execution_key
 from cpt.core.files import replace
 from cpt.core.secrets import is_secret
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.metrics import METRICS, TITLES
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.withdrawals import load_withdrawals
 from cpt.reporting.chat_tables import describe_chats
@@ -34,9 +36,15 @@ from cpt.reporting.formats import (
     strip_controls,
 )
 from cpt.reporting.frames import ReportedValue, find_matrices, list_values
+from cpt.reporting.license_sources import find_licenses, group_licenses
+from cpt.reporting.license_terms import LicenseDecision, StatedLicense, choose_license, decide_license
 from cpt.reporting.page import IN_CELL, TEMPLATES, markdown_table, quote_markup
 from cpt.reporting.run_tables import describe_quantization, format_cells, format_metric
 
+LICENSE_HEAD = ("of", "license", "stated in")
+ALL_DOMAINS = "all domains"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective
 SHOWN_SETTINGS = re.compile(
     r"(method|mask|replay|freeze|optim|lr_scheduler)\..+"
@@ -49,7 +57,19 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 PATH = re.compile(r"[/~]|[A-Za-z]:\\")
 
 
-def write_model_card(folder: Path, scores: Scores) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class LicenseOptions:
+    """What somebody says of licenses when a card is written, and where cpt may look for others."""
+
+    identifier: str = ""  # of the model; empty: the one that follows from what is stated, if any does
+    by_text: Mapping[str, str] = field(default_factory=dict)  # identifiers of the licenses of texts
+    is_online: bool = False  # whether cards that are not in the cache of the Hub may be downloaded
+
+
+AS_STATED = LicenseOptions()
+
+
+def write_model_card(folder: Path, scores: Scores, licensing: LicenseOptions = AS_STATED) -> Path:
     """Writes the card of a run from its scores, config and overrides. Returns the card's path."""
     run = scores.run
     settings = dict(flatten(read_yaml(folder / "config.yaml") or {}))
@@ -68,6 +88,10 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     title = strip_controls(f"{base['name']}, {method}: {order}")
     perplexities = find_matrices(scores)["perplexity"]
     pipeline = PIPELINES.get(run["objective"])
+    stated = find_licenses(
+        settings, scores, stated_for_texts=licensing.by_text, is_online=licensing.is_online
+    )
+    license = decide_card_license(stated, licensing)
 
     card = ModelCard.from_template(
         ModelCardData(
@@ -76,6 +100,9 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
             datasets=data_sets or None,
             eval_results=list_results(scores, perplexities, pipeline) or None,
             library_name="transformers",
+            license=license.identifier or None,
+            license_name=license.name or None,
+            license_link=license.link or None,
             model_name=title,
             tags=["continual-pretraining", "continual-learning", "cpt", run["method"]],
         ),
@@ -90,6 +117,8 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
         base=base,
         loading=scores.loading if '"model"' in scores.loading else "",
         parts=read_parts(folder / "model"),
+        has_chat_template=has_chat_template(folder / "model"),
+        license=format_license(license, stated),
         settings=list_card_settings(settings, scores, public_names),
         source=settings.get("domains.name", "unknown"),
         conditions=describe_conditions(conditions(scores)),
@@ -106,6 +135,49 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     path = folder / "model" / "README.md"
     replace(path, f"{card}\n")
     return path
+
+
+def decide_card_license(stated: Sequence[StatedLicense], licensing: LicenseOptions) -> LicenseDecision:
+    """The license that a card claims, from what is stated and what was chosen."""
+    if licensing.identifier:
+        return choose_license(stated, licensing.identifier)
+    return decide_license(stated)
+
+
+def format_license(license: LicenseDecision, stated: Sequence[StatedLicense]) -> str:
+    """The section of a card in Markdown: what is claimed and why, and what is stated of each part."""
+    claim = "No license is claimed"
+    if license.identifier:
+        claim = f"`{license.identifier}`"
+        name_and_link = ", ".join(quote_cell(text) for text in (license.name, license.link) if text)
+        if name_and_link:
+            claim += f" ({name_and_link})"
+    lines = [
+        f"{claim}: {quote_cell(license.reason)}.",
+        "cpt compares what base model and data state, by identifiers. It gives no legal advice.",
+    ]
+    if stated:
+        table = make_markdown_table(LICENSE_HEAD, group_licenses(stated, limit=MAX_LISTED))
+        lines += ["", table]
+    return "\n".join(lines)
+
+
+def quote_cell(text: str) -> str:
+    return quote_markup(strip_controls(text), IN_CELL)
+
+
+def describe_license(card: Path) -> str:
+    """What a card that was written says of the license, for the console: `license: mit: all stated …`."""
+    _, _, section = card.read_text(encoding="utf-8").partition("\n## License\n\n")
+    return f"license: {section.splitlines()[0]}"
+
+
+def has_chat_template(model: Path) -> bool:
+    """Whether the tokenizer in a folder has a chat template, in a file of its own or in its config."""
+    if (model / CHAT_TEMPLATE_FILE).is_file():
+        return True
+    path = model / TOKENIZER_CONFIG_FILE
+    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get("chat_template"))
 
 
 def count_missing(scores: Scores) -> int:
@@ -173,26 +245,36 @@ def format_card_matrix(perplexities: DataFrame) -> list[list[str]]:
 
 
 def list_results(scores: Scores, perplexities: DataFrame, pipeline: str | None) -> list[EvalResult]:
-    """The results in the card's metadata: perplexities over all domains, and of few texts by text."""
-    values = [("all domains", name, metric["perplexity"]) for name, metric in scores.metrics.items()]
+    """The results in the card's metadata: metrics over all domains, and of few texts the last perplexity. The
+    type of a level is `perplexity`; a difference has its key in scores.json as its type, in nats."""
+    results = []
+
+    def add_result(text: str, *, name: str, kind: str, value: float | None) -> None:
+        if value is None or not isfinite(value):
+            return
+        results.append(
+            EvalResult(
+                task_type=pipeline or "text2text-generation",
+                dataset_type=text,
+                dataset_name=text,
+                dataset_split=scores.conditions.get("score_on", "test"),
+                metric_name=name,
+                metric_type=kind,
+                metric_value=float(f"{value:.6g}"),
+            )
+        )
+
+    for name, metric in scores.metrics.items():
+        title = TITLES.get(name, name)
+        if METRICS[name].is_level:
+            add_result(
+                ALL_DOMAINS, name=f"{title}, perplexity", kind="perplexity", value=metric["perplexity"]
+            )
+        else:
+            add_result(ALL_DOMAINS, name=f"{title}, nats per token", kind=name, value=metric["nats"])
     if len(scores.domains) <= MAX_LISTED:
         for text, perplexity in perplexities.iloc[-1].items():
-            values.append((strip_controls(str(text)), "last", perplexity))
-
-    results = []
-    for text, name, value in values:
-        if value is not None and isfinite(value):
-            results.append(
-                EvalResult(
-                    task_type=pipeline or "text2text-generation",
-                    dataset_type=text,
-                    dataset_name=text,
-                    dataset_split=scores.conditions.get("score_on", "test"),
-                    metric_name=name,
-                    metric_type="perplexity",
-                    metric_value=float(f"{value:.6g}"),
-                )
-            )
+            add_result(strip_controls(str(text)), name="last", kind="perplexity", value=perplexity)
     return results
 
 

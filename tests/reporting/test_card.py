@@ -12,6 +12,8 @@ from cpt.reporting.model_card import write_model_card
 from cpt.trainer.run_dir import RunDir
 from tests.support.example_runs import make_endtasks, save_scores
 
+LEVELS = ("base (ZS)", "just learned (CPT)", "final (LC)")
+
 
 def cells(page, first):
     line = [line for line in page.splitlines() if line.startswith(f"| {first} |")][-1]
@@ -33,7 +35,14 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
         (result.dataset_name, result.metric_name): result.metric_value for result in data.eval_results
     }
     assert card_metrics["food", "last"] == pytest.approx(np.exp(scores["nll"][2][1]), rel=1e-5)
-    assert card_metrics["all domains", "FG"] == pytest.approx(scores["metrics"]["FG"]["perplexity"], rel=1e-5)
+    metrics = scores["metrics"]
+    forgetting = card_metrics["all domains", "forgetting (FG), nats per token"]
+    assert forgetting == pytest.approx(metrics["FG"]["nats"], rel=1e-5)
+    final = card_metrics["all domains", "final (LC), perplexity"]
+    assert final == pytest.approx(metrics["LC"]["perplexity"], rel=1e-5)
+    kinds = {result.metric_name: result.metric_type for result in data.eval_results}
+    levels = {name for name, kind in kinds.items() if kind == "perplexity"}
+    assert levels == {"last", *(f"{title}, perplexity" for title in LEVELS)} and "learned" in kinds.values()
     assert cells(page, "final (LC)")[1].startswith(f"{scores['metrics']['LC']['nats']:.4f} [")
     assert cells(page, "optim.lr") == ["0.01"] and cells(page, "model.mlm_probability") == ["0.3"]
     assert not any(private in page for private in ("secret_user", str(corpora), "/tmp", "http"))

@@ -1,0 +1,248 @@
+"""Where licenses of a run's base model and texts are stated: in their cards and license files.
+
+A card is README.md with `license` in its YAML, as the Hub has it; a license file is recognized by its text.
+Folders are read, of names on the Hub what is in its cache; `is_online` lets missing cards be downloaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+from cpt.data.sources.base import GENERAL
+from cpt.evaluation.scores import Scores
+from cpt.reporting.license_terms import KINDS, OTHER, StatedLicense, normalize
+
+CARD = "README.md"
+HUB_ADDRESS = "https://huggingface.co"
+URL = re.compile(r"https?://")
+FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
+LICENSE_FILE = re.compile(r"(licen[cs]e|copying)([.-][\w.-]+)?", re.IGNORECASE)
+MAX_LICENSE_CHARACTERS = 4000  # of a license file: names and versions are at its beginning
+CREATIVE_COMMONS = re.compile(
+    r"attribution(?P<nc>[ -]non[ -]?commercial)?(?P<end>[ -]share[ -]?alike|[ -]no[ -]?deriv\w*)?"
+    r"[ -](?P<version>\d\.\d)"
+)
+# Texts that a license file has at its beginning, in lower case with single spaces, and its identifier.
+# The first that fits is taken: GPL after the licenses that have its name in theirs.
+OPENINGS = {
+    r"apache license,? version 2\.0": "apache-2.0",
+    r"permission is hereby granted, free of charge": "mit",
+    r"permission to use, copy, modify, and(/or)? distribute this software for any purpose": "isc",
+    r"redistributions? of source code must .* neither the name": "bsd-3-clause",
+    r"redistributions? of source code must": "bsd-2-clause",
+    r"cc0 1\.0 universal": "cc0-1.0",
+    r"this is free and unencumbered software released into the public domain": "unlicense",
+    r"gnu affero general public license version 3": "agpl-3.0",
+    r"gnu lesser general public license version 3": "lgpl-3.0",
+    r"gnu lesser general public license version 2\.1": "lgpl-2.1",
+    r"gnu general public license version 3": "gpl-3.0",
+    r"gnu general public license version 2": "gpl-2.0",
+    r"mozilla public license,? version 2\.0": "mpl-2.0",
+    r"open database license": "odbl",
+    r"open data commons attribution license": "odc-by",
+    r"llama 2 community license": "llama2",
+    r"(meta )?llama 3 community license": "llama3",
+    r"llama 3\.1 community license": "llama3.1",
+    r"llama 3\.2 community license": "llama3.2",
+    r"llama 3\.3 community license": "llama3.3",
+    r"llama 4 community license": "llama4",
+    r"gemma terms of use": "gemma",
+}
+
+
+def find_licenses(
+    settings: Mapping[str, Any],
+    scores: Scores,
+    *,
+    stated_for_texts: Mapping[str, str] | None = None,
+    is_online: bool = False,
+) -> list[StatedLicense]:
+    """What is stated of the base of a run, unless the run has made it, and of each text that it was trained
+    on. `stated_for_texts` has identifiers by text, which are taken."""
+    licenses = []
+    if scores.base.get("origin") != "built":
+        name = scores.base.get("name", scores.run["model"])
+        checkpoint = str(settings.get("model.name_or_path", name))
+        revision = scores.base.get("revision")
+        licenses.append(
+            find_model_license(
+                checkpoint,
+                source=f"the base model {name}",
+                revision=revision,
+                is_online=is_online and scores.base.get("origin") == "hub",
+            )
+        )
+    for text in list_trained_texts(settings, scores):
+        identifier = (stated_for_texts or {}).get(text, "")
+        if identifier:
+            license = StatedLicense(source=text, identifier=identifier, stated_in="--data-license")
+        else:
+            license = find_text_license(settings, text, is_online=is_online)
+        licenses.append(license)
+    return licenses
+
+
+def list_trained_texts(settings: Mapping[str, Any], scores: Scores) -> list[str]:
+    """The texts that the final model was trained on: the domains, and the general text where it is replayed
+    or the base was made of it."""
+    texts = list(scores.run["order"])
+    is_general_trained = scores.base.get("origin") == "built" or settings.get("replay.general_ratio")
+    if is_general_trained:
+        texts.append(GENERAL)
+    return texts
+
+
+def find_model_license(
+    checkpoint: str, *, source: str, revision: str | None = None, is_online: bool = False
+) -> StatedLicense:
+    """What is stated of a checkpoint: a folder, or a name on the Hub."""
+    if Path(checkpoint).is_dir():
+        return read_folder(Path(checkpoint), source=source, is_model=True)
+    card = find_hub_card(checkpoint, repo_type="model", revision=revision, is_online=is_online)
+    if card is None:
+        return StatedLicense(source=source, is_model=True)
+    license = read_card(card, source=source, is_model=True)
+    if license.link and not URL.match(license.link):  # a file of its repository
+        license = replace(license, link=f"{HUB_ADDRESS}/{checkpoint}/blob/main/{license.link}")
+    return license
+
+
+def find_text_license(settings: Mapping[str, Any], text: str, *, is_online: bool) -> StatedLicense:
+    """What is stated of a text: by its data set in the catalogue of the Hub, or in the nearest of the folders
+    that it is in."""
+    data_set = settings.get(f"domains.catalogue.{text}.path")
+    if data_set is not None and not Path(str(data_set)).is_dir():
+        card = find_hub_card(str(data_set), repo_type="dataset", revision=None, is_online=is_online)
+        return StatedLicense(source=text) if card is None else read_card(card, source=text)
+    for folder in list_text_folders(settings, text, data_set):
+        license = read_folder(folder, source=text)
+        if license.identifier:
+            return license
+    return StatedLicense(source=text)
+
+
+def list_text_folders(settings: Mapping[str, Any], text: str, data_set: Any) -> Iterator[Path]:
+    """The folders that may state the license of a text, its own first, up to the root of all text."""
+    if data_set is not None:
+        yield Path(str(data_set))
+        return
+    root = settings.get("domains.root")
+    if root is None:
+        return
+    directory = str(settings.get("domains.general") or GENERAL) if text == GENERAL else text
+    corpora = Path(str(root)) / str(settings.get("domains.folder") or ".")
+    for folder in (corpora / directory, Path(str(root)) / directory, corpora, Path(str(root))):
+        if folder.is_dir():
+            yield folder
+
+
+def read_folder(folder: Path, *, source: str, is_model: bool = False) -> StatedLicense:
+    """What a folder states: its card, or else a license file in it."""
+    card = folder / CARD
+    if card.is_file():
+        license = read_card(card, source=source, is_model=is_model)
+        if license.link and not URL.match(license.link):  # a file that nobody else has
+            license = replace(license, link="")
+        if license.identifier:
+            return license
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or not LICENSE_FILE.fullmatch(path.name):
+            continue
+        identifier = recognize(path.read_text(encoding="utf-8", errors="replace"))
+        if identifier:
+            return StatedLicense(source=source, is_model=is_model, identifier=identifier, stated_in=path.name)
+        return StatedLicense(
+            source=source,
+            is_model=is_model,
+            identifier=OTHER,
+            stated_in=f"{path.name}, which cpt does not recognize",
+        )
+    return StatedLicense(source=source, is_model=is_model)
+
+
+def read_card(path: Path, *, source: str, is_model: bool = False) -> StatedLicense:
+    """What the YAML of a card states; several licenses stay one identifier that no table has."""
+    front_matter = FRONT_MATTER.match(path.read_text(encoding="utf-8", errors="replace"))
+    data: Any = None
+    if front_matter:
+        with suppress(yaml.YAMLError):
+            data = yaml.safe_load(front_matter[1])
+    if not isinstance(data, Mapping) or not data.get("license"):
+        return StatedLicense(source=source, is_model=is_model)
+    stated = data["license"]
+    identifiers = stated if isinstance(stated, list) else [stated]
+    return StatedLicense(
+        source=source,
+        is_model=is_model,
+        identifier=", ".join(normalize(str(identifier)) for identifier in identifiers),
+        name=str(data.get("license_name") or ""),
+        link=str(data.get("license_link") or ""),
+        stated_in="its model card" if is_model else "its dataset card",
+    )
+
+
+def find_hub_card(name: str, *, repo_type: str, revision: str | None, is_online: bool) -> Path | None:
+    """The card of a name on the Hub: in the cache, or if it `is_online` downloaded. None without one."""
+    with suppress(ValueError):  # it is no name of the Hub
+        cached = try_to_load_from_cache(name, CARD, revision=revision, repo_type=repo_type)
+        if isinstance(cached, str):
+            return Path(cached)
+    if is_online:
+        with suppress(OSError, ValueError):  # no such card, no permission, no network
+            return Path(hf_hub_download(name, CARD, revision=revision, repo_type=repo_type))
+    return None
+
+
+def recognize(text: str) -> str:
+    """The identifier of a license from its text, or from a text that is the identifier; empty if unknown.
+
+    >>> recognize("Attribution-ShareAlike 4.0 International"), recognize("SPDX-License-Identifier: MIT")
+    ('cc-by-sa-4.0', 'mit')
+    """
+    tag = re.search(r"SPDX-License-Identifier:\s*(\S+)", text)
+    short = normalize(tag[1] if tag else text)
+    if short in KINDS:
+        return short
+
+    opening = " ".join(text[:MAX_LICENSE_CHARACTERS].lower().split())
+    for pattern, identifier in OPENINGS.items():
+        if re.search(pattern, opening):
+            return identifier
+    commons = CREATIVE_COMMONS.search(opening)
+    return name_commons(commons) if commons else ""
+
+
+def name_commons(match: re.Match[str]) -> str:
+    """The identifier of a license of Creative Commons."""
+    parts = ["cc", "by"]
+    if match["nc"]:
+        parts.append("nc")
+    if match["end"]:
+        parts.append("sa" if "share" in match["end"] else "nd")
+    identifier = "-".join([*parts, match["version"]])
+    return identifier if identifier in KINDS else ""
+
+
+def group_licenses(licenses: Iterable[StatedLicense], *, limit: int) -> list[list[str]]:
+    """Rows of a table: the texts of one statement, the license, and where it is stated."""
+    sources: dict[tuple[str, str], list[str]] = {}
+    for license in licenses:
+        label = f"{license.label} ({license.kind})" if license.kind else license.label
+        sources.setdefault((label, license.stated_in or "–"), []).append(license.source)
+    rows = []
+    for (label, stated_in), names in sources.items():
+        rows.append([describe_sources(names, limit=limit), label, stated_in])
+    return rows
+
+
+def describe_sources(names: Sequence[str], *, limit: int) -> str:
+    if len(names) > limit:
+        return f"{len(names)} texts, like {names[0]}"
+    return ", ".join(names)
