@@ -58,6 +58,7 @@ EXECUTION = (
 # `auto` of the separator and of BOS differs for chat tokenizers and for those that add BOS alone.
 NEUTRAL_VALUES: Mapping[str, Any] = {
     "trainer.match": None,
+    "trainer.micro_batch": None,
     "domains.on_bad_example": "stop",
     "domains.special_tokens": "split",
     "domains.separator": "auto",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -75,6 +76,39 @@ def give_back() -> None:
         malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if malloc_trim is not None:
             malloc_trim(0)
+
+
+def find_total_memory() -> int:
+    """The bytes of main memory that this process may use: of the machine, or less where a control group of
+    Linux (a container, a job of SLURM) has a limit."""
+    limits = [psutil.virtual_memory().total]
+    for path in list_limit_files(Path("/proc/self/cgroup"), root=Path("/sys/fs/cgroup")):
+        text = path.read_text().strip() if path.is_file() else ""
+        if text.isdigit():  # else `max`: no limit
+            limits.append(int(text))
+    return min(limits)
+
+
+def list_limit_files(groups: Path, *, root: Path) -> list[Path]:
+    """The files of the memory limits of a process: of its own control group and of all above it, which limit
+    it as well. `groups` has a line NUMBER:CONTROLLERS:PATH for each hierarchy; that of version 2 names no
+    controllers, and one of version 1 is in a folder of its name."""
+    paths: list[Path] = []
+    if not groups.is_file():
+        return paths
+    for line in groups.read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            folder, file_name = root, "memory.max"
+        elif controllers == "memory":
+            folder, file_name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own_folder = folder / group.strip("/")
+        for parent in [own_folder, *own_folder.parents]:
+            if parent.is_relative_to(folder):
+                paths.append(parent / file_name)
+    return paths
 
 
 def forget_peak(device: torch.device) -> None:

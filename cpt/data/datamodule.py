@@ -47,6 +47,20 @@ class ImportanceLoader:
         return len(self.loader)
 
 
+@dataclass(frozen=True, eq=False)
+class RepeatedBatch(Dataset):
+    """The same batch, a number of times."""
+
+    batch: Batch
+    num_batches: int
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __getitem__(self, number: int) -> Batch:
+        return self.batch
+
+
 @dataclass(eq=False, repr=False)
 class DomainSequence(LightningDataModule):
     """The stages in their order; `enter` chooses the one that the loaders are of. `train`, `held_out` and
@@ -73,6 +87,7 @@ class DomainSequence(LightningDataModule):
     requested_texts: Sequence[str] | None = field(default=None, init=False)  # held out, to score; None: all
     by_length: bool = field(default=False, init=False)  # whether rows of similar length are scored together
     replay_source: ReplaySource | None = field(default=None, init=False)  # None: training text is replayed
+    trial_batch: Batch | None = field(default=None, init=False)  # trains each micro-batch, in place of texts
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -160,6 +175,10 @@ class DomainSequence(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """The current stage from the trainer's step on; resuming costs the same anywhere."""
+        if self.trial_batch is not None:
+            num_batches = self.trainer.max_steps * self.accumulate
+            return DataLoader(RepeatedBatch(self.trial_batch, num_batches), batch_size=None)
+
         # A source of replay stands for what it has written: a text without any is not replayed.
         stage = self.domain
         texts = self.train if self.replay_source is None else self.replay_source.texts

@@ -64,6 +64,32 @@ class Budget:
         return max(1, math.ceil(samples / self.batch_size))
 
 
+def list_micro_batches(batch_size: int, *, world: int) -> list[int]:
+    """The samples that a micro-batch of a process may have: the divisors of its share of a step, ascending;
+    none where the batch does not divide among the processes.
+
+    >>> list_micro_batches(24, world=2)
+    [1, 2, 3, 4, 6, 12]
+    """
+    if batch_size % world:
+        return []
+    num_samples = batch_size // world
+    return [number for number in range(1, num_samples + 1) if num_samples % number == 0]
+
+
+def count_micro_batches(batch_size: int, *, micro_batch: int, world: int) -> int:
+    """The micro-batches of a process and step; raises ValueError if the batch does not divide evenly."""
+    possible = list_micro_batches(batch_size, world=world)
+    if micro_batch not in possible:
+        raise InvalidOptionError(
+            "trainer.micro_batch",
+            micro_batch,
+            context=f"with trainer.batch_size={batch_size} of {world} processes",
+            allowed=", ".join(map(str, possible)) or f"a batch_size that {world} divides",
+        )
+    return batch_size // (micro_batch * world)
+
+
 def share_batch(batch_size: int, *, accumulate: int, world: int) -> int:
     """Samples of a process's micro-batch; raises ValueError if the global batch does not divide evenly."""
     if accumulate < 1 or batch_size % (accumulate * world):

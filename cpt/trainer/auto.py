@@ -52,10 +52,12 @@ def choose_devices(options: TrainerOptions) -> tuple[Any, Strategy]:
         return options.devices, options.strategy
 
     num_gpus = count_gpus(options)
-    micro_batch_size = options.batch_size // options.accumulate_grad_batches
+    num_shares = options.batch_size // options.accumulate_grad_batches  # of a step, among the devices
+    if isinstance(options.micro_batch, int):
+        num_shares = options.batch_size // options.micro_batch
     num_devices = 1
     for number in range(1, num_gpus + 1):
-        if micro_batch_size % number == 0:
+        if num_shares % number == 0:
             num_devices = number
     if num_gpus > 1 and is_first_process():
         log.info(

@@ -114,6 +114,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
     if method is not None:
         check_base_dtype(plan, method)
         check_masks(plan, method)
+        check_micro_batch(plan, method)
         check_trainable(plan, method)
         check_saved_modules(plan, method)
         if options.quantization != "none" or describe_stored(stored_config) in OF_BITSANDBYTES:
@@ -478,6 +479,21 @@ def check_masks(plan: Plan, method: ContinualMethod) -> None:
         raise InvalidOptionError(
             "trainer.compile", True, context="with backend=backward", allowed="backend=hooks"
         )
+
+
+def check_micro_batch(plan: Plan, method: ContinualMethod) -> None:
+    """Raises ValueError where the device would decide the result: `micro_batch=auto` of a method or of token
+    weights that compute something else in several micro-batches than in one."""
+    if plan.trainer.micro_batch != AUTO:
+        return
+    for difference in (method.describe_accumulation(), method.token_weights.describe_accumulation()):
+        if difference:
+            raise InvalidOptionError(
+                "trainer.micro_batch",
+                AUTO,
+                reason=f"its result would depend on the memory of the device ({difference})",
+                allowed="a number, or null",
+            )
 
 
 def check_trainable(plan: Plan, method: ContinualMethod) -> None:

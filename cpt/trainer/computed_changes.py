@@ -16,6 +16,7 @@ from cpt.trainer.computed_memory import (
     STEP,
     Layout,
     Memory,
+    count_own_rows,
     find_memory,
     find_peak,
     find_state_bytes,
@@ -74,7 +75,7 @@ class ChangeSearch:
                 fitting_layout = self.fit(simulated, changed_layout, limit=limit)
                 if fitting_layout is not None:
                     overrides = [f"{key}={value}" for key, value in large_change.items()]
-                    overrides.extend(name_differences(layout, fitting_layout))
+                    overrides.extend(name_differences(simulated.plan, layout, fitting_layout))
                     return Change(
                         tuple(overrides),
                         peak=find_peak(find_memory(simulated, fitting_layout)),
@@ -98,11 +99,7 @@ class ChangeSearch:
         if find_state_bytes(simulated, layout) > limit:
             return None
         try:
-            with_micro_batches = first_that_fits(
-                list_micro_batches(simulated.plan, layout),
-                lambda candidate: {STEP: find_step_memory(simulated, candidate)},
-                limit=limit,
-            )
+            with_micro_batches = self.find_division(simulated, layout, limit=limit)
             if with_micro_batches is None:
                 return None
             return first_that_fits(
@@ -112,6 +109,22 @@ class ChangeSearch:
             )
         except ValueError:  # of a model that cannot be sharded
             return None
+
+    def divide(self, simulated: SimulatedPlan, layout: Layout, *, limit: int) -> Layout:
+        """The layout with as many micro-batches as it takes for a step to fit, or with a row each if it never
+        does: what trainer.micro_batch=auto chooses."""
+        divided = self.find_division(simulated, layout, limit=limit)
+        if divided is None:
+            *_, divided = list_micro_batches(simulated.plan, layout)
+        return divided
+
+    def find_division(self, simulated: SimulatedPlan, layout: Layout, *, limit: int) -> Layout | None:
+        """The layout with as many micro-batches as it takes for a step to fit; None if it never does."""
+        return first_that_fits(
+            list_micro_batches(simulated.plan, layout),
+            lambda candidate: {STEP: find_step_memory(simulated, candidate)},
+            limit=limit,
+        )
 
 
 def first_that_fits(
@@ -165,14 +178,16 @@ def list_evaluation_batches(layout: Layout) -> Iterator[Layout]:
         batch_size //= 2
 
 
-def name_differences(before: Layout, after: Layout) -> list[str]:
-    """The overrides that change one layout into another."""
+def name_differences(plan: Plan, before: Layout, after: Layout) -> list[str]:
+    """The overrides that change one layout of a plan into another."""
     overrides = []
     if after.strategy != before.strategy:
         overrides.append(f"strategy={after.strategy}")
     if after.is_checkpointed and not before.is_checkpointed:
         overrides.append("trainer.gradient_checkpointing=true")
-    if after.accumulate != before.accumulate:
+    if after.accumulate != before.accumulate and plan.trainer.micro_batch is not None:
+        overrides.append(f"trainer.micro_batch={count_own_rows(plan, after)}")
+    elif after.accumulate != before.accumulate:
         overrides.append(f"trainer.accumulate_grad_batches={after.accumulate}")
     if after.eval_batch_size != before.eval_batch_size:
         overrides.append(f"trainer.eval_batch_size={after.eval_batch_size}")

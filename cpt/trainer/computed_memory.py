@@ -35,7 +35,8 @@ class Layout:
 
 
 def make_layout(plan: Plan, num_devices: int) -> Layout:
-    """The layout of a plan on a number of devices."""
+    """The layout of a plan on a number of devices; of `micro_batch=auto` undivided, until it is known what
+    fits. Raises ValueError for a micro-batch that does not divide what each device has of a step."""
     options = plan.trainer
     strategy = "single"
     if num_devices > 1:
@@ -43,7 +44,7 @@ def make_layout(plan: Plan, num_devices: int) -> Layout:
     return Layout(
         num_devices=num_devices,
         strategy=strategy,
-        accumulate=options.accumulate_grad_batches,
+        accumulate=options.count_micro_batches(num_devices),
         eval_batch_size=options.eval_batch_size,
         is_checkpointed=options.gradient_checkpointing,
     )
@@ -56,7 +57,16 @@ def is_divisible(plan: Plan, layout: Layout) -> bool:
 
 def count_rows(plan: Plan, layout: Layout) -> int:
     """The rows of a micro-batch of a device, replayed ones included."""
-    num_rows = plan.budget.batch_size // (layout.num_devices * layout.accumulate)
+    return add_replayed(plan, count_own_rows(plan, layout))
+
+
+def count_own_rows(plan: Plan, layout: Layout) -> int:
+    """The rows of a micro-batch of a device without those that replay appends."""
+    return plan.budget.batch_size // (layout.num_devices * layout.accumulate)
+
+
+def add_replayed(plan: Plan, num_rows: int) -> int:
+    """The rows of a micro-batch with those that replay appends to it."""
     replay = plan.mixture
     if not replay.is_appended:
         return num_rows

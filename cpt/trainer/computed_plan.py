@@ -94,11 +94,9 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
     rate = find_rate(simulated)
     changes = ChangeSearch(cfg, simulated, kind)
 
-    layouts = []
-    for num_devices in list_num_devices(plan, kind):
-        layout = make_layout(plan, num_devices)
-        if is_divisible(plan, layout):
-            layouts.append(layout)
+    layouts = list_possible_layouts(plan, kind)
+    if plan.trainer.micro_batch == "auto":
+        layouts = [changes.divide(simulated, layout, limit=find_limit(kind, layout)) for layout in layouts]
     estimates = [asdict(estimate_layout(simulated, layout, rate, changes)) for layout in layouts]
     return {
         "figures": "computed",
@@ -123,6 +121,24 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
     }
 
 
+def list_possible_layouts(plan: Plan, kind: DeviceKind) -> list[Layout]:
+    """The layouts on numbers of devices among which the batch of a step divides."""
+    layouts = []
+    for num_devices in list_num_devices(plan, kind):
+        try:
+            layout = make_layout(plan, num_devices)
+        except InvalidOptionError:  # of trainer.micro_batch
+            continue
+        if is_divisible(plan, layout):
+            layouts.append(layout)
+    return layouts
+
+
+def find_limit(kind: DeviceKind, layout: Layout) -> int:
+    """The bytes that a process of a layout has: those of a CPU are shared."""
+    return kind.memory if kind.is_gpu else kind.memory // layout.num_devices
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What a run needs in a layout, and what makes it fit if it does not."""
@@ -142,9 +158,7 @@ def estimate_layout(simulated: SimulatedPlan, layout: Layout, rate: Rate, change
     """What a run needs in a layout."""
     memory = find_memory(simulated, layout)
     peak = find_peak(memory)
-    limit = simulated.kind.memory
-    if not simulated.kind.is_gpu:  # its processes share the memory
-        limit //= layout.num_devices
+    limit = find_limit(simulated.kind, layout)
     return Estimate(
         devices=layout.num_devices,
         strategy=layout.strategy,

@@ -27,9 +27,10 @@ from cpt.trainer.chat_date import date_chats
 from cpt.trainer.export_dtype import find_export_dtype
 from cpt.trainer.log_settings import log_settings
 from cpt.trainer.match_operations import match_operations
+from cpt.trainer.micro_batch import choose_micro_batch
 from cpt.trainer.plan import Plan
 from cpt.trainer.preflight import prepare_run
-from cpt.trainer.profiling import NUM_STAGES, Profile, extend_profiles, profile_run
+from cpt.trainer.profiling import NUM_STAGES, Profile, estimate_memory, extend_profiles, profile_run
 from cpt.trainer.run_dir import RunDir
 
 MAX_ROWS = 8  # of a table; of longer ones the first and the last half are shown
@@ -43,6 +44,7 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
     plan = date_chats(plan)
     corpora = read_corpora(plan)
     base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator, trains=False)
+    plan = choose_micro_batch(plan, machine, corpora, base, stored=run.micro_batch)
     plan = match_operations(plan, machine, corpora, base, stored=run.matched)
     module = build_method(plan, machine, base)
     data = build_data(plan, machine, corpora, base, module)
@@ -61,6 +63,7 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
         "state": state,
         "device": str(machine.device),
         "processes": machine.world_size,
+        "micro_batch": plan.budget.batch_size // (machine.world_size * plan.trainer.accumulate_grad_batches),
         "texts": list(texts.values()),
         "stages": stages,
     }
@@ -257,27 +260,6 @@ def extrapolate_costs(
     }
 
 
-def estimate_memory(
-    plan: Plan, profiles: Sequence[Profile], extended: Sequence[Profile], number: int, world_size: int
-) -> dict[str, int]:
-    """Bytes of a process in a stage, by use; `profiles` are measured, `extended` those of all stages."""
-    is_sharded = plan.trainer.strategy == "fsdp"
-    num_shards = world_size if is_sharded else 1
-    # Of the weights, to go back to.
-    num_copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")
-
-    measured = profiles[min(number, len(profiles) - 1)]
-    memory = {use: num_bytes // num_shards for use, num_bytes in extended[number].memory.items()}
-    offloaded = memory.pop("offloaded")
-    gradients = memory["gradients"]
-    measured_on_device = sum(measured.memory.values()) - measured.memory["offloaded"]
-    memory["logits and loss"] = min(measured.loss, measured.peak - measured_on_device)
-    memory["activations and rest"] = measured.peak - measured_on_device - memory["logits and loss"]
-    memory["weights to go back to"] = gradients * num_copies
-    memory["gradient buckets"] = gradients if world_size > 1 and not is_sharded else 0
-    return memory | {"peak": sum(memory.values()), "offloaded": offloaded}
-
-
 def estimate_seconds(
     plan: Plan, stages: Sequence[dict[str, Any]], profiles: Sequence[Profile], world_size: int
 ) -> dict[str, float]:
@@ -309,7 +291,8 @@ def format_table(cost: Mapping[str, Any]) -> str:
     if not has_cost:
         state += "; nothing is left to train or to evaluate"
     sections = [
-        f"Plan of {run['folder']}: {choices}, {cost['processes']} x {cost['device']}",
+        f"Plan of {run['folder']}: {choices}, {cost['processes']} x {cost['device']}, "
+        f"{cost['micro_batch']} samples at once",
         f"State: {state}",
         format_counts(cost["texts"]),
         format_counts(cost["stages"]),

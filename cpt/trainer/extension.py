@@ -13,10 +13,10 @@ from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.evaluation.withdrawals import WITHDRAWN_FILE
 from cpt.trainer.manifest import Manifest, is_beginning, join_first
 from cpt.trainer.plan import Plan, why_not_extendable
-from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_dir import MICRO_BATCH_FILE, RunDir
 
 log = logging.getLogger(__name__)
-COPIED_PATHS = ("scores.json", "metrics.csv", "threads", "callbacks", WITHDRAWN_FILE)
+COPIED_PATHS = ("scores.json", "metrics.csv", "threads", MICRO_BATCH_FILE, "callbacks", WITHDRAWN_FILE)
 # Folders whose files are replaced, never written into: a copy may share them by hard links.
 LINKED_FOLDERS = (
     "answers",

@@ -52,7 +52,7 @@ def make_initial_scores(
         base=describe_origin(plan, base),
         similarity=describe_similarity(plan),
         config_hash=plan.config_hash,
-        numerics=describe_numerics(machine, base),
+        numerics=describe_numerics(machine, base) | describe_micro_batch(plan, machine),
         versions=find_versions(),
     )
 
@@ -64,6 +64,14 @@ def describe_numerics(machine: Machine, base: Base) -> dict[str, str]:
     if quantization != "none":
         numerics["quantization"] = quantization
     return numerics
+
+
+def describe_micro_batch(plan: Plan, machine: Machine) -> dict[str, str]:
+    """The samples of a forward pass in training, where `trainer.micro_batch` has decided them."""
+    if plan.settings["trainer"].get("micro_batch") is None:
+        return {}
+    num_shares = machine.world_size * plan.trainer.accumulate_grad_batches
+    return {"micro_batch": str(plan.budget.batch_size // num_shares)}
 
 
 def find_versions() -> dict[str, str]:

@@ -38,6 +38,7 @@ from cpt.trainer.log_settings import log_settings
 from cpt.trainer.manifest import write_manifest
 from cpt.trainer.match_operations import match_operations
 from cpt.trainer.matrix import MatrixEvaluator, TextScore
+from cpt.trainer.micro_batch import agree_on_micro_batch, choose_micro_batch
 from cpt.trainer.plan import Plan
 from cpt.trainer.progress import ActivityTimer
 from cpt.trainer.run_dir import RunDir
@@ -65,6 +66,9 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
     set_phase("making the base")
     with time_phase(start_seconds, "make the base"):
         base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+    if plan.trainer.micro_batch is not None:
+        with time_phase(start_seconds, "choose the micro-batch"):
+            plan = choose_micro_batch(plan, machine, corpora, base, stored=run.micro_batch)
     if plan.trainer.match is not None:  # as many steps as give the operations of another method
         with time_phase(start_seconds, "count operations"):
             plan = match_operations(plan, machine, corpora, base, stored=run.matched)
@@ -75,6 +79,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         if machine.strategy == "fsdp":  # the processes load the model together, and have to want the same one
             sharding = join_for_shards(machine.lightning_arguments(plan.trainer))
             check_same_settings(plan)
+        plan = agree_on_micro_batch(plan, machine, stored=run.micro_batch)
         method = build.build_method(plan, machine, base, sharding=sharding)
 
     set_phase("tokenising")

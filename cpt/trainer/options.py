@@ -23,6 +23,7 @@ from cpt.core.schema import (
     fits,
     option,
 )
+from cpt.data.options import count_micro_batches
 from cpt.data.orders import WORDS
 from cpt.loggers.wandb_environment import WandbPlace
 from cpt.models.options import Trainable
@@ -156,6 +157,11 @@ class TrainerOptions(Options):
     )
     batch_size: Count = option("samples per optimizer step, over all processes and micro-batches")
     accumulate_grad_batches: Count = option("micro-batches per process and optimizer step")
+    micro_batch: Count | Literal["auto"] | None = option(
+        "samples per process and forward pass in training, in place of accumulate_grad_batches; auto: the "
+        "most that fit on the device, chosen once for a run; null: as accumulate_grad_batches says",
+        default=None,
+    )
     eval_batch_size: Count = option("samples per forward pass of an evaluation, per process")
     importance_samples: Count = option("samples that estimate importances, Fisher and routing")
     gradient_clip_val: NonNegative | None = option("maximum global gradient norm; null: no clipping")
@@ -197,6 +203,14 @@ class TrainerOptions(Options):
     def __post_init__(self) -> None:
         if self.quick_dropout is True and self.compile:
             raise ValueError("quick_dropout=true is invalid with compile=true. Allowed: one of them")
+        if self.micro_batch is not None and self.accumulate_grad_batches != 1:
+            raise InvalidOptionError(
+                "accumulate_grad_batches",
+                self.accumulate_grad_batches,
+                context=f"with micro_batch={self.micro_batch}",
+                reason="it follows from it",
+                allowed="1, or micro_batch=null",
+            )
         if self.strategy != "fsdp" and self.reshard_after_forward is not None:
             raise InvalidOptionError(
                 "reshard_after_forward",
@@ -211,6 +225,13 @@ class TrainerOptions(Options):
                 context="with strategy=fsdp",
                 allowed=", ".join(dict.fromkeys(map(str, SHARDED_PRECISIONS))),
             )
+
+    def count_micro_batches(self, world_size: int) -> int:
+        """The micro-batches of a process and step; 1 of `micro_batch=auto`, which is chosen later. Raises
+        ValueError for a micro-batch that does not divide what each process has of the batch."""
+        if self.micro_batch is None or self.micro_batch == "auto":
+            return self.accumulate_grad_batches
+        return count_micro_batches(self.batch_size, micro_batch=self.micro_batch, world=world_size)
 
     @property
     def lightning(self) -> dict[str, Any]:

@@ -272,9 +272,8 @@ def check_batch_size(sections: Sections) -> None:
     """Raises ValueError for a batch that does not divide among as many devices as are named."""
     devices = sections.trainer.devices
     world_size = max(1, devices) if isinstance(devices, int) else 1
-    share_batch(
-        sections.trainer.batch_size, accumulate=sections.trainer.accumulate_grad_batches, world=world_size
-    )
+    num_micro_batches = sections.trainer.count_micro_batches(world_size)
+    share_batch(sections.trainer.batch_size, accumulate=num_micro_batches, world=world_size)
 
 
 def choose_names(settings: Mapping[str, Any]) -> dict[str, str]:

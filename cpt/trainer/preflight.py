@@ -145,7 +145,8 @@ def check_processes(plan: Plan, world_size: int) -> None:
     """Raises ValueError for a batch or a routing that several processes cannot share, and for a single
     process that was started as one of several."""
     options = plan.trainer
-    share_batch(options.batch_size, accumulate=options.accumulate_grad_batches, world=world_size)
+    num_micro_batches = options.count_micro_batches(world_size)
+    share_batch(options.batch_size, accumulate=num_micro_batches, world=world_size)
 
     routing = getattr(plan.method.options, "routing", None)
     prior = getattr(routing, "prior", "uniform")

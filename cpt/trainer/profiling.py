@@ -311,6 +311,27 @@ def extend_profiles(profiles: Sequence[Profile], num_stages: int) -> list[Profil
     return extended
 
 
+def estimate_memory(
+    plan: Plan, profiles: Sequence[Profile], extended: Sequence[Profile], number: int, world_size: int
+) -> dict[str, int]:
+    """Bytes of a process in a stage, by use; `profiles` are measured, `extended` those of all stages."""
+    is_sharded = plan.trainer.strategy == "fsdp"
+    num_shards = world_size if is_sharded else 1
+    # Of the weights, to go back to.
+    num_copies = plan.observer.weight_copies or int(plan.monitor.keep == "best")
+
+    measured = profiles[min(number, len(profiles) - 1)]
+    memory = {use: num_bytes // num_shards for use, num_bytes in extended[number].memory.items()}
+    offloaded = memory.pop("offloaded")
+    gradients = memory["gradients"]
+    measured_on_device = sum(measured.memory.values()) - measured.memory["offloaded"]
+    memory["logits and loss"] = min(measured.loss, measured.peak - measured_on_device)
+    memory["activations and rest"] = measured.peak - measured_on_device - memory["logits and loss"]
+    memory["weights to go back to"] = gradients * num_copies
+    memory["gradient buckets"] = gradients if world_size > 1 and not is_sharded else 0
+    return memory | {"peak": sum(memory.values()), "offloaded": offloaded}
+
+
 def extrapolate(previous: Number, last: Number, num_beyond: int) -> Number:
     """A size some stages beyond the last profiled one, which grows as from the previous stage to the last.
 

@@ -16,7 +16,7 @@ from cpt.core.exceptions import DamagedFileError
 from cpt.evaluation.scores import ACTIVITIES, COST_COLUMNS, Scores
 from cpt.trainer.extension import copy_entry, link_entry
 from cpt.trainer.manifest import Manifest
-from cpt.trainer.run_dir import RunDir
+from cpt.trainer.run_dir import MICRO_BATCH_FILE, RunDir
 
 KeepCell = Callable[[int, str], bool]  # whether the cell of a row of the run and a text stays as it is
 
@@ -74,7 +74,7 @@ def write_reduced_run(folder: Path, run: RunDir, scores: Scores, reduction: Redu
     """Writes the folder without stage files, and returns it. Raises ValueError for a damaged finished run."""
     reduced_run = RunDir(folder)
     folder.mkdir(exist_ok=True)
-    for name in ("threads", ".hydra"):
+    for name in ("threads", MICRO_BATCH_FILE, ".hydra"):
         copy_entry(run.path / name, folder / name)
     write_order(reduced_run, load_config(run), reduction.order)
     write_overrides(folder / ".hydra" / "overrides.yaml", reduction.order)

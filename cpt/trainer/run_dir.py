@@ -33,6 +33,7 @@ STAGE_FOLDERS = ("shards", "linked")
 WEIGHTS = (".safetensors", ".bin")
 CHECKPOINT_SUFFIXES = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 REPORTS = ("report.html", "report.md")
+MICRO_BATCH_FILE = "micro_batch.json"
 # The files of a run that was rejected: Hydra's, and those that the next start writes again.
 FILES_BEFORE_THE_RUN = {
     ".hydra",
@@ -41,6 +42,7 @@ FILES_BEFORE_THE_RUN = {
     "config.yaml",
     "threads",
     "matched.json",
+    MICRO_BATCH_FILE,
     PROGRESS_FILE,
 }
 # Of files that are written in one piece: what a killed process leaves of them.
@@ -77,6 +79,7 @@ class RunDir:
         self.config = path / "config.yaml"
         self.manifest = path / "identity.json"
         self.matched = path / "matched.json"  # the steps of trainer.match
+        self.micro_batch = path / MICRO_BATCH_FILE  # what trainer.micro_batch=auto became
         self.restore_hint = f"restore it from a backup, or delete {path} to train again"
 
     def is_started(self) -> bool:

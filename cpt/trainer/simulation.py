@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from cpt.adapters.domain_store import BASE, in_memory
 from cpt.core.allocations import AllocationRecorder, AllocationTable, KnownValues, UnitScalars
 from cpt.core.tensors import NamedTensors
-from cpt.data.collate import Batch, Rows
+from cpt.data.collate import Batch
 from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod
 from cpt.models import chunked_head, loading
@@ -40,6 +40,7 @@ from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
 from cpt.trainer.build import assemble_method
 from cpt.trainer.costs import OperationCounter, original_name, original_names, trained_parameters
+from cpt.trainer.full_batch import make_full_batch
 from cpt.trainer.options import FP16_MIXED
 from cpt.trainer.plan import Plan
 
@@ -291,22 +292,14 @@ class Simulation:
         return PRIMES[-1]  # some sizes seem to grow with the rows
 
     def make_batch(self, num_rows: int) -> Batch:
-        """A training batch of full rows, in which every position is scored that the objective can score. Its
-        ids have values, as shapes may depend on them."""
-        length = self.plan.model.max_seq_length
-        has_examples = self.plan.source.encoding is not None
-        rows = Rows(
-            ids=np.arange(num_rows * length).reshape(num_rows, length) % count_entries(self.method.model),
-            lengths=np.full(num_rows, length),
-            keys=np.arange(num_rows, dtype=np.uint64),
-            answers=np.ones((num_rows, length), bool) if has_examples else None,
-            segments=np.zeros((num_rows, length), np.int64) if self.objective.isolated else None,
+        """A training batch of full rows."""
+        return make_full_batch(
+            self.objective,
+            num_rows=num_rows,
+            length=self.plan.model.max_seq_length,
+            num_entries=count_entries(self.method.model),
+            has_examples=self.plan.source.encoding is not None,
         )
-        batch, _ = self.objective.batch(rows)
-        batch["domains"] = torch.zeros(num_rows, dtype=torch.long)
-        batch["weight"] = torch.tensor(1.0)
-        batch["mean_rows"] = torch.tensor(float(num_rows))
-        return batch
 
     def record(self, run: Callable[[], object], *, is_chunked: bool) -> Pass:
         """The pass over the batch that a function makes, with its logits divided into chunks or not."""
