@@ -98,12 +98,10 @@ def list_limit_files(groups: Path, *, root: Path) -> list[Path]:
         return paths
     for line in groups.read_text().splitlines():
         _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            folder, file_name = root, "memory.max"
-        elif controllers == "memory":
-            folder, file_name = root / "memory", "memory.limit_in_bytes"
-        else:
+        if controllers not in ("", "memory"):
             continue
+        folder = root / controllers
+        file_name = "memory.limit_in_bytes" if controllers else "memory.max"
         own_folder = folder / group.strip("/")
         for parent in [own_folder, *own_folder.parents]:
             if parent.is_relative_to(folder):

@@ -110,7 +110,7 @@ def agree_on_micro_batch(plan: Plan, machine: Machine, *, stored: Path) -> Plan:
 
 
 def with_micro_batch(plan: Plan, micro_batch: int, *, world_size: int) -> Plan:
-    """The plan with micro-batches of so many samples."""
+    """The plan with micro-batches of a number of samples."""
     num_micro_batches = count_micro_batches(plan.budget.batch_size, micro_batch=micro_batch, world=world_size)
     options = replace(plan.trainer, micro_batch=None, accumulate_grad_batches=num_micro_batches)
     return replace(plan, trainer=options)

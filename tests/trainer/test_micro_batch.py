@@ -89,7 +89,7 @@ def planned_json(start, capsys):
 
 
 @pytest.mark.parametrize(
-    ("first", "fitting", "may_run_out", "chosen", "tried"),
+    ("first", "fitting", "may_run_out", "chosen", "attempts"),
     [
         (4, 4, True, 4, [4, 8]),  # memory grows with 8, which fails
         (8, 2, True, 2, [8, 4, 2]),
@@ -98,16 +98,18 @@ def planned_json(start, capsys):
         (2, 4, False, 4, [2, 4]),  # 8 would take twice as much, which ends a process on a CPU
     ],
 )
-def test_a_search_goes_down_to_what_fits_or_up_to_what_does_not(first, fitting, may_run_out, chosen, tried):
-    attempts = []
+def test_a_search_goes_down_to_what_fits_or_up_to_what_does_not(
+    first, fitting, may_run_out, chosen, attempts
+):
+    tried_sizes = []
 
     def try_size(size):
-        attempts.append(size)
+        tried_sizes.append(size)
         return 10 * size if size <= fitting else None
 
     choice = search(SIZES, try_size, first=first, limit=10 * max(fitting, 1) + 5, may_run_out=may_run_out)
     assert (None if choice is None else choice.micro_batch) == chosen
-    assert attempts == tried
+    assert tried_sizes == attempts
 
 
 def test_what_fits_the_device_and_not_the_limit_does_not_fit():
@@ -253,11 +255,11 @@ def test_a_computed_plan_divides_a_step_until_it_fits(small):
     plan = make_plan(small(AUTO, "plan=true", "plan_device=h100"))
     simulated = SimulatedPlan(plan, GPUS["h100"])
     layout = make_layout(plan, 1)
-    whole, divided = (
+    undivided, divided = (
         sum(find_memory(simulated, replace(layout, accumulate=number))[STEP].values()) for number in (1, 4)
     )
     changes = ChangeSearch(small(AUTO), simulated, GPUS["h100"])
-    assert changes.divide(simulated, layout, limit=whole).accumulate == 1
+    assert changes.divide(simulated, layout, limit=undivided).accumulate == 1
     assert changes.divide(simulated, layout, limit=divided).accumulate == 4
     assert changes.divide(simulated, layout, limit=1).accumulate == 8
     assert make_layout(make_plan(small("trainer.micro_batch=2")), 2).accumulate == 2
