@@ -26,7 +26,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "troubleshooting.md",
         "glossary.md",
     ),
-    "Training": (
+    "Train": (
         "data.md",
         "models.md",
         "methods.md",
@@ -34,47 +34,44 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "per-domain-modules.md",
         "optimizers.md",
         "schedules.md",
-        "forgetting-control.md",
         "tasks.md",
+        "forgetting-control.md",
+        "plan.md",
+        "large-models.md",
+        "distributed.md",
     ),
-    "Evaluation": (
+    "Evaluate": (
         "chats.md",
         "downstream-tasks.md",
         "lm-eval.md",
         "compare.md",
-        "reproduce.md",
-        "tracking.md",
-    ),
-    "Operation": (
-        "plan.md",
-        "large-models.md",
         "sweeps.md",
         "tune.md",
-        "distributed.md",
-        "resume.md",
-        "release.md",
-        "operation.md",
+        "tracking.md",
+        "reproduce.md",
     ),
+    "Operate": ("operation.md", "resume.md", "release.md"),
     "Reference": (
-        "options.md",
         "cli.md",
         "files.md",
         "support.md",
         "fidelity.md",
         "python-api.md",
         "extend.md",
-    ),
-    "Options": tuple(
-        f"options/{group}.md"
-        for group in (
-            *("method", "mask", "replay", "loss", "routing", "domains", "model", "optim", "lr_scheduler"),
-            *("trainer", "strategy", "endtask", "answers", "chats", "benchmark", "budget", "logger"),
-        )
+        "options.md",
+        *(
+            f"options/{group}.md"
+            for group in (
+                *("method", "mask", "replay", "loss", "routing", "domains", "model", "optim"),
+                *("lr_scheduler", "trainer", "strategy", "endtask", "answers", "chats", "benchmark"),
+                *("budget", "logger"),
+            )
+        ),
     ),
     "Studies": (
+        "studies/real-encoder.md",
         "studies/default-domains.md",
         "studies/das6.md",
-        "studies/real-encoder.md",
         "studies/standard-cl.md",
         "studies/m2d2.md",
         "studies/protection.md",
@@ -84,6 +81,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Project": ("contributing.md", "security.md", "changelog.md"),
 }
+OPTION_PAGES = "options/"  # a section of their own below Reference, whose first page is options.md
 TITLES = {"index.md": "Overview", "contributing.md": "Contributing"}
 MORE = "More"
 STYLE = """
@@ -110,10 +108,23 @@ def make_nav(there: set[str]) -> list[dict[str, list[Any]]]:
     if rest := sorted(there - named):
         log.info("not named in docs/site/pages.py, under %s: %s", MORE, ", ".join(rest))
         sections.append((MORE, rest))
-    return [{title: [entry(page) for page in pages]} for title, pages in sections if pages]
+    return [{title: make_section(pages)} for title, pages in sections if pages]
+
+
+def make_section(pages: list[str]) -> list[Any]:
+    """The entries of a section; the pages of options are a section below it."""
+    entries: list[Any] = [entry(page) for page in pages if not page.startswith(OPTION_PAGES)]
+    options = [entry(page) for page in pages if page.startswith(OPTION_PAGES)]
+    if options:
+        entries.remove("options.md")
+        entries.append({"Options": ["options.md", *options]})
+    return entries
 
 
 def entry(page: str) -> Any:
+    """A page of the navigation, with a title where its own heading is not the one that is shown."""
+    if page.startswith(OPTION_PAGES):
+        return {page.removeprefix(OPTION_PAGES).removesuffix(".md"): page}
     return {TITLES[page]: page} if page in TITLES else page
 
 
@@ -123,6 +134,8 @@ def on_files(files: Any, config: Any) -> Any:
     for page, source in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     files.append(File.generated(config, "site.css", content=STYLE))
+    worker = (ROOT / "docs" / "site" / "iframe-worker.js").read_text(encoding="utf-8")
+    files.append(File.generated(config, "iframe-worker.js", content=worker))
     return files
 
 
