@@ -84,6 +84,7 @@ def find_damage_in_run(folder: Path) -> Iterator[str]:
         "answers/*/*.parquet": read_table,
         "chats/*/*losses.json": load_losses,
         "chats/*/answers.json": load_answers,
+        "divergence/*/*.npz": partial(check_archive, remedy="the same command measures it again"),
         "benchmarks/*/*.json": load_results,
         "identity.json": lambda path: Manifest.load(run),
         "scores.json": lambda path: check_scores(path, run),

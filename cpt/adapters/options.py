@@ -197,3 +197,8 @@ class Routing(Options):
     cached: Count = option("sequences that estimate the prior (used with prior=cached)")
     top_k: Count | None = option("number of modules in the mixture; null: all")
     base: bool = option("include the base model in the mixture")
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether several modules may score a text."""
+        return not {self.learned, self.unlearned}.isdisjoint(("posterior", "nearest"))

@@ -31,6 +31,7 @@ EXECUTION = (
     "benchmark",
     "endtask",
     "answers",
+    "divergence",  # it measures, and changes no bit of training
     "chats",  # on by default for models with a chat template: it measures, and changes no bit of training
     "optimized_metric",
     "domains.ignore",

@@ -13,6 +13,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import key, permute
 from cpt.core.schema import Natural, NonNegative, Options, Steps, config, option
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.divergence import Documents, Estimate, estimate_mean
 from cpt.evaluation.metrics import Losses, compare_losses
 
 if TYPE_CHECKING:  # a config is checked without torch
@@ -76,6 +77,7 @@ class ObserverConfig(Options):
     is_active: ClassVar[bool] = True
     evaluations: ClassVar[int] = 1  # of a stage, where monitor.every is null
     weight_copies: ClassVar[int] = 0  # that a stage keeps in memory
+    needs_divergence: ClassVar[bool] = False  # whether `on_divergence` is to be called
     counts_domains: ClassVar[bool] = False  # whether what it does depends on how many domains there are
 
     def check_conflicts(
@@ -107,6 +109,7 @@ class MonitorObserver:
 
     texts: Sequence[str] = ()  # to be evaluated besides those of the monitor
     ended = ""  # why the stage is to end now
+    keeps_weights = False  # whether a stage that ends before its next evaluation has the weights of this one
 
     def on_evaluation(
         self,
@@ -118,6 +121,10 @@ class MonitorObserver:
         """Called at each evaluation, the first before the first step. It may change weights; `measure`
         evaluates again. Returns the losses of the weights it leaves."""
         return losses
+
+    def on_divergence(self, step: int, divergences: Mapping[str, Documents]) -> None:
+        """Called after `on_evaluation` with KL(base || model) on the texts of the stage's domain, by text and
+        document, of the weights that it has left; in a run that measures the divergence."""
 
     def finish(self) -> None:
         """Called by the first process at the stage's end, before the method's own work."""
@@ -148,6 +155,8 @@ class MonitorRecord:
     rise: dict[str, list[list[float]]] = field(default_factory=dict)
     ended: str = ""  # why the stage ended before its last step
     kept: int | None = None  # with keep=best: the step whose weights it ended with
+    # By text of the stage's domain: KL(base || model), where the divergence is measured.
+    divergence: dict[str, list[Estimate]] = field(default_factory=dict)
 
     def add(self, step: int, initial_losses: Losses, losses: Losses) -> None:
         """Adds an evaluation; `initial_losses` are those of the first one."""
@@ -155,6 +164,11 @@ class MonitorRecord:
         for change in compare_losses(list(losses), initial_losses, losses):
             self.nll.setdefault(change.text, []).append(change.after)
             self.rise.setdefault(change.text, []).append([change.low, change.high])
+
+    def add_divergences(self, divergences: Mapping[str, Documents]) -> None:
+        """Adds the divergences of the evaluation that was added last."""
+        for text, documents in divergences.items():
+            self.divergence.setdefault(text, []).append(estimate_mean([documents]))
 
     def since_best(self, stage_texts: Sequence[str]) -> int:
         """How many evaluations ago the mean loss of the stage's own texts was lowest."""

@@ -179,6 +179,11 @@ class ChatOptions(StageOptions):
 
 
 @config
+class DivergenceOptions(StageOptions):
+    """KL(base || model) on the test texts."""
+
+
+@config
 class LMEvalOptions(StageOptions):
     """Tasks of the lm-evaluation-harness (Gao et al., https://github.com/EleutherAI/lm-evaluation-harness),
     measured on a model without fine-tuning."""

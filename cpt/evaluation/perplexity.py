@@ -1,4 +1,4 @@
-"""Losses by document, as an evaluation sums them."""
+"""Losses and divergences by document, as an evaluation sums them."""
 
 import torch
 from torch import Tensor
@@ -23,3 +23,23 @@ class DocumentNLL(Metric):
 
     def compute(self) -> tuple[Tensor, Tensor]:
         return self.nll, self.count
+
+
+class DocumentDivergence(Metric):
+    """By document the divergence from the base, the nats of the base and of the model, and the scored tokens,
+    [4, documents], summed over processes."""
+
+    full_state_update = False
+    sums: Tensor
+
+    def __init__(self, documents: int) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(4, documents, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, kl: Tensor, base_nll: Tensor, nll: Tensor, documents: Tensor) -> None:
+        """Adds values at scored positions, [K] each, of the documents that they are in."""
+        values = torch.stack([kl, base_nll, nll, torch.ones_like(kl)]).to(self.sums)
+        self.sums.index_add_(1, documents, values)
+
+    def compute(self) -> Tensor:
+        return self.sums

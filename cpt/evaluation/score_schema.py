@@ -219,6 +219,22 @@ class ChatKeys(TypedDict):
     hash: NotRequired[Hash]
 
 
+Estimate = Annotated[list[float | None], Len(3, 3), Key("mean and 95 % interval: mean, low, high")]
+
+
+@closed
+class DivergenceKeys(TypedDict):
+    kl: Annotated[
+        ByRow[ByText[Estimate]],
+        Key("KL(base || model), with the bootstrap interval over documents", "nats per scored token"),
+    ]
+    just_trained: Annotated[
+        Estimate | None,
+        Key("mean over stages of KL after a stage on its own text; null: none", "nats per scored token"),
+    ]
+    hash: NotRequired[Hash]
+
+
 @closed
 class BenchmarkTask(TypedDict):
     metric: Annotated[str, Key("name of the metric in the harness")]
@@ -266,7 +282,15 @@ class MonitorKeys(TypedDict):
         Key("95 % interval of the change since the first evaluation", "nats per scored token"),
     ]
     ended: Annotated[str, Key("why the stage ended early; empty: it did not")]
-    kept: Annotated[int | None, Key("step whose weights were kept (`monitor.keep=best`)")]
+    kept: Annotated[
+        int | None, Key("step whose weights were kept (`monitor.keep=best`, `budget=divergence`)")
+    ]
+    divergence: NotRequired[
+        Annotated[
+            ByText[ByEvaluation[Estimate]],
+            Key("KL(base || model) on the domain's text", "nats per scored token"),
+        ]
+    ]
     budget: NotRequired[
         Annotated[dict[str, Any], Key("record of the observer (`budget`); `report`: columns of the run page")]
     ]

@@ -20,7 +20,17 @@ from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, L
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
 # What takes time in a run; "start" is what precedes the stages.
-ACTIVITIES = ("start", "generate", "learn", "score", "endtasks", "answers", "chats", "benchmarks")
+ACTIVITIES = (
+    "start",
+    "generate",
+    "learn",
+    "score",
+    "endtasks",
+    "answers",
+    "chats",
+    "divergence",
+    "benchmarks",
+)
 FORMER_KEYS = ("spikes",)  # that snapshots wrote; they are not read
 RUN_KEYS = tuple(schema.RunKeys.__annotations__)
 
@@ -89,6 +99,9 @@ class Scores(Layout):
     )
     answers: Annotated[dict[str, Any], Key(measured=schema.AnswerKeys)] = entry("task answers", default=dict)
     chats: Annotated[dict[str, Any], Key(measured=schema.ChatKeys)] = entry("held-out chats", default=dict)
+    divergence: Annotated[dict[str, Any], Key(measured=schema.DivergenceKeys)] = entry(
+        "KL divergence from the base model", default=dict
+    )
     benchmarks: Annotated[dict[str, Any], Key(measured=schema.BenchmarkKeys)] = entry(
         "lm-evaluation-harness", default=dict
     )
@@ -244,7 +257,8 @@ class Scores(Layout):
     def take_over(self, earlier: Scores) -> None:
         """Replaces the results by those of `earlier`, the scores of the same run before domains were added.
         Columns of texts that were added are None, not measured, in these rows."""
-        results = ("rows", "modules", "activity_seconds", "endtasks", "answers", "chats", "benchmarks")
+        evaluators = ("endtasks", "answers", "chats", "divergence", "benchmarks")
+        results = ("rows", "modules", "activity_seconds", *evaluators)
         for name in (*results, "monitor", "unquantized", *COST_COLUMNS):
             setattr(self, name, getattr(earlier, name))
 
@@ -269,8 +283,8 @@ class Scores(Layout):
                 self.modules[number][text] = dict(weights)
 
     def set_results(self, kind: str, results: dict[str, Any]) -> None:
-        """Replaces what an evaluator has measured so far: `endtasks`, `answers`, `chats` or
-        `benchmarks`."""
+        """Replaces what an evaluator has measured so far: `endtasks`, `answers`, `chats`,
+        `divergence` or `benchmarks`."""
         setattr(self, kind, results)
 
     def measured(self, number: int) -> list[str]:

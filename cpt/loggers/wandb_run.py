@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 LARGEST_REPORT = 10_000_000  # bytes; a larger page is slow in a panel
 TOKENS = "train/tokens"
-TRAINING = ("train", "monitor", "budget")  # curves KIND/NAME/DOMAIN of metrics.csv
+TRAINING = ("train", "monitor", "divergence", "budget")  # curves KIND/NAME/DOMAIN of metrics.csv
 AXES = {  # No two patterns meet: of several that do W&B takes any.
     TOKENS: tuple(f"{kind}/*" for kind in TRAINING),
-    "stage": ("ppl/*", "nats/*", "bits_per_byte/*", "stages/*", "tasks/*", "units/*"),
+    "stage": ("ppl/*", "nats/*", "bits_per_byte/*", "kl/*", "stages/*", "tasks/*", "units/*"),
 }
 FAMILIAR_NAMES = {"train/lm": "train/loss", "train/lr": "train/learning_rate"}  # as Trainer of transformers
 CAPTURED_LOGGERS = {"cpt": "INFO"}  # whose lines are the Logs of a run on W&B
@@ -252,8 +252,8 @@ class Curves:
 
 def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     """As summary the headlines; in the config what it lacks: the name in comparisons, the resolved order,
-    texts and versions; end tasks and chats over the stages, tables, the report and its pictures. The numbers
-    come first: if a picture cannot be drawn, they are there."""
+    texts and versions; end tasks, chats and divergences over the stages, tables, the report and its pictures.
+    The numbers come first: if a picture cannot be drawn, they are there."""
     base_hash = read_base_hash(folder)
     measured = conditions(scores) | {"base": base_hash or "unknown"}
     name = label_run(scores.run)
@@ -277,7 +277,7 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     run.summary.update(frames.choose_headlines(scores))
 
     points = frames.task_points(scores)
-    for point in (*points, *frames.chat_points(scores)):
+    for point in (*points, *frames.chat_points(scores), *frames.divergence_points(scores)):
         run.log(point)
     logged: dict[str, wandb.Table | wandb.Html] = {}
     for table_name, frame in frames.tabulate(scores).items():

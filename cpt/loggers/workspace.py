@@ -142,6 +142,7 @@ def stages_section() -> Section:
             panels.LinePlot(
                 title="Loss on held-out chats", x="stage", y=["stages/chat", "stages/chat_base_answers"]
             ),
+            panels.LinePlot(title="KL(base || model)", x="stage", metric_regex="^kl/[^/]+$"),
             panels.LinePlot(title="Tokens read", x="stage", y=["stages/tokens"]),
         ],
         is_open=True,

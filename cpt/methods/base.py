@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
-from cpt.adapters.domain_store import DomainParams, Router, Scope
+from cpt.adapters.domain_store import BASE, DomainParams, Router, Scope
 from cpt.adapters.options import Routing
 from cpt.core.schema import Options
 from cpt.data.collate import Batch
@@ -168,6 +168,22 @@ class ContinualMethod(StageModule):
             return self.nll(batch, domain)[0]
         with swap_weights(self.model, self.domain_params.weights(domain)):
             return self.objective.nll(self.model, batch)
+
+    def base_parameters(self) -> dict[str, Tensor]:
+        """The parameters by name with which the model is the base, but for those that stay as they are."""
+        assert self.base_weights is not None
+        weights = self.base_weights.complete(self.model)
+        if self.domain_params is not None:
+            weights |= self.domain_params.weights(BASE)
+        return weights
+
+    def scoring_parameters(self, domain: int) -> dict[str, Tensor]:
+        """The parameters by name with which `nll` scores text of a domain (-1: general text) in place of the
+        model's own; of a method with modules per domain those of the one that scores the text."""
+        if not isinstance(self.router, Router):
+            return {}
+        [source] = self.router.sources(domain)
+        return self.router.domain_params.weights(source)
 
     def routing_weights(self, domain: int) -> dict[int, float]:
         """The weights, of sum 1, with which domains' modules (-1: the base) scored a domain's text in the

@@ -115,6 +115,9 @@ class Prompt(PromptMethod):
             nll = self.objective.nll(self.model, batch)
         return nll, torch.ones_like(nll)
 
+    def scoring_parameters(self, domain: int) -> dict[str, Tensor]:
+        return super().scoring_parameters(domain) if self.options.per_domain else self.weights(domain)
+
     def domain_modules(self, order: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         # One prompt for all domains is exported once, under the last one's name.
         return super().domain_modules(order if self.options.per_domain else order[-1:])

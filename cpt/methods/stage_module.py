@@ -27,7 +27,7 @@ from cpt.data.collate import Batch
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Domain
 from cpt.data.replay import ReplayConfig
-from cpt.evaluation.perplexity import DocumentNLL
+from cpt.evaluation.perplexity import DocumentDivergence, DocumentNLL
 from cpt.gradient_masks.base import (
     Constraint,
     GradientMask,
@@ -37,6 +37,7 @@ from cpt.gradient_masks.base import (
     scale_,
 )
 from cpt.models.chunked_head import WeightedLoss
+from cpt.models.divergence import BaseWeights, PositionDivergence, compare_with_base
 from cpt.models.forward import set_mode
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
@@ -123,6 +124,13 @@ class StageModule(LightningModule):
         self.columns: list[str] = []  # evaluated texts, by their number in batches
         self.observes = False  # whether masks observe what is evaluated
         self.observed: set[str] = set()  # of the evaluated texts
+
+        # Where the divergence from the base is measured: the base's weights, in evaluations on the device of
+        # the model, and whether the current evaluation is of the divergence instead of the losses.
+        self.base_weights: BaseWeights | None = None
+        self.base_weights_in_use: dict[str, Tensor] = {}
+        self.measures_divergence = False
+        self.divergences: dict[str, DocumentDivergence] = {}
         self.watch()
 
     # The hooks, with their documentation in ContinualMethod.
@@ -160,6 +168,12 @@ class StageModule(LightningModule):
 
     @abstractmethod
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def base_parameters(self) -> dict[str, Tensor]: ...
+
+    @abstractmethod
+    def scoring_parameters(self, domain: int) -> dict[str, Tensor]: ...
 
     # The model and its stages.
 
@@ -502,10 +516,26 @@ class StageModule(LightningModule):
             self.observed = {scored[position] for position in positions}
 
         self.evaluation = {name: DocumentNLL(texts[name].documents).to(self.device) for name in scored}
+        if self.measures_divergence:
+            self.divergences = {}
+            for name in scored:
+                self.divergences[name] = DocumentDivergence(texts[name].documents).to(self.device)
+            self.base_weights_in_use = self.base_parameters()
+
+    def on_validation_end(self) -> None:
+        self.base_weights_in_use = {}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         column = int(batch["column"])
         name = self.columns[column]
+        if self.measures_divergence:
+            weights = self.scoring_parameters(self.data.domain_indices.get(name, BASE))
+            divergence = self.find_divergence(batch, base_weights=self.base_weights_in_use, weights=weights)
+            self.divergences[name].update(
+                divergence.kl, divergence.base_nll, divergence.nll, batch["documents"]
+            )
+            return
+
         # An idle batch is a repeated one, of a process that has no more text.
         is_observed = name in self.observed and "idle" not in batch
         with mark_observed(self.masks, column if is_observed else None):
@@ -520,6 +550,19 @@ class StageModule(LightningModule):
             # torchmetrics makes a scalar of a tensor with one entry.
             losses[name] = (nll.view(-1), count.view(-1))
         return losses
+
+    def find_divergence(
+        self, batch: Batch, *, base_weights: dict[str, Tensor], weights: dict[str, Tensor]
+    ) -> PositionDivergence:
+        """KL(base || model) at the scored positions; `weights` are those by name that the model has for a
+        text instead of its own."""
+        return compare_with_base(
+            self.model, batch, objective=self.objective, base_weights=base_weights, weights=weights
+        )
+
+    def document_divergences(self) -> dict[str, Tensor]:
+        """The last evaluation of the divergence, by text [4, documents]: see DocumentDivergence."""
+        return {name: metric.compute().view(4, -1) for name, metric in self.divergences.items()}
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:

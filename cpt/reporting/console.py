@@ -9,6 +9,7 @@ from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import describe_task, last_value
 from cpt.reporting.chat_tables import describe_chats
+from cpt.reporting.divergence_tables import describe_divergence
 from cpt.reporting.formats import (
     format_decimals,
     format_or_dash,
@@ -57,6 +58,9 @@ def format_scores(scores: Scores) -> str:
     chats = describe_chats(scores)
     if chats:
         parts.append("\n".join(chats))
+    divergence = describe_divergence(scores)
+    if divergence:
+        parts.append(divergence)
     quantization = describe_quantization(scores)
     if quantization:
         parts.append(quantization)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pandas import DataFrame
 
+from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import UNITS, in_units
 from cpt.evaluation.scores import Scores
@@ -35,6 +36,7 @@ SUMMARIZED = (
     "task",
     "score",
     "chat",
+    "divergence",
     "benchmark",
     "cost",
 )  # kinds with a key
@@ -59,6 +61,8 @@ FURTHER_HEADLINES = (
     "chat/base_answer_rise/low",
     "chat/base_answer_rise/high",
     "chat/newly_broken",
+    "divergence/just_trained",
+    "divergence/general",
     "BWT_zs/nats",
     "FWT_zs/nats",
     "ZS/nats",
@@ -365,6 +369,33 @@ def chat_value(
     )
 
 
+def list_divergences(scores: Scores) -> ReportedValues:
+    """KL(base || model) on each text in each row, and its mean over stages on the text just trained. The last
+    row that has it on the general text has the key `divergence/general`."""
+    rows = scores.divergence.get("kl", [])
+    just_trained = scores.divergence.get("just_trained")
+    if just_trained is not None:
+        mean, low, high = just_trained
+        yield ReportedValue(
+            metric="just_trained", value=mean, unit="nats", key="divergence/just_trained", low=low, high=high
+        )
+    rows_with_general = [stage for stage, estimates in enumerate(rows) if GENERAL in estimates]
+    for stage, estimates in enumerate(rows):
+        for text, (mean, low, high) in estimates.items():
+            is_last = text == GENERAL and stage == rows_with_general[-1]
+            yield ReportedValue(
+                metric="kl",
+                value=mean,
+                unit="nats",
+                key="divergence/general" if is_last else None,
+                stage=stage,
+                row=scores.rows[stage],
+                text=text,
+                low=low,
+                high=high,
+            )
+
+
 def list_benchmarks(scores: Scores) -> ReportedValues:
     """Each task of the lm-evaluation-harness by row; the interval is normal, 1.96 standard errors."""
     for name, task in scores.benchmarks.get("tasks", {}).items():
@@ -478,6 +509,7 @@ VALUE_KINDS: dict[str, Callable[[Scores], ReportedValues]] = {  # kind of value:
     "answer": list_answers,
     "score": list_answer_means,
     "chat": list_chats,
+    "divergence": list_divergences,
     "benchmark": list_benchmarks,
     "module": list_modules,
     "phase": list_phases,
@@ -573,6 +605,19 @@ def chat_points(scores: Scores) -> list[dict[str, float]]:
             losses = scores.chats.get(key, [])
             if stage < len(losses) and losses[stage] is not None:
                 point[name] = losses[stage]
+        if len(point) > 1:
+            points.append(point)
+    return points
+
+
+def divergence_points(scores: Scores) -> list[dict[str, float]]:
+    """The points of the divergence from the base over `stage`: `kl/TEXT`, one for each row that has some."""
+    points = []
+    for stage, estimates in enumerate(scores.divergence.get("kl", [])):
+        point: dict[str, float] = {"stage": stage}
+        for text, (mean, _, _) in estimates.items():
+            if mean is not None:
+                point[f"kl/{escape_name(text)}"] = mean
         if len(point) > 1:
             points.append(point)
     return points

@@ -31,6 +31,7 @@ SUBFOLDERS = {  # of a run folder; none holds another run
     "chats",
     "checkpoints",
     "diagnostics",
+    "divergence",
     "documents",
     "endtasks",
     "model",
@@ -45,6 +46,7 @@ PROTOCOLS = {  # config group: values it decides
     "endtask": ("endtask/", "task/"),
     "answers": ("answers/",),
     "chats": ("chat/",),
+    "divergence": ("divergence/",),
 }
 NO_PROTOCOL = ("root", "folder", "path", "cache", "eval_batch_size")  # options of a protocol that decide none
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
@@ -259,7 +261,7 @@ def find_reference(run: MeasuredRun, references: Sequence[MeasuredRun]) -> Measu
 def measure_run(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, float]:
     """The finite numbers that a run is compared by."""
     scores = run.scores
-    numbers = summarize_scores(scores, ("metric", "task", "score", "chat", "benchmark", "cost"))
+    numbers = summarize_scores(scores, ("metric", "task", "score", "chat", "divergence", "benchmark", "cost"))
     if reference is not None:
         losses = scores.diagonal
         reference_losses = reference.scores.diagonal
@@ -281,6 +283,7 @@ def list_value_names(scores: Scores) -> dict[str, str]:
     keys.append("intransigence/nats")
     keys += [f"endtask/{name}" for name in task_metrics.ENDTASK_MEANINGS]
     keys += [f"answers/{name}" for name in task_metrics.ANSWER_METRICS]
+    keys += ["divergence/just_trained", "divergence/general"]
     keys += ["chat/rise", "chat/base_answer_rise", "chat/broken"]
     keys += [f"cost/{name}" for name in COSTS]
 

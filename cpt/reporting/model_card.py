@@ -24,6 +24,7 @@ from cpt.evaluation.metrics import METRICS, TITLES
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.withdrawals import load_withdrawals
 from cpt.reporting.chat_tables import describe_chats
+from cpt.reporting.divergence_tables import describe_divergence
 from cpt.reporting.formats import (
     MAX_LISTED,
     Format,
@@ -125,6 +126,7 @@ def write_model_card(folder: Path, scores: Scores, licensing: LicenseOptions = A
         matrix=format_card_matrix(perplexities),
         quantization=describe_quantization(scores),
         chats=" ".join(describe_chats(scores)),
+        divergence=describe_divergence(scores),
         metrics=list_card_metrics(scores),
         tasks=list_tasks(scores),
         general=GENERAL in scores.domains,

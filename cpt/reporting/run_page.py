@@ -24,6 +24,7 @@ from cpt.reporting.chat_tables import (
     format_chats,
     read_chat_answers,
 )
+from cpt.reporting.divergence_tables import describe_divergence, format_divergences, format_estimate
 from cpt.reporting.formats import (
     MAX_LISTED,
     MISSING,
@@ -41,7 +42,7 @@ from cpt.reporting.formats import (
     list_order,
 )
 from cpt.reporting.frames import ReportedValue, find_matrices, list_costs, list_values, tidy_scores
-from cpt.reporting.monitoring import MonitoredStage, read_monitor
+from cpt.reporting.monitoring import MonitoredStage, find_evaluation, read_monitor
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
 from cpt.reporting.page import LEGENDS, Block, show_picture, write_page
 from cpt.reporting.run_tables import (
@@ -74,6 +75,7 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
         blocks += show_matrix(scores, matrices["perplexity"])
     blocks += [
         *show_chats(scores, folder),
+        show_divergence(scores),
         show_training(scores, folder),
         show_monitor(scores),
         show_modules(scores),
@@ -167,6 +169,19 @@ def show_chats(scores: Scores, folder: Path) -> list[Block]:
     return [losses, answered]
 
 
+def show_divergence(scores: Scores) -> Block:
+    """How far the model has gone from the base on each text, after each stage."""
+    cells = format_divergences(scores)
+    if not cells:
+        return Block()
+    return Block(
+        title="Divergence from the base",
+        lines=[LEGENDS["divergence"], describe_divergence(scores)],
+        head=["after", *scores.domains],
+        cells=cells,
+    )
+
+
 def show_training(scores: Scores, folder: Path) -> Block:
     """Curves over the tokens of the whole run."""
     training = read_training(folder / "metrics.csv", scores)
@@ -184,6 +199,11 @@ def show_monitor(scores: Scores) -> Block:
     stages = read_monitor(scores)
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     cells = [format_monitored_stage(stage) for stage in stages]
+
+    if any("divergence" in stage for stage in scores.monitor.values()):
+        head.append("KL from the base, its own text")
+        for row, stage in zip(cells, scores.monitor.values(), strict=True):
+            row.append(format_own_divergence(stage))
 
     # An observer may report further columns, for example what a budget allowed and did.
     reports = [stage.get("budget", {}).get("report", {}) for stage in scores.monitor.values()]
@@ -214,6 +234,14 @@ def format_monitored_stage(stage: MonitoredStage) -> list[str]:
         general = format_or_dash(stage.change(GENERAL), format_signed)
         general += f" [{format_or_dash(low, format_signed)}, {format_or_dash(high, format_signed)}]"
     return [stage.name, str(stage.steps[-1]), own_mean, past, general, stage.reason_ended or MISSING]
+
+
+def format_own_divergence(stage: Mapping[str, Any]) -> str:
+    """The divergence from the base on each text of a stage's domain, at the weights that it kept."""
+    index = find_evaluation(stage, stage.get("kept"))
+    texts = stage.get("divergence", {})
+    estimates = [f"{text} {format_estimate(values[index])}" for text, values in texts.items()]
+    return list_names(estimates) or MISSING
 
 
 def show_modules(scores: Scores) -> Block:

@@ -19,6 +19,7 @@ from cpt.data.text_checks import check_training_text, report_texts
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.models.activation_checkpointing import checkpoint_activations
 from cpt.models.block_attention import MASKABLE
+from cpt.models.divergence import BaseWeights
 from cpt.models.fast_kernels import COMPILE_OPTIONS, pad_head
 from cpt.models.fsdp import Sharding, follow_sharding
 from cpt.models.loading import find_head_parameters
@@ -104,6 +105,8 @@ def assemble_method(
     if plan.lr_scheduler.branches:
         left_to_base = {name.removeprefix("model.") for name in method.names_left_to_base}
         method.weights_before_decay = Snapshot(method.model, persistent=True, excluded=left_to_base)
+    if plan.needs_base_weights:
+        method.base_weights = keep_base_weights(method)
     if isinstance(model, FSDPModule):
         follow_sharding(method, method.model)
 
@@ -118,6 +121,16 @@ def assemble_method(
         for _, block in find_blocks(method.model):  # blocks are alike, so that one is compiled for all
             block.compile(**COMPILE_OPTIONS)
     return method
+
+
+def keep_base_weights(method: ContinualMethod) -> BaseWeights:
+    """What a new method has of the base's weights and does not keep as it is, for the divergence from it."""
+    constant_ids = {id(parameter) for parameter in method.constant_weights}
+    names = set() if method.domain_params is None else set(method.domain_params.names)  # it stores the base's
+    for name, parameter in method.model.named_parameters():
+        if id(parameter) in constant_ids:
+            names.add(name)
+    return BaseWeights(method.model, constant_names=names)
 
 
 def find_loaded_names(plan: Plan, base: Base, model: PreTrainedModel) -> set[str]:

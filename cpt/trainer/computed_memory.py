@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cpt.trainer.plan import Plan
 from cpt.trainer.simulated_plan import SimulatedPlan
-from cpt.trainer.simulation import GRADIENTS, METHOD_STATE, OPTIMIZER_STATE, WEIGHTS
+from cpt.trainer.simulation import GRADIENTS, LOGITS, METHOD_STATE, OPTIMIZER_STATE, WEIGHTS
 
 Memory = Mapping[str, Mapping[str, int]]  # bytes by use, of each phase of a run
 STEP = "step"
@@ -17,6 +17,7 @@ AROUND = ("before a domain", "after a domain")
 GATHERED = "gathered by FSDP"
 BUCKETS = "gradient buckets"
 GOING_BACK = "weights to go back to"
+BASE_WEIGHTS = "weights of the base"
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,13 @@ def find_evaluation_memory(simulated: SimulatedPlan, layout: Layout) -> dict[str
     memory = find_kept(simulated, layout) | evaluation.find_peak(layout.eval_batch_size)
     if layout.num_shards > 1:
         memory[GATHERED] = simulated.gathered.weights
+
+    # The divergence needs the weights of the base, and the logits of both models.
+    base_weights = simulated.simulation.method.base_weights
+    if simulated.plan.divergence is not None and base_weights is not None:
+        num_bytes = sum(tensor.nbytes for tensor in base_weights.named().values())
+        memory[BASE_WEIGHTS] = math.ceil(num_bytes / layout.num_shards)
+        memory[LOGITS] = 2 * memory.get(LOGITS, 0)
     return memory
 
 

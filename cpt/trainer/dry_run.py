@@ -111,6 +111,8 @@ def list_excluded_options(plan: Plan) -> list[str]:
         excluded.append("end tasks")
     if plan.answers is not None:
         excluded.append("answers")
+    if plan.divergence is not None:
+        excluded.append("time of the divergence, about two evaluations more")
     if plan.benchmark is not None:
         excluded.append("benchmark")
     if plan.has_monitor:

@@ -1,5 +1,5 @@
-"""The evaluators of a plan: fine-tuned end tasks, answers of supervised tasks, held-out chats, the
-lm-evaluation-harness."""
+"""The evaluators of a plan: fine-tuned end tasks, answers of supervised tasks, held-out chats, the divergence
+from the base, the lm-evaluation-harness."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,10 @@ from cpt.evaluation.predictions import SOURCE
 from cpt.methods.base import ContinualMethod
 from cpt.models.loading import find_end_ids
 from cpt.models.objectives import Causal, CausalAnswers
+from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
 from cpt.trainer.chat_evaluator import ChatEvaluator
+from cpt.trainer.divergence_evaluator import DivergenceEvaluator
 from cpt.trainer.evaluator import FileEvaluator
 from cpt.trainer.finetune_evaluator import FinetuneEvaluator
 from cpt.trainer.lm_eval_evaluator import LMEvalEvaluator
@@ -46,6 +48,7 @@ def make_evaluators(
     base: Base,
     harness: Any,
     *,
+    machine: Machine,
     run: RunDir,
     module: ContinualMethod,
     data: DomainSequence,
@@ -82,6 +85,19 @@ def make_evaluators(
     if plan.chats is not None and "chats" in plan.evaluation_hashes:
         evaluators.append(
             make_chat_evaluator(plan, plan.chats, corpora, base, run=run, module=module, data=data)
+        )
+    if plan.divergence is not None:
+        evaluators.append(
+            DivergenceEvaluator(
+                plan.divergence,
+                plan.evaluation,
+                machine=machine,
+                trainer_options=plan.trainer,
+                run=run,
+                module=module,
+                data=data,
+                settings_hash=plan.evaluation_hashes[DivergenceEvaluator.KIND],
+            )
         )
     if plan.benchmark is not None:
         evaluators.append(

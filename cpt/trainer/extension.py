@@ -23,6 +23,7 @@ LINKED_FOLDERS = (
     "benchmarks",
     "chats",
     "diagnostics",
+    "divergence",
     "documents",
     "endtasks",
     "generated",

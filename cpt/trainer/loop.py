@@ -89,7 +89,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
             run.path / "generated", module=method, data=data, corpora=corpora, base=base, seed=plan.run.seed
         )
         file_evaluators = make_evaluators(
-            plan, corpora, base, setup.harness, run=run, module=method, data=data
+            plan, corpora, base, setup.harness, machine=machine, run=run, module=method, data=data
         )
 
     # From here on the run folder and all processes know what the run is made of.

@@ -1,7 +1,8 @@
 """Evaluations during a stage, on validation text of its domain and of others, which may end it early."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -15,8 +16,9 @@ from cpt.adapters.domain_store import BASE, Router
 from cpt.core.randomness import key
 from cpt.data.collate import Batch
 from cpt.data.datamodule import DomainSequence
+from cpt.evaluation.divergence import Documents
 from cpt.evaluation.monitor import MonitorObserver, MonitorOptions, MonitorRecord
-from cpt.evaluation.perplexity import DocumentNLL
+from cpt.evaluation.perplexity import DocumentDivergence, DocumentNLL
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import set_mode
 from cpt.trainer.costs import CostMonitor
@@ -99,6 +101,10 @@ class Monitor(Callback):
         )
         tokens = {f"train/tokens/{stage}": trainer.strategy.reduce(local_tokens, reduce_op="sum").item()}
         losses = {f"monitor/{text}/{stage}": values[-1] for text, values in self.record.nll.items()}
+        for text, estimates in self.record.divergence.items():
+            mean = estimates[-1][0]
+            if mean is not None:
+                losses[f"divergence/{text}/{stage}"] = mean
         for logger in trainer.loggers:
             logger.log_metrics(tokens, step=step - 1)  # as in training
             logger.log_metrics(losses | self.observer.series(stage), step=step)
@@ -122,7 +128,13 @@ class Monitor(Callback):
         initial_losses = {name: self.initial_losses[name].numpy() for name in measured}
         losses = {name: values.numpy() for name, values in measured.items()}
         self.record.add(trainer.global_step, initial_losses, losses)
-        if self.options.keep == "best" and self.record.since_best(self.stage_texts) == 0:
+        if module.base_weights is not None:
+            divergences = self.measure_divergences(trainer, module)
+            self.record.add_divergences(divergences)
+            self.observer.on_divergence(trainer.global_step, divergences)
+
+        is_best = self.options.keep == "best" and self.record.since_best(self.stage_texts) == 0
+        if is_best or self.observer.keeps_weights:
             self.keep_weights(trainer, module)
 
     def keep_weights(self, trainer: Trainer, module: ContinualMethod) -> None:
@@ -135,18 +147,13 @@ class Monitor(Callback):
         """Nats and scored tokens by text and document [2, documents], of all processes, on the CPU. As in the
         matrix, but that the modules of the domain in training, which are not stored yet, score it."""
         metrics = {name: DocumentNLL(text.documents).to(module.device) for name, text in self.texts.items()}
-        names = list(self.texts)
         data = trainer.datamodule
         router = module.router
-        loader = data.make_sharded_loader(self.texts, self.rows, purpose="score")
 
         if router is not None:
             router.start_evaluation()
-        evaluation_mode = set_mode(module, training=False)
-        with self.cost_monitor.excluded(), evaluation_mode, trainer.precision_plugin.val_step_context():
-            for cpu_batch in loader:
-                batch = trainer.strategy.batch_to_device(cpu_batch)
-                name = names[int(batch["column"])]
+        with self.evaluation_mode(trainer, module):
+            for name, batch in self.read_batches(trainer, list(self.texts)):
                 if name in self.stage_texts and isinstance(router, Router):
                     nll = module.objective.nll(module.model, batch)
                     num_tokens = torch.ones_like(nll)
@@ -161,6 +168,37 @@ class Monitor(Callback):
             nll, num_tokens = metric.compute()
             losses[name] = torch.stack([nll.view(-1), num_tokens.view(-1)]).cpu()
         return losses
+
+    @torch.no_grad()
+    def measure_divergences(self, trainer: Any, module: ContinualMethod) -> dict[str, Documents]:
+        """KL(base || model) on the texts of the stage's domain, by text and document, of all processes."""
+        names = [name for name in self.texts if name in self.stage_texts]
+        metrics = {}
+        for name in names:
+            metrics[name] = DocumentDivergence(self.texts[name].documents).to(module.device)
+
+        base_weights = module.base_parameters()
+        with self.evaluation_mode(trainer, module):
+            for name, batch in self.read_batches(trainer, names):
+                # The model as it is: the modules of the domain in training are not stored yet.
+                divergence = module.find_divergence(batch, base_weights=base_weights, weights={})
+                metrics[name].update(divergence.kl, divergence.base_nll, divergence.nll, batch["documents"])
+        return {name: metric.compute().view(4, -1).cpu().numpy() for name, metric in metrics.items()}
+
+    @contextmanager
+    def evaluation_mode(self, trainer: Any, module: ContinualMethod) -> Iterator[None]:
+        """A context for passes that are no training: their time, the mode, the precision."""
+        mode = set_mode(module, training=False)
+        with self.cost_monitor.excluded(), mode, trainer.precision_plugin.val_step_context():
+            yield
+
+    def read_batches(self, trainer: Any, names: Sequence[str]) -> Iterator[tuple[str, Batch]]:
+        """The batches of monitored texts on the device of this process, each with the name of its text."""
+        texts = {name: self.texts[name] for name in names}
+        rows = {name: self.rows[name] for name in names}
+        for cpu_batch in trainer.datamodule.make_sharded_loader(texts, rows, purpose="score"):
+            batch = trainer.strategy.batch_to_device(cpu_batch)
+            yield names[int(batch["column"])], batch
 
     def state_dict(self) -> dict[str, Any]:
         return {

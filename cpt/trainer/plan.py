@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cpt.adapters.options import MapPairOptions
+from cpt.adapters.options import MapPairOptions, Routing
 from cpt.core.config import digest, identity, plain_config
 from cpt.core.errors import unknown_name
 from cpt.core.exceptions import InvalidOptionError
@@ -91,6 +91,11 @@ class Plan(Sections):
         return self.loss is not None and self.loss.make().needs_reference
 
     @property
+    def needs_base_weights(self) -> bool:
+        """Whether the divergence from the base is measured, by an evaluator or for a budget."""
+        return self.divergence is not None or self.observer.needs_divergence
+
+    @property
     def evaluation_groups(self) -> list[str]:
         """The config groups of what is measured in addition to the losses."""
         groups = []
@@ -123,6 +128,8 @@ class Plan(Sections):
             hashes["answers"] = digest([self.resolved["answers"], ""])  # the data are the texts
         if self.chats is not None and self.measures_chats:
             hashes["chats"] = digest([self.resolved["chats"], stamp_chats(self.chats)])
+        if self.divergence is not None:
+            hashes["divergence"] = digest([self.resolved["divergence"], ""])  # the data are the texts
         if self.benchmark is not None:
             hashes["benchmarks"] = digest([self.resolved["benchmark"], self.benchmark.stamp])
         return hashes
@@ -378,9 +385,41 @@ def check_conflicts(plan: Plan) -> None:
             has_branches=plan.has_branches,
             is_sharded=is_sharded,
         )
+    if plan.needs_base_weights:
+        check_divergence(plan)
     check_optimizer_kind(plan)
     if is_sharded:
         check_sharding(plan)
+
+
+def check_divergence(plan: Plan) -> None:
+    """Raises ValueError for a method whose model cannot be run with the weights of the base again, or whose
+    predictions are of several modules."""
+    from cpt.methods.base import ContinualMethod  # loads torch
+
+    group = "divergence"
+    choice = "base"
+    if plan.divergence is None:  # the observer of a budget needs it
+        group = "budget"
+        choice = "divergence"
+    if plan.method.load().expand is not ContinualMethod.expand:
+        raise InvalidOptionError(
+            group,
+            choice,
+            context=f"with method={plan.names['method']}",
+            reason="its model grows, and has no weights with which it is the base",
+            allowed=f"{group}=none",
+        )
+    routing = getattr(plan.method.options, "routing", None)  # of methods with modules per domain
+    has_modules = getattr(plan.method.options, "per_domain", True)
+    if isinstance(routing, Routing) and has_modules and routing.is_mixture:
+        raise InvalidOptionError(
+            group,
+            choice,
+            context=f"with method.routing.learned={routing.learned}, unlearned={routing.unlearned}",
+            reason="a text is scored by several modules",
+            allowed=f"{group}=none, or learned=domain and unlearned=base or last",
+        )
 
 
 def check_quantized_checkpoint(plan: Plan) -> None:

@@ -17,6 +17,7 @@ STAGE_ACTIVITIES = {
     "endtasks": "end tasks after",
     "answers": "answers after",
     "chats": "chats after",
+    "divergence": "divergence after",
     "benchmarks": "benchmark after",
 }
 

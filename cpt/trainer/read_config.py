@@ -17,7 +17,13 @@ from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import Source
 from cpt.evaluation.finetune_tasks import check_task_values
 from cpt.evaluation.monitor import MonitorOptions, NoObserver, ObserverConfig
-from cpt.evaluation.options import ChatOptions, EvalOptions, LMEvalOptions, TaskEvalOptions
+from cpt.evaluation.options import (
+    ChatOptions,
+    DivergenceOptions,
+    EvalOptions,
+    LMEvalOptions,
+    TaskEvalOptions,
+)
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import ParameterOptions, read_optimizer, read_parameter_options
 from cpt.optim.schedulers import Schedule
@@ -80,6 +86,7 @@ class Sections:
     callbacks: Mapping[str, Any]
     answers: TaskEvalOptions | None  # where the domains are tasks
     chats: ChatOptions | None
+    divergence: DivergenceOptions | None
     benchmark: LMEvalOptions | None
 
 
@@ -119,6 +126,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         parameter_options=read_parameter_options(read("optim")),
         answers=choose(read("answers"), TaskEvalOptions),
         chats=choose(read("chats"), ChatOptions),
+        divergence=choose(read("divergence"), DivergenceOptions),
         benchmark=choose(read("benchmark"), LMEvalOptions),
         trainer=read_trainer(read("trainer")),
         export=read("export").read(ExportOptions),

@@ -59,6 +59,7 @@ INCOMPLETE_PATTERNS = (
     "benchmarks/*/*.partial",
     "answers/*/*.partial",
     "chats/*/*.partial",
+    "divergence/*/*.partial",
 )
 
 
@@ -69,7 +70,7 @@ class RunDir:
     stages/NUMBER.pt            the method's state after a stage
     checkpoints/NUMBER-NAME     the trainer's state within one
     documents/NUMBER.npz        losses by document of a row of the matrix; diagnostics/; monitor/ (observers)
-    endtasks/, answers/, chats/, benchmarks/NUMBER-NAME  results of a stage
+    endtasks/, answers/, chats/, divergence/, benchmarks/NUMBER-NAME  results of a stage
     generated/NUMBER-NAME       text written before it"""
 
     def __init__(self, path: Path) -> None:

@@ -177,6 +177,8 @@ class StageTrainer:
     def store_monitoring(self, domain: Domain, monitor: Monitor) -> None:
         """Adds the evaluations during a stage to the scores."""
         record = asdict(monitor.record)
+        if not record["divergence"]:
+            del record["divergence"]
         observer_record = monitor.observer.record(monitor.record.steps)
         if observer_record:
             record["budget"] = observer_record

@@ -36,6 +36,7 @@ GROUPS = {
     "endtask": ("Downstream tasks", "downstream-tasks"),
     "answers": ("Task answers", "tasks"),
     "chats": ("Held-out chats", "chats"),
+    "divergence": ("Divergence from the base", "forgetting-control"),
     "benchmark": ("lm-evaluation-harness", "lm-eval"),
     "budget": ("Forgetting budget", "forgetting-control"),
     "logger": ("Loggers", "tracking"),
@@ -48,6 +49,7 @@ ALIKE = {
     "endtask": ["texts"],
     "answers": ["default"],
     "chats": ["default"],
+    "divergence": ["base"],
     "benchmark": ["lm_eval"],
 }
 SET_BY = {

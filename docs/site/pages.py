@@ -63,8 +63,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
             f"options/{group}.md"
             for group in (
                 *("method", "mask", "replay", "loss", "routing", "domains", "model", "optim"),
-                *("lr_scheduler", "trainer", "strategy", "endtask", "answers", "chats", "benchmark"),
-                *("budget", "logger"),
+                *("lr_scheduler", "trainer", "strategy", "endtask", "answers", "chats"),
+                *("divergence", "benchmark", "budget", "logger"),
             )
         ),
     ),

@@ -1,0 +1,63 @@
+"""The divergence from the base as scores.json has it: means by text with intervals over documents."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cpt.evaluation.metrics import CHANGE_REPLICATES, Array, ByMetricAndUnit, bootstrap
+
+Documents = np.ndarray  # [4, documents] of a text: see FIELDS
+FIELDS = ("kl", "base_nll", "nll", "tokens")  # sums over a document in nats; scored tokens
+Estimate = list[float | None]  # mean, low and high of the 95 % interval over documents
+
+
+def find_mean(documents: Documents, field: str) -> float:
+    """The mean of one of FIELDS per scored token."""
+    return float(documents[FIELDS.index(field)].sum() / documents[FIELDS.index("tokens")].sum())
+
+
+def collect_divergences(
+    rows: Sequence[Mapping[str, Documents]],
+    estimates: dict[tuple[int, str], Estimate],
+    *,
+    stages: Sequence[Sequence[str]],
+) -> dict[str, Any]:
+    """A DivergenceKeys of what was measured, by row and text. `stages` are the texts of each stage.
+    `estimates` are those by row and text that have been made before, which take long for many rows; new ones
+    are added."""
+    means: list[dict[str, Estimate]] = []
+    for number, documents_by_text in enumerate(rows):
+        for text, documents in documents_by_text.items():
+            if (number, text) not in estimates:
+                estimates[number, text] = estimate_mean([documents])
+        means.append({text: estimates[number, text] for text in documents_by_text})
+
+    own_texts: list[Documents] = []
+    for number, texts in enumerate(stages[: len(rows) - 1], start=1):
+        own_texts += [rows[number][text] for text in texts if text in rows[number]]
+    just_trained = estimate_mean(own_texts) if own_texts else None
+    return {"kl": means, "just_trained": just_trained}
+
+
+def estimate_mean(texts: Sequence[Documents]) -> Estimate:
+    """The mean over texts, of equal weight, of the divergence per scored token, and its interval."""
+    samples = []
+    for documents in texts:
+        tokens = documents[FIELDS.index("tokens")]
+        is_scored = tokens > 0
+        kl = documents[FIELDS.index("kl")][None, is_scored]  # a row of the matrix
+        samples.append((kl, tokens[is_scored]))
+
+    def compute_mean(means: Array) -> ByMetricAndUnit:  # [draw, 1, text]
+        return {"kl": {"nats": means[..., 0, :].mean(-1)}}
+
+    mean = float(np.mean([find_mean(documents, "kl") for documents in texts]))
+    intervals = bootstrap(samples, compute_mean, replicates=CHANGE_REPLICATES, adjusted=True)
+    low, high = intervals["kl"]["nats"]
+    return [to_number(mean), to_number(low), to_number(high)]
+
+
+def to_number(value: float) -> float | None:
+    """A finite number that is at least 0, as a divergence is; None for others."""
+    return max(0.0, value) if np.isfinite(value) else None

@@ -1,0 +1,144 @@
+"""KL(base || model) on the test texts, after each stage that is due: how far the model is from the base.
+
+It needs no text but that on which it is measured. On the text of the domain that was just trained it is meant
+to tell how much of other text is forgotten (arXiv 2509.04259)."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpt.core.distributed import barrier
+from cpt.core.exceptions import InvalidOptionError
+from cpt.core.files import check_archive
+from cpt.core.processes import is_first_process
+from cpt.data.datamodule import DomainSequence
+from cpt.evaluation.divergence import Documents, Estimate, collect_divergences, find_mean
+from cpt.evaluation.options import DivergenceOptions, EvalOptions, is_due
+from cpt.evaluation.scores import Scores
+from cpt.methods.base import ContinualMethod
+from cpt.trainer.auto import Machine
+from cpt.trainer.evaluator import FileEvaluator
+from cpt.trainer.lightning import make_trainer
+from cpt.trainer.options import TrainerOptions
+from cpt.trainer.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+FILE = "divergence.npz"
+MAX_LOSS_DIFFERENCE = (
+    0.01  # nats per token, by which losses differ at most where batches are divided otherwise
+)
+
+
+class DivergenceEvaluator(FileEvaluator):
+    """Measures the divergence from the base. A request is a text; all processes share each text."""
+
+    GROUP = "divergence"
+    KIND = "divergence"
+    LABEL = "divergence"
+
+    def __init__(
+        self,
+        options: DivergenceOptions,
+        evaluation: EvalOptions,
+        *,
+        machine: Machine,
+        trainer_options: TrainerOptions,
+        run: RunDir,
+        module: ContinualMethod,
+        data: DomainSequence,
+        settings_hash: str,
+    ) -> None:
+        super().__init__(options.when, run=run, module=module, data=data, settings_hash=settings_hash)
+        self.evaluation = evaluation
+        self.machine = machine
+        self.trainer_options = trainer_options
+        self.stored: dict[int, dict[str, Documents]] = {}  # of the rows whose file was read
+        self.estimates: dict[tuple[int, str], Estimate] = {}  # by row and text
+
+    def requests(self, number: int) -> list[str]:
+        """The texts that the matrix has of a row."""
+        if not is_due(self.when, number, stages=len(self.data)):
+            return []
+        stages = [domain.texts for domain in self.data]
+        return self.evaluation.choose_columns(number, stages=stages, texts=list(self.data.held_out))
+
+    def path(self, number: int) -> Path:
+        return self.folder(number) / FILE
+
+    def read(self, number: int, request: str) -> Documents | None:
+        return self.read_row(number).get(request)
+
+    def read_row(self, number: int) -> dict[str, Documents]:
+        """What the file of a row holds, by text; nothing without a file. Each is read once."""
+        path = self.path(number)
+        if number not in self.stored and path.exists():
+            try:
+                check_archive(path, remedy="it is measured again")
+            except ValueError as error:
+                log.info("Measuring again: %s", error)
+                return {}
+            with np.load(path) as archive:
+                self.stored[number] = dict(archive)
+        return self.stored.get(number, {})
+
+    def report_lost_weights(self, number: int, scores: Scores) -> None:
+        """Logs it: a later start may ask for the divergence of a run whose stages were not kept."""
+        log.info("Skipping the divergence after %s: its weights were not kept", scores.rows[number])
+
+    def measure_requests(self, number: int, requests: list[str], device: torch.device, label: str) -> None:
+        lightning_trainer = make_trainer(
+            self.machine.lightning_arguments(self.trainer_options), label=f"scoring the {label}"
+        )
+        self.module.measures_divergence = True
+        try:
+            with self.data.scoring(requests, by_length=True):
+                lightning_trainer.validate(self.module, datamodule=self.data, verbose=False)
+            measured = self.module.document_divergences()  # a collective
+        finally:
+            self.module.measures_divergence = False
+
+        if is_first_process():
+            documents = dict(self.read_row(number))
+            documents.update({text: values.cpu().numpy() for text, values in measured.items()})
+            self.run.save_arrays(self.path(number), documents)
+        barrier()  # the file is there for all
+        self.stored.pop(number, None)
+        for text in measured:
+            self.estimates.pop((number, text), None)
+
+    def collect(self, number: int, scores: Scores) -> None:
+        self.check_losses(number, scores)
+        if not self.estimates:  # those of the starts before
+            for row, estimates in enumerate(scores.divergence.get("kl", [])[:number]):
+                self.estimates.update({(row, text): estimate for text, estimate in estimates.items()})
+        super().collect(number, scores)
+
+    def check_losses(self, number: int, scores: Scores) -> None:
+        """Raises ValueError where the losses that were found with the divergence are not those of the matrix:
+        then one of the two models is another one, as of a method that computes its scores otherwise."""
+        for text, documents in self.read_row(number).items():
+            column = scores.domains.index(text)
+            self.check_loss(find_mean(documents, "base_nll"), scores.nll[0][column], text, row="base")
+            self.check_loss(
+                find_mean(documents, "nll"), scores.nll[number][column], text, scores.rows[number]
+            )
+
+    def check_loss(self, loss: float, expected: float | None, text: str, row: str) -> None:
+        if expected is None or abs(loss - expected) <= MAX_LOSS_DIFFERENCE:
+            return
+        raise InvalidOptionError(
+            "divergence",
+            "base",
+            reason=f"the loss of {row} on {text} is {expected:.4f} nats, and {loss:.4f} in the comparison: "
+            f"{type(self.module).__name__} has no single model to compare with the base",
+            allowed="divergence=none",
+        )
+
+    def results(self, num_rows: int) -> dict[str, Any]:
+        rows: Sequence[dict[str, Documents]] = [self.read_row(number) for number in range(num_rows)]
+        stages = [domain.texts for domain in self.data]
+        return collect_divergences(rows, self.estimates, stages=stages)
