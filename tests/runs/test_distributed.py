@@ -314,6 +314,23 @@ def test_two_processes_measure_chats_as_one(launched, tmp_path):
         assert shared_chats[key] == pytest.approx(single_chats[key], abs=1e-4)
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("strategy", ["strategy=ddp", "strategy=fsdp"])
+def test_two_processes_measure_the_divergence_as_one(strategy, launched):
+    options = ["divergence=base", "optim.lr=0.01", "monitor.every=3", "monitor.max_tokens=200"]
+    single_scores = read_scores(launched("one", *options))
+    shared_scores = read_scores(launched("two", *options, strategy, "trainer.devices=2"))
+    single_rows = single_scores["divergence"]["kl"]
+    shared_rows = shared_scores["divergence"]["kl"]
+    assert {tuple(estimate) for estimate in shared_rows[0].values()} == {(0, 0, 0)}
+    for single_row, shared_row in zip(single_rows, shared_rows, strict=True):
+        for text, estimate in single_row.items():
+            assert shared_row[text] == pytest.approx(estimate, rel=1e-3, abs=1e-6)
+    single_law = single_scores["monitor"]["law"]["divergence"]["law"][-1]
+    shared_law = shared_scores["monitor"]["law"]["divergence"]["law"][-1]
+    assert single_law[0] > 1e-4 and shared_law == pytest.approx(single_law, rel=1e-3)
+
+
 def assert_same(run: Path, other_run: Path, *, weights: float = WEIGHTS, nats: float = NATS) -> None:
     expected = state_of(run)
     state = state_of(other_run)
