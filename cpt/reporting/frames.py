@@ -62,6 +62,8 @@ FURTHER_HEADLINES = (
     "chat/base_answer_rise/high",
     "chat/newly_broken",
     "divergence/just_trained",
+    "divergence/just_trained/low",
+    "divergence/just_trained/high",
     "divergence/general",
     "BWT_zs/nats",
     "FWT_zs/nats",
