@@ -24,7 +24,7 @@ class DivergenceRecord:
     uppers: list[float] = field(
         default_factory=list
     )  # of each the upper end, or the mean without an interval
-    ended: str = ""  # why the stage had to end, empty as long as it may continue
+    reason_to_end: str = ""  # empty as long as the stage may continue
 
 
 class DivergenceController(MonitorObserver):
@@ -35,7 +35,7 @@ class DivergenceController(MonitorObserver):
 
     @property
     def ended(self) -> str:  # type: ignore[override]
-        return self.budget.ended
+        return self.budget.reason_to_end
 
     @property
     def is_within(self) -> bool:
@@ -53,7 +53,7 @@ class DivergenceController(MonitorObserver):
         self.budget.steps.append(step)
         if not self.is_within:
             upper_text = format_or_dash(self.budget.uppers[-1], format_thousandths)
-            self.budget.ended = (
+            self.budget.reason_to_end = (
                 f"its predictions are up to {upper_text} nats from those of the base on its own text "
                 f"(budget.kl={self.budget.allowed:g})"
             )
