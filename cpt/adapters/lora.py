@@ -9,9 +9,7 @@ already."""
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +22,7 @@ from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
+from peft.utils.other import TrainableTokensWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,15 +31,15 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.domain_store import Scope
 from cpt.adapters.export import own_storage
+from cpt.adapters.plain_model import save_without_tuners, tuner_layers, untie, without_tuners
 from cpt.adapters.saved_modules import saved_tensors
 from cpt.core.distributed import shard_like
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import unknown_name
 from cpt.models.forward import find_token_side
-from cpt.models.loading import make_skeleton
-from cpt.models.narrow_layers import hidden_dtype, widen
-from cpt.models.quantization import QuantizedLinear, count_stored, dequantize_layers
+from cpt.models.narrow_layers import widen
+from cpt.models.quantization import count_stored
 from cpt.models.units import Projection, find_expert_parameters, find_projections, find_sublayers
 
 NEWEST = "default"  # names of adapters
@@ -476,114 +474,6 @@ def find_earlier(state: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tens
     return None
 
 
-def without_tuners(
-    model: PreTrainedModel, *, merged: bool = True, weights: Mapping[str, Tensor] | None = None
-) -> PreTrainedModel:
-    """An unmodified copy, all of it trainable, with what peft's layers have learned if `merged`; `weights`
-    replace those of the model first, by the names of its parameters.
-
-    A head that is tied to the embedding stays tied if both are still the same; else the configuration says
-    that they are not."""
-    copy = deepcopy(model)
-    widen(copy, copy.parameters())  # adapters are merged in 32 bits
-    with torch.no_grad():
-        for name, values in (weights or {}).items():
-            copy.get_parameter(name).copy_(values)
-
-    # Counted before the first layer is unwrapped: a tied head has to be seen with its embedding.
-    num_owners = Counter[int]()
-    for module in copy.modules():
-        num_owners.update(id(parameter) for parameter in module.parameters(recurse=False))
-    shared = {parameter_id for parameter_id, count in num_owners.items() if count > 1}
-
-    dtype = hidden_dtype(copy)
-    for name in tuner_layers(copy):
-        layer = copy.get_submodule(name)
-        base_layer = getattr(layer, "base_layer", None)
-        if isinstance(base_layer, QuantizedLinear):
-            # In 32 bits: the sum of weights and adapter is rounded once.
-            layer.base_layer = base_layer.make_linear(torch.float32)
-        if merged:
-            separate_shared(layer, shared)
-        plain = unwrap(layer, merged=merged)
-        if isinstance(base_layer, QuantizedLinear):
-            plain = base_layer.make_plain(cast(nn.Linear, plain), dtype)
-        copy.set_submodule(name, plain)
-    dequantize_layers(copy, dtype)  # those without a tuner
-    if hasattr(copy, "peft_config"):
-        del copy.peft_config
-    settle_ties(copy)
-    return copy.requires_grad_(True)
-
-
-def tuner_layers(model: nn.Module) -> list[str]:
-    """The names of peft's layers, without those inside of others."""
-    # A module is named before those inside of it.
-    names: list[str] = []
-    for name, module in model.named_modules():
-        is_inside = any(name.startswith(f"{outer}.") for outer in names)
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not is_inside:
-            names.append(name)
-    return names
-
-
-def unwrap(layer: Any, *, merged: bool) -> nn.Module:
-    """The layer within a layer of peft: as it was trained if `merged`, else as it was."""
-    if isinstance(layer, AuxiliaryTrainingWrapper) and not merged:
-        return cast(nn.Module, layer.original_module)
-    if hasattr(layer, "unload_and_optionally_merge_module"):  # wrappers, parameters, attention of torch
-        return cast(
-            nn.Module,
-            layer.unload_and_optionally_merge_module(merge=merged, safe_merge=False, adapter_names=None),
-        )
-    if merged:
-        layer.merge()
-    return cast(nn.Module, layer.get_base_layer())
-
-
-@torch.no_grad()
-def separate_shared(layer: nn.Module, shared: Set[int]) -> None:
-    """Gives a layer of peft copies of its own of parameters, by id, that other layers have too, as a tied
-    head: what it has learned is merged into them and must not reach the others."""
-    for module in layer.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in shared:
-                setattr(module, name, nn.Parameter(parameter.detach().clone()))
-
-
-def settle_ties(model: PreTrainedModel) -> None:
-    """Ties a head and an embedding that are configured as tied and equal; if they differ, the configuration
-    becomes untied."""
-    head = model.get_output_embeddings()
-    if head is None or not model.config.tie_word_embeddings:
-        return
-    table = model.get_input_embeddings()
-    # On the meta device there are no values to compare.
-    if head.weight is table.weight or head.weight.device.type == "meta":
-        return
-    if torch.equal(head.weight, table.weight):
-        head.weight = table.weight
-    else:
-        untie(model)
-
-
-@torch.no_grad()
-def untie(model: PreTrainedModel) -> None:
-    """Configures head and embedding as untied, and gives each a parameter of its own where a model of that
-    configuration has two: also the second bias of heads as RoBERTa's, which loading would draw at random."""
-    model.config.tie_word_embeddings = False
-    # By the new configuration: what is still one parameter there stays one here.
-    plain = dict(make_skeleton(model).named_parameters(remove_duplicate=False))
-    first_names: dict[int, str] = {}  # by the id of a parameter, the first of its names
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        first = first_names.setdefault(id(parameter), name)
-        is_tied = first == name or name not in plain or plain[name] is plain.get(first)
-        if not is_tied:
-            owner, _, attribute = name.rpartition(".")
-            copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            setattr(model.get_submodule(owner), attribute, copy)
-
-
 def join_all_adapters(model: PreTrainedModel) -> dict[str, Tensor]:
     """All adapters as one, by the names of the newest, with the norms of DoRA."""
     # By the id of the newest parameter: the layers' names are not those of parameters.
@@ -631,8 +521,7 @@ def export_adapters(
     `start` are the weights at construction, of parameters that make another model than the base if they are
     left out: those of the modules that are trained fully, by the names in `saved`, and PiSSA's adapters."""
     has_pissa = is_pissa(model.peft_config[NEWEST])
-    base = without_tuners(model, merged=has_pissa, weights=start)
-    base.save_pretrained(folder)
+    loading = save_without_tuners(folder, model, merged=has_pissa, weights=start)
 
     saved_modules = saved_tensors(model, saved)
     for name, weights in parts.items():
@@ -659,7 +548,6 @@ def export_adapters(
         config = export_config(model, rank, base_folder=folder)
         config.modules_to_save = list(saved_modules) or None
         config.save_pretrained(str(adapter_folder))
-    loading = f"transformers.{type(base).__name__}.from_pretrained({json.dumps(str(folder))})"
     return f"peft.PeftModel.from_pretrained({loading}, {json.dumps(str(adapter_folder))})"
 
 

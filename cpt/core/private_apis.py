@@ -329,6 +329,18 @@ PRIVATE_APIS = (
     ),
     PrivateAPI(
         "transformers:PreTrainedModel",
+        "_keys_to_ignore_on_save",
+        ("models.streamed_files",),
+        "weights that transformers does not save",
+    ),
+    PrivateAPI(
+        "transformers.core_model_loading:convert_and_load_state_dict_in_model",
+        "_weight_conversions",
+        ("adapters.plain_model",),
+        "how a loaded checkpoint names and divides its tensors",
+    ),
+    PrivateAPI(
+        "transformers:PreTrainedModel",
         "_load_pretrained_model",
         ("models.sharded_loading",),
         "a model is sharded before its weights are read, and some of them are read before others",

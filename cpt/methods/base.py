@@ -247,6 +247,13 @@ class ContinualMethod(StageModule):
         names = self.scope.names if self.scope else ()
         return {order[-1]: {name: self.model.get_parameter(name) for name in names}}
 
+    def exported_weights(self, order: Sequence[str]) -> Mapping[str, Tensor]:
+        """The parameters of the last domain's modules, which the exported model has; empty where the model
+        has them already."""
+        if self.domain_params is None:
+            return {}
+        return self.domain_params.weights(len(order) - 1)
+
     def export(self, folder: Path, order: Sequence[str]) -> str:
         """Writes the model after the domains of the order; returns the Python expression that loads it."""
         if self.attached is not None:

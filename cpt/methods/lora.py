@@ -21,6 +21,7 @@ from cpt.adapters import lora
 from cpt.adapters.domain_store import BASE, DomainParams, DomainScorer
 from cpt.adapters.options import PairOptions, StoredPairOptions
 from cpt.adapters.orthogonal_lora import ProtectedDirections
+from cpt.adapters.plain_model import save_without_tuners, without_tuners
 from cpt.adapters.routed_lora import (
     SampleRouter,
     attach_experts,
@@ -130,11 +131,11 @@ class LoRA(ContinualMethod):
         overwrite_rows(self.model, {name: base[name] for name in restored_names})
 
     def model_for(self, domain: int) -> PreTrainedModel:
-        return lora.without_tuners(self.copy_for(domain))
+        return without_tuners(self.copy_for(domain))
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
-            return super().export(folder, order)
+            return save_without_tuners(folder, self.model, weights=self.exported_weights(order))
         # One adapter per domain, or one of all ranks: the earlier ones of IncLoRA add to the newest.
         adapters: Mapping[str, Mapping[str, Tensor]]
         if self.domain_params is None:

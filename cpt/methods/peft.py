@@ -1,9 +1,10 @@
 """Modules in a frozen model, shared by all domains or one set per domain: bottleneck adapters, and tuners of
 the peft library."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import get_args
 
 from torch import nn
@@ -16,8 +17,8 @@ from cpt.adapters.lora import (
     attach_tuner,
     lora_layers,
     rewrites_weights,
-    without_tuners,
 )
+from cpt.adapters.plain_model import save_without_tuners, without_tuners
 from cpt.adapters.saved_modules import train_fully
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -60,6 +61,9 @@ class Peft(ContinualMethod):
 
     def model_for(self, domain: int) -> PreTrainedModel:
         return without_tuners(self.copy_for(domain))
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        return save_without_tuners(folder, self.model, weights=self.exported_weights(order))
 
 
 class Adapter(ContinualMethod):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -50,6 +50,7 @@ SEQ2SEQ = ("span",)  # objectives of encoder-decoder models
 PLAIN_OUTPUTS = {"return_dict": True, "output_hidden_states": False}
 SENTINELS = 100  # added to a tokenizer that has none
 SPECIAL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
+CHECKED_NUMBERS = 2**20  # of a weight that is checked, at a time
 
 
 def find_objectives(config: PretrainedConfig) -> list[str]:
@@ -366,12 +367,18 @@ def check_finite_weights(model: PreTrainedModel, checkpoint: str | Path) -> None
     names = []
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        if not to_local(parameter.detach()).isfinite().all():
+        if not is_finite(to_local(parameter.detach())):
             names.append(name)
     if any(map(is_sharded, parameters.values())):  # another process may have the rows
         found_anywhere = set(chain.from_iterable(gather_objects(names)))
         names = [name for name in parameters if name in found_anywhere]
     check_finite_names(names, checkpoint)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has no NaN and no infinity. Torch makes copies to find out, here of a piece at a
+    time."""
+    return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(CHECKED_NUMBERS))
 
 
 def check_finite_names(names: Sequence[str], checkpoint: str | Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
@@ -18,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.core.distributed import add_up, is_sharded, shard_like, to_local, with_rows
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.tensor_files import open_tensors
 from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.models.forward import set_mode
 from cpt.models.fsdp import named_weights, reshard
@@ -303,7 +303,7 @@ def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[floa
     with ExitStack() as stack:
         open_files = {}  # by the name of a tensor, the open file that holds it
         for path in sorted(folder.glob("*.safetensors")):
-            file = stack.enter_context(safe_open(path, "pt"))
+            file = stack.enter_context(open_tensors(path))
             open_files.update(dict.fromkeys(file.keys(), file))
         for name, parameter in base.named_parameters():
             layer = quantized.get(id(parameter))
@@ -313,9 +313,9 @@ def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[floa
             if new is None:
                 incomplete_kinds.add(kinds[name])
                 continue
-            squared_move = float(torch.linalg.vector_norm(new - old)) ** 2
             squared_norm = float(torch.linalg.vector_norm(old)) ** 2
-            num_changed = int((new != old).sum())
+            num_changed = int(torch.count_nonzero(new != old))
+            squared_move = float(torch.linalg.vector_norm(new.sub_(old))) ** 2
             sums[kinds[name]] += torch.tensor(
                 [squared_move, squared_norm, num_changed, old.numel()], dtype=torch.float64
             )
@@ -358,8 +358,8 @@ def name_kinds(model: PreTrainedModel) -> dict[str, str]:
 def read_exported(
     base: PreTrainedModel, name: str, weight: Tensor, open_files: Mapping[str, Any]
 ) -> Tensor | None:
-    """The exported value, in float32, of a base model's weight; None where the files lack it, or have it in
-    another shape. `open_files`: the open safetensors file that holds each tensor, by tensor name."""
+    """A copy of the exported value, in float32, of a base model's weight; None where the files lack it, or
+    have it in another shape. `open_files`: the open safetensors file of each tensor, by tensor name."""
     # In files a parameter may have another name. One that is stored as several tensors, as fused experts are,
     # has the shape of none of them.
     stored_names = list(revert_weight_conversion(base, {name: weight}))

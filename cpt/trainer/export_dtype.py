@@ -5,12 +5,11 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.tensor_files import TensorWriter, open_tensors
 from cpt.models.loading import load_config
 from cpt.models.stored_weights import find_main_dtype, find_weight_files, read_stored_weights
 from cpt.trainer.options import ExportOptions, Precision
@@ -59,38 +58,40 @@ def convert_files(folder: Path, dtype: torch.dtype) -> None:
 
 
 def convert_file(path: Path, dtype: torch.dtype) -> bool:
-    """Rounds the floating-point tensors of a file; returns whether one had another type."""
+    """Rounds the floating-point tensors of a file, one at a time; returns whether one had another type."""
+    layout: dict[str, Tensor] = {}  # of the rounded file
     is_changed = False
-    tensors: dict[str, Tensor] = {}
-    with safe_open(path, "pt") as opened:
-        metadata = opened.metadata()
+    with open_tensors(path) as opened:
         for name in opened.keys():  # noqa: SIM118  (it is no mapping)
             tensor = opened.get_tensor(name)
-            tensors[name] = tensor
+            layout[name] = torch.empty_like(tensor, device="meta")
             if tensor.is_floating_point() and tensor.dtype != dtype:
-                tensors[name] = round_weights(tensor, name, dtype)
+                check_range(tensor, name, dtype)
+                layout[name] = layout[name].to(dtype)
                 is_changed = True
-    if is_changed:
+        if not is_changed:
+            return False
+
         partial = path.with_name(f"{path.name}.partial")
-        save_file(tensors, partial, metadata)
-        os.replace(partial, path)
-    return is_changed
+        with TensorWriter(partial, layout, opened.metadata()) as writer:
+            for name, rounded in layout.items():
+                writer.write(name, opened.get_tensor(name).to(rounded.dtype))
+    os.replace(partial, path)
+    return True
 
 
-def round_weights(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """A finite tensor in another type. Raises ValueError for values beyond its range."""
-    rounded = tensor.to(dtype)
-    if not rounded.isfinite().all():
+def check_range(tensor: Tensor, name: str, dtype: torch.dtype) -> None:
+    """Raises ValueError for a finite tensor with values beyond the range of another type."""
+    if not tensor.to(dtype).isfinite().all():
         raise InvalidOptionError(
             "export.dtype",
             name_dtype(dtype),
             reason=f"{name} has values beyond its range ({tensor.abs().max():.3g})",
             allowed="bfloat16, float32: the same command exports the trained model",
         )
-    return rounded
 
 
 def count_bytes(path: Path) -> int:
     """The bytes of the tensors in a file of safetensors."""
-    with safe_open(path, "pt") as opened:
+    with open_tensors(path) as opened:
         return sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118

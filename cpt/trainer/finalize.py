@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from cpt.core import files
 from cpt.core.errors import reason
 from cpt.core.heartbeat import set_phase
+from cpt.core.memory import give_back
 from cpt.core.preemption import check_signals
 from cpt.core.processes import is_first_process
 from cpt.data.datamodule import DomainSequence
@@ -69,6 +70,7 @@ def finalize(
     # Scored before the export, which may change the module, and compared with what is loaded again.
     sample = draw_sample(module, data, num_entries=count_entries(base.tokenizer))
     loading = export_model(run, base, module, data)
+    release_weights(module)  # the files have them: base and exported model need the memory
     if has_stages and module.has_base_blocks:  # before weights are rounded: the movement of training
         scores.moved = measure_movement(base.model(machine.base_dtype), run.model)
     dtype = find_export_dtype(plan.export, plan.model.name_or_path, machine.precision)
@@ -142,6 +144,13 @@ def export_model(run: RunDir, base: Base, module: ContinualMethod, data: DomainS
         for path in run.model.rglob("*.safetensors"):
             path.chmod(run.config.stat().st_mode)
     return loading
+
+
+def release_weights(module: ContinualMethod) -> None:
+    """Frees the memory of a method's weights and state, with which nothing is computed any more."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.new_empty(0)
+    give_back()
 
 
 def find_recorded_losses(run: RunDir, scores: Scores, sample: HeldOutSample) -> np.ndarray | None:

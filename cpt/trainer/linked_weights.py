@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cpt.core.files import hash_files, sync
+from cpt.core.tensor_files import open_tensors
 from cpt.core.tensors import load_tensors, save_state
 from cpt.trainer.state_folders import (
     LINKS,
@@ -83,7 +84,7 @@ def hash_exported(model: Path) -> tuple[dict[Any, FileAndKey], set[int]]:
     exported: dict[Any, FileAndKey] = {}
     sizes: set[int] = set()
     for file in sorted(model.rglob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
+        with open_tensors(file) as opened:
             for key in opened.keys():  # noqa: SIM118  (it is no mapping)
                 tensor = opened.get_tensor(key)
                 exported[hash_tensor(tensor)] = (file.relative_to(model).as_posix(), key)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from cpt.adapters import lora
+from cpt.adapters import lora, plain_model
 from cpt.adapters.options import PairOptions
 from cpt.methods.lora import group_by_width, pair_overlap
 from tests.support.mixtures import MIXTURES, build_mixture, padded_batch
@@ -46,7 +46,7 @@ def test_adapters_of_experts_are_merged_and_exported_with_the_same_logits(model_
     draw_factors(model, seed=2)
     expected = logits_of(model)
 
-    lora.without_tuners(model).save_pretrained(tmp_path / "merged")
+    plain_model.without_tuners(model).save_pretrained(tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits_of(merged), expected, rtol=0, atol=1e-5)
 
@@ -90,7 +90,7 @@ def test_dora_of_layers_that_peft_takes_for_experts_is_exported_merged():
 def test_tuners_of_a_mixture_adapt_its_dense_layers(tuner):
     model = build_mixture("deepseek_v3")
     lora.attach_tuner(model, tuner, targets="auto", arguments={})
-    adapted = set(lora.tuner_layers(model))
+    adapted = set(plain_model.tuner_layers(model))
     assert {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.shared_experts.gate_proj"} <= adapted
     assert not any(name.endswith("experts") for name in adapted)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cpt.adapters import lora
+from cpt.adapters import lora, plain_model
 from cpt.methods.peft import TUNERS
 from cpt.models.loading import is_tied, make_skeleton
 from tests.models import test_units
@@ -147,7 +147,7 @@ def test_a_tuner_learns_and_is_merged(kind, tuner):
         optimizer.step()
     last = model(**inputs).logits
     assert (last - first).abs().max() > 1e-3
-    plain = lora.without_tuners(model)
+    plain = plain_model.without_tuners(model)
     assert set(plain.state_dict()) == names
     torch.testing.assert_close(plain.eval()(**inputs).logits, last, rtol=1e-3, atol=1e-4)
 
@@ -160,7 +160,7 @@ def trained_plain(kind, *, tied, arguments):
     learn(model.eval(), names)
     with torch.no_grad():
         logits = model(**inputs).logits
-    return inputs, logits, lora.without_tuners(copy.deepcopy(model).requires_grad_(True)).eval()
+    return inputs, logits, plain_model.without_tuners(copy.deepcopy(model).requires_grad_(True)).eval()
 
 
 BESIDE_ADAPTERS = [
@@ -219,7 +219,7 @@ def test_a_head_with_a_second_bias_keeps_it_where_lora_unties_it(merged, tmp_pat
     with torch.no_grad():
         model.lm_head.bias.normal_()
     learn(model, attach(model, embeddings=True).names)
-    plain = lora.without_tuners(model, merged=merged).eval()
+    plain = plain_model.without_tuners(model, merged=merged).eval()
     plain.save_pretrained(tmp_path)
     loaded = type(plain).from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(**inputs).logits, plain(**inputs).logits)

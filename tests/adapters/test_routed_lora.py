@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cpt.adapters import lora
+from cpt.adapters import lora, plain_model
 from cpt.adapters.routed_lora import attach_experts, attach_routed, begin_routed, router_of
 from cpt.models.forward import find_input_stack
 from tests.models.test_units import build, inputs_of
@@ -37,7 +37,7 @@ def summaries(model, inputs, form) -> torch.Tensor:
     if form["query"] == "embeddings":
         states = model.get_input_embeddings()(inputs["input_ids"])
     else:
-        plain = lora.without_tuners(model, merged=False)
+        plain = plain_model.without_tuners(model, merged=False)
         states = find_input_stack(plain)(input_ids=inputs["input_ids"]).last_hidden_state
     if not router_of(model).causal:
         return states.mean(1, keepdim=True)

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from cpt.adapters import lora
+from cpt.adapters import lora, plain_model
 from cpt.adapters.options import PairOptions
 from cpt.adapters.saved_modules import train_fully
 from cpt.models.loading import is_tied
@@ -94,7 +94,7 @@ def test_merged_model_and_files_of_peft_give_the_logits_of_the_run(kind, tied, m
     expected = logits(model)
     assert (expected - logits(base)).abs().max() > 0.1
 
-    merged = lora.without_tuners(model)
+    merged = plain_model.without_tuners(model)
     assert is_tied(merged) == tied
     merged.save_pretrained(tmp_path / "merged")
     loaded_merged = type(merged).from_pretrained(tmp_path / "merged")

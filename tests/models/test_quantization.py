@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
-from cpt.adapters import lora
+from cpt.adapters import lora, plain_model
 from cpt.models.loading import load_model
 from cpt.models.original_weights import MissingWeightError, original_weights
 from cpt.models.quantization import dequantize_layers, quantized_layers
@@ -130,10 +130,10 @@ def test_adapters_are_merged_in_32_bits_into_the_dequantized_weights(quantized):
     for name in scope.names:
         quantized.get_parameter(name).normal_(std=0.1)
     expected = quantized(input_ids=TOKENS).logits
-    merged = lora.without_tuners(quantized)
+    merged = plain_model.without_tuners(quantized)
     torch.testing.assert_close(merged(input_ids=TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
     assert all(parameter.requires_grad for parameter in merged.parameters())
-    unmerged = lora.without_tuners(quantized, merged=False)
+    unmerged = plain_model.without_tuners(quantized, merged=False)
     quantized.base_model.apply(lambda module: setattr(module, "_disable_adapters", True))
     torch.testing.assert_close(
         unmerged(input_ids=TOKENS).logits, quantized(input_ids=TOKENS).logits, rtol=1e-4, atol=1e-5

@@ -282,6 +282,15 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path):
         loading.load_model(tmp_path, "causal")
 
 
+@pytest.mark.parametrize("position", [0, 9, 10, 29])
+def test_a_weight_is_checked_piece_by_piece(position, monkeypatch):
+    monkeypatch.setattr(loading, "CHECKED_NUMBERS", 10)
+    weight = torch.ones(5, 6)
+    assert loading.is_finite(weight) and loading.is_finite(torch.empty(0, 6))
+    weight.view(-1)[position] = float("inf")
+    assert not loading.is_finite(weight)
+
+
 def test_pickles_of_something_else_are_refused(tmp_path):
     checkpoint_of("qwen2", tmp_path, "model.safetensors")
     (tmp_path / "model.safetensors").unlink()

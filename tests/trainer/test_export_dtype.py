@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cpt.trainer import stage
+from cpt.trainer import export_check, finalize, stage
 from cpt.trainer.export_dtype import convert_files, find_export_dtype
 from cpt.trainer.options import ExportOptions
 from cpt.trainer.plan import make_plan, with_stored_export
@@ -101,9 +101,18 @@ def test_an_export_has_the_checkpoints_type_and_a_finished_run_is_exported_again
     options = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "model=hf", *FEW]
     options += [ORDER, f"model.name_or_path={checkpoint}", f"method={method}", "trainer.precision=32-true"]
     folder = tmp_path / "run"
+    held_bytes = []  # by the run, when its export is loaded
+
+    def record_held(*arguments, **keywords):
+        module = arguments[3]
+        held_bytes.append(sum(tensor.nbytes for tensor in module.state_dict().values()))
+        return export_check.check_export(*arguments, **keywords)
+
+    monkeypatch.setattr(finalize, "check_export", record_held)
     start(composed(*options, "plan=json"), tmp_path / "plan")
     planned = json.loads(capsys.readouterr().out)["disk"]["exported model"]
     start(composed(*options), folder)
+    assert held_bytes == [0]
     rounded = tensors_in(folder / "model")
     assert {tensor.dtype for tensor in rounded.values()} == {torch.bfloat16}
     assert planned == sum(tensor.nbytes for tensor in rounded.values())
