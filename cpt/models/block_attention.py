@@ -1,7 +1,8 @@
 """Packing with document masking: samples or documents share rows, and attend to themselves only.
 
 transformers separates the samples of a causal row by `position_ids` that restart without an `attention_mask`;
-an encoder is given a block-diagonal mask, as is a gpt-oss, whose class makes its masks without positions."""
+an encoder is given a block-diagonal mask, as is a gpt-oss, whose class makes its masks without positions.
+Flash attention is given the cumulative lengths of all documents in addition (cpt.models.varlen_attention)."""
 
 import inspect
 import logging
@@ -23,6 +24,7 @@ from cpt.models.forward import (
     set_mode,
 )
 from cpt.models.narrow_layers import hidden_dtype
+from cpt.models.varlen_attention import REFERENCE, cumulative_lengths, takes_lengths
 
 log = logging.getLogger(__name__)
 MASKABLE = ("sdpa", "eager")  # attention implementations that take a mask of blocks
@@ -56,6 +58,8 @@ def separate_documents(
     # No attention_mask says where text is, so that modules which need it look it up by the ids.
     TEXT_MASKS[ids] = segments >= 0
     position_ids = columns - document_starts + first_position
+    if takes_lengths(model):
+        return {"input_ids": ids, "position_ids": position_ids, **cumulative_lengths(is_first)}
     if causal and not needs_causal_masks(model):
         return {"input_ids": ids, "position_ids": position_ids}
     masks = make_block_masks(model, segments, causal=causal)
@@ -78,6 +82,9 @@ def separate_samples(model: PreTrainedModel, batch: Batch, layout: Tensor) -> tu
     # The layout says which token is at each place of the rows: its inverse gives the place of each token.
     row_positions = torch.arange(layout.numel(), device=layout.device)
     positions = torch.zeros_like(batch["input_ids"]).flatten().scatter(0, layout.flatten(), row_positions)
+    if takes_lengths(model):
+        lengths = cumulative_lengths(position_ids == 0)
+        return {"input_ids": ids, "position_ids": position_ids, **lengths}, positions
     if not needs_causal_masks(model):
         return {"input_ids": ids, "position_ids": position_ids}, positions
 
@@ -87,7 +94,7 @@ def separate_samples(model: PreTrainedModel, batch: Batch, layout: Tensor) -> tu
 
 
 def needs_causal_masks(model: PreTrainedModel) -> bool:
-    """Whether a causal model has to be given masks. Flash attention separates samples by positions alone."""
+    """Whether a causal model has to be given masks."""
     has_wrong_masks = model.config.model_type in MASKS_WITHOUT_POSITIONS
     return has_wrong_masks and model.config._attn_implementation in MASKABLE
 
@@ -191,6 +198,25 @@ def try_isolation(model: PreTrainedModel, *, documents: bool, causal: bool = Tru
     shared = shared[0] if documents else split_samples(shared, positions, batch)[is_token]
     if not (separate - shared).abs().max() <= 1e-4 * separate.abs().max():  # rounding; nan differs
         refuse_isolation(model, "mixes the samples of a row")
+
+
+def try_lengths(model: PreTrainedModel, *, documents: bool) -> None:
+    """Raises ValueError for a causal model whose class does not pass the lengths of samples, or of
+    `documents`, on to flash attention, which would mix them. Tried with a plain form of it."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation(REFERENCE)
+    try:
+        try_isolation(model, documents=documents)
+    except InvalidOptionError as error:
+        raise InvalidOptionError(
+            "trainer.attn_implementation",
+            implementation,
+            context="with domains.packing=document_mask",
+            reason=f"a {model.config.model_type} does not tell it where documents begin",
+            allowed=f"auto, {', '.join(MASKABLE)}",
+        ) from error
+    finally:
+        model.set_attn_implementation(implementation)
 
 
 def refuse_isolation(model: PreTrainedModel, reason: str) -> NoReturn:

@@ -18,7 +18,7 @@ from cpt.data.sources.base import GENERAL, TEXT
 from cpt.data.text_checks import check_training_text, report_texts
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.models.activation_checkpointing import checkpoint_activations
-from cpt.models.block_attention import MASKABLE
+from cpt.models.block_attention import MASKABLE, try_lengths
 from cpt.models.divergence import BaseWeights
 from cpt.models.fast_kernels import COMPILE_OPTIONS, pad_head
 from cpt.models.fsdp import Sharding, follow_sharding
@@ -29,6 +29,7 @@ from cpt.models.router_loss import find_router_weights
 from cpt.models.token_weights import TokenWeights
 from cpt.models.trial import try_model, try_shards
 from cpt.models.units import find_blocks
+from cpt.models.varlen_attention import uses_flash_attention
 from cpt.models.vocabulary import vocabulary_tables
 from cpt.models.weights import Snapshot
 from cpt.optim.rounding import TO_NEAREST, StochasticRounding
@@ -77,6 +78,13 @@ def build_method(
             try_shards(model, partial(trial, is_stand_in=True))
         else:
             trial(model)
+    shares_rows = base.objective.isolated or base.objective.sharing is not None
+    if shares_rows and uses_flash_attention(model):
+        length_trial = partial(try_lengths, documents=base.objective.isolated)
+        if isinstance(model, FSDPModule):
+            try_shards(model, length_trial)
+        else:
+            length_trial(model)
     reference = None
     if plan.needs_reference:
         reference = make_reference(plan, base, model)  # before the method adds to the model

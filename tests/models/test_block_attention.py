@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    modeling_flash_attention_utils,
+)
 
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, Sharing
-from cpt.models.block_attention import try_isolation
+from cpt.models.block_attention import make_inputs, try_isolation, try_lengths
 from cpt.models.objectives import Causal, CausalAnswers, Masked
+from cpt.models.varlen_attention import REFERENCE, attend_within
 
 PADDED = CausalAnswers(Causal(), pad=1)
 SHARED = CausalAnswers(Causal(), pad=1, sharing=Sharing(even=1))
@@ -60,7 +66,7 @@ DECODERS = {
     },
 }
 KERNELS = [
-    *product([kind for kind in DECODERS if kind != "gpt_oss"], ("sdpa", "eager")),
+    *product([kind for kind in DECODERS if kind != "gpt_oss"], ("sdpa", "eager", REFERENCE)),
     ("gpt_oss", "eager"),
 ]
 TOLERANCES = {"sdpa": (torch.double, 1e-12), "eager": (torch.float, 1e-6)}  # of gradients, relatively
@@ -143,10 +149,15 @@ def batch_of_documents(rows):
 
 @pytest.mark.parametrize(
     ("kind", "kernel"),
-    [*product((*ENCODERS, "gpt2", "llama"), TOLERANCES), ("gpt_oss", "eager")],
+    [
+        *product((*ENCODERS, "gpt2", "llama"), TOLERANCES),
+        ("gpt_oss", "eager"),
+        ("gpt2", REFERENCE),
+        ("mistral", REFERENCE),
+    ],
 )
 def test_losses_and_gradients_are_those_of_documents_in_rows_of_their_own(kind, kernel):
-    dtype, tolerance = TOLERANCES[kernel]
+    dtype, tolerance = TOLERANCES.get(kernel, (torch.double, 1e-12))
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(5, 300, (length,), generator=generator) for length in (9, 30, 1, 18, 2)]
     rows = [texts, [texts[number] for number in (3, 2, 4, 1)]]
@@ -181,3 +192,78 @@ def test_a_model_that_cannot_keep_them_apart_is_refused(kind):
     with pytest.raises(ValueError, match=f"packing=document_mask is invalid: a {kind} {reason}"):
         try_isolation(model_of(kind, **sizes), documents=False)
     try_isolation(model_of("gpt2"), documents=False)
+
+
+@pytest.fixture
+def flash_calls(monkeypatch):
+    """What transformers asks of flash attention, whose functions are plain ones on a CPU: the boundaries of each
+    call, None for one of whole rows."""
+    calls = []
+
+    def attend_in_documents(query, key, value, *, cu_seqlens_q, cu_seqlens_k, **options):
+        calls.append((cu_seqlens_q.tolist(), options["max_seqlen_q"]))
+        rows = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k) and options["causal"]
+        outputs, _ = attend_within(
+            None, *rows, None, scaling=options["softmax_scale"], cu_seq_lens_q=cu_seqlens_q
+        )
+        return outputs[0]
+
+    def attend_in_rows(query, key, value, **options):
+        calls.append(None)
+        return attend_within(None, *(tensor.transpose(1, 2) for tensor in (query, key, value)), None)[0]
+
+    def name_options(**options):
+        names = {"is_causal": "causal", "softmax_scale": "softmax_scale"}
+        lengths = {name: options[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in options}
+        return lengths | {names[name]: value for name, value in options.items() if name in names}
+
+    functions = (attend_in_rows, attend_in_documents, None, None, None)
+    monkeypatch.setattr(
+        modeling_flash_attention_utils,
+        "lazy_import_flash_attention",
+        lambda implementation: (functions, (name_options, None)),
+    )
+    return calls
+
+
+@pytest.mark.parametrize("documents", [True, False])
+def test_flash_attention_gets_the_documents_of_all_rows(documents, flash_calls):
+    model = model_of("llama", "sdpa").eval()
+    if documents:
+        generator = torch.Generator().manual_seed(0)
+        texts = [torch.randint(5, 300, (length,), generator=generator) for length in (9, 30, 1, 18, 2)]
+        batch = batch_of_documents([texts, [texts[number] for number in (3, 2, 4, 1)]])
+        objective = Causal()
+        is_text = batch["attention_mask"].bool()
+    else:
+        objective = SHARED
+        batch = batch_of(objective)
+        is_text = batch["attention_mask"].bool()
+    with torch.no_grad():
+        logits, hidden = objective.outputs(model, batch)
+        model.config._attn_implementation = "flash_attention_2"  # without its check for a GPU
+        flash_logits, flash_hidden = objective.outputs(model, batch)
+
+    assert hidden.shape == flash_hidden.shape
+    torch.testing.assert_close(flash_logits, logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(flash_hidden[is_text], hidden[is_text], rtol=1e-4, atol=1e-5)
+    assert len(flash_calls) == 2  # layers
+    if documents:
+        ends = np.cumsum([9, 30, 1, 18, 2, 18, 1, 2, 30, 9])  # the last one is padding
+        assert flash_calls[0] == ([0, *ends], 60)
+    else:
+        inputs, _ = make_inputs(model, batch, causal=True)
+        assert flash_calls[0][0][-1] == inputs["input_ids"].numel()
+
+
+def test_a_class_that_does_not_pass_the_lengths_on_is_refused():
+    for documents in (True, False):
+        model = model_of("stablelm", **SIZES, num_key_value_heads=2)
+        try_isolation(model, documents=documents)
+        with pytest.raises(
+            ValueError, match=r"implementation=sdpa is invalid .*: a stablelm does not tell it where"
+        ):
+            try_lengths(model, documents=documents)
+        assert model.config._attn_implementation == "sdpa"
+        try_lengths(model_of("llama"), documents=documents)
