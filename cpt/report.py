@@ -19,8 +19,10 @@ from cpt.reporting.csv_export import export_csv
 from cpt.reporting.example_contrasts import contrast_examples
 from cpt.reporting.findings import build_findings, build_tiles, list_conditions
 from cpt.reporting.formats import label_run
+from cpt.reporting.heat_tables import build_heat_tables, tabulate_headline
 from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page, write_pictures
+from cpt.reporting.page_head import describe_comparison_head
 from cpt.reporting.published import read_published, tabulate_published
 from cpt.reporting.sections import RunSection, build_sections
 from cpt.reporting.tex import write_tables
@@ -119,7 +121,11 @@ def compare_folders(options: argparse.Namespace) -> int:
     stem = (options.out or existing[0]) / (options.name or comparison_name(options.where))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = write_page(
-        [*heading, *blocks, *further_blocks, unread], title="Comparison of runs", stem=stem, vectors=True
+        [*heading, *blocks, *further_blocks, unread],
+        title="Comparison of runs",
+        stem=stem,
+        head=describe_comparison_head(sections, stem=stem.name),
+        vectors=True,
     )
     if sections:
         export_csv(sections, stem.with_name(f"{stem.name}.csv"))
@@ -190,10 +196,12 @@ def build_comparison_blocks(
     blocks = []
     failed: list[str] = []
     for number, section in enumerate(sections, start=1):
-        section_blocks = [build_tiles(section)]
+        section_blocks = [build_tiles(section), tabulate_headline(section), build_findings(section)]
+        section_blocks += build_heat_tables(section)
         if curve:
             section_blocks.append(comparison_figures.build_setting_curve(sections, section, curve))
-        section_blocks += [*comparison_figures.build_figures(section), build_findings(section)]
+        for figure in comparison_figures.build_figures(section):
+            section_blocks.append(replace(figure, section=section.title))
         section_blocks += [compare.tabulate_main(section), *compare.tabulate_all(section)]
         section_blocks += [list_conditions(section)]
         if len(sections) > 1:

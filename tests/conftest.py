@@ -205,7 +205,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a third of a small run; tests/reporting/test_snapshots.py draws them."""
     names = ["matrix", "text_curves", "training", "monitor", "modules", "overlap", "layers", "distributions"]
     for name in names:
-        monkeypatch.setattr(f"cpt.reporting.run_figures.draw_{name}", lambda *args, **kwargs: b"")
+        monkeypatch.setattr(f"cpt.reporting.run_figures.draw_{name}", lambda *args, **kwargs: None)
 
 
 @pytest.fixture

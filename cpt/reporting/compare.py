@@ -193,7 +193,7 @@ def tabulate_main(section: RunSection) -> Block:
     return tabulate_spreads(
         section,
         [*MEASURES, FLOPS],
-        title=section.title,
+        title=f"All measures: {section.title}",
         lines=[f"{SPREAD_LEGEND} In nats if no unit is named."],
         group_columns=("method", "model", "orders", "runs"),
     )

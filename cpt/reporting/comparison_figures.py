@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,13 @@ from matplotlib.figure import Figure
 from pandas import DataFrame, Series
 
 from cpt.core.exceptions import format_value
+from cpt.core.messages import count_noun
 from cpt.core.schema import Number, fits
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting.contrasts import is_ranked, pareto_front
 from cpt.reporting.drawing import (
+    HeatMap,
     Picture,
     SeriesStyle,
     draw_heat_maps,
@@ -36,6 +38,7 @@ from cpt.reporting.frames import mean_so_far
 from cpt.reporting.page import PICTURES, Block, show_picture
 from cpt.reporting.run_figures import CHANGE_LABEL, map_change, mark_stages, name_stages
 from cpt.reporting.sections import RunGroup, RunSection, name_orders
+from cpt.reporting.svg import PageFigure, add_spots, assign_group, share_groups
 from cpt.reporting.training_curves import Borders, find_stages, read_training
 
 MAX_PANELS = 8  # heat maps side by side
@@ -74,7 +77,10 @@ def build_figures(section: RunSection) -> list[Block]:
     blocks = []
     matrices = draw_matrices(section)
     if matrices is not None:
-        caption = f"The first run of each group, at most {MAX_PANELS}. {PICTURES['matrix']['caption']}"
+        caption = (
+            f"Means over the runs of a group that have its most frequent order; at most {MAX_PANELS} groups. "
+            f"{PICTURES['matrix']['caption']}"
+        )
         blocks.append(show_picture("matrices", matrices, caption=caption))
 
     scores_by_group = {}
@@ -108,8 +114,8 @@ def build_figures(section: RunSection) -> list[Block]:
 
 
 def draw_matrices(section: RunSection) -> Picture | None:
-    """Heat maps of the changes in the first run of each group, in the order of the groups; of more than
-    MAX_PANELS groups the baselines and the first others. None without a trained stage."""
+    """Heat maps of the mean changes of each group, in the order of the groups; of more than MAX_PANELS groups
+    the baselines and the first others. None without a trained stage."""
     baseline_names = {baseline.name for baseline in section.baselines.values()}
     trained_groups = [group for group in section.groups if len(group.runs[0].scores.rows) > 1]
     baselines_first = sorted(trained_groups, key=lambda group: group.name not in baseline_names)
@@ -118,12 +124,31 @@ def draw_matrices(section: RunSection) -> Picture | None:
     maps = {}
     for group in trained_groups:
         if group in selected_groups:
-            maps[group.name] = map_change(group.runs[0].scores)
+            maps[group.name] = map_mean_change(group)
     if not maps:
         return None
     return draw_heat_maps(
-        maps, label=CHANGE_LABEL, format_value="{:+.2f}".format, scale=scale_around_zero(maps)
+        maps,
+        label=CHANGE_LABEL,
+        format_value="{:+.2f}".format,
+        scale=scale_around_zero(maps),
+        are_groups=True,
     )
+
+
+def map_mean_change(group: RunGroup) -> HeatMap:
+    """The mean change in nats against the base model, over the runs with the rows and texts that most runs of
+    the group have: those of its most frequent order. A cell that one of them lacks is empty."""
+    layouts = Counter(list_layout(run.scores) for run in group.runs)
+    layout, _ = layouts.most_common(1)[0]
+    same_layout = [run.scores for run in group.runs if list_layout(run.scores) == layout]
+    changes = np.stack([map_change(scores).values for scores in same_layout])  # [run, row, text]
+    return replace(map_change(same_layout[0]), values=changes.mean(axis=0))
+
+
+def list_layout(scores: Scores) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the rows and of the texts of a matrix."""
+    return tuple(scores.rows), tuple(scores.domains)
 
 
 @dataclass(frozen=True)
@@ -173,7 +198,8 @@ def draw_curves(section: RunSection) -> Picture | None:
         for group in highlighted:
             if group in orders[order].losses:
                 label = label_group(group, num_runs=len(last_losses[group]))
-                draw_losses(axes, orders[order].losses[group], label=label, colour=styles[group].colour)
+                losses = orders[order].losses[group]
+                draw_losses(axes, losses, group=group, label=label, colour=styles[group].colour)
         mark_stages(axes, orders[order].stages)
         name_stages(axes, orders[order].stages)
         axes.set_ylabel("training loss (nats)", fontsize=9)
@@ -185,17 +211,22 @@ def draw_curves(section: RunSection) -> Picture | None:
     for axes in panels:
         for line in axes.get_legend_handles_labels()[0]:
             lines[line.get_label()] = line
-    figure.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False, fontsize=8)
+    legend = figure.legend(lines.values(), lines.keys(), loc="outside right upper", frameon=False, fontsize=8)
+    share_groups(legend, list(lines.values()))
     ends = list_descriptions(f"{group} {np.mean(last_losses[group]):.3f}" for group in highlighted)
     return make_png(figure, description=f"Training loss at the last point, means over runs: {ends}")
 
 
-def draw_losses(axes: Axes, curves: Sequence[Series], *, label: str, colour: str) -> None:
+def draw_losses(axes: Axes, curves: Sequence[Series], *, group: str, label: str, colour: str) -> None:
     """The mean of several runs at the tokens of the first, shaded from the lowest to the highest."""
     tokens = curves[0].index
     losses = np.stack([np.interp(tokens, curve.index, curve) for curve in curves])  # [run, point]
-    axes.plot(tokens, losses.mean(0), color=colour, linewidth=1.2, label=label)
-    axes.fill_between(tokens, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0)
+    means = losses.mean(0)
+    (line,) = axes.plot(tokens, means, color=colour, linewidth=1.2, label=label)
+    band = axes.fill_between(tokens, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0)
+    assign_group([line, band], group)
+    texts = [f"{group}, {x:,.0f} tokens: {y:.3f} nats" for x, y in zip(tokens, means, strict=True)]
+    add_spots(axes, tokens, means, texts, group=group)
 
 
 def select_lowest(ends: Mapping[str, float]) -> list[str]:
@@ -268,7 +299,7 @@ def draw_group(axes: Axes, name: str, runs: np.ndarray, mean: np.ndarray, style:
     """The runs of a group [2, run] as small marks, their mean as a large one."""
     num_runs = runs.shape[1]
     has_many = num_runs > 5
-    axes.scatter(
+    run_marks = axes.scatter(
         runs[0],
         runs[1],
         color=style.colour,
@@ -278,7 +309,7 @@ def draw_group(axes: Axes, name: str, runs: np.ndarray, mean: np.ndarray, style:
         alpha=0.4 if has_many else 0.7,
         zorder=2,
     )
-    axes.scatter(
+    mean_mark = axes.scatter(
         mean[0],
         mean[1],
         label=label_group(name, num_runs=num_runs),
@@ -289,6 +320,12 @@ def draw_group(axes: Axes, name: str, runs: np.ndarray, mean: np.ndarray, style:
         edgecolors=style.colour,
         zorder=3,
     )
+    assign_group([run_marks, mean_mark], name)
+    xs, ys = np.column_stack([runs, mean]).tolist()
+    texts = [f"{name}, one run"] * num_runs + [f"{name}, mean of {count_noun(num_runs, 'run')}"]
+    for index, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        texts[index] += f": {x:,.4g}, {y:,.4g}"
+    add_spots(axes, xs, ys, texts, group=name)
 
 
 def draw_front(axes: Axes, points: np.ndarray) -> None:
@@ -362,14 +399,14 @@ def draw_stages(
     axes.set_yscale("log")
     for name in grey_names:
         table = averages.curves[name]
-        axes.plot(table.columns + 1, table.mean(), color="0.75", zorder=1)
+        assign_group(axes.plot(table.columns + 1, table.mean(), color="0.75", zorder=1), name)
     if grey_names:
         axes.plot([], [], color="0.75", label=f"{len(grey_names)} others")
     for name in highlighted:
         table = averages.curves[name]
         label = f"{label_group(name, num_runs=len(table))}: {format_perplexity(ends[name])}"
         shade = 0.15 if len(highlighted) <= NUM_HIGHLIGHTED else 0.06
-        draw_average(axes, table, styles[name], label=label, shade=shade)
+        draw_average(axes, table, styles[name], group=name, label=label, shade=shade)
 
     axes.set(xlabel="stages trained", ylabel="mean perplexity over the domains so far (log scale)")
     axes.locator_params("x", integer=True)
@@ -384,12 +421,15 @@ def draw_stages(
     return make_png(figure, description=f"Mean perplexity over the domains so far, at the end. {described}")
 
 
-def draw_average(axes: Axes, table: DataFrame, style: SeriesStyle, *, label: str, shade: float) -> None:
+def draw_average(
+    axes: Axes, table: DataFrame, style: SeriesStyle, *, group: str, label: str, shade: float
+) -> None:
     """The mean over the runs of a table [run, stage], shaded from the lowest to the highest."""
     stages = table.columns + 1
-    axes.plot(
+    means = table.mean()
+    (line,) = axes.plot(
         stages,
-        table.mean(),
+        means,
         label=label,
         markersize=5,
         markevery=math.ceil(len(stages) / 20),
@@ -399,7 +439,17 @@ def draw_average(axes: Axes, table: DataFrame, style: SeriesStyle, *, label: str
         marker=style.marker,
         linestyle=style.dashes,
     )
-    axes.fill_between(stages, table.min(), table.max(), color=style.colour, alpha=shade, linewidth=0)
+    lows = table.min()
+    highs = table.max()
+    band = axes.fill_between(stages, lows, highs, color=style.colour, alpha=shade, linewidth=0)
+    assign_group([line, band], group)
+    texts = []
+    for stage, mean, low, high in zip(stages, means, lows, highs, strict=True):
+        text = f"{group} after {count_noun(stage, 'stage')}: {format_perplexity(mean)}"
+        if len(table) > 1:
+            text += f" ({format_perplexity(low)} to {format_perplexity(high)})"
+        texts.append(text)
+    add_spots(axes, stages, means, texts, group=group)
 
 
 def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key: str) -> Block:
@@ -490,7 +540,7 @@ def style_groups(groups: Iterable[str], indices: Mapping[str, int] | None) -> di
     return {name: series_style(indices[name]) for name in groups}
 
 
-def open_axes(num_groups: int) -> tuple[Figure, Axes]:
+def open_axes(num_groups: int) -> tuple[PageFigure, Axes]:
     """A figure that is high enough for the legend of its groups."""
     figure = make_figure((8.5, max(4.8, 0.23 * num_groups + 0.8)))
     axes = figure.add_subplot(axisbelow=True)
@@ -507,13 +557,24 @@ def draw_levels(axes: Axes, levels: Mapping[str, float], styles: Mapping[str, Se
         label = f"{literal(name, width=30)}: {format_perplexity(level)}"
         colour = styles[name].colour
         if is_empty or low - margin <= level <= high + margin:
-            axes.axhline(level, label=label, color=colour, linewidth=1.4, linestyle="-.")
+            line = axes.axhline(level, label=label, color=colour, linewidth=1.4, linestyle="-.")
         else:
             label += " (off the axis)"
-            axes.plot([], [], label=label, color=colour, linewidth=1.4, linestyle="-.")
+            (line,) = axes.plot([], [], label=label, color=colour, linewidth=1.4, linestyle="-.")
+        assign_group([line], name)
 
 
 def add_legend(figure: Figure, axes: Axes) -> None:
     """The legend, right of the axes."""
-    if axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside right upper", frameon=False, fontsize=8, markerscale=0.7, labelspacing=0.8)
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        legend = figure.legend(
+            handles,
+            labels,
+            loc="outside right upper",
+            frameon=False,
+            fontsize=8,
+            markerscale=0.7,
+            labelspacing=0.8,
+        )
+        share_groups(legend, handles)

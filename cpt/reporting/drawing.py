@@ -24,24 +24,22 @@ from PIL import Image
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 from cpt.data.sources.base import GENERAL
-from cpt.reporting.formats import MAX_LISTED, Format, list_names, shorten
+from cpt.reporting.formats import MAX_LISTED, Format, format_signed, list_names, shorten, strip_controls
+from cpt.reporting.svg import SVG_TEXT, PageFigure, add_cells, assign_group
 
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8833EE")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
 MAX_TICKS = 30  # labels at an axis with many names
-VECTORS: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "cpt",
-    "pdf.fonttype": 42,  # as publishers require
-}
+VECTORS: dict[Any, Any] = {**SVG_TEXT, "pdf.fonttype": 42}  # as publishers require
+CELL_INK = "#111111"  # dark text and frames on the colours of a heat map, the same on dark screens
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # of each PDF it logs every table of a font
 
 
 class Picture(bytes):
     """A PNG, with its figure."""
 
-    figure: Figure
+    figure: PageFigure
 
     def save(self, kind: str) -> bytes:
         """The figure as `svg` or `pdf`, the same bytes each time."""
@@ -61,12 +59,12 @@ class SeriesStyle:
     dashes: str
 
 
-def make_figure(size: tuple[float, float]) -> Figure:
+def make_figure(size: tuple[float, float]) -> PageFigure:
     """An empty figure of a size in inches, not one of pyplot's."""
-    return Figure(figsize=size, dpi=130, layout="constrained")
+    return PageFigure(figsize=size, dpi=130, layout="constrained")
 
 
-def make_png(figure: Figure, *, description: str) -> Picture:
+def make_png(figure: PageFigure, *, description: str) -> Picture:
     """The figure in at most 256 colours, a third of the size."""
     full_colour = io.BytesIO()
     figure.savefig(full_colour, format="png")
@@ -192,9 +190,11 @@ def draw_heat_maps(
     axis_names: tuple[str, str] = ("", ""),
     margin: float = 2.6,
     scale: ColourScale = SHARES,
+    are_groups: bool = False,
 ) -> Picture:
     """Heat maps by title on one colour scale, `label`. One alone is large, with `axis_names`; several stand
-    at most 4 side by side. Numbers are in few cells. `margin`: inches for the names of a large one's rows."""
+    at most 4 side by side. Numbers are in few cells. `margin`: inches for the names of a large one's rows.
+    `are_groups`: titles are those of groups of runs, which a page can filter."""
     num_rows = max(heat_map.values.shape[0] for heat_map in maps.values())
     num_columns = max(heat_map.values.shape[1] for heat_map in maps.values())
     is_single = len(maps) == 1
@@ -211,7 +211,7 @@ def draw_heat_maps(
         image = axes.imshow(
             heat_map.values,
             aspect="auto",
-            interpolation="nearest",
+            interpolation="none",  # a pixel for each cell, also in SVG and PDF
             cmap=colours,
             vmin=scale.low,
             vmax=scale.high,
@@ -227,6 +227,11 @@ def draw_heat_maps(
         frame_cells(axes, heat_map, is_small=is_small)
         if max(heat_map.written.shape) <= (MAX_LISTED + 1 if is_single else 8):
             write_numbers(axes, image, heat_map, format_value, fontsize=9 if is_single else 6.5)
+        group = title if are_groups else ""
+        if is_small:
+            add_cells(axes, describe_cells(heat_map, format_value), group=group)
+        if group:
+            assign_group([axes], group)
 
     add_colour_bar(figure, image, panels, label=label, scale=scale)
     return make_png(figure, description=description or describe_means(maps, label))
@@ -234,7 +239,7 @@ def draw_heat_maps(
 
 def open_panels(
     num_maps: int, *, num_rows: int, num_columns: int, is_small: bool
-) -> tuple[Figure, list[Axes]]:
+) -> tuple[PageFigure, list[Axes]]:
     """A figure with axes for several heat maps, at most four side by side."""
     across = min(num_maps, 3 if num_maps <= 9 else 4)
     down = math.ceil(num_maps / across)
@@ -251,10 +256,12 @@ def frame_cells(axes: Axes, heat_map: HeatMap, *, is_small: bool) -> None:
     """Frames, and a line before the column of general text, which is the last."""
     for row, column in heat_map.framed:
         corner = (column - 0.5, row - 0.5)
-        axes.add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=2 if is_small else 0.7))
+        axes.add_patch(
+            Rectangle(corner, 1, 1, fill=False, linewidth=2 if is_small else 0.7, edgecolor=CELL_INK)
+        )
     if heat_map.columns[-1] == GENERAL:
         border = len(heat_map.columns) - 1.5
-        axes.axvline(border, color="black", linewidth=1.5 if is_small else 0.8)
+        axes.axvline(border, color=CELL_INK, linewidth=1.5 if is_small else 0.8)
 
 
 def write_numbers(
@@ -271,8 +278,25 @@ def write_numbers(
             ha="center",
             va="center",
             fontsize=fontsize,
-            color="white" if luminance[row, column] < 0.5 else "black",
+            color="white" if luminance[row, column] < 0.5 else CELL_INK,
         )
+
+
+def describe_cells(heat_map: HeatMap, format_value: Format) -> list[list[str]]:
+    """The text of each cell: row, column, the number in it and, if that is another, its value."""
+    texts = []
+    for row, row_name in enumerate(heat_map.rows):
+        row_texts = []
+        for column, column_name in enumerate(heat_map.columns):
+            number = heat_map.written[row, column]
+            text = ""
+            if not np.isnan(number):
+                text = strip_controls(f"{row_name}, {column_name}: {format_value(number)}")
+            if text and heat_map.numbers is not None:
+                text += f" ({format_signed(heat_map.values[row, column])} nats)"
+            row_texts.append(text)
+        texts.append(row_texts)
+    return texts
 
 
 def add_colour_bar(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 import jinja2
 import yaml
@@ -17,6 +18,7 @@ from markupsafe import Markup, escape
 
 from cpt.reporting.drawing import Picture, read_description
 from cpt.reporting.formats import strip_controls
+from cpt.reporting.svg import render_svg
 
 TEMPLATES = Path(__file__).parent / "templates"
 LEGENDS: dict[str, str] = yaml.safe_load((TEMPLATES / "legends.yaml").read_text(encoding="utf-8"))
@@ -24,6 +26,11 @@ PICTURES: dict[str, dict[str, str]] = yaml.safe_load((TEMPLATES / "pictures.yaml
 # What Markdown takes for markup. A line may have code between backticks, and must not begin another block.
 IN_CELL = re.compile(r"[&<|`\\*~$]|(?<=\])\(|(?<![^\W_])_")
 IN_LINE = re.compile(r"[&<|\\*~$]|(?<=\])\(|^[#>+=\[-]|(?<![^\W_])_")
+
+
+VECTOR_KINDS = ("svg", "pdf")
+MAX_SHORT_CELL = 26  # characters of words that stay on one line
+MAX_SHADE = 4  # of the classes better-1 to worse-4 in report.css.j2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +44,9 @@ class Block:
 
     title: str = ""
     lines: Sequence[str] = ()
-    picture: bytes = b""
+    picture: Picture | None = None
     caption: str = ""  # how to read the picture
+    section: str = ""  # of a comparison: filters act on the groups of its picture
     is_tiles: bool = False
     head: Sequence[str] = ()
     cells: Sequence[Sequence[str]] = ()
@@ -47,13 +55,28 @@ class Block:
     fold_label: str = ""  # the line that unfolds table and code
     is_filtered: bool = False
     facets: Sequence[Mapping[str, str]] = ()
+    shades: Sequence[
+        Sequence[int]
+    ] = ()  # of the cells with numbers: -MAX_SHADE (worse) to MAX_SHADE (better)
     name: str = ""  # of the files of its picture; default: the title
     shown_columns: Sequence[int] = ()  # columns that the page shows at first; default: all
 
 
+@dataclass(frozen=True, kw_only=True)
+class PageHead:
+    """What stands below the title of a page."""
+
+    facts: Sequence[str] = ()  # what was run
+    command: str = ""  # that made the run, with a button to copy it
+    links: Sequence[str] = ()  # files in the folder of the page
+
+
+NO_HEAD = PageHead()
+
+
 def show_picture(
     key: str,
-    picture: bytes,
+    picture: Picture,
     *,
     title: str | None = None,
     caption: str | None = None,
@@ -76,40 +99,76 @@ def show_picture(
     )
 
 
-def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool = False) -> Path:
+def write_page(
+    blocks: Sequence[Block],
+    *,
+    title: str,
+    stem: Path,
+    head: PageHead = NO_HEAD,
+    vectors: bool = False,
+) -> Path:
     """Writes STEM.html, STEM.md and STEM-NAME.png, with `vectors` also SVG and PDF."""
     blocks = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
     picture_names = write_pictures(blocks, stem=stem, vectors=vectors)
 
-    parts = [f"# {quote_markup(title, IN_CELL)}"]
+    parts = [f"# {quote_markup(title, IN_CELL)}", *markdown_head(head)]
     for block, name in zip(blocks, picture_names, strict=True):
         parts.append(markdown(block, picture=f"{name}.png"))
     stem.with_name(f"{stem.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
     page = stem.with_name(f"{stem.name}.html")
-    page.write_text(render_html(blocks, title=title), encoding="utf-8")
+    kinds = (*VECTOR_KINDS, "png") if vectors else ("png",)
+    picture_files = []
+    for name in picture_names:
+        picture_files.append([f"{name}.{kind}" for kind in kinds])
+    html = render_html(blocks, title=title, head=head, picture_files=picture_files)
+    page.write_text(html, encoding="utf-8")
     return page
 
 
-def render_html(blocks: Sequence[Block], *, title: str) -> str:
-    """The page. It loads nothing: its policy forbids that, and any script but its own, which has a hash."""
-    template = (TEMPLATES / "report.html.j2").read_text()
+def render_html(
+    blocks: Sequence[Block],
+    *,
+    title: str,
+    head: PageHead = NO_HEAD,
+    picture_files: Sequence[Sequence[str]] = (),
+) -> str:
+    """The page. It loads nothing: its policy forbids that, and any script but its own, which has a hash.
+
+    `picture_files`: by block, the files in the folder of the page that have its picture."""
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
+    template = environment.get_template("report.html.j2")
     style = (TEMPLATES / "report.css.j2").read_text()
     script = (TEMPLATES / "report.js.j2").read_text()
     script = re.sub(r"^\s+|/\*.*?\*/\n?", "", script, flags=re.M | re.S)  # no indents, no comments
     script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return jinja2.Template(template, autoescape=True).render(
+    return template.render(
         title=title,
+        head=head,
         blocks=blocks,
+        pictures=render_pictures(blocks),
+        picture_files=picture_files or [()] * len(blocks),
         style=Markup(style),
         script=Markup(script),
         digest=script_hash,
-        base64=base64.b64encode,
-        description=read_description,
         inline=inline,
         split=separate_interval,
+        cell_class=choose_cell_class,
         dumps=partial(json.dumps, ensure_ascii=False),
     )
+
+
+def render_pictures(blocks: Sequence[Block]) -> list[Markup]:
+    """The picture of each block as an SVG element, empty without one."""
+    pictures = []
+    for number, block in enumerate(blocks, start=1):
+        if block.picture is None:
+            pictures.append(Markup(""))
+            continue
+        description = f"{block.title}. {read_description(block.picture)}"
+        prefix = f"picture-{number}-"
+        pictures.append(Markup(render_svg(block.picture.figure, description=description, prefix=prefix)))
+    return pictures
 
 
 def write_pictures(blocks: Sequence[Block], *, stem: Path, vectors: bool) -> list[str]:
@@ -127,11 +186,12 @@ def write_pictures(blocks: Sequence[Block], *, stem: Path, vectors: bool) -> lis
             name = f"{stem.name}-{block_name}-{number}"
         names.append(name)
 
-        if block.picture:
-            picture_names.add(name.lower())
-            stem.with_name(f"{name}.png").write_bytes(block.picture)
-        if vectors and isinstance(block.picture, Picture):
-            for kind in ("svg", "pdf"):
+        if block.picture is None:
+            continue
+        picture_names.add(name.lower())
+        stem.with_name(f"{name}.png").write_bytes(block.picture)
+        if vectors:
+            for kind in VECTOR_KINDS:
                 stem.with_name(f"{name}.{kind}").write_bytes(block.picture.save(kind))
     return names
 
@@ -139,6 +199,19 @@ def write_pictures(blocks: Sequence[Block], *, stem: Path, vectors: bool) -> lis
 def inline(line: str) -> Markup:
     """A line of Markdown, with text between backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(line))))
+
+
+def choose_cell_class(block: Block, row: int, column: int) -> str:
+    """The class of a cell: whether it holds words, and its shade."""
+    if column < block.num_word_columns:
+        is_short = len(block.cells[row][column]) < MAX_SHORT_CELL
+        return "short text" if is_short else "text"
+    if not block.shades:
+        return ""
+    shade = block.shades[row][column - block.num_word_columns]
+    if shade == 0:
+        return ""
+    return f"better-{shade}" if shade > 0 else f"worse-{-shade}"
 
 
 def separate_interval(cell: str) -> Markup:
@@ -153,6 +226,19 @@ def quote_line(line: str) -> str:
     for position in range(0, len(parts), 2):
         parts[position] = quote_markup(parts[position], IN_LINE)
     return "".join(parts)
+
+
+def markdown_head(head: PageHead) -> list[str]:
+    """The head of a page as paragraphs."""
+    parts = []
+    if head.facts:
+        parts.append(quote_line(" · ".join(head.facts)))
+    if head.command:
+        parts.append(fence_code(head.command, language="bash"))
+    if head.links:
+        links = [f"[{quote_markup(link, IN_CELL)}]({quote(link)})" for link in head.links]
+        parts.append(f"Data: {', '.join(links)}")
+    return parts
 
 
 def markdown(block: Block, *, picture: str) -> str:
@@ -189,11 +275,11 @@ def markdown_table(rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def fence_code(code: str) -> str:
-    """YAML between fences that are longer than any row of tildes in it."""
+def fence_code(code: str, *, language: str = "yaml") -> str:
+    """Code between fences that are longer than any row of tildes in it."""
     longest = max((len(tildes) for tildes in re.findall("~+", code)), default=0)
     fence = "~" * max(4, longest + 1)
-    return f"{fence}yaml\n{code}\n{fence}"
+    return f"{fence}{language}\n{code}\n{fence}"
 
 
 def quote_markup(text: str, markup: re.Pattern[str]) -> str:

@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas
 from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
 from pandas import DataFrame, Series
 
 from cpt.data.sources.base import GENERAL
@@ -32,6 +34,7 @@ from cpt.reporting.drawing import (
 from cpt.reporting.formats import MAX_LISTED, format_perplexity, format_signed, list_names
 from cpt.reporting.monitoring import MonitoredStage
 from cpt.reporting.overlap import Distribution, Overlap
+from cpt.reporting.svg import add_spots
 from cpt.reporting.training_curves import Borders
 
 CURVES = {  # the terms of metrics.csv that are drawn, and their labels
@@ -89,6 +92,7 @@ def draw_text_curves(scores: Scores, perplexities: DataFrame) -> Picture:
     domain_curves = curves[: len(domains)]
     has_many = len(domains) > MAX_LISTED
     point_marker = "." if len(scores.rows) == 1 else ""  # a single row makes no line
+    texts = describe_points(scores, curves)
     figure = make_figure((8.5, 4.8))
     axes = figure.add_subplot(yscale="log")
 
@@ -103,6 +107,7 @@ def draw_text_curves(scores: Scores, perplexities: DataFrame) -> Picture:
                 linestyle=DASHES[index // NUM_COLOURS],
                 label=literal(domains[index], width=30),
             )
+            add_spots(axes, range(len(scores.rows)), domain_curves[index], texts[index])
     if GENERAL in scores.domains:
         axes.plot(
             curves[-1],
@@ -113,6 +118,7 @@ def draw_text_curves(scores: Scores, perplexities: DataFrame) -> Picture:
             marker=point_marker,
             zorder=3,
         )
+        add_spots(axes, range(len(scores.rows)), curves[-1], texts[-1])
     own_cells = find_own_cells(scores)
     if own_cells:
         axes.scatter(
@@ -140,6 +146,19 @@ def draw_text_curves(scores: Scores, perplexities: DataFrame) -> Picture:
     return make_png(figure, description=description)
 
 
+def describe_points(scores: Scores, curves: np.ndarray) -> list[list[str]]:
+    """`networkx after sympy: 72.19` for each point of the curves [text, row]."""
+    texts = []
+    for text, curve in zip(scores.domains, curves.tolist(), strict=True):
+        texts.append(
+            [
+                f"{text} after {row}: {format_perplexity(value)}"
+                for row, value in zip(scores.rows, curve, strict=True)
+            ]
+        )
+    return texts
+
+
 def draw_median(axes: Axes, curves: np.ndarray, marker: str) -> None:
     """All curves [text, row] in grey, and their median in the rows in which all were measured."""
     axes.plot(curves.T, color="0.6", linewidth=0.4, alpha=0.5, marker=marker)
@@ -154,6 +173,8 @@ def draw_median(axes: Axes, curves: np.ndarray, marker: str) -> None:
         zorder=4,
         marker=marker,
     )
+    texts = [f"median after stage {row}: {format_perplexity(medians[row])}" for row in rows.tolist()]
+    add_spots(axes, rows, medians[rows], texts)
 
 
 def draw_training(training: Mapping[str, DataFrame], stages: Mapping[str, Borders]) -> Picture:
@@ -165,12 +186,13 @@ def draw_training(training: Mapping[str, DataFrame], stages: Mapping[str, Border
     figure = make_figure((10, 1.2 + 1.7 * len(terms)))
     panels = figure.subplots(len(terms), 1, sharex=True, squeeze=False)[:, 0]
     for term, axes in zip(terms, panels, strict=True):
-        curves = [table[term].dropna() for table in training.values() if term in table]
+        curves = {name: table[term].dropna() for name, table in training.items() if term in table}
         draw_term(axes, term, curves)
         mark_stages(axes, stages)
         if axes is panels[0]:
             name_stages(axes, stages)
     panels[-1].set_xlabel("tokens read by the optimizer steps, all stages")
+    panels[-1].xaxis.set_major_formatter(EngFormatter(sep=" "))  # 100 k
 
     ends = []
     for name, table in training.items():
@@ -179,14 +201,19 @@ def draw_training(training: Mapping[str, DataFrame], stages: Mapping[str, Border
     return make_png(figure, description=f"Loss at the last point of each stage: {list_descriptions(ends)}")
 
 
-def draw_term(axes: Axes, term: str, curves: Sequence[Series]) -> None:
-    """The curves of all stages; gradient norms on a logarithmic scale."""
-    for curve in curves:
+def draw_term(axes: Axes, term: str, curves: Mapping[str, Series]) -> None:
+    """The curves of all stages by their names; gradient norms on a logarithmic scale."""
+    texts = []
+    for stage, curve in curves.items():
         marker = "." if len(curve) < 3 else ""
         axes.plot(curve.index, curve, color=SERIES[0], linewidth=1.1, marker=marker)
-    if term == "grad_norm" and all((curve > 0).all() for curve in curves):
+        texts += [f"{stage}, {tokens:,.0f} tokens: {value:,.4g}" for tokens, value in curve.items()]
+    points = pandas.concat(list(curves.values()))
+    add_spots(axes, points.index, points, texts)
+
+    if term == "grad_norm" and (points > 0).all():
         axes.set_yscale("log")
-        label_logarithm(axes.yaxis, np.concatenate([curve.to_numpy() for curve in curves]))
+        label_logarithm(axes.yaxis, points.to_numpy())
     axes.set_ylabel(CURVES[term], fontsize=9)
 
 
@@ -218,6 +245,10 @@ def draw_monitor(stages: Sequence[MonitoredStage]) -> Picture:
         steps = begin + stage.steps
         for text, changes in stage.changes.items():
             draw_change(axes, stage, text, steps, changes)
+            texts = []
+            for step, change in zip(stage.steps.tolist(), changes.tolist(), strict=True):
+                texts.append(f"{text}, step {step} of {stage.name}: {format_signed(change)} nats")
+            add_spots(axes, steps, changes, texts)
         if stage.general_interval is not None:
             low, high = stage.general_interval.T
             axes.fill_between(steps, low, high, color="black", alpha=0.15, linewidth=0)
@@ -318,6 +349,11 @@ def draw_chat_losses(scores: Scores) -> Picture:
                 mean, low, high = rise
                 errors = [[mean - low], [high - mean]]
                 axes.errorbar(loss, position, xerr=errors, color="black", capsize=3, linewidth=1)
+        texts = [
+            f"{label} after {scores.rows[row]}: {loss:.3f} nats"
+            for row, loss in zip(rows, losses, strict=True)
+        ]
+        add_spots(axes, losses, bar_positions, texts)
     set_ticks(axes.yaxis, [scores.rows[row] for row in shown_rows], is_small=True, rotation=0)
     axes.invert_yaxis()
     axes.set(xlabel="loss (nats per token)")
@@ -375,6 +411,11 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
                 marker=style.marker,
                 linestyle=style.dashes,
             )
+            texts = [
+                f"{kind}, block {number}: {mean:.2f}"
+                for number, mean in zip(numbers, similarities.mean(1), strict=True)
+            ]
+            add_spots(axes, numbers, similarities.mean(1), texts)
             axes.fill_between(
                 numbers,
                 similarities.min(1),

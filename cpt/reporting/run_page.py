@@ -45,6 +45,7 @@ from cpt.reporting.frames import ReportedValue, find_matrices, list_costs, list_
 from cpt.reporting.monitoring import MonitoredStage, find_evaluation, read_monitor
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
 from cpt.reporting.page import LEGENDS, Block, show_picture, write_page
+from cpt.reporting.page_head import describe_run_head
 from cpt.reporting.run_tables import (
     METRIC_HEAD,
     TILES_HEAD,
@@ -62,7 +63,8 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     folder = Path(folder)
     scores = scores or Scores.load(folder / "scores.json")
     title = f"{scores.run['name']}: {label_run(scores.run)}"
-    return write_page(build_blocks(folder, scores), title=title, stem=folder / "report")
+    head = describe_run_head(folder, scores)
+    return write_page(build_blocks(folder, scores), title=title, stem=folder / "report", head=head)
 
 
 def build_blocks(folder: Path, scores: Scores) -> list[Block]:
@@ -368,7 +370,7 @@ def show_endtask_matrix(scores: Scores, shares: DataFrame) -> Block:
     is_measured = np.isfinite(shares).any(axis=1)
     deviations = task_metrics.sd_over_seeds(task_metrics.headline(endtasks))[is_measured]
     cells = format_cells(shares.dropna(how="all"), format_percent, deviations)
-    picture = b""
+    picture = None
     caption = ""
     if len(cells) > 1:
         picture = run_figures.draw_tasks("endtasks", shares)

@@ -38,6 +38,7 @@ from cpt.reporting.formats import (
     list_names,
 )
 from cpt.reporting.page import Block, align_columns, show_picture, write_page
+from cpt.reporting.svg import add_spots
 from cpt.reporting.tex import escape
 
 MAX_ACROSS = 3  # panels side by side
@@ -360,6 +361,8 @@ def draw_search(axes: Axes, method: TunedMethod, key: str, *, best: Trial | None
         linewidth=1 if len(method.space) == 1 else 0,
     )
 
+    texts = [f"{key} {trial.value(key)}: {trial.score:.4g}" for trial in method.finished]
+    add_spots(axes, positions, scores, texts)
     mark_trial(axes, method, positions, method.first, marker="s", size=70, colour="none")
     mark_trial(axes, method, positions, best, marker="*", size=160, colour="#D55E00")
     axes.set_title(literal(method.name, width=30), fontsize=9)

@@ -6,8 +6,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import cpt
 from cpt.core.exceptions import format_value
+from cpt.core.messages import count_noun
+from cpt.core.processes import cores
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import CONCAT
@@ -58,8 +62,13 @@ def make_initial_scores(
 
 
 def describe_numerics(machine: Machine, base: Base) -> dict[str, str]:
-    """The precision, the implementation of attention, and what the base is quantized to, if it is."""
-    numerics = {"precision": str(machine.precision), "attention": machine.attn_implementation}
+    """The precision, the implementation of attention, the devices, and what the base is quantized to, if it
+    is."""
+    numerics = {
+        "precision": str(machine.precision),
+        "attention": machine.attn_implementation,
+        "device": describe_device(machine),
+    }
     quantization = base.find_quantization()
     if quantization != "none":
         numerics["quantization"] = quantization
@@ -72,6 +81,16 @@ def describe_micro_batch(plan: Plan, machine: Machine) -> dict[str, str]:
         return {}
     num_shares = machine.world_size * plan.trainer.accumulate_grad_batches
     return {"micro_batch": str(plan.budget.batch_size // num_shares)}
+
+
+def describe_device(machine: Machine) -> str:
+    """`4 × NVIDIA H200`, `2 CPU cores`, or the kind of another device."""
+    if machine.device.type == "cpu":
+        return count_noun(cores(), "CPU core")
+    name = machine.device.type
+    if machine.device.type == "cuda":
+        name = torch.cuda.get_device_name(machine.device)
+    return f"{machine.world_size} × {name}" if machine.world_size > 1 else name
 
 
 def find_versions() -> dict[str, str]:

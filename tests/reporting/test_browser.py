@@ -10,7 +10,9 @@ import subprocess
 
 import pytest
 
-from cpt.reporting.page import Block, write_page
+from cpt.reporting.drawing import make_figure, make_png
+from cpt.reporting.page import Block, PageHead, write_page
+from cpt.reporting.svg import add_spots, assign_group
 
 KNOWN = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, KNOWN)), "")
@@ -54,6 +56,20 @@ return [sorted, searched, ticked, column(0)];
 """
 
 
+def run_in_page(tmp_path, blocks, script, **options):
+    """What a script returns that runs in a page of the blocks, which is opened from disk."""
+    probe = f"parent.postMessage(JSON.stringify((() => {{{script}}})()), '*')"
+    digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
+    path = write_page(blocks, title="Comparison of runs", stem=tmp_path / "page", **options)
+    text = path.read_text().replace("script-src", f"script-src 'sha256-{digest}'")
+    path.write_text(text.replace("</body>", f"<script type=module>{probe}</script></body>"))
+    (tmp_path / "frame.html").write_text(FRAME)
+    command = [BROWSER, *OPTIONS.split(), f"--user-data-dir={tmp_path}/profile"]
+    command += ["--dump-dom", (tmp_path / "frame.html").as_uri()]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return json.loads(html.unescape(re.search(r"<pre>(.*)</pre>", process.stdout, re.S)[1]))
+
+
 def test_tables_sort_by_words_and_by_numbers_and_are_filtered_together_by_a_search_and_boxes(tmp_path):
     facets = [{"method": row[0].split()[0].lower(), "model": row[1]} for row in ROWS]
     blocks = [
@@ -62,17 +78,7 @@ def test_tables_sort_by_words_and_by_numbers_and_are_filtered_together_by_a_sear
         ),
         Block(title="Differences: acl", head=HEAD[:2], cells=[[r[0], "3"] for r in ROWS], is_filtered=True),
     ]
-    probe = f"parent.postMessage(JSON.stringify((() => {{{SCRIPT}}})()), '*')"
-    digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
-    path = write_page(blocks, title="Comparison of runs", stem=tmp_path / "page")
-    text = path.read_text().replace("script-src", f"script-src 'sha256-{digest}'")
-    path.write_text(text.replace("</body>", f"<script type=module>{probe}</script></body>"))
-    (tmp_path / "frame.html").write_text(FRAME)
-    command = [BROWSER, *OPTIONS.split(), f"--user-data-dir={tmp_path}/profile"]
-    command += ["--dump-dom", (tmp_path / "frame.html").as_uri()]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    message = html.unescape(re.search(r"<pre>(.*)</pre>", process.stdout, re.S)[1])
-    sorted_columns, searched, ticked, plain = json.loads(message)
+    sorted_columns, searched, ticked, plain = run_in_page(tmp_path, blocks, SCRIPT)
     expected = {
         0: (["das (order 2)", "das (order 10)", "Das + migu", "ewc", "ncl"], []),
         2: (["−0.5 ± 0.1", "9.75", "10.2 [9.0, 11.5]"], ["–", "nan"]),
@@ -86,3 +92,46 @@ def test_tables_sort_by_words_and_by_numbers_and_are_filtered_together_by_a_sear
     assert [result[:2] for result in searched] == [[names[3:], 2], [[], 0], [names, 5]]
     assert [result[2].split(" of 10")[0] for result in searched] == ["4", "0", "10"]
     assert ticked == [["ewc", "das (order 10)"]] * 2 and plain == names
+
+
+FIGURE_SCRIPT = """
+const shown = () => [...document.querySelectorAll("figure [data-group]")]
+  .filter(mark => getComputedStyle(mark).display !== "none").map(mark => mark.dataset.group);
+const box = document.querySelector("input[type=search]");
+const search = query => { box.value = query; box.dispatchEvent(new Event("input")); return shown(); };
+const found = [search(""), search("das"), search("")];
+const spot = document.querySelector(".spots circle");
+spot.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, clientX: 40, clientY: 90 }));
+const tip = document.querySelector(".tip");
+const told = [tip.hidden, tip.textContent];
+document.body.dispatchEvent(new PointerEvent("pointermove", { bubbles: true }));
+document.querySelector(".enlarge").click();
+const dialog = document.querySelector("dialog");
+return [found, told, tip.hidden, dialog.open && dialog.querySelectorAll("svg").length,
+  document.querySelector(".command").innerText, document.querySelectorAll("title").length];
+"""
+
+
+def test_filters_act_on_figures_whose_values_are_shown_on_hover(tmp_path):
+    figure = make_figure((4, 3))
+    axes = figure.add_subplot()
+    for group in ("ncl", "das"):
+        assign_group(axes.plot([0, 1], [1, 2]), group)
+        add_spots(axes, [0], [1], [f"{group}: <1>"], group=group)
+    picture = make_png(figure, description="two lines")
+    table = Block(
+        head=["group", "LC"],
+        cells=[["ncl", "2"], ["das", "1"]],
+        is_filtered=True,
+        facets=[{"method": "ncl", "domains": "law"}, {"method": "das", "domains": "law"}],
+    )
+    blocks = [table, Block(title="Curves", picture=picture, section="law")]
+    head = PageHead(command="python run.py name='a b'")
+    searched, tip, is_hidden_beside, num_enlarged, command, num_titles = run_in_page(
+        tmp_path, blocks, FIGURE_SCRIPT, head=head
+    )
+    groups = ["ncl", "das", "ncl", "das"]  # lines, then spots
+    assert searched == [groups, ["das", "das"], groups]
+    assert tip == [False, "ncl: <1>"] and is_hidden_beside
+    assert num_enlarged == 1 and command.split() == ["python", "run.py", "name='a", "b'", "copy"]
+    assert num_titles == 1  # the page's own: browsers show no second hint

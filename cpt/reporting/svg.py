@@ -1,0 +1,202 @@
+"""Figures as SVG elements of a page, with their values on hover and their groups under its filters.
+
+matplotlib draws the figure. Above it lie transparent circles and cells. Each has a `<title>`, which browsers
+show on hover, and the script of the page at once. What belongs to a group of runs has `data-group`."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+
+MAX_SPOTS = 60  # of a series, so that a page with many curves stays small
+SPOT_RADIUS = 5  # points: what a finger or a mouse hits
+PIXELS_PER_INCH = 105  # of a page: an 11-inch figure fills its column, and 9 points are 13 pixels
+POINTS_PER_INCH = 72
+SVG_TEXT: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "cpt",  # the same names in each file
+}
+# Colours of a figure that have other values on dark screens, in report.css.j2. White and "#111111" are not
+# among them: numbers in these two are on the colours of a heat map.
+PAGE_COLOURS = {
+    "#000000": "--ink",
+    "#ebebeb": "--grid",
+    "#e5e5e5": "--grid",
+    "#e6e6e6": "--grid",
+    "#bfbfbf": "--faint",
+    "#b2b2b2": "--faint",
+    "#b3b3b3": "--faint",
+    "#999999": "--faint",
+    "#595959": "--faint",
+    "#0072b2": "--blue",
+    "#d55e00": "--vermilion",
+    "#009e73": "--green",
+    "#cc79a7": "--pink",
+    "#e69f00": "--orange",
+    "#56b4e9": "--sky",
+    "#8833ee": "--violet",
+}
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A place of a figure, in the coordinates of its axes, and the text that a page shows there."""
+
+    axes: Axes
+    x: float
+    y: float
+    text: str
+    group: str = ""
+    is_cell: bool = False  # a cell of a heat map, one wide and high, or else a circle
+
+
+class PageFigure(Figure):
+    """A figure that knows its spots, and the groups of runs that its artists show."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.spots: list[Spot] = []
+        self.groups: dict[str, str] = {}  # by the id of an artist
+
+
+def add_spots(
+    axes: Axes, xs: Iterable[float], ys: Iterable[float], texts: Sequence[str], *, group: str = ""
+) -> None:
+    """Texts at the points of a series; of many points, at MAX_SPOTS from the first to the last."""
+    figure = cast(PageFigure, axes.get_figure(root=True))
+    points = np.column_stack([np.asarray(list(xs), float), np.asarray(list(ys), float)])  # [point, 2]
+    drawn = np.flatnonzero(np.isfinite(points).all(axis=1))
+    if len(drawn) > MAX_SPOTS:
+        drawn = drawn[np.linspace(0, len(drawn) - 1, MAX_SPOTS).round().astype(int)]
+    for index in drawn.tolist():
+        x, y = points[index].tolist()
+        figure.spots.append(Spot(axes, x, y, texts[index], group=group))
+
+
+def add_cells(axes: Axes, texts: Sequence[Sequence[str]], *, group: str = "") -> None:
+    """Texts [row, column] over the cells of a heat map; none over an empty text."""
+    figure = cast(PageFigure, axes.get_figure(root=True))
+    for row, row_texts in enumerate(texts):
+        for column, text in enumerate(row_texts):
+            if text:
+                figure.spots.append(Spot(axes, column, row, text, group=group, is_cell=True))
+
+
+def assign_group(artists: Iterable[Artist], group: str) -> None:
+    """Lets the filters of a page show or hide what belongs to a group of runs."""
+    for artist in artists:
+        figure = cast(PageFigure, artist.get_figure(root=True))
+        identifier = f"group-{len(figure.groups)}"
+        artist.set_gid(identifier)
+        figure.groups[identifier] = group
+
+
+def share_groups(legend: Legend, artists: Sequence[Artist]) -> None:
+    """Puts the entries of a legend into the groups of the artists that they stand for."""
+    for artist, handle, label in zip(artists, legend.legend_handles, legend.get_texts(), strict=True):
+        figure = cast(PageFigure, artist.get_figure(root=True))
+        group = figure.groups.get(artist.get_gid() or "")
+        if group is not None and handle is not None:
+            assign_group([handle, label], group)
+
+
+def render_svg(figure: PageFigure, *, description: str, prefix: str) -> str:
+    """The figure as an element of a page. `prefix` begins its ids, which are unique in a page."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(SVG_TEXT):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    root = ElementTree.fromstring(buffer.getvalue())
+    for child in [*root]:
+        if child.tag.endswith("metadata"):
+            root.remove(child)
+
+    for element in root.iter():
+        group = figure.groups.get(element.get("id", ""))
+        if group is not None:
+            element.set("data-group", group)
+        element.tag = without_namespace(element.tag)
+        for name, value in [*element.attrib.items()]:
+            del element.attrib[name]
+            element.set(without_namespace(name), adapt_value(without_namespace(name), value, prefix))
+
+    width, height = figure.get_size_inches().tolist()
+    root.attrib = {
+        "viewBox": root.attrib["viewBox"],
+        "width": f"{width * PIXELS_PER_INCH:.0f}",
+        "height": f"{height * PIXELS_PER_INCH:.0f}",
+        "style": f"--width: {width * PIXELS_PER_INCH:.0f}px",  # for small screens
+        "role": "img",
+        "aria-label": description,
+    }
+    root.append(make_spots(figure))
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def without_namespace(name: str) -> str:
+    """The name as HTML has it: inside a page, SVG needs no namespaces."""
+    return name.rpartition("}")[2]
+
+
+def adapt_value(name: str, value: str, prefix: str) -> str:
+    """The value of an attribute: ids with the prefix, colours as variables of the page."""
+    if name == "id":
+        return prefix + value
+    if name == "href" and value.startswith("#"):
+        return f"#{prefix}{value[1:]}"
+    value = value.replace("url(#", f"url(#{prefix}")
+    if name != "style":
+        return value
+
+    def use_variable(colour: re.Match[str]) -> str:
+        variable = PAGE_COLOURS.get(colour[0].lower())
+        return f"var({variable})" if variable else colour[0]
+
+    value = re.sub(r"font-family: [^;]*;? ?", "", value)  # that of the page; the list is longer than the text
+    return re.sub(r"#[0-9a-fA-F]{6}\b", use_variable, value)
+
+
+def make_spots(figure: PageFigure) -> ElementTree.Element:
+    """The spots of a figure as circles and rectangles, in the points of its SVG."""
+    layer = ElementTree.Element("g", {"class": "spots"})
+    for spot in figure.spots:
+        if spot.is_cell:
+            element = ElementTree.SubElement(layer, "rect", measure_cell(figure, spot))
+        else:
+            x, y = find_point(figure, spot.axes, spot.x, spot.y)
+            circle = {"cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": str(SPOT_RADIUS)}
+            element = ElementTree.SubElement(layer, "circle", circle)
+        if spot.group:
+            element.set("data-group", spot.group)
+        ElementTree.SubElement(element, "title").text = spot.text
+    return layer
+
+
+def measure_cell(figure: PageFigure, spot: Spot) -> dict[str, str]:
+    """The attributes of the rectangle over a cell. The rows of a heat map are counted from its top."""
+    x, y = find_point(figure, spot.axes, spot.x - 0.5, spot.y - 0.5)
+    end_x, end_y = find_point(figure, spot.axes, spot.x + 0.5, spot.y + 0.5)
+    return {
+        "x": f"{x:.1f}",
+        "y": f"{y:.1f}",
+        "width": f"{end_x - x:.1f}",
+        "height": f"{end_y - y:.1f}",
+    }
+
+
+def find_point(figure: PageFigure, axes: Axes, x: float, y: float) -> tuple[float, float]:
+    """Coordinates of axes in the points of the SVG, which counts from the top left corner."""
+    x_pixels, y_pixels = axes.transData.transform((x, y)).tolist()
+    points_per_pixel = POINTS_PER_INCH / figure.dpi
+    height = float(figure.get_figheight()) * POINTS_PER_INCH
+    return x_pixels * points_per_pixel, height - y_pixels * points_per_pixel
