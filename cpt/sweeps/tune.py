@@ -214,9 +214,11 @@ class TuneSweeper(OptunaSweeper):
             return SearchResult([], [])
         log.info("Tuning %s: %s trials over %s", candidate.label, self.n_trials, ", ".join(candidate.space))
 
-        evaluation = ["domains.score_on=valid", "benchmark=none", "chats=none"]
+        evaluation = ["domains.score_on=valid", "benchmark=none", "chats=none", "divergence=none"]
         evaluation.append("endtask.score_on=dev" if self.on_tasks else "endtask=none")
-        replaced = ("benchmark", "chats") if self.on_tasks else ("benchmark", "chats", "endtask")
+        replaced: tuple[str, ...] = ("benchmark", "chats", "divergence")
+        if not self.on_tasks:
+            replaced = (*replaced, "endtask")
         fixed = [line for line in candidate.overrides if not line.lstrip("+~").startswith(replaced)]
         first_run = [lines[0] for lines in runs if lines[0].partition("=")[0] not in self.averaged]
         folder = f"{name}/search/" + UNSAFE.sub(".", candidate.label).strip(".")

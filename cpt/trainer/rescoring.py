@@ -50,7 +50,8 @@ def load_finished_scores(run: RunDir) -> Scores:
 
 
 def load_plan(run: RunDir, order: Sequence[str]) -> Plan:
-    """The plan of a run with domains in an order, from its stored config, without loggers, tasks, benchmarks.
+    """The plan of a run with domains in an order, from its stored config, without loggers, tasks,
+    divergence, benchmarks.
     Raises ValueError for a config that leaves values out, as those of environment variables."""
     for key, value in run.stored_config().items():
         variable = FROM_ENVIRONMENT.search(str(value))
@@ -60,7 +61,7 @@ def load_plan(run: RunDir, order: Sequence[str]) -> Plan:
                 "RUN", run.path, reason=f"its config.yaml leaves out the value of {key}", allowed=ALLOWED_RUN
             )
     plan = make_plan(load_config_here(run), run=run)
-    plan = replace(plan, order=list(order), endtasks=None, answers=None, benchmark=None)
+    plan = replace(plan, order=list(order), endtasks=None, answers=None, divergence=None, benchmark=None)
     return date_chats(plan)
 
 

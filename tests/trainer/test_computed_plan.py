@@ -229,6 +229,21 @@ def test_the_smallest_change_is_named(search, config_only):
     assert find_peak(find_memory(simulated, make_layout(changed, 1))) == change.peak
 
 
+def test_the_divergence_adds_the_weights_that_training_changes_to_an_evaluation(config_only):
+    num_bytes = {}
+    for method in ("ncl", "lora"):
+        plan = make_plan(config_only("plan_device=h100", f"method={method}", "divergence=base"))
+        simulated = SimulatedPlan(plan, GPUS["h100"])
+        memory = find_memory(simulated, make_layout(plan, 1))
+        num_bytes[method] = memory["evaluation"]["weights of the base"]
+        assert "weights of the base" not in memory["step"]
+        assert num_bytes[method] == 4 * simulated.num_trained
+    assert num_bytes["lora"] < num_bytes["ncl"] / 2
+    plain = make_plan(config_only("plan_device=h100"))
+    memory = find_memory(SimulatedPlan(plain, GPUS["h100"]), make_layout(plain, 1))
+    assert "weights of the base" not in memory["evaluation"]
+
+
 def test_the_method_is_changed_last(search, monkeypatch):
     monkeypatch.setattr("cpt.optim.rounded_optimizer.MAX_COPIED", 1000)  # of so small a model
     changes, layout = search(*SHORT)
