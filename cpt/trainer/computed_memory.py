@@ -16,7 +16,7 @@ AROUND = ("before a domain", "after a domain")
 # Uses of memory in addition to those of the simulation, which is of one process.
 GATHERED = "gathered by FSDP"
 BUCKETS = "gradient buckets"
-GOING_BACK = "weights to go back to"
+GOING_BACK = "saved weights"
 BASE_WEIGHTS = "weights of the base"
 
 

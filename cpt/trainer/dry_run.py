@@ -254,7 +254,7 @@ def extrapolate_costs(
         "disk": {
             "stage file": extended[-1].file,
             "all stage files (save_all_stages=true)": sum(profile.file for profile in extended[1:]),
-            "checkpoint": extended[-1].file + optimizer_bytes + last_memory["weights to go back to"],
+            "checkpoint": extended[-1].file + optimizer_bytes + last_memory["saved weights"],
             "exported model": extended[-1].weights * export_dtype.itemsize,
         },
         "seconds": seconds | {"total": sum(seconds.values())},

@@ -327,7 +327,7 @@ def estimate_memory(
     measured_on_device = sum(measured.memory.values()) - measured.memory["offloaded"]
     memory["logits and loss"] = min(measured.loss, measured.peak - measured_on_device)
     memory["activations and rest"] = measured.peak - measured_on_device - memory["logits and loss"]
-    memory["weights to go back to"] = gradients * num_copies
+    memory["saved weights"] = gradients * num_copies
     memory["gradient buckets"] = gradients if world_size > 1 and not is_sharded else 0
     return memory | {"peak": sum(memory.values()), "offloaded": offloaded}
 
