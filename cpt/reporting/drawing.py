@@ -18,8 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.patches import Rectangle
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Affine2D
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 
@@ -30,6 +32,8 @@ from cpt.reporting.svg import SVG_TEXT, PageFigure, add_cells, assign_group
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8833EE")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
+NUM_COLOURS_OF_MANY = 33  # of many cells: the image is a quarter as large as with 256
+LARGE_TICK = 1e6  # from which a number is too long for its tick
 MAX_TICKS = 30  # labels at an axis with many names
 VECTORS: dict[Any, Any] = {**SVG_TEXT, "pdf.fonttype": 42}  # as publishers require
 CELL_INK = "#111111"  # dark text and frames on the colours of a heat map, the same on dark screens
@@ -123,7 +127,12 @@ def label_logarithm(axis: Axis, values: np.ndarray) -> None:
     is_narrow = finite.max(initial=0) < 5 * finite.min(initial=np.inf)
     axis.set_major_locator(MaxNLocator(6) if is_narrow else LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value)))
+
+
+def format_tick(value: float) -> str:
+    """The number written out; with a power of ten from a million on."""
+    return f"{value:,.10g}" if abs(value) < LARGE_TICK else f"{value:.4g}"
 
 
 def list_descriptions(descriptions: Iterable[str]) -> str:
@@ -207,6 +216,8 @@ def draw_heat_maps(
         figure, panels = open_panels(len(maps), num_rows=num_rows, num_columns=num_columns, is_small=is_small)
 
     colours = matplotlib.colormaps[scale.colours].with_extremes(bad="0.8")
+    if not is_small:
+        colours = colours.resampled(NUM_COLOURS_OF_MANY)
     for (title, heat_map), axes in zip(maps.items(), panels, strict=True):
         image = axes.imshow(
             heat_map.values,
@@ -254,11 +265,14 @@ def open_panels(
 
 def frame_cells(axes: Axes, heat_map: HeatMap, *, is_small: bool) -> None:
     """Frames, and a line before the column of general text, which is the last."""
+    frames = []
     for row, column in heat_map.framed:
-        corner = (column - 0.5, row - 0.5)
-        axes.add_patch(
-            Rectangle(corner, 1, 1, fill=False, linewidth=2 if is_small else 0.7, edgecolor=CELL_INK)
-        )
+        move = Affine2D().translate(column - 0.5, row - 0.5)
+        frames.append(Path.unit_rectangle().transformed(move))
+    if frames:  # one path: of hundreds of domains, an element for each would fill a page
+        outline = Path.make_compound_path(*frames)
+        linewidth = 2 if is_small else 0.7
+        axes.add_patch(PathPatch(outline, fill=False, linewidth=linewidth, edgecolor=CELL_INK))
     if heat_map.columns[-1] == GENERAL:
         border = len(heat_map.columns) - 1.5
         axes.axvline(border, color=CELL_INK, linewidth=1.5 if is_small else 0.8)

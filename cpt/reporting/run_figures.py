@@ -46,6 +46,7 @@ CURVES = {  # the terms of metrics.csv that are drawn, and their labels
 CHANGE_LABEL = "change in nats per token\n(blue: better than base)"
 MAX_UNITS = 200  # points of a layer
 HIGH_SIMILARITY = 0.8  # of all domains: on a scale from 0 they would all have one colour
+MAX_GREY = 60  # curves of a run over more domains: more of them look the same, and fill a page
 NUM_COLOURS = 6  # of lines of texts, before another kind of dashes
 
 
@@ -160,8 +161,15 @@ def describe_points(scores: Scores, curves: np.ndarray) -> list[list[str]]:
 
 
 def draw_median(axes: Axes, curves: np.ndarray, marker: str) -> None:
-    """All curves [text, row] in grey, and their median in the rows in which all were measured."""
-    axes.plot(curves.T, color="0.6", linewidth=0.4, alpha=0.5, marker=marker)
+    """Curves [text, row] in grey, at most MAX_GREY from the first to the last, and the median of all curves
+    in the rows in which all were measured."""
+    num_grey = min(len(curves), MAX_GREY)
+    chosen = np.linspace(0, len(curves) - 1, num_grey).round().astype(int)
+    # One line with gaps: an element for each would fill a page.
+    xs = np.tile([*range(curves.shape[1]), math.nan], num_grey)
+    ys = np.column_stack([curves[chosen], np.full(num_grey, math.nan)]).ravel()
+    label = f"{num_grey} of {len(curves)} domains" if num_grey < len(curves) else "domains"
+    axes.plot(xs, ys, color="0.6", linewidth=0.4, alpha=0.5, marker=marker, label=label)
     medians = np.median(curves, axis=0)
     rows = np.flatnonzero(np.isfinite(medians))
     axes.plot(
@@ -204,10 +212,15 @@ def draw_training(training: Mapping[str, DataFrame], stages: Mapping[str, Border
 def draw_term(axes: Axes, term: str, curves: Mapping[str, Series]) -> None:
     """The curves of all stages by their names; gradient norms on a logarithmic scale."""
     texts = []
+    xs: list[float] = []  # of one line with gaps: hundreds of lines would fill a page
+    ys: list[float] = []
     for stage, curve in curves.items():
-        marker = "." if len(curve) < 3 else ""
-        axes.plot(curve.index, curve, color=SERIES[0], linewidth=1.1, marker=marker)
+        xs += [*curve.index, math.nan]
+        ys += [*curve, math.nan]
         texts += [f"{stage}, {tokens:,.0f} tokens: {value:,.4g}" for tokens, value in curve.items()]
+    marker = "." if min(len(curve) for curve in curves.values()) < 3 else ""
+    axes.plot(xs, ys, color=SERIES[0], linewidth=1.1, marker=marker)
+
     points = pandas.concat(list(curves.values()))
     add_spots(axes, points.index, points, texts)
 
@@ -220,8 +233,12 @@ def draw_term(axes: Axes, term: str, curves: Mapping[str, Series]) -> None:
 def mark_stages(axes: Axes, stages: Mapping[str, Borders]) -> None:
     """A line where each stage begins."""
     axes.grid(axis="y", color="0.92")
+    xs: list[float] = []  # of one line with gaps
+    ys: list[float] = []  # 0 is the bottom of the axes, 1 the top
     for begin, _ in stages.values():
-        axes.axvline(begin, color="0.75", linewidth=0.8, zorder=0)
+        xs += [begin, begin, math.nan]
+        ys += [0, 1, math.nan]
+    axes.plot(xs, ys, color="0.75", linewidth=0.8, zorder=0, transform=axes.get_xaxis_transform())
 
 
 def name_stages(axes: Axes, stages: Mapping[str, Borders]) -> None:

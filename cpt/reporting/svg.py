@@ -154,6 +154,8 @@ def adapt_value(name: str, value: str, prefix: str) -> str:
         return prefix + value
     if name == "href" and value.startswith("#"):
         return f"#{prefix}{value[1:]}"
+    if name in ("d", "x", "y"):
+        return re.sub(r"(\.\d\d)\d+", r"\1", value)  # hundredths of a point; half of a page were digits
     value = value.replace("url(#", f"url(#{prefix}")
     if name != "style":
         return value

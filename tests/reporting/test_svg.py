@@ -1,13 +1,18 @@
 """Figures of a page: values on hover, groups for its filters, and nothing but text from a name."""
 
+import itertools
 import re
 from xml.etree import ElementTree
 
 import numpy as np
+import pytest
 
 from cpt.reporting.drawing import HeatMap, draw_heat_maps, make_figure, make_png
 from cpt.reporting.page import Block, render_html
+from cpt.reporting.run_figures import CURVES
+from cpt.reporting.run_page import write_report
 from cpt.reporting.svg import MAX_SPOTS, add_spots, assign_group, render_svg, share_groups
+from tests.support.example_runs import make_scores
 
 VALUES = np.array([[1.0, 2.0, np.nan], [3.0, 4.0, 5.0]])
 
@@ -92,3 +97,15 @@ def test_a_picture_of_a_page_follows_a_dark_screen_and_its_heat_map_does_not():
     svg = render_svg(picture.figure, description="", prefix="")
     assert "var(--ink)" in svg and "#000000" not in svg
     assert "#111111" in svg  # numbers on light cells
+
+
+@pytest.mark.slow
+def test_the_page_of_a_run_of_236_domains_is_smaller_than_a_megabyte_and_a_half(tmp_path):
+    order = [f"domain {number}" for number in range(236)]
+    nll = np.random.default_rng(0).normal(4, 0.3, (237, 237)).round(4)
+    make_scores(order=order, nll=nll).save(tmp_path / "scores.json")
+    lines = ["step,name,value"]
+    for domain, term, step in itertools.product(order, CURVES, range(0, 10, 2)):
+        lines.append(f"{step},train/{term}/{domain},{4.5 - step / 10}")
+    (tmp_path / "metrics.csv").write_text("\n".join(lines))
+    assert write_report(tmp_path).stat().st_size < 1.5e6
