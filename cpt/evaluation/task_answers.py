@@ -16,6 +16,7 @@ from cpt.data.collate import Batch, Rows
 from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.evaluation.finetune import longest
 from cpt.models.forward import set_temporarily, supports_kv_cache
+from cpt.models.generation import pad_prompts
 from cpt.models.objectives import Objective
 
 # Negative log-likelihood in nats, summed over the tokens of a choice and its end, by the indices of the
@@ -205,18 +206,3 @@ def split_by_length(batches: Sequence[Sequence[int]], length: Callable[[int], in
         for _, question_indices in groupby(batch, key=length):
             parts.append(list(question_indices))
     return parts
-
-
-def pad_prompts(
-    prompts: Sequence[Sequence[int]], *, padding: int, on_the_left: bool
-) -> tuple[Tensor, Tensor]:
-    """Prompts as token ids, with the token `padding` on one side, and the attention mask; both [B, T] with T
-    the length of the longest prompt."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), width), padding)
-    mask = torch.zeros((len(prompts), width), dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        begin = width - len(prompt) if on_the_left else 0
-        ids[row, begin : begin + len(prompt)] = torch.tensor(prompt)
-        mask[row, begin : begin + len(prompt)] = 1
-    return ids, mask

@@ -6,7 +6,14 @@ blocks of the base, and these copies alone are trained.
 
 (equation 1 and section 3.2; the paper copies the last P = 1 block of each of N = 8 groups of M = 4 blocks).
 
-The model has more blocks from the start of the run on, and is exported as a plain model of that depth."""
+The model has more blocks from the start of the run on, and is exported as a plain model of that depth.
+
+With `blocks` it is the first stage of ADEPT (Zhang et al., ICLR 2026, arXiv 2510.10071): copies of the blocks
+without which the loss on general text rises least, which docs/examples/block_importance.py measures. Its
+second stage, rates by the importance of each matrix for general text, is not included: no hook of a step has
+that text."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,19 +43,33 @@ class BlockExpansion(ContinualMethod):
 
     def __init__(self, options: BlockExpansionOptions, context: MethodContext) -> None:
         model = context.model
+        check_blocks(model, options.blocks)
         if model.device.type == "meta":  # before any text is read
-            check_base_stays(model, context.objective, share=options.share)
-        prefixes = tuple(f"{name}." for name in insert(model, options.share))
+            check_base_stays(model, context.objective, options)
+        prefixes = tuple(f"{name}." for name in insert(model, options))
         names = tuple(name for name, _ in model.named_parameters() if name.startswith(prefixes))
         maps = tuple(layer for layer in find_projections(model) if layer.name.startswith(prefixes))
         super().__init__(options, context, scope=Scope(names, maps))
 
 
-def insert(model: PreTrainedModel, share: float) -> list[str]:
+def check_blocks(model: PreTrainedModel, blocks: Sequence[int] | None) -> None:
+    """Raises ValueError for the number of a block that a stack does not have."""
+    depth = min(growth.count_depths(model).values(), default=0)
+    missing = [number for number in blocks or () if number >= depth]
+    if missing:
+        raise InvalidOptionError(
+            "method.blocks",
+            list(blocks or ()),
+            reason=f"there is no block {missing[0]}",
+            allowed=f"0 to {depth - 1}",
+        )
+
+
+def insert(model: PreTrainedModel, options: BlockExpansionOptions) -> list[str]:
     """As `growth.insert_layers`, of models whose linear layers masks know; errors name the method."""
     try:
         find_projections(model)
-        return growth.insert_layers(model, share)
+        return growth.insert_layers(model, options.share, blocks=options.blocks)
     except ValueError as error:
         raise InvalidOptionError(
             "method",
@@ -58,14 +79,14 @@ def insert(model: PreTrainedModel, share: float) -> list[str]:
         ) from error
 
 
-def check_base_stays(model: PreTrainedModel, objective: Objective, *, share: float) -> None:
+def check_base_stays(model: PreTrainedModel, objective: Objective, options: BlockExpansionOptions) -> None:
     """Raises ValueError for a model on the meta device that is another function with new blocks, as where a
     norm follows what a block adds to; tried with random weights."""
     skeleton = make_skeleton(model)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         stand_in = make_stand_in(skeleton)
         nll_before = find_token_losses(stand_in, objective)
-        insert(stand_in, share)
+        insert(stand_in, options)
         largest_change = (find_token_losses(stand_in, objective) - nll_before).abs().max()
     if largest_change > MAX_LOSS_CHANGE:
         raise InvalidOptionError(

@@ -23,6 +23,7 @@ from cpt.core.schema import (
     Natural,
     NonNegative,
     Number,
+    OneOrMore,
     OpenShare,
     Options,
     PerDomain,
@@ -30,6 +31,7 @@ from cpt.core.schema import (
     PositiveShare,
     Probability,
     Subset,
+    Text,
     config,
     option,
 )
@@ -140,6 +142,11 @@ class DGAOptions(SoftMaskOptions, ContrastOptions):
 @config
 class BlockExpansionOptions(Options):
     share: PositiveShare = option("new blocks of each stack, as a share of its blocks; at least one")
+    blocks: OneOrMore[Natural] | None = option(
+        "numbers, from 0, of the blocks that are copied (ADEPT: the least important ones); null: evenly "
+        "spread, as many as `share` says",
+        default=None,
+    )
 
 
 @config
@@ -321,6 +328,37 @@ class MoELoRAOptions(MapPairOptions):
         super().__post_init__()
         self.refuse_dora(reason="a norm is of one product, and the router weights those of all experts")
         self.refuse_pissa(reason="the router weights the products, whose sum would not be the base")
+
+
+@config
+class SDFTOptions(Options):
+    strength: Probability = option("lambda: the share of self-distillation in the loss; 0: none")
+    divergence: Literal["forward", "reverse"] = option("KL(teacher || student), or KL(student || teacher)")
+    teacher_update_rate: Probability = option(
+        "alpha: the share of the student in the teacher after a step; 0: the model before the domain"
+    )
+    prompt: Text = option("what the teacher reads after a question; {demonstration}: the example's answer")
+    max_new_tokens: Count = option("tokens of an answer that the student writes, at most")
+    skipped_tokens: Natural = option("first tokens of each answer that are not distilled")
+    temperature: Positive = option("sampling temperature of the student's answers")
+    top_p: PositiveShare = option("nucleus sampling: cumulative probability of the likeliest tokens")
+
+    def __post_init__(self) -> None:
+        if self.prompt.count("{demonstration}") != 1:
+            raise InvalidOptionError(
+                "prompt",
+                self.prompt,
+                reason="it does not show the answer once",
+                allowed="a text with {demonstration}",
+            )
+        if self.skipped_tokens >= self.max_new_tokens:
+            raise InvalidOptionError(
+                "skipped_tokens",
+                self.skipped_tokens,
+                context=f"with max_new_tokens={self.max_new_tokens}",
+                reason="no token would be distilled",
+                allowed=f"0 to {self.max_new_tokens - 1}",
+            )
 
 
 @config

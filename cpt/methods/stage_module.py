@@ -16,7 +16,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.domain_store import BASE, DomainScorer, Scope
 from cpt.core.distributed import average_gradients, clip_gradients, total_norm
@@ -74,6 +74,7 @@ class MethodContext:
     parameter_options: ParameterOptions = SAME_FOR_ALL
     rounding: Rounding = TO_NEAREST  # of steps to weights in 16 bits
     token_weights: TokenWeights = field(default_factory=TokenWeights)  # in the language-model loss
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: not trained yet, or not needed
 
 
 class StageModule(LightningModule):

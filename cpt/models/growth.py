@@ -207,26 +207,36 @@ def spread_copies(depth: int, num_copies: int) -> list[int]:
     return [depth * (number + 1) // num_copies - 1 for number in range(num_copies)]
 
 
-def insert_layers(model: PreTrainedModel, share: float) -> list[str]:
-    """Adds to each stack copies of blocks, evenly spread, each after its original and without contribution
-    (LLaMA Pro; Wu et al., ACL 2024, section 3.2): round(share * depth) of them, at least one. Returns the
-    names of the copies. Raises ValueError where the configuration makes blocks of other kinds."""
-    depths = Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
-    num_copies = max(1, round(share * min(depths.values())))
+def count_depths(model: PreTrainedModel) -> Counter[str]:
+    """The number of blocks of each stack, by its name."""
+    return Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
+
+
+def insert_layers(model: PreTrainedModel, share: float, *, blocks: Sequence[int] | None = None) -> list[str]:
+    """Adds to each stack copies of blocks, each after its original and without contribution: of the blocks of
+    some numbers (ADEPT; Zhang et al., ICLR 2026), else evenly spread (LLaMA Pro; Wu et al., ACL 2024, section
+    3.2), round(share * depth) of them, at least one. Returns the names of the copies. Raises ValueError where
+    the configuration makes blocks of other kinds."""
+    depths = count_depths(model)
+    num_copies = len(blocks) if blocks else max(1, round(share * min(depths.values())))
+
+    def list_originals(depth: int) -> list[int]:
+        return sorted(blocks) if blocks else spread_copies(depth, num_copies)
+
     with adjust_config(model, "layers") as make_grown_skeleton:
         set_fields(model, {name: getattr(model.config, name, 0) + num_copies for name in DEPTH_FIELDS})
         for field in BLOCK_LIST_FIELDS:
             entries = vars(model.config).get(field)  # not those that a property computes
             if entries is not None:
                 depth = min(depths.values())
-                set_fields(model, {field: insert_copies(list(entries)[:depth], num_copies)})
+                set_fields(model, {field: insert_copies(list(entries)[:depth], list_originals(depth))})
 
         skeleton = make_grown_skeleton()
         names: list[str] = []
         for stack, depth in depths.items():
             layers = model.get_submodule(stack)
             # From the last on, so that the numbers of those before it stay.
-            for number, original in reversed(list(enumerate(spread_copies(depth, num_copies)))):
+            for number, original in reversed(list(enumerate(list_originals(depth)))):
                 new_name = f"{stack}.{original + number + 1}"
                 copy = copy_block(skeleton.get_submodule(new_name), layers[original])
                 layers.insert(original + 1, copy)
@@ -236,13 +246,12 @@ def insert_layers(model: PreTrainedModel, share: float) -> list[str]:
     return sorted(names)
 
 
-def insert_copies(entries: Sequence[Any], num_copies: int) -> list[Any]:
-    """A list with an entry for each block, for blocks of which some are followed by a copy.
+def insert_copies(entries: Sequence[Any], originals: Sequence[int]) -> list[Any]:
+    """A list with an entry for each block, for blocks of which those at some places are followed by a copy.
 
-    >>> insert_copies(["a", "b", "c", "d"], 2)
+    >>> insert_copies(["a", "b", "c", "d"], [1, 3])
     ['a', 'b', 'b', 'c', 'd', 'd']
     """
-    originals = spread_copies(len(entries), num_copies)
     grown = []
     for number, entry in enumerate(entries):
         grown.append(entry)

@@ -92,6 +92,13 @@ class PreciseSnapshot(Snapshot, PreciseTensors):
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         super().update({name: precise(tensor) for name, tensor in tensors.items()})
 
+    @contextmanager
+    def teaching(self, model: nn.Module) -> Iterator[None]:
+        # In the types of the model's parameters, which may be of 16 bits.
+        weights = {name: copy.to(model.get_parameter(name).dtype) for name, copy in self.named().items()}
+        with torch.no_grad(), set_mode(model, training=False), swap_weights(model, weights):
+            yield
+
 
 def shared_names(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors that are in both mappings with equal shapes, in the order of the first."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.randomness import torch_seed
 from cpt.core.tensors import NamedTensors
@@ -88,7 +88,9 @@ def build_method(
     reference = None
     if plan.needs_reference:
         reference = make_reference(plan, base, model)  # before the method adds to the model
-    method = assemble_method(plan, machine, model, base.objective, loaded_names=loaded_names)
+    method = assemble_method(
+        plan, machine, model, base.objective, loaded_names=loaded_names, tokenizer=base.tokenizer
+    )
     if reference is not None:
         add_reference(method, reference)
     return method
@@ -101,11 +103,13 @@ def assemble_method(
     objective: Objective,
     *,
     loaded_names: Collection[str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> ContinualMethod:
     """The method with a model, and what the trainer's options add to both; `loaded_names` are those of the
-    parameters that the files of the base have."""
+    parameters that the files of the base have. The tokenizer is None of a method without storage."""
     options = plan.trainer
-    method = plan.method.make(build_context(plan, model, objective, precision=machine.precision))
+    context = build_context(plan, model, objective, precision=machine.precision, tokenizer=tokenizer)
+    method = plan.method.make(context)
     method.auxiliary_models.update(method.aux_models())
     method.names_left_to_base = find_names_left_to_base(method, loaded_names)
     if plan.carry != "none":
@@ -167,7 +171,12 @@ def find_names_left_to_base(method: ContinualMethod, loaded_names: Collection[st
 
 
 def build_context(
-    plan: Plan, model: PreTrainedModel, objective: Objective, *, precision: Precision
+    plan: Plan,
+    model: PreTrainedModel,
+    objective: Objective,
+    *,
+    precision: Precision,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> MethodContext:
     """What every method gets in addition to its own options."""
     arguments = dict(plan.optim.arguments)
@@ -192,6 +201,7 @@ def build_context(
         parameter_options=plan.parameter_options,
         rounding=StochasticRounding() if plan.rounding == "stochastic" else TO_NEAREST,
         token_weights=TokenWeights() if plan.loss is None else plan.loss.make(),
+        tokenizer=tokenizer,
     )
 
 

@@ -242,6 +242,13 @@ def check_objective(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBa
             allowed="benchmark=none, or a causal model like model=tiny_gpt2",
         )
     plan.mixture.check_objective(objective, model=model_choice, examples=has_answers)
+    if plan.method.load().needs_examples and objective != "causal":
+        raise InvalidOptionError(
+            "method",
+            plan.names["method"],
+            reason=f"{model_choice} is an encoder-decoder",
+            allowed="a causal model like model=tiny_gpt2, or another method",
+        )
 
 
 def check_chats(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase | None) -> None:

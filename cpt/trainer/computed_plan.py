@@ -84,6 +84,14 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
             reason="which tokens its second model chooses depends on the values of weights",
             allowed="loss=eaft or none, or plan=true on a machine with the weights",
         )
+    if plan.method.load().needs_examples:
+        raise InvalidOptionError(
+            "method",
+            plan.names["method"],
+            context="for a plan that is computed",
+            reason="how many tokens it writes depends on the values of weights",
+            allowed="plan=true on a machine with the weights",
+        )
     # A library that is missing here may be installed where the run is made.
     optimizer_kind = KINDS.get(plan.optim.target)
     if optimizer_kind is None or optimizer_kind.is_installed:

@@ -51,6 +51,7 @@ ROWS = (
     "method=nlora",
     "method=sapt",
     "method=lifelong_moe",
+    "method=sdft",
     "loss=eaft",
     "loss=rho1",
     "loss=flow",
@@ -95,8 +96,10 @@ def try_pair(row: str, column: str, *, texts: Path, cache: Path, folder: Path) -
 
     base, config = support.FAMILIES[FAMILY]
     model = [f"model={base}", "~model.config", f"+model.config={{{config}}}"]
-    folders = [f"domains.root={texts}", f"cache_dir={cache}"]
-    overrides = [*folders, *model, *support.SMALL, *COLUMNS[column], *row.split()]
+    method = row.split()[0].removeprefix("method=")
+    folders = [f"domains.root={support.choose_folder(method, texts)}", f"cache_dir={cache}"]
+    fitting = support.FITTING.get(method, [])
+    overrides = [*folders, *model, *support.SMALL, *COLUMNS[column], *row.split(), *fitting]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=overrides)
     try:

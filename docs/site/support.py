@@ -112,7 +112,17 @@ SMALL = [
     "logger=none",
     "trainer.accelerator=cpu",
 ]
-FITTING = {"prompt": ["method.num_virtual_tokens=8"]}  # the models have 48 positions for prompts
+FITTING = {
+    "prompt": ["method.num_virtual_tokens=8"],  # the models have 48 positions for prompts
+    "sdft": [
+        "domains=tasks",
+        "domains/template=bare",
+        "answers=none",
+        "method.prompt='of {demonstration} to'",  # shorter than the default, as 64 positions are
+        "method.max_new_tokens=4",
+    ],
+}
+NEED_EXAMPLES = ("sdft",)  # methods that train on questions with answers alone
 # Options of method=ncl.
 WITH_NCL = (
     "mask=migu",
@@ -155,6 +165,28 @@ def write_texts(root: Path) -> Path:
     return root
 
 
+def write_tasks(root: Path, texts: Path) -> Path:
+    """Writes the two domains of `texts` as questions whether a sentence is long; returns the folder."""
+    for name in WORDS:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        sentences = (texts / name / "all.txt").read_text(encoding="utf-8").splitlines()
+        if name == "general":
+            (root / name / "all.txt").write_text("\n".join(sentences), encoding="utf-8")
+            continue
+        rows = []
+        for text in sentences:
+            label = "long" if len(text.split()) > 14 else "short"
+            rows.append(json.dumps({"text": text, "label": label}))
+        (root / name / "train.jsonl").write_text("\n".join(rows[:30]), encoding="utf-8")
+        (root / name / "test.jsonl").write_text("\n".join(rows[30:]), encoding="utf-8")
+    return root
+
+
+def choose_folder(row: str, texts: Path) -> Path:
+    """The folder of what a row trains on: the texts, or questions on them."""
+    return write_tasks(texts.parent / "tasks", texts) if row in NEED_EXAMPLES else texts
+
+
 def list_overrides(row: str, family: str) -> list[str]:
     """The options of the run of a pair, but for its folders."""
     base, config = FAMILIES[family]
@@ -167,7 +199,7 @@ def try_pair(row: str, family: str, *, texts: Path, cache: Path, folder: Path) -
     """Empty where a method trains, evaluates and exports a family; else the line that says why not."""
     from cpt.train import train
 
-    folders = [f"domains.root={texts}", f"cache_dir={cache}"]
+    folders = [f"domains.root={choose_folder(row, texts)}", f"cache_dir={cache}"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=[*folders, *list_overrides(row, family)])
     try:

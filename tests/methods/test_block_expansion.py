@@ -1,6 +1,7 @@
 """Block expansion: new blocks between frozen ones, which leave the base the function that it is."""
 
 import json
+import runpy
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from transformers import (
 )
 
 from cpt.methods.block_expansion import check_base_stays
+from cpt.methods.options import BlockExpansionOptions
 from cpt.models import growth
 from cpt.models.loading import make_skeleton
 from cpt.models.objectives import Causal
 from cpt.models.units import find_blocks
+from tests.conftest import ROOT
+from tests.support.chat_decoder import write_checkpoint
 from tests.support.decoders import build_decoder, logits_of
 
 
@@ -104,4 +108,39 @@ def test_a_model_with_norms_after_the_sum_is_refused():
     )
     skeleton = make_skeleton(BertForMaskedLM(config))
     with pytest.raises(ValueError, match="method=block_expansion is invalid for a bert: a block that adds"):
-        check_base_stays(skeleton, Causal(), share=0.5)
+        check_base_stays(skeleton, Causal(), BlockExpansionOptions(share=0.5))
+
+
+def test_chosen_blocks_are_copied_and_the_base_stays(build):
+    """ADEPT: not evenly spread copies, but those of given blocks."""
+    plain = build("ncl", on="causal")
+    run = build("block_expansion", "method.blocks=[0]", on="causal")
+    blocks = dict(find_blocks(run.module.model))
+    assert len(blocks) == 3 and {name.split(".h.")[1][0] for name in run.module.scope.names} == {"1"}
+    first, copy, _ = blocks.values()
+    assert torch.equal(copy.mlp.c_fc.weight, first.mlp.c_fc.weight) and not copy.mlp.c_proj.weight.any()
+    [batch] = run.batches()
+    with torch.no_grad():
+        expected = plain.module.objective.nll(plain.module.model.eval(), batch)
+        assert torch.equal(run.module.objective.nll(run.module.model.eval(), batch), expected)
+
+
+def test_a_block_that_is_not_there_is_refused(build):
+    with pytest.raises(
+        ValueError, match=r"method.blocks=\[1,2\] is invalid: there is no block 2. Allowed: 0 to 1"
+    ):
+        build("block_expansion", "method.blocks=[1,2]", on="causal")
+
+
+def test_the_example_finds_the_block_without_which_the_loss_rises_least(tmp_path, monkeypatch, capsys):
+    write_checkpoint(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.model.layers[1].self_attn.o_proj.weight.data.zero_()
+    model.model.layers[1].mlp.down_proj.weight.data.zero_()
+    model.save_pretrained(tmp_path / "model")
+    text = tmp_path / "general.txt"
+    text.write_text("the house stands near a river\nand people walk along its quiet old streets\n")
+    script = ROOT / "docs" / "examples" / "block_importance.py"
+    monkeypatch.setattr("sys.argv", [str(script), str(tmp_path / "model"), "64", str(text), "1"])
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-2:] == ["block 1: +0.0000", "method.blocks=[1]"]

@@ -20,10 +20,11 @@ from tests.support import method_fixtures
 from tests.support.campaign import run_few
 from tests.support.hook_methods import HOOK_METHODS, overrides_for
 from tests.support.kill_callback import KilledError, Killer
-from tests.support.method_fixtures import DROPOUT, ORDER, load_model_weights
+from tests.support.method_fixtures import DROPOUT, NEED_EXAMPLES, ORDER, load_model_weights
 from tests.support.task_fixtures import write_tasks
 
-METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml")) + sorted(HOOK_METHODS)
+METHODS = sorted({path.stem for path in ROOT.glob("conf/method/*.yaml")} - NEED_EXAMPLES)
+METHODS += sorted(HOOK_METHODS)
 LEARNING = [name for name in METHODS if name != "none"]
 # One method of each kind of state; of promises that cost whole runs, the others are kept in the campaign.
 KINDS = {"das", "demix", "derpp", "hat", "lifelong_moe", "ncl", "olora", "sapt"}
@@ -51,16 +52,17 @@ LEARNS_TASKS = [
     "adapter",
     "demix",
 ]
-LEARNS_TASKS += ["lifelong_moe", "cpt_plugin"]
+LEARNS_TASKS += ["lifelong_moe", "cpt_plugin", *sorted(NEED_EXAMPLES)]
 AS_TASKS = [f"{name} on tasks" for name in LEARNS_TASKS]
 SHARED_ROWS = [*ON_ROWS, *AS_TASKS]
-FEW_SHARED = {"das on rows", "derpp on tasks"}
+FEW_SHARED = {"das on rows", "derpp on tasks", "sdft on tasks"}
 OPTIONS = {
     "derpp": "method.buffer_size=16",
     "agem": "method.buffer_size=16",
     "lora": "method.lora_dropout=0",
     "olora": "method.lora_dropout=0",
     "replay": "method.mixture.general_ratio=0.25",
+    "sdft": "method.max_new_tokens=8",
 }
 
 
@@ -128,15 +130,16 @@ def read_scores(folder: Path) -> dict:
     return json.loads((folder / "scores.json").read_text())
 
 
-ALL = [*METHODS, *(f"{name} on causal" for name in LEARNING), *ON_T5]
-FEW = KINDS | {"hat on causal"} | FEW_ON_T5
+WITH_EXAMPLES = [f"{name} on tasks" for name in sorted(NEED_EXAMPLES)]
+ALL = [*METHODS, *(f"{name} on causal" for name in LEARNING), *ON_T5, *WITH_EXAMPLES]
+FEW = KINDS | {"hat on causal", *WITH_EXAMPLES} | FEW_ON_T5
 
 
 @pytest.mark.parametrize("case", run_few(ALL, FEW))
 def test_two_domains_are_learned(case, uninterrupted):
     scores = read_scores(uninterrupted(case))
     method, _, family = case.partition(" on ")
-    objective = {"": "masked", "causal": "causal"}.get(family, "span")
+    objective = {"": "masked", "causal": "causal", "tasks": "causal"}.get(family, "span")
     assert scores["run"]["finished"] and scores["run"]["objective"] == objective
     assert scores["domains"] == ["law", "food", "general"]
     learned = {"joint": ["joint"], "none": []}.get(method, ["law", "food"])
@@ -163,7 +166,9 @@ def test_every_text_is_scored_by_known_parts(method, uninterrupted):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("case", run_few([*LEARNING, *ON_T5], KINDS | FEW_ON_T5))
+@pytest.mark.parametrize(
+    "case", run_few([*LEARNING, *ON_T5, *WITH_EXAMPLES], KINDS | FEW_ON_T5 | {*WITH_EXAMPLES})
+)
 def test_the_exported_model_is_that_of_the_last_domain(case, uninterrupted, config, monkeypatch):
     run = method_fixtures.build_method_fixture(config(case))
     folder = uninterrupted(case)
@@ -178,7 +183,7 @@ def test_the_exported_model_is_that_of_the_last_domain(case, uninterrupted, conf
     loading = read_scores(folder)["loading"]
     loaded = eval(loading, {"transformers": transformers, "cpt": cpt, "peft": peft}).eval()
     expected = module.model_for(len(data) - 1).eval()
-    if " on " in case:
+    if case in ON_T5:
         assert is_tied(loaded) == is_tied(expected) == ("tied" in case)
     else:
         frozen = {name for name, parameter in expected.named_parameters() if not parameter.requires_grad}
@@ -225,6 +230,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
 
 
 IN_16_BITS = [*LEARNING, *(f"{name} on both" for name in ("das", "derpp", "hat", "olora", "prompt"))]
+IN_16_BITS += WITH_EXAMPLES
 
 
 @pytest.mark.parametrize("case", run_few(AS_TASKS, FEW_SHARED))
@@ -332,6 +338,7 @@ NEUTRAL = {  # what a method is compared with, what makes it that, and what does
     "recadam": ("ncl", "strength=0 annealed=false", "strength=1"),
     "replay": ("ncl", "mixture.past_ratio=0", "mixture.past_ratio=0.5"),
     "reptile": ("ncl", "share=1", "share=0.5"),
+    "sdft on tasks": ("ncl", "strength=0", "strength=0.5"),
     "si": ("ncl", "strength=0", "strength=1"),
     "wise_ft": ("ncl", "previous=0", "previous=0.5"),
 }
@@ -341,22 +348,25 @@ NEUTRAL = {  # what a method is compared with, what makes it that, and what does
 def end(uninterrupted):
     """The weights at the end of a run of a method with options of it, at a high rate of pairs."""
 
-    def run(method: str, options: str = ""):
+    def run(method: str, options: str = "", family: str = ""):
         words = [method, *(f"method.{option}" for option in options.split())]
         if "lora" in method:
             words.append("optim.lr=0.05")
+        if family:
+            words += ["on", family]
         return load_model_weights(uninterrupted(" ".join(words)))
 
     return run
 
 
-@pytest.mark.parametrize("case", run_few(NEUTRAL, {"das", "derpp", "olora"}))
+@pytest.mark.parametrize("case", run_few(NEUTRAL, {"das", "derpp", "olora", "sdft on tasks"}))
 def test_at_neutral_strength_it_is_the_plain_method_bit_for_bit(case, end):
     plain, neutral, strong = NEUTRAL[case]
-    method = case.partition(" ")[0]
-    expected = end(plain)
+    words, _, family = case.partition(" on ")
+    method = words.partition(" ")[0]
+    expected = end(plain, family=family)
     for options, is_plain in ((neutral, True), (f"{neutral} {strong}", False)):
-        weights = end(method, options)
+        weights = end(method, options, family)
         assert expected.keys() <= weights.keys()
         is_equal = all(torch.equal(weight, weights[name]) for name, weight in expected.items())
         assert is_equal == is_plain, options

@@ -279,6 +279,25 @@ def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_
     assert all(shared_record[name] == single_record[name] for name in ("tasks", "metrics", "intervals"))
 
 
+def test_two_processes_write_the_answers_of_one_whether_killed_or_not(cache, tmp_path):
+    """Of method=sdft: what is written to an example does not depend on the process that has it."""
+    root = write_tasks(tmp_path, ("law", "food"), train=60, test=10, size=(1, 8))
+    options = [*SMALL_GPT2, "method=sdft", "domains=tasks", "domains/template=bare", f"domains.root={root}"]
+    options += [
+        "answers=none",
+        "model.max_seq_length=64",
+        "method.max_new_tokens=8",
+        ORDER,
+        f"cache_dir={cache}",
+    ]
+    single_run = tmp_path / "one"
+    shared_run = tmp_path / "two"
+    assert launch(single_run, single_run / "out", *options) == 0, (single_run / "out" / "log").read_text()
+    assert launch(shared_run, shared_run / "first", *options, *DDP, death=4) != 0
+    assert launch(shared_run, shared_run / "second", *options, *DDP) == 0
+    assert_scored_alike(single_run / "run", shared_run / "run")
+
+
 FSDP = "strategy=fsdp"
 WEIGHTS, NATS = 5e-6, 1e-6  # how far rounding may part two sums of other order, of weights that move by 1e-2
 

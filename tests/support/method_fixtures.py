@@ -22,6 +22,7 @@ from cpt.trainer.checkpoint import load_stage
 from cpt.trainer.plan import Plan, make_plan
 
 ORDER = "order=[law,food]"
+NEED_EXAMPLES = {"sdft"}  # methods of conf/ that train on questions with answers alone
 DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]
 
 

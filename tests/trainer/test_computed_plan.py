@@ -23,6 +23,7 @@ from cpt.trainer.plan import make_plan
 from cpt.trainer.simulated_plan import SimulatedPlan
 from tests.conftest import ROOT
 from tests.support.campaign import run_few
+from tests.support.method_fixtures import NEED_EXAMPLES
 from tests.support.simulated import write_config
 
 METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
@@ -144,6 +145,10 @@ METHODS_OF_EACH_KIND = ["ncl", "elle", "das", "agem", "none", "progprompt"]
 
 @pytest.mark.parametrize("method", run_few(METHODS, METHODS_OF_EACH_KIND))
 def test_every_method_is_computed_or_refused_by_name(computed, method):
+    if method in NEED_EXAMPLES:
+        with pytest.raises(ValueError, match=f"^method={method} is invalid: it needs questions"):
+            computed(f"method={method}")
+        return
     if method in NEED_VALUES:
         with pytest.raises(
             ValueError, match=rf"^method={method} is invalid for a computed plan of a llama: "

@@ -29,7 +29,6 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE
 from cpt.contrib.generative_replay.options import GeneratedReplay
-from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
 from cpt.core.config import digest
 from cpt.core.distributed import barrier, gather_objects, leave_together
@@ -54,6 +53,7 @@ from cpt.data.token_rows import COLUMNS, COLUMNS_WITH_STARTS, ArrowRows
 from cpt.evaluation.predictions import file_name
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import set_mode
+from cpt.models.generation import Sampling, sample_texts
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # raise it when what is written changes

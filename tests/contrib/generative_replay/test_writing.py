@@ -12,7 +12,6 @@ import torch
 from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cpt.contrib.generative_replay.sampling import Sampling, sample_texts
 from cpt.contrib.generative_replay.writer import (
     COMMIT_FILE,
     MARK,
@@ -28,6 +27,7 @@ from cpt.core.files import read_checked_json, write_checked_json
 from cpt.core.randomness import draws, key, sample_keys
 from cpt.data.packing import Packed
 from cpt.data.token_rows import ArrowRows
+from cpt.models.generation import Sampling, sample_texts
 from tests.support.data_fixtures import bare_tokenizer
 from tests.support.task_fixtures import LABELS
 

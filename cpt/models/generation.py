@@ -58,10 +58,11 @@ class KeyedSampling(LogitsProcessor):
 def sample_texts(
     model: PreTrainedModel, contexts: Sequence[Sequence[int]], uniforms: Tensor, *, sampling: Sampling
 ) -> list[tuple[list[int], float]]:
-    """A continuation of each of `contexts` [B], which have one length. Returns by text the new ids, up to and
-    with the token `sampling.end` if the model wrote it, else T of them, and their mean nll (nats). Token t of
-    text b is a function of uniforms[b, t], [B, T], and of the tokens before it."""
-    context_ids = torch.tensor(contexts, device=model.device)
+    """A continuation of each of `contexts` [B], which have one length for an encoder-decoder and for a model
+    without a key-value cache. Returns by text the new ids, up to and with the token `sampling.end` if the
+    model wrote it, else T of them, and their mean nll (nats). Token t of text b is a function of
+    uniforms[b, t], [B, T], and of the tokens before it."""
+    context_ids, attention_mask = pad_prompts(contexts, padding=sampling.end, on_the_left=True)
     config = GenerationConfig(
         max_new_tokens=uniforms.shape[1],
         do_sample=False,
@@ -76,8 +77,8 @@ def sample_texts(
     # A checkpoint's own generation config, with penalties for example, would change the distribution.
     with set_temporarily((model, "generation_config", config)):
         output_ids = model.generate(
-            input_ids=context_ids,
-            attention_mask=torch.ones_like(context_ids),
+            input_ids=context_ids.to(model.device),
+            attention_mask=attention_mask.to(model.device),
             logits_processor=LogitsProcessorList([keyed_sampling]),
         )
 
@@ -89,3 +90,18 @@ def sample_texts(
         size = ids.index(sampling.end) + 1 if sampling.end in ids else len(ids)
         texts.append((ids[:size], float(nll[:size].mean())))
     return texts
+
+
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], *, padding: int, on_the_left: bool
+) -> tuple[Tensor, Tensor]:
+    """Prompts as token ids, with the token `padding` on one side, and the attention mask; both [B, T] with T
+    the length of the longest prompt."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), width), padding)
+    mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        begin = width - len(prompt) if on_the_left else 0
+        ids[row, begin : begin + len(prompt)] = torch.tensor(prompt)
+        mask[row, begin : begin + len(prompt)] = 1
+    return ids, mask
