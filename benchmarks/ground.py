@@ -136,7 +136,7 @@ def build_workload(cache: str, *overrides: str, shape: str = "roberta") -> Workl
         devices=devices,
         strategy=strategy,
         num_processes=1,
-        stored_precision=None,
+        stored_numerics={},
         base_dtype=choose_base_dtype(plan, config),
     )
     module = build_method(plan, machine, start).train()

@@ -301,6 +301,7 @@ class NumericKeys(TypedDict, total=False):
     precision: Annotated[str, Key("`trainer.precision`")]
     attention: Annotated[str, Key("`trainer.attn_implementation`")]
     quantization: Annotated[str, Key("of the linear layers of the base: nf4, fp4, int8")]
+    compile: Annotated[str, Key("`blocks` or `none`, with `trainer.compile=auto`")]
     micro_batch: Annotated[str, Key("samples of a forward pass at the start, with `trainer.micro_batch`")]
     device: Annotated[str, Key("that the run began on: the names of GPUs, or the number of CPU cores")]
 

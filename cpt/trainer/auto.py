@@ -2,6 +2,7 @@
 attention implementation."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from transformers import PretrainedConfig
 
 from cpt.core.processes import cores, is_first_process
 from cpt.models.fast_kernels import drops_attention
+from cpt.trainer.compile_choice import choose_compilation
 from cpt.trainer.options import BF16, FP16_MIXED, Precision, Strategy, TrainerOptions
 from cpt.trainer.plan import Plan
 
@@ -35,6 +37,7 @@ class Machine:
     attn_implementation: str  # `auto` is the default of the model
     quick_dropout: bool
     base_dtype: torch.dtype = torch.float32  # of the weights that no stage changes
+    compiles_blocks: bool = False
 
     def lightning_arguments(self, options: TrainerOptions) -> dict[str, Any]:
         """The arguments of `cpt.trainer.lightning.make_trainer`."""
@@ -161,18 +164,22 @@ def resolve_machine(
     devices: Any,
     strategy: Strategy,
     num_processes: int,
-    stored_precision: str | None,
+    stored_numerics: Mapping[str, str],
     base_dtype: torch.dtype,
 ) -> Machine:
     """The machine of a run with the model of `config`. Devices and strategy are those of `choose_devices`;
-    `stored_precision` is that of a run that is resumed, None for a new one."""
+    `stored_numerics` are those of a run that is resumed, empty for a new one."""
     options = plan.trainer
     precision = choose_precision(
-        options, config, device, stored_precision=cast(Precision | None, stored_precision)
+        options,
+        config,
+        device,
+        stored_precision=cast(Precision | None, stored_numerics.get("precision")),
     )
+    compiles_blocks = choose_compilation(plan, device, stored=stored_numerics.get("compile"))
     quick_dropout = options.quick_dropout
     if quick_dropout == "auto":
-        quick_dropout = device.type == "cpu" and not options.compile
+        quick_dropout = device.type == "cpu" and not compiles_blocks
     attention = choose_attention(
         options,
         config,
@@ -192,4 +199,5 @@ def resolve_machine(
         attn_implementation=attention,
         quick_dropout=quick_dropout,
         base_dtype=base_dtype,
+        compiles_blocks=compiles_blocks,
     )

@@ -129,7 +129,7 @@ def assemble_method(
                 part.offload()
     if options.gradient_checkpointing:
         checkpoint_activations(method.model)
-    if options.compile:
+    if machine.compiles_blocks:
         for _, block in find_blocks(method.model):  # blocks are alike, so that one is compiled for all
             block.compile(**COMPILE_OPTIONS)
     return method

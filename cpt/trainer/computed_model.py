@@ -116,7 +116,8 @@ def make_computed_machine(plan: Plan, config: PretrainedConfig, *, is_gpu: bool)
         attention = options.attn_implementation if is_simulated else "sdpa"
     else:
         precision = choose_precision(options, config, device, stored_precision=None)
-        quick_dropout = not options.compile if options.quick_dropout == "auto" else options.quick_dropout
+        is_uncompiled = options.compile is not True
+        quick_dropout = is_uncompiled if options.quick_dropout == "auto" else options.quick_dropout
         attention = choose_attention(
             options,
             config,

@@ -19,6 +19,7 @@ from cpt.data.text_checks import unknown_share
 from cpt.evaluation.scores import Scores
 from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
+from cpt.trainer.compile_choice import AUTO, BLOCKS, NOTHING
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import checkpoint_files
 
@@ -56,7 +57,7 @@ def make_initial_scores(
         base=describe_origin(plan, base),
         similarity=describe_similarity(plan),
         config_hash=plan.config_hash,
-        numerics=describe_numerics(machine, base) | describe_micro_batch(plan, machine),
+        numerics=describe_numerics(machine, base) | describe_speed(plan, machine),
         versions=find_versions(),
     )
 
@@ -75,12 +76,16 @@ def describe_numerics(machine: Machine, base: Base) -> dict[str, str]:
     return numerics
 
 
-def describe_micro_batch(plan: Plan, machine: Machine) -> dict[str, str]:
-    """The samples of a forward pass in training, where `trainer.micro_batch` has decided them."""
-    if plan.settings["trainer"].get("micro_batch") is None:
-        return {}
-    num_shares = machine.world_size * plan.trainer.accumulate_grad_batches
-    return {"micro_batch": str(plan.budget.batch_size // num_shares)}
+def describe_speed(plan: Plan, machine: Machine) -> dict[str, str]:
+    """What is compiled, where `trainer.compile=auto` has decided it, and the samples of a forward pass in
+    training, where `trainer.micro_batch` has."""
+    described = {}
+    if plan.trainer.compile == AUTO:
+        described["compile"] = BLOCKS if machine.compiles_blocks else NOTHING
+    if plan.settings["trainer"].get("micro_batch") is not None:
+        num_shares = machine.world_size * plan.trainer.accumulate_grad_batches
+        described["micro_batch"] = str(plan.budget.batch_size // num_shares)
+    return described
 
 
 def describe_device(machine: Machine) -> str:

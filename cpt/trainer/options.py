@@ -183,7 +183,10 @@ class TrainerOptions(Options):
     deterministic: bool = option(
         "use deterministic algorithms on a GPU: slower, bitwise reproducible", default=False
     )
-    compile: bool = option("torch.compile of each transformer block")
+    compile: bool | Literal["auto"] = option(
+        "torch.compile of each transformer block; auto: on a GPU, in runs that are long enough and have "
+        "batches of one width"
+    )
     checkpoint_every: Steps = option("steps between checkpoints within a domain")
     log_every_n_steps: Count = option("steps between points of the training curves")
     num_workers: Natural | Literal["auto"] = option(
@@ -201,7 +204,7 @@ class TrainerOptions(Options):
     others: Mapping[str, Any] = option("further arguments of lightning.Trainer")
 
     def __post_init__(self) -> None:
-        if self.quick_dropout is True and self.compile:
+        if self.quick_dropout is True and self.compile is True:
             raise ValueError("quick_dropout=true is invalid with compile=true. Allowed: one of them")
         if self.micro_batch is not None and self.accumulate_grad_batches != 1:
             raise InvalidOptionError(

@@ -72,7 +72,7 @@ def prepare_run(plan: Plan, run: RunDir) -> Preflight:
     check_process_start(trainer.world_size, format_value(devices))
     check_processes(plan, trainer.world_size)
 
-    # A resumed run keeps its precision, also on another device.
+    # A resumed run keeps its precision, also on another device, and so does what is compiled.
     scores = run.load_scores()
     machine = resolve_machine(
         plan,
@@ -81,7 +81,7 @@ def prepare_run(plan: Plan, run: RunDir) -> Preflight:
         devices=devices,
         strategy=strategy,
         num_processes=trainer.num_devices,
-        stored_precision=scores.numerics.get("precision") if scores else None,
+        stored_numerics=scores.numerics if scores else {},
         base_dtype=base_dtype,
     )
     return Preflight(machine, loggers, callbacks, make_harness(plan, machine.precision))

@@ -214,11 +214,11 @@ class Simulation:
             strategy=SimpleNamespace(root_device=torch.device("cpu")),
         )
 
-        # Compiled blocks would be compiled here, and kernels of bitsandbytes read values.
-        plan_without_kernels = replace(plan, trainer=replace(plan.trainer, compile=False))
+        # Kernels of bitsandbytes read values.
+        plan_without_kernels = plan
         if plan.optim.target == ADAMW_8BIT:
             simulated_optim = replace(plan.optim, target=SIMULATED_ADAMW_8BIT)
-            plan_without_kernels = replace(plan_without_kernels, optim=simulated_optim)
+            plan_without_kernels = replace(plan, optim=simulated_optim)
 
         with self.active():
             # Initialization may draw weights again until their values are in a range; here they have none.

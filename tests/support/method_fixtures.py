@@ -88,6 +88,7 @@ def one_process(plan: Plan, *, base_dtype: torch.dtype = torch.float32) -> Machi
         attn_implementation=plan.trainer.attn_implementation,
         quick_dropout=False,
         base_dtype=base_dtype,
+        compiles_blocks=plan.trainer.compile is True,
     )
 
 
