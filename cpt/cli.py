@@ -1,7 +1,9 @@
 """The command line: a config, composed by Hydra of conf/ and the arguments, and the run or sweep of it."""
 
+import itertools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,12 +26,12 @@ from cpt.core.errors import readable
 from cpt.core.output import closing_output
 from cpt.core.processes import SPINS, is_one_of_several, is_submitit_job
 from cpt.train import train
-from cpt.trainer.help import FLAG, describe_options
+from cpt.trainer.help import FLAG, describe_choices, describe_options, is_question
 
 HYDRA_FORMS = {  # of what a user types
     # The group has a choice already, null: for Hydra a plus would choose it twice.
     re.compile(r"\+(experiment=.*)"): r"\1",
-    re.compile(r"([+~]*)method\.routing(=[\w,]+)"): r"\1routing@method.routing\2",
+    re.compile(r"([+~]*)method\.routing(=[\w,]+|=\?)"): r"\1routing@method.routing\2",
     # A file or a folder of chats, which is no choice of the group.
     re.compile(r"chats=(?!(none|default)$)([^,]+)"): r"chats.path=\2",
     # `plan` is a value, which has no options of its own in Hydra.
@@ -78,6 +80,8 @@ def start() -> None:
             print(f"cpt {__version__}")
         elif FLAG in sys.argv:
             print(describe_options(sys.argv[1:]))
+        elif any(is_question(argument) for argument in sys.argv[1:]):
+            print(describe_choices(sys.argv[1:]))
         else:
             check_command_line(sys.argv[1:])
             app()
@@ -115,7 +119,10 @@ def to_hydra(arguments: Sequence[str]) -> list[str]:
 
     Hydra composes a config for the sweep itself, with the group's default, and sets a fixed option in
     that: `-m method=lora,olora method.lr_multiplier=1` would be refused, since `method=ncl` has no rate."""
-    converted = [to_hydra_form(unquote_patterns(keep_text(argument))) for argument in arguments]
+    converted = []
+    for argument in arguments:
+        with_home = expand_home(argument)
+        converted.append(to_hydra_form(unquote_patterns(keep_text(with_home))))
     if "-m" not in converted and "--multirun" not in converted:
         return converted
 
@@ -130,6 +137,18 @@ def to_hydra(arguments: Sequence[str]) -> list[str]:
         if is_fixed and value and key.rpartition("@")[2].startswith(tuple(swept_groups)):
             converted[index] = f"{key}=choice({value})"
     return converted
+
+
+def expand_home(argument: str) -> str:
+    """An argument with the home folder in place of ~ where a path in its value begins, as in `key=~/x` and
+    `key=[~/x,~/y]`: a shell leaves it there, and Hydra does not take it.
+
+    >>> import os
+    >>> expand_home("a=[~/x,y~/z]") == f"a=[{os.path.expanduser('~')}/x,y~/z]"
+    True
+    """
+    home = os.path.expanduser("~")
+    return re.sub(r"(?<=[=\[,])~(?=/|$)", lambda _: home, argument)
 
 
 def to_hydra_form(argument: str) -> str:
@@ -182,9 +201,10 @@ def quote_number(text: str, *, is_list: bool) -> str:
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """Raises ValueError for an unknown or wrong flag, and for a choice of a group that is no name: Hydra
-    takes many lines to report these."""
+    """Raises ValueError for an unknown or wrong flag, an argument that assigns no value, and a choice of a group
+    that is no name: Hydra takes many lines to report these, or names what only its grammar knows."""
     check_flags(arguments)
+    check_assignments([argument for argument in arguments if not argument.startswith("-")])
     for argument, override in parse_arguments(arguments).items():
         group = override.key_or_group
         if not group:
@@ -192,6 +212,30 @@ def check_command_line(arguments: Sequence[str]) -> None:
         is_choice = (CONF / group).is_dir() and override.type is not OverrideType.DEL
         if is_choice and not names_choices(override.value()):
             raise ValueError(f"{argument} is invalid. Allowed: a choice of conf/{group}, or a list of them")
+
+
+def check_assignments(arguments: Sequence[str]) -> None:
+    """Raises ValueError for the first argument that assigns no value: a shell has divided a value with spaces, or
+    there is a space in place of the `=`."""
+    for index, argument in enumerate(arguments):
+        if "=" in argument or argument.startswith("~"):  # ~key removes an option
+            continue
+
+        further_parts = list(itertools.takewhile(lambda part: "=" not in part, arguments[index:]))
+        previous = arguments[index - 1] if index else ""
+        whole = " ".join([previous, *further_parts])
+        if previous.count("[") > previous.count("]"):
+            without_spaces = re.sub(r"(?<=[\[,])\s+|\s+(?=[\],])", "", whole)
+            raise ValueError(f"{whole} is invalid: a list with spaces. Allowed: {without_spaces}")
+        if "=" in previous:
+            raise ValueError(
+                f"{argument} is invalid: it assigns no value, or belongs to the value before it. "
+                f"Allowed: key=value, with spaces in quotes, like {shlex.quote(whole)}"
+            )
+        value = further_parts[1] if len(further_parts) > 1 else "VALUE"
+        raise ValueError(
+            f"{argument} is invalid: it assigns no value. Allowed: key=value, like {argument}={value}"
+        )
 
 
 def check_flags(arguments: Sequence[str]) -> None:

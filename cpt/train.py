@@ -64,6 +64,8 @@ def check_start(plan: Plan, run: RunDir) -> None:
     """Raises ValueError for a plan that cannot be run here: processes, domains, environment and folders."""
     if not plan.run.plan and not is_job_within_a_sweep():
         check_launch(count_devices(plan.trainer.devices), plan.trainer.num_nodes)
+    if not run.config.exists():
+        check_base_folder(plan)
     plan.source.check_domains(plan.order)
     if plan.logger.wandb:
         check_environment()
@@ -78,6 +80,19 @@ def check_start(plan: Plan, run: RunDir) -> None:
             reason=str(error.strerror),
             allowed="a folder that can be written",
         ) from error
+
+
+def check_base_folder(plan: Plan) -> None:
+    """Raises ValueError for a checkpoint that is given by a path, and is not there."""
+    checkpoint = plan.model.name_or_path
+    if checkpoint is None or not checkpoint.startswith(("/", "./", "../")) or Path(checkpoint).exists():
+        return
+    raise InvalidOptionError(
+        "model.name_or_path",
+        checkpoint,
+        reason="no such folder",
+        allowed="an existing folder, or a name on the Hub",
+    )
 
 
 def is_utf8(path: Path) -> bool:

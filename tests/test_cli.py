@@ -8,7 +8,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from cpt import __version__
-from cpt.cli import keep_text, to_hydra
+from cpt.cli import check_assignments, keep_text, to_hydra
 from cpt.core.output import UNREAD
 from tests.conftest import ROOT
 from tests.support.forked_scripts import run_script
@@ -47,15 +47,27 @@ def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(argument
         assert "mine.yaml" in message and "line 3" in message
     else:
         assert is_refused(arguments, message.removeprefix("cpt: ").strip()), message
-        assert message.endswith(f"Did you mean {CANNOT[arguments]}?\n") == bool(CANNOT[arguments])
+        assert (f". Did you mean {CANNOT[arguments]}? Allowed: " in message) == bool(CANNOT[arguments])
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_question_mark_lists_all_choices_of_a_group(tmp_path):
-    process = run_script(ROOT / "run.py", "method=?", cwd=tmp_path)
-    choices = process.stderr.strip().partition("choices of method: ")[2].split(", ")
-    assert choices == sorted(path.stem for path in (ROOT / "conf/method").glob("*.yaml"))
-    assert (process.returncode, len(process.stderr.splitlines())) == (1, 1) and not any(tmp_path.iterdir())
+def test_a_question_mark_describes_all_choices_of_a_group(tmp_path):
+    (tmp_path / "mine/method").mkdir(parents=True)
+    (tmp_path / "mine/method/mine.yaml").write_text("# @package method\n# Of my own,\n# tried once. More.\n")
+    process = run_script(ROOT / "run.py", "--config-dir=mine", "method=?", cwd=tmp_path)
+    lines = dict(line.split(maxsplit=1) for line in process.stdout.splitlines())
+    assert lines.keys() == {path.stem for path in (ROOT / "conf/method").glob("*.yaml")} | {"mine"}
+    assert lines["mine"] == "Of my own, tried once."
+    assert lines["none"] == "No training: evaluates the base model (zero-shot)."
+    assert (process.returncode, process.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_routing_is_asked_for_by_the_name_of_its_option_and_what_is_no_group_is_refused(tmp_path):
+    process = run_script(ROOT / "run.py", "method.routing=?", cwd=tmp_path)
+    assert process.stdout.startswith("domain ") and process.returncode == 0
+    process = run_script(ROOT / "run.py", "seed=?", cwd=tmp_path)
+    assert process.returncode == 1 and "seed is no group of choices. Allowed: answers, " in process.stderr
 
 
 def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):
@@ -103,6 +115,40 @@ def test_names_keep_the_form_in_which_they_are_typed(argument, value):
     (override,) = OverridesParser.create().parse_overrides([quoted])
     assert override.value() == value and type(override.value()) is type(value)
     assert keep_text(quoted) == quoted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["seed", "1"], "seed is invalid: it assigns no value. Allowed: key=value, like seed=1"),
+        (["name=a", "seed"], "with spaces in quotes, like 'name=a seed'"),
+        (
+            ["domains.root=/my", "own", "text", "seed=1"],
+            "own is invalid: .* like 'domains.root=/my own text'",
+        ),
+        (["order=[a,", "b", ",c]"], r"order=\[a, b ,c\] is invalid: .* Allowed: order=\[a,b,c\]"),
+    ],
+)
+def test_an_argument_without_a_value_is_refused_with_what_was_probably_meant(arguments, message):
+    with pytest.raises(ValueError, match=f"{message}$"):
+        check_assignments(arguments)
+
+
+def test_arguments_with_values_and_removed_options_are_taken():
+    check_assignments(["seed=1", "~optim.betas", "tags=[a, b]", "name="])
+
+
+@pytest.mark.parametrize(
+    ("argument", "expanded"),
+    [
+        ("domains.root=~/x", "domains.root=/home/me/x"), ("init_from=~", "init_from=/home/me"),
+        ("domains.root=~/x,~/y", "domains.root=/home/me/x,/home/me/y"), ("a=[~/x]", "a=[/home/me/x]"),
+        ("~optim.betas", "~optim.betas"), ("a=b~/x", "a=b~/x"), ("a=~you/x", "a=~you/x"),
+    ],
+)  # fmt: skip
+def test_a_tilde_is_the_home_folder_where_a_path_begins(argument, expanded, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert to_hydra(["run.py", argument]) == ["run.py", expanded]
 
 
 def test_the_device_of_a_plan_is_also_given_with_a_dot():

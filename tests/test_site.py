@@ -70,7 +70,16 @@ def test_the_pages_of_options_are_what_the_program_writes(monkeypatch):
 def test_required_options_are_on_their_page(page, required):
     lines = read(f"options/{page}.md").splitlines()
     for option in required:
-        assert any(line.startswith(f"| `{option}` | `???` |") for line in lines)
+        assert any(line.startswith(f"| **`{option}`** | `???` |") for line in lines)
+
+
+def test_required_options_come_first_and_equal_rows_once():
+    page = read("options/domains.md")
+    shared, _, choices = page.partition("## `domains=")
+    assert "| `domains.separator` |" in shared and "| `domains.separator` |" not in choices
+    texts = choices.partition("texts`\n")[2]
+    first_row = next(line for line in texts.splitlines() if line.startswith("| ") and "`" in line)
+    assert first_row.startswith("| **`domains.root`** | `???` |")
 
 
 def test_the_options_of_a_checkpoint_are_on_the_page_of_models():

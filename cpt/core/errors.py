@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from omegaconf import OmegaConf
 from omegaconf import errors as omegaconf_errors
 from yaml import YAMLError
 
+from cpt.core import foreign_names
 from cpt.core.config import CONF, flatten
 from cpt.core.files import DISK_FULL_ERRNOS, free_space, with_free_space
+from cpt.core.messages import abbreviate
 from cpt.core.overrides import FULL_MAPPINGS
 from cpt.core.preemption import GO_ON
 from cpt.core.processes import is_one_of_several
@@ -29,27 +31,19 @@ from cpt.core.secrets import redact_text
 
 NEEDS_QUOTES = re.compile(r"[^\w\s./:+@%*?|$,(){}\[\]\\~-]")  # signs that Hydra takes only in quotes
 # Messages of Hydra: a choice (group, name) of a list of choices does not exist; `override` of a group that
-# the defaults do not have (config, group). Of OmegaConf: a section is set to one value.
+# the defaults do not have (config, group), or of a key that the config does not have. Of OmegaConf: a section is set to one value.
 MISSING_CHOICE = re.compile(r"Could not load '(.+)/([^/']+)'")
+UNKNOWN_OVERRIDE = re.compile(r"Could not override '([^']+)'")
 OVERRIDE_WITHOUT_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
 VALUE_FOR_SECTION = re.compile(r"Cannot merge DictConfig with")
 CONFIG_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
 # Classes of errors that a user's input causes: one line is shown for them, and no traceback.
 INPUT_ERRORS = (ValueError, OSError, HydraException, omegaconf_errors.OmegaConfBaseException, YAMLError)
+# Groups whose options are looked for in other sections, as `model.lora_alpha`.
+SEARCHED_GROUPS = ("method", "lr_scheduler", "optim", "domains")
+MAX_LISTED_CHOICES = 5  # that have an option
 HERE = "_here_"  # of a default: the options of a file are those of the choice itself
 OPEN_SECTIONS = ("callbacks", "logger", "optim")  # that take further keys, as sections within sections do
-# By the name in transformers' TrainingArguments and example scripts or in Lightning's Trainer.
-OPTIONS_BY_FOREIGN_NAME = {
-    "bf16": "trainer.precision", "fp16": "trainer.precision", "learning_rate": "optim.lr",
-    "block_size": "model.max_seq_length", "max_length": "model.max_seq_length", "rank": "method.r",
-    "per_device_train_batch_size": "trainer.batch_size", "logging_steps": "trainer.log_every_n_steps",
-    "per_device_eval_batch_size": "trainer.eval_batch_size", "max_grad_norm": "trainer.gradient_clip_val",
-    "gradient_accumulation_steps": "trainer.accumulate_grad_batches", "max_steps": "trainer.steps",
-    "num_train_epochs": "trainer.epochs", "max_epochs": "trainer.epochs", "output_dir": "name",
-    "dataloader_num_workers": "trainer.num_workers", "save_steps": "trainer.checkpoint_every",
-    "lr_scheduler_type": "lr_scheduler", "warmup_steps": "lr_scheduler.warmup_ratio", "report_to": "logger",
-    "model_name_or_path": "model.name_or_path", "batch": "trainer.batch_size",
-}  # fmt: skip
 # By a pattern of Hydra's message on a config that cannot be composed, our message; {0} is the first group.
 COMPOSITION_MESSAGES = {
     r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'": (
@@ -125,7 +119,8 @@ def explain_hydra(error: HydraException) -> str:
         case ConfigCompositionException(
             __cause__=omegaconf_errors.ConfigAttributeError() | omegaconf_errors.ConfigKeyError() as cause
         ):
-            return explain_unknown_key(cause)
+            match = UNKNOWN_OVERRIDE.match(str(error))
+            return explain_unknown_key(cause, match[1] if match else str(cause.full_key))
         case ConfigCompositionException():
             return explain_composition(error)
     return ""
@@ -135,17 +130,23 @@ def explain_missing_choice(error: hydra_errors.MissingConfigException) -> str:
     """The message for a choice that its config group does not have; empty if Hydra misses another file."""
     if isinstance(error.missing_cfg_file, str) and isinstance(error.options, list):
         group, _, name = error.missing_cfg_file.rpartition("/")
-        if name == "?":
-            return f"{group}=? asks for the choices of {group}: {', '.join(sorted(error.options))}"
-        return unknown_name(f"{group}={name}", error.options)
+        return unknown_choice(group, name, error.options)
 
     match = MISSING_CHOICE.search(str(error))  # of a list of choices
     if match is not None:
         group, name = match.groups()
         choices = choices_of(group)
         if choices:
-            return unknown_name(f"{group}={name}", choices)
+            return unknown_choice(group, name, choices)
     return ""
+
+
+def unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
+    """The message for a choice that a config group does not have, with the one that other libraries and papers
+    call by this name, and with what lists all."""
+    meant = foreign_names.find_choice(group, name)
+    message = unknown_name(f"{group}={name}", choices, meant=meant if meant in choices else "")
+    return f"{message}; {group}=? describes them"
 
 
 def explain_unparsed(error: hydra_errors.OverrideParseException) -> str:
@@ -159,23 +160,29 @@ def explain_unparsed(error: hydra_errors.OverrideParseException) -> str:
     return f"{error.override} is invalid: {cause}. Allowed: {allowed_form(str(error.override))}"
 
 
-def explain_unknown_key(cause: omegaconf_errors.OmegaConfBaseException) -> str:
-    """The message for a key that the config does not have, with where it is an option."""
+def explain_unknown_key(cause: omegaconf_errors.OmegaConfBaseException, override: str) -> str:
+    """The message for a key that the config does not have, with where it is an option. `override` is the whole
+    key of the command line: the error names its first part that does not exist."""
     key = str(cause.full_key)
-    node = cause.parent_node
+    node: Any = cause.parent_node
     section = key.rpartition(".")[0]
     names = [str(name) for name in node or () if name != "hydra"]
-    message = unknown_name(key, [join(section, name) for name in names])
-    without_hint = message.partition(". Did you mean")[0]
+    options = [join(section, name) for name in names] or [section]  # a value, which has no options
 
     choices = choices_with(key, section)
     if choices:
-        return f"{without_hint}; {key} is an option of {section}={','.join(choices)}"
-    other_key = option_elsewhere(key, node)
-    if other_key:
-        return f"{without_hint}. Did you mean {other_key}?"
+        return unknown_name(key, options, cause=f"it is an option of {section}={','.join(choices)}")
+    root: Any = OmegaConf.to_container(node._get_root()) if node is not None else {}
+    meant = option_elsewhere(override, root)
+    if meant:
+        return unknown_name(override, options, meant=meant)
+    place = option_of_other_group(key, section)
+    if place:
+        return unknown_name(key, options, cause=place)
+
+    message = unknown_name(key, options)
     is_open = section in OPEN_SECTIONS or "." in section
-    if is_open and not message.endswith("?"):
+    if is_open and "Did you mean" not in message:
         message = f"{message}; to add it: +{key}=VALUE"
         if section in FULL_MAPPINGS:
             message += f"; to replace all: ~{section} '+{section}={{…}}'"
@@ -236,17 +243,29 @@ def options_of_choice(path: Path) -> set[str]:
     return names
 
 
-def option_elsewhere(key: str, node: Any) -> str:
-    """The option of another section that a user may have meant by an unknown `key`: one of the same name, or
-    the one for which another library uses this name; else empty."""
+def option_elsewhere(key: str, root: Mapping[str, Any]) -> str:
+    """The option of another section of a config that a user may have meant by an unknown `key`: one of the same
+    name, or the one for which another library uses this name, with how they differ; else empty."""
     name = key.rpartition(".")[2]
-    root: Any = OmegaConf.to_container(node._get_root()) if node is not None else {}
     leaves: list[str] = [leaf for leaf, _ in flatten(root) if not leaf.startswith("hydra.")]
-    foreign_key = OPTIONS_BY_FOREIGN_NAME.get(name, "")
-    if foreign_key in [*leaves, *root]:
-        return foreign_key
+    foreign = foreign_names.OPTIONS.get(name)
+    if foreign is not None and foreign.option in [*leaves, *root]:
+        return f"{foreign.option} ({foreign.difference})" if foreign.difference else foreign.option
     same_name = [leaf for leaf in leaves if "." in leaf and leaf.rpartition(".")[2] == name]
     return min(same_name, key=lambda leaf: leaf.count("."), default="")
+
+
+def option_of_other_group(key: str, section: str) -> str:
+    """Where an unknown key is an option, in words, if it is one of choices of another group; else empty."""
+    name = key.rpartition(".")[2]
+    if not section:
+        return ""
+    for group in SEARCHED_GROUPS:
+        other_key = join(group, name)
+        choices = choices_with(other_key, group)
+        if choices:
+            return f"{other_key} is an option of {group}={abbreviate(choices, limit=MAX_LISTED_CHOICES)}"
+    return ""
 
 
 def choices_of(group: str) -> list[str]:

@@ -50,15 +50,20 @@ def restore_error(kind: type[MessageError], message: str, attributes: dict[str, 
 class InvalidOptionError(MessageError):
     """`key=value is invalid: reason. Allowed: allowed`, on one line.
 
-    `context` is what the value does not go with: `with …`, `for …` or `before …`.
+    `context` is what the value does not go with: `with …`, `for …` or `before …`; `meant` a value that was
+    probably meant, and comes before what is allowed.
 
     >>> print(InvalidOptionError("model.layers", 4, reason="the model is new", allowed="null"))
     model.layers=4 is invalid: the model is new. Allowed: null
     >>> print(InvalidOptionError("model", "tiny_bert", context="for chats", allowed="model=tiny_gpt2"))
     model=tiny_bert is invalid for chats. Allowed: model=tiny_gpt2
+    >>> print(InvalidOptionError("trainer.precision", "fp16", meant="16-mixed", allowed="auto, 16-mixed"))
+    trainer.precision=fp16 is invalid. Did you mean 16-mixed? Allowed: auto, 16-mixed
     """
 
-    def __init__(self, key: str, value: Any, *, reason: str = "", allowed: str, context: str = "") -> None:
+    def __init__(
+        self, key: str, value: Any, *, reason: str = "", allowed: str, context: str = "", meant: str = ""
+    ) -> None:
         self.key = key
         self.value = value
         self.reason = reason
@@ -70,7 +75,11 @@ class InvalidOptionError(MessageError):
             message += f" {context}"
         if reason:
             message += f": {reason}"
-        super().__init__(f"{message}. Allowed: {allowed}")
+        if meant:
+            message += f". Did you mean {meant}? Allowed: {allowed}"
+        else:
+            message += f". Allowed: {allowed}"
+        super().__init__(message)
 
 
 class DamagedFileError(MessageError):

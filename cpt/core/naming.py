@@ -32,6 +32,8 @@ OUTSIDE_VARIANT = (
 )
 UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
 PLAIN = re.compile(r"[\w./+@-]+")  # what needs no quotes for Hydra
+PATTERNS_OPTION = "optim.lr_multipliers"  # a mapping with regular expressions as keys
+HYDRA_ESCAPE = re.compile(r"\\([\\()\[\]{}:=, ])")  # a character that Hydra has another use for, escaped
 LONGEST = 160  # characters of a folder's name; file systems take 255
 LONGEST_TAG = 64  # characters, W&B's own limit
 
@@ -103,8 +105,20 @@ def variant() -> str:
     for key, value in sorted(list_choices(overrides).items()):
         if key not in OUTSIDE_VARIANT:
             short_key = key.removeprefix("routing@").removeprefix("method.")
+            if key == PATTERNS_OPTION:
+                value = as_patterns(value)
             choices.append(f"{short_key}={value}")
     return "; ".join(choices)
+
+
+def as_patterns(value: str) -> str:
+    r"""Regular expressions as they are typed in quotes, without what `cpt.cli` makes of them for Hydra.
+
+    >>> print(as_patterns(r"{layers\[.\]0: 0.5, \\Aembed: 0.1}"))
+    {layers[.]0: 0.5, ^embed: 0.1}
+    """
+    unescaped = HYDRA_ESCAPE.sub(r"\1", value)
+    return re.sub(r"\\A", "^", unescaped)
 
 
 def as_written(overrides: Sequence[str]) -> tuple[str, ...]:

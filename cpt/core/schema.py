@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from cpt.core.exceptions import InvalidOptionError, MessageError
+from cpt.core.foreign_names import find_value
 from cpt.core.messages import abbreviate
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ Read = TypeVar("Read", bound="Options")
 declared_types = functools.cache(functools.partial(get_type_hints, include_extras=True))
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 MAX_LISTED = 24  # names in a message
+MAX_LISTED_WITH_SUGGESTION = 6  # which is most likely what is meant
 INTERNAL = ("name", "_target_", "_partial_", "_convert_", "_recursive_")  # of a section, and no options
 PROBLEMS = {"missing": "missing", "extra": "unknown"}  # by the first word of pydantic's types of errors
 MAPPING = "keys with values, {key: value}"
@@ -197,10 +199,33 @@ def with_python_types(value: Any, kind: Any, *, section: str) -> Any:
 
 
 def wrong_value(key: str, value: Any, kind: Any) -> InvalidOptionError:
-    """The error for a value that a type does not allow."""
+    """The error for a value that a type does not allow, with the value that may be meant."""
     is_too_large = isinstance(value, int | float) and value >= 2**63
     limit = ", below 2^63" if is_too_large else ""
-    return InvalidOptionError(key, value, allowed=f"{allowed(kind)}{limit}")
+    return InvalidOptionError(
+        key, value, meant=suggest_value(key, value, kind), allowed=f"{allowed(kind)}{limit}"
+    )
+
+
+def suggest_value(key: str, value: Any, kind: Any) -> str:
+    """The allowed value of a type that a text may have been meant for; empty if there is none."""
+    values = [str(choice) for choice in list_literals(kind)]
+    if not isinstance(value, str) or value in values:
+        return ""
+    foreign_value = find_value(key.rpartition(".")[2], value)
+    if foreign_value in values:
+        return foreign_value
+    similar = difflib.get_close_matches(value.lower(), values, n=1, cutoff=0.6)
+    return similar[0] if similar else ""
+
+
+def list_literals(kind: Any) -> Iterator[Any]:
+    """The values that a type names, wherever they are in it."""
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+        return
+    for part in get_args(kind):
+        yield from list_literals(part)
 
 
 @functools.cache
@@ -272,24 +297,36 @@ def prefix_errors(section: str) -> Iterator[None]:
         raise ValueError(join(section, str(error))) from error
 
 
-def unknown_name(key: str, allowed: Iterable[str], *, listing: str | None = None) -> str:
-    """The message for an option, or for a `group=choice`, that does not exist. `listing` replaces the list
-    of what is allowed, of which many names are left out."""
+def unknown_name(
+    key: str, allowed: Iterable[str], *, listing: str | None = None, meant: str = "", cause: str = ""
+) -> str:
+    """The message for an option, or for a `group=choice`, that does not exist: what may be meant, then what is
+    allowed, of which many names are left out.
+
+    `listing` replaces the list of what is allowed where nothing is suggested. `meant` is suggested instead of
+    the most similar name. `cause` replaces the words that the name is unknown, and any suggestion."""
     names_by_end = {}
     for name in allowed:
         section, _, end = name.rpartition(".")
         if not section or end not in INTERNAL:
             names_by_end[end] = name
 
-    if listing is None:
-        listing = abbreviate(names_by_end.values(), limit=MAX_LISTED) or "none"
-    kind = "choice" if "=" in key else "option"
-    message = f"{key} is invalid: unknown {kind}. Allowed: {listing}"
+    suggestion = meant
+    if not suggestion and not cause:
+        names_by_lower_end = {end.lower(): name for end, name in names_by_end.items()}
+        last_word = re.split("[.=]", key)[-1].lower()
+        similar = difflib.get_close_matches(last_word, names_by_lower_end, n=1, cutoff=0.6)
+        suggestion = names_by_lower_end[similar[0]] if similar else ""
 
-    last_word = re.split("[.=]", key)[-1]
-    similar = difflib.get_close_matches(last_word, names_by_end, n=1, cutoff=0.6)
-    if similar:
-        message += f". Did you mean {names_by_end[similar[0]]}?"
+    kind = "choice" if "=" in key else "option"
+    message = f"{key} is invalid: {cause or f'unknown {kind}'}."
+    if suggestion:
+        message += f" Did you mean {suggestion}?"
+    if listing is None or suggestion:
+        limit = MAX_LISTED_WITH_SUGGESTION if suggestion else MAX_LISTED
+        listing = abbreviate(names_by_end.values(), limit=limit, with_count=True)
+    if listing:
+        message += f" Allowed: {listing}"
     return message
 
 

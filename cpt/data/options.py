@@ -42,8 +42,8 @@ class Budget:
         if len(options) != 2 or min(options.values()) <= 0 or not has_whole_steps:
             assignments = " ".join(f"trainer.{name}={value}" for name, value in options.items())
             raise ValueError(
-                f"{assignments} is invalid. Allowed: "
-                "exactly one of trainer.steps (whole), trainer.epochs, trainer.tokens, all above 0"
+                f"{assignments} is invalid. Allowed: exactly one of trainer.steps (whole), trainer.epochs, "
+                "trainer.tokens, all above 0; the others null, like trainer.steps=null"
             )
 
     @property

@@ -5,6 +5,7 @@ pre-training, evaluation, or end tasks. Its state_dict is in the checkpoint with
 end in RUN/callbacks, so that a run resumes with it after any kill."""
 
 import inspect
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,9 +76,17 @@ def make_loggers(entries: Mapping[str, Mapping[str, Any]], *, folder: Path) -> d
             cause = find_cause(error)
             if isinstance(cause, REFUSALS):
                 raise
-            warn_of_failure(section, cause, "the run continues without it")
+            warn_of_failure(section, shorten_requirements(cause), "the run continues without it")
             loggers[name] = DummyLogger()
     return loggers
+
+
+def shorten_requirements(error: BaseException) -> BaseException:
+    """The error for a package that is not installed, with the package alone: Lightning adds a hint for each."""
+    packages = re.findall(r"Requirement '([^']+)' not met", str(error))
+    if not packages:
+        return error
+    return ModuleNotFoundError(f"{packages[-1]} is not installed: pip install {packages[-1]}")
 
 
 def find_cause(error: BaseException) -> BaseException:

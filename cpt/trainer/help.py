@@ -1,18 +1,22 @@
-"""`--options`: the options of a run with help and defaults."""
+"""`--options`: the options of a run with help and defaults. `GROUP=?`: the choices of a config group."""
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF
+from cpt.core.errors import CONFIG_GROUPS
 from cpt.core.exceptions import format_value
 from cpt.core.naming import CONFIG
-from cpt.core.schema import Options, allowed, join, option_types
+from cpt.core.schema import Options, allowed, join, option_types, unknown_name
 from cpt.core.sections import options_class, to_python
 from cpt.data.options import DataOptions
 from cpt.data.sources.base import HeldOut
@@ -24,6 +28,9 @@ from cpt.optim.options import KINDS
 from cpt.trainer.options import ExportOptions, LoggerOptions, RunOptions, TrainerOptions
 
 FLAG = "--options"
+COMMAND = re.compile(r":? python ")
+SENTENCE_END = re.compile(r"(?<!et al)\. ")
+REQUIRED = "???"  # OmegaConf's sign for a value that has to be given
 # Sections whose options are the same whatever is chosen.
 FIXED_SECTIONS: dict[str, tuple[type[Options], ...]] = {
     "": (RunOptions,),
@@ -42,6 +49,20 @@ FIXED_SECTIONS: dict[str, tuple[type[Options], ...]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptionHelp:
+    """What the help says of an option."""
+
+    key: str
+    value: str  # as it is written on the command line; REQUIRED for one that has to be given
+    description: str
+    allowed: str  # empty where a library checks the value
+
+    @property
+    def is_required(self) -> bool:
+        return self.value == REQUIRED
+
+
 def describe_options(arguments: Sequence[str]) -> str:
     """The options of the groups that the command line chooses, or of all where it chooses none."""
     parsed = get_args_parser().parse_args([argument for argument in arguments if argument != FLAG])
@@ -55,9 +76,50 @@ def describe_options(arguments: Sequence[str]) -> str:
     blocks = []
     for section in list_sections(cfg):
         if not chosen_groups or section.split(".")[0] in chosen_groups:
-            lines = [format_option(*option) for option in list_options(cfg, section)]
+            lines = [format_option(option) for option in list_options(cfg, section)]
             blocks.append("\n".join(lines))
     return "\n\n".join(filter(None, blocks))
+
+
+def is_question(argument: str) -> bool:
+    """Whether an argument asks for the choices of a config group: `method=?`, `routing@method.routing=?`."""
+    group, equals, value = argument.partition("=")
+    return bool(equals) and value == "?" and "." not in group.partition("@")[0]
+
+
+def describe_choices(arguments: Sequence[str]) -> str:
+    """All choices of the config groups that the command line asks for, each with what its file says of it. Raises
+    ValueError for a group that does not exist."""
+    parsed = get_args_parser().parse_args(list(arguments))
+    folders = [CONF]
+    if parsed.config_dir:
+        folders.append(Path(parsed.config_dir))
+
+    blocks = []
+    for argument in filter(is_question, parsed.overrides):
+        group = group_of(argument)
+        files = {path.stem: path for folder in folders for path in (folder / group).glob("*.yaml")}
+        if not files:
+            cause = f"{group} is no group of choices"
+            raise ValueError(unknown_name(argument, CONFIG_GROUPS, cause=cause))
+        width = max(map(len, files))
+        lines = [f"{name:{width}}  {describe_choice(files[name])}".rstrip() for name in sorted(files)]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def describe_choice(path: Path) -> str:
+    """The first sentence of the comment that a choice's file begins with, up to a command; empty without one."""
+    comment_lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @package"):
+            comment_lines.append(line.lstrip("# "))
+    text = " ".join(comment_lines)
+    end = SENTENCE_END.search(text)
+    sentence = text if end is None else f"{text[: end.start()]}."
+    return COMMAND.split(sentence)[0]
 
 
 def group_of(override: str) -> str:
@@ -65,10 +127,11 @@ def group_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
-def format_option(key: str, value: str, description: str, allowed_values: str) -> str:
-    text = f"{key}={value}\n    {description}"
-    if allowed_values:
-        text += f"; allowed: {allowed_values}"
+def format_option(option: OptionHelp) -> str:
+    mark = "  (required)" if option.is_required else ""
+    text = f"{option.key}={option.value}{mark}\n    {option.description}"
+    if option.allowed:
+        text += f"; allowed: {option.allowed}"
     return text
 
 
@@ -95,18 +158,42 @@ def options_at(cfg: DictConfig, section: str) -> Sequence[type[Options]]:
     return [] if kind is None else [kind]
 
 
-def list_options(cfg: DictConfig, section: str) -> Iterator[tuple[str, str, str, str]]:
-    """Of each option of a section its key, its value as one gives it, its help and what is allowed."""
+@contextmanager
+def explaining_missing(cfg: DictConfig) -> Iterator[None]:
+    """Turns the error for a required option of a config without a value into a ValueError that says what it is."""
+    try:
+        yield
+    except MissingMandatoryValue as error:
+        section, _, name = str(error.full_key).rpartition(".")
+        for kind in options_at(cfg, section):
+            for field in fields(kind):
+                if field.name == name:
+                    key = join(section, name)
+                    raise ValueError(
+                        f"{key} is missing: {field.metadata['help']}. Allowed: {key}=VALUE"
+                    ) from error
+        raise
+
+
+def list_options(cfg: DictConfig, section: str) -> list[OptionHelp]:
+    """The options of a section, the required ones first."""
     node = OmegaConf.select(cfg, section) if section else cfg
+    options = []
     for kind in options_at(cfg, section):
         for field in fields(kind):
             if field.name not in node.keys() or is_section(node, field.name):  # noqa: SIM118
                 # `in node` is false for a value that is missing (`???`), `in node.keys()` is not.
                 continue
             is_required = OmegaConf.is_missing(node, field.name)
-            value = "???" if is_required else format_value(to_python(node[field.name]))
-            allowed_values = allowed(option_types(kind)[field.name])
-            yield join(section, field.name), value, field.metadata["help"], allowed_values
+            options.append(
+                OptionHelp(
+                    key=join(section, field.name),
+                    value=REQUIRED if is_required else format_value(to_python(node[field.name])),
+                    description=field.metadata["help"],
+                    allowed=allowed(option_types(kind)[field.name]),
+                )
+            )
+    return sorted(options, key=lambda option: not option.is_required)
 
 
 def is_section(node: DictConfig, name: str) -> bool:

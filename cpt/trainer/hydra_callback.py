@@ -12,6 +12,7 @@ from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.resolved import resolve_once, resolve_sweep_folder
 from cpt.core.secrets import redact_file
+from cpt.trainer.help import explaining_missing
 from cpt.trainer.read_config import read_sections
 
 HYDRA_FILES = ("config.yaml", "hydra.yaml", "overrides.yaml")
@@ -24,7 +25,8 @@ class ConfigCheck(Callback):
         with readable():
             check_working_folder(config)
             resolve_once(config)
-            read_sections(config)
+            with explaining_missing(config):
+                read_sections(config)
         if config.get("plan"):
             write_no_files(config)
 

@@ -545,15 +545,15 @@ def check_branches(plan: Plan) -> None:
 def check_sharding(plan: Plan) -> None:
     """Raises ValueError for what does not go with strategy=fsdp."""
     method = plan.method.load()
-    choices = [("method", plan.method)]
-    choices.extend(("mask", mask) for mask in plan.masks)
-    for group, choice in choices:
+    choices = [(f"method={plan.names['method']}", plan.method)]
+    choices.extend((f"the mask {mask.target}", mask) for mask in plan.masks)
+    for label, choice in choices:
         # A user's class has the attribute where it supports sharded weights.
         if not getattr(choice.load(), "sharded", choice.target.startswith(PACKAGES_WITH_SHARDING)):
             raise InvalidOptionError(
                 "strategy",
                 "fsdp",
-                reason=f"{group} {choice.target} does not support sharded weights (docs/distributed.md)",
+                reason=f"{label} does not support sharded weights (docs/distributed.md)",
                 allowed="single, ddp",
             )
     if plan.loss is not None and plan.needs_reference:

@@ -9,13 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.memory import ANY_SIZE, SMALL, keep_free
-from cpt.core.processes import is_first_process, is_job_within_a_sweep, is_one_of_several, stray_ranks
+from cpt.core.messages import count_noun
+from cpt.core.processes import (
+    cores,
+    is_first_process,
+    is_job_within_a_sweep,
+    is_one_of_several,
+    stray_ranks,
+)
 from cpt.core.schema import check_names, option_types
 from cpt.core.slurm import check_task_count
 from cpt.data.options import share_batch
@@ -68,6 +76,7 @@ def prepare_run(plan: Plan, run: RunDir) -> Preflight:
         loggers=list(loggers.values()),
         callbacks=list(callbacks.values()),
     )
+    warn_of_cpu_processes(plan.trainer, trainer)
     check_task_count(trainer.num_devices, plan.trainer.num_nodes)
     check_process_start(trainer.world_size, format_value(devices))
     check_processes(plan, trainer.world_size)
@@ -118,6 +127,7 @@ def try_trainer(
 ) -> Trainer:
     """A trainer on this machine. Raises ValueError for options that Lightning does not know or rejects."""
     check_names(options.others, [*option_types(TrainerOptions), *TRAINER_ARGUMENTS], section="trainer")
+    check_gpu(options)
 
     precision = str(options.precision).replace("auto", "32-true")  # `auto` depends on the device, yet unknown
     arguments = options.lightning | {"devices": devices, "strategy": strategy, "precision": precision}
@@ -127,6 +137,33 @@ def try_trainer(
     )
     with naming_cause(shown_options):
         return make_trainer(arguments, label="", steps=1, loggers=loggers, callbacks=callbacks)
+
+
+def check_gpu(options: TrainerOptions) -> None:
+    """Raises ValueError where a GPU is asked for and torch finds none."""
+    if options.accelerator not in ("gpu", "cuda") or torch.cuda.device_count() > 0:
+        return
+    is_cpu_build = torch.version.cuda is None and torch.version.hip is None
+    build = "a build for CPUs" if is_cpu_build else "a build for GPUs"
+    raise InvalidOptionError(
+        "trainer.accelerator",
+        options.accelerator,
+        reason=f"torch {torch.__version__} ({build}) finds no GPU",
+        allowed="auto, cpu",
+    )
+
+
+def warn_of_cpu_processes(options: TrainerOptions, trainer: Trainer) -> None:
+    """Warns of several processes on CPUs that nobody asked for: a GPU may not have been found."""
+    is_on_cpu = trainer.strategy.root_device.type == "cpu"
+    if is_on_cpu and options.accelerator == "auto" and trainer.num_devices > 1 and is_first_process():
+        log.warning(
+            "No GPU found: starting %d processes on the CPU (trainer.devices=%s, %s); trainer.devices=1 is one "
+            "process, trainer.accelerator=cpu omits this warning",
+            trainer.num_devices,
+            format_value(options.devices),
+            count_noun(cores(), "core"),
+        )
 
 
 def check_process_start(num_processes: int, devices: str) -> None:

@@ -5,7 +5,9 @@
 import os
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.pop("CPT_CACHE", None)  # a default of the page, and not this machine's
@@ -17,7 +19,7 @@ from omegaconf import DictConfig  # noqa: E402
 
 import cpt.core.naming  # noqa: E402, F401  (registers the resolvers)
 from cpt.core.config import CONF  # noqa: E402
-from cpt.trainer.help import list_options, list_sections  # noqa: E402
+from cpt.trainer.help import REQUIRED, describe_choice, list_options, list_sections  # noqa: E402
 
 INDEX, PAGES = DOCS / "options.md", DOCS / "options"
 # The pages in their order, with their titles and the guide of each.
@@ -57,6 +59,7 @@ SET_BY = {
     "strategy": "strategy",
 }  # groups whose options are in another section
 NEEDED = {"benchmark": ["model=tiny_gpt2"]}
+MIN_SHARING = 3  # choices from which on equal rows are in one table
 INTRODUCTION = """# Options
 
 After this page you can find the options of a run, with its default, meaning and allowed values.
@@ -69,10 +72,21 @@ some have more options, like `endtask=das6`. Not listed: `init_from` ([resume](r
 ([extend](extend.md)), and the entries of `domains.catalogue` and `domains.packages`
 ([data](data.md)).
 
-`???` marks a required value. An empty *allowed* cell means that the library checks the value.
+Required options come first, in bold, with the value `???`. An empty *allowed* cell means that the library checks the value.
 `python docs/site/options.py` generates these pages.
 
 """
+
+
+@dataclass
+class ChoicePage:
+    """What the page of a group says of one choice."""
+
+    name: str
+    rows: list[str]  # of the tables: one for each option
+    shared_keys: list[str] = field(
+        default_factory=list
+    )  # of rows that several choices have, which are elsewhere
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -91,58 +105,100 @@ def escape(text: str) -> str:
     return text.replace("|", "&#124;").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
 
 
-def rows(cfg: DictConfig, place: str) -> Iterator[str]:
-    """A row for each option of a section."""
-    for key, value, *told in list_options(cfg, place):
-        shown = value.replace("|", "&#124;") or '""'
-        yield f"| `{key}` | `{shown}` | " + " | ".join(map(escape, told)) + " |"
+def rows(cfg: DictConfig, section: str) -> Iterator[str]:
+    """A row for each option of a section, bold for a required one."""
+    for option in list_options(cfg, section):
+        key = f"**`{option.key}`**" if option.is_required else f"`{option.key}`"
+        value = option.value.replace("|", "&#124;") or '""'
+        yield f"| {key} | `{value}` | {escape(option.description)} | {escape(option.allowed)} |"
 
 
-def table(found: list[str]) -> list[str]:
-    return ["| option | default | meaning | allowed |", "| :-- | :-- | :-- | :-- |", *found, ""]
+def key_of(row: str) -> str:
+    """The option of a row."""
+    return row.split("`")[1]
+
+
+def table(table_rows: list[str]) -> list[str]:
+    return ["| option | default | meaning | allowed |", "| :-- | :-- | :-- | :-- |", *table_rows, ""]
 
 
 def within(cfg: DictConfig, group: str) -> list[str]:
     """The rows of a group's sections, one after another."""
-    return [row for place in list_sections(cfg) if place.split(".")[0] == group for row in rows(cfg, place)]
+    sections = [section for section in list_sections(cfg) if section.split(".")[0] == group]
+    return [row for section in sections for row in rows(cfg, section)]
 
 
 def index_page(cfg: DictConfig) -> str:
     """The list of pages, and the options of a run that are in no group."""
     lines = ["| group | page |", "| :-- | :-- |"]
     lines += [f"| `{group}` | [{title}](options/{group}.md) |" for group, (title, _) in GROUPS.items()]
-    places = [place for place in list_sections(cfg) if place.split(".")[0] not in GROUPS]
+    sections = [section for section in list_sections(cfg) if section.split(".")[0] not in GROUPS]
     lines += ["", "## Options in no group", ""]
-    lines += table([row for place in places for row in rows(cfg, place)])
+    lines += table([row for section in sections for row in rows(cfg, section)])
     links = "[Commands](cli.md) · [Config groups](extend.md) · [Glossary](glossary.md)"
     return INTRODUCTION + "\n".join([*lines, "## See also", "", links]) + "\n"
 
 
+def choice_page(group: str, name: str) -> ChoicePage:
+    """The rows of a choice, of those options alone that are the group's."""
+    section = {"routing": "method", "strategy": "trainer"}.get(group, group)
+    *others, chosen = SET_BY.get(group, group).split(" ")
+    cfg = composed(*others, f"{chosen}={name}", *NEEDED.get(group, []))
+    keys = {
+        "routing": ("method.routing.",),
+        "strategy": ("trainer.strategy", "trainer.reshard"),
+        "mask": (f"mask.{name}.",),
+    }.get(group, ("",))
+    return ChoicePage(name, [row for row in within(cfg, section) if key_of(row).startswith(keys)])
+
+
+def take_shared_rows(pages: list[ChoicePage]) -> list[str]:
+    """The rows that are the same in several choices, which are taken out of these. Required options stay where
+    they are; of one with several defaults, the most frequent row is taken."""
+    counts = Counter(row for page in pages for row in page.rows if REQUIRED not in row)
+    rows_by_key = {key_of(row): row for row, count in reversed(counts.most_common()) if count >= MIN_SHARING}
+    shared_rows = [row for row in counts if rows_by_key.get(key_of(row)) == row]
+    for page in pages:
+        page.shared_keys = [key_of(row) for row in page.rows if row in shared_rows]
+        page.rows = [row for row in page.rows if row not in shared_rows]
+    return shared_rows
+
+
+def choice_section(group: str, page: ChoicePage) -> list[str]:
+    """The lines of a choice: what it is, its own options, and the names of those that it shares."""
+    lines = [f"## `{group}={page.name}`", ""]
+    description = describe_choice(CONF / group / f"{page.name}.yaml")
+    if description:
+        lines += [*textwrap.wrap(escape(description), 100), ""]
+    if page.rows:
+        lines += table(page.rows)
+    if page.shared_keys:
+        keys = ", ".join(f"`{key}`" for key in page.shared_keys)
+        lines += [*textwrap.wrap(f"[Shared options](#shared-options): {keys}.", 100), ""]
+    return lines
+
+
 def group_page(group: str) -> str:
-    """The options of a group, by choice; choices without options are in one line."""
+    """The options of a group, by choice, after those that several choices share; choices without options are in
+    one line."""
     title, guide = GROUPS[group]
-    sections: dict[str, list[str]] = {}
-    place = {"routing": "method", "strategy": "trainer"}.get(group, group)
-    for name in choices(group):
-        *others, chosen = SET_BY.get(group, group).split(" ")
-        found = within(composed(*others, f"{chosen}={name}", *NEEDED.get(group, [])), place)
-        if group == "routing":
-            found = [row for row in found if row.startswith("| `method.routing.")]
-        elif group == "strategy":
-            found = [row for row in found if row.startswith(("| `trainer.strategy`", "| `trainer.reshard"))]
-        elif group == "mask":
-            found = [row for row in found if row.startswith(f"| `mask.{name}.")]
-        sections[name] = found
-    shown = [name for name, found in sections.items() if found]
+    pages = [choice_page(group, name) for name in choices(group)]
+    empty = [f"`{group}={page.name}`" for page in pages if not page.rows]
+    pages = [page for page in pages if page.rows]
+
     about = f"After this page you can set the options of `{group}` ([guide](../{guide}.md))."
     lines = [f"# {title}: options", "", about, ""]
-    if len(shown) > 1:
-        links = " · ".join(f"[{name}](#{group}{name})" for name in shown)
-        lines += [*textwrap.wrap(links, 100), ""] if len(shown) > 3 else []
-    for name in shown:
-        heading = [f"## `{group}={name}`", ""] if len(shown) > 1 or group not in ALIKE else []
-        lines += [*heading, *table(sections[name])]
-    if empty := [f"`{group}={name}`" for name, found in sections.items() if not found]:
+    if len(pages) > 3:
+        links = " · ".join(f"[{page.name}](#{group}{page.name})" for page in pages)
+        lines += [*textwrap.wrap(links, 100), ""]
+    shared_rows = take_shared_rows(pages)
+    if shared_rows:
+        lines += ["## Shared options", "", f"The same in {MIN_SHARING} choices or more, which name them.", ""]
+        lines += table(shared_rows)
+    for page in pages:
+        has_heading = len(pages) > 1 or group not in ALIKE
+        lines += choice_section(group, page) if has_heading else table(page.rows)
+    if empty:
         lines += [*textwrap.wrap(f"Without options: {', '.join(empty)}.", 100), ""]
     links = f"[All options](../options.md) · [Guide](../{guide}.md)"
     return "\n".join([*lines, "## See also", "", links]) + "\n"

@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
+from cpt.cli import to_hydra
 from cpt.core.config import identity, plain_config
 from cpt.core.errors import readable
-from cpt.core.naming import LONGEST, RunIdentity, distinguish_runs, name_run
+from cpt.core.naming import LONGEST, RunIdentity, as_patterns, distinguish_runs, name_run
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 
@@ -25,6 +26,17 @@ def test_a_run_folder_is_named_by_its_choices():
     assert paths[0].endswith("_model.name.or.path-a.model") and paths[0] != paths[1]
     assert name_run([], "ncl", "[наука,право]", 0).isascii()
     assert name_run(["optim.lr=1e-3"], "ncl", 0, 0) == "ncl_order-0_seed-0_optim.lr-0.001"
+
+
+def test_patterns_are_shown_in_labels_as_they_were_typed():
+    for patterns in (
+        "{'^embed': 0.1, 'layers[.](0|1)[.]': 0.5}",
+        r"{'a\d+': 2, 'x{2}': 0}",
+        "{embeddings: 0}",
+    ):
+        (argument,) = to_hydra([f"optim.lr_multipliers={patterns}"])
+        value = argument.partition("=")[2]
+        assert as_patterns(value) == patterns.replace("'", "")
 
 
 def test_what_decides_the_result_identifies_a_run(composed, tmp_path):

@@ -3,10 +3,15 @@
 import shlex
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 
+import cpt.core.naming  # noqa: F401  (registers the resolvers)
+from cpt.core import foreign_names
+from cpt.core.config import CONF, flatten
 from cpt.core.errors import choices_with, explain
+from cpt.core.schema import unknown_name
 
 HINT = ". Allowed: key=value, with the value in quotes: "
 
@@ -50,3 +55,63 @@ def test_the_hint_is_only_for_values_that_quotes_mend():
 )
 def test_an_option_of_other_choices_is_found_in_all_of_their_files(key, choices):
     assert choices_with(key, "method") == choices
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beginning"),
+    [
+        (
+            "trainer.step=1",
+            "trainer.step is invalid: unknown option. Did you mean trainer.steps? Allowed: trai",
+        ),
+        (
+            "trainer.max_steps=1",
+            "trainer.max_steps is invalid: unknown option. Did you mean trainer.steps (of eac",
+        ),
+        (
+            "model.lora_alpha=8",
+            "model.lora_alpha is invalid: method.lora_alpha is an option of method=inclora, l",
+        ),
+        (
+            "logger.wandb.project=x",
+            "logger.wandb.project is invalid: unknown option. Did you mean logger.projec",
+        ),
+        (
+            "wandb.project=x",
+            "wandb.project is invalid: unknown option. Did you mean logger.project? Allowed: n",
+        ),
+        (
+            "method=ewc method.contrast=1",
+            "method.contrast is invalid: it is an option of method=das,dga. Allow",
+        ),
+        ("name.first=x", "name.first is invalid: unknown option. Allowed: name"),
+        ("method=LwF", "method=LwF is invalid: unknown choice. Did you mean kd? Allowed: adapter, "),
+        ("method=A-GEM", "method=A-GEM is invalid: unknown choice. Did you mean agem? Allowed: adapter, "),
+        ("method=EWC", "method=EWC is invalid: unknown choice. Did you mean ewc? Allowed: adapter, "),
+        ("optim.foo=1", "optim.foo is invalid: unknown option. Allowed: optim.lr, "),
+    ],
+)
+def test_what_is_probably_meant_comes_before_what_is_allowed(overrides, beginning):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        with pytest.raises(HydraException) as error:
+            compose("config", overrides=overrides.split())
+        message = explain(error.value)
+    assert message.startswith(beginning) and message.count("Did you mean") <= 1
+
+
+def test_names_of_other_libraries_and_papers_stand_for_what_exists_under_another_name():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", overrides=["method=lora"])
+        keys = {key for key, _ in flatten(cfg)} | set(cfg)
+    for name, foreign in foreign_names.OPTIONS.items():
+        assert foreign.option in keys and name != foreign.option.rpartition(".")[2]
+    for group, choices in foreign_names.CHOICES.items():
+        existing = {path.stem for path in (CONF / group).glob("*.yaml")}
+        assert set(choices.values()) <= existing and not existing & choices.keys()
+        assert all(foreign_names.normalize(name) == name for name in choices)
+
+
+def test_a_suggestion_shortens_the_list():
+    names = [f"trainer.option_{letter}" for letter in "abcdefghi"]
+    assert unknown_name("trainer.optoin_a", names).endswith("option_e, trainer.option_f, … 3 more")
+    assert unknown_name("trainer.x", names).endswith("option_h, trainer.option_i")

@@ -8,8 +8,9 @@ import pytest
 
 from cpt.core import schema
 from cpt.core.exceptions import format_value
-from cpt.core.schema import Options, allowed, check_value, config, fits, option
+from cpt.core.schema import Options, allowed, check_value, config, fits, option, wrong_value
 from cpt.core.sections import load_target, options_class
+from cpt.trainer.options import Precision
 
 KINDS = [
     (schema.NonNegative, [0, 1.5, 3], [-1, True, math.inf, math.nan, "1", None], "0 or more"),
@@ -33,6 +34,24 @@ def test_a_type_says_what_it_allows(kind, good, bad, words):
         assert str(raised.value).startswith(f"k={format_value(value)} is invalid. Allowed: {words}")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "meant"),
+    [
+        ("trainer.precision", "fp16", Precision, "16-mixed"),
+        ("trainer.precision", "BF16-mixd", Precision, "bf16-mixed"),
+        ("trainer.precision", "int8", Precision, ""),
+        ("k", "Fats", Literal["fast", "full"] | None, "fast"),
+        ("k", 16, Literal["16"], ""),
+    ],
+)
+def test_a_value_is_suggested_that_is_spelt_alike_or_has_another_name_elsewhere(key, value, kind, meant):
+    message = str(wrong_value(key, value, kind))
+    assert message.startswith(
+        f"{key}={value} is invalid. " + (f"Did you mean {meant}? Allowed: " * bool(meant))
+    )
+    assert ("Did you mean" in message) == bool(meant)
+
+
 @config
 class Inner(Options):
     decay: schema.Probability = option("of the prior")
@@ -52,7 +71,7 @@ class Outer(Options):
     ("options", "message"),
     [
         ({"strength": 7}, "m.strength=7 does not go with itself"),
-        ({"strenght": 1}, "m.strenght is invalid: unknown option. Allowed: m.strength, m.inner. Did you"),
+        ({"strenght": 1}, "m.strenght is invalid: unknown option. Did you mean m.strength? Allowed: m.s"),
         ({}, "m.strength is missing"),
         ({"strength": 1, "inner": {"decay": 2}}, "m.inner.decay=2 is invalid. Allowed: 0 to 1"),
         ({"strength": 1, "inner": 2}, "m.inner=2 is invalid. Allowed: null or keys with values"),

@@ -3,10 +3,10 @@ refuses are those of tests/core/test_schema.py."""
 
 import re
 
-# `KEY=VALUE is invalid: REASON. Allowed: VALUES. Did you mean X?`
+# `KEY=VALUE is invalid: REASON. Did you mean X? Allowed: VALUES`
 FORM = re.compile(
     r"[^\n]+? (?:is missing|is invalid)(?: (?:with|for|before) [^:\n]+?)?"
-    r"(: [^\n]+?)?(\. Allowed: [^\n]*[^ .])?"
+    r"(: [^\n]+?)?((?:\. Did you mean [^\n]+?\?|\.) Allowed: [^\n]*[^ .])?"
 )
 
 

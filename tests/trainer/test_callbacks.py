@@ -12,7 +12,7 @@ from torch import nn
 from cpt import verify
 from cpt.evaluation.monitor import MonitorOptions, MonitorRecord
 from cpt.gradient_masks.base import GradientMask
-from cpt.trainer.callbacks import CustomCallbacks
+from cpt.trainer.callbacks import CustomCallbacks, shorten_requirements
 from cpt.trainer.protected_movement import protected_shares
 from tests.runs.reading import assert_same_bits, killed, read_scores, same_state, state_of
 from tests.support.method_fixtures import DROPOUT, load_model_weights
@@ -221,3 +221,13 @@ def test_a_stage_that_ended_early_is_the_same_after_any_kill(small, start, killi
     for name in ("nll", "monitor", "seen", "flops", "rates", "metrics"):
         assert undisturbed[name] == resumed[name], name
     assert same_state(state_of(tmp_path / "whole"), state_of(tmp_path / "killed"))
+
+
+def test_a_package_that_a_logger_needs_is_named_without_lightnings_hints():
+    hints = (
+        "Neither is available. Requirement 'tensorboardX' not met. HINT: … Requirement 'tensorboard' not met."
+    )
+    error = shorten_requirements(ModuleNotFoundError(hints))
+    assert str(error) == "tensorboard is not installed: pip install tensorboard"
+    other = ModuleNotFoundError("No module named 'x'")
+    assert shorten_requirements(other) is other

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +19,11 @@ from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_model, train_tokenizer
+from cpt.train import check_base_folder
 from cpt.trainer import hydra_callback
 from cpt.trainer.hydra_callback import ConfigCheck
 from cpt.trainer.plan import make_plan
-from cpt.trainer.preflight import prepare_run
+from cpt.trainer.preflight import prepare_run, warn_of_cpu_processes
 from cpt.trainer.read_config import read_sections
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
@@ -397,3 +400,27 @@ def test_small_blocks_alone_are_kept_with_gradient_checkpointing(small, tmp_path
             assert memory.kept_size == size
     finally:
         memory.keep_free()
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_build_of_torch(unread, small):
+    message = unread(small("trainer.accelerator=gpu"))
+    assert message.startswith(f"trainer.accelerator=gpu is invalid: torch {torch.__version__} (a build for ")
+    assert message.endswith(") finds no GPU. Allowed: auto, cpu")
+
+
+@pytest.mark.parametrize(("accelerator", "is_warned"), [("auto", True), ("cpu", False)])
+def test_processes_on_the_cpu_that_nobody_asked_for_are_a_warning(accelerator, is_warned, caplog):
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), num_devices=4)
+    warn_of_cpu_processes(SimpleNamespace(accelerator=accelerator, devices=4), trainer)
+    assert ("No GPU found: starting 4 processes on the CPU (trainer.devices=4, " in caplog.text) == is_warned
+
+
+def test_a_checkpoint_below_a_path_that_does_not_exist_is_refused_before_torch_is_loaded(small, tmp_path):
+    path = str(tmp_path / "nowhere")
+    plan = make_plan(small(), run=RunDir(tmp_path / "run"))
+    plan = replace(plan, model=replace(plan.model, name_or_path=path))
+    with pytest.raises(
+        ValueError, match=f"model.name_or_path={path} is invalid: no such folder. Allowed: an"
+    ):
+        check_base_folder(plan)
+    check_base_folder(replace(plan, model=replace(plan.model, name_or_path="owner/name")))

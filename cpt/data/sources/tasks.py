@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 
-from cpt.core.exceptions import InvalidOptionError
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.randomness import key, permute
 from cpt.core.schema import Allowed, Count, Folder, Options, Text, TextList, config, option, read_options
 from cpt.data.sources import docstrings, readers
@@ -480,7 +480,10 @@ class Tasks(Source):
             )
         self.log_ignored()
         if self.general_folder is None:
-            log.info("General text: Python's documentation (domains.root=%s has no folder of it)", self.root)
+            reason = "has no folder of it" if self.root is not None else "is not set"
+            log.info(
+                "General text: Python's documentation (domains.root=%s %s)", format_value(self.root), reason
+            )
 
     def check_instructions(self, order: Sequence[str]) -> None:
         """Raises ValueError for a task that the template has no instruction for, where it asks with one and

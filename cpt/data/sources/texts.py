@@ -41,7 +41,7 @@ class Texts(Source):
     where a domain has at least 20 that are no shards, else what blank lines separate, else (blank lines among
     the first 10,000 of the first file are rarer than every 20th) the line."""
 
-    root: Folder = option("folder of all text")
+    root: Folder = option("folder of all text, with a sub-folder for each domain")
     folder: Annotated[Text, Allowed("a folder below root")] = option("folder of the domains, below root")
     column: Text = option("column of the text in tables: .jsonl, .csv, .parquet and the like")
     columns: Columns | None = option("column of the text per domain", default=None)
