@@ -201,8 +201,8 @@ def quote_number(text: str, *, is_list: bool) -> str:
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """Raises ValueError for an unknown or wrong flag, an argument that assigns no value, and a choice of a group
-    that is no name: Hydra takes many lines to report these, or names what only its grammar knows."""
+    """Raises ValueError for an unknown or wrong flag, an argument that assigns no value, and a choice of a
+    group that is no name: Hydra takes many lines to report these, or names what only its grammar knows."""
     check_flags(arguments)
     check_assignments([argument for argument in arguments if not argument.startswith("-")])
     for argument, override in parse_arguments(arguments).items():
@@ -215,22 +215,22 @@ def check_command_line(arguments: Sequence[str]) -> None:
 
 
 def check_assignments(arguments: Sequence[str]) -> None:
-    """Raises ValueError for the first argument that assigns no value: a shell has divided a value with spaces, or
-    there is a space in place of the `=`."""
+    """Raises ValueError for the first argument that assigns no value: a shell has divided a value with
+    spaces, or there is a space in place of the `=`."""
     for index, argument in enumerate(arguments):
         if "=" in argument or argument.startswith("~"):  # ~key removes an option
             continue
 
         further_parts = list(itertools.takewhile(lambda part: "=" not in part, arguments[index:]))
         previous = arguments[index - 1] if index else ""
-        whole = " ".join([previous, *further_parts])
+        typed = " ".join([previous, *further_parts])
         if previous.count("[") > previous.count("]"):
-            without_spaces = re.sub(r"(?<=[\[,])\s+|\s+(?=[\],])", "", whole)
-            raise ValueError(f"{whole} is invalid: a list with spaces. Allowed: {without_spaces}")
+            without_spaces = re.sub(r"(?<=[\[,])\s+|\s+(?=[\],])", "", typed)
+            raise ValueError(f"{typed} is invalid: a list with spaces. Allowed: {without_spaces}")
         if "=" in previous:
             raise ValueError(
                 f"{argument} is invalid: it assigns no value, or belongs to the value before it. "
-                f"Allowed: key=value, with spaces in quotes, like {shlex.quote(whole)}"
+                f"Allowed: key=value, with spaces in quotes, like {shlex.quote(typed)}"
             )
         value = further_parts[1] if len(further_parts) > 1 else "VALUE"
         raise ValueError(

@@ -31,7 +31,8 @@ from cpt.core.secrets import redact_text
 
 NEEDS_QUOTES = re.compile(r"[^\w\s./:+@%*?|$,(){}\[\]\\~-]")  # signs that Hydra takes only in quotes
 # Messages of Hydra: a choice (group, name) of a list of choices does not exist; `override` of a group that
-# the defaults do not have (config, group), or of a key that the config does not have. Of OmegaConf: a section is set to one value.
+# the defaults do not have (config, group), or of a key that the config does not have. Of OmegaConf: a section
+# is set to one value.
 MISSING_CHOICE = re.compile(r"Could not load '(.+)/([^/']+)'")
 UNKNOWN_OVERRIDE = re.compile(r"Could not override '([^']+)'")
 OVERRIDE_WITHOUT_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
@@ -142,8 +143,8 @@ def explain_missing_choice(error: hydra_errors.MissingConfigException) -> str:
 
 
 def unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
-    """The message for a choice that a config group does not have, with the one that other libraries and papers
-    call by this name, and with what lists all."""
+    """The message for a choice that a config group does not have, with the one that other libraries and
+    papers call by this name, and with what lists all."""
     meant = foreign_names.find_choice(group, name)
     message = unknown_name(f"{group}={name}", choices, meant=meant if meant in choices else "")
     return f"{message}; {group}=? describes them"
@@ -161,8 +162,8 @@ def explain_unparsed(error: hydra_errors.OverrideParseException) -> str:
 
 
 def explain_unknown_key(cause: omegaconf_errors.OmegaConfBaseException, override: str) -> str:
-    """The message for a key that the config does not have, with where it is an option. `override` is the whole
-    key of the command line: the error names its first part that does not exist."""
+    """The message for a key that the config does not have, with where it is an option. `override` is the
+    whole key of the command line: the error names its first part that does not exist."""
     key = str(cause.full_key)
     node: Any = cause.parent_node
     section = key.rpartition(".")[0]
@@ -176,9 +177,9 @@ def explain_unknown_key(cause: omegaconf_errors.OmegaConfBaseException, override
     meant = option_elsewhere(override, root)
     if meant:
         return unknown_name(override, options, meant=meant)
-    place = option_of_other_group(key, section)
-    if place:
-        return unknown_name(key, options, cause=place)
+    other_group = option_of_other_group(key, section)
+    if other_group:
+        return unknown_name(key, options, cause=other_group)
 
     message = unknown_name(key, options)
     is_open = section in OPEN_SECTIONS or "." in section
@@ -244,8 +245,8 @@ def options_of_choice(path: Path) -> set[str]:
 
 
 def option_elsewhere(key: str, root: Mapping[str, Any]) -> str:
-    """The option of another section of a config that a user may have meant by an unknown `key`: one of the same
-    name, or the one for which another library uses this name, with how they differ; else empty."""
+    """The option of another section of a config that a user may have meant by an unknown `key`: one of the
+    same name, or the one for which another library uses this name, with how they differ; else empty."""
     name = key.rpartition(".")[2]
     leaves: list[str] = [leaf for leaf, _ in flatten(root) if not leaf.startswith("hydra.")]
     foreign = foreign_names.OPTIONS.get(name)

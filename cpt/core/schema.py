@@ -300,8 +300,8 @@ def prefix_errors(section: str) -> Iterator[None]:
 def unknown_name(
     key: str, allowed: Iterable[str], *, listing: str | None = None, meant: str = "", cause: str = ""
 ) -> str:
-    """The message for an option, or for a `group=choice`, that does not exist: what may be meant, then what is
-    allowed, of which many names are left out.
+    """The message for an option, or for a `group=choice`, that does not exist: what may be meant, then what
+    is allowed, of which many names are left out.
 
     `listing` replaces the list of what is allowed where nothing is suggested. `meant` is suggested instead of
     the most similar name. `cause` replaces the words that the name is unknown, and any suggestion."""

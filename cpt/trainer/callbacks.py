@@ -82,7 +82,8 @@ def make_loggers(entries: Mapping[str, Mapping[str, Any]], *, folder: Path) -> d
 
 
 def shorten_requirements(error: BaseException) -> BaseException:
-    """The error for a package that is not installed, with the package alone: Lightning adds a hint for each."""
+    """The error for a package that is not installed, with the package alone: Lightning adds a hint for
+    each."""
     packages = re.findall(r"Requirement '([^']+)' not met", str(error))
     if not packages:
         return error

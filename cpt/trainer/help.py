@@ -14,9 +14,9 @@ from omegaconf.errors import MissingMandatoryValue
 from cpt.adapters.options import ModulesOptions
 from cpt.core.config import CONF
 from cpt.core.errors import CONFIG_GROUPS
-from cpt.core.exceptions import format_value
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.naming import CONFIG
-from cpt.core.schema import Options, allowed, join, option_types, unknown_name
+from cpt.core.schema import Options, allowed, join, option_types
 from cpt.core.sections import options_class, to_python
 from cpt.data.options import DataOptions
 from cpt.data.sources.base import HeldOut
@@ -88,8 +88,8 @@ def is_question(argument: str) -> bool:
 
 
 def describe_choices(arguments: Sequence[str]) -> str:
-    """All choices of the config groups that the command line asks for, each with what its file says of it. Raises
-    ValueError for a group that does not exist."""
+    """All choices of the config groups that the command line asks for, each with what its file says of it.
+    Raises ValueError for a group that does not exist."""
     parsed = get_args_parser().parse_args(list(arguments))
     folders = [CONF]
     if parsed.config_dir:
@@ -98,10 +98,13 @@ def describe_choices(arguments: Sequence[str]) -> str:
     blocks = []
     for argument in filter(is_question, parsed.overrides):
         group = group_of(argument)
-        files = {path.stem: path for folder in folders for path in (folder / group).glob("*.yaml")}
+        files: dict[str, Path] = {}
+        for folder in folders:
+            files.update((path.stem, path) for path in (folder / group).glob("*.yaml"))
         if not files:
-            cause = f"{group} is no group of choices"
-            raise ValueError(unknown_name(argument, CONFIG_GROUPS, cause=cause))
+            raise InvalidOptionError(
+                group, "?", reason=f"{group} is no group of choices", allowed=", ".join(CONFIG_GROUPS)
+            )
         width = max(map(len, files))
         lines = [f"{name:{width}}  {describe_choice(files[name])}".rstrip() for name in sorted(files)]
         blocks.append("\n".join(lines))
@@ -109,7 +112,8 @@ def describe_choices(arguments: Sequence[str]) -> str:
 
 
 def describe_choice(path: Path) -> str:
-    """The first sentence of the comment that a choice's file begins with, up to a command; empty without one."""
+    """The first sentence of the comment that a choice's file begins with, up to a command; empty without
+    one."""
     comment_lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -160,7 +164,8 @@ def options_at(cfg: DictConfig, section: str) -> Sequence[type[Options]]:
 
 @contextmanager
 def explaining_missing(cfg: DictConfig) -> Iterator[None]:
-    """Turns the error for a required option of a config without a value into a ValueError that says what it is."""
+    """Turns the error for a required option of a config without a value into a ValueError that says what it
+    is."""
     try:
         yield
     except MissingMandatoryValue as error:

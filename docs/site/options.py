@@ -72,7 +72,8 @@ some have more options, like `endtask=das6`. Not listed: `init_from` ([resume](r
 ([extend](extend.md)), and the entries of `domains.catalogue` and `domains.packages`
 ([data](data.md)).
 
-Required options come first, in bold, with the value `???`. An empty *allowed* cell means that the library checks the value.
+Required options come first, in bold, with the value `???`. An empty *allowed* cell means that the
+library checks the value.
 `python docs/site/options.py` generates these pages.
 
 """
@@ -153,8 +154,8 @@ def choice_page(group: str, name: str) -> ChoicePage:
 
 
 def take_shared_rows(pages: list[ChoicePage]) -> list[str]:
-    """The rows that are the same in several choices, which are taken out of these. Required options stay where
-    they are; of one with several defaults, the most frequent row is taken."""
+    """The rows that are the same in several choices, which are taken out of these. Required options stay
+    where they are; of one with several defaults, the most frequent row is taken."""
     counts = Counter(row for page in pages for row in page.rows if REQUIRED not in row)
     rows_by_key = {key_of(row): row for row, count in reversed(counts.most_common()) if count >= MIN_SHARING}
     shared_rows = [row for row in counts if rows_by_key.get(key_of(row)) == row]
@@ -179,8 +180,8 @@ def choice_section(group: str, page: ChoicePage) -> list[str]:
 
 
 def group_page(group: str) -> str:
-    """The options of a group, by choice, after those that several choices share; choices without options are in
-    one line."""
+    """The options of a group, by choice, after those that several choices share; choices without options are
+    in one line."""
     title, guide = GROUPS[group]
     pages = [choice_page(group, name) for name in choices(group)]
     empty = [f"`{group}={page.name}`" for page in pages if not page.rows]

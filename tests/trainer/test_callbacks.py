@@ -229,5 +229,5 @@ def test_a_package_that_a_logger_needs_is_named_without_lightnings_hints():
     )
     error = shorten_requirements(ModuleNotFoundError(hints))
     assert str(error) == "tensorboard is not installed: pip install tensorboard"
-    other = ModuleNotFoundError("No module named 'x'")
-    assert shorten_requirements(other) is other
+    plain_error = ModuleNotFoundError("No module named 'x'")
+    assert shorten_requirements(plain_error) is plain_error
