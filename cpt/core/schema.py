@@ -208,7 +208,7 @@ def wrong_value(key: str, value: Any, kind: Any) -> InvalidOptionError:
 
 
 def suggest_value(key: str, value: Any, kind: Any) -> str:
-    """The allowed value of a type that a text may have been meant for; empty if there is none."""
+    """The allowed value of a type for which a text may have been meant; else empty."""
     values = [str(choice) for choice in list_literals(kind)]
     if not isinstance(value, str) or value in values:
         return ""
