@@ -18,7 +18,7 @@ from cpt.reporting.formats import label_run, list_order
 from cpt.reporting.page import PageHead
 from cpt.reporting.sections import RunSection
 
-RUN_DATA = ("scores.json", "metrics.csv", "config.yaml", "run.log", "model/README.md")
+RUN_DATA = ("scores.json", "metrics.csv", "config.yaml", "run.log", "model")
 COMPARISON_PAGE = "../comparison.html"  # of the sweep that a run belongs to
 
 

@@ -35,7 +35,7 @@ def test_the_head_says_model_size_data_date_machine_and_command(tmp_path):
         "cpt 0.2.0",
     ]
     assert head.command == "python run.py 'name=my run' method=ncl"
-    assert list(head.links) == ["metrics.csv"]
+    assert list(head.links) == ["metrics.csv", "model"]
 
 
 def test_a_folder_with_nothing_but_scores_has_a_head_of_what_they_say(tmp_path):
