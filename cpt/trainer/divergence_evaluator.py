@@ -119,24 +119,34 @@ class DivergenceEvaluator(FileEvaluator):
 
     def check_losses(self, number: int, scores: Scores) -> None:
         """Raises ValueError where the losses that were found with the divergence are not those of the matrix:
-        then one of the two models is another one, as of a method that computes its scores otherwise."""
-        for text, documents in self.read_row(number).items():
-            column = scores.domains.index(text)
-            self.check_loss(find_mean(documents, "base_nll"), scores.nll[0][column], text, row="base")
-            self.check_loss(
-                find_mean(documents, "nll"), scores.nll[number][column], text, scores.rows[number]
-            )
-
-    def check_loss(self, loss: float, expected: float | None, text: str, row: str) -> None:
-        if expected is None or abs(loss - expected) <= MAX_LOSS_DIFFERENCE:
+        then one of the two models is another one, as of a method that computes its scores otherwise. The file
+        is removed, so that the next start does not take it for a result."""
+        difference = self.describe_difference(number, scores)
+        barrier()  # all have read the file
+        if not difference:
             return
+        if is_first_process():
+            self.path(number).unlink(missing_ok=True)
         raise InvalidOptionError(
             "divergence",
             "base",
-            reason=f"the loss of {row} on {text} is {expected:.4f} nats, and {loss:.4f} in the comparison: "
-            f"{type(self.module).__name__} has no single model to compare with the base",
+            reason=f"{difference}: {type(self.module).__name__} has no single model to compare with the base",
             allowed="divergence=none",
         )
+
+    def describe_difference(self, number: int, scores: Scores) -> str:
+        """The first loss of a row's file that is not that of the matrix, in words; empty where all are."""
+        for text, documents in self.read_row(number).items():
+            column = scores.domains.index(text)
+            for field, row in (("base_nll", 0), ("nll", number)):
+                loss = find_mean(documents, field)
+                expected = scores.nll[row][column]
+                if expected is not None and abs(loss - expected) > MAX_LOSS_DIFFERENCE:
+                    return (
+                        f"the loss of {scores.rows[row]} on {text} is {expected:.4f} nats, "
+                        f"and {loss:.4f} in the comparison"
+                    )
+        return ""
 
     def results(self, num_rows: int) -> dict[str, Any]:
         rows: Sequence[dict[str, Documents]] = [self.read_row(number) for number in range(num_rows)]
