@@ -91,7 +91,7 @@ def run_all(options: argparse.Namespace) -> None:
     start_time = time.monotonic()
     recorded_options = {"steps": options.steps, "tokens": options.tokens}
     runs = read_runs(recorded_options)
-    finished = [tuple(run[name] for name in SETTINGS) for run in runs]
+    finished = [(run["seed"], run["model"], run["method"], run["rate"]) for run in runs]
     for values in product(range(options.seeds), MODELS, METHODS, RATES):
         if values in finished:
             continue
