@@ -38,6 +38,7 @@ MAX_LOSS_CHANGE = 1e-4  # of a token (nats): rounding alone
 class BlockExpansion(ContinualMethod):
     """Trains blocks that are inserted into the frozen base."""
 
+    sharded = False  # copies of blocks that FSDP has sharded end in a segmentation fault of torch
     has_base_blocks = False  # the inserted blocks shift the names of those that follow
     options: BlockExpansionOptions
 

@@ -367,7 +367,7 @@ def assert_same(run: Path, other_run: Path, *, weights: float = WEIGHTS, nats: f
     assert (scores["trained"], scores["stored"]) == (expected_scores["trained"], expected_scores["stored"])
 
 
-PLAIN = "ncl l2 kd replay lora ema wise_ft one migu adapter olora inclora prompt cpt_plugin osf recadam block_expansion"
+PLAIN = "ncl l2 kd replay lora ema wise_ft one migu adapter olora inclora prompt cpt_plugin osf recadam"
 METHODS = {
     **{name: [f"method={name}"] for name in PLAIN.split()},
     "ewc": ["method=ewc", "method.strength=1000"],

@@ -31,7 +31,7 @@ trainer.checkpoint_every=10min | domains._target_=collections.OrderedDict | doma
 optimized_metric=LC.furlongs | method=elle method.neurons=0.5 | +data.processes=2 | +unknown=1 | ~method
 endtask._target_=nowhere.X | name='${no.such}' | order=[law]
 strategy=fsdp endtask=hub +endtask.tasks.sympy.path=x
-strategy=fsdp method=elle | +trainer.max_steps=1 | monitor.stop=0.1 | trainer.precision=16-true
+strategy=fsdp method=elle | strategy=fsdp method=block_expansion | +trainer.max_steps=1 | monitor.stop=0.1 | trainer.precision=16-true
 monitor.every=2 monitor.stop=1 monitor.past=0 monitor.general=false
 monitor.every=2 monitor.patience=1 lr_scheduler=wsd | monitor.every=2 monitor.keep=best strategy=fsdp
 budget=drift budget.general=1 monitor.general=false | budget.general=1 | budget=drift
