@@ -279,7 +279,7 @@ class HeartbeatThread:
         )
         if bar is not None:
             beat = replace(beat, step=bar.n, steps=bar.total)
-            if phase.stage is None and " " in bar.desc:  # `tokenising law`, where the phase is `tokenising`
+            if phase.stage is None and " " in bar.desc:  # `tokenizing law`, where the phase is `tokenizing`
                 beat = replace(beat, phase=bar.desc.strip(": "))
             if open_bars:
                 beat = add_eta(beat, bar, phase)
@@ -345,6 +345,17 @@ waiting_for = HEARTBEAT.waiting_for
 set_phase = HEARTBEAT.set_phase
 
 
+def is_terminal() -> bool:
+    """Whether standard error is a terminal with room for a bar: those of some CI systems are 0 columns wide,
+    and a bar in them is nothing."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except OSError:
+        return False
+
+
 class Lines:
     """A stream that is not a terminal, to which each state of a bar is written as a line of its own."""
 
@@ -360,6 +371,13 @@ class Lines:
         return getattr(self.stream, name)
 
 
+class Silence(Lines):
+    """A stream that shows nothing."""
+
+    def write(self, text: str) -> None:
+        pass
+
+
 def progress_bar(
     label: str,
     *,
@@ -369,11 +387,14 @@ def progress_bar(
     unit: str = "it",
     scale: bool = False,
     delay: float = 0.0,
+    has_lines: bool = True,
 ) -> tqdm:
     """A bar named `label` that ends at `total` units, begins at `initial`, and goes when it is closed.
-    With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds. The run's
-    progress.json says where it is."""
-    is_terminal = sys.stderr.isatty()
+    With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds, and without
+    `has_lines` altogether. The run's progress.json says where it is."""
+    stream: Any = sys.stderr
+    if not is_terminal():
+        stream = Lines(sys.stderr) if has_lines else Silence(sys.stderr)
     bar = tqdm(
         desc=label,
         total=total,
@@ -382,10 +403,10 @@ def progress_bar(
         unit_scale=scale,
         leave=False,
         disable=hidden,
-        file=sys.stderr if is_terminal else Lines(sys.stderr),
-        mininterval=0.2 if is_terminal else 10.0,
+        file=stream,
+        mininterval=0.2 if is_terminal() else 10.0,
         maxinterval=60,
-        delay=0.0 if is_terminal else delay,
+        delay=0.0 if is_terminal() else delay,
     )
     if HEARTBEAT.folder is not None and not bar.disable:
         # A new list, as the thread reads the list. A bar is disabled when it is closed.

@@ -200,7 +200,7 @@ def tokenize_corpus(
     else:
         paths = map_in_processes(make_shard, numbers, processes)
 
-    bar = progress_bar(f"tokenising {name}", total=size, unit="B", scale=True, hidden=False, delay=DELAY)
+    bar = progress_bar(f"tokenizing {name}", total=size, unit="B", scale=True, hidden=False, delay=DELAY)
     with closing(paths), bar:
         for path in paths:
             with pa.OSFile(str(path)) as file:  # not memory-mapped: the pages would count as memory

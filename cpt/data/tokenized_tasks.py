@@ -519,7 +519,7 @@ def encode_corpus(
         chat_counts = ChatCounts()
 
         def rows() -> Iterator[EncodedExample]:
-            title = f"tokenising {name}"
+            title = f"tokenizing {name}"
             with tqdm(None, title, len(documents), leave=False, unit=" examples", disable=None) as bar:
                 for batch in documents.iter(batch_size=16):
                     examples = list(map(read_example, batch["text"]))

@@ -166,6 +166,7 @@ class CostMonitor(Callback):
         self.point_step = 0
         self.point_tokens = 0
         self.point_time = 0.0
+        self.tokens_per_s = 0.0  # of this process up to that point; 0 before the second one
 
     def stage_costs(self, trainer: Trainer) -> StageCosts:
         """What is measured here of a stage's costs: sums of all processes, memory of the one that needs most.
@@ -254,11 +255,11 @@ class CostMonitor(Callback):
         previous_tokens = self.point_tokens
         previous_time = self.point_time
         self.start_point(step)
-        tokens_per_s = (self.tokens - previous_tokens) / (self.point_time - previous_time)
+        self.tokens_per_s = (self.tokens - previous_tokens) / (self.point_time - previous_time)
 
         domain = module.domain.name
         module.log(f"train/tokens/{domain}", float(self.tokens), sync_dist=True, reduce_fx="sum")
-        module.log(f"train/tokens_per_s/{domain}", tokens_per_s, sync_dist=True, reduce_fx="sum")
+        module.log(f"train/tokens_per_s/{domain}", self.tokens_per_s, sync_dist=True, reduce_fx="sum")
         module.log(f"train/global_step/{domain}", float(self.earlier_steps + step))
         memory = peak(module.device) / BYTES_PER_GB
         module.log(f"train/memory_gb/{domain}", memory, sync_dist=True, reduce_fx="max")

@@ -84,7 +84,8 @@ def make_trainer(
             enable_model_summary=False,
             enable_progress_bar=False,
             logger=list(loggers) or False,
-            callbacks=[ProgressBar(label), LoaderErrors(), *callbacks, preemption or Preemption()],
+            # The bar shows what the others have measured of a step, and comes after them.
+            callbacks=[LoaderErrors(), *callbacks, ProgressBar(label), preemption or Preemption()],
             default_root_dir=folder or os.devnull,  # the working folder otherwise
             plugins=[AtomicCheckpointIO(), *slurm_environment()],
             **options,

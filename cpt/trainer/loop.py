@@ -82,7 +82,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         plan = agree_on_micro_batch(plan, machine, stored=run.micro_batch)
         method = build.build_method(plan, machine, base, sharding=sharding)
 
-    set_phase("tokenising")
+    set_phase("tokenizing")
     with time_phase(start_seconds, "tokenise"):
         data = build.build_data(plan, machine, corpora, base, method)
         data.replay_source = method.replay.open_source(

@@ -1,20 +1,32 @@
-"""The progress bar of a fit or an evaluation."""
+"""The progress of a fit or an evaluation: a bar in a terminal, and of a fit lines in a log."""
 
+import logging
+import time
 from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
-from cpt.core.heartbeat import progress_bar
+from cpt.core.heartbeat import HEARTBEAT, is_terminal, progress_bar
+from cpt.core.memory import peak
+from cpt.trainer.costs import CostMonitor
+from cpt.trainer.monitor import Monitor
+
+log = logging.getLogger(__name__)
+LINE_PERIOD_S = 10.0  # least seconds between two lines of a log, but for the last one of a fit
 
 
 class ProgressBar(Callback):
-    """One bar for each phase, with its name and the time left; in a log file, a line every few seconds."""
+    """One bar for each phase, with its name and the time left. Of a fit it also has the loss, the rate, the
+    speed, the memory, and the time left of the run; in a log, a line has them. They are read where the
+    training curves have a point: between these, nothing waits for the device."""
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.bar = tqdm(disable=True)
+        self.next_line_time = 0.0
+        self.rate: Any = None  # of the last step, a number or a tensor
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.bar = progress_bar(
@@ -22,17 +34,38 @@ class ProgressBar(Callback):
             total=trainer.max_steps,
             initial=trainer.global_step,
             hidden=not trainer.is_global_zero,
+            has_lines=False,
         )
+        if trainer.is_global_zero and not is_terminal():
+            self.log_line(trainer, [])
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         num_batches = int(sum(trainer.num_val_batches))
         self.bar = progress_bar(self.label, total=num_batches, hidden=not trainer.is_global_zero)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        for name, value in trainer.progress_bar_metrics.items():
-            short_name = name.split("/")[1]
-            self.bar.set_postfix({short_name: f"{value:.3f}"}, refresh=False)
-        self.bar.update(trainer.global_step - self.bar.n)
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self.rate = optimizer.param_groups[0]["lr"]  # the scheduler changes it before the end of the batch
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
+        step = trainer.global_step
+        is_new_step = step > self.bar.n  # and not a further micro-batch
+        self.bar.update(step - self.bar.n)
+        has_point = is_new_step and step % trainer.log_every_n_steps == 0
+        if not has_point or not trainer.is_global_zero:
+            return
+
+        if is_terminal():
+            self.bar.set_postfix_str(" · ".join(describe_step(trainer, rate=self.rate)), refresh=False)
+            return
+        is_last_point = step + trainer.log_every_n_steps > trainer.max_steps
+        if is_last_point or time.monotonic() >= self.next_line_time:
+            self.log_line(trainer, describe_step(trainer, rate=self.rate))
+
+    def log_line(self, trainer: Any, parts: list[str]) -> None:
+        """Logs the step with what is known of it."""
+        self.next_line_time = time.monotonic() + LINE_PERIOD_S
+        position = f"step {trainer.global_step:,}/{trainer.max_steps:,}"
+        log.info("%s", " · ".join([self.label, position, *parts]))
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self.bar.update()
@@ -42,3 +75,78 @@ class ProgressBar(Callback):
 
     def on_exception(self, *args: Any) -> None:
         self.bar.close()
+
+
+def describe_step(trainer: Any, *, rate: Any) -> list[str]:
+    """What a line says of the last step, each in a few words; what is not known yet is left out."""
+    parts = []
+    for name, value in trainer.progress_bar_metrics.items():
+        term = name.split("/")[1]
+        parts.append(f"{'loss' if term == 'lm' else term} {value:.3f}")
+    if rate is not None:
+        parts.append(f"lr {format_rate(float(rate))}")
+
+    cost_monitor = find_callback(trainer, CostMonitor)
+    if cost_monitor is not None and cost_monitor.tokens_per_s:
+        # Of this process: the others have as many tokens on average.
+        parts.append(f"{cost_monitor.tokens_per_s * trainer.world_size:,.0f} tokens/s")
+    parts.append(f"{peak(trainer.strategy.root_device) / 1e9:.1f} GB")
+
+    monitor = find_callback(trainer, Monitor)
+    if monitor is not None:
+        parts += describe_rise(monitor)
+    parts += describe_remaining()
+    return parts
+
+
+def find_callback(trainer: Any, kind: type) -> Any:
+    """The callback of a kind; None if the trainer has none."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, kind):
+            return callback
+    return None
+
+
+def format_rate(rate: float) -> str:
+    """A learning rate with two digits.
+
+    >>> format_rate(0.0014), format_rate(0.5)
+    ('1.4e-3', '5.0e-1')
+    """
+    mantissa, _, exponent = f"{rate:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def describe_rise(monitor: Monitor) -> list[str]:
+    """The largest rise of a text other than the stage's, in nats per token since the stage began, once there
+    are two evaluations."""
+    rises = {}
+    for text, losses in monitor.record.nll.items():
+        if text not in monitor.stage_texts and len(losses) > 1:
+            rises[text] = losses[-1] - losses[0]
+    if not rises:
+        return []
+    text = max(rises, key=lambda name: rises[name])
+    return [f"{text} {rises[text]:+.3f} nats"]
+
+
+def describe_remaining() -> list[str]:
+    """The time left of the stage and of the run, as far as the heartbeat knows it."""
+    beat = HEARTBEAT.read()
+    parts = []
+    if beat.phase_eta_s is not None:
+        parts.append(f"{format_duration(beat.phase_eta_s)} left of stage")
+    if beat.run_eta_s is not None:
+        parts.append(f"{format_duration(beat.run_eta_s)} of run")
+    return [", ".join(parts)] if parts else []
+
+
+def format_duration(seconds: float) -> str:
+    """Minutes and seconds, from an hour on with hours.
+
+    >>> format_duration(35.2), format_duration(3700)
+    ('0:35', '1:01:40')
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

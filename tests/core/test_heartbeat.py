@@ -89,7 +89,7 @@ def test_a_killed_process_takes_its_children_with_it_and_a_rank_ends_without_its
 
 def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path):
     with heartbeat.heartbeat(tmp_path):
-        with progress_bar("tokenising law", total=10, hidden=False, initial=4) as bar:
+        with progress_bar("tokenizing law", total=10, hidden=False, initial=4) as bar:
             bar.smoothing = 0
             bar.start_t = bar._time() - 3
             bar.n = 6
