@@ -91,7 +91,7 @@ def test_other_processes_than_the_first_log_and_read_nothing(caplog):
 def test_the_largest_rise_of_another_text_is_shown():
     monitor = Monitor.__new__(Monitor)
     monitor.stage_texts = ["law"]
-    monitor.record = SimpleNamespace(nll={"law": [1, 5], "food": [2, 2.25], "general": [3, 2.9]})
+    monitor.record = SimpleNamespace(nll={"law": [1, 5], "food": [2, 3, 2.25], "general": [3, 2, 2.9]})
     assert progress_bar.describe_rise(monitor) == ["food +0.250 nats"]
     monitor.record = SimpleNamespace(nll={"law": [1], "food": [2]})
     assert progress_bar.describe_rise(monitor) == []
