@@ -131,7 +131,7 @@ def describe_rise(monitor: Monitor) -> list[str]:
 
 
 def describe_remaining() -> list[str]:
-    """The time left of the stage and of the run, as far as the heartbeat knows it."""
+    """The time left of the stage and of the run, where the heartbeat knows them."""
     beat = HEARTBEAT.read()
     parts = []
     if beat.phase_eta_s is not None:
