@@ -1,7 +1,8 @@
 """The tables and the figure of docs/studies/default-domains.md, from the published scores.
 
 `python docs/site/default_domains.py` writes them. `python docs/site/default_domains.py FOLDER` first makes
-the scores anew from the finished runs below FOLDER, those of the page's commands."""
+the scores anew from the finished runs below FOLDER, those of the page's commands; with `--added FOLDER` those
+of the methods that were added later, which have another base and their own `ncl`."""
 
 import gzip
 import json
@@ -21,6 +22,7 @@ from matplotlib.transforms import Bbox
 DOCS = Path(__file__).resolve().parents[1]
 PAGE, FIGURE = DOCS / "studies" / "default-domains.md", DOCS / "images" / "default-domains.png"
 SCORES = DOCS.parent / "benchmarks" / "results" / "studies" / "default_domains.jsonl.gz"
+ADDED_SCORES = SCORES.with_name("default_domains_added.jsonl.gz")
 METRICS = ("LC", "CPT", "FG", "general_drift")
 KNOWN, UNKNOWN = "#d55e00", "#0072b2"
 LABEL_DISTANCES = (7, 14, 22, 32, 45, 60)  # points between a point of the figure and its name
@@ -116,6 +118,27 @@ def tables(runs: list[dict[str, Any]]) -> dict[str, str]:
     return made | {"variants": table([*head, "needs domain"], variants)}
 
 
+def added_table(runs: list[dict[str, Any]]) -> str:
+    """The methods that were added later, compared with `ncl` of the same seed."""
+    plain = {run["seed"]: run for run in runs if (run["method"], run["variant"]) == ("ncl", "")}
+    ncl_flops = sum(next(iter(plain.values()))["flops"])
+    groups = defaultdict(list)
+    for run in runs:
+        label = " ".join(filter(None, [f"method={run['method']}", *run["variant"].split("; ")]))
+        groups[label].append(run)
+
+    rows = []
+    for label, few in sorted(groups.items(), key=lambda item: mean(values(item[1], "LC", "nats"))):
+        paired = [run for run in few if run["seed"] in plain]
+        differences = [run["LC"]["nats"] - plain[run["seed"]]["LC"]["nats"] for run in paired]
+        nats = [spread(values(few, name, "nats"), 3) for name in ("CPT", "FG", "general_drift")]
+        perplexity = spread(values(few, "LC", "perplexity"), 1)
+        flops = f"{sum(few[0]['flops']) / ncl_flops:.2f}"
+        rows.append([f"`{label}`", str(len(few)), perplexity, spread(differences, 3), *nats, flops])
+    head = ["option", "seeds", "final perplexity", "final over `ncl`, nats", "just trained, nats"]
+    return table([*head, "forgetting, nats", "general-text forgetting, nats", "FLOPs over `ncl`"], rows)
+
+
 def draw(groups: dict[str, list[dict[str, Any]]]) -> None:
     """Forgetting against the final perplexity, a point per method."""
     figure, axes = plt.subplots(figsize=(9, 6))
@@ -165,14 +188,22 @@ def label_points(axes: Axes, points: dict[str, tuple[float, float]]) -> None:
         covered.append(box)
 
 
+def write_scores(path: Path, folder: Path) -> None:
+    """Writes the scores of the finished runs below a folder."""
+    lines = "".join(json.dumps(run) + "\n" for run in read_runs(folder))
+    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+
+
+def read_scores(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
 def main(arguments: list[str]) -> None:
     if arguments:
-        runs = read_runs(Path(arguments[0]))
-        lines = "".join(json.dumps(run) + "\n" for run in runs)
-        SCORES.write_bytes(gzip.compress(lines.encode(), mtime=0))
-    runs = [json.loads(line) for line in gzip.decompress(SCORES.read_bytes()).splitlines()]
+        write_scores(ADDED_SCORES if arguments[0] == "--added" else SCORES, Path(arguments[-1]))
+    runs = read_scores(SCORES)
     page = PAGE.read_text(encoding="utf-8")
-    for name, made in tables(runs).items():
+    for name, made in (tables(runs) | {"added": added_table(read_scores(ADDED_SCORES))}).items():
         begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
         before, rest = page.split(begin)
         page = f"{before}{begin}\n\n{made}\n\n{end}{rest.split(end)[1]}"
