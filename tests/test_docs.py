@@ -22,6 +22,7 @@ DOCS = ROOT / "docs"
 CONF = ROOT / "conf"
 MORE = ("CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
 DOCUMENTS = [README, *(ROOT / name for name in MORE), *sorted(DOCS.glob("*.md"))]
+DOCUMENTS += sorted((DOCS / "fidelity").glob("*.md"))
 WRITTEN_BY_THE_READER = {"cpt/methods/l1.py", "conf/method/l1.yaml"}
 CHOSEN_BY_THE_READER = {("method", "mine"), ("experiment", "first"), ("experiment", "manuals")}
 CHOSEN_BY_THE_READER |= {("chats", name) for name in ("FILE", "FOLDER", "my_chats")}
@@ -114,8 +115,13 @@ def test_every_method_and_source_has_its_page():
     methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
     sources = {path.stem for path in (CONF / "domains").glob("*.yaml")}
     assert missing(sources, lambda name: f"| `{name}`" in read(DOCS / "data.md")) == set()
-    fidelity = read(DOCS / "fidelity.md").lower().replace("-", "_").replace("++", "pp")
-    assert missing(methods - {"ncl", "one", "joint", "none"}, fidelity.__contains__) == set()
+    described = methods - {"ncl", "one", "joint", "none"}
+    pages = "\n".join(map(read, sorted((DOCS / "fidelity").glob("*.md"))))
+    fidelity = pages.lower().replace("-", "_").replace("++", "pp")
+    assert missing(described, fidelity.__contains__) == set()
+    defaults = read(DOCS / "fidelity.md").partition("## Is the default the paper's")[2]
+    others = {"replay", "peft", "merge_lora"}  # no equation of their own
+    assert missing(described - others, lambda name: f"| `{name}` |" in defaults) == set()
 
 
 OF_HYDRA = {"-m", "--multirun", "--help", "--options", "--check"}

@@ -1,7 +1,7 @@
 """The base class of all methods: plain continual pre-training, with the hooks that a method overrides. Their
 order is drawn in CONTRIBUTING.md; cpt.methods.stage_module calls them.
 
-Where a paper's released code departs from a method here, docs/fidelity.md has a row."""
+Where a paper's released code departs from a method here, docs/fidelity/ has a row."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -12,7 +12,7 @@
                           (FLOW; Sanyal et al., ICML 2025, arXiv 2502.02797, algorithm 1; tau: remark 4.2)
 
 No gradient flows through weights, and N counts all scored tokens, also those of weight 0. What is evaluated,
-and what importances are measured by, is never weighted. Where released code differs, docs/fidelity.md has a
+and what importances are measured by, is never weighted. Where released code differs, docs/fidelity/ has a
 row."""
 
 import math

@@ -56,6 +56,13 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "files.md",
         "support.md",
         "fidelity.md",
+        *(
+            f"fidelity/{family}.md"
+            for family in (
+                *("training", "masks", "regularization", "replay"),
+                *("lora", "modules", "tasks"),
+            )
+        ),
         "python-api.md",
         "extend.md",
         "options.md",
@@ -82,11 +89,30 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Project": ("contributing.md", "security.md", "changelog.md"),
 }
-OPTION_PAGES = "options/"  # a section of their own below Reference, whose first page is options.md
+FOLDERS = {
+    "options": "Options",
+    "fidelity": "Fidelity",
+}  # sections below Reference; NAME.md is the first page
+FIDELITY_TITLES = {
+    "training": "Training and measurement",
+    "masks": "Masks, projections",
+    "regularization": "Regularization, averaging",
+    "replay": "Replay",
+    "lora": "LoRA",
+    "modules": "Adapters, growth, experts",
+    "tasks": "Supervised tasks",
+}
 TITLES = {"index.md": "Overview", "contributing.md": "Contributing"}
 MORE = "More"
+CODE = re.compile(r"(```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+# As GitHub reads them: a block has two dollar signs, and neither side of an inline equation a blank.
+EQUATION = re.compile(
+    r"\$\$(?P<block>.+?)\$\$|(?<![\w$])\$(?P<inline>[^\s$][^$\n]*?)(?<!\s)\$(?![\w$])", re.DOTALL
+)
+TEST_NAME = re.compile(r"`((?:tests/[\w/]+\.py|test_\w+))`")  # of a table: a word with the name to point at
 STYLE = """
 .md-grid { max-width: 76rem; }
+math[display="block"] { margin: 1em 0; }
 .md-typeset table:not([class]) { font-size: .62rem; }
 .md-typeset table:not([class]) th { min-width: 0; padding: .5em .7em; }
 .md-typeset table:not([class]) td { padding: .45em .7em; }
@@ -113,19 +139,28 @@ def make_nav(there: set[str]) -> list[dict[str, list[Any]]]:
 
 
 def make_section(pages: list[str]) -> list[Any]:
-    """The entries of a section; the pages of options are a section below it."""
-    entries: list[Any] = [entry(page) for page in pages if not page.startswith(OPTION_PAGES)]
-    options = [entry(page) for page in pages if page.startswith(OPTION_PAGES)]
-    if options:
-        entries.remove("options.md")
-        entries.append({"Options": ["options.md", *options]})
+    """The entries of a section; the pages of a folder of FOLDERS are a section below it."""
+    entries: list[Any] = []
+    for page in pages:
+        folder = page.partition("/")[0]
+        if folder in FOLDERS:
+            continue
+        name = page.removesuffix(".md")
+        if name in FOLDERS:
+            inner = [entry(inner_page) for inner_page in pages if inner_page.startswith(f"{name}/")]
+            entries.append({FOLDERS[name]: [{"Overview": page}, *inner]})
+        else:
+            entries.append(entry(page))
     return entries
 
 
 def entry(page: str) -> Any:
     """A page of the navigation, with a title where its own heading is not the one that is shown."""
-    if page.startswith(OPTION_PAGES):
-        return {page.removeprefix(OPTION_PAGES).removesuffix(".md"): page}
+    folder, _, name = page.rpartition("/")
+    if folder == "options":
+        return {name.removesuffix(".md"): page}
+    if folder == "fidelity":
+        return {FIDELITY_TITLES.get(name.removesuffix(".md"), name): page}
     return {TITLES[page]: page} if page in TITLES else page
 
 
@@ -141,7 +176,26 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    return turn_links(markdown, page.file.src_uri)
+    name = page.file.src_uri
+    if name.startswith("fidelity/"):
+        markdown = TEST_NAME.sub(r'<abbr title="\1">test</abbr>', markdown)
+    return turn_links(turn_equations(markdown), name)
+
+
+def turn_equations(markdown: str) -> str:
+    """Equations between dollar signs as MathML, which browsers show without a script; code is left alone."""
+    parts = CODE.split(markdown)
+    for number in range(0, len(parts), 2):  # between them is code
+        parts[number] = EQUATION.sub(turn_equation, parts[number])
+    return "".join(parts)
+
+
+def turn_equation(found: re.Match[str]) -> str:
+    from latex2mathml.converter import convert
+
+    if found["block"] is not None:
+        return convert(found["block"].strip(), display="block").replace("\n", " ")
+    return convert(found["inline"], display="inline").replace("\n", " ")
 
 
 def turn_links(markdown: str, page: str) -> str:
