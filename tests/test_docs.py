@@ -120,8 +120,8 @@ def test_every_method_and_source_has_its_page():
     fidelity = pages.lower().replace("-", "_").replace("++", "pp")
     assert missing(described, fidelity.__contains__) == set()
     defaults = read(DOCS / "fidelity.md").partition("## Is the default the paper's")[2]
-    others = {"replay", "peft", "merge_lora"}  # no equation of their own
-    assert missing(described - others, lambda name: f"| `{name}` |" in defaults) == set()
+    without_equation = {"replay", "peft", "merge_lora"}
+    assert missing(described - without_equation, lambda name: f"| `{name}` |" in defaults) == set()
 
 
 OF_HYDRA = {"-m", "--multirun", "--help", "--options", "--check"}
