@@ -80,6 +80,12 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "method.use_dora": False,
     "method.protected_rank": 0,
     "method.init_lora_weights": True,
+    "replay.sources": None,
+    "replay.sources_ratio": None,
+    "replay.sources_temperature": 1,
+    "method.mixture.sources": None,
+    "method.mixture.sources_ratio": None,
+    "method.mixture.sources_temperature": 1,
 }
 # The options of a monitor that only measures: it neither ends a stage nor chooses its weights.
 PASSIVE_MONITOR = {"monitor.stop": None, "monitor.patience": None, "monitor.keep": "last"}

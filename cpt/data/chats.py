@@ -28,6 +28,7 @@ from cpt.data.text_encoder import TextEncoder
 
 # Around a control token that a text of the chat spells: private characters of Unicode's last plane.
 MARK_BEGIN, MARK_END = "\U0010fffc", "\U0010fffd"
+TEMPLATE_DATE = "2025-01-01"  # that templates print in chats that are the same in all runs
 MARK = re.compile(f"[{MARK_BEGIN}{MARK_END}]")
 WORD = re.compile(r"\S+")
 MARKED_TOKEN = re.compile(f"{MARK_BEGIN}([^{MARK_BEGIN}{MARK_END}]*){MARK_END}")

@@ -29,6 +29,9 @@ class Batch(TypedDict, total=False):
     domains: Tensor  # [B]: the index of each row's domain in the order, -1 for general text
     weight: Tensor  # scalar: the factor of each scored place's loss
     mean_rows: Tensor  # scalar, in training: rows of a step over the parts that it is divided into
+    parts: Tensor  # [B], of a mixture: the part that each row is of, as numbered by Mixture.part_names
+    part_weights: Tensor  # [B], of a mixture whose parts weigh differently: the factor of the loss on the row
+    part_counts: Tensor  # [3, parts], of a mixture: rows, tokens and scored tokens of the whole step
     layout: Tensor  # [R, W]: the place in input_ids that is at each place of shared rows
     column: Tensor  # scalar, in evaluation: the number of the held-out text
     documents: Tensor  # [K], in evaluation: the document of each target

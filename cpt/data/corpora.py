@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -11,15 +11,26 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
 from cpt.core.processes import is_first_process
+from cpt.data.chats import TEMPLATE_DATE
 from cpt.data.corpus import Corpus, make_corpus
+from cpt.data.packed_chats import pack_chats
 from cpt.data.packing import Packed, pack
-from cpt.data.sources.base import CONCAT, GENERAL, Encoding, Source, TextOptions
+from cpt.data.sources.base import CONCAT, GENERAL, NONE, Encoding, Source, TextOptions
+from cpt.data.sources.mixed import MixedReader, MixedSource
 from cpt.data.text_format import TextFormat
 from cpt.data.tokenized_tasks import Encoder, encode_corpus
 from cpt.data.tokenizer_hash import rows_digest, tokenizer_digest
 
 log = logging.getLogger(__name__)
 MAX_SHOWN = 3  # pairs of texts, or texts, that a message names
+
+
+@dataclass(frozen=True)
+class MixedCorpus:
+    """The text of a source of `replay.sources`, all of which is trained on."""
+
+    options: MixedSource
+    corpus: Corpus
 
 
 @dataclass(frozen=True)
@@ -33,13 +44,26 @@ class Corpora:
     workers: int | None = None  # processes that tokenize a text; None: one per core
     packing: str = CONCAT  # how rows of text are filled
     text_options: TextOptions = TextOptions()  # how raw text becomes ids
+    mixed: Mapping[str, MixedCorpus] = field(default_factory=dict)  # the sources of replay, by name
 
     @classmethod
-    def read(cls, source: Source, order: Sequence[str], *, cache: Path, workers: int | None = None) -> Self:
-        """The texts of domains in their order, and the general text; logs which held-out documents are also
-        trained on."""
+    def read(
+        cls,
+        source: Source,
+        order: Sequence[str],
+        *,
+        cache: Path,
+        workers: int | None = None,
+        mixed: Mapping[str, MixedReader] | None = None,
+    ) -> Self:
+        """The texts of domains in their order, the general text, and those of `mixed` sources; logs which
+        held-out documents are also trained on."""
+        mixed_corpora = {}
+        for name, reader in (mixed or {}).items():
+            mixed_corpora[name] = MixedCorpus(reader.options, make_corpus(reader, name, cache=cache))
         by_name = {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)}
-        log_shared(by_name)
+        mixed_by_name = {f"replay.sources.{name}": part.corpus for name, part in mixed_corpora.items()}
+        log_shared(by_name | mixed_by_name)
         log_near_duplicates(by_name)
         return cls(
             by_name,
@@ -49,6 +73,7 @@ class Corpora:
             workers=workers,
             packing=source.text_packing,
             text_options=source.text_options,
+            mixed=mixed_corpora,
         )
 
     @property
@@ -86,6 +111,56 @@ class Corpora:
             workers=self.workers,
         )
 
+    @property
+    def mixes_chats(self) -> bool:
+        """Whether chats are mixed into raw text."""
+        return self.encoding is None and any(part.options.has_chats for part in self.mixed.values())
+
+    def packed_source(self, name: str, *, format: TextFormat, length: int, seq2seq: bool = False) -> Packed:
+        """The training text of a source of replay. Rows of chats are filled as those of the domains' text:
+        with several chats, isolated from each other or not, or with one each."""
+        part = self.mixed[name]
+        if not part.options.has_chats:
+            return pack(
+                part.corpus,
+                "train",
+                format=format,
+                length=length,
+                name=name,
+                cache=self.cache,
+                packing=self.packing,
+                workers=self.workers,
+            )
+
+        # Domains of chats print the day of the run's start, which the sources' chats print as well.
+        date = TEMPLATE_DATE if self.encoding is None else self.encoding.date
+        encoding = Encoding(
+            truncate="tail",
+            scored_turns="all",
+            on_bad_example=part.options.on_bad_example,
+            date=date or TEMPLATE_DATE,
+        )
+        chats = encode_corpus(
+            part.corpus,
+            "train",
+            encoder=Encoder(format.tokenizer, length, encoding, seq2seq),
+            name=name,
+            cache=self.cache,
+            rows_digest=with_template(rows_digest(format.tokenizer), format.tokenizer),
+            skip_option=f"replay.sources.{name}.on_bad_example",
+        )
+        # Domains of examples have a row for each, of which batches make fuller ones.
+        if self.encoding is not None or self.packing == NONE:
+            return chats
+        return pack_chats(
+            chats,
+            length=length,
+            packing=self.packing,
+            special=format.tokenizer.all_special_ids,
+            name=name,
+            cache=self.cache,
+        )
+
     def encoder(self, tokenizer: PreTrainedTokenizerBase, length: int, *, seq2seq: bool) -> Encoder:
         """What makes rows and prompts of examples. Raises ValueError where the domains are none."""
         if self.encoding is None:
@@ -95,7 +170,7 @@ class Corpora:
     def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """A hash of what decides the rows of the domains: the tokenizer, and its template for examples."""
         tokenizer_hash = tokenizer_digest(tokenizer)
-        if self.encoding is None:
+        if self.encoding is None:  # chats of sources of replay change no loss on held-out text
             return tokenizer_hash
         return with_template(tokenizer_hash, tokenizer)
 

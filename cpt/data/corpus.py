@@ -23,13 +23,14 @@ from cpt.data.near_duplicates import (
     NearDuplicates,
     count_near_duplicates,
 )
-from cpt.data.sources.base import EXAMPLES, Source, stamp_of
+from cpt.data.sources.base import EXAMPLES, DocumentSource, stamp_of
 from cpt.data.sources.examples import log_skipped, read_example
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
 BATCH = 10_000  # documents that are written at once, or fewer:
+NOTHING_HELD_OUT = NearDuplicates(found=0, compared=0, train_share=0.0)
 MAX_WAITING_BYTES = 1 << 20  # bytes of documents after which they are written
 
 
@@ -54,7 +55,7 @@ class Corpus:
         return np.load(self.folder / "keys.npy", mmap_mode="r")[chosen]
 
 
-def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
+def make_corpus(source: DocumentSource, name: str, *, cache: Path) -> Corpus:
     """A domain's text as its source has it now, read once for all runs.
 
     Raises ValueError for a domain with too few documents to train on and hold some out, and for text that
@@ -90,7 +91,7 @@ class DocumentWriter:
             self.waiting = 0
 
 
-def write_corpus(source: Source, name: str, folder: Path) -> None:
+def write_corpus(source: DocumentSource, name: str, folder: Path) -> None:
     """Reads the text of a domain into a folder, compares its splits, and logs what was read."""
     documents = DocumentWriter(folder / "documents.arrow")
     with documents.writer:
@@ -99,7 +100,10 @@ def write_corpus(source: Source, name: str, folder: Path) -> None:
     facts = content.facts
     np.save(folder / "splits.npy", content.splits)
     np.save(folder / "keys.npy", content.keys)
-    facts["near_duplicates"] = asdict(compare_splits(Corpus(folder, facts), name, kind=source.form(name)))
+    near_duplicates = NOTHING_HELD_OUT
+    if source.held_out:
+        near_duplicates = compare_splits(Corpus(folder, facts), name, kind=source.form(name))
+    facts["near_duplicates"] = asdict(near_duplicates)
     (folder / "facts.json").write_text(json.dumps(facts))
 
     if content.num_contradicted:
@@ -190,7 +194,7 @@ def hash_bytes(value: bytes) -> int:
 
 
 def read_documents(
-    source: Source, name: str, *, keep: Callable[[bytes], None] = lambda raw: None
+    source: DocumentSource, name: str, *, keep: Callable[[bytes], None] = lambda raw: None
 ) -> CorpusContent:
     """Reads the documents of a domain, in UTF-8 given to `keep`, and finds the split of each.
 
@@ -295,17 +299,19 @@ def assign(
 ) -> np.ndarray:
     """The split of each document, [documents] int8; DROPPED for copies, which have the same key, SPARED for
     held-out documents beyond the maximum. Of equal documents the first stays, in train rather than in valid
-    or test. A split that the source does not have is held out of train, by hashes. `keys` are by default the
-    hashes. ValueError for an empty split."""
+    or test. A split that the source does not have is held out of train, by hashes; with an empty `held_out`
+    none is. `keys` are by default the hashes. ValueError for an empty split."""
     if not len(hashes):
         raise ValueError(f"domain {name} has no text: its files are empty")
     if keys is None:
         keys = hashes
-    seed = int(held_out["seed"])
-
     splits = np.full(len(source_splits), DROPPED, np.int8)
     originals = find_originals(keys, source_splits)
     splits[originals] = source_splits[originals]
+    if not held_out:
+        return splits
+
+    seed = int(held_out["seed"])
 
     # Hashes rank the documents, so that the splits do not depend on their order in the files.
     train = rank_by_hash(splits, 0, hashes, stream=key("split", seed))

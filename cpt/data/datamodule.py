@@ -18,9 +18,10 @@ from cpt.core.distributed import leave_together
 from cpt.core.randomness import key, permute
 from cpt.data.collate import Batch, Collator, Sizes
 from cpt.data.loader_processes import WatchedLoader, prepare_loader_processes, start_loader_process
+from cpt.data.mixture import MixedText, Mixture, SourceUse, find_uses
 from cpt.data.options import Budget, Domain
 from cpt.data.packing import Packed
-from cpt.data.replay import ReplayConfig, ReplayPool, ReplaySource, to_fraction
+from cpt.data.replay import NEW, PAST, ReplayConfig, ReplayPool, ReplaySource, SourcePool, to_fraction
 from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.data.sources.base import GENERAL
 from cpt.optim.schedulers import Progress
@@ -81,6 +82,7 @@ class DomainSequence(LightningDataModule):
     workers: int
     eval_tokens: int | None = None
     validation: Mapping[str, Packed] = field(default_factory=dict)
+    mixed: Mapping[str, MixedText] = field(default_factory=dict)  # the sources of replay
     trainer: Trainer = field(init=False)  # Lightning's, while it fits or validates
     # The domain that has been entered last; before the first one a domain without texts.
     domain: Domain = field(default=Domain(name="", index=-1, texts=()), init=False)
@@ -96,6 +98,7 @@ class DomainSequence(LightningDataModule):
             general=GENERAL in self.train,
             batch_size=self.budget.batch_size,
         )
+        self.mixture = Mixture(self.mixed, self.replay, self.seed)
         self.domain_indices: dict[str, int] = {}  # of the domains' texts in the order
         for domain in self.domains:
             for index, text in enumerate(domain.texts, start=domain.index):
@@ -159,6 +162,35 @@ class DomainSequence(LightningDataModule):
             names.update(dict.fromkeys(earlier_domain.texts))
         return list(names)
 
+    def source_pools(self, domain: Domain) -> list[SourcePool]:
+        """What a stage draws from the sources of replay. Steps of recovery read none of them."""
+        if not self.mixed:
+            return []
+        stage_samples = []
+        for stage in self.domains[: self.domains.index(domain) + 1]:
+            stage_samples.append(sum(self.steps_by_text(stage)) * self.budget.batch_size)
+        return self.mixture.pools(stage_samples)
+
+    def find_uses(self, domain: Domain) -> list[SourceUse]:
+        """How a stage uses the sources of replay."""
+        steps = sum(self.steps_by_text(domain))
+        return list(find_uses(self.source_pools(domain), steps=steps, batch_size=self.budget.batch_size))
+
+    def find_asked_shares(self, domain: Domain) -> dict[str, float]:
+        """The shares of a stage's samples that the options ask for, by the parts of the mixture; of new text
+        what the others leave."""
+        shares = {PAST: 0.0, GENERAL: float(self.replay.general_ratio)}
+        if self.earlier_texts(domain):
+            shares[PAST] = float(self.replay.past_ratio)
+        for use in self.find_uses(domain):
+            shares[use.name] = use.asked_share
+
+        # Added samples enlarge the batch: each share is one of the larger batch.
+        replayed = sum(shares.values())
+        if self.replay.is_appended:
+            shares = {name: share / (1 + replayed) for name, share in shares.items()}
+        return {NEW: 1 - sum(shares.values()), **shares}
+
     def max_replayed(self, domain: Domain) -> dict[str, int]:
         """The texts that a stage replays, with how many samples it draws of each at most."""
         num_samples = self.steps(domain) * self.budget.batch_size
@@ -187,6 +219,7 @@ class DomainSequence(LightningDataModule):
         pools = self.replay.pools(past, general, stage=stage.name, seed=self.seed)
         if self.replay_source is not None:
             pools += self.replay_source.extra_pools(stage)
+        pools += self.source_pools(stage)
 
         recovery = None
         recovery_steps = self.recovery_steps(stage)
@@ -213,6 +246,7 @@ class DomainSequence(LightningDataModule):
             recovery=recovery,
             recovery_steps=recovery_steps,
             domain_indices=self.domain_indices,
+            part_names=self.mixture.part_names if self.mixed else (),
         )
         sampler = ResumeSampler(self.trainer.global_step * self.accumulate, len(stream))
         return self.make_loader(stream, sampler)

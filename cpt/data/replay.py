@@ -1,23 +1,37 @@
-"""Replay: text of earlier domains, and general text, in each batch of a domain.
+"""Replay: text of earlier domains, general text, and further sources, in each batch of a domain.
 
 Which row is drawn when is a function of the seed, the stage and the number of the draw, so nothing is stored.
 Replayed samples displace new ones (Ibrahim et al., TMLR 2024, arXiv 2403.08763) or are added to them."""
 
 from __future__ import annotations
 
+import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.randomness import key, permute, sample_keys
-from cpt.core.schema import BelowOne, Options, Steps, config, option
+from cpt.core.schema import (
+    Allowed,
+    BelowOne,
+    OpenShare,
+    Options,
+    Positive,
+    Steps,
+    config,
+    option,
+    read_options,
+)
 from cpt.data.options import Domain
+from cpt.data.sources.base import GENERAL
+from cpt.data.sources.mixed import MixedReader, MixedSource
 
 if TYPE_CHECKING:  # a config is checked without torch
     from pathlib import Path
@@ -25,6 +39,26 @@ if TYPE_CHECKING:  # a config is checked without torch
     import torch
 
     from cpt.data.packing import Packed
+
+# What a sample of a batch is of, if not of a source by its name: of the stage's own text, of past domains, or
+# of the general text. No source may have these names.
+NEW, PAST = "new", "past"
+SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")  # a part of the names of curves
+SHARE_DIGITS = 9  # decimals to which a share of several sources is rounded, so that it is exact from there on
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """The share of a batch that a source has at the beginning and the end of a stage; linear in between."""
+
+    start: Fraction
+    end: Fraction
+
+    def count_draws(self, samples: int, *, stage_samples: int) -> int:
+        """Draws in the first `samples` of a stage of `stage_samples`: the share summed up over them, exact,
+        since a float would drift."""
+        mean_share = self.start + (self.end - self.start) * samples / (2 * stage_samples)
+        return math.floor(mean_share * samples)
 
 
 @config
@@ -37,8 +71,12 @@ class ReplayConfig(Options):
 
     buffer_size: ClassVar[int | None] = None  # samples that are kept of all past domains together
     is_generated: ClassVar[bool] = False  # whether what is replayed depends on the model before the stage
+    sources: ClassVar[Mapping[str, Any] | None] = None  # further text and chats by name, see MixedSource
+    sources_ratio: ClassVar[float | None] = None  # share of the sources without a ratio
+    sources_temperature: ClassVar[float] = 1  # of how these share it by their sizes
 
     def __post_init__(self) -> None:
+        self.check_sources()
         if to_fraction(self.past_ratio) + to_fraction(self.general_ratio) >= 1:
             raise ValueError(
                 f"past_ratio={self.past_ratio} with general_ratio={self.general_ratio} is invalid. "
@@ -56,6 +94,86 @@ class ReplayConfig(Options):
     def is_appended(self) -> bool:
         """Whether replayed samples are added to the new ones of a batch, and displace none."""
         return self.mode == "append"
+
+    @cached_property
+    def mixed_sources(self) -> dict[str, MixedSource]:
+        """The sources by name. Raises ValueError for a name or an option that is not allowed."""
+        sources = {}
+        for name, entry in (self.sources or {}).items():
+            if not SOURCE_NAME.fullmatch(str(name)) or name in (NEW, PAST, GENERAL):
+                raise InvalidOptionError(
+                    "sources",
+                    name,
+                    reason="it is no name of a source",
+                    allowed=f"up to 40 letters, digits, - and _, but for {NEW}, {PAST}, {GENERAL}",
+                )
+            if not isinstance(entry, Mapping):
+                raise InvalidOptionError(f"sources.{name}", entry, allowed="{path: …, ratio: …}")
+            sources[name] = read_options(MixedSource, entry, section=f"sources.{name}")
+        return sources
+
+    @property
+    def readers(self) -> dict[str, MixedReader]:
+        """What reads the sources, by name."""
+        return {name: MixedReader(name, source) for name, source in self.mixed_sources.items()}
+
+    @property
+    def source_share(self) -> Fraction:
+        """The share of all sources together, at the beginning or the end of a stage, where it is larger."""
+        start = end = to_fraction(self.sources_ratio or 0)
+        for source in self.mixed_sources.values():
+            if source.ratio is not None:
+                start += to_fraction(source.ratio)
+                end += to_fraction(source.ratio if source.end_ratio is None else source.end_ratio)
+        return max(start, end)
+
+    def check_sources(self) -> None:
+        """Raises ValueError for sources without a share, for options that have no effect, and for shares that
+        leave nothing to new text."""
+        without_ratio = [name for name, source in self.mixed_sources.items() if source.ratio is None]
+        if without_ratio and self.sources_ratio is None:
+            raise ValueError(
+                f"sources.{without_ratio[0]}.ratio is missing. Allowed: a share, or sources_ratio=SHARE for "
+                "all sources without one, by their sizes"
+            )
+        if not without_ratio:
+            for name, neutral_value in (("sources_ratio", None), ("sources_temperature", 1)):
+                value = getattr(self, name)
+                if value != neutral_value:
+                    reason = "every source has a ratio" if self.sources else "there are no sources"
+                    raise InvalidOptionError(name, value, reason=reason, allowed=f"{neutral_value or 'null'}")
+
+        total = to_fraction(self.past_ratio) + to_fraction(self.general_ratio) + self.source_share
+        if self.mixed_sources and total >= 1:
+            raise InvalidOptionError(
+                "sources",
+                ", ".join(self.mixed_sources),
+                context=f"with past_ratio={self.past_ratio} and general_ratio={self.general_ratio}",
+                reason=f"all shares add up to {float(total):g}",
+                allowed="shares whose sum is below 1",
+            )
+
+    def describe_sources(self) -> str:
+        """The share of all sources, for a message; empty without any."""
+        return f" and replay.sources of {float(self.source_share):g}" if self.mixed_sources else ""
+
+    def find_source_shares(self, tokens: Mapping[str, int]) -> dict[str, SourceShare]:
+        """The shares of sources by name, of `tokens` of training text each. Those without a ratio share
+        `sources_ratio` in proportion to tokens^(1 / temperature): with temperature 1 by their sizes, the more
+        alike the higher it is (temperature-based sampling: Arivazhagan et al., arXiv 1907.05019, section
+        4.1)."""
+        open_names = [name for name, source in self.mixed_sources.items() if source.ratio is None]
+        powers = {name: tokens[name] ** (1 / self.sources_temperature) for name in open_names}
+        shares = {}
+        for name, source in self.mixed_sources.items():
+            if source.ratio is None:
+                part = powers[name] / sum(powers.values())
+                ratio = round(part * float(self.sources_ratio or 0), SHARE_DIGITS)
+            else:
+                ratio = source.ratio
+            end_ratio = ratio if source.end_ratio is None else source.end_ratio
+            shares[name] = SourceShare(to_fraction(ratio), to_fraction(end_ratio))
+        return shares
 
     def check(self, *, domains: int, general: bool, batch_size: int) -> None:
         """Raises ValueError for a memory below one sample of each past domain, for missing general
@@ -75,13 +193,16 @@ class ReplayConfig(Options):
                 allowed="0",
             )
 
-        # Counts of two kinds may round up in the same step.
+        # Counts of all kinds may round up in the same step: each takes almost a sample more than its share.
+        shares = [self.past_ratio, self.general_ratio, *self.mixed_sources]
+        num_kinds = sum(1 for share in shares if share)
         num_new = batch_size * (1 - to_fraction(self.past_ratio) - to_fraction(self.general_ratio))
-        if self.past_ratio and self.general_ratio and not self.is_appended and num_new < 1:
+        num_new -= batch_size * self.source_share
+        if num_kinds > 1 and not self.is_appended and num_new < num_kinds - 1:
             raise ValueError(
-                f"replay.past_ratio={self.past_ratio} with replay.general_ratio={self.general_ratio} is "
-                f"invalid: {float(num_new):g} new samples remain in a batch of "
-                f"trainer.batch_size={batch_size}. Allowed: 1 or more, or mode=append"
+                f"replay.past_ratio={self.past_ratio} with replay.general_ratio={self.general_ratio}"
+                f"{self.describe_sources()} is invalid: {float(num_new):g} new samples remain in a batch of "
+                f"trainer.batch_size={batch_size}. Allowed: {num_kinds - 1} or more, or mode=append"
             )
 
     def check_conflicts(
@@ -140,6 +261,15 @@ class Replay(ReplayConfig):
     buffer_size: Steps | None = option(  # type: ignore[misc]  # an option here, of other replay a constant
         "stored samples of all past domains together; null: all their text"
     )
+    sources: Annotated[  # type: ignore[misc]
+        Mapping[str, Any] | None, Allowed("null, or {NAME: {path: …, ratio: …}}")
+    ] = option("further text and chats that are mixed into every stage, by name", default=None)
+    sources_ratio: OpenShare | None = option(  # type: ignore[misc]
+        "share of the batch for the sources without a ratio, by their sizes", default=None
+    )
+    sources_temperature: Positive = option(  # type: ignore[misc]
+        "temperature of this sampling: in proportion to tokens^(1 / temperature)", default=1
+    )
 
 
 class ReplaySource(ABC):
@@ -192,6 +322,13 @@ class ReplayPool:
     seed: int
     stream_name: tuple[str, str]  # stage and kind of replay: what its random numbers are named by
 
+    loss_weight: ClassVar[float] = 1.0  # factor of the loss on its tokens
+
+    @property
+    def label(self) -> str:
+        """The kind of replay: past, general, recovery or the name of a source."""
+        return self.stream_name[1]
+
     def count_draws(self, samples: int) -> int:
         """Draws in the steps of a number of samples; exact, since a float would drift."""
         return samples * self.share.numerator // self.share.denominator
@@ -230,6 +367,29 @@ class ReplayPool:
         rows = permute(stored_positions, num_rows, stream=self.buffer_streams[text_indices])
         keys = sample_keys(key(self.seed, *self.stream_name, "masks"), draws)
         return Samples(text_indices, rows, keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourcePool(ReplayPool):
+    """A source of `replay.sources` in one stage. What it draws continues where the stages before have ended,
+    so that its epochs, and their limit, are those of the run."""
+
+    source_share: SourceShare
+    stage_samples: int  # of the stage, with those that replay displaces
+    wanted_before: int  # draws in the stages before, without the limit
+    max_draws: int | None  # in the whole run; None: no limit
+    loss_weight: float = 1.0  # type: ignore[misc]  # an option here, of other replay a constant
+
+    def limit(self, draws: int) -> int:
+        """Draws since the beginning of the run, at most as many as are allowed."""
+        return draws if self.max_draws is None else min(draws, self.max_draws)
+
+    def count_draws(self, samples: int) -> int:
+        draws = self.source_share.count_draws(samples, stage_samples=self.stage_samples)
+        return self.limit(self.wanted_before + draws) - self.limit(self.wanted_before)
+
+    def locate(self, draws: np.ndarray) -> Samples:
+        return super().locate(draws + self.limit(self.wanted_before))
 
 
 def to_fraction(share: float) -> Fraction:

@@ -11,7 +11,7 @@ from cpt.core.randomness import key, permute, sample_keys
 from cpt.data.collate import Batch, Collator, Rows, idle_batch
 from cpt.data.options import share_batch
 from cpt.data.packing import PADDING, Packed
-from cpt.data.replay import ReplayPool, Samples
+from cpt.data.replay import NEW, PAST, ReplayPool, Samples
 from cpt.data.sources.base import DOCUMENT_MASK, NONE
 
 NUM_LOCATED_STEPS = 32  # steps
@@ -39,6 +39,7 @@ class TrainStream(Dataset):
     recovery: ReplayPool | None = None
     recovery_steps: int = 0  # come first, on `recovery` alone
     domain_indices: Mapping[str, int] = field(default_factory=dict)  # of texts in the order of domains
+    part_names: Sequence[str] = ()  # of a mixture, whose parts are counted: see Mixture.part_names
 
     def __post_init__(self) -> None:
         share_batch(self.batch_size, accumulate=self.accumulate, world=self.world)
@@ -52,6 +53,8 @@ class TrainStream(Dataset):
             names += pool.texts.keys()
             self.texts += pool.texts.values()
         self.domains = np.array([self.domain_indices.get(name, NO_DOMAIN) for name in names])
+        if self.part_names:
+            self.number_parts(pools)
 
         # Positions of the stage's own stream: of each text, those from `starts` up to `ends`.
         self.total = sum(self.steps)
@@ -59,6 +62,17 @@ class TrainStream(Dataset):
         self.starts = np.concatenate([[0], self.ends[:-1]])
         # New samples of NUM_LOCATED_STEPS steps, and the first of these steps.
         self.located: tuple[int, Samples] | None = None
+
+    def number_parts(self, pools: Sequence[ReplayPool]) -> None:
+        """Sets the part of the mixture, and the factor of the loss, of each text."""
+        labels = [NEW] * len(self.names)
+        weights = [1.0] * len(self.names)
+        for pool in pools:
+            label = pool.label if pool.label in self.part_names else PAST  # recovery
+            labels += [label] * len(pool.texts)
+            weights += [pool.loss_weight] * len(pool.texts)
+        self.part_of_text = np.array([self.part_names.index(label) for label in labels])
+        self.weight_of_text = np.array(weights, np.float32)
 
     def __len__(self) -> int:
         return (self.recovery_steps + self.total) * self.accumulate
@@ -84,7 +98,23 @@ class TrainStream(Dataset):
         batch["domains"] = torch.from_numpy(self.domains[local_samples.text_indices])
         batch["weight"] = torch.tensor(num_shares / max(1, self.count_scored(samples)))
         batch["mean_rows"] = torch.tensor(num_samples / num_shares)
+        if self.part_names:
+            self.add_parts(batch, samples, local_samples)
         return self.objective.lay_out(batch)
+
+    def add_parts(self, batch: Batch, samples: Samples, local_samples: Samples) -> None:
+        """Adds to a batch the part that each of its rows is of, and the counts of the parts in the whole
+        step, which all processes know alike."""
+        batch["parts"] = torch.from_numpy(self.part_of_text[local_samples.text_indices])
+        if (self.weight_of_text != 1).any():
+            batch["part_weights"] = torch.from_numpy(self.weight_of_text[local_samples.text_indices])
+
+        counts = np.zeros((3, len(self.part_names)), np.int64)
+        for index in np.unique(samples.text_indices):
+            sizes = self.texts[index].sizes(samples.rows[samples.text_indices == index])
+            scored = self.objective.scored(sizes).sum()
+            counts[:, self.part_of_text[index]] += (len(sizes.all), sizes.all.sum(), scored)
+        batch["part_counts"] = torch.from_numpy(counts)
 
     def count_scored(self, samples: Samples) -> int:
         """Scored tokens of samples."""

@@ -32,6 +32,7 @@ from cpt.data.sources.base import NONE, SPLIT, Encoding
 from cpt.data.sources.chats import SYSTEM
 from cpt.data.sources.examples import (
     ASSISTANT,
+    SKIP_OPTION,
     USER,
     BadExampleError,
     BadExamples,
@@ -505,17 +506,24 @@ def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTa
 
 
 def encode_corpus(
-    corpus: Corpus, split: str, *, encoder: Encoder, name: str, cache: Path, rows_digest: str
+    corpus: Corpus,
+    split: str,
+    *,
+    encoder: Encoder,
+    name: str,
+    cache: Path,
+    rows_digest: str,
+    skip_option: str = SKIP_OPTION,
 ) -> TokenizedTask:
     """The rows of a split, made once for all runs with these examples, tokenizer and encoding; `rows_digest`
     is the key of what the tokenizer and its template make of them. Raises ValueError where no example of the
-    split can be used."""
+    split can be used, and for one that cannot, unless `skip_option` skips those."""
     options = [asdict(encoder.encoding), encoder.length, encoder.seq2seq]
     cache_key = digest(["examples", CACHE_VERSION, corpus.facts["digest"], split, rows_digest, options])
 
     def make(folder: Path) -> None:
         documents = corpus.documents(split)
-        bad = BadExamples(is_skipping=encoder.encoding.on_bad_example == "skip")
+        bad = BadExamples(is_skipping=encoder.encoding.on_bad_example == "skip", option=skip_option)
         chat_counts = ChatCounts()
 
         def rows() -> Iterator[EncodedExample]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cpt.core.processes import is_first_process
+from cpt.data.chats import TEMPLATE_DATE
 from cpt.data.sources.base import Encoding
 from cpt.data.sources.examples import BadExampleError
 from cpt.data.tokenized_tasks import EncodedExample, Encoder, TaskPrompt
@@ -15,8 +16,6 @@ from cpt.evaluation.options import ChatOptions
 from cpt.models.rope import count_scaled_positions
 
 log = logging.getLogger(__name__)
-# The day that chat templates print in these chats: the same in all runs, whose losses are compared.
-TEMPLATE_DATE = "2025-01-01"
 MIN_CHAT_LENGTH = 1024  # tokens of a chat that are read, where the model takes as many
 CHAT_ENCODING = Encoding(truncate="tail", scored_turns="all", date=TEMPLATE_DATE)
 

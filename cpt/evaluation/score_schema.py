@@ -297,6 +297,17 @@ class MonitorKeys(TypedDict):
 
 
 @closed
+class PartKeys(TypedDict):
+    asked_share: Annotated[float, Key("share of the rows that the options ask for", "0 to 1")]
+    rows: Annotated[int, Key("rows that were read, each as often as it was")]
+    tokens: Annotated[int, Key("read by the steps", "tokens")]
+    scored: Annotated[int, Key("tokens that contributed to the loss", "tokens")]
+    epochs: Annotated[
+        float | None, Key("how often the source was read since the beginning of the run; null: no source")
+    ]
+
+
+@closed
 class NumericKeys(TypedDict, total=False):
     precision: Annotated[str, Key("`trainer.precision`")]
     attention: Annotated[str, Key("`trainer.attn_implementation`")]

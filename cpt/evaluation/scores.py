@@ -111,6 +111,13 @@ class Scores(Layout):
     monitor: dict[str, Annotated[dict[str, Any], Key(kind=schema.MonitorKeys)]] = entry(
         "monitoring evaluations", over="stage", default=dict
     )
+    mixture: dict[
+        str, Annotated[dict[str, Annotated[dict[str, Any], Key(kind=schema.PartKeys)]], Key(over="part")]
+    ] = entry(
+        "what the stage read of new text, past domains, general text and each of `replay.sources`",
+        over="stage",
+        default=dict,
+    )
     numerics: Annotated[dict[str, str], Key(kind=schema.NumericKeys)] = entry(
         "precision and attention kernels", default=dict
     )
@@ -259,7 +266,7 @@ class Scores(Layout):
         Columns of texts that were added are None, not measured, in these rows."""
         evaluators = ("endtasks", "answers", "chats", "divergence", "benchmarks")
         results = ("rows", "modules", "activity_seconds", *evaluators)
-        for name in (*results, "monitor", "unquantized", *COST_COLUMNS):
+        for name in (*results, "monitor", "mixture", "unquantized", *COST_COLUMNS):
             setattr(self, name, getattr(earlier, name))
 
         self.nll = []

@@ -42,6 +42,7 @@ from cpt.models.forward import set_mode
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
 from cpt.models.parameter_groups import describe_groups, find_groups, find_multipliers
+from cpt.models.part_losses import PartLosses
 from cpt.models.router_loss import NO_ROUTER_LOSS, RouterWeights, make_router_loss
 from cpt.models.token_weights import TokenWeights
 from cpt.models.weights import Snapshot
@@ -111,6 +112,7 @@ class StageModule(LightningModule):
         self.step_is_made = True
         self.snapshots: list[StepSnapshot] = []
         self.has_weighed = False  # whether a loss has been made with the token weights
+        self.part_losses = PartLosses()  # of a mixture
 
         self.expanded_stages: list[Domain] = []  # the stages that the model has grown for
 
@@ -404,7 +406,8 @@ class StageModule(LightningModule):
         """The language-model loss of a training batch at its scored positions, with the token weights of the
         run (`loss=…`); made before the batch's forward pass."""
         self.has_weighed = True
-        return self.token_weights.make_loss(batch, self.reference_nll)
+        loss = self.token_weights.make_loss(batch, self.reference_nll)
+        return loss if "parts" not in batch else self.part_losses.observe(loss, batch)
 
     @torch.no_grad()
     def reference_nll(self, batch: Batch) -> Tensor:
@@ -414,7 +417,12 @@ class StageModule(LightningModule):
         return self.objective.nll(reference, batch)
 
     def check_weighed(self) -> None:
-        """Raises ValueError for a method whose losses leave the token weights of the run out."""
+        """Raises ValueError for a method whose losses leave the weights of tokens or of sources out."""
+        if not self.has_weighed and any(part.options.weight != 1 for part in self.data.mixed.values()):
+            raise ValueError(
+                f"a weight of replay.sources is invalid with {type(self).__name__}: its losses are not made "
+                "of self.lm_loss(batch), so no token is weighted. Allowed: weight=1"
+            )
         if type(self.token_weights) is not TokenWeights and not self.has_weighed:
             raise ValueError(
                 f"loss={type(self.token_weights).__name__} is invalid with {type(self).__name__}: its losses "

@@ -36,7 +36,15 @@ from cpt.data.packing import padding_id
 from cpt.models.forward import find_padded_positions
 from cpt.models.fsdp import Sharding
 from cpt.models.narrow_layers import make_narrow
-from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
+from cpt.models.objectives import (
+    Causal,
+    CausalAnswers,
+    CausalMixture,
+    Masked,
+    Objective,
+    Seq2SeqAnswers,
+    Span,
+)
 from cpt.models.options import ModelOptions
 from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, make_loading_config, replace_layers
 from cpt.models.rope import count_scaled_positions, scale_rope
@@ -112,17 +120,32 @@ def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
 
 
 def make_objective(
-    options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, *, answers: bool, isolated: bool
+    options: ModelOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Any,
+    *,
+    answers: bool,
+    isolated: bool,
+    mixes_chats: bool = False,
 ) -> Objective:
     """The objective of raw text, or of `answers` to examples; `isolated` documents or samples share rows.
-    Raises ValueError for an objective that the model or its tokenizer does not fit."""
-    objective = choose_objective(options, tokenizer, config, answers=answers, isolated=isolated)
+    With `mixes_chats` raw text is trained on together with chats. Raises ValueError for an objective that the
+    model or its tokenizer does not fit."""
+    objective = choose_objective(
+        options, tokenizer, config, answers=answers, isolated=isolated, mixes_chats=mixes_chats
+    )
     objective.max_logits = options.max_logits
     return objective
 
 
 def choose_objective(
-    options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, *, answers: bool, isolated: bool
+    options: ModelOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Any,
+    *,
+    answers: bool,
+    isolated: bool,
+    mixes_chats: bool,
 ) -> Objective:
     name = resolve_objective(options.objective, config)
     check_packing(name, isolated=isolated, answers=answers)
@@ -140,6 +163,9 @@ def choose_objective(
     if answers:
         return CausalAnswers(raw, pad=padding, sharing=make_sharing(config) if isolated else None)
     raw.isolated = isolated
+    if mixes_chats:
+        assert isinstance(raw, Causal)  # as cpt.trainer.check_model has seen to
+        return CausalMixture(raw, pad=padding)
     return raw
 
 

@@ -391,7 +391,7 @@ class Answers(Objective):
 
         raw_rows = rows.some(~is_answered)
         raw_tables = self.raw.make_tables(
-            Rows(ids=raw_rows.ids, lengths=raw_rows.lengths, keys=raw_rows.keys)
+            Rows(ids=raw_rows.ids, lengths=raw_rows.lengths, keys=raw_rows.keys, segments=raw_rows.segments)
         )
         if not is_answered.any():
             return raw_tables
@@ -415,6 +415,20 @@ class CausalAnswers(Answers):
     def make_answer_tables(self, rows: Rows) -> Tables:
         assert rows.answers is not None
         return label_next_tokens(rows, rows.answers)
+
+
+class CausalMixture(CausalAnswers):
+    """Raw text, with which chats of other sources are mixed while it is trained on: of these the answers are
+    scored. Held-out text is raw."""
+
+    def __init__(self, raw: Causal, *, pad: int) -> None:
+        super().__init__(raw, pad=pad)
+        self.scores = raw.scores
+        self.isolated = raw.isolated
+
+    @property
+    def scoring(self) -> Objective:  # type: ignore[override]  # not of answers
+        return self.raw.scoring
 
 
 class Seq2SeqAnswers(Answers):

@@ -421,6 +421,7 @@ def assemble_base(
         config,
         answers=corpora is not None and corpora.encoding is not None,
         isolated=corpora is not None and corpora.isolated,
+        mixes_chats=corpora is not None and corpora.mixes_chats,
     )
     return Base(
         checkpoint=options.name_or_path or "",

@@ -13,6 +13,7 @@ from cpt.core.randomness import torch_seed
 from cpt.core.tensors import NamedTensors
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
+from cpt.data.mixture import MixedText
 from cpt.data.packing import Packed, balance
 from cpt.data.sources.base import GENERAL, TEXT
 from cpt.data.text_checks import check_training_text, report_texts
@@ -49,6 +50,7 @@ def read_corpora(plan: Plan) -> Corpora:
         plan.order,
         cache=Path(plan.run.cache_dir),
         workers=plan.data.preprocessing_num_workers,
+        mixed=plan.mixture.readers,
     )
 
 
@@ -238,7 +240,16 @@ def build_data(
     general: dict[str, Packed] = {}
     if method.replay.general_ratio:
         general[GENERAL] = pack(GENERAL, "train")
-    check_training_texts(train | general, base)
+    mixed: dict[str, MixedText] = {}
+    for name, part in corpora.mixed.items():
+        text = corpora.packed_source(
+            name, format=base.text_format, length=plan.model.max_seq_length, seq2seq=base.seq2seq
+        )
+        if not part.options.has_chats:
+            check_training_text(name, text, base.text_format)
+        mixed[name] = MixedText(part.options, text)
+    mixed_texts = {f"replay.sources.{name}": part.text for name, part in mixed.items()}
+    check_training_texts(train | general | mixed_texts, base)
     if source.balanced is not False and train:
         train = balance(train, tokens=None if source.balanced is True else source.balanced)
 
@@ -259,6 +270,7 @@ def build_data(
         workers=machine.num_workers,
         eval_tokens=plan.settings["eval"]["max_tokens"],
         validation=validation,
+        mixed=mixed,
     )
 
 

@@ -20,7 +20,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from cpt.adapters.options import SavedModulesOptions
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.processes import is_first_process
-from cpt.data.chats import ChatEncoder
+from cpt.data.chats import TEMPLATE_DATE, ChatEncoder
 from cpt.data.separator import choose_separator
 from cpt.data.sources.base import AUTO, NONE
 from cpt.data.sources.examples import ASSISTANT, USER, Example, Turn
@@ -55,6 +55,14 @@ from cpt.trainer.skeleton import build_skeleton, on_meta_device
 log = logging.getLogger(__name__)
 # Corrupted spans need a byte-level tokenizer with sentinels.
 MIN_SPAN_VOCAB_SIZE = BYTES + loading.SENTINELS
+# What a chat template is tried on.
+SHORT_CHAT = Example(
+    id="a question and its answer",
+    source="",
+    target="its answer",
+    task="chat",
+    turns=(Turn(role=USER, content="a question"), Turn(role=ASSISTANT, content="its answer")),
+)
 
 
 def check_model(plan: Plan) -> PretrainedConfig:
@@ -249,6 +257,9 @@ def check_objective(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBa
             reason=f"{model_choice} is an encoder-decoder",
             allowed="a causal model like model=tiny_gpt2, or another method",
         )
+    for name, source in plan.mixture.mixed_sources.items():
+        if source.has_chats:
+            check_chat_source(plan, name, objective, tokenizer)
 
 
 def check_chats(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -267,11 +278,32 @@ def check_chats(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase |
             allowed="an instruction-tuned checkpoint, or examples with a question and an answer",
         )
 
-    turns = (Turn(role=USER, content="a question"), Turn(role=ASSISTANT, content="its answer"))
-    chat = Example(id="a question and its answer", source="", target="its answer", task="chat", turns=turns)
     encoding = plan.source.encoding
     date = None if encoding is None else encoding.date
-    ChatEncoder(tokenizer, date or datetime.date.today().isoformat()).answers(chat)
+    ChatEncoder(tokenizer, date or datetime.date.today().isoformat()).answers(SHORT_CHAT)
+
+
+def check_chat_source(
+    plan: Plan, name: str, objective: str, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Raises ValueError for a model that does not take the chats of a source of replay, and for a chat
+    template that fails."""
+    problem = ""
+    if objective != "causal":
+        problem = "it is no causal model"
+    elif tokenizer is None or not tokenizer.chat_template:
+        problem = "it has no chat template"
+    elif not tokenizer.is_fast:
+        problem = "its tokenizer has no fast version, by which chats are cut"
+    if tokenizer is None or problem:
+        raise InvalidOptionError(
+            f"replay.sources.{name}.format",
+            "messages",
+            context=f"with model={plan.model.name}",
+            reason=problem,
+            allowed="an instruction-tuned checkpoint, or format=text",
+        )
+    ChatEncoder(tokenizer, TEMPLATE_DATE).answers(SHORT_CHAT)
 
 
 def check_held_out_chats(
@@ -300,8 +332,14 @@ def check_tokenizer(
     """Raises ValueError for a tokenizer that lacks what the objective or the data need: what needs it is
     made, and thrown away."""
     encoding = plan.source.encoding
+    has_chat_sources = any(source.has_chats for source in plan.mixture.mixed_sources.values())
     loading.make_objective(
-        plan.model, tokenizer, config, answers=encoding is not None, isolated=plan.source.isolated
+        plan.model,
+        tokenizer,
+        config,
+        answers=encoding is not None,
+        isolated=plan.source.isolated,
+        mixes_chats=encoding is None and has_chat_sources,
     )
     check_text_format(plan, tokenizer, config, objective)
     if encoding is not None:

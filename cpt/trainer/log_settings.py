@@ -17,6 +17,7 @@ from cpt.core.naming import list_choices
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import NamedTensors
 from cpt.data.datamodule import DomainSequence
+from cpt.data.mixture import SourceUse
 from cpt.methods.base import ContinualMethod
 from cpt.methods.options import KDOptions
 from cpt.models.narrow_layers import find_narrow_weights
@@ -44,6 +45,7 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
     """Logs of how many texts a part is scored, the options that are set and change nothing, and which weights
     are not trained."""
     log_scored_share(data)
+    log_mixture(data)
     for description in find_ineffective_options(plan, machine, module):
         log.info("No effect of %s", description)
 
@@ -120,6 +122,49 @@ def log_scored_share(data: DomainSequence) -> None:
         f"the same rows after every stage (eval.max_tokens={format_value(data.eval_tokens)}, "
         f"{num_scored:,} of {num_tokens:,} tokens); eval.max_tokens=null scores all, in a run of its own"
     )
+
+
+def log_mixture(data: DomainSequence) -> None:
+    """Logs of each source of replay how large it is, how often the run reads it, and where its limit of
+    repetition ends it."""
+    if not data.mixed or not is_first_process():
+        return
+    uses_by_source: dict[str, dict[str, SourceUse]] = {name: {} for name in data.mixed}
+    for domain in data:
+        for use in data.find_uses(domain):
+            uses_by_source[use.name][domain.name] = use
+
+    for name, uses in uses_by_source.items():
+        key = f"replay.sources.{name}"
+        mixed = data.mixed[name]
+        first_use = next(iter(uses.values()), None)
+        if first_use is None:  # the method trains nothing
+            log.info("No effect of %s: no stage is trained", key)
+            continue
+        epochs = max(use.epochs for use in uses.values())
+        log.info(
+            "Mixing in %s: %s sequences, %s tokens in all, %.3g of the rows of a batch, read %.2f times (%s)",
+            name,
+            f"{len(mixed.text):,}",
+            f"{mixed.num_tokens:,}",
+            first_use.asked_share,
+            epochs,
+            key,
+        )
+        if epochs > 1 and mixed.max_draws is None:
+            log.info("Repeating %s %.1f times in the run (%s.max_epochs=null)", name, epochs, key)
+        for stage, use in uses.items():
+            if use.limit_step is None:
+                continue
+            log.info(
+                "New text takes the share of %s from step %d of %s on: it was read %s times (%s.max_epochs)",
+                name,
+                use.limit_step + 1,
+                stage,
+                format_value(mixed.options.max_epochs),
+                key,
+            )
+            break
 
 
 def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMethod) -> Iterator[str]:

@@ -17,7 +17,7 @@ from cpt.core import files
 from cpt.core.exceptions import DamagedFileError, format_value
 from cpt.core.processes import is_first_process
 from cpt.core.schema import check_types
-from cpt.data.sources.base import stamp_of
+from cpt.data.sources.base import DocumentSource, stamp_of
 from cpt.trainer.plan import Plan, why_not_extendable
 from cpt.trainer.run_dir import WEIGHTS, RunDir, checkpoint_files, file_stat
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_SHOWN = 8  # items that a message lists
+REPLAY_SOURCES = "replay.sources/"  # before the names of sources: no domain has a slash in its name
 # Before the names of files that are not the checkpoint's own.
 TOKENIZER_FOLDER = "model.tokenizer/"
 REFERENCE_FOLDER = "loss.reference/"
@@ -64,7 +65,8 @@ class Manifest:
         """The texts, and the files of a checkpoint, that have other sizes or times now."""
         texts = []
         for name, facts in self.texts.items():
-            if facts.get("stamp") != stamp_of(plan.source, name):
+            source, source_name = find_source(plan, name)
+            if facts.get("stamp") != stamp_of(source, source_name):
                 texts.append(name)
         return texts, self.find_touched_files(plan)
 
@@ -89,12 +91,13 @@ class Manifest:
             from cpt.data.corpus import make_corpus, read_documents  # seconds of imports, rarely needed
 
             log.info("Comparing the text of %s with that of the run's start", name)
-            stamp = stamp_of(plan.source, name)
+            source, source_name = find_source(plan, name)
+            stamp = stamp_of(source, source_name)
             facts: Mapping[str, Any]
             if reads_all:
-                facts = read_documents(plan.source, name).facts
+                facts = read_documents(source, source_name).facts
             else:
-                facts = make_corpus(plan.source, name, cache=Path(plan.run.cache_dir)).facts
+                facts = make_corpus(source, source_name, cache=Path(plan.run.cache_dir)).facts
             if facts["digest"] == self.texts[name]["digest"]:
                 self.texts[name]["stamp"] = stamp
             else:
@@ -124,6 +127,15 @@ class Manifest:
                 yield f"{file_name} of {option} changed"
             else:
                 self.base[name] = entry
+
+
+def find_source(plan: Plan, text: str) -> tuple[DocumentSource, str]:
+    """What reads a text of a manifest, and the name by which it does; below REPLAY_SOURCES those of
+    `replay.sources`."""
+    name = text.removeprefix(REPLAY_SOURCES)
+    if name == text:
+        return plan.source, text
+    return plan.mixture.readers[name], name
 
 
 def base_files(plan: Plan) -> dict[str, Path]:
@@ -272,8 +284,11 @@ def write_manifest(
 
 def describe_texts(corpora: Corpora) -> dict[str, dict[str, Any]]:
     """What the manifest stores of each text."""
+    corpus_by_name = dict(corpora.by_name)
+    for name, part in corpora.mixed.items():
+        corpus_by_name[f"{REPLAY_SOURCES}{name}"] = part.corpus
     texts = {}
-    for name, corpus in corpora.by_name.items():
+    for name, corpus in corpus_by_name.items():
         texts[name] = {
             "stamp": corpus.folder.name,
             "digest": corpus.facts["digest"],

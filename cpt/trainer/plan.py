@@ -17,7 +17,7 @@ from cpt.core.sections import Choice
 from cpt.data import orders
 from cpt.data.options import Budget, share_batch
 from cpt.data.replay import ReplayConfig
-from cpt.evaluation.chat_set import read_chats, stamp_chats
+from cpt.evaluation.chat_set import find_chat_files, read_chats, stamp_chats
 from cpt.evaluation.finetune_tasks import FinetunePlan, plan_endtasks
 from cpt.evaluation.options import AUTO, ChatOptions
 from cpt.evaluation.scores import Scores
@@ -342,10 +342,28 @@ def check_evaluations(plan: Plan) -> None:
         plan.benchmark.check_installed()
     if plan.chats is not None and plan.chats.path is not None:
         read_chats(plan.chats)
+    if plan.chats is not None:
+        check_separate_chats(plan, plan.chats)
     if plan.answers is not None:
         for task in plan.answers.known_by:
             if task not in plan.source.domains:
                 raise ValueError(unknown_name(f"answers.measures.{task}", plan.source.domains))
+
+
+def check_separate_chats(plan: Plan, chats: ChatOptions) -> None:
+    """Raises ValueError for a source of replay that has a file of the held-out chats."""
+    held_out = {path.resolve() for path in find_chat_files(chats)}
+    for name, reader in plan.mixture.readers.items():
+        if not reader.options.is_local:
+            continue
+        shared = held_out.intersection(path.resolve() for path in reader.find_files())
+        if shared:
+            raise InvalidOptionError(
+                f"replay.sources.{name}.path",
+                reader.options.path,
+                reason=f"{min(shared)} is held out (chats=…)",
+                allowed="chats that are not evaluated",
+            )
 
 
 def check_conflicts(plan: Plan) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cpt.core.distributed import barrier
 from cpt.core.preemption import defer_signals
+from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Domain
@@ -26,6 +27,7 @@ from cpt.trainer.callbacks import CustomCallbacks
 from cpt.trainer.checkpoint import check_stage, map_stored, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, added_state_bytes, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
+from cpt.trainer.mixture_monitor import MixtureMonitor
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.preemption import Preemption
@@ -43,6 +45,7 @@ class StageCallbacks:
 
     cost_monitor: CostMonitor
     monitor: Monitor | None  # None: nothing is evaluated during the stage
+    mixture: MixtureMonitor | None  # None: no sources are mixed in
     movement: ProtectedMovement
     nan_guard: NanGuard
     custom: list[Callback]  # of the config
@@ -54,6 +57,8 @@ class StageCallbacks:
         callbacks: list[Callback] = [self.cost_monitor]
         if self.monitor is not None:
             callbacks.append(self.monitor)
+        if self.mixture is not None:
+            callbacks.append(self.mixture)
         return [*callbacks, self.movement, self.nan_guard, *self.custom, self.step_checkpoint]
 
 
@@ -94,6 +99,8 @@ class StageTrainer:
 
         if callbacks.monitor is not None:
             self.store_monitoring(domain, callbacks.monitor)
+        if callbacks.mixture is not None:
+            self.store_mixture(domain, callbacks.mixture)
         # A state that is not finite is not stored: the next start continues from the stage before.
         check_finite(self.module.state_dict(), domain.name)
         state = self.store_state(number)
@@ -133,6 +140,7 @@ class StageTrainer:
         return StageCallbacks(
             cost_monitor=cost_monitor,
             monitor=monitor,
+            mixture=MixtureMonitor(self.data.mixture.part_names) if self.data.mixed else None,
             movement=ProtectedMovement(),
             nan_guard=nan_guard,
             custom=self.custom_callbacks.enter_stage(number),
@@ -183,6 +191,29 @@ class StageTrainer:
         if observer_record:
             record["budget"] = observer_record
         self.scores.monitor[domain.name] = record
+
+    def store_mixture(self, domain: Domain, monitor: MixtureMonitor) -> None:
+        """Adds what a stage has read of each part of the mixture to the scores, and logs it."""
+        uses = {use.name: use for use in self.data.find_uses(domain)}
+        asked_shares = self.data.find_asked_shares(domain)
+        rows, tokens, scored = monitor.counts.tolist()
+        record = {}
+        parts = []
+        for index, name in enumerate(self.data.mixture.part_names):
+            record[name] = {
+                "asked_share": asked_shares[name],
+                "rows": rows[index],
+                "tokens": tokens[index],
+                "scored": scored[index],
+                "epochs": uses[name].epochs if name in uses else None,
+            }
+            if asked_shares[name] or tokens[index]:
+                parts.append(
+                    f"{name} {tokens[index] / max(1, sum(tokens)):.1%} (asked {asked_shares[name]:.1%})"
+                )
+        self.scores.mixture[domain.name] = record
+        if is_first_process():
+            log.info("Shares of the tokens read in %s: %s", domain.name, ", ".join(parts))
 
     def store_state(self, number: int) -> dict[str, Tensor]:
         """Writes the method's state after a stage, and returns it."""

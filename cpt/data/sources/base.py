@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from annotated_types import Gt, Lt, MinLen, Predicate
 
@@ -301,7 +301,29 @@ class Source(Options, ABC):
         """What decides the result of `read`, cheaply: names, sizes, times."""
 
 
-def stamp_of(source: Source, name: str) -> str:
+class DocumentSource(Protocol):
+    """What a corpus is read from: a Source, or a source of `replay.sources`. Of an empty `held_out` all
+    documents are of train."""
+
+    @property
+    def held_out(self) -> Mapping[str, Any]: ...
+
+    @property
+    def class_limit(self) -> int | None: ...
+
+    @property
+    def skipped(self) -> Mapping[str, dict[str, Any]]: ...
+
+    def form(self, name: str) -> str: ...
+
+    def members(self, name: str) -> list[str]: ...
+
+    def read(self, name: str) -> Iterator[tuple[str, str]]: ...
+
+    def fingerprint(self, name: str) -> Any: ...
+
+
+def stamp_of(source: DocumentSource, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
     members = source.members(name)
     fingerprints: Any = [[member, source.fingerprint(member)] for member in members]

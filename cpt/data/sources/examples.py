@@ -11,7 +11,8 @@ from cpt.core.exceptions import InvalidOptionError
 
 log = logging.getLogger(__name__)
 USER, ASSISTANT = "user", "assistant"  # roles of a chat
-OnBadExample = Literal["stop", "skip"]  # the option domains.on_bad_example
+SKIP_OPTION = "domains.on_bad_example"  # whether bad examples are left out
+OnBadExample = Literal["stop", "skip"]  # its values
 
 
 class BadExampleError(ValueError):
@@ -26,18 +27,17 @@ class BadExampleError(ValueError):
 @dataclass
 class BadExamples:
     """Collects the bad examples of a text, by kind: their number and the message of the first. Unless they
-    are skipped, the first one is raised."""
+    are skipped, the first one is raised. `option` decides which."""
 
     is_skipping: bool
+    option: str = SKIP_OPTION
     counts: Counter[str] = field(default_factory=Counter)
     first_messages: dict[str, str] = field(default_factory=dict)
 
     def add(self, error: BadExampleError) -> None:
         """Counts an example. Raises BadExampleError where bad examples stop the run."""
         if not self.is_skipping:
-            raise BadExampleError(
-                f"{error} (domains.on_bad_example=skip leaves it out)", error.kind
-            ) from error
+            raise BadExampleError(f"{error} ({self.option}=skip leaves it out)", error.kind) from error
         self.counts[error.kind] += 1
         self.first_messages.setdefault(error.kind, str(error))
 
@@ -46,7 +46,7 @@ class BadExamples:
         kinds = "; ".join(f"{count} × {kind}" for kind, count in self.counts.most_common())
         first_message = next(iter(self.first_messages.values()), "")
         return InvalidOptionError(
-            "domains.on_bad_example",
+            self.option,
             "skip",
             reason=f"all examples of {text} are bad ({kinds}); the first: {first_message}",
             allowed="usable examples",
@@ -71,7 +71,7 @@ def log_skipped(text: str, skipped: Mapping[str, Mapping[str, Any]]) -> None:
     """Logs one line for each kind of `BadExamples.facts`."""
     for kind, facts in skipped.items():
         log.warning(
-            "Skipping %d examples of %s (domains.on_bad_example=skip): %s; the first: %s",
+            "Skipping %d examples of %s (on_bad_example=skip): %s; the first: %s",
             facts["count"],
             text,
             kind,

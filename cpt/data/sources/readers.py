@@ -51,6 +51,7 @@ CONTROL_BYTES = bytes([*range(0x08), *range(0x0E, 0x1B)])
 MIN_CONTROL_BYTES = 4
 MAX_CONTROL_SHARE = 0.05
 DELIMITERS = (",", ";", "\t", "|")
+COLUMN_OPTION = "domains.column"  # that names the column of the text, for messages
 TABLE_ROWS = 100  # rows of a parquet or Arrow file that become Python objects at once
 
 Row = tuple[str, Any]  # the file and line, for messages; the value
@@ -204,15 +205,21 @@ def count_paragraph_lines(text: Iterable[str]) -> list[int]:
 
 
 def documents_of(
-    path: Path, *, column: str, unit: str, oddities: Oddities, reject: Reject = stop
+    path: Path,
+    *,
+    column: str,
+    unit: str,
+    oddities: Oddities,
+    reject: Reject = stop,
+    column_option: str = COLUMN_OPTION,
 ) -> Iterator[str]:
     """The documents of a file that are not blank, without byte order marks; `unit` is what a document of a
-    .txt or .md file is: file, paragraph or line."""
+    .txt or .md file is: file, paragraph or line. `column_option` names the column, for messages."""
     if kind(path) in PLAIN_SUFFIXES:
         texts = split_units(lines(path, oddities), unit)
     else:
         rows = table_rows(path, columns=[column], oddities=oddities, reject=reject)
-        texts = column_texts(rows, column, reject)
+        texts = column_texts(rows, column, reject, option=column_option)
 
     are_blank_usual = kind(path) in PLAIN_SUFFIXES  # lines
     yield from clean_documents(texts, path.name, oddities=oddities, counts_blank=not are_blank_usual)
@@ -508,11 +515,14 @@ def texts_of(rows: Iterable[Row], column: str) -> Iterator[str]:
     return (text for text in column_texts(rows, column) if text and not text.isspace())
 
 
-def column_texts(rows: Iterable[Row], column: str, reject: Reject = stop) -> Iterator[str]:
-    """The text column of rows, empty for null; `reject` is called for a row without one."""
+def column_texts(
+    rows: Iterable[Row], column: str, reject: Reject = stop, *, option: str = COLUMN_OPTION
+) -> Iterator[str]:
+    """The text column of rows, empty for null; `reject` is called for a row without one. `option` is the one
+    that names the column, for messages."""
     for position, row in rows:
         try:
-            text = text_of(position, column, cell(row, column, position, "domains.column"))
+            text = text_of(position, column, cell(row, column, position, option))
         except ValueError as error:
             reject(error)
             continue

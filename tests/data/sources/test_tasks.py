@@ -353,7 +353,7 @@ def test_bad_rows_of_any_layout_are_skipped_and_counted(open_source, tmp_path, c
     missing = "a row without the texts that it needs"
     assert counts == {missing: 2, "an empty answer": 1, "a row that cannot be read": 1}
     assert make_corpus(source, "news", cache=tmp_path).facts["skipped"][missing]["count"] == 2
-    assert f"Skipping 2 examples of news (domains.on_bad_example=skip): {missing}" in caplog.text
+    assert f"Skipping 2 examples of news (on_bad_example=skip): {missing}" in caplog.text
 
     write_lines(path, [{"text": "no label"}] * 3)
     with pytest.raises(ValueError, match="all examples of news are bad"):

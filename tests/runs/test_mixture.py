@@ -1,0 +1,101 @@
+"""Whole runs on raw text with chats and further text mixed in: after a kill, with other text, and refusals."""
+
+import json
+import logging
+
+import pytest
+
+from tests.runs.reading import assert_same_bits, killed, read_scores
+from tests.support.chat_decoder import write_checkpoint
+
+TURNS = [
+    ("What is found?", "The court finds it."),
+    ("Who brought bread?", "The waiter."),
+    ("A star?", "Yes."),
+]
+QUICK = [
+    "trainer.steps=6",
+    "trainer.batch_size=8",
+    "trainer.log_every_n_steps=2",
+    "chats=none",
+    "model.max_seq_length=64",
+]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base") / "decoder"
+    write_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A file of chats and one of text, and the option that mixes them in."""
+    chats = []
+    for question, answer in TURNS:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        chats.append(json.dumps({"messages": messages}))
+    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
+    (tmp_path / "web.jsonl").write_text("\n".join(json.dumps({"text": f"Word {n}."}) for n in range(300)))
+    return (
+        f"replay.sources={{chat: {{path: {tmp_path / 'chats.jsonl'}, format: messages, ratio: 0.25}}, "
+        f"web: {{path: {tmp_path / 'web.jsonl'}, ratio: 0.125, end_ratio: 0.25, weight: 2, max_epochs: 1}}}}"
+    )
+
+
+@pytest.fixture
+def config(small_gpt2, decoder, sources):
+    def make(*overrides):
+        options = [f"model.name_or_path={decoder}", "replay=past", "replay.past_ratio=0.125", sources]
+        return small_gpt2("order=[law,food]", *QUICK, *options, *overrides)
+
+    return make
+
+
+def test_a_killed_run_has_the_same_bits_and_counts_and_other_text_is_refused(
+    config, start, killing, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO, logger="cpt")
+    options = [
+        "+logger.csv=true",
+        "domains.packing=document_mask",
+        "trainer.accumulate_grad_batches=2",
+        "trainer.checkpoint_every=2",
+    ]
+    start(config(*options), tmp_path / "whole")
+    killed(start, killing, config(*options), tmp_path / "killed", step=3, domain="food")
+    start(config(*options), tmp_path / "killed")
+    assert_same_bits(tmp_path / "whole", tmp_path / "killed")
+    mixture = read_scores(tmp_path / "whole")["mixture"]
+    assert mixture == read_scores(tmp_path / "killed")["mixture"]
+
+    rows = {stage: {name: part["rows"] for name, part in parts.items()} for stage, parts in mixture.items()}
+    assert rows == {
+        "law": {"new": 27, "past": 0, "general": 0, "chat": 12, "web": 9},
+        "food": {"new": 21, "past": 6, "general": 0, "chat": 12, "web": 9},
+    }
+    assert mixture["food"]["chat"]["asked_share"] == 0.25 and mixture["food"]["web"]["asked_share"] == 0.1875
+    assert "Shares of the tokens read in food: new" in caplog.text
+    assert "Repeating chat" in caplog.text and "replay.sources.chat.max_epochs=null" in caplog.text
+    curves = (tmp_path / "whole" / "metrics.csv").read_text()
+    assert "train/lm_chat/food" in curves and "train/lm_past/law" not in curves
+
+    chats = (tmp_path / "chats.jsonl").read_text()
+    (tmp_path / "chats.jsonl").write_text(chats + "\n" + chats.replace("found", "lost"))
+    with pytest.raises(ValueError, match="the text of replay.sources/chat changed: 3 documents"):
+        start(config(*options), tmp_path / "whole")
+
+
+def test_what_takes_no_chats_and_chats_that_are_held_out_are_refused_in_one_line(
+    config, small, small_gpt2, sources, start, tmp_path
+):
+    chats = tmp_path / "chats.jsonl"
+    with pytest.raises(ValueError, match="replay.sources.chat.path=.* is invalid: .* is held out"):
+        start(config("chats=default", f"chats.path={chats}"), tmp_path / "run")
+    message = "replay.sources.chat.format=messages is invalid with model=tiny_.*: it "
+    with pytest.raises(ValueError, match=f"{message}has no chat template"):
+        start(small_gpt2("replay=sources", sources), tmp_path / "run")
+    with pytest.raises(ValueError, match=f"{message}is no causal model"):
+        start(small("replay=sources", sources), tmp_path / "run")
+    assert not (tmp_path / "run" / "scores.json").exists()
