@@ -43,6 +43,7 @@ CURVES = {  # the terms of metrics.csv that are drawn, and their labels
     "lr": "learning rate",
     "tokens_per_s": "tokens/s",
 }
+PART_PREFIX = "lm_"  # of the terms that are losses on parts of a mixture
 CHANGE_LABEL = "change in nats per token\n(blue: better than base)"
 MAX_UNITS = 200  # points of a layer
 HIGH_SIMILARITY = 0.8  # of all domains: on a scale from 0 they would all have one colour
@@ -191,11 +192,17 @@ def draw_training(training: Mapping[str, DataFrame], stages: Mapping[str, Border
     for table in training.values():
         measured_terms |= set(table.columns)
     terms = [term for term in CURVES if term in measured_terms]
+    part_terms = sorted(term for term in measured_terms if term.startswith(PART_PREFIX))
+    if part_terms:
+        terms.insert(1, PART_PREFIX)
     figure = make_figure((10, 1.2 + 1.7 * len(terms)))
     panels = figure.subplots(len(terms), 1, sharex=True, squeeze=False)[:, 0]
     for term, axes in zip(terms, panels, strict=True):
-        curves = {name: table[term].dropna() for name, table in training.items() if term in table}
-        draw_term(axes, term, curves)
+        if term == PART_PREFIX:
+            draw_parts(axes, part_terms, training)
+        else:
+            curves = {name: table[term].dropna() for name, table in training.items() if term in table}
+            draw_term(axes, term, curves)
         mark_stages(axes, stages)
         if axes is panels[0]:
             name_stages(axes, stages)
@@ -207,6 +214,22 @@ def draw_training(training: Mapping[str, DataFrame], stages: Mapping[str, Border
         if "lm" in table:
             ends.append(f"{name} {table['lm'].dropna().iloc[-1]:.3f}")
     return make_png(figure, description=f"Loss at the last point of each stage: {list_descriptions(ends)}")
+
+
+def draw_parts(axes: Axes, terms: Sequence[str], training: Mapping[str, DataFrame]) -> None:
+    """The losses on the parts of a mixture, a colour each."""
+    for number, term in enumerate(terms):
+        xs: list[float] = []  # of one line with gaps
+        ys: list[float] = []
+        for table in training.values():
+            if term in table:
+                curve = table[term].dropna()
+                xs += [*curve.index, math.nan]
+                ys += [*curve, math.nan]
+        label = literal(term.removeprefix(PART_PREFIX), width=18)
+        axes.plot(xs, ys, color=SERIES[number % len(SERIES)], linewidth=1.1, marker=".", label=label)
+    axes.legend(fontsize=7, loc="upper right")
+    axes.set_ylabel("loss by part (nats)", fontsize=9)
 
 
 def draw_term(axes: Axes, term: str, curves: Mapping[str, Series]) -> None:

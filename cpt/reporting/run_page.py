@@ -79,6 +79,7 @@ def build_blocks(folder: Path, scores: Scores) -> list[Block]:
         *show_chats(scores, folder),
         show_divergence(scores),
         show_training(scores, folder),
+        show_mixture(scores),
         show_monitor(scores),
         show_modules(scores),
         show_similarity(scores),
@@ -192,6 +193,47 @@ def show_training(scores: Scores, folder: Path) -> Block:
     missing = [name for name in scores.learned if name not in training]
     lines = [f"Without a point: {list_names(missing)}."] if missing else []
     return show_picture("training", run_figures.draw_training(training, find_stages(scores)), lines=lines)
+
+
+def show_mixture(scores: Scores) -> Block:
+    """What the stages have read of new text, past domains, general text and each source of replay."""
+    part_names: list[str] = []  # those that some stage was to read
+    for record in scores.mixture.values():
+        for name, part in record.items():
+            if name not in part_names and (part["rows"] or part["asked_share"]):
+                part_names.append(name)
+    cells = []
+    for stage, record in scores.mixture.items():
+        cells += [format_part(stage, name, record) for name in part_names]
+    if not cells:
+        return Block()
+    return Block(
+        title="Mixture",
+        lines=[
+            "Shares of the rows that were asked for, of the tokens that were read, and of those that were "
+            "scored; epochs since the beginning of the run."
+        ],
+        head=["stage", "part", "asked, % of rows", "tokens, %", "scored, %", "tokens", "epochs"],
+        cells=cells,
+        num_word_columns=2,
+        fold_label=f"{len(scores.mixture)} stages" if len(cells) > 2 * MAX_LISTED else "",
+    )
+
+
+def format_part(stage: str, name: str, record: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The cells of a part of a stage."""
+    part = record[name]
+    num_tokens = sum(counts["tokens"] for counts in record.values())
+    num_scored = sum(counts["scored"] for counts in record.values())
+    return [
+        stage,
+        name,
+        format_percent(part["asked_share"]),
+        format_percent(part["tokens"] / max(1, num_tokens)),
+        format_percent(part["scored"] / max(1, num_scored)),
+        format_integer(part["tokens"]),
+        format_or_dash(part["epochs"], format_decimals),
+    ]
 
 
 def show_monitor(scores: Scores) -> Block:

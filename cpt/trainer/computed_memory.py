@@ -71,7 +71,7 @@ def add_replayed(plan: Plan, num_rows: int) -> int:
     replay = plan.mixture
     if not replay.is_appended:
         return num_rows
-    return math.ceil(num_rows * (1 + replay.past_ratio + replay.general_ratio))
+    return math.ceil(num_rows * (1 + replay.past_ratio + replay.general_ratio + float(replay.source_share)))
 
 
 def count_importance_rows(plan: Plan, layout: Layout) -> int:

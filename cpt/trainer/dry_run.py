@@ -67,6 +67,8 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
         "texts": list(texts.values()),
         "stages": stages,
     }
+    if data.mixed:
+        cost["sources"] = count_sources(data)
     if not any(stage["left_steps"] or stage["left_read_tokens"] for stage in stages):
         return cost | {"left": "nothing"}
 
@@ -146,6 +148,26 @@ def count_texts_of_run(data: DomainSequence) -> dict[str, dict[str, Any]]:
     return texts
 
 
+def count_sources(data: DomainSequence) -> list[dict[str, Any]]:
+    """Documents and tokens of the sources of replay, what the stages read of each, and how often."""
+    sources = []
+    for name, mixed in data.mixed.items():
+        uses = []
+        for stage in data:
+            uses += [use for use in data.find_uses(stage) if use.name == name]
+        tokens_per_row = float(mixed.text.row_lengths.mean())
+        sources.append(
+            {
+                "source": name,
+                "train_documents": mixed.text.documents,
+                "train_tokens": mixed.num_tokens,
+                "tokens": int(sum(use.draws for use in uses) * tokens_per_row),
+                "epochs": round(uses[-1].epochs, 2) if uses else 0.0,
+            }
+        )
+    return sources
+
+
 def count_stages(
     policy: EvalOptions,
     data: DomainSequence,
@@ -220,7 +242,15 @@ def count_stage_tokens(data: DomainSequence, stage: Domain) -> float:
         tokens_per_sample += num_steps * data.train[text].tokens_per_row
     past_sizes = [data.train[text].tokens_per_row for text in past_texts]
     recovered = data.recovery_steps(stage) * sum(past_sizes) / max(1, len(past_sizes))
-    return data.budget.batch_size * (tokens_per_sample * (1 + replayed_share) + recovered)
+    num_tokens = data.budget.batch_size * (tokens_per_sample * (1 + replayed_share) + recovered)
+
+    # Sources displace rows of the stage's own text, or are added to them.
+    num_own_rows = data.budget.batch_size * sum(data.steps_by_text(stage))
+    tokens_per_row = tokens_per_sample * data.budget.batch_size / max(1, num_own_rows)
+    for use in data.find_uses(stage):
+        displaced = 0.0 if data.replay.is_appended else tokens_per_row
+        num_tokens += use.draws * (data.mixed[use.name].text.row_lengths.mean() - displaced)
+    return num_tokens
 
 
 def extrapolate_costs(
@@ -297,11 +327,24 @@ def format_table(cost: Mapping[str, Any]) -> str:
         f"{cost['micro_batch']} samples at once",
         f"State: {state}",
         format_counts(cost["texts"]),
+        *format_sources(cost.get("sources", ())),
         format_counts(cost["stages"]),
     ]
     if has_cost:
         sections.extend(format_estimate(cost))
     return "\n\n".join(sections)
+
+
+def format_sources(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each source of replay."""
+    lines = []
+    for source in sources:
+        lines.append(
+            f"Source {source['source']}: {source['train_documents']:,} documents, "
+            f"{source['train_tokens']:,} tokens; the run reads {source['tokens']:,}, "
+            f"{source['epochs']:g} epochs"
+        )
+    return ["\n".join(lines)] if lines else []
 
 
 def format_counts(rows: Sequence[Mapping[str, Any]]) -> str:

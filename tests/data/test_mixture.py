@@ -27,6 +27,7 @@ from cpt.data.tokenized_tasks import Encoder
 from cpt.models.chunked_head import WeightedLoss
 from cpt.models.objectives import Causal, CausalMixture
 from cpt.models.part_losses import PartLosses
+from cpt.trainer.dry_run import count_sources, count_stage_tokens
 from tests.support.chat_decoder import TEMPLATE
 from tests.support.data_fixtures import bos_tokenizer, fake_trainer, make_prose, make_rows
 
@@ -386,6 +387,13 @@ def test_the_stages_of_a_run_have_their_sources():
     assert data.find_asked_shares(data.domains[0]) == {"new": 0.75, "past": 0, "general": 0, "a": 0.25}
     assert data.find_asked_shares(data.domains[1]) == {"new": 0.5, "past": 0.25, "general": 0, "a": 0.25}
     assert [data.find_uses(domain)[0].epochs for domain in data] == [1, 2]
+    # The plan counts the tokens of a source in place of those that it displaces.
+    own_tokens = data.train["x"].tokens_per_row
+    source_tokens = data.mixed["a"].text.row_lengths.mean()
+    expected_tokens = 30 * own_tokens + 10 * source_tokens
+    assert count_stage_tokens(data, data.domains[0]) == pytest.approx(expected_tokens)
+    (counted,) = count_sources(data)
+    assert counted["tokens"] == int(20 * source_tokens) and counted["epochs"] == 2
     data.enter(data.domains[1])
     batch = next(iter(data.train_dataloader()))
     assert batch["part_counts"][0].tolist() == [4, 2, 0, 2]

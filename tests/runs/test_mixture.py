@@ -78,6 +78,8 @@ def test_a_killed_run_has_the_same_bits_and_counts_and_other_text_is_refused(
     assert mixture["food"]["chat"]["asked_share"] == 0.25 and mixture["food"]["web"]["asked_share"] == 0.1875
     assert "Shares of the tokens read in food: new" in caplog.text
     assert "Repeating chat" in caplog.text and "replay.sources.chat.max_epochs=null" in caplog.text
+    report = (tmp_path / "whole" / "report.md").read_text()
+    assert "| food | chat | 25.00 |" in report and "| law | web | 18.75 |" in report
     curves = (tmp_path / "whole" / "metrics.csv").read_text()
     assert "train/lm_chat/food" in curves and "train/lm_past/law" not in curves
 
