@@ -140,13 +140,14 @@ class Corpora:
             on_bad_example=part.options.on_bad_example,
             date=date or TEMPLATE_DATE,
         )
+        template_digest = with_template(rows_digest(format.tokenizer), format.tokenizer)
         chats = encode_corpus(
             part.corpus,
             "train",
             encoder=Encoder(format.tokenizer, length, encoding, seq2seq),
             name=name,
             cache=self.cache,
-            rows_digest=with_template(rows_digest(format.tokenizer), format.tokenizer),
+            rows_digest=template_digest,
             skip_option=f"replay.sources.{name}.on_bad_example",
         )
         # Domains of examples have a row for each, of which batches make fuller ones.
