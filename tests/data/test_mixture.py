@@ -368,7 +368,7 @@ def test_a_batch_of_raw_text_and_chats_has_the_loss_of_each(packing, tmp_path, t
 
 def test_the_stages_of_a_run_have_their_sources():
     mixture = make_mixture({"a": 10}, {"a": {"ratio": 0.25}}, past_ratio=0.25)
-    texts = {name: make_rows(20, seed=number) for number, name in enumerate("xy", start=1)}
+    texts = {name: make_rows(20, length=12, seed=number) for number, name in enumerate("xy", start=1)}
     data = DomainSequence(
         [Domain("x", 0, ("x",)), Domain("y", 1, ("y",))],
         train=texts,
