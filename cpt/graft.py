@@ -24,7 +24,8 @@ from cpt.evaluation.chat_encoding import EncodedChat
 from cpt.evaluation.derived_rows import (
     DerivedRow,
     compare_with_row,
-    describe_chats,
+    describe_run_chats,
+    describe_tuned_chats,
     load_derived_documents,
 )
 from cpt.models.loading import load_tokenizer
@@ -45,6 +46,7 @@ from cpt.reporting.license_sources import find_licenses, find_model_license
 from cpt.reporting.license_terms import StatedLicense
 from cpt.trainer.base_files import copy_generation_config, save_tokenizer
 from cpt.trainer.chat_losses import SHIPPED_CHATS, find_chats, load_causal, measure_chat_losses
+from cpt.trainer.rescored_chats import measure_run_chats
 from cpt.trainer.rescoring import RunTexts, load_finished_scores, open_run_texts
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.run_outputs import rewrite_report
@@ -241,8 +243,14 @@ def score_graft(texts: RunTexts, graft: Graft, folder: Path) -> DerivedRow:
     """Scores the written model on the texts of the run, and stores its row."""
     module = texts.build_module(folder)
     text_scores = texts.score(module, row=ROW)
-    chats = measure_chats(texts, graft, folder, module.model)
-    return texts.store(folder, text_scores, row=ROW, description=graft.describe(), chats=chats)
+    return texts.store(
+        folder,
+        text_scores,
+        row=ROW,
+        description=graft.describe(),
+        chats=measure_chats(texts, graft, folder, module.model),
+        run_chats=measure_run_chats(texts, module, folder, config=graft.run.config),
+    )
 
 
 def measure_chats(texts: RunTexts, graft: Graft, folder: Path, model: PreTrainedModel) -> dict[str, Any]:
@@ -278,8 +286,10 @@ def measure_chats(texts: RunTexts, graft: Graft, folder: Path, model: PreTrained
 
 
 def list_chat_facts(row: DerivedRow) -> list[str]:
-    description = describe_chats(row)
-    return [description] if description else []
+    facts = describe_run_chats(row)
+    if row.chats:
+        facts.insert(0, describe_tuned_chats(row))
+    return facts
 
 
 def print_results(run: RunDir, folder: Path, graft: Graft, row: DerivedRow, *, num_tensors: int) -> None:

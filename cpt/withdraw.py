@@ -20,7 +20,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import check_output, new_folder, writing
 from cpt.core.output import run_program
 from cpt.core.secrets import redact_text
-from cpt.evaluation.derived_rows import DerivedRow
+from cpt.evaluation.derived_rows import DerivedRow, describe_run_chats
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.withdrawals import record_withdrawal
 from cpt.methods.base import ContinualMethod
@@ -32,6 +32,7 @@ from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.dry_run import estimate
 from cpt.trainer.export_dtype import DTYPES, convert_files
 from cpt.trainer.reduced_run import Reduction, copy_stage, replace_order, write_reduced_run
+from cpt.trainer.rescored_chats import measure_run_chats
 from cpt.trainer.rescoring import (
     RunTexts,
     load_config_here,
@@ -122,7 +123,8 @@ def give_back(
     if form == "subtracted":
         row = write_subtracted(withdrawal, texts, module, folder)
         rewrite_report(withdrawal.run, withdrawal.scores)
-        print(f"{folder}: {row.description}")
+        for fact in [f"{folder}: {row.description}", *describe_run_chats(row)]:
+            print(fact)
         print_losses(withdrawal.scores, dict(zip(row.domains, row.nll, strict=True)))
         return
     if form == "continued" and not withdrawal.is_last:
@@ -210,6 +212,7 @@ def write_subtracted(
     with new_folder(folder) as partial_folder, writing(folder):
         # Scored before the export, which may change the module.
         text_scores = texts.score(module, row=ROW)
+        run_chats = measure_run_chats(texts, module, partial_folder, config=module.model.config)
         loading = module.export(partial_folder, withdrawal.scores.run["order"])
         base = texts.base
         save_tokenizer(base.tokenizer, base=base.tokenizer_files, folder=partial_folder)
@@ -218,14 +221,14 @@ def write_subtracted(
         if dtype in DTYPES:
             convert_files(partial_folder, DTYPES[dtype])
         description = describe(withdrawal, "subtracted")
-        row = texts.store(partial_folder, text_scores, row=ROW, description=description)
+        row = texts.store(partial_folder, text_scores, row=ROW, description=description, run_chats=run_chats)
         write_derived_card(
             partial_folder,
             withdrawal.scores,
             row,
             title=f"{withdrawal.scores.run['name']} without {withdrawal.domain}",
             loading=loading.replace(str(partial_folder), "model"),
-            facts=[description],
+            facts=[description, *describe_run_chats(row)],
             licenses=find_licenses(withdrawal.run.stored_config(), withdrawal.scores),
         )
     return row

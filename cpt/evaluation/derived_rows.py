@@ -26,9 +26,10 @@ REMEDY = "make the model again"
 class DerivedRow:
     """What `row.json` holds. Keys that a row has in `scores.json` have the same form there.
 
-    `chats`, where they were measured: their number, and the mean over chats of the loss on the assistant's
-    turns of the model (`nll`) and of the tuned model that it has its chat template from (`tuned_nll`), with
-    the rise from that one and its 95 % interval (`rise`), nats per token."""
+    `chats`, where they were measured with the template of a tuned model: their number, and the mean over
+    chats of the loss on the assistant's turns of the model (`nll`) and of the tuned model (`tuned_nll`), with
+    the rise from that one and its 95 % interval (`rise`), nats per token. `run_chats` is the model's row in
+    the chats of the run: the keys of `chats` in scores.json, each with the value of one row."""
 
     row: str  # its name
     description: str  # how the model was made, one sentence
@@ -40,6 +41,7 @@ class DerivedRow:
     numerics: dict[str, str]  # precision and attention kernels
     versions: dict[str, str]
     chats: dict[str, Any] = field(default_factory=dict)
+    run_chats: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         replace(folder / ROW_FILE, f"{encode(asdict(self))}\n")
@@ -48,24 +50,51 @@ class DerivedRow:
     def load(cls, path: Path) -> DerivedRow:
         """Raises ValueError for a damaged file."""
         try:
-            values = {"chats": {}, **json.loads(path.read_text(encoding="utf-8"))}
+            values = {"chats": {}, "run_chats": {}, **json.loads(path.read_text(encoding="utf-8"))}
             check_types(values, get_type_hints(cls))
             return cls(**values)
         except (OSError, TypeError, ValueError) as error:
             raise DamagedFileError(path, reason=str(error), remedy=REMEDY) from None
 
 
-def describe_chats(row: DerivedRow) -> str:
+def describe_tuned_chats(row: DerivedRow) -> str:
     """`Loss on the assistant's turns of 36 held-out chats: 1.3500 nats per token, the tuned model's 1.2040
     (+0.1460 [+0.1000, +0.2000])`; empty where it was not measured."""
     if not row.chats:
         return ""
-    rise, low, high = row.chats["rise"]
-    interval = "" if low is None else f" [{low:+.4f}, {high:+.4f}]"
     return (
         f"Loss on the assistant's turns of {row.chats['chats']} held-out chats: {row.chats['nll']:.4f} nats "
-        f"per token, the tuned model's {row.chats['tuned_nll']:.4f} ({rise:+.4f}{interval})"
+        f"per token, the tuned model's {row.chats['tuned_nll']:.4f} ({format_change(row.chats['rise'])})"
     )
+
+
+def describe_run_chats(row: DerivedRow) -> list[str]:
+    """What became of the chats of the run since its base, in sentences; none where they were not measured."""
+    chats = row.run_chats
+    if not chats:
+        return []
+    sentences = [
+        f"Loss on the run's {chats['chats']} held-out chats: {chats['nll']:.4f} nats per token "
+        f"(since the run's base {format_change(chats['rise'])})"
+    ]
+    if chats["base_answer_nll"] is not None:
+        sentences.append(
+            f"Loss on the answers of the run's base: {chats['base_answer_nll']:.4f} nats per token "
+            f"({format_change(chats['base_answer_rise'])})"
+        )
+    if chats["answers"] is not None:
+        sentences.append(
+            f"Answers to {chats['answers']['chats']} chats: {chats['answers']['newly_broken']} broken that "
+            "the run's base answers well"
+        )
+    return sentences
+
+
+def format_change(change: Sequence[float | None]) -> str:
+    """`+0.1460 [+0.1000, +0.2000]`, without an interval for too few chats."""
+    mean, low, high = change
+    interval = "" if low is None else f" [{low:+.4f}, {high:+.4f}]"
+    return f"{mean:+.4f}{interval}"
 
 
 def find_derived_rows(run_folder: Path) -> Iterator[tuple[Path, DerivedRow]]:

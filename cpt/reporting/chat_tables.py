@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from cpt.evaluation.chat_answers import ChatAnswer, describe_faults
 from cpt.evaluation.chat_files import ANSWERS, find_chat_file, load_answers
+from cpt.evaluation.derived_rows import find_derived_rows
 from cpt.evaluation.scores import Scores
 from cpt.reporting.formats import (
     MISSING,
@@ -191,6 +192,20 @@ def format_chats(scores: Scores) -> Cells:
                 format_rise(chats[rise_key][row]),
             ]
         cells.append([name, *losses, *format_row_answers(answers)])
+    return cells
+
+
+def format_derived_chats(folder: Path) -> Cells:
+    """The cells of CHAT_HEAD for the models in folders of the run that were made of its last one."""
+    cells = []
+    for model_folder, row in find_derived_rows(folder):
+        chats = row.run_chats
+        if not chats:
+            continue
+        losses = []
+        for nll_key, rise_key in (("nll", "rise"), ("base_answer_nll", "base_answer_rise")):
+            losses += [format_or_dash(chats[nll_key], format_decimals), format_rise(chats[rise_key])]
+        cells.append([model_folder.name, *losses, *format_row_answers(chats["answers"])])
     return cells
 
 

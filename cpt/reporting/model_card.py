@@ -41,6 +41,7 @@ from cpt.reporting.license_sources import find_licenses, group_licenses
 from cpt.reporting.license_terms import LicenseDecision, StatedLicense, choose_license, decide_license
 from cpt.reporting.page import IN_CELL, TEMPLATES, markdown_table, quote_markup
 from cpt.reporting.run_tables import describe_quantization, format_cells, format_metric
+from cpt.reporting.serving import describe_adapters
 
 LICENSE_HEAD = ("of", "license", "stated in")
 ALL_DOMAINS = "all domains"
@@ -112,12 +113,14 @@ def write_model_card(folder: Path, scores: Scores, licensing: LicenseOptions = A
         table=make_markdown_table,
         megabytes=format_bytes,
         scores=scores,
+        pipeline=pipeline,
         title=title,
         method=method,
         order=order,
         base=base,
         loading=scores.loading if '"model"' in scores.loading else "",
         parts=read_parts(folder / "model"),
+        serving=" ".join(describe_adapters(folder / "model")),
         has_chat_template=has_chat_template(folder / "model"),
         license=format_license(license, stated),
         settings=list_card_settings(settings, scores, public_names),

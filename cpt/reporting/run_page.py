@@ -13,7 +13,7 @@ from pandas import DataFrame, Series
 
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
-from cpt.evaluation.derived_rows import describe_chats, find_derived_rows
+from cpt.evaluation.derived_rows import describe_tuned_chats, find_derived_rows
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import run_figures
@@ -22,6 +22,7 @@ from cpt.reporting.chat_tables import (
     CHAT_HEAD,
     format_chat_answers,
     format_chats,
+    format_derived_chats,
     read_chat_answers,
 )
 from cpt.reporting.divergence_tables import describe_divergence, format_divergences, format_estimate
@@ -130,7 +131,7 @@ def show_derived(scores: Scores, folder: Path) -> Block:
         cells.append([model_folder.name, *format_losses(losses, scores.domains)])
         lines.append(f"{model_folder.name}: {row.description}.")
         if row.chats:
-            lines.append(f"{describe_chats(row)}.")
+            lines.append(f"{describe_tuned_chats(row)}.")
     if not cells:
         return Block()
     return Block(
@@ -159,7 +160,7 @@ def show_chats(scores: Scores, folder: Path) -> list[Block]:
         run_figures.draw_chat_losses(scores),
         lines=[LEGENDS["chats"]],
         head=CHAT_HEAD,
-        cells=format_chats(scores),
+        cells=[*format_chats(scores), *format_derived_chats(folder)],
     )
     answers = format_chat_answers(read_chat_answers(folder, scores))
     answered = Block(

@@ -15,7 +15,7 @@ from cpt.evaluation.options import ChatOptions
 from cpt.models.forward import set_mode
 from cpt.models.loading import load_model
 from cpt.models.objectives import Causal, CausalAnswers
-from cpt.trainer.chat_evaluator import count_scored, score_chats
+from cpt.trainer.chat_evaluator import MarkedRow, count_scored, score_chats
 from cpt.trainer.evaluator import count_units, on_device
 
 SHIPPED_CHATS = ChatOptions(path=None, when="last", generate=0, max_new_tokens=1, batch_size=16)
@@ -42,14 +42,26 @@ def measure_chat_losses(
     device: torch.device,
 ) -> Array:
     """The losses on the assistant's turns by chat, [2, chats]: nats, scored tokens."""
-    rows_by_chat = []
+    rows_by_chat: list[list[MarkedRow]] = []
     for chat in chats:
         rows_by_chat.append([(row.ids, row.answer) for row in chat.rows])
+    return measure_row_losses(model, rows_by_chat, tokenizer, batch_size=batch_size, device=device)
+
+
+def measure_row_losses(
+    model: PreTrainedModel,
+    rows_by_chat: Sequence[Sequence[MarkedRow]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int,
+    device: torch.device,
+) -> Array:
+    """The losses on the marked tokens of each chat's rows, [2, chats]: nats, scored tokens."""
     nats: dict[int, float] = {}
     with (
         on_device(model, device) as moved_model,
         set_mode(moved_model, training=False),
-        count_units("chats", total=len(chats), hidden=False, unit="chat") as (_, on_batch_done),
+        count_units("chats", total=len(rows_by_chat), hidden=False, unit="chat") as (_, on_batch_done),
     ):
         score_chats(
             moved_model,
@@ -61,7 +73,7 @@ def measure_chat_losses(
             share=(0, 1),
         )
     num_tokens = [count_scored(rows) for rows in rows_by_chat]
-    return np.array([[nats[index] for index in range(len(chats))], num_tokens], dtype=float)
+    return np.array([[nats[index] for index in range(len(rows_by_chat))], num_tokens], dtype=float)
 
 
 def load_causal(checkpoint: str | Path) -> PreTrainedModel:

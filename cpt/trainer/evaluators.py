@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
+from transformers import PretrainedConfig
+
 from cpt.core.config import digest
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_first_process
@@ -123,15 +125,19 @@ def make_chat_evaluator(
     run: RunDir,
     module: ContinualMethod,
     data: DomainSequence,
+    model_config: PretrainedConfig | None = None,
 ) -> ChatEvaluator:
-    """The evaluator of held-out chats; without chats where the shipped ones do not fit the model."""
+    """The evaluator of held-out chats; without chats where the shipped ones do not fit the model. Its length
+    and the ends of answers are of `model_config`, by default that of the module's model."""
     chats: list[EncodedChat] = []
-    length = choose_chat_length(module.model.config, trained_length=base.length)
+    if model_config is None:
+        model_config = module.model.config
+    length = choose_chat_length(model_config, trained_length=base.length)
     if base.objective_name == "causal" and base.tokenizer.is_fast:
         chats = encode_held_out_chats(options, base.tokenizer, length=length)
     elif is_first_process():
         log.info("Skipping chats: they are for causal models with a fast tokenizer (chats=none)")
-    ends = find_answer_ends(base.tokenizer, chats, find_end_ids(base.checkpoint, module.model.config))
+    ends = find_answer_ends(base.tokenizer, chats, find_end_ids(base.checkpoint, model_config))
     dependencies = [
         CHATS_FORMAT,
         [chat.chat.to_json() for chat in chats],

@@ -139,6 +139,7 @@ class RunTexts:
         row: str,
         description: str,
         chats: Mapping[str, Any] | None = None,
+        run_chats: Mapping[str, Any] | None = None,
     ) -> DerivedRow:
         """Writes the row of a model into its folder, with the losses by document."""
         documents = {}
@@ -157,6 +158,7 @@ class RunTexts:
             numerics=describe_numerics(self.machine, replace(self.base, quantization="none")),
             versions=find_versions(),
             chats=dict(chats or {}),
+            run_chats=dict(run_chats or {}),
         )
         derived.save(folder)
         return derived

@@ -49,6 +49,11 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "tune.md",
         "tracking.md",
         "reproduce.md",
+        "distributed.md",
+        "resume.md",
+        "release.md",
+        "serving.md",
+        "operation.md",
     ),
     "Operate": ("operation.md", "resume.md", "release.md"),
     "Reference": (

@@ -9,7 +9,8 @@ from huggingface_hub import errors
 from cpt import card as program
 from cpt.core import files
 from cpt.reporting import publish
-from tests.support.example_runs import save_scores
+from cpt.reporting.model_card import write_model_card
+from tests.support.example_runs import make_scores, save_scores
 
 PRIVATE = "/srv/alice/run/model"
 
@@ -167,3 +168,20 @@ def test_what_cannot_be_published_is_refused_before_the_network(run, use_hub, ca
     (run / "model" / "model.safetensors").write_bytes(b"w3ights")
     assert "model/model.safetensors differs from its checksum" in fail(capsys, run, "--push", "alice/model")
     assert not hub.created
+
+
+ADAPTERS = [
+    ({"r": 8}, "vLLM (--enable-lora) and llama.cpp (--lora) load the adapters."),
+    ({"r": 24}, "load the adapters; vLLM with --max-lora-rank 32."),
+    ({"r": 600}, "llama.cpp (--lora) loads the adapters; vLLM takes ranks up to 512, not 600."),
+    ({"r": 8, "use_dora": True}, "do not load the adapters (use_dora). Use method.exported=merged."),
+    ({"r": 8, "modules_to_save": ["lm_head"]}, "do not load the adapters (modules_to_save)"),
+    ({"r": 8, "target_parameters": ["experts"]}, "were not tried in vLLM and llama.cpp."),
+]
+
+
+@pytest.mark.parametrize(("config", "sentence"), ADAPTERS)
+def test_adapters_that_engines_do_not_load_are_named_in_the_card(config, sentence, run):
+    scores = make_scores(objective="causal")
+    (run / "model/adapters/law/adapter_config.json").write_text(json.dumps(config))
+    assert sentence in write_model_card(run, scores).read_text()

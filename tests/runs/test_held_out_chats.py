@@ -9,7 +9,8 @@ import yaml
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cpt import gate
+from cpt import gate, graft, withdraw
+from cpt.evaluation.derived_rows import DerivedRow
 from cpt.train import is_done
 from cpt.trainer import chat_evaluator
 from tests.runs.reading import assert_same_bits, read_scores
@@ -228,3 +229,37 @@ def test_a_run_that_is_extended_keeps_its_chats_and_measures_those_of_what_is_ne
         assert extended[key] == at_once[key]
     assert extended["answers"][:2] == short["answers"]
     assert at_once["answers"][1] is None and extended["answers"][2] == at_once["answers"][2]
+
+
+def test_a_model_made_of_a_run_has_its_row_in_the_chats_of_the_run(chat_run, decoder, tmp_path, capsys):
+    run = tmp_path / "run"
+    chats = chat_run(run)["chats"]
+    arguments = ["--instruct", str(decoder), "--base", str(decoder)]
+    assert graft.main([str(run), *arguments]) == 0  # the residual is 0: it is the model of the run
+    row = DerivedRow.load(run / "graft" / "row.json").run_chats
+    for key in ("nll", "rise", "base_answer_nll", "base_answer_rise", "answers"):
+        assert row[key] == chats[key][-1]
+    answers = json.loads((run / "graft" / "answers.json").read_text())["answers"]
+    assert answers == json.loads((run / "chats/001-law/answers.json").read_text())["answers"]
+    assert "Loss on the answers of the run's base: " in capsys.readouterr().out
+    assert "Loss on the run's 4 held-out chats: " in (run / "graft" / "README.md").read_text()
+    page = (run / "report.md").read_text()
+    assert page.count("| graft |") == 2  # of perplexities, and of chats
+
+    # Without the answers of the base there is nothing to compare with.
+    (run / "chats/000-base/losses.json").unlink()
+    assert graft.main([str(run), *arguments, "--output", str(tmp_path / "again")]) == 0
+    assert DerivedRow.load(tmp_path / "again" / "row.json").run_chats == {}
+
+
+def test_a_withdrawn_domain_leaves_chats_that_are_measured(chat_run, tmp_path):
+    run = tmp_path / "run"
+    chat_run(run, "order=[law,food]", "method=inclora", "save_all_stages=true")
+    assert withdraw.main([str(run), "food", "--form", "subtracted", "--output", str(tmp_path / "out")]) == 0
+    row = DerivedRow.load(tmp_path / "out" / "row.json").run_chats
+    assert row["nll"] == pytest.approx(read_scores(run)["chats"]["nll"][1], abs=1e-5)  # as after law
+    assert "Loss on the run's 4 held-out chats: " in (tmp_path / "out" / "README.md").read_text()
+
+    assert withdraw.main([str(run), "food", "--form", "continued", "--output", str(tmp_path / "two")]) == 0
+    chats = read_scores(tmp_path / "two")["chats"]
+    assert chats["nll"] == read_scores(run)["chats"]["nll"][:2] and chats["answers"][1]["chats"] == 3

@@ -1,0 +1,105 @@
+"""The held-out chats of a run, asked of a model that was made of the run's: as the run asked its own."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from cpt.adapters.domain_store import BASE
+from cpt.evaluation.chat_answers import ChatAnswer, collect_answers, collect_losses
+from cpt.evaluation.chat_files import ANSWERS, BASE_LOSSES, LOSSES, StoredAnswers, chat_file, save_answers
+from cpt.methods.base import ContinualMethod
+from cpt.models.forward import set_mode
+from cpt.trainer.build import build_data
+from cpt.trainer.chat_evaluator import ChatEvaluator, answer_chats
+from cpt.trainer.chat_losses import measure_row_losses
+from cpt.trainer.evaluator import count_units, on_device
+from cpt.trainer.evaluators import make_chat_evaluator
+from cpt.trainer.rescoring import RunTexts
+
+log = logging.getLogger(__name__)
+BASE_ROW = 0
+
+
+def measure_run_chats(
+    texts: RunTexts, module: ContinualMethod, folder: Path, *, config: PretrainedConfig
+) -> dict[str, Any]:
+    """The row of a module in the chats of the run: the keys of `chats` in scores.json, each with the value of
+    one row. Its answers are written into the folder. Empty for a run without chats, or whose chats or their
+    results at the base are not there any more. `config` is that of the run's model."""
+    options = texts.method_plan.chats
+    if options is None or not texts.scores.chats.get("chats"):
+        return {}
+    evaluator = make_chat_evaluator(
+        texts.method_plan,
+        options,
+        texts.corpora,
+        texts.base,
+        run=texts.run,
+        module=module,
+        data=build_data(texts.plan, texts.machine, texts.corpora, texts.base, module),
+        model_config=config,
+    )
+    base_losses = evaluator.read_losses(BASE_ROW, LOSSES)
+    if evaluator.digest != texts.scores.chats["set"] or base_losses is None:
+        log.warning("Skipping chats: those of the run, or their losses at its base, are not there any more")
+        return {}
+
+    # In the order in which a run measures them: the base's answers are read, the model's are new.
+    losses = measure_request(evaluator, module, texts, LOSSES)
+    nll, rise = collect_losses([base_losses.losses, losses])
+    row: dict[str, Any] = {
+        "set": evaluator.digest,
+        "chats": len(evaluator.chats),
+        "nll": nll[1],
+        "rise": rise[1],
+        "base_answer_nll": None,
+        "base_answer_rise": None,
+        "answers": None,
+    }
+    base_answers = evaluator.read_answers(BASE_ROW)
+    base_answer_losses = evaluator.read_losses(BASE_ROW, BASE_LOSSES)
+    if base_answers is not None and base_answer_losses is not None:
+        losses = measure_request(evaluator, module, texts, BASE_LOSSES)
+        nll, rise = collect_losses([base_answer_losses.losses, losses])
+        row["base_answer_nll"] = nll[1]
+        row["base_answer_rise"] = rise[1]
+
+        answers = ask(evaluator, module, texts)
+        row["answers"] = collect_answers([base_answers.answers, answers])[1]
+        stored = StoredAnswers(digest=evaluator.digest, seconds=0.0, answers=answers)
+        save_answers(chat_file(folder, ANSWERS), stored)
+    return row
+
+
+def measure_request(evaluator: ChatEvaluator, module: ContinualMethod, texts: RunTexts, request: str) -> Any:
+    """The losses of a request by chat, [2, chats]: nats, scored tokens."""
+    return measure_row_losses(
+        module.model_for(BASE),
+        evaluator.make_rows(request),
+        evaluator.tokenizer,
+        batch_size=evaluator.options.batch_size,
+        device=texts.machine.device,
+    )
+
+
+def ask(evaluator: ChatEvaluator, module: ContinualMethod, texts: RunTexts) -> list[ChatAnswer]:
+    """What the module answers to the chats that the base has answered."""
+    answers: dict[int, ChatAnswer] = {}
+    with (
+        on_device(module.model_for(BASE), texts.machine.device) as model,
+        set_mode(model, training=False),
+        count_units("answers", total=len(evaluator.answered), hidden=False, unit="chat") as (_, on_done),
+    ):
+        answer_chats(
+            model,
+            evaluator.tokenizer,
+            evaluator.answered,
+            answers,
+            ends=evaluator.ends,
+            options=evaluator.options,
+            on_batch_done=on_done,
+            share=(0, 1),
+        )
+    return [answers[index] for index in range(len(evaluator.answered))]
