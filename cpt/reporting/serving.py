@@ -24,7 +24,7 @@ def describe_adapters(model: Path) -> list[str]:
 
 
 def describe_adapter(config: Mapping[str, Any]) -> list[str]:
-    """What an engine that loads LoRA adapters beside the model makes of one."""
+    """What engines that load LoRA adapters and their base apart make of an adapter."""
     obstacles = find_obstacles(config)
     if obstacles:
         reason = " and ".join(obstacles)

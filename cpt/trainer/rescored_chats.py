@@ -49,28 +49,30 @@ def measure_run_chats(
     # In the order in which a run measures them: the base's answers are read, the model's are new.
     losses = measure_request(evaluator, module, texts, LOSSES)
     nll, rise = collect_losses([base_losses.losses, losses])
-    row: dict[str, Any] = {
-        "set": evaluator.digest,
-        "chats": len(evaluator.chats),
-        "nll": nll[1],
-        "rise": rise[1],
-        "base_answer_nll": None,
-        "base_answer_rise": None,
-        "answers": None,
-    }
+    answers = None
+    base_answer_nll = None
+    base_answer_rise = None
     base_answers = evaluator.read_answers(BASE_ROW)
     base_answer_losses = evaluator.read_losses(BASE_ROW, BASE_LOSSES)
     if base_answers is not None and base_answer_losses is not None:
         losses = measure_request(evaluator, module, texts, BASE_LOSSES)
-        nll, rise = collect_losses([base_answer_losses.losses, losses])
-        row["base_answer_nll"] = nll[1]
-        row["base_answer_rise"] = rise[1]
+        both_nll, both_rises = collect_losses([base_answer_losses.losses, losses])
+        base_answer_nll = both_nll[1]
+        base_answer_rise = both_rises[1]
 
-        answers = ask(evaluator, module, texts)
-        row["answers"] = collect_answers([base_answers.answers, answers])[1]
-        stored = StoredAnswers(digest=evaluator.digest, seconds=0.0, answers=answers)
+        new_answers = ask(evaluator, module, texts)
+        answers = collect_answers([base_answers.answers, new_answers])[1]
+        stored = StoredAnswers(digest=evaluator.digest, seconds=0.0, answers=new_answers)
         save_answers(chat_file(folder, ANSWERS), stored)
-    return row
+    return {
+        "set": evaluator.digest,
+        "chats": len(evaluator.chats),
+        "nll": nll[1],
+        "rise": rise[1],
+        "base_answer_nll": base_answer_nll,
+        "base_answer_rise": base_answer_rise,
+        "answers": answers,
+    }
 
 
 def measure_request(evaluator: ChatEvaluator, module: ContinualMethod, texts: RunTexts, request: str) -> Any:
