@@ -130,7 +130,7 @@ OF_THE_READER = re.compile(r"(method|experiment)=(mine|first|manuals|with_replay
 # Of extras, and of searches.
 OF_ANOTHER = ("hydra/launcher=slurm", "hydra/launcher=ray_jobs", "hydra/sweeper=", "hydra.sweeper.")
 OF_ANOTHER += ("hydra.launcher.partition=", "hydra.launcher.timeout_min=")
-NO_FOLDER = re.compile(r"\.root=.*(there is no folder|no such folder)")
+NO_FOLDER = re.compile(r"\.(root|path)=.*(there is no folder|no such (folder|file))")
 
 
 def one_of(override: str) -> str:

@@ -257,9 +257,10 @@ def option_elsewhere(key: str, root: Mapping[str, Any]) -> str:
 
 
 def option_of_other_group(key: str, section: str) -> str:
-    """Where an unknown key is an option, in words, if it is one of choices of another group; else empty."""
+    """Where an unknown key is an option, in words, if it is one of choices of another group; else empty. The
+    keys of a mapping within a section are the user's own."""
     name = key.rpartition(".")[2]
-    if not section:
+    if not section or "." in section:
         return ""
     for group in SEARCHED_GROUPS:
         other_key = join(group, name)

@@ -250,6 +250,13 @@ def check_objective(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBa
             allowed="benchmark=none, or a causal model like model=tiny_gpt2",
         )
     plan.mixture.check_objective(objective, model=model_choice, examples=has_answers)
+    if plan.method.load().needs_examples and plan.source.encoding is None:
+        raise InvalidOptionError(
+            "method",
+            plan.names["method"],
+            reason="it needs questions with answers",
+            allowed="domains=tasks, domains=instructions, or another method",
+        )
     if plan.method.load().needs_examples and objective != "causal":
         raise InvalidOptionError(
             "method",

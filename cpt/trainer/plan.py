@@ -384,13 +384,6 @@ def check_conflicts(plan: Plan) -> None:
             reason="a masked model writes no answers",
             allowed="a causal model, or an encoder-decoder",
         )
-    if plan.method.load().needs_examples and plan.source.encoding is None:
-        raise InvalidOptionError(
-            "method",
-            plan.names["method"],
-            reason="it needs questions with answers",
-            allowed="domains=tasks, domains=instructions, or another method",
-        )
     if plan.has_branches:
         check_branches(plan)
     if plan.model.quantization != "none":

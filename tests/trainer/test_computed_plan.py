@@ -331,7 +331,7 @@ def test_the_table_says_that_it_is_computed(config_only, capsys, tmp_path, monke
 
 
 WRONG = {
-    "plan_device=h1000": r"^plan_device=h1000 is invalid. Allowed: null or h100, h200, a100, ",
+    "plan_device=h1000": r"^plan_device=h1000 is invalid. Did you mean h100\? Allowed: null or h100, h200, a100, ",
     "plan=false plan_device=h100": r"^plan_device=h100 is invalid with plan=false. Allowed: null; or plan=true",
     "method=lora method.target_modules=[no_such]": r"no_such",
     "model.max_seq_length=257": r"^model.max_seq_length=257 is invalid. Allowed: 2 to 256, the positions",
