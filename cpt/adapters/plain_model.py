@@ -124,11 +124,13 @@ def untie(model: PreTrainedModel) -> None:
     configuration has two: also the second bias of heads as RoBERTa's, which loading would draw at random."""
     model.config.tie_word_embeddings = False
     # By the new configuration: what is still one parameter there stays one here.
-    plain = dict(make_skeleton(model).named_parameters(remove_duplicate=False))
+    untied_parameters = dict(make_skeleton(model).named_parameters(remove_duplicate=False))
     first_names: dict[int, str] = {}  # by the id of a parameter, the first of its names
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        first = first_names.setdefault(id(parameter), name)
-        is_tied = first == name or name not in plain or plain[name] is plain.get(first)
+        first_name = first_names.setdefault(id(parameter), name)
+        if name == first_name or name not in untied_parameters:
+            continue
+        is_tied = untied_parameters[name] is untied_parameters.get(first_name)
         if not is_tied:
             owner, _, attribute = name.rpartition(".")
             copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
@@ -163,7 +165,7 @@ class PlainWeights:
         self.layer_weights: dict[str, Tensor] = {}
 
     def find_replaced(self, name: str) -> str:
-        """The name of the replaced layer that has a weight or a module; "" for others."""
+        """The name of the replaced layer that a weight or a module is in; "" for others."""
         while name:
             name = name.rpartition(".")[0]
             if name in self.replaced_names:
@@ -172,11 +174,14 @@ class PlainWeights:
 
     def find_changed(self, name: str) -> Tensor | None:
         """The values that replace those of a parameter of the model, if there are any."""
-        return self.changed_values.get(id(self.parameters.get(name)))
+        parameter = self.parameters.get(name)  # None: a buffer
+        if parameter is None:
+            return None
+        return self.changed_values.get(id(parameter))
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
-        """A weight by its name in the plain model."""
+        """A weight by its name in the plain model. Raises KeyError for a name that it does not have."""
         layer_name = self.find_replaced(name)
         if not layer_name:
             return self.read_kept(name)
@@ -187,7 +192,8 @@ class PlainWeights:
         return self.layer_weights[name.removeprefix(f"{layer_name}.")]
 
     def read_kept(self, name: str) -> Tensor:
-        """A weight of a layer that has the same form in the plain model, there in 32 bits."""
+        """A weight of a layer that has the same form in the plain model, where it has the type that the layer
+        computes with."""
         tensor = self.find_changed(name)
         if tensor is None:
             tensor = self.state[name]

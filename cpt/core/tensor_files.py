@@ -60,7 +60,8 @@ class TensorWriter:
         self.file.seek(self.data_start + begin)
         remaining = memoryview(cast(Any, values.numpy()))
         while remaining:  # the system writes 2 GB at most at a time
-            remaining = remaining[self.file.write(remaining) :]
+            num_written = self.file.write(remaining)
+            remaining = remaining[num_written:]
 
 
 def make_header(layout: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from cpt.data.packing import Packed
 from cpt.data.replay import NEW, PAST, ReplayConfig, SourcePool, SourceShare, to_fraction
 from cpt.data.sources.base import GENERAL
@@ -20,6 +18,7 @@ class MixedText:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all rows, without padding."""
         return int(self.text.row_lengths.sum())
 
     @property
@@ -38,6 +37,7 @@ class Mixture:
     seed: int
 
     def shares(self) -> dict[str, SourceShare]:
+        """The share of a batch that each source has."""
         return self.replay.find_source_shares({name: mixed.num_tokens for name, mixed in self.texts.items()})
 
     def pools(self, stage_samples: Sequence[int]) -> list[SourcePool]:
@@ -55,7 +55,7 @@ class Mixture:
                 is_appended=self.replay.is_appended,
                 buffer_size=None,
                 seed=self.seed,
-                stream_name=("replay.sources", name),
+                stream_name=("replay.sources", name),  # of no stage: a later one draws on where this one ends
                 source_share=share,
                 stage_samples=samples,
                 wanted_before=sum(earlier_draws),
@@ -91,14 +91,7 @@ def find_uses(pools: Sequence[SourcePool], *, steps: int, batch_size: int) -> It
         num_before = pool.limit(pool.wanted_before)
         limit_step = None
         if draws < unlimited_draws:
-            # Draws grow with the steps: the first step after which they are below what is wanted.
-            ends = (np.arange(steps) + 1) * batch_size
-            is_short = [
-                pool.count_draws(int(end))
-                < pool.source_share.count_draws(int(end), stage_samples=pool.stage_samples)
-                for end in ends
-            ]
-            limit_step = is_short.index(True)
+            limit_step = find_limit_step(pool, steps=steps, batch_size=batch_size)
         yield SourceUse(
             name=pool.label,
             asked_share=float(pool.source_share.start + pool.source_share.end) / 2,
@@ -106,3 +99,14 @@ def find_uses(pools: Sequence[SourcePool], *, steps: int, batch_size: int) -> It
             epochs=(num_before + draws) / num_rows,
             limit_step=limit_step,
         )
+
+
+def find_limit_step(pool: SourcePool, *, steps: int, batch_size: int) -> int | None:
+    """The first of the steps of a stage after which less is drawn than the share asks for; None where all is
+    drawn."""
+    for step in range(steps):
+        num_samples = (step + 1) * batch_size
+        wanted_draws = pool.source_share.count_draws(num_samples, stage_samples=pool.stage_samples)
+        if pool.count_draws(num_samples) < wanted_draws:
+            return step
+    return None

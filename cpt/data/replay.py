@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from cpt.core.exceptions import InvalidOptionError
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.randomness import key, permute, sample_keys
 from cpt.core.schema import (
     Allowed,
@@ -42,7 +42,8 @@ if TYPE_CHECKING:  # a config is checked without torch
 
 # What a sample of a batch is of, if not of a source by its name: of the stage's own text, of past domains, or
 # of the general text. No source may have these names.
-NEW, PAST = "new", "past"
+NEW = "new"
+PAST = "past"
 SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")  # a part of the names of curves
 SHARE_DIGITS = 9  # decimals to which a share of several sources is rounded, so that it is exact from there on
 
@@ -55,8 +56,8 @@ class SourceShare:
     end: Fraction
 
     def count_draws(self, samples: int, *, stage_samples: int) -> int:
-        """Draws in the first `samples` of a stage of `stage_samples`: the share summed up over them, exact,
-        since a float would drift."""
+        """Draws in the first `samples` of a stage of `stage_samples`: their number times their mean share,
+        which is that in their middle. Exact, since a float would drift."""
         mean_share = self.start + (self.end - self.start) * samples / (2 * stage_samples)
         return math.floor(mean_share * samples)
 
@@ -120,7 +121,8 @@ class ReplayConfig(Options):
     @property
     def source_share(self) -> Fraction:
         """The share of all sources together, at the beginning or the end of a stage, where it is larger."""
-        start = end = to_fraction(self.sources_ratio or 0)
+        start = to_fraction(self.sources_ratio or 0)
+        end = start
         for source in self.mixed_sources.values():
             if source.ratio is not None:
                 start += to_fraction(source.ratio)
@@ -141,7 +143,7 @@ class ReplayConfig(Options):
                 value = getattr(self, name)
                 if value != neutral_value:
                     reason = "every source has a ratio" if self.sources else "there are no sources"
-                    raise InvalidOptionError(name, value, reason=reason, allowed=f"{neutral_value or 'null'}")
+                    raise InvalidOptionError(name, value, reason=reason, allowed=format_value(neutral_value))
 
         total = to_fraction(self.past_ratio) + to_fraction(self.general_ratio) + self.source_share
         if self.mixed_sources and total >= 1:
@@ -160,8 +162,7 @@ class ReplayConfig(Options):
     def find_source_shares(self, tokens: Mapping[str, int]) -> dict[str, SourceShare]:
         """The shares of sources by name, of `tokens` of training text each. Those without a ratio share
         `sources_ratio` in proportion to tokens^(1 / temperature): with temperature 1 by their sizes, the more
-        alike the higher it is (temperature-based sampling: Arivazhagan et al., arXiv 1907.05019, section
-        4.1)."""
+        alike the higher it is (temperature-based sampling: Arivazhagan et al., arXiv 1907.05019)."""
         open_names = [name for name, source in self.mixed_sources.items() if source.ratio is None]
         powers = {name: tokens[name] ** (1 / self.sources_temperature) for name in open_names}
         shares = {}
@@ -194,8 +195,11 @@ class ReplayConfig(Options):
             )
 
         # Counts of all kinds may round up in the same step: each takes almost a sample more than its share.
-        shares = [self.past_ratio, self.general_ratio, *self.mixed_sources]
-        num_kinds = sum(1 for share in shares if share)
+        num_kinds = len(self.mixed_sources)
+        if self.past_ratio:
+            num_kinds += 1
+        if self.general_ratio:
+            num_kinds += 1
         num_new = batch_size * (1 - to_fraction(self.past_ratio) - to_fraction(self.general_ratio))
         num_new -= batch_size * self.source_share
         if num_kinds > 1 and not self.is_appended and num_new < num_kinds - 1:
@@ -320,7 +324,8 @@ class ReplayPool:
     is_appended: bool  # to the new samples of a batch; else it displaces some of them
     buffer_size: int | None  # samples of all texts together; None: all rows
     seed: int
-    stream_name: tuple[str, str]  # stage and kind of replay: what its random numbers are named by
+    # What its random numbers are named by: the stage, or `replay.sources` of a source, and `label`.
+    stream_name: tuple[str, str]
 
     loss_weight: ClassVar[float] = 1.0  # factor of the loss on its tokens
 

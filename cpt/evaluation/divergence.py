@@ -33,21 +33,22 @@ def collect_divergences(
                 estimates[number, text] = estimate_mean([documents])
         means.append({text: estimates[number, text] for text in documents_by_text})
 
-    own_texts: list[Documents] = []
+    # Of each trained row the texts of its own stage. Row 0 is the base, which is not trained.
+    trained_texts: list[Documents] = []
     for number, texts in enumerate(stages[: len(rows) - 1], start=1):
-        own_texts += [rows[number][text] for text in texts if text in rows[number]]
-    just_trained = estimate_mean(own_texts) if own_texts else None
+        trained_texts += [rows[number][text] for text in texts if text in rows[number]]
+    just_trained = estimate_mean(trained_texts) if trained_texts else None
     return {"kl": means, "just_trained": just_trained}
 
 
 def estimate_mean(texts: Sequence[Documents]) -> Estimate:
     """The mean over texts, of equal weight, of the divergence per scored token, and its interval."""
-    samples = []
+    samples = []  # for each text a matrix of one row, [1, documents], and the tokens [documents]
     for documents in texts:
         tokens = documents[FIELDS.index("tokens")]
         is_scored = tokens > 0
-        kl = documents[FIELDS.index("kl")][None, is_scored]  # a row of the matrix
-        samples.append((kl, tokens[is_scored]))
+        kl = documents[FIELDS.index("kl")][is_scored]
+        samples.append((kl[None], tokens[is_scored]))
 
     def compute_mean(means: Array) -> ByMetricAndUnit:  # [draw, 1, text]
         return {"kl": {"nats": means[..., 0, :].mean(-1)}}

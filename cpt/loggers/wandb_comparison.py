@@ -93,14 +93,14 @@ def list_compared(sections: Sequence[RunSection]) -> list[str]:
 
 def find_project(runs: Sequence[MeasuredRun]) -> str | None:
     """The W&B project of the first run's config; None if it names none or cannot be read."""
-    for run in runs[:1]:
-        try:
-            config = yaml.safe_load((run.folder / "config.yaml").read_text(encoding="utf-8"))
-            project = config["logger"]["project"]
-        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-            return None
-        return project if isinstance(project, str) else None
-    return None
+    if not runs:
+        return None
+    try:
+        config = yaml.safe_load((runs[0].folder / "config.yaml").read_text(encoding="utf-8"))
+        project = config["logger"]["project"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
+    return project if isinstance(project, str) else None
 
 
 def summarize(sections: Sequence[RunSection]) -> dict[str, float | str]:
@@ -191,16 +191,18 @@ def tabulate_tests(sections: Sequence[RunSection]) -> DataFrame:
 
 def make_charts(sections: Sequence[RunSection]) -> dict[str, Any]:
     """A bar chart of the groups' means for each of CHARTS that some run of the first section has."""
+    if not sections:
+        return {}
     charts = {}
-    for section in sections[:1]:
-        for measure in select_measured(section, MEASURES):
-            if measure.key not in CHARTS:
-                continue
-            spreads = find_spreads(section, measure.key)
-            means = [[name, spread.mean] for name, spread in spreads.items() if isfinite(spread.mean)]
-            table = wandb.Table(columns=["group", "mean"], data=means)
-            title = CHARTS[measure.key]
-            charts[f"comparison/{measure.key}"] = wandb.plot.bar(table, "group", "mean", title=title)
+    section = sections[0]
+    for measure in select_measured(section, MEASURES):
+        if measure.key not in CHARTS:
+            continue
+        spreads = find_spreads(section, measure.key)
+        means = [[name, spread.mean] for name, spread in spreads.items() if isfinite(spread.mean)]
+        table = wandb.Table(columns=["group", "mean"], data=means)
+        title = CHARTS[measure.key]
+        charts[f"comparison/{measure.key}"] = wandb.plot.bar(table, "group", "mean", title=title)
     return charts
 
 

@@ -114,7 +114,7 @@ class SDFT(ContinualMethod):
         return terms
 
     def find_stream(self) -> int:
-        """The key of the random numbers of a step."""
+        """The key of the random numbers of a step, the same in all its micro-batches and processes."""
         return key("sdft", self.seed, self.domain.name, self.trainer.global_step)
 
     def sum_text_loss(self, batch: Batch, questions: Sequence[Question]) -> Tensor:
@@ -133,13 +133,14 @@ class SDFT(ContinualMethod):
 
     def write_answers(self, questions: Sequence[Question]) -> list[Rollout]:
         """What the student answers, without the questions to which no token of an answer counts."""
-        # Questions with one limit and one end are answered together.
+        # Questions with one limit and one end are answered together: by these two, their indices.
         shown_prompts = []
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, question in enumerate(questions):
             self.log_place(question)
             shown_prompt = self.demonstration.insert(question.prompt, question.answer)
             shown_prompts.append(shown_prompt)
+            # The teacher reads the answer after the longer prompt, so that this one leaves the limit.
             max_length = longest(self.model, len(shown_prompt) + self.options.max_new_tokens)
             limit = max_length - len(shown_prompt)
             if limit > self.options.skipped_tokens:
@@ -193,7 +194,8 @@ class SDFT(ContinualMethod):
                 divergence = kl_divergence(logits, teacher)
             return position_weights[positions] * divergence
 
-        losses = {"sdft": WeightedLoss(distill, self.options.strength)}
+        # The factor that `losses` gives the sum: the gradient of another one would take longer.
+        losses = {"sdft": WeightedLoss(distill, strength=self.options.strength)}
         sums, _ = self.objective.sum_losses(self.model, student_batch, losses)
         return sums["sdft"]
 
@@ -250,17 +252,21 @@ def find_questions(batch: Batch, stream: int) -> list[Question]:
         if len(row_columns) == 0 or row_columns[0] == 0:
             continue
 
-        # An answer is scored in columns without a gap; the column before its first token predicts that.
+        # An answer is scored in columns without a gap; the column before its first token predicts that. Where
+        # each begins and ends among the scored columns of the row:
         begins = np.flatnonzero(np.diff(row_columns, prepend=-1) > 1)
         ends = np.append(begins[1:], len(row_columns))
-        last_column = int(row_columns[-1])
-        sample = np.array([key(*input_ids[row, : last_column + 1].tolist())], np.uint64)
-        row_key = sample_keys(stream, sample)
-        drawn = int(draws(row_key, 1, stream=key("answer"))[0, 0] * len(begins))
 
+        # The example is known by its ids, so that what is drawn does not depend on its row in the batch.
+        last_column = int(row_columns[-1])
+        example_key = np.array([key(*input_ids[row, : last_column + 1].tolist())], np.uint64)
+        row_key = sample_keys(stream, example_key)
+        answer_index = int(draws(row_key, 1, stream=key("answer"))[0, 0] * len(begins))
+
+        begin = begins[answer_index]
+        answer = row_targets[begin : ends[answer_index]].tolist()
+        prompt_length = int(row_columns[begin]) + 1
         end_token = int(row_targets[-1])
-        answer = row_targets[begins[drawn] : ends[drawn]].tolist()
-        prompt_length = int(row_columns[begins[drawn]]) + 1
         questions.append(
             Question(
                 row=row,

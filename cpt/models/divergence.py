@@ -42,23 +42,23 @@ def compare_with_base(
     base_weights: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
 ) -> PositionDivergence:
-    """The divergence of a model from itself with the weights of the base, in the mode that it has. `weights`
-    are those that the model is to have instead of its own. Both by the names of parameters."""
+    """The divergence of a model from itself with the weights of the base, in the mode (training or
+    evaluation) that it has. `weights` are those that the model is to have instead of its own. Both are by the
+    names of parameters."""
     with swap_weights(model, base_weights):
         base_logits, _ = objective.keep_logits(model, batch)
 
     def compare(logits: Tensor, positions: slice) -> Tensor:
         base = base_logits.select(positions)
-        values = (
-            divergence_by_position(base, logits),
-            token_nll(base, batch, positions),
-            token_nll(logits, batch, positions),
-        )
-        return torch.stack(values, dim=1)
+        kl = divergence_by_position(base, logits)
+        base_nll = token_nll(base, batch, positions)
+        nll = token_nll(logits, batch, positions)
+        return torch.stack([kl, base_nll, nll], dim=1)  # [k, 3]
 
     with swap_weights(model, weights):
         values, _ = objective.run(model, batch, lambda logits: logits.values(compare))  # [K, 3]
-    return PositionDivergence(*values.unbind(1))
+    kl, base_nll, nll = values.unbind(1)
+    return PositionDivergence(kl=kl, base_nll=base_nll, nll=nll)
 
 
 def divergence_by_position(base: Tensor, logits: Tensor) -> Tensor:
@@ -77,8 +77,9 @@ def divergence_by_position(base: Tensor, logits: Tensor) -> Tensor:
 
 
 class BaseWeights(Snapshot):
-    """The weights that a model had at the construction of its method, but for those that stay as they are:
-    with them the model is the base. They are on the CPU, and in no file: each start has them again."""
+    """The weights that a model had when its method was constructed, but for `constant_names`, which no stage
+    changes: with them the model is the base. They are on the CPU, and in no file: each start makes them
+    again."""
 
     def __init__(self, model: nn.Module, *, constant_names: Collection[str]) -> None:
         super().__init__(model, persistent=False, excluded=constant_names)
@@ -86,8 +87,8 @@ class BaseWeights(Snapshot):
         self.offload()
 
     def complete(self, model: nn.Module) -> dict[str, Tensor]:
-        """The weights by name, on the device of the model, with 0 for those of adapters that a method has
-        added since. Rows of a sharded model stay on the CPU."""
+        """The weights by name, on the device of the model. Those of adapters that a method has added since
+        are 0, so that the adapters change nothing. Rows of a sharded model stay on the CPU."""
         weights = {}
         for name, tensor in self.named().items():
             weights[name] = tensor if is_sharded(tensor) else self.on_module_device(tensor)

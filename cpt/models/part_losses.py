@@ -17,7 +17,7 @@ class PartLosses:
         self.sums: Tensor | None = None
 
     def observe(self, weighted: WeightedLoss, batch: Batch) -> WeightedLoss:
-        """The loss of a batch, which adds what it is computed to these sums, and is then multiplied by the
+        """The loss of a batch, which adds to these sums what is computed with it, and multiplies that by the
         weights of the parts:
 
             L = 1/N sum_i w_i l_i,    w_i the weight of the source of token i, N all scored tokens of the step
@@ -39,13 +39,13 @@ class PartLosses:
         return replace(weighted, loss=loss)
 
     def add(self, parts: Tensor, values: Tensor) -> None:
-        """Adds losses [k] of tokens of these parts [k]."""
+        """Adds losses (nats) [k] of tokens of these parts, by their numbers [k]."""
         assert self.sums is not None
         self.sums[0].index_add_(0, parts, values.double())
         self.sums[1].index_add_(0, parts, torch.ones_like(values, dtype=torch.float64))
 
     def take(self) -> Tensor | None:
-        """The sums, which begin again."""
+        """The sums so far; the next ones begin at 0."""
         sums = self.sums
         self.sums = None
         return sums

@@ -24,11 +24,11 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import abbreviate
 from cpt.models.loading import load_config, load_tokenizer
 from cpt.models.stored_weights import (
     StoredWeights,
     find_weight_files,
-    format_names,
     format_shape,
     read_stored_weights,
     read_tensor,
@@ -297,7 +297,7 @@ def check_tensors(run: Checkpoint, base: Checkpoint, instruct: Checkpoint, table
         raise InvalidOptionError(
             instruct.option,
             instruct.name,
-            reason=f"the run's model lacks {len(lost)} of its tensors: {format_names(lost)}",
+            reason=f"the run's model lacks {len(lost)} of its tensors: {abbreviate(lost)}",
             allowed="a model with the tensors of the run's",
         )
 

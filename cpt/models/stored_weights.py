@@ -25,10 +25,10 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import abbreviate
 
 log = logging.getLogger(__name__)
 ONE_MODEL = "weights and config.json of one model"
-MAX_NAMED = 3  # tensors that a message names, of more
 ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)\.|\.modules_to_save\.")
 # What wraps a module adds this to the names of its tensors.
 WRAPPERS = re.compile(
@@ -60,7 +60,7 @@ class StoredWeights:
 
     def list_files(self) -> str:
         """The names of the files, the first of many."""
-        return format_names(sorted({*self.files.values()}))
+        return abbreviate(sorted({*self.files.values()}))
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def check_report(
         raise InvalidOptionError(
             "model.name_or_path",
             checkpoint,
-            reason=f"{stored.list_files()} lacks {count}: {format_names(body_missing)}",
+            reason=f"{stored.list_files()} lacks {count}: {abbreviate(body_missing)}",
             allowed=ONE_MODEL,
         )
 
@@ -292,7 +292,7 @@ def check_report(
     if head_missing and needs_head:
         fault = f"no language-model head ({len(head_missing)} tensors)"
         if len(head_missing) < len(head):
-            fault = f"its language-model head lacks {format_names(head_missing)}"
+            fault = f"its language-model head lacks {abbreviate(head_missing)}"
         remedy = "model.pretraining.head_steps=500, which trains one on the general text, or 0, a random one"
         if len(head_missing) == 1:  # one matrix, which another model has as its embedding
             remedy += "; tie_word_embeddings=true in config.json if the head is the embedding"
@@ -344,7 +344,7 @@ def log_unused(report: WeightsReport, stored: StoredWeights, checkpoint: str) ->
     """Logs the stored tensors that the model has no place for; a warning where they are blocks."""
     if not report.unused:
         return
-    description = f"{len(report.unused)} tensors ({format_names(report.unused)})"
+    description = f"{len(report.unused)} tensors ({abbreviate(report.unused)})"
     unused_names = set(report.unused)
     used_names = {without_numbers(name) for name in stored.tensors if name not in unused_names}
     if any(without_numbers(name) in used_names for name in report.unused):
@@ -360,9 +360,3 @@ def without_numbers(name: str) -> str:
 
 def format_shape(shape: Iterable[int]) -> str:
     return " x ".join(str(size) for size in shape)
-
-
-def format_names(names: list[str]) -> str:
-    """The first of some names, with an ellipsis for others."""
-    listed = ", ".join(names[:MAX_NAMED])
-    return f"{listed}, …" if len(names) > MAX_NAMED else listed

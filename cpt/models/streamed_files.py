@@ -22,8 +22,8 @@ ReadWeight = Callable[[str], Tensor]  # of a weight by its name in the model
 
 
 def can_stream(skeleton: PreTrainedModel) -> bool:
-    """Whether each tensor of the files comes from one weight of the model. `skeleton`: the model without
-    storage."""
+    """Whether each tensor of the files comes from one weight of the model, so that weights can be converted
+    one by one. `skeleton`: the model without storage."""
     weights = find_weights(skeleton)
     shapes_one_by_one = dict[str, torch.Size]()
     for name, weight in weights.items():
@@ -46,10 +46,11 @@ def find_weights(skeleton: PreTrainedModel) -> dict[str, Tensor]:
 def write_model(folder: Path, skeleton: PreTrainedModel, read_weight: ReadWeight) -> None:
     """Writes the configuration of a model without storage, and its weights. Each weight is read twice: first
     for its type, which is at the start of a file, and then for its values."""
-    skeleton.save_pretrained(folder, state_dict={})
+    skeleton.save_pretrained(folder, state_dict={})  # the configuration alone
 
-    layout = dict[str, Tensor]()  # by name in the files, tensors without storage
-    sources = dict[str, str]()  # the name in the model
+    # By name in the files: tensors without storage, and the name of the weight that each comes from.
+    layout = dict[str, Tensor]()
+    sources = dict[str, str]()
     for name in find_weights(skeleton):
         for stored_name, tensor in revert_weight_conversion(skeleton, {name: read_weight(name)}).items():
             layout[stored_name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -59,7 +60,7 @@ def write_model(folder: Path, skeleton: PreTrainedModel, read_weight: ReadWeight
         layout, filename_pattern=PATTERN, max_shard_size=MAX_SHARD_SIZE
     )
     for file_name, stored_names in shards.filename_to_tensors.items():
-        # A weight may be stored as several tensors, as fused experts are.
+        # A weight may be stored as several tensors, as fused experts are, which may be in two shards.
         stored_by_source = defaultdict[str, list[str]](list)
         for stored_name in stored_names:
             stored_by_source[sources[stored_name]].append(stored_name)

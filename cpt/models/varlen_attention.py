@@ -23,12 +23,14 @@ def takes_lengths(model: PreTrainedModel) -> bool:
 
 
 def uses_flash_attention(model: PreTrainedModel) -> bool:
+    """Whether a model runs a kernel of flash attention, not the plain form."""
     return is_flash_attention_requested(model.config)
 
 
 def cumulative_lengths(is_first: Tensor) -> dict[str, Any]:
     """The arguments of a model for rows [R, W] in which a document, or padding, begins where `is_first` is
-    true, as it is at the first place of each row."""
+    true, as it is at the first position of each row. Documents are counted through all rows, one after
+    another: `cu_seq_lens` [documents + 1] int32 has where each begins in R * W, and R * W at last."""
     starts = is_first.flatten().nonzero().flatten()
     boundaries = functional.pad(starts, (0, 1), value=is_first.numel()).int()
     # No document is longer than a row. Its own length would have to be read from the device.
@@ -54,7 +56,8 @@ def attend_within(
 ) -> tuple[Tensor, None]:
     """Causal attention, [R, W, heads, d], of queries [R, heads, W, d] to the keys and values of the same
     document, of which there may be fewer heads; without `cu_seq_lens_q` a row is a document, whose padding
-    comes last. Without dropout, caps and sinks: the trial of a class does not need them."""
+    comes last. It has no dropout, caps and sinks, and ignores their arguments: it only serves to try whether
+    the class of a model passes the lengths on (cpt.models.block_attention.try_lengths)."""
     num_rows, _, width, _ = query.shape
     boundaries = [width * row for row in range(num_rows + 1)]
     if cu_seq_lens_q is not None:
@@ -66,7 +69,8 @@ def attend_within(
     values = value.transpose(0, 1).flatten(1, 2)
     outputs = []
     for start, end in pairwise(boundaries):
-        distances = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        positions = torch.arange(end - start)
+        distances = positions[:, None] - positions  # of a query from a key that is before it
         is_seen = distances >= 0
         if sliding_window is not None:
             is_seen = is_seen & (distances < sliding_window)
@@ -79,7 +83,8 @@ def attend_within(
             enable_gqa=True,
         )
         outputs.append(output)
-    return torch.cat(outputs, dim=1).transpose(0, 1).unflatten(0, (num_rows, width)), None
+    all_outputs = torch.cat(outputs, dim=1)  # [heads, R * W, d]
+    return all_outputs.transpose(0, 1).unflatten(0, (num_rows, width)), None  # no weights of attention
 
 
 AttentionInterface.register(REFERENCE, attend_within)

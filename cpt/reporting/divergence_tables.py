@@ -37,14 +37,15 @@ def describe_divergence(scores: Scores) -> str:
 def format_divergences(scores: Scores) -> Cells:
     """For each measured row its name, and the divergence on each text with its interval."""
     cells = []
-    for name, estimates in zip(scores.rows, scores.divergence.get("kl") or [], strict=False):
+    measured = scores.divergence.get("kl") or []  # of an unfinished run, its first rows
+    for name, estimates in zip(scores.rows, measured, strict=False):
         if estimates:
             cells.append([name, *(format_estimate(estimates.get(text)) for text in scores.domains)])
     return cells
 
 
 def format_estimate(estimate: Sequence[float | None] | None) -> str:
-    """A mean with its interval."""
+    """A mean with its interval, in nats per token; a dash where nothing was measured."""
     if estimate is None:
         return MISSING
     _, low, high = estimate

@@ -71,6 +71,7 @@ def tabulate_headline(section: RunSection) -> Block:
         names = list_names([f"`{group.name}`" for group in without_sequence])
         lines.append(f"Last, as they did not learn a sequence: {names}.")
 
+    spreads_by_measure = {measure.key: find_spreads(section, measure.key) for measure in measures}
     cells = []
     for group in sorted(section.groups, key=lambda group: group in without_sequence):
         contrast = contrasts.get(group.name)
@@ -82,7 +83,7 @@ def tabulate_headline(section: RunSection) -> Block:
         row = [group.name, str(len(group.runs))]
         row += [format_spread(finals.get(group.name), format_perplexity), difference, p_value]
         for measure in measures:
-            spread = find_spreads(section, measure.key).get(group.name)
+            spread = spreads_by_measure[measure.key].get(group.name)
             row.append(format_spread(spread, measure.format_value, with_interval=False))
         cells.append(row)
 
@@ -232,7 +233,7 @@ def make_heat_table(
         shades.append([0] * len(columns))
 
     for index, column in enumerate(columns):
-        advantages = {}
+        advantages = {}  # by the number of a row
         for number, group in enumerate(section.groups):
             if is_comparable(group, column.key):
                 advantages[number] = find_advantage(section, group, values, column)
@@ -268,5 +269,6 @@ def find_advantage(
 
 
 def choose_shade(share: float) -> int:
-    """The shade of a share from -1 (worst) to 1 (best); 0 for less than half a step."""
+    """The shade of a share from -1 (worst) to 1 (best), from -MAX_SHADE to MAX_SHADE; 0, no colour, for less
+    than half a step."""
     return round(share * MAX_SHADE)

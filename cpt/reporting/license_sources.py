@@ -1,7 +1,8 @@
 """Where licenses of a run's base model and texts are stated: in their cards and license files.
 
 A card is README.md with `license` in its YAML, as the Hub has it; a license file is recognized by its text.
-Folders are read, of names on the Hub what is in its cache; `is_online` lets missing cards be downloaded."""
+Folders are read, of names on the Hub what is in its cache; `is_online` lets missing cards be downloaded. What
+cannot be read counts as not stated, so that no license is claimed by it."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ URL = re.compile(r"https?://")
 FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 LICENSE_FILE = re.compile(r"(licen[cs]e|copying)([.-][\w.-]+)?", re.IGNORECASE)
 MAX_LICENSE_CHARACTERS = 4000  # of a license file: names and versions are at its beginning
+# `Attribution-NonCommercial-ShareAlike 4.0`, and its shorter forms.
 CREATIVE_COMMONS = re.compile(
     r"attribution(?P<nc>[ -]non[ -]?commercial)?(?P<end>[ -]share[ -]?alike|[ -]no[ -]?deriv\w*)?"
     r"[ -](?P<version>\d\.\d)"
@@ -136,7 +138,9 @@ def list_text_folders(settings: Mapping[str, Any], text: str, data_set: Any) -> 
     root = settings.get("domains.root")
     if root is None:
         return
-    directory = str(settings.get("domains.general") or GENERAL) if text == GENERAL else text
+    directory = text
+    if text == GENERAL:
+        directory = str(settings.get("domains.general") or GENERAL)
     corpora = Path(str(root)) / str(settings.get("domains.folder") or ".")
     for folder in (corpora / directory, Path(str(root)) / directory, corpora, Path(str(root))):
         if folder.is_dir():
@@ -152,19 +156,18 @@ def read_folder(folder: Path, *, source: str, is_model: bool = False) -> StatedL
             license = replace(license, link="")
         if license.identifier:
             return license
-    for path in sorted(folder.iterdir()):
-        if not path.is_file() or not LICENSE_FILE.fullmatch(path.name):
-            continue
-        identifier = recognize(path.read_text(encoding="utf-8", errors="replace"))
-        if identifier:
-            return StatedLicense(source=source, is_model=is_model, identifier=identifier, stated_in=path.name)
-        return StatedLicense(
-            source=source,
-            is_model=is_model,
-            identifier=OTHER,
-            stated_in=f"{path.name}, which cpt does not recognize",
-        )
-    return StatedLicense(source=source, is_model=is_model)
+
+    paths = sorted(path for path in folder.iterdir() if LICENSE_FILE.fullmatch(path.name))
+    license_files = [path for path in paths if path.is_file()]
+    if not license_files:
+        return StatedLicense(source=source, is_model=is_model)
+    license_file = license_files[0]  # of several the first by name
+    identifier = recognize(license_file.read_text(encoding="utf-8", errors="replace"))
+    stated_in = license_file.name
+    if not identifier:
+        identifier = OTHER
+        stated_in = f"{license_file.name}, which cpt does not recognize"
+    return StatedLicense(source=source, is_model=is_model, identifier=identifier, stated_in=stated_in)
 
 
 def read_card(path: Path, *, source: str, is_model: bool = False) -> StatedLicense:
@@ -207,9 +210,9 @@ def recognize(text: str) -> str:
     ('cc-by-sa-4.0', 'mit')
     """
     tag = re.search(r"SPDX-License-Identifier:\s*(\S+)", text)
-    short = normalize(tag[1] if tag else text)
-    if short in KINDS:
-        return short
+    identifier = normalize(tag[1] if tag else text)
+    if identifier in KINDS:
+        return identifier
 
     opening = " ".join(text[:MAX_LICENSE_CHARACTERS].lower().split())
     for pattern, identifier in OPENINGS.items():
@@ -243,6 +246,7 @@ def group_licenses(licenses: Iterable[StatedLicense], *, limit: int) -> list[lis
 
 
 def describe_sources(names: Sequence[str], *, limit: int) -> str:
+    """The names with commas; of more than `limit` how many there are, and the first."""
     if len(names) > limit:
         return f"{len(names)} texts, like {names[0]}"
     return ", ".join(names)

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 from cpt.core.exceptions import InvalidOptionError
 
-PERMISSIVE, SHARE_ALIKE, NON_COMMERCIAL, NO_DERIVATIVES, MODEL_TERMS = (
-    "permissive",
-    "share-alike",
-    "non-commercial",
-    "no derivatives",
-    "terms of a model",
-)
+# Kinds of terms.
+PERMISSIVE = "permissive"
+SHARE_ALIKE = "share-alike"
+NON_COMMERCIAL = "non-commercial"
+NO_DERIVATIVES = "no derivatives"
+MODEL_TERMS = "terms of a model"
 # The identifiers of the Hub (HUB_LIST) by kind. Without those of families whose members differ (`cc`), and
 # without `other` and `unknown`.
 IDENTIFIERS_BY_KIND = {
@@ -65,7 +64,7 @@ class StatedLicense:
 
     @property
     def label(self) -> str:
-        """How it is called in sentences and tables."""
+        """What it is called in sentences and tables."""
         return self.name or self.identifier or NOT_STATED
 
     @property
@@ -126,6 +125,7 @@ def decide_license(stated: Sequence[StatedLicense]) -> LicenseDecision:
     if closed:
         return LicenseDecision(reason=f"{shorten_list(closed)} does not allow changed versions")
 
+    # What is not permissive applies to the model, too: with two of these no single license is right.
     passing_on = list_distinct(license for license in stated if license.kind != PERMISSIVE)
     if len(passing_on) > 1:
         labels = [f"{license.label} ({license.source})" for license in passing_on]

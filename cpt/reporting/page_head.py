@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from datetime import datetime
@@ -29,8 +30,9 @@ def describe_run_head(folder: Path, scores: Scores) -> PageHead:
     num_parameters = count_exported_parameters(folder / "model")
     if num_parameters:
         model += f", {format_parameters(num_parameters)} parameters"
+    model += ")"
     facts = [
-        f"{model})",
+        model,
         label_run(run),
         list_order(run["order"]),
         f"seed {run['seed']}",
@@ -60,16 +62,14 @@ def format_parameters(count: int) -> str:
 
 
 def count_exported_parameters(folder: Path) -> int:
-    """The parameters in the files of an exported model, of which only the heads are read; 0 without one."""
+    """The parameters in the files of an exported model, of which only the headers are read; 0 without a
+    model, and where a file cannot be read."""
     count = 0
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, framework="np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                    size = 1
-                    for length in tensors.get_slice(name).get_shape():
-                        size *= length
-                    count += size
+                    count += math.prod(tensors.get_slice(name).get_shape())
         except (OSError, SafetensorError):
             return 0
     return count

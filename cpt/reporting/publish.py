@@ -71,7 +71,7 @@ class Publication:
 
 
 def check_repository(name: str, *, needs_token: bool) -> None:
-    """Raises ValueError for a name that no repository can have, and without a token that is needed."""
+    """Raises ValueError for a name that no repository can have, and where a token is needed but missing."""
     try:
         validate_repo_id(name)
     except ValueError as error:
@@ -90,7 +90,9 @@ def plan_publication(folder: Path, *, name: str, is_private: bool) -> Publicatio
     """Which files of an exported model are published, and which are left out."""
     published = []
     left_out = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
         relative_path = path.relative_to(folder).as_posix()
         is_published = any(matches(relative_path, pattern) for pattern in PUBLISHED)
         if is_published:
@@ -130,8 +132,9 @@ def push(publication: Publication, *, updates: bool) -> str:
 
 
 def explain(error: Exception, publication: Publication, *, step: str) -> ValueError:
-    """A failure of the Hub or of the network as one line."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    """A failure of the Hub or of the network as one line; `step` says what was not done."""
+    response = getattr(error, "response", None)  # none where the Hub was not reached
+    status = getattr(response, "status_code", None)
     allowed = "the same command again"
     if status == 409:
         return InvalidOptionError(
@@ -149,6 +152,7 @@ def explain(error: Exception, publication: Publication, *, step: str) -> ValueEr
 
 
 def first_line(text: str) -> str:
+    """The first line of a message without its full stop; empty of an empty text."""
     lines = text.strip().splitlines()
     return lines[0].rstrip(".") if lines else ""
 

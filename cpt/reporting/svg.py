@@ -73,12 +73,14 @@ class PageFigure(Figure):
 def add_spots(
     axes: Axes, xs: Iterable[float], ys: Iterable[float], texts: Sequence[str], *, group: str = ""
 ) -> None:
-    """Texts at the points of a series; of many points, at MAX_SPOTS from the first to the last."""
+    """Texts at the points of a series that have finite coordinates; of many, at MAX_SPOTS evenly from the
+    first to the last."""
     figure = cast(PageFigure, axes.get_figure(root=True))
     points = np.column_stack([np.asarray(list(xs), float), np.asarray(list(ys), float)])  # [point, 2]
     drawn = np.flatnonzero(np.isfinite(points).all(axis=1))
     if len(drawn) > MAX_SPOTS:
-        drawn = drawn[np.linspace(0, len(drawn) - 1, MAX_SPOTS).round().astype(int)]
+        chosen = np.linspace(0, len(drawn) - 1, MAX_SPOTS).round().astype(int)
+        drawn = drawn[chosen]
     for index in drawn.tolist():
         x, y = points[index].tolist()
         figure.spots.append(Spot(axes, x, y, texts[index], group=group))
@@ -122,13 +124,15 @@ def render_svg(figure: PageFigure, *, description: str, prefix: str) -> str:
             root.remove(child)
 
     for element in root.iter():
-        group = figure.groups.get(element.get("id", ""))
+        group = figure.groups.get(element.get("id", ""))  # by the id that matplotlib knows, without prefix
         if group is not None:
             element.set("data-group", group)
         element.tag = without_namespace(element.tag)
-        for name, value in [*element.attrib.items()]:
-            del element.attrib[name]
-            element.set(without_namespace(name), adapt_value(without_namespace(name), value, prefix))
+        attributes = {}
+        for qualified_name, value in element.attrib.items():
+            name = without_namespace(qualified_name)
+            attributes[name] = adapt_value(name, value, prefix)
+        element.attrib = attributes
 
     width, height = figure.get_size_inches().tolist()
     root.attrib = {

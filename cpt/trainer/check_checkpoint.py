@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.messages import abbreviate
 from cpt.core.processes import is_first_process
 from cpt.models import loading
 from cpt.models.extended_tokenizer import check_fit
@@ -21,7 +22,6 @@ from cpt.models.stored_weights import (
     check_report,
     compare_weights,
     find_weight_files,
-    format_names,
     has_other_head,
     log_unused,
     read_stored_weights,
@@ -176,7 +176,7 @@ def describe_weights(folder: Path) -> str:
     if shards:
         return f"it has no index of its {len(shards)} shards, like {shards[0]}"
     if file_names:
-        return f"it has no weights that transformers loads, only {format_names(file_names)}"
+        return f"it has no weights that transformers loads, only {abbreviate(file_names)}"
     return "it has no weights"
 
 

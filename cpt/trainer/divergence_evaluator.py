@@ -1,7 +1,7 @@
 """KL(base || model) on the test texts, after each stage that is due: how far the model is from the base.
 
 It needs no text but that on which it is measured. On the text of the domain that was just trained it is meant
-to tell how much of other text is forgotten (arXiv 2509.04259)."""
+to predict how much of other text is forgotten (Shenfeld et al., arXiv 2509.04259)."""
 
 import logging
 from collections.abc import Sequence
@@ -28,9 +28,8 @@ from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 FILE = "divergence.npz"
-MAX_LOSS_DIFFERENCE = (
-    0.01  # nats per token, by which losses differ at most where batches are divided otherwise
-)
+# Nats per token, by which losses differ at most where batches are divided otherwise.
+MAX_LOSS_DIFFERENCE = 0.01
 
 
 class DivergenceEvaluator(FileEvaluator):
@@ -73,7 +72,8 @@ class DivergenceEvaluator(FileEvaluator):
         return self.read_row(number).get(request)
 
     def read_row(self, number: int) -> dict[str, Documents]:
-        """What the file of a row holds, by text; nothing without a file. Each is read once."""
+        """What the file of a row holds, by text; nothing without a file, or with a damaged one. Each file is
+        read once."""
         path = self.path(number)
         if number not in self.stored and path.exists():
             try:
@@ -112,7 +112,7 @@ class DivergenceEvaluator(FileEvaluator):
 
     def collect(self, number: int, scores: Scores) -> None:
         self.check_losses(number, scores)
-        if not self.estimates:  # those of the starts before
+        if not self.estimates:  # the first row of this start: those of rows before are in scores.json
             for row, estimates in enumerate(scores.divergence.get("kl", [])[:number]):
                 self.estimates.update({(row, text): estimate for text, estimate in estimates.items()})
         super().collect(number, scores)
@@ -140,7 +140,7 @@ class DivergenceEvaluator(FileEvaluator):
             column = scores.domains.index(text)
             for field, row in (("base_nll", 0), ("nll", number)):
                 loss = find_mean(documents, field)
-                expected = scores.nll[row][column]
+                expected = scores.nll[row][column]  # None: the matrix does not have this text
                 if expected is not None and abs(loss - expected) > MAX_LOSS_DIFFERENCE:
                     return (
                         f"the loss of {scores.rows[row]} on {text} is {expected:.4f} nats, "

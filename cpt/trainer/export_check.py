@@ -2,7 +2,7 @@
 
 import ast
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from cpt.adapters.domain_store import BASE
 from cpt.core.errors import reason
+from cpt.core.messages import abbreviate
 from cpt.data.collate import Batch
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampler import EvalSubset
@@ -35,7 +36,6 @@ TOLERANCES_BY_DTYPE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 
 EXACT_PRECISIONS = ("32-true", "32", "64-true")
 EXACT_TOLERANCE = 2e-3
 ROUNDED_TOLERANCE = 0.02
-MAX_NAMED = 3  # keys in a message
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def load_as_written(folder: Path, expression: str) -> PreTrainedModel:
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(map(str, info[fault]))
         if keys:
-            raise ValueError(f"{len(keys)} {fault.replace('_', ' ')}: {name_first(keys)}")
+            raise ValueError(f"{len(keys)} {fault.replace('_', ' ')}: {abbreviate(keys)}")
     del plain_model  # before another copy is in memory
 
     loaded = evaluate(ast.parse(expression, mode="eval").body)
@@ -240,12 +240,6 @@ def load_as_written(folder: Path, expression: str) -> PreTrainedModel:
         loaded = loaded.get_base_model()
     model: PreTrainedModel = loaded
     return model
-
-
-def name_first(names: Sequence[str]) -> str:
-    """The first names, with an ellipsis for those that follow."""
-    listed = ", ".join(names[:MAX_NAMED])
-    return f"{listed}, …" if len(names) > MAX_NAMED else listed
 
 
 def evaluate(node: ast.expr) -> Any:

@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.lora import adapter_reach, find_kernel_layers
 from cpt.core.exceptions import format_value
+from cpt.core.messages import abbreviate
 from cpt.core.processes import is_first_process
 from cpt.methods.base import ContinualMethod
 from cpt.methods.options import HATOptions
 from cpt.models.router_loss import find_router_weights
-from cpt.models.stored_weights import format_names
 from cpt.models.units import find_mixer_weights, find_mixture_weights, has_experts
 from cpt.trainer.plan import Plan
 
@@ -75,7 +75,7 @@ def log_adapter_reach(model: PreTrainedModel) -> None:
         "The adapters reach %.1f %% of the weights without embeddings: not the experts (%s), which "
         "method.target_parameters=auto of lora and the methods like it adapts",
         100 * reach.adapted / reach.total,
-        format_names([*reach.unreached_experts]),
+        abbreviate([*reach.unreached_experts]),
     )
 
 
@@ -83,7 +83,7 @@ def log_kernel_layers(model: PreTrainedModel) -> None:
     """Logs the layers that adapters leave out as kernels read their weights."""
     names = find_kernel_layers(model)
     if names and adapter_reach(model) is not None:
-        log.info("No adapters in layers whose weights are read by kernels of Mamba (%s)", format_names(names))
+        log.info("No adapters in layers whose weights are read by kernels of Mamba (%s)", abbreviate(names))
 
 
 def log_mask_reach(module: ContinualMethod, weights: Mapping[str, nn.Parameter], *, kind: str) -> None:
@@ -114,6 +114,6 @@ def log_mask_reach(module: ContinualMethod, weights: Mapping[str, nn.Parameter],
         "Masks reach %.1f %% of the trained weights of the blocks: not the %s (%s), %s",
         100 * num_masked / (num_masked + num_unmasked),
         kind,
-        format_names([*unmasked]),
+        abbreviate([*unmasked]),
         "which are frozen after the first domain" if is_frozen_later else "which are trained without a mask",
     )

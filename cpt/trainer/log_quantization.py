@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from cpt.core.messages import abbreviate
 from cpt.core.processes import is_first_process
 from cpt.models.loading import make_skeleton
 from cpt.models.quantization import quantized_layers
-from cpt.models.stored_weights import format_names
 from cpt.reporting.formats import format_bytes
 from cpt.trainer.costs import original_name
 
@@ -27,12 +27,13 @@ def log_quantization(model: PreTrainedModel) -> None:
         num_bytes += layer.weight.nbytes + sum(tensor.nbytes for tensor in layer.buffers())
     in_full = plain_parameters(model)
     num_in_full = sum(parameter.numel() for parameter in in_full.values())
+    largest_first = sorted(in_full, key=lambda name: -in_full[name].numel())
     log.info(
         "Quantized %.1f %% of the weights, in %s of memory in place of %s in 32 bits; in full are %s",
         100 * num_weights / (num_weights + num_in_full),
         format_bytes(num_bytes),
         format_bytes(num_weights * torch.float32.itemsize),
-        format_names(sorted(in_full, key=lambda name: -in_full[name].numel())),
+        abbreviate(largest_first),
     )
 
 

@@ -164,7 +164,7 @@ def log_mixture(data: DomainSequence) -> None:
                 format_value(mixed.options.max_epochs),
                 key,
             )
-            break
+            break  # later stages read no more of it
 
 
 def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMethod) -> Iterator[str]:

@@ -54,7 +54,10 @@ class Choice:
 
 def choose_micro_batch(plan: Plan, machine: Machine, corpora: Corpora, base: Base, *, stored: Path) -> Plan:
     """The plan with as many micro-batches as `trainer.micro_batch` asks for; of a run that has started, with
-    the micro-batch in its `stored` file. Raises ValueError where not even one sample fits."""
+    the micro-batch in its `stored` file.
+
+    Raises ValueError for a number that does not divide the batch, and for `auto` where not even one sample
+    fits or where memory can be neither tried nor computed."""
     requested = plan.trainer.micro_batch
     if requested is None:
         return plan
@@ -97,28 +100,30 @@ def agree_on_micro_batch(plan: Plan, machine: Machine, *, stored: Path) -> Plan:
     starts. All processes call it, before any of them makes its data.
 
     Those that Lightning starts later find the file; with `strategy=fsdp` they are there already."""
+    # The settings as they were given: the plan's own option is gone once the micro-batch is chosen.
     is_auto = plan.settings["trainer"].get("micro_batch") == AUTO
     if not is_auto or stored.exists():
         return plan
     if machine.strategy != "fsdp":
         join_processes(machine.lightning_arguments(plan.trainer))
-    chosen = plan.budget.batch_size // (machine.world_size * plan.trainer.accumulate_grad_batches)
-    smallest = min(gather_objects(chosen))
+    own_choice = plan.budget.batch_size // (machine.world_size * plan.trainer.accumulate_grad_batches)
+    smallest = min(gather_objects(own_choice))
     if is_first_process():
         files.replace(stored, json.dumps({"micro_batch": smallest}))
     return with_micro_batch(plan, smallest, world_size=machine.world_size)
 
 
 def with_micro_batch(plan: Plan, micro_batch: int, *, world_size: int) -> Plan:
-    """The plan with micro-batches of a number of samples."""
+    """The plan with micro-batches of a number of samples. Raises ValueError for one that does not divide a
+    process's share of the batch."""
     num_micro_batches = count_micro_batches(plan.budget.batch_size, micro_batch=micro_batch, world=world_size)
     options = replace(plan.trainer, micro_batch=None, accumulate_grad_batches=num_micro_batches)
     return replace(plan, trainer=options)
 
 
 def with_stored_micro_batch(plan: Plan, machine: Machine, path: Path) -> Plan:
-    """The plan with the micro-batch that a run has stored; with more processes than at its start it may be
-    more than each of them has of a step, and is then the largest below it that divides that evenly."""
+    """The plan with the micro-batch that a run has stored. With more processes than at its start it may be
+    more than each of them has of a step; then it is the largest smaller one that divides their share."""
     stored = read_stored(path)
     possible = list_micro_batches(plan.budget.batch_size, world=machine.world_size)
     micro_batch = max(number for number in possible if number <= stored)
@@ -157,9 +162,9 @@ def find_memory_limit(machine: Machine) -> int:
 def compute_choice(plan: Plan, machine: Machine, *, limit: int) -> Choice | None:
     """The largest micro-batch whose step is computed to take at most `limit` bytes, or one sample where none
     does; None for a plan that cannot be computed."""
-    kind = DeviceKind(
-        str(machine.device), limit, peak_flops={}, source="", is_gpu=machine.device.type == "cuda"
-    )
+    is_gpu = machine.device.type == "cuda"
+    kind = DeviceKind(str(machine.device), limit, peak_flops={}, source="", is_gpu=is_gpu)
+    # A simulation needs some number of micro-batches, which each layout below replaces.
     plan = with_micro_batch(plan, 1, world_size=machine.world_size)
     choice = None
     try:
@@ -181,13 +186,12 @@ def find_choice(plan: Plan, machine: Machine, corpora: Corpora, base: Base, *, l
     """The largest micro-batch whose steps were tried and took at most `limit` bytes; the computed one is
     tried first. Raises ValueError where not even one sample fits."""
     computed = compute_choice(plan, machine, limit=limit)
-    first = 1 if computed is None else computed.micro_batch
+    # What the plan builds needs some number of micro-batches; each trial divides its own steps.
+    trial_plan = with_micro_batch(plan, 1, world_size=machine.world_size)
     choice = search(
         list_micro_batches(plan.budget.batch_size, world=machine.world_size),
-        partial(
-            try_micro_batch, with_micro_batch(plan, 1, world_size=machine.world_size), machine, corpora, base
-        ),
-        first=first,
+        partial(try_micro_batch, trial_plan, machine, corpora, base),
+        first=1 if computed is None else computed.micro_batch,
         limit=limit,
         may_run_out=machine.device.type == "cuda",
     )

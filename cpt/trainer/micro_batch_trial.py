@@ -42,7 +42,7 @@ def try_micro_batch(
 ) -> int | None:
     """The most bytes that a process needs in the last stage with `micro_batch` samples of full length in each
     forward pass; None where the device has run out of memory. It is measured in one process: buffers of DDP
-    and what further stages add are computed."""
+    and what further stages add are computed. Raises whatever else ends the trial."""
     garbage_collection_cuda()  # what an earlier trial has left
     try:
         return measure_peak(plan, machine, corpora, base, micro_batch)
@@ -62,24 +62,10 @@ def measure_peak(plan: Plan, machine: Machine, corpora: Corpora, base: Base, mic
     """The bytes of `try_micro_batch`; runs out of memory where they are too many."""
     module = build_method(plan, machine, base)
     num_stages = len(module.stages(plan.order))
-    num_own_rows = plan.budget.batch_size // machine.world_size
-    # Two micro-batches stand for any number: from the second on, gradients are there in the forward pass.
-    num_micro_batches = min(2, num_own_rows // micro_batch)
+    # Up to the first step that is like the later ones, after which the optimizer has its state; then a whole
+    # period.
     num_steps = module.settled + 1 + module.period
-    short_plan = shorten_plan(
-        plan,
-        num_steps=num_steps,
-        batch_size=plan.budget.batch_size,
-        importance_samples=min(plan.trainer.importance_samples, micro_batch),
-    )
-    # Importances are estimated on batches of eval_batch_size, whose memory no micro-batch changes.
-    trial_options = replace(
-        short_plan.trainer,
-        micro_batch=None,
-        accumulate_grad_batches=num_micro_batches,
-        eval_batch_size=micro_batch,
-    )
-    short_plan = replace(short_plan, trainer=trial_options)
+    short_plan = make_trial_plan(plan, machine, micro_batch, num_steps=num_steps)
     one_process = replace(machine, devices=1, strategy="auto", num_workers=0)
     arguments = one_process.lightning_arguments(short_plan.trainer)
 
@@ -115,3 +101,24 @@ def measure_peak(plan: Plan, machine: Machine, corpora: Corpora, base: Base, mic
     extended = extend_profiles(profiles, num_stages)
     memory: dict[str, Any] = estimate_memory(plan, profiles, extended, num_stages, machine.world_size)
     return memory["peak"]
+
+
+def make_trial_plan(plan: Plan, machine: Machine, micro_batch: int, *, num_steps: int) -> Plan:
+    """The plan of a trial: a few steps of the first stages in one process."""
+    num_own_rows = plan.budget.batch_size // machine.world_size
+    # Two micro-batches stand for any number: from the second on, gradients are there in the forward pass.
+    num_micro_batches = min(2, num_own_rows // micro_batch)
+    short_plan = shorten_plan(
+        plan,
+        num_steps=num_steps,
+        batch_size=plan.budget.batch_size,
+        importance_samples=min(plan.trainer.importance_samples, micro_batch),
+    )
+    # Importances are estimated on batches of eval_batch_size, whose memory no micro-batch changes.
+    trial_options = replace(
+        short_plan.trainer,
+        micro_batch=None,
+        accumulate_grad_batches=num_micro_batches,
+        eval_batch_size=micro_batch,
+    )
+    return replace(short_plan, trainer=trial_options)

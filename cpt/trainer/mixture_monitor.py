@@ -42,7 +42,7 @@ class MixtureMonitor(Callback):
         is_last_micro_batch = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if not is_last_micro_batch:
             return
-        self.counts += batch["part_counts"]
+        self.counts += batch["part_counts"]  # of the whole step, in each of its micro-batches alike
         step = trainer.global_step
         if step != self.point_step and step % trainer.log_every_n_steps == 0:
             self.point_step = step

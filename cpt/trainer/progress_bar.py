@@ -24,7 +24,7 @@ class ProgressBar(Callback):
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self.bar = tqdm(disable=True)
+        self.bar = tqdm(disable=True)  # until a phase starts
         self.next_line_time = 0.0
         self.rate: Any = None  # of the last step, a number or a tensor
 
@@ -62,7 +62,7 @@ class ProgressBar(Callback):
             self.log_line(trainer, describe_step(trainer, rate=self.rate))
 
     def log_line(self, trainer: Any, parts: list[str]) -> None:
-        """Logs the step with what is known of it."""
+        """Logs the step with the `parts` that `describe_step` has of it."""
         self.next_line_time = time.monotonic() + LINE_PERIOD_S
         position = f"step {trainer.global_step:,}/{trainer.max_steps:,}"
         log.info("%s", " · ".join([self.label, position, *parts]))
@@ -81,8 +81,9 @@ def describe_step(trainer: Any, *, rate: Any) -> list[str]:
     """What a line says of the last step, each in a few words; what is not known yet is left out."""
     parts = []
     for name, value in trainer.progress_bar_metrics.items():
-        term = name.split("/")[1]
-        parts.append(f"{'loss' if term == 'lm' else term} {value:.3f}")
+        term = name.split("/")[1]  # of train/TERM
+        label = "loss" if term == "lm" else term
+        parts.append(f"{label} {value:.3f}")
     if rate is not None:
         parts.append(f"lr {format_rate(float(rate))}")
 

@@ -21,9 +21,8 @@ class DivergenceRecord:
 
     allowed: float  # nats per scored token
     steps: list[int] = field(default_factory=list)  # of the evaluations
-    uppers: list[float] = field(
-        default_factory=list
-    )  # of each the upper end, or the mean without an interval
+    # The upper end of the interval of each, or its mean where there is no interval.
+    uppers: list[float] = field(default_factory=list)
     reason_to_end: str = ""  # empty as long as the stage may continue
 
 
@@ -48,7 +47,7 @@ class DivergenceController(MonitorObserver):
 
     def on_divergence(self, step: int, divergences: Mapping[str, Documents]) -> None:
         mean, _, high = estimate_mean(list(divergences.values()))
-        upper = mean if high is None else high  # without an interval, of few documents, the mean itself
+        upper = mean if high is None else high  # few documents have no interval
         self.budget.uppers.append(np.nan if upper is None else upper)
         self.budget.steps.append(step)
         if not self.is_within:
@@ -62,6 +61,7 @@ class DivergenceController(MonitorObserver):
         return {f"budget/kl/{stage}": self.budget.uppers[-1]}
 
     def record(self, steps: Sequence[int]) -> dict[str, Any]:
+        # The weights that are kept are those of the last evaluation within the budget.
         uppers_within = [upper for upper in self.budget.uppers if upper <= self.budget.allowed]
         last_upper = format_thousandths(uppers_within[-1]) if uppers_within else "none"
         report = f"{last_upper} of {self.budget.allowed:g}"

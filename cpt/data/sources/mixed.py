@@ -123,7 +123,8 @@ class MixedReader:
 
     name: str
     options: MixedSource
-    held_out: Mapping[str, Any] = field(default_factory=dict)  # nothing
+    # A source has neither held-out text nor classes of examples, which cpt.data.corpus asks a domain for.
+    held_out: Mapping[str, Any] = field(default_factory=dict)
     class_limit: None = None
     skipped: dict[str, dict[str, Any]] = field(default_factory=dict)  # BadExamples.facts
 
@@ -191,6 +192,7 @@ class MixedReader:
         log.info("Read %d documents of %s (%s)", num_read, self.section, self.options.path)
 
     def read_texts(self, bad: BadExamples, oddities: Oddities) -> Iterator[str]:
+        """Documents of text: of the Hub a row each, of files as they are divided in those of a domain."""
         options = self.options
         reject = partial(reject_record, bad)
         if not options.is_local:
@@ -222,6 +224,7 @@ class MixedReader:
             yield write_example(self.make_example(record, row, number))
 
     def make_example(self, record: RawExample, row: Mapping[str, Any], number: int) -> Example:
+        """The example of a chat, named by the `id` of its row, or else by the number of the row."""
         row_id = row.get("id")
         return Example(
             id=f"{self.name}-{number}" if row_id is None else str(row_id),
@@ -234,6 +237,7 @@ class MixedReader:
         )
 
     def chat_rows(self, bad: BadExamples) -> Iterator[Row]:
+        """Rows with messages. Raises ValueError for a file of plain text."""
         if not self.options.is_local:
             yield from self.hub_rows()
             return
