@@ -25,7 +25,9 @@ from cpt.core.schema import (
 class ModulesOptions(Options):
     """The parts of learned domains, of methods that keep one for each."""
 
-    storage: Literal["memory", "disk"] = option("where modules of learned domains are; disk: in its file")
+    storage: Literal["memory", "disk"] = option(
+        "where modules of trained domains are kept; disk: mapped from the stage file"
+    )
 
 
 Targets = Annotated[

@@ -66,7 +66,7 @@ class SourceShare:
 class ReplayConfig(Options):
     """How much is replayed, and from where; a class of your own is chosen by `replay._target_`."""
 
-    past_ratio: BelowOne = option("share of the batch that is text of past domains, in turn")
+    past_ratio: BelowOne = option("share of each batch from past domains, which take turns")
     general_ratio: BelowOne = option("share of the batch that is general text")
     mode: Literal["replace", "append"] = option("whether replayed samples replace new ones or are added")
 

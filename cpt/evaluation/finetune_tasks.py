@@ -56,7 +56,7 @@ class FinetuneOptions(Options):
     weight_decay: NonNegative = option("weight decay on all parameters")
     warmup_ratio: BelowOne = option("warm-up, as a share of the steps; then linear decay")
     batch_size: Count = option("examples per step")
-    grouped: Count = option("batches that are sorted by length together; 1: a plain shuffle")
+    grouped: Count = option("batches whose examples are sorted by length together (length grouping); 1: off")
     max_seq_length: Annotated[Int, Ge(8)] = option("maximum number of tokens of text and pair together")
     precision: Literal["32-true", "bf16-mixed"] = option("precision of fine-tuning")
     dropout: BelowOne = option("dropout of the classification head; the model keeps its own")

@@ -80,7 +80,7 @@ class EvalOptions(Options):
         " sample:K (a sample)"
     )
     max_tokens: Literal["auto"] | Steps | None = option(
-        "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
+        "evaluated tokens of each text at most, the same after every stage; null: all held-out text; "
         f"auto: {CAP:,}, or the value that the run started with"
     )
 

@@ -113,7 +113,9 @@ class TextKeys(TypedDict):
     documents: NotRequired[Annotated[dict[str, int], Key("documents", over="split")]]
     bytes: NotRequired[Annotated[dict[str, int], Key("size", "UTF-8 bytes", over="split")]]
     duplicates: NotRequired[Annotated[int, Key("documents left out as duplicates")]]
-    held_out_copies: NotRequired[Annotated[int, Key("held-out documents left out as training ones")]]
+    held_out_copies: NotRequired[
+        Annotated[int, Key("held-out documents removed, as they are also in the training text")]
+    ]
     skipped: NotRequired[Annotated[dict[str, int], Key("bad examples left out", over="reason")]]
     near_duplicates: NotRequired[
         Annotated[NearDuplicateKeys, Key("held-out documents like training documents of the same text")]
@@ -129,7 +131,7 @@ class TextKeys(TypedDict):
 @closed
 class MetricKeys(TypedDict):
     nats: Annotated[Loss, Key("mean of the terms")]
-    perplexity: Annotated[float | None, Key("the same of exp(loss)")]
+    perplexity: Annotated[float | None, Key("mean of exp(loss) over the same terms")]
     bits_per_byte: Annotated[float | None, Key("the same of the loss per byte", "bits per UTF-8 byte")]
     median: NotRequired[Annotated[dict[str, float | None], Key("median of the terms", over="unit")]]
     interval: NotRequired[

@@ -59,7 +59,7 @@ class Scores(Layout):
 
     rows: ByRow[str] = entry("base, then the stages done", default=list)
     domains: ByColumn[str] = entry("domains in the order of training, then general")
-    tokens: ByColumn[int] = entry("size of the test text, of what the objective may score", "tokens")
+    tokens: ByColumn[int] = entry("tokens of the test text that can be scored", "tokens")
     bytes: ByColumn[int] = entry("size of the test text", "UTF-8 bytes")
     scored: ByColumn[int] = entry("tokens that contribute to the loss", "tokens")
     run: Annotated[dict[str, Any], Key(kind=schema.RunKeys)] = entry("what was run")
@@ -93,7 +93,7 @@ class Scores(Layout):
         "0 to 1",
         default=list,
     )
-    grown: list[int] = entry("stages done when domains were added", default=list)
+    grown: list[int] = entry("finished stages at each extension of the run", default=list)
     endtasks: Annotated[dict[str, Any], Key(measured=schema.EndtaskKeys)] = entry(
         "downstream tasks", default=dict
     )

@@ -45,7 +45,9 @@ class PerDomainOptions(Options):
     """Modules in a frozen model: one set for all domains, or one per domain."""
 
     per_domain: bool = option("use new modules for each domain")
-    start: Literal["base", "previous"] = option("start of new modules: as at first, or a copy of the last")
+    start: Literal["base", "previous"] = option(
+        "start of a domain's module: base (a new one) or previous (a copy of the last)"
+    )
     routing: Routing = option("routing (used with per_domain): one of conf/routing")
 
 
@@ -59,7 +61,7 @@ class AGEMOptions(Options):
     buffer_size: Count = option("stored samples of all domains")
     minibatch_size: Count = option("samples per reference gradient, over all processes")
     constraints: Literal["mean", "each"] = option("constraints: one, or one per earlier domain (GEM)")
-    margin: NonNegative = option("lower bound of v (memory strength of GEM)")
+    margin: NonNegative = option("GEM's memory strength: lower bound of the dual variables v")
     apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the update")
 
     def __post_init__(self) -> None:
@@ -78,7 +80,7 @@ class ContrastOptions(Options):
     contrast_text: Literal["uncorrupted", "corrupted"] = option("text of the contrastive passes")
     contrast_dropout: BelowOne | None = option("dropout of the contrastive passes; null: the model's own")
     contrast_samples: PositiveShare = option("share of each micro-batch in the contrastive term")
-    contrast_every: Count = option("steps between contrastive terms, whose weight is multiplied by it")
+    contrast_every: Count = option("compute the contrastive loss in every k-th step, with k times its weight")
     temperature: Positive = option("tau: the temperature of the contrastive term")
 
 
@@ -124,7 +126,9 @@ class CPTPluginOptions(GateOptions):
     attention: Width = option("inner size of an attention plug-in, as a share of the hidden size")
     ffn: Width = option("inner size of an FFN plug-in, as a share of the hidden size")
     output_relu: bool = option("apply a ReLU after the second layer: the model does not start as the base")
-    norms: Literal["per_domain", "frozen"] = option("norms of the blocks: one set per domain, or the base's")
+    norms: Literal["per_domain", "frozen"] = option(
+        "layer norms: one trained set per domain, or the base's, frozen"
+    )
     sparsity: NonNegative = option("weight of the HAT regularizer")
     routing: Routing = option("routing: one of conf/routing")
 
@@ -225,12 +229,14 @@ class HATOptions(BottleneckOptions, GateOptions):
     shared: Literal["frozen", "trained"] = option("embeddings, norms, head after the first domain")
     apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
     strength: NonNegative = option("c: the weight of the regularizer")
-    initial: Literal["auto", "open", "normal"] = option("first e: U(0, 2 std), N(0, std^2); auto: open")
+    initial: Literal["auto", "open", "normal"] = option(
+        "first gate embeddings e: open U(0, 2 std), normal N(0, std^2); auto: open"
+    )
     std: Positive | None = option(
         "scale of the first gate embeddings e; null: 1 of open ones, 0.02 of normal"
     )
     gate_rate: Positive | None = option(
-        "learning-rate multiplier of e; null: 0.1 per step if open, 5 if normal"
+        "learning-rate multiplier of the gate embeddings e; null: 0.1 per step if open, 5 if normal"
     )
     routing: Routing = option("routing: one of conf/routing")
 

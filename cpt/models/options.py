@@ -48,7 +48,7 @@ class Freeze(Options):
     """What of a model is not trained."""
 
     embeddings: bool = option("freeze the embeddings of tokens, positions and types, and a tied head")
-    layers: Natural = option("number of frozen blocks, from the input on, the encoder's first")
+    layers: Natural = option("number of frozen blocks, from the input on (those of an encoder first)")
     trainable: Trainable | None = None  # all but these are frozen; the root's option
 
 

@@ -152,7 +152,7 @@ class TrainerOptions(Options):
     epochs: Positive | None = option("passes over the domain's training text")
     tokens: Positive | None = option("tokens per domain")
     match: Literal["ncl"] | None = option(
-        "scale steps, epochs or tokens to the counted operations of method=ncl with them; null: as given",
+        "equal compute: scale steps, epochs or tokens to the operations of method=ncl; null: as given",
         default=None,
     )
     batch_size: Count = option("samples per optimizer step, over all processes and micro-batches")

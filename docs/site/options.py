@@ -62,12 +62,12 @@ NEEDED = {"benchmark": ["model=tiny_gpt2"]}
 MIN_SHARING = 3  # choices from which on equal rows are in one table
 INTRODUCTION = """# Options
 
-After this page you can find the options of a run, with its default, meaning and allowed values.
+After this page you can find each option of a run, with its default, meaning and allowed values.
 Options of the groups are on pages of their own. Each option can be set on the command line
 (`python run.py trainer.steps=500`) or in a YAML file ([extend](extend.md)).
 `python run.py method=das --options` prints the same tables for the choices of a command, of which
 some have more options, like `endtask=das6`. Not listed: `init_from` ([resume](resume.md)),
-`method.lr_multiplier`, by which methods with added modules multiply `model.lr`, the options of
+`method.lr_multiplier` (the factor on `model.lr` for modules that a method adds), the options of
 `hydra.launcher` and `hydra.sweeper` ([sweeps](sweeps.md), [tuning](tune.md)), `callbacks`
 ([extend](extend.md)), and the entries of `domains.catalogue` and `domains.packages`
 ([data](data.md)).

@@ -22,7 +22,7 @@ class GeneratedReplay(ReplayConfig):
     starts: Count = option("prefixes stored per domain, from its importance samples")
     prompt: Text | None = option("prompt before each generated text, not replayed; {domain}: its name")
     forms: BelowOne = option(
-        "share of a batch of examples that is trained with its questions, so that the model can "
+        "share of the supervised examples whose questions are trained too, so that the model can "
         "generate examples later"
     )
     temperature: Positive = option("sampling temperature")
