@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT, VOCABULARIES, sentences
+from tests.support.chat_decoder import write_checkpoint
 from tests.support.forked_scripts import run_script
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -55,3 +56,13 @@ def test_the_perplexity_of_a_report_is_that_of_plain_transformers(small_gpt2, st
     column = scores["domains"].index("law")
     assert int(num_scored) == scores["scored"][column]
     assert float(perplexity) == pytest.approx(math.exp(scores["nll"][-1][column]), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_answers_of_a_model_are_chats_that_can_be_mixed_in(tmp_path):
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("law court\n\nfood salt\n")
+    run_script(EXAMPLES / "write_chats.py", "model", "prompts.txt", "chats.jsonl", cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+    assert [row["messages"][0]["content"] for row in rows] == ["law court", "food salt"]
+    assert all(row["messages"][1]["role"] == "assistant" and row["messages"][1]["content"] for row in rows)

@@ -78,19 +78,28 @@ class Logits(ABC):
 
 
 class WholeLogits(Logits):
-    """Logits that are a tensor [K, V]."""
+    """Logits that are a tensor [K, V]. `hidden`: the model's last hidden states, if they were computed in the
+    same pass.
 
-    def __init__(self, logits: Tensor) -> None:
+    K may be another in each step, as chats have fewer scored positions than text. What takes 32 MiB or more
+    is therefore not kept by the heap: blocks of many sizes would leave holes in it."""
+
+    def __init__(self, logits: Tensor, hidden: Tensor | None = None) -> None:
         self.logits = logits
+        self.hidden = hidden
 
     def select(self, positions: slice) -> Tensor:
         return self.logits[positions]
 
     def values(self, loss: TokenLoss, *, passes: int = 1) -> Tensor:
-        return loss(self.logits, slice(None))
+        with return_large():
+            values = loss(self.logits, slice(None))
+        if self.hidden is not None:
+            return_large_in_backward(values, self.hidden)
+        return values
 
     def sums(self, losses: Mapping[str, WeightedLoss]) -> dict[str, Tensor]:
-        return {name: weighted.loss(self.logits, slice(None)).sum() for name, weighted in losses.items()}
+        return {name: self.values(weighted.loss).sum() for name, weighted in losses.items()}
 
 
 def sum_losses(logits: Logits, losses: Mapping[str, WeightedLoss]) -> dict[str, Tensor]:
@@ -428,7 +437,7 @@ def run_model(
     max_rows = count_rows(count_entries(model), max_logits)
     if len(positions) <= max_rows:
         logits, hidden = logits_and_hidden(model, inputs, positions=positions)
-        return use(WholeLogits(logits)), hidden
+        return use(WholeLogits(logits, hidden)), hidden
 
     arguments = {**inputs, **cache_arguments(model)}
     stacks: dict[nn.Module, type] = {}

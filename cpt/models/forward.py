@@ -4,7 +4,7 @@ the mode and the dropout rate of a pass, and the tokens that a module sees."""
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.memory import return_large
 from cpt.data.collate import Batch
 from cpt.models.fsdp import call_within
 from cpt.models.units import ATTENTION
@@ -33,13 +34,13 @@ def logits_and_hidden(
     def select(module: nn.Module, inputs: Any, output: Any) -> Any:
         hidden.append(output.last_hidden_state)
         output.last_hidden_state = select_positions(output.last_hidden_state, positions)[None]
+        # K, and with it the size of the logits, may be another in each batch.
+        cleanup.enter_context(return_large())
         return output
 
-    handle = find_body(model).register_forward_hook(select)
-    try:
+    with ExitStack() as cleanup:
+        cleanup.callback(find_body(model).register_forward_hook(select).remove)
         return model(**inputs, **cache_arguments(model)).logits[0], hidden[0]
-    finally:
-        handle.remove()
 
 
 def hidden_states(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:

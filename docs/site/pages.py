@@ -22,6 +22,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "why.md",
         "installation.md",
         "tutorial.md",
+        "continue-a-chat-model.md",
         "reading-results.md",
         "troubleshooting.md",
         "glossary.md",

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from cpt.adapters.lora import attach_lora
+from cpt.core import memory
 from cpt.data.collate import label_batch
 from cpt.models import chunked_head
 from cpt.models.chunked_head import WeightedLoss, make_nll
@@ -191,6 +192,26 @@ def test_blocks_of_each_chunk_are_returned_in_the_backward_pass(in_chunks, monke
     in_chunks(10)
     values = Causal().nll(model, batch)
     assert len(sizes) > 1 and sum(sizes) == len(values)
+
+
+def test_blocks_of_whole_logits_are_returned_from_the_head_to_the_end_of_its_backward_pass(monkeypatch):
+    monkeypatch.setattr(memory, "kept_size", memory.ANY_SIZE)
+    model = build_model("llama")
+    batch = make_batch(model)
+    seen = {}
+
+    def note_backward(gradient):
+        seen["backward"] = memory.returns_large
+
+    def note_head(module, args, output):
+        seen["head"] = memory.returns_large
+        output.register_hook(note_backward)
+
+    model.lm_head.register_forward_hook(note_head)
+    values = Causal().nll(model, batch)
+    assert not memory.returns_large
+    values.sum().backward()
+    assert seen == {"head": True, "backward": True} and not memory.returns_large
 
 
 @pytest.mark.parametrize("family", ["llama", "llama tied", "bert transforms", "gemma2 with a softcap"])

@@ -1,0 +1,42 @@
+"""The answers of a chat model to prompts, as chats that `replay.sources` mixes into training.
+
+python docs/examples/write_chats.py MODEL prompts.txt chats.jsonl
+
+MODEL is a folder or a name on the Hub with a chat template. Each line of prompts.txt is a question of a
+user. An answer is the model's most likely one, of at most 128 tokens. What the model itself says changes it
+least."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+BATCH_SIZE = 16  # prompts at a time
+MAX_NEW_TOKENS = 128
+
+folder, prompt_file, chat_file = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+if tokenizer.pad_token is None:
+    tokenizer.pad_token = tokenizer.eos_token
+model = AutoModelForCausalLM.from_pretrained(folder).eval()
+prompts = [line for line in prompt_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+rows = []
+for first in tqdm(range(0, len(prompts), BATCH_SIZE), desc="answering prompts"):
+    batch = prompts[first : first + BATCH_SIZE]
+    chats = [[{"role": "user", "content": prompt}] for prompt in batch]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    with torch.inference_mode():
+        outputs = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    new_tokens = outputs[:, inputs["input_ids"].shape[1] :]
+    answers = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
+    for prompt, answer in zip(batch, answers, strict=True):
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
+        rows.append({"messages": turns})
+chat_file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+print(f"{len(rows)} chats in {chat_file}")
