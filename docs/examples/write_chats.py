@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 BATCH_SIZE = 16  # prompts at a time
 MAX_NEW_TOKENS = 128
 
-folder, prompt_file, chat_file = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+folder = sys.argv[1]
+prompt_file = Path(sys.argv[2])
+chat_file = Path(sys.argv[3])
 tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
 if tokenizer.pad_token is None:
     tokenizer.pad_token = tokenizer.eos_token

@@ -198,20 +198,20 @@ def test_blocks_of_whole_logits_are_returned_from_the_head_to_the_end_of_its_bac
     monkeypatch.setattr(memory, "kept_size", memory.ANY_SIZE)
     model = build_model("llama")
     batch = make_batch(model)
-    seen = {}
+    returned_in = {}
 
     def note_backward(gradient):
-        seen["backward"] = memory.returns_large
+        returned_in["backward"] = memory.returns_large
 
     def note_head(module, args, output):
-        seen["head"] = memory.returns_large
+        returned_in["head"] = memory.returns_large
         output.register_hook(note_backward)
 
     model.lm_head.register_forward_hook(note_head)
     values = Causal().nll(model, batch)
     assert not memory.returns_large
     values.sum().backward()
-    assert seen == {"head": True, "backward": True} and not memory.returns_large
+    assert returned_in == {"head": True, "backward": True} and not memory.returns_large
 
 
 @pytest.mark.parametrize("family", ["llama", "llama tied", "bert transforms", "gemma2 with a softcap"])
