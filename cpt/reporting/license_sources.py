@@ -112,7 +112,9 @@ def find_model_license(
         return StatedLicense(source=source, is_model=True)
     license = read_card(card, source=source, is_model=True)
     if license.link and not URL.match(license.link):  # a file of its repository
-        license = replace(license, link=f"{HUB_ADDRESS}/{checkpoint}/blob/main/{license.link}")
+        license = replace(
+            license, link=f"{HUB_ADDRESS}/{checkpoint}/blob/{revision or 'main'}/{license.link}"
+        )
     return license
 
 

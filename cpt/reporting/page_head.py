@@ -56,7 +56,7 @@ def describe_comparison_head(sections: Sequence[RunSection], *, stem: str) -> Pa
 
 def format_parameters(count: int) -> str:
     """`0.56 M`, `7.24 B`."""
-    if count >= 1e9:
+    if count >= 999.5e6:  # what three digits round to a thousand millions
         return f"{count / 1e9:.2f} B"
     return f"{count / 1e6:.3g} M"
 

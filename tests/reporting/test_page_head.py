@@ -6,11 +6,17 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from cpt.reporting.page import PageHead, markdown_head, render_html
-from cpt.reporting.page_head import describe_run_head
+from cpt.reporting.page_head import describe_run_head, format_parameters
 from cpt.reporting.run_page import write_report
 from tests.support.example_runs import make_scores
 
 VERSIONS = {"python": "3.11", "cpt": "0.2.0"}
+
+
+def test_counts_have_three_digits_and_their_unit():
+    counts = (560_000, 134_515_008, 999_400_000, 999_600_000, 7_240_000_000)
+    texts = ["0.56 M", "135 M", "999 M", "1.00 B", "7.24 B"]
+    assert [format_parameters(count) for count in counts] == texts
 
 
 def test_the_head_says_model_size_data_date_machine_and_command(tmp_path):
