@@ -340,6 +340,8 @@ def describe_verdict(best: BestGroup, measure: ComparedMeasure) -> str:
 
     num_pairs = max(contrast.n for contrast in contrasts.values())
     min_pairs = count_needed_pairs(num_others)
+    if num_pairs < min_pairs and len(undistinguished) == num_others:
+        return f"No significant difference ({count_noun(num_pairs, 'pair')}; {min_pairs} needed)"
     if num_pairs < min_pairs:
         return f"{verdict}: Holm over {num_others} needs {min_pairs} pairs, there are {num_pairs}"
     return f"{verdict}, not from {list_names(undistinguished)}"
