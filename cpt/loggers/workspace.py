@@ -171,8 +171,7 @@ def training_section() -> Section:
         name="Training",
         panels=[
             panels.LinePlot(title="Loss", x=TOKENS, y=["train/loss"]),
-            # Every loss but that of the domain: terms of the method, sources of the mixture.
-            panels.LinePlot(title="Other terms of the loss", x=TOKENS, metric_regex="^train/loss/.+$"),
+            panels.LinePlot(title="Loss by part of the mixture", x=TOKENS, metric_regex="^train/lm_.+$"),
             panels.LinePlot(
                 title="Loss on held-out text while training", x=TOKENS, metric_regex="^monitor/.+$"
             ),

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineMo
 from huggingface_hub.utils import get_token, validate_repo_id
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.tokenizer_files import TOKENIZER_FILES
 from cpt.reporting.formats import format_bytes
 
 OPTION = "--push"
@@ -25,18 +26,7 @@ PUBLISHED = (
     "generation_config.json",
     "*.safetensors",
     "*.safetensors.index.json",
-    "tokenizer*.json",
-    "tokenizer*.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*.json",
-    "vocab*.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "normalizer.json",
-    "chat_template*",
-    "additional_chat_templates/*",
+    *TOKENIZER_FILES,
     "parts.json",
     "parts/*.safetensors",
     "adapters/*/adapter_config.json",

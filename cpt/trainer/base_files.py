@@ -15,26 +15,12 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from cpt.core.errors import reason
+from cpt.core.tokenizer_files import TOKENIZER_FILES
 from cpt.models.loading import load_tokenizer
 from cpt.trainer.run_dir import checkpoint_files
 
 log = logging.getLogger(__name__)
 
-# Files of tokenizers by their patterns in a folder, in addition to those that the tokenizer's class names.
-PATTERNS = (
-    "tokenizer*.json",
-    "tokenizer*.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*.json",
-    "vocab*.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "normalizer.json",
-    "chat_template*",
-    "additional_chat_templates/*",
-)
 OF_LOADING = ("is_local", "local_files_only")  # how a tokenizer was loaded, which save_pretrained writes
 VERBATIM = "PreTrainedTokenizerFast"  # the class that takes tokenizer.json as it is
 # Text on which normalizers, pre-tokenizers and added tokens differ.
@@ -131,7 +117,7 @@ def source_folder(base: str) -> Path | None:
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[Path]:
     """The files of a tokenizer in a folder, each once."""
     paths: set[Path] = set()
-    for pattern in [*PATTERNS, *tokenizer.vocab_files_names.values()]:
+    for pattern in [*TOKENIZER_FILES, *tokenizer.vocab_files_names.values()]:
         paths.update(path for path in folder.glob(pattern) if path.is_file())
     yield from sorted(paths)
 

@@ -44,7 +44,7 @@ Trial = Callable[[int], int | None]  # the bytes that a micro-batch needs; None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FittingMicroBatch:
     """The largest micro-batch that fits, and the bytes that a process needs with it."""
 
     micro_batch: int
@@ -159,7 +159,7 @@ def find_memory_limit(machine: Machine) -> int:
     return find_total_memory() // machine.num_processes
 
 
-def compute_choice(plan: Plan, machine: Machine, *, limit: int) -> Choice | None:
+def compute_choice(plan: Plan, machine: Machine, *, limit: int) -> FittingMicroBatch | None:
     """The largest micro-batch whose step is computed to take at most `limit` bytes, or one sample where none
     does; None for a plan that cannot be computed."""
     is_gpu = machine.device.type == "cuda"
@@ -173,7 +173,7 @@ def compute_choice(plan: Plan, machine: Machine, *, limit: int) -> Choice | None
         for micro_batch in reversed(list_micro_batches(plan.budget.batch_size, world=machine.world_size)):
             num_micro_batches = plan.budget.batch_size // (machine.world_size * micro_batch)
             memory = find_step_memory(simulated, replace(layout, accumulate=num_micro_batches))
-            choice = Choice(micro_batch, sum(memory.values()), "computed")
+            choice = FittingMicroBatch(micro_batch, sum(memory.values()), "computed")
             if choice.num_bytes <= limit:
                 break
     except ValueError as error:
@@ -182,7 +182,9 @@ def compute_choice(plan: Plan, machine: Machine, *, limit: int) -> Choice | None
     return choice
 
 
-def find_choice(plan: Plan, machine: Machine, corpora: Corpora, base: Base, *, limit: int) -> Choice:
+def find_choice(
+    plan: Plan, machine: Machine, corpora: Corpora, base: Base, *, limit: int
+) -> FittingMicroBatch:
     """The largest micro-batch whose steps were tried and took at most `limit` bytes; the computed one is
     tried first. Raises ValueError where not even one sample fits."""
     computed = compute_choice(plan, machine, limit=limit)
@@ -208,7 +210,7 @@ def find_choice(plan: Plan, machine: Machine, corpora: Corpora, base: Base, *, l
 
 def search(
     sizes: Sequence[int], try_size: Trial, *, first: int, limit: int, may_run_out: bool
-) -> Choice | None:
+) -> FittingMicroBatch | None:
     """The largest of ascending sizes that fits, from the `first` one to be tried down or up; None where none
     does. `may_run_out`: an attempt that takes too much memory fails without other harm."""
     index = sizes.index(first)
@@ -217,10 +219,10 @@ def search(
         for size in reversed(sizes[:index]):
             num_bytes = try_size(size)
             if num_bytes is not None and num_bytes <= limit:
-                return Choice(size, num_bytes, "tried")
+                return FittingMicroBatch(size, num_bytes, "tried")
         return None
 
-    choice = Choice(sizes[index], num_bytes, "tried")
+    choice = FittingMicroBatch(sizes[index], num_bytes, "tried")
     for size in sizes[index + 1 :]:
         # The system ends a process that takes too much main memory. Memory grows at most in proportion.
         if not may_run_out and choice.num_bytes * size / choice.micro_batch > limit:
@@ -228,5 +230,5 @@ def search(
         num_bytes = try_size(size)
         if num_bytes is None or num_bytes > limit:
             break
-        choice = Choice(size, num_bytes, "tried")
+        choice = FittingMicroBatch(size, num_bytes, "tried")
     return choice

@@ -104,5 +104,12 @@ def test_a_workspace_has_panels_of_each_headline():
     from cpt.loggers.workspace import build_workspace
 
     workspace = repr(build_workspace("team", "cpt"))
-    for name in ("learned/nats", "FG/nats", "train/tokens_per_s", "train/grad_norm", "monitor/"):
+    for name in (
+        "learned/nats",
+        "FG/nats",
+        "train/tokens_per_s",
+        "train/grad_norm",
+        "monitor/",
+        "^train/lm_.+$",
+    ):
         assert name in workspace

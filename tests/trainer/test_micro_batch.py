@@ -20,7 +20,7 @@ from cpt.trainer.check_model import check_model
 from cpt.trainer.computed_changes import ChangeSearch
 from cpt.trainer.computed_memory import STEP, find_memory, make_layout
 from cpt.trainer.device_kinds import GPUS
-from cpt.trainer.micro_batch import Choice, agree_on_micro_batch, choose_micro_batch, search
+from cpt.trainer.micro_batch import FittingMicroBatch, agree_on_micro_batch, choose_micro_batch, search
 from cpt.trainer.micro_batch_trial import try_micro_batch
 from cpt.trainer.plan import make_plan
 from cpt.trainer.simulated_plan import SimulatedPlan
@@ -68,11 +68,11 @@ def test_auto_is_the_largest_that_fits_and_the_run_is_that_of_the_number(
 def test_a_resumed_run_keeps_its_micro_batch_on_a_device_with_more_memory(
     small, start, killing, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(micro_batch, "find_choice", lambda *args, **kwargs: Choice(2, 1, "tried"))
+    monkeypatch.setattr(micro_batch, "find_choice", lambda *args, **kwargs: FittingMicroBatch(2, 1, "tried"))
     cfg = small(TWO_DOMAINS, AUTO)
     start(cfg, tmp_path / "whole")
     killed(start, killing, cfg, tmp_path / "run", step=5, domain="food")
-    monkeypatch.setattr(micro_batch, "find_choice", lambda *args, **kwargs: Choice(8, 1, "tried"))
+    monkeypatch.setattr(micro_batch, "find_choice", lambda *args, **kwargs: FittingMicroBatch(8, 1, "tried"))
     start(cfg, tmp_path / "run")
     assert_same_bits(tmp_path / "run", tmp_path / "whole")
 
@@ -114,7 +114,7 @@ def test_a_search_goes_down_to_what_fits_or_up_to_what_does_not(
 
 def test_what_fits_the_device_and_not_the_limit_does_not_fit():
     choice = search(SIZES, lambda size: 10 * size, first=8, limit=25, may_run_out=True)
-    assert choice == Choice(2, 20, "tried")
+    assert choice == FittingMicroBatch(2, 20, "tried")
 
 
 @pytest.mark.filterwarnings("ignore")
