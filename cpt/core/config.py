@@ -80,6 +80,7 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "method.use_dora": False,
     "method.protected_rank": 0,
     "method.init_lora_weights": True,
+    "monitor.chats": False,
     "replay.sources": None,
     "replay.sources_ratio": None,
     "replay.sources_temperature": 1,

@@ -20,6 +20,12 @@ if TYPE_CHECKING:  # a config is checked without torch
     from lightning import Trainer
     from torch import Tensor
 
+# Losses on held-out chats, by names that no folder of text has: on the assistant's turns, and on the answers
+# that the base has written.
+CHAT = "held-out chats"
+BASE_ANSWERS = "base's answers"
+CHAT_LOSSES = (CHAT, BASE_ANSWERS)
+
 
 @config
 class MonitorOptions(Options):
@@ -29,9 +35,10 @@ class MonitorOptions(Options):
     max_tokens: Steps = option("maximum number of tokens per text, the same sample at every evaluation")
     past: Natural = option("maximum number of earlier domains")
     general: bool = option("evaluate the general text as well")
+    chats: bool = option("evaluate the held-out chats (`chats`) as well", default=False)
     stop: NonNegative | None = option(
-        "end the stage if the loss on past or general text rose by more nats per token, with its "
-        "whole interval; null: never"
+        "end the stage if the loss on past or general text, or on chats, rose by more nats per token, with "
+        "its whole interval; null: never"
     )
     patience: Steps | None = option("evaluations without improvement after which a stage ends")
     keep: Literal["last", "best"] = option(
@@ -46,12 +53,12 @@ class MonitorOptions(Options):
                     raise InvalidOptionError(
                         name, value, reason="every=null monitors nothing", allowed="every=STEPS"
                     )
-        if self.stop is not None and not self.past and not self.general:
+        if self.stop is not None and not self.past and not self.general and not self.chats:
             raise InvalidOptionError(
                 "stop",
                 self.stop,
-                reason="past=0, general=false leave no other text",
-                allowed="past=1 or more, or general=true",
+                reason="past=0, general=false, chats=false leave no other text",
+                allowed="past=1 or more, general=true, or chats=true",
             )
 
     @property

@@ -14,6 +14,7 @@ from matplotlib.ticker import EngFormatter
 from pandas import DataFrame, Series
 
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.monitor import BASE_ANSWERS, CHAT_LOSSES
 from cpt.evaluation.scores import Scores
 from cpt.reporting.drawing import (
     DASHES,
@@ -289,8 +290,8 @@ def draw_monitor(stages: Sequence[MonitoredStage]) -> Picture:
             for step, change in zip(stage.steps.tolist(), changes.tolist(), strict=True):
                 texts.append(f"{text}, step {step} of {stage.name}: {format_signed(change)} nats")
             add_spots(axes, steps, changes, texts)
-        if stage.general_interval is not None:
-            low, high = stage.general_interval.T
+        if GENERAL in stage.intervals:
+            low, high = stage.intervals[GENERAL].T
             axes.fill_between(steps, low, high, color="black", alpha=0.15, linewidth=0)
             general_changes.append(f"{stage.name} {format_signed(stage.change(GENERAL))}")
         axes.axvline(steps[-1], color="0.7", linewidth=0.8, linestyle=":" if stage.reason_ended else "-")
@@ -316,6 +317,9 @@ def draw_change(axes: Axes, stage: MonitoredStage, text: str, steps: np.ndarray,
     """The line of a text, in the style of its kind."""
     if text == GENERAL:
         axes.plot(steps, changes, label="general text", color="black", linewidth=1.6)
+    elif text in CHAT_LOSSES:
+        linestyle = "-." if text == BASE_ANSWERS else "-"
+        axes.plot(steps, changes, label=text, color=SERIES[2], linewidth=1.4, linestyle=linestyle)
     elif text in stage.own_texts:
         axes.plot(steps, changes, label="the domain itself", color=SERIES[0], linewidth=1.4, linestyle="--")
     else:

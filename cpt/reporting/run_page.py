@@ -14,6 +14,7 @@ from pandas import DataFrame, Series
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.derived_rows import describe_tuned_chats, find_derived_rows
+from cpt.evaluation.monitor import CHAT_LOSSES
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import run_figures
@@ -245,10 +246,17 @@ def show_monitor(scores: Scores) -> Block:
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     cells = [format_monitored_stage(stage) for stage in stages]
 
+    # A run that monitors chats has a column for each of their losses.
+    for chat_loss in CHAT_LOSSES:
+        if any(chat_loss in stage.changes for stage in stages):
+            head.append(chat_loss)
+            for row, stage in zip(cells, stages, strict=True):
+                row.append(format_kept_change(stage, chat_loss))
+
     if any("divergence" in stage for stage in scores.monitor.values()):
         head.append("KL from the base, its own text")
-        for row, stage in zip(cells, scores.monitor.values(), strict=True):
-            row.append(format_own_divergence(stage))
+        for row, record in zip(cells, scores.monitor.values(), strict=True):
+            row.append(format_own_divergence(record))
 
     # An observer may report further columns, for example what a budget allowed and did.
     reports = [stage.get("budget", {}).get("report", {}) for stage in scores.monitor.values()]
@@ -273,12 +281,17 @@ def format_monitored_stage(stage: MonitoredStage) -> list[str]:
         own_mean = format_or_dash(float(np.mean(own_changes)), format_signed)
     most_risen = stage.find_most_risen()
     past = f"{most_risen} {format_signed(stage.change(most_risen))}" if most_risen else MISSING
-    general = MISSING
-    if stage.general_interval is not None:
-        low, high = stage.general_interval[stage.kept_evaluation].tolist()
-        general = format_or_dash(stage.change(GENERAL), format_signed)
-        general += f" [{format_or_dash(low, format_signed)}, {format_or_dash(high, format_signed)}]"
+    general = format_kept_change(stage, GENERAL)
     return [stage.name, str(stage.steps[-1]), own_mean, past, general, stage.reason_ended or MISSING]
+
+
+def format_kept_change(stage: MonitoredStage, text: str) -> str:
+    """The change of a loss with its interval, at the weights that the stage kept."""
+    if text not in stage.intervals:
+        return MISSING
+    low, high = stage.intervals[text][stage.kept_evaluation].tolist()
+    change = format_or_dash(stage.change(text), format_signed)
+    return f"{change} [{format_or_dash(low, format_signed)}, {format_or_dash(high, format_signed)}]"
 
 
 def format_own_divergence(stage: Mapping[str, Any]) -> str:

@@ -45,6 +45,7 @@ class Candidate:
     overrides: list[str]
     space: dict[str, Override]
     defaults: dict[str, Any]  # empty where a default is outside the space
+    monitors_chats: bool  # whether chats may end a stage: its trials measure them, too
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ class TuneSweeper(OptunaSweeper):
             overrides=[*fixed, *choices],
             space=space,
             defaults=find_defaults(cfg, space, grid=self.sampler == "grid"),
+            monitors_chats=cfg.monitor.chats is True,
         )
 
     def search_candidate(
@@ -214,11 +216,15 @@ class TuneSweeper(OptunaSweeper):
             return SearchResult([], [])
         log.info("Tuning %s: %s trials over %s", candidate.label, self.n_trials, ", ".join(candidate.space))
 
-        evaluation = ["domains.score_on=valid", "benchmark=none", "chats=none", "divergence=none"]
-        evaluation.append("endtask.score_on=dev" if self.on_tasks else "endtask=none")
-        replaced: tuple[str, ...] = ("benchmark", "chats", "divergence")
+        unused = ["benchmark", "divergence"]
+        if not candidate.monitors_chats:
+            unused.append("chats")
         if not self.on_tasks:
-            replaced = (*replaced, "endtask")
+            unused.append("endtask")
+        evaluation = ["domains.score_on=valid", *(f"{group}=none" for group in unused)]
+        if self.on_tasks:
+            evaluation.append("endtask.score_on=dev")
+        replaced = tuple(unused)
         fixed = [line for line in candidate.overrides if not line.lstrip("+~").startswith(replaced)]
         first_run = [lines[0] for lines in runs if lines[0].partition("=")[0] not in self.averaged]
         folder = f"{name}/search/" + UNSAFE.sub(".", candidate.label).strip(".")

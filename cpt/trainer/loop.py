@@ -27,6 +27,7 @@ from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.callbacks import CustomCallbacks
 from cpt.trainer.chat_date import date_chats
+from cpt.trainer.chat_monitor import find_chat_evaluator
 from cpt.trainer.common_settings import check_same_date, check_same_settings
 from cpt.trainer.costs import time_phase
 from cpt.trainer.evaluator import Evaluator
@@ -251,6 +252,7 @@ class ContinualTrainer:
             loggers=self.loggers,
             custom_callbacks=self.custom_callbacks,
             timer=self.timer,
+            chat_evaluator=find_chat_evaluator(self.file_evaluators),
         )
 
     def fit(self) -> None:

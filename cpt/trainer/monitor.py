@@ -17,10 +17,11 @@ from cpt.core.randomness import key
 from cpt.data.collate import Batch
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.divergence import Documents
-from cpt.evaluation.monitor import MonitorObserver, MonitorOptions, MonitorRecord
+from cpt.evaluation.monitor import CHAT_LOSSES, MonitorObserver, MonitorOptions, MonitorRecord
 from cpt.evaluation.perplexity import DocumentDivergence, DocumentNLL
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import set_mode
+from cpt.trainer.chat_monitor import ChatMonitor
 from cpt.trainer.costs import CostMonitor
 
 log = logging.getLogger(__name__)
@@ -36,11 +37,14 @@ class Monitor(Callback):
         observer: MonitorObserver,
         data: DomainSequence,
         cost_monitor: CostMonitor,
+        *,
+        chats: ChatMonitor | None = None,
     ) -> None:
         domain = data.domain
         self.options = options
         self.observer = observer
         self.cost_monitor = cost_monitor
+        self.chats = chats
         self.stage_texts = domain.texts
         names = [
             *options.choose(domain.texts, data.earlier_texts(domain), stage=domain.name),
@@ -52,7 +56,7 @@ class Monitor(Callback):
             self.rows[name] = text.draw_rows(options.max_tokens, stream=key("monitor rows", name))
 
         self.record = MonitorRecord()
-        self.initial_losses: Mapping[str, Tensor] = {}  # of the first evaluation, by text [2, documents]
+        self.initial_losses: dict[str, Tensor] = {}  # of the first evaluation, by text [2, documents]
         self.best_weights: dict[str, Tensor] = {}  # of the lowest loss so far
         self.step = 0  # the last optimizer step that was seen
 
@@ -119,11 +123,20 @@ class Monitor(Callback):
     def evaluate(self, trainer: Trainer, module: ContinualMethod) -> None:
         """Evaluates the model as it is now, has the observer act, and stores the losses."""
         measured: Mapping[str, Tensor] = self.measure(trainer, module)
-        if not self.initial_losses:
-            self.initial_losses = measured
+        is_first = not self.initial_losses
+        if is_first:
+            self.initial_losses = dict(measured)
         measured = self.observer.on_evaluation(
             trainer, module, measured, partial(self.measure, trainer, module)
         )
+
+        # After the observer, which acts on texts: with the weights that it leaves.
+        if self.chats is not None:
+            with self.evaluation_mode(trainer, module):
+                chat_losses = self.chats.measure(module)
+            if is_first:
+                self.initial_losses.update(chat_losses)
+            measured = {**measured, **chat_losses}
 
         initial_losses = {name: self.initial_losses[name].numpy() for name in measured}
         losses = {name: values.numpy() for name, values in measured.items()}
@@ -213,6 +226,18 @@ class Monitor(Callback):
         self.initial_losses = dict(state["began"])
         self.best_weights = dict(state["best"])
         self.observer.load_state_dict(state["observer"])
+        self.keep_chats_of_stage()
+
+    def keep_chats_of_stage(self) -> None:
+        """Has a resumed stage evaluate chats to its end only if all its evaluations did so."""
+        if self.chats is not None and not set(self.chats.names) <= set(self.initial_losses):
+            self.chats = None
+            log.info("Monitoring no chats in the rest of this stage, which began without monitor.chats")
+        if self.chats is None:
+            for name in CHAT_LOSSES:
+                self.initial_losses.pop(name, None)
+                self.record.nll.pop(name, None)
+                self.record.rise.pop(name, None)
 
 
 def copy_trained(module: ContinualMethod) -> dict[str, Tensor]:

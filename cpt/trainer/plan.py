@@ -19,6 +19,7 @@ from cpt.data.options import Budget, share_batch
 from cpt.data.replay import ReplayConfig
 from cpt.evaluation.chat_set import find_chat_files, read_chats, stamp_chats
 from cpt.evaluation.finetune_tasks import FinetunePlan, plan_endtasks
+from cpt.evaluation.monitor import CHAT_LOSSES
 from cpt.evaluation.options import AUTO, ChatOptions
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
@@ -403,11 +404,40 @@ def check_conflicts(plan: Plan) -> None:
             has_branches=plan.has_branches,
             is_sharded=is_sharded,
         )
+    if plan.monitor.chats:
+        check_monitored_chats(plan)
     if plan.needs_base_weights:
         check_divergence(plan)
     check_optimizer_kind(plan)
     if is_sharded:
         check_sharding(plan)
+
+
+def check_monitored_chats(plan: Plan) -> None:
+    """Raises ValueError where a stage evaluates nothing, where the run measures no chats, and where a domain
+    has a name of their losses."""
+    if not plan.has_monitor:
+        raise InvalidOptionError(
+            "monitor.chats",
+            True,
+            reason="every=null monitors nothing",
+            allowed="false, or monitor.every=STEPS",
+        )
+    if not plan.measures_chats:
+        raise InvalidOptionError(
+            "monitor.chats",
+            True,
+            reason="this run measures no chats (chats=none, strategy=fsdp, or no chat template)",
+            allowed="false, or a causal model with a chat template and chats=default",
+        )
+    for name in CHAT_LOSSES:
+        if name in plan.source.domains:
+            raise InvalidOptionError(
+                "monitor.chats",
+                True,
+                reason=f"the domain {name} has the name of a loss on chats",
+                allowed="false, or another name of the domain",
+            )
 
 
 def check_divergence(plan: Plan) -> None:

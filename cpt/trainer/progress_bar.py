@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from cpt.core.heartbeat import HEARTBEAT, is_terminal, progress_bar
 from cpt.core.memory import peak
+from cpt.evaluation.monitor import CHAT_LOSSES
 from cpt.trainer.costs import CostMonitor
 from cpt.trainer.monitor import Monitor
 
@@ -119,16 +120,22 @@ def format_rate(rate: float) -> str:
 
 
 def describe_rise(monitor: Monitor) -> list[str]:
-    """The largest rise of a text other than the stage's, in nats per token since the stage began, once there
-    are two evaluations."""
-    rises = {}
+    """The largest rise of a text other than the stage's, and the larger one of chats, in nats per token since
+    the stage began, once there are two evaluations."""
+    text_rises: dict[str, float] = {}
+    chat_rises: dict[str, float] = {}
     for text, losses in monitor.record.nll.items():
-        if text not in monitor.stage_texts and len(losses) > 1:
-            rises[text] = losses[-1] - losses[0]
-    if not rises:
-        return []
-    text = max(rises, key=lambda name: rises[name])
-    return [f"{text} {rises[text]:+.3f} nats"]
+        if text in monitor.stage_texts or len(losses) < 2:
+            continue
+        rises = chat_rises if text in CHAT_LOSSES else text_rises
+        rises[text] = losses[-1] - losses[0]
+
+    parts = []
+    for rises in (text_rises, chat_rises):
+        if rises:
+            name, rise = max(rises.items(), key=lambda item: item[1])
+            parts.append(f"{name} {rise:+.3f} nats")
+    return parts
 
 
 def describe_remaining() -> list[str]:

@@ -24,6 +24,8 @@ from cpt.models.fast_kernels import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.trainer.auto import Machine
 from cpt.trainer.callbacks import CustomCallbacks
+from cpt.trainer.chat_evaluator import ChatEvaluator
+from cpt.trainer.chat_monitor import ChatMonitor, make_chat_monitor
 from cpt.trainer.checkpoint import check_stage, map_stored, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, added_state_bytes, trained_parameters
 from cpt.trainer.lightning import drop_optimizer, make_trainer
@@ -77,6 +79,7 @@ class StageTrainer:
     loggers: Sequence[Logger]
     custom_callbacks: CustomCallbacks
     timer: ActivityTimer
+    chat_evaluator: ChatEvaluator | None  # None: the run measures no chats
 
     def train(self, number: int, domain: Domain) -> StageCosts:
         """Trains one stage, from its checkpoint if there is one, and stores the state after it.
@@ -155,7 +158,12 @@ class StageTrainer:
         interval = self.plan.monitor.every
         if interval is None:  # the observer says how many evaluations of a stage it needs
             interval = math.ceil(self.data.steps(domain) / observer_options.evaluations)
-        return Monitor(replace(self.plan.monitor, every=int(interval)), observer, self.data, cost_monitor)
+
+        options = replace(self.plan.monitor, every=int(interval))
+        chats: ChatMonitor | None = None
+        if options.chats:
+            chats = make_chat_monitor(self.chat_evaluator, max_tokens=options.max_tokens)
+        return Monitor(options, observer, self.data, cost_monitor, chats=chats)
 
     def fit(self, number: int, domain: Domain, checkpoint_path: Path, callbacks: StageCallbacks) -> Trainer:
         """Trains with Lightning, after each rollback again from the last checkpoint."""

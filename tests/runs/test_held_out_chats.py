@@ -13,8 +13,10 @@ from cpt import gate, graft, withdraw
 from cpt.evaluation.derived_rows import DerivedRow
 from cpt.train import is_done
 from cpt.trainer import chat_evaluator
+from cpt.trainer.chat_monitor import draw_chats
 from tests.runs.reading import assert_same_bits, read_scores
 from tests.support.chat_decoder import write_checkpoint
+from tests.support.kill_callback import KilledError, Killer
 
 CHATS = [
     ("What does the court find?", "The court finds that a party must pay."),
@@ -166,6 +168,73 @@ def test_shipped_chats_are_measured_where_there_is_a_template_and_not_in_a_run_t
     start(small_gpt2(*options), tmp_path / "old")
     assert "Skipping held-out chats: this run began without them" in caplog.text
     assert read_scores(tmp_path / "old")["chats"] == {}
+
+
+MONITORED = ["monitor.every=2", "monitor.max_tokens=100000", "monitor.chats=true"]
+
+
+def test_monitored_chats_have_the_losses_of_the_stages_and_change_no_bit(chat_run, tmp_path):
+    scores = chat_run(tmp_path / "run", *MONITORED, "+logger.csv=true")
+    stage = scores["monitor"]["law"]
+    names = ["held-out chats", "base's answers"]
+    assert stage["steps"] == [0, 2, 4] and list(stage["nll"]) == ["law", "general", *names]
+    for name, key in zip(names, ("nll", "base_answer_nll"), strict=True):
+        losses = stage["nll"][name]
+        assert [losses[0], losses[-1]] == pytest.approx(scores["chats"][key], rel=1e-5)
+        assert len(stage["rise"][name]) == 3 and stage["rise"][name][0] == [0, 0]
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "| held-out chats | base's answers |" in report
+    assert "monitor/held-out chats/law" in (tmp_path / "run" / "metrics.csv").read_text()
+
+    assert chat_run(tmp_path / "without", "chats=none")["monitor"] == {}
+    assert_same_bits(tmp_path / "run", tmp_path / "without")
+
+    ending = ["monitor.stop=0.01", "monitor.past=0", "monitor.general=false"]
+    ended_stage = chat_run(tmp_path / "ended", *MONITORED, *ending)["monitor"]["law"]
+    assert ended_stage["steps"] == [0, 2] and ended_stage["ended"].startswith("base's answers has risen by")
+
+
+def test_monitored_chats_are_whole_chats_up_to_a_number_of_tokens():
+    rows_by_chat = [[([0] * size, [True] * size)] for size in (4, 8, 6, 2)]
+    for max_tokens in range(1, 21):
+        drawn = draw_chats(rows_by_chat, max_tokens=max_tokens)
+        sizes = [len(ids) for [(ids, _)] in drawn]
+        assert drawn == [rows for rows in rows_by_chat if rows in drawn] and drawn
+        assert sum(sizes) >= max_tokens and min(sum(sizes) - size for size in sizes) < max_tokens
+    assert drawn == rows_by_chat
+
+
+def test_chats_that_nothing_monitors_are_refused_in_one_line(small_gpt2, decoder, start, tmp_path):
+    model = f"model.name_or_path={decoder}"
+    for options, message in (
+        ([model, "monitor.chats=true"], "monitor.chats=true is invalid: every=null monitors nothing"),
+        (MONITORED, "monitor.chats=true is invalid: this run measures no chats"),
+        ([model, *MONITORED, "strategy=fsdp"], "monitor.chats=true is invalid: this run measures no chats"),
+        ([model, *MONITORED, "chats=none"], "monitor.chats=true is invalid: this run measures no chats"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            start(small_gpt2(*options), tmp_path / "run")
+
+
+def test_a_killed_stage_goes_on_with_the_chats_that_it_began_with(chat_run, killing, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="cpt")
+    options = ["trainer.checkpoint_every=1", *MONITORED]
+    undisturbed = chat_run(tmp_path / "whole", *options)["monitor"]
+
+    def kill(folder, *overrides):
+        killing(Killer(step=3, domain="law"))
+        with pytest.raises(KilledError):
+            chat_run(folder, "trainer.checkpoint_every=1", *overrides)
+        killing(None)
+
+    kill(tmp_path / "killed", *MONITORED)
+    assert chat_run(tmp_path / "killed", *options)["monitor"] == undisturbed
+    kill(tmp_path / "off", *MONITORED)
+    off = chat_run(tmp_path / "off", *options, "monitor.chats=false")["monitor"]["law"]
+    assert list(off["nll"]) == ["law", "general"] and len(off["nll"]["law"]) == 3
+    kill(tmp_path / "on", *MONITORED, "monitor.chats=false")
+    on = chat_run(tmp_path / "on", *options)["monitor"]["law"]
+    assert on == off and "Monitoring no chats in the rest of this stage" in caplog.text
 
 
 def test_what_cannot_answer_chats_is_refused_in_one_line(small_gpt2, decoder, chats_file, start, tmp_path):

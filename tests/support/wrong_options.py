@@ -32,7 +32,7 @@ optimized_metric=LC.furlongs | method=elle method.neurons=0.5 | +data.processes=
 endtask._target_=nowhere.X | name='${no.such}' | order=[law]
 strategy=fsdp endtask=hub +endtask.tasks.sympy.path=x
 strategy=fsdp method=elle | strategy=fsdp method=block_expansion | +trainer.max_steps=1 | monitor.stop=0.1 | trainer.precision=16-true
-monitor.every=2 monitor.stop=1 monitor.past=0 monitor.general=false
+monitor.every=2 monitor.stop=1 monitor.past=0 monitor.general=false | monitor.chats=true
 monitor.every=2 monitor.patience=1 lr_scheduler=wsd | monitor.every=2 monitor.keep=best strategy=fsdp
 budget=drift budget.general=1 monitor.general=false | budget.general=1 | budget=drift
 budget=drift budget.past=1 monitor.every=2 monitor.keep=best

@@ -93,6 +93,9 @@ def test_the_largest_rise_of_another_text_is_shown():
     monitor.stage_texts = ["law"]
     monitor.record = SimpleNamespace(nll={"law": [1, 5], "food": [2, 3, 2.25], "general": [3, 2, 2.9]})
     assert progress_bar.describe_rise(monitor) == ["food +0.250 nats"]
+    monitor.record.nll["held-out chats"] = [2, 3]
+    monitor.record.nll["base's answers"] = [1, 3]
+    assert progress_bar.describe_rise(monitor) == ["food +0.250 nats", "base's answers +2.000 nats"]
     monitor.record = SimpleNamespace(nll={"law": [1], "food": [2]})
     assert progress_bar.describe_rise(monitor) == []
 

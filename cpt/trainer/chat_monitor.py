@@ -1,0 +1,97 @@
+"""The losses on held-out chats during a stage, for the monitor."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpt.core.distributed import gather_objects
+from cpt.core.processes import is_first_process, rank_and_world
+from cpt.core.randomness import key, permute
+from cpt.evaluation.chat_answers import mean_losses
+from cpt.evaluation.chat_files import ANSWERS, BASE_LOSSES, LOSSES
+from cpt.evaluation.monitor import BASE_ANSWERS, CHAT
+from cpt.methods.base import ContinualMethod
+from cpt.trainer.chat_evaluator import ChatEvaluator, MarkedRow, count_scored, score_chats
+
+log = logging.getLogger(__name__)
+
+
+class ChatMonitor:
+    """Scores a fixed sample of the held-out chats, up to `max_tokens` tokens, with the model as it is: the
+    assistant's turns, and the answers that the base has written, where the run has them.
+
+    Every process has to call `measure`; they share the chats out."""
+
+    def __init__(self, evaluator: ChatEvaluator, *, max_tokens: int) -> None:
+        self.evaluator = evaluator
+        self.rows_by_chat = {CHAT: draw_chats(evaluator.make_rows(LOSSES), max_tokens=max_tokens)}
+        # Written before the first stage, but with chats.generate=0.
+        if evaluator.answered and evaluator.read(0, ANSWERS) is not None:
+            rows = evaluator.make_rows(BASE_LOSSES)
+            self.rows_by_chat[BASE_ANSWERS] = draw_chats(rows, max_tokens=max_tokens)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the losses, in the place of names of texts."""
+        return list(self.rows_by_chat)
+
+    def measure(self, module: ContinualMethod) -> dict[str, Tensor]:
+        """By name the mean loss of each chat in nats per token and a weight of 1, [2, chats] on the CPU: a
+        mean over chats, as after a stage."""
+        losses = {}
+        for name, rows_by_chat in self.rows_by_chat.items():
+            local_nats: dict[int, float] = {}
+            score_chats(
+                module.model,
+                self.evaluator.objective,
+                rows_by_chat,
+                local_nats,
+                batch_size=self.evaluator.options.batch_size,
+                on_batch_done=lambda count: None,
+                share=rank_and_world(),
+            )
+            nats: dict[int, float] = {}
+            for process_nats in gather_objects(local_nats):
+                nats.update(process_nats)
+
+            num_chats = len(rows_by_chat)
+            num_tokens = [count_scored(rows) for rows in rows_by_chat]
+            sums = np.array([[nats[index] for index in range(num_chats)], num_tokens], dtype=float)
+            means = torch.from_numpy(mean_losses(sums))
+            losses[name] = torch.stack([means, torch.ones_like(means)])
+        return losses
+
+
+def make_chat_monitor(evaluator: ChatEvaluator | None, *, max_tokens: int) -> ChatMonitor | None:
+    """The chats that a stage monitors; None, which is logged, where the model takes none of those that cpt
+    ships."""
+    if evaluator is None or not evaluator.chats:
+        if is_first_process():
+            log.info("Monitoring no chats: the model takes none of them (monitor.chats=true)")
+        return None
+    return ChatMonitor(evaluator, max_tokens=max_tokens)
+
+
+def draw_chats(rows_by_chat: Sequence[Sequence[MarkedRow]], *, max_tokens: int) -> list[Sequence[MarkedRow]]:
+    """The first chats of a fixed permutation whose tokens add up to a number, in their order: one or more."""
+    num_chats = len(rows_by_chat)
+    order = permute(np.arange(num_chats), num_chats, stream=key("monitored chats"))
+    num_tokens = 0
+    drawn = []
+    for index in order.tolist():
+        if num_tokens >= max_tokens:
+            break
+        drawn.append(index)
+        num_tokens += sum(len(ids) for ids, _ in rows_by_chat[index])
+    return [rows_by_chat[index] for index in sorted(drawn)]
+
+
+def find_chat_evaluator(evaluators: Sequence[object]) -> ChatEvaluator | None:
+    """The evaluator of chats among those of a run."""
+    for evaluator in evaluators:
+        if isinstance(evaluator, ChatEvaluator):
+            return evaluator
+    return None
