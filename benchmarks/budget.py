@@ -35,7 +35,7 @@ SIZES = [
     "trainer.batch_size=16",
     "trainer.eval_batch_size=128",
     "trainer.importance_samples=16",
-    "trainer.checkpoint_every=100000",
+    "trainer.checkpoint_every_n_steps=100000",
     "domains.held_out.max_documents=200",
 ]
 HELD = 0.95  # of the seeds

@@ -21,7 +21,7 @@ from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import Block, markdown
 
 BUDGET = 4
-SIZE = ["trainer.steps=8", "trainer.importance_samples=64", "eval.max_tokens=6000", "eval.rows=last"]
+SIZE = ["trainer.steps=8", "trainer.importance_samples=64", "eval.max_tokens=6000", "eval.when=last"]
 TUNING = study.SCORES / "das6_mpnet_tuning.json"
 SCORES = study.SCORES / "das6_mpnet_tuned.jsonl.gz"
 LC = "LC/perplexity"

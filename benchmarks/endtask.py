@@ -3,8 +3,9 @@
 Both train the same classifier on the same rows in the same order, padded to the longest of a batch, with the
 same AdamW, schedule and bar, without clipping. They take turns in one process, an epoch each; what is
 built before the first step is not counted. A first, untimed pass without dropout shows that they do the same
-work: the weights at its end. `grouped` and `bf16` are what a run may choose beside (endtask.grouped=20, then
-endtask.precision=bf16-mixed); the Trainer's own clock leaves out its set-up."""
+work: the weights at its end. `grouped` and `bf16` are what a run may choose beside
+(endtask.group_by_length=20, then endtask.precision=bf16-mixed); the Trainer's own clock leaves out its
+set-up."""
 
 import argparse
 import gc
@@ -70,7 +71,7 @@ class FinetuneSetup:
         )
         return AutoModelForMaskedLM.from_config(config)
 
-    def job(self, *, grouped: int = 1, precision: str = "32-true") -> FinetuneJob:
+    def job(self, *, group_by_length: int = 1, precision: str = "32-true") -> FinetuneJob:
         draw = np.random.default_rng(0)
         ids = [
             torch.from_numpy(draw.integers(5, VOCABULARY, size=draw.integers(SHORTEST, LONGEST)))
@@ -83,19 +84,19 @@ class FinetuneSetup:
             weight_decay=WEIGHT_DECAY,
             warmup_ratio=0.0,
             batch_size=self.batch,
-            grouped=grouped,
+            group_by_length=group_by_length,
             max_seq_length=LONGEST,
             precision=precision,
             dropout=self.dropout,
-            frozen=False,
+            freeze_encoder=False,
             metric="macro_f1",
-            select="last",
+            load_best_model_at_end=False,
         )
         return FinetuneJob("task", rows, None, rows, CLASSES, settings, pad=1, eval_batch_size=64)
 
     def start(self, model: PreTrainedModel) -> classifier.Classifier:
         with classifier.forked_generators(CPU, SEED):
-            return classifier.Classifier(model, classes=CLASSES, dropout=self.dropout, frozen=False)
+            return classifier.Classifier(model, classes=CLASSES, dropout=self.dropout, freeze_encoder=False)
 
 
 def make_cpt_epoch(model: classifier.Classifier, job: FinetuneJob) -> Run:
@@ -154,8 +155,8 @@ def make_hf_epoch(model: classifier.Classifier, job: FinetuneJob) -> Run:
 
 SUBJECTS: dict[str, tuple[Callable[[classifier.Classifier, FinetuneJob], Run], dict[str, Any]]] = {
     "cpt": (make_cpt_epoch, {}),
-    "cpt grouped": (make_cpt_epoch, {"grouped": 20}),
-    "cpt grouped bf16": (make_cpt_epoch, {"grouped": 20, "precision": "bf16-mixed"}),
+    "cpt grouped": (make_cpt_epoch, {"group_by_length": 20}),
+    "cpt grouped bf16": (make_cpt_epoch, {"group_by_length": 20, "precision": "bf16-mixed"}),
     "hf": (make_hf_epoch, {}),
 }
 

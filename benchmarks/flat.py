@@ -31,7 +31,7 @@ NUM_END_DOMAINS = 10  # domains that stand for the beginning of the run, and for
 KILL_SHARES = (0.2, 0.5, 0.8)  # of the domains, after which a run is killed
 CLOCKS = ("seconds", "processor")  # figures of a sight that are sums since the start: compared by row
 BLOCK_BYTES = 512  # the unit of st_blocks
-FULL_MATRIX = ("eval.rows=each", "eval.columns=all")
+FULL_MATRIX = ("eval.when=each", "eval.columns=all")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ ALWAYS = [
     "trainer.batch_size=8",
     "trainer.eval_batch_size=8",
     "trainer.importance_samples=8",
-    "eval.rows=last",
+    "eval.when=last",
     "eval.columns=seen",
     "eval.max_tokens=1024",
 ]

@@ -70,7 +70,7 @@ ALWAYS = [
     "order=[sympy]",
     "logger=csv",
     "trainer.accelerator=cpu",
-    "trainer.checkpoint_every=1000000000",
+    "trainer.checkpoint_every_n_steps=1000000000",
     "trainer.quick_dropout=false",  # measured by name where it is on
 ]
 

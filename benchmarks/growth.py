@@ -41,9 +41,9 @@ ALWAYS = [
     "trainer.batch_size=2",
     "trainer.eval_batch_size=2",
     "trainer.importance_samples=2",
-    "trainer.checkpoint_every=1000",
+    "trainer.checkpoint_every_n_steps=1000",
     "model.max_seq_length=32",
-    "eval.rows=last",
+    "eval.when=last",
     "eval.columns=seen",
     "eval.max_tokens=32",
 ]

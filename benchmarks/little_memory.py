@@ -111,7 +111,7 @@ def try_killed_tokenization(
             path.write_text("\n".join(sentences(words, count=30_000, seed=seed)) + "\n")
 
     run = home / "run"
-    overrides = [*runs.GIVEN, "data.preprocessing_num_workers=2", f"domains.root={folder / 'long'}"]
+    overrides = [*runs.GIVEN, "domains.preprocessing_num_workers=2", f"domains.root={folder / 'long'}"]
     expected = runs.run_undisturbed(folder, overrides)
     arguments = runs.command(folder, run, *overrides, cache=home / "cache")
     script = home / "several.py"

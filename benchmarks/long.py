@@ -26,7 +26,7 @@ from tests.conftest import SMALL, VOCABULARIES, sentences  # noqa: E402
 
 MOST = 1.10  # the last domains over the early ones
 FLAT = ("processor", "mean", "memory", "files", "threads")
-GIVEN = ("trainer.steps=3", "eval.rows=every:50", "eval.columns=near:4", "order=reverse", "domains=texts")
+GIVEN = ("trainer.steps=3", "eval.when=every:50", "eval.columns=near:4", "order=reverse", "domains=texts")
 
 
 def write_domains(root: Path, count: int) -> None:

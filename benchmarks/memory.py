@@ -90,8 +90,8 @@ ALWAYS = [
     "trainer.batch_size=8",
     "trainer.eval_batch_size=8",
     "trainer.importance_samples=8",
-    "trainer.checkpoint_every=1000",
-    "eval.rows=last",
+    "trainer.checkpoint_every_n_steps=1000",
+    "eval.when=last",
     "eval.columns=seen",
     "eval.max_tokens=1024",
 ]

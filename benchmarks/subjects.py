@@ -95,7 +95,7 @@ def fit(
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        last = StepCheckpoint(folder / "last.ckpt", interval=options.checkpoint_every, guard=guard)
+        last = StepCheckpoint(folder / "last.ckpt", interval=options.checkpoint_every_n_steps, guard=guard)
         labels = WandbLabels(name="bench", group="bench", job_type="bench", tags=())
         run = LoggedRun(folder=folder, labels=labels, config={}, texts=[])
         csv_file = workload.plan.logger.csv

@@ -41,7 +41,7 @@ model.max_seq_length=16 model.vocab_size=300 model.config.hidden_size=32 model.c
 model.config.num_hidden_layers=2 model.config.num_attention_heads=2
 model.pretraining.steps=6 model.pretraining.batch_size=8
 trainer.steps=6 trainer.batch_size=8 trainer.eval_batch_size=64 trainer.importance_samples=16
-trainer.checkpoint_every=2 trainer.log_every_n_steps=2 trainer.precision=32-true logger=none
+trainer.checkpoint_every_n_steps=2 trainer.log_every_n_steps=2 trainer.precision=32-true logger=none
 """
 SMALL = SIZES.split()
 SMALL_GPT2 = ["model=tiny_gpt2", *(option for option in SMALL if not option.startswith("model.config."))]

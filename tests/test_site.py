@@ -85,7 +85,7 @@ def test_required_options_come_first_and_equal_rows_once():
 def test_the_options_of_a_checkpoint_are_on_the_page_of_models():
     page = read("options/model.md")
     section = page.partition("## `model=hf`")[2].partition("## `")[0]
-    for option in ("model.layers", "model.pretraining.head_steps", "model.pretraining.precision"):
+    for option in ("model.num_hidden_layers", "model.pretraining.head_steps", "model.pretraining.precision"):
         assert f"| `{option}` |" in section
 
 

@@ -25,7 +25,6 @@ EXECUTION = (
     "verify_inputs",
     "extend",
     "grow",  # of runs of 0.1.0
-    "data",
     "export",  # a finished run may be exported again
     "modules",
     "benchmark",
@@ -35,12 +34,13 @@ EXECUTION = (
     "chats",  # on by default for models with a chat template: it measures, and changes no bit of training
     "optimized_metric",
     "domains.ignore",
+    "domains.preprocessing_num_workers",
     "save_all_stages",
     "strategy",
     "on_nonfinite",
     "mask.migu.magnitudes",
     "method.mask.magnitudes",
-    "eval.rows",  # a finished run may be given more of the matrix
+    "eval.when",  # a finished run may be given more of the matrix
     "eval.columns",
     "trainer.accelerator",
     "trainer.devices",
@@ -49,7 +49,7 @@ EXECUTION = (
     "trainer.num_workers",
     "trainer.reshard_after_forward",
     "trainer.eval_batch_size",
-    "trainer.checkpoint_every",
+    "trainer.checkpoint_every_n_steps",
     "trainer.log_every_n_steps",
     "trainer.gradient_checkpointing",
     "trainer.offload_method_state",

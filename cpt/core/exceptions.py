@@ -53,8 +53,8 @@ class InvalidOptionError(MessageError):
     `context` is what the value does not go with: `with …`, `for …` or `before …`; `meant` a value that was
     probably meant, and comes before what is allowed.
 
-    >>> print(InvalidOptionError("model.layers", 4, reason="the model is new", allowed="null"))
-    model.layers=4 is invalid: the model is new. Allowed: null
+    >>> print(InvalidOptionError("model.num_hidden_layers", 4, reason="the model is new", allowed="null"))
+    model.num_hidden_layers=4 is invalid: the model is new. Allowed: null
     >>> print(InvalidOptionError("model", "tiny_bert", context="for chats", allowed="model=tiny_gpt2"))
     model=tiny_bert is invalid for chats. Allowed: model=tiny_gpt2
     >>> print(InvalidOptionError("trainer.precision", "fp16", meant="16-mixed", allowed="auto, 16-mixed"))

@@ -40,7 +40,7 @@ OPTIONS = {
     "per_device_train_batch_size": ForeignOption("trainer.batch_size", GLOBAL_BATCH),
     "rank": ForeignOption("method.r"),
     "report_to": ForeignOption("logger"),
-    "save_steps": ForeignOption("trainer.checkpoint_every"),
+    "save_steps": ForeignOption("trainer.checkpoint_every_n_steps"),
     "train_batch_size": ForeignOption("trainer.batch_size", GLOBAL_BATCH),
     "warmup_steps": ForeignOption("lr_scheduler.warmup_ratio", "a share of a domain's steps"),
 }

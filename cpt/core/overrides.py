@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 # Options that are mappings with keys of the user's own, null or {} by default. Other mappings have keys with
 # defaults, some of which a mapping on the command line changes.
 OPEN_MAPPINGS = (
-    "answers.measures",
+    "answers.metrics",
     "benchmark.metrics",
     "domains.catalogue",
     "domains.columns",

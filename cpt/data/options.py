@@ -5,14 +5,6 @@ from collections.abc import Sized
 from dataclasses import dataclass
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.schema import Count, Options, config, option
-
-
-@config
-class DataOptions(Options):
-    """How texts are prepared; nothing of it changes the result."""
-
-    preprocessing_num_workers: Count | None = option("tokenization processes per text; null: one per core")
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def map_in_processes(work: Callable[[Any], Any], items: Iterable[Any], processes
         if isinstance(error, BrokenProcessPool):
             raise ValueError(
                 "a tokenization process was killed, perhaps for want of memory; run the same command again "
-                "to continue. Allowed: fewer of them (data.preprocessing_num_workers=1)"
+                "to continue. Allowed: fewer of them (domains.preprocessing_num_workers=1)"
             ) from error
         raise
     finally:

@@ -112,17 +112,17 @@ class FinetuneJob:
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed)
 
     def batches(self, seed: int, epoch: int) -> list[np.ndarray]:
-        """Rows of an epoch's batches: a shuffle that is a function of task, seed and epoch; of `grouped`
-        batches together the rows of near length share one, which saves padding."""
+        """Rows of an epoch's batches: a shuffle that is a function of task, seed and epoch; of as many
+        batches as `group_by_length` says the rows of near length share one, which saves padding."""
         batch_size = self.settings.batch_size
         stream = key("end task", self.name, seed, epoch)
         rows = permute(np.arange(len(self.train)), len(self.train), stream=stream)
-        if self.settings.grouped == 1:
+        if self.settings.sorted_batches == 1:
             return split_rows(rows, batch_size)
 
         lengths = np.array([len(ids) for ids in self.train.ids])
         batches = []
-        for group in split_rows(rows, batch_size * self.settings.grouped):
+        for group in split_rows(rows, batch_size * self.settings.sorted_batches):
             by_length = group[np.argsort(lengths[group], kind="stable")]
             batches.extend(split_rows(by_length, batch_size))
         order = permute(np.arange(len(batches)), len(batches), stream=stream)
@@ -146,15 +146,15 @@ def longest(model: PreTrainedModel, length: int) -> int:
 class Classifier(nn.Module):
     """A float32 copy of a model's body with RoBERTa's head (dropout, D x D, tanh, dropout, D x C). It reads
     the first token of a masked model, the last of a causal one, the mean of an encoder with a decoder. All is
-    trained but modules with `stays_in_end_tasks`; with `frozen`, the head alone."""
+    trained but modules with `stays_in_end_tasks`; with `freeze_encoder`, the head alone."""
 
-    def __init__(self, model: PreTrainedModel, *, classes: int, dropout: float, frozen: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, classes: int, dropout: float, freeze_encoder: bool) -> None:
         super().__init__()
         self.reads_first_token = is_masked_model(model)
         self.reads_mean = model.config.is_encoder_decoder
-        self.frozen = frozen
+        self.freeze_encoder = freeze_encoder
 
-        self.body = deepcopy(find_input_stack(model)).float().requires_grad_(not frozen)
+        self.body = deepcopy(find_input_stack(model)).float().requires_grad_(not freeze_encoder)
         for part in self.body.modules():
             if getattr(part, "stays_in_end_tasks", False):
                 part.requires_grad_(False)
@@ -176,7 +176,7 @@ class Classifier(nn.Module):
 
     def train(self, mode: bool = True) -> "Classifier":
         super().train(mode)
-        if self.frozen:
+        if self.freeze_encoder:
             self.body.eval()
         return self
 
@@ -184,7 +184,7 @@ class Classifier(nn.Module):
         """Logits [B, C] of a batch."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         mask = batch["attention_mask"]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_encoder):
             hidden = self.body(**inputs, **self.body_arguments).last_hidden_state  # [B, T, D]
 
         rows = torch.arange(len(hidden), device=hidden.device)
@@ -236,7 +236,7 @@ def fine_tune(
     settings = job.settings
     with forked_generators(device, "end task", job.name, seed):
         classifier = Classifier(
-            model, classes=job.classes, dropout=settings.dropout, frozen=settings.frozen
+            model, classes=job.classes, dropout=settings.dropout, freeze_encoder=settings.freeze_encoder
         ).to(device)
         optimizer, schedule = make_optimizer(classifier, job)
 

@@ -47,6 +47,10 @@ FINETUNE_FORMAT = 2  # counts changes of what a prediction file depends on
 HUB_TASK = "{path: ag_news, splits: {train: train, dev: validation, test: test}}, where dev may be null"
 
 
+# As transformers' Trainer with group_by_length=true.
+BATCHES_SORTED_TOGETHER = 50
+
+
 @config
 class FinetuneOptions(Options):
     """How a task is learned and scored; a task may have its own."""
@@ -56,19 +60,29 @@ class FinetuneOptions(Options):
     weight_decay: NonNegative = option("weight decay on all parameters")
     warmup_ratio: BelowOne = option("warm-up, as a share of the steps; then linear decay")
     batch_size: Count = option("examples per step")
-    grouped: Count = option("batches whose examples are sorted by length together (length grouping); 1: off")
+    group_by_length: Annotated[bool | Count, Allowed("true, false, or a whole number, 1 or more")] = option(
+        "batches of examples of similar length, with less padding: the number of batches whose examples are "
+        "sorted together; true: 50; false and 1: a plain shuffle"
+    )
     max_seq_length: Annotated[Int, Ge(8)] = option("maximum number of tokens of text and pair together")
     precision: Literal["32-true", "bf16-mixed"] = option("precision of fine-tuning")
     dropout: BelowOne = option("dropout of the classification head; the model keeps its own")
-    frozen: bool = option("train the head only")
+    freeze_encoder: bool = option("train the head only")
     metric: Literal["macro_f1", "micro_f1", "accuracy"] = option("score of a task that MF1 averages")
-    select: Literal["last", "dev"] = option("epoch that is evaluated: the last, or the best on dev")
+    load_best_model_at_end: bool = option("evaluate the epoch that is best on dev, not the last one")
     max_train_samples: Count | None = option(
         "size of a random sample of train, the same in every run; null: all", default=None
     )
     max_eval_samples: Count | None = option(
         "size of a random sample of dev and of test, the same in every run; null: all", default=None
     )
+
+    @property
+    def sorted_batches(self) -> int:
+        """The number of batches whose examples are sorted by length together; 1: none are sorted."""
+        if self.group_by_length is True:
+            return BATCHES_SORTED_TOGETHER
+        return max(1, self.group_by_length)
 
 
 @config
@@ -130,7 +144,7 @@ class FinetuneTask:
         """Raises ValueError for splits that can not be learned and scored."""
         self.check_split("train", self.train)
         self.check_split("test", self.test)
-        if self.settings.select == "dev":
+        if self.settings.load_best_model_at_end:
             self.check_split("dev", self.dev)
 
     def check_split(self, split: str, examples: Sequence[LabelledExample]) -> None:
@@ -232,7 +246,7 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
         read, learned or scored."""
         settings = self.settings(name)
         is_dev_scored = self.score_on == "dev"
-        is_epoch_chosen_on_dev = settings.select == "dev"  # else the last epoch is scored
+        is_epoch_chosen_on_dev = settings.load_best_model_at_end  # else the last epoch is scored
 
         splits: dict[str, list[LabelledExample]] = {"train": self.read(name, "train"), "dev": [], "test": []}
         if is_dev_scored or is_epoch_chosen_on_dev:
@@ -366,7 +380,10 @@ class FileTasks(TaskSource):
             )
         if split == "dev":
             raise InvalidOptionError(
-                f"endtask.tasks.{name}.select", "dev", reason="splits=das has no dev", allowed="select=last"
+                f"endtask.tasks.{name}.load_best_model_at_end",
+                True,
+                reason="splits=das has no dev",
+                allowed="false",
             )
 
         # The authors move examples between the released files: those of a split may be in any of them.

@@ -115,7 +115,7 @@ class MonitorObserver:
     """Observes the monitoring evaluations of one stage, in every process alike. Here: it does nothing."""
 
     texts: Sequence[str] = ()  # to be evaluated besides those of the monitor
-    ended = ""  # why the stage is to end now
+    end_reason = ""  # why the stage is to end now; empty: it is not
     keeps_weights = False  # whether a stage that ends before its next evaluation has the weights of this one
 
     def on_evaluation(

@@ -31,7 +31,7 @@ from cpt.core.schema import (
 )
 from cpt.data.sources.base import GENERAL
 
-FULL_POLICY = {"rows": "each", "columns": "all"}  # the policy of which no cell is missing
+FULL_POLICY = {"when": "each", "columns": "all"}  # the policy of which no cell is missing
 AUTO = "auto"
 CAP = 200_000  # tokens of each text that are scored where eval.max_tokens is not set
 EVERY = re.compile(r"every:([1-9]\d*)")
@@ -58,11 +58,11 @@ When = Annotated[
 ]
 
 
-def is_due(when: str, number: int, *, stages: int) -> bool:
+def is_due(schedule: str, number: int, *, stages: int) -> bool:
     """Whether last, each or every:K includes this number of the stages; 0, the base, and the last always."""
-    if number in (0, stages) or when == "each":
+    if number in (0, stages) or schedule == "each":
         return True
-    interval = EVERY.fullmatch(when)
+    interval = EVERY.fullmatch(schedule)
     return interval is not None and number % int(interval[1]) == 0
 
 
@@ -71,7 +71,7 @@ class EvalOptions(Options):
     """Which cells of the matrix are measured. The base and the last model are scored on every text; every
     stage on the domain that it learned and on the general text. A cell that is left out is missing, not 0."""
 
-    rows: When = option("stages after which further test sets are evaluated: each, every:K, last")
+    when: When = option("stages after which further test sets are evaluated: each, every:K, last")
     columns: Annotated[
         Literal["all", "seen"] | Annotated[str, Predicate(SOME.fullmatch)],
         Allowed("all, seen, near:K, sample:K"),
@@ -92,14 +92,14 @@ class EvalOptions(Options):
     @property
     def policy(self) -> dict[str, str]:
         """What may be widened later."""
-        return {"rows": self.rows, "columns": self.columns}
+        return {"when": self.when, "columns": self.columns}
 
     def choose_columns(
         self, number: int, *, stages: Sequence[Sequence[str]], texts: Sequence[str]
     ) -> list[str]:
         """The texts that the model after `number` stages is scored on; `stages`: the domains of each."""
         kind, _, limit = self.columns.partition(":")  # of near:K, sample:K the number
-        has_further_texts = is_due(self.rows, number, stages=len(stages))
+        has_further_texts = is_due(self.when, number, stages=len(stages))
         if number in (0, len(stages)) or (has_further_texts and kind == "all"):
             return list(texts)
 
@@ -141,17 +141,17 @@ class TaskEvalOptions(StageOptions):
     max_new_tokens: Count = option("maximum number of tokens per generated answer")
     max_documents: Count | None = option("examples per task, a fixed random draw; null: all held-out")
     batch_size: Count = option("questions per forward pass")
-    measures: Annotated[Mapping[str, str], Allowed("a measure for each of some tasks")] | None = option(
+    metrics: Annotated[Mapping[str, str], Allowed("a metric for each of some tasks")] | None = option(
         "metric of a task instead of its default, by task; null: the defaults"
     )
 
     def __post_init__(self) -> None:
         for task, measure in self.known_by.items():
             if measure not in KNOWN_BY:
-                raise ValueError(unknown_name(f"measures.{task}={measure}", KNOWN_BY))
+                raise ValueError(unknown_name(f"metrics.{task}={measure}", KNOWN_BY))
             if KNOWN_BY[measure] and not self.written:
                 raise InvalidOptionError(
-                    f"measures.{task}",
+                    f"metrics.{task}",
                     measure,
                     reason="written=false generates no answers",
                     allowed=", ".join(name for name, is_written in KNOWN_BY.items() if not is_written),
@@ -160,7 +160,7 @@ class TaskEvalOptions(StageOptions):
     @property
     def known_by(self) -> Mapping[str, str]:
         """The measure that is asked for of each of some tasks."""
-        return self.measures or {}
+        return self.metrics or {}
 
 
 @config

@@ -145,7 +145,7 @@ class MetricKeys(TypedDict):
 
 @closed
 class PolicyKeys(TypedDict):
-    rows: Annotated[str, Key("`eval.rows`")]
+    when: Annotated[str, Key("`eval.when`")]
     columns: Annotated[str, Key("`eval.columns`")]
 
 
@@ -264,8 +264,8 @@ class BenchmarkKeys(TypedDict):
 class ConditionKeys(TypedDict, total=False):
     score_on: Annotated[str, Key("split of the test texts: test or valid")]
     tokenizer: Annotated[str, Key("hash of the tokenizer")]
-    length: Annotated[int, Key("sequence length", "tokens")]
-    mask_rate: Annotated[float | None, Key("share of masked tokens; null: causal")]
+    max_seq_length: Annotated[int, Key("tokens per sequence", "tokens")]
+    mlm_probability: Annotated[float | None, Key("share of masked tokens; null: causal")]
     mean_span: Annotated[float | None, Key("mean length of masked spans", "tokens")]
     packing: Annotated[str, Key("`domains.packing`, where it is not concat")]
     separator: Annotated[str, Key("token between documents, where it is not the tokenizer's eos")]

@@ -416,9 +416,10 @@ def conditions(scores: Scores) -> dict[str, str]:
     comparable. `texts` is a hash of all of them, `scored` and `cap` are tokens."""
     recorded = scores.conditions
     objective = scores.run["objective"]
-    mask_rate = "none" if objective == "causal" else str(recorded.get("mask_rate", "unknown"))
+    is_causal = objective == "causal"
+    mlm_probability = "none" if is_causal else str(recorded.get("mlm_probability", "unknown"))
     if objective == "span":
-        mask_rate += f" in spans of {recorded.get('mean_span')}"
+        mlm_probability += f" in spans of {recorded.get('mean_span')}"
 
     names = sorted(scores.domains)
     text_hashes = [[name, str(scores.texts.get(name, {}).get("hash", "unknown"))] for name in names]
@@ -428,8 +429,8 @@ def conditions(scores: Scores) -> dict[str, str]:
         "texts": digest(text_hashes)[:8],
         "score_on": str(recorded.get("score_on", "unknown")),
         "tokenizer": str(recorded.get("tokenizer", "unknown")),
-        "length": str(recorded.get("length", "unknown")),
-        "mask_rate": mask_rate,
+        "max_seq_length": str(recorded.get("max_seq_length", "unknown")),
+        "mlm_probability": mlm_probability,
         "packing": str(recorded.get("packing", "concat")),
         "text_format": describe_text_format(recorded),
         "scored": f"{sum(scores.scored)} tokens",
@@ -451,13 +452,13 @@ def describe_text_format(conditions: Mapping[str, Any]) -> str:
 
 
 def describe_conditions(conditions: Mapping[str, str]) -> str:
-    """The `conditions` of runs as a phrase: `masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text
-    4567cdef`. The packing, the text format and the cap of scored tokens are added where they are not the
-    default; the domains and the number of scored tokens are left out."""
+    """The `conditions` of runs as a phrase: `masked, mlm_probability 0.3, max_seq_length 64, tokenizer
+    0123abcd, test text 4567cdef`. The packing, the text format and the cap of scored tokens are added where
+    they are not the default; the domains and the number of scored tokens are left out."""
     parts = [conditions["objective"]]
-    if conditions["mask_rate"] != "none":
-        parts.append(f"mask_rate {conditions['mask_rate']}")
-    parts.append(f"length {conditions['length']}")
+    if conditions["mlm_probability"] != "none":
+        parts.append(f"mlm_probability {conditions['mlm_probability']}")
+    parts.append(f"max_seq_length {conditions['max_seq_length']}")
     parts.append(f"tokenizer {conditions['tokenizer']}")
     parts.append(f"{conditions['score_on']} text {conditions['texts']}")
 

@@ -236,20 +236,22 @@ def find_ignored_outputs(checkpoint: str) -> dict[str, Any]:
     return {name: stored[name] for name, value in PLAIN_OUTPUTS.items() if stored.get(name, value) != value}
 
 
-def truncate_config(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The configuration of a model's first `layers` blocks (of an encoder-decoder in both). Raises ValueError
-    for more than it has."""
+def truncate_config(config: PretrainedConfig, num_hidden_layers: int) -> PretrainedConfig:
+    """The configuration of a model's first `num_hidden_layers` blocks (of an encoder-decoder in both). Raises
+    ValueError for more than it has."""
     text_config = config.get_text_config()
-    if layers > text_config.num_hidden_layers:
+    if num_hidden_layers > text_config.num_hidden_layers:
         raise InvalidOptionError(
-            "model.layers", layers, allowed=f"null, or 1 to {text_config.num_hidden_layers}"
+            "model.num_hidden_layers",
+            num_hidden_layers,
+            allowed=f"null, or 1 to {text_config.num_hidden_layers}",
         )
     for name in ("num_hidden_layers", "num_decoder_layers", "decoder_layers"):
         depth = getattr(text_config, name, None)
         if depth is not None:
-            setattr(text_config, name, min(layers, depth))
+            setattr(text_config, name, min(num_hidden_layers, depth))
     if getattr(text_config, "layer_types", None):
-        text_config.layer_types = text_config.layer_types[:layers]
+        text_config.layer_types = text_config.layer_types[:num_hidden_layers]
     return config
 
 
@@ -265,7 +267,7 @@ def load_model(
     checkpoint: str | Path,
     objective: str,
     *,
-    layers: int | None = None,
+    num_hidden_layers: int | None = None,
     rope: Mapping[str, Any] | None = None,
     quantization: str = "none",
     dtype: torch.dtype = torch.float32,
@@ -273,8 +275,8 @@ def load_model(
     sharding: Sharding | None = None,
 ) -> PreTrainedModel:
     """A checkpoint's model in float32 and train mode, with an adapter of peft in its folder merged; of its
-    first `layers` blocks and with other `rope` parameters if not None. Its linear layers are quantized as
-    `quantization` says, or as they are stored; with a `dtype` of 16 bits the others are narrow
+    first `num_hidden_layers` blocks and with other `rope` parameters if not None. Its linear layers are
+    quantized as `quantization` says, or as they are stored; with a `dtype` of 16 bits the others are narrow
     (`make_narrow`). Parameters of a head that the checkpoint lacks are random, the same in each copy. `rows`
     sets those of the vocabulary.
 
@@ -284,8 +286,8 @@ def load_model(
     is_quantized = quantization != "none" or describe_stored(config) in OF_BITSANDBYTES
     if rope is not None:
         config = scale_rope(config, rope)
-    if layers is not None:
-        config = truncate_config(config, layers)
+    if num_hidden_layers is not None:
+        config = truncate_config(config, num_hidden_layers)
     if sharding is not None and not is_quantized:
         sharded_model = load_shards(checkpoint, config, objective, dtype=dtype, rows=rows, sharding=sharding)
         if sharded_model is not None:

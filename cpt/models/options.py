@@ -90,7 +90,9 @@ class ModelOptions(Options):
 
     name: Text = option("name of the model in reports")
     name_or_path: Checkpoint | None = option("name on the Hub or folder; null: a new, pre-trained model")
-    layers: Count | None = option("first blocks of the checkpoint that are kept; null: all", default=None)
+    num_hidden_layers: Count | None = option(
+        "first blocks of the checkpoint that are kept; null: all", default=None
+    )
     objective: Literal["masked", "causal", "span", "auto"] = option("auto: by architecture")
     mlm_probability: OpenShare | None = option("share of masked tokens; null: 0.15, none if causal")
     mean_span: Annotated[Number, Ge(1), Le(10_000)] | None = option(
@@ -150,9 +152,12 @@ class ModelOptions(Options):
     def __post_init__(self) -> None:
         if self.config is not None and self.name_or_path is None:
             check_value("config.model_type", self.config.get("model_type"), ModelType)
-        if self.name_or_path is None and self.layers is not None:
+        if self.name_or_path is None and self.num_hidden_layers is not None:
             raise InvalidOptionError(
-                "layers", self.layers, reason="a new model's blocks are in model.config", allowed="null"
+                "num_hidden_layers",
+                self.num_hidden_layers,
+                reason="a new model's blocks are in model.config",
+                allowed="null",
             )
         if self.name_or_path is None and self.rope_parameters is not None:
             raise InvalidOptionError(

@@ -143,8 +143,8 @@ def describe_section(
     all_conditions: Sequence[Mapping[str, str]],
     groups: Sequence[RunGroup],
 ) -> str:
-    """`masked: food, law, space (length 128)`: objective, domains, and the conditions in which it differs
-    from other sections of the same objective and domains."""
+    """`masked: food, law, space (max_seq_length 128)`: objective, domains, and the conditions in which it
+    differs from other sections of the same objective and domains."""
     similar_sections = []
     for section in all_conditions:
         is_same_objective = section["objective"] == conditions["objective"]

@@ -58,7 +58,7 @@ def find_stored_dtype(options: ModelOptions, config: PretrainedConfig) -> torch.
     """The one type in which all matrices of a checkpoint are stored; 32 bits for others, and for a base that
     the run makes of a checkpoint."""
     checkpoint = options.name_or_path
-    is_made = options.layers is not None or options.pretraining is not None
+    is_made = options.num_hidden_layers is not None or options.pretraining is not None
     if checkpoint is None or is_made or loading.find_adapter(checkpoint) is not None:
         return torch.float32
     dtypes = find_matrix_dtypes(read_stored_weights(find_weight_files(checkpoint, config)))

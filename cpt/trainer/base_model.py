@@ -193,8 +193,8 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trai
     settings: dict[str, Any] = {
         "config": options.config,
         "objective": options.objective,
-        "mask_rate": options.mlm_probability,
-        "length": options.max_seq_length,
+        "mlm_probability": options.mlm_probability,
+        "max_seq_length": options.max_seq_length,
     }
     if pretraining_base.objective_name == "span":
         settings["mean_span"] = options.span_length
@@ -243,7 +243,7 @@ def adapt_checkpoint(
     if pretraining is not None and pretraining.head_steps:
         head_steps = pretraining.head_steps
     has_adapter = options.quantization != "none" and loading.find_adapter(checkpoint) is not None
-    if options.layers is None and head_steps == 0 and not has_adapter:
+    if options.num_hidden_layers is None and head_steps == 0 and not has_adapter:
         return base
 
     # The key of the cache: what the checkpoint holds, and all options that the adapted model depends on. A
@@ -252,7 +252,7 @@ def adapt_checkpoint(
     contents: Any = getattr(config, "_commit_hash", None)
     if not contents:
         contents = {name: file_hash(path) for name, path in checkpoint_files(checkpoint).items()}
-    settings: dict[str, Any] = {"layers": options.layers, "resize": base.resize}
+    settings: dict[str, Any] = {"num_hidden_layers": options.num_hidden_layers, "resize": base.resize}
     if base.own_tokenizer is not None:
         settings["tokenizer"] = tokenizer_digest(base.tokenizer)
     if base.rope is not None:
@@ -261,9 +261,9 @@ def adapt_checkpoint(
         assert pretraining is not None
         settings["head"] = asdict(pretraining)
         settings["text"] = corpora.general.facts["train_digest"]
-        settings["length"] = base.length
+        settings["max_seq_length"] = base.length
         settings["objective"] = base.objective_name
-        settings["mask_rate"] = options.mask_rate
+        settings["mlm_probability"] = options.mask_rate
         settings["mean_span"] = options.span_length
         settings["text_format"] = base.text_format.digest
         router_weights = find_router_weights(options.router_aux_loss, config)
@@ -301,12 +301,15 @@ def make_adapted_model(
     `head_steps` on the general text."""
     checkpoint = str(options.name_or_path)
     model = loading.load_model(
-        checkpoint, base.objective_name, layers=options.layers, rope=options.rope_parameters
+        checkpoint,
+        base.objective_name,
+        num_hidden_layers=options.num_hidden_layers,
+        rope=options.rope_parameters,
     )
     base.set_new_rows(model)
     if head_steps == 0:
-        if options.layers is not None:
-            log.info("Keeping the first %d blocks of %s", options.layers, checkpoint)
+        if options.num_hidden_layers is not None:
+            log.info("Keeping the first %d blocks of %s", options.num_hidden_layers, checkpoint)
         model.save_pretrained(folder)
         save_tokenizer(base.tokenizer, base=base.tokenizer_files, folder=folder)
         return

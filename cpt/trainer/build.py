@@ -49,7 +49,7 @@ def read_corpora(plan: Plan) -> Corpora:
         plan.source,
         plan.order,
         cache=Path(plan.run.cache_dir),
-        workers=plan.data.preprocessing_num_workers,
+        workers=plan.source.preprocessing_num_workers,
         mixed=plan.mixture.readers,
     )
 

@@ -156,8 +156,10 @@ def check_stored_quantization(plan: Plan, config: PretrainedConfig) -> None:
     )
     # A checkpoint with fewer blocks, another head or an adapter merged is written before the run, in full.
     reason = f"the weights of {options.name_or_path} are stored in {stored}"
-    if options.layers is not None:
-        raise InvalidOptionError("model.layers", options.layers, reason=reason, allowed="null")
+    if options.num_hidden_layers is not None:
+        raise InvalidOptionError(
+            "model.num_hidden_layers", options.num_hidden_layers, reason=reason, allowed="null"
+        )
     head_steps = 0 if options.pretraining is None else options.pretraining.head_steps
     if head_steps:
         raise InvalidOptionError("model.pretraining.head_steps", head_steps, reason=reason, allowed="null, 0")
@@ -174,8 +176,8 @@ def change_config(plan: Plan, stored_config: PretrainedConfig) -> PretrainedConf
     """The configuration of a checkpoint with the blocks and the RoPE parameters of the run. Raises ValueError
     for those that it cannot have."""
     config = stored_config
-    if plan.model.layers is not None:
-        config = loading.truncate_config(deepcopy(stored_config), plan.model.layers)
+    if plan.model.num_hidden_layers is not None:
+        config = loading.truncate_config(deepcopy(stored_config), plan.model.num_hidden_layers)
     rope = plan.model.rope_parameters
     if rope is None:
         return config

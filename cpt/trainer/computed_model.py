@@ -85,7 +85,11 @@ def choose_computed_dtype(plan: Plan, config: PretrainedConfig) -> torch.dtype:
         return torch.float32
     if options.dtype == "bfloat16":
         return torch.bfloat16
-    is_made = options.name_or_path is None or options.layers is not None or options.pretraining is not None
+    is_made = (
+        options.name_or_path is None
+        or options.num_hidden_layers is not None
+        or options.pretraining is not None
+    )
     return config.dtype if config.dtype in NARROW_DTYPES and not is_made else torch.float32
 
 

@@ -301,7 +301,7 @@ def estimate_seconds(
         evaluation += stage["left_read_tokens"] * profile.token_s / world_size
         num_steps = stage["left_steps"]
         if num_steps:
-            num_checkpoints = 1 + num_steps // plan.trainer.checkpoint_every
+            num_checkpoints = 1 + num_steps // plan.trainer.checkpoint_every_n_steps
             training += num_steps * profile.step_s
             around_domains += profile.around_s
             checkpoint_s = profile.save_s * (1 + profile.memory["optimizer state"] / profile.file)

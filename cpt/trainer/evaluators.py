@@ -179,7 +179,7 @@ def read_questions(
         measure = options.known_by.get(task)
         if measure in task_metrics.RANKED and not has_choices:
             raise InvalidOptionError(
-                f"answers.measures.{task}",
+                f"answers.metrics.{task}",
                 measure,
                 reason="the answers are open, not choices",
                 allowed=", ".join(name for name in KNOWN_BY if name not in task_metrics.RANKED),
@@ -200,7 +200,7 @@ def hash_answers(
 ) -> Mapping[str, str]:
     """By task, a hash of all that its answers depend on besides the model."""
     settings = asdict(replace(options, when="each"))  # when they are asked changes no answer
-    del settings["measures"]  # nor do these, except that a file may have to hold the sources
+    del settings["metrics"]  # nor do these, except that a file may have to hold the sources
 
     hashes = {}
     for task in tasks:

@@ -18,7 +18,6 @@ from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.naming import CONFIG
 from cpt.core.schema import Options, allowed, join, option_types
 from cpt.core.sections import options_class, to_python
-from cpt.data.options import DataOptions
 from cpt.data.sources.base import HeldOut
 from cpt.evaluation.finetune_tasks import FinetuneOptions, FinetuneProtocol
 from cpt.evaluation.monitor import MonitorOptions
@@ -37,7 +36,6 @@ FIXED_SECTIONS: dict[str, tuple[type[Options], ...]] = {
     "freeze": (Freeze,),
     "eval": (EvalOptions,),
     "monitor": (MonitorOptions,),
-    "data": (DataOptions,),
     "export": (ExportOptions,),
     "modules": (ModulesOptions,),
     "model": (ModelOptions,),

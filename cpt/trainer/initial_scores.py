@@ -163,8 +163,8 @@ def find_loss_conditions(plan: Plan, corpora: Corpora, base: Base, data: DomainS
     conditions: dict[str, Any] = {
         "score_on": plan.source.score_on,
         "tokenizer": corpora.tokenizer_digest(base.tokenizer)[:8],
-        "length": base.length,
-        "mask_rate": plan.model.mask_rate if base.objective_name != "causal" else None,
+        "max_seq_length": base.length,
+        "mlm_probability": plan.model.mask_rate if base.objective_name != "causal" else None,
         "scored": base.objective.scoring.scores,
     }
     if base.objective_name == "span":
@@ -191,8 +191,8 @@ def describe_origin(plan: Plan, base: Base) -> dict[str, Any]:
             described["revision"] = paths[0].parent.name
 
     adaptations = []
-    if plan.model.layers is not None:
-        adaptations.append(f"the first {plan.model.layers} blocks")
+    if plan.model.num_hidden_layers is not None:
+        adaptations.append(f"the first {plan.model.num_hidden_layers} blocks")
     if plan.model.rope_parameters is not None:
         adaptations.append(f"RoPE {format_value(plan.model.rope_parameters)}")
     if checkpoint is not None and plan.model.pretraining is not None:

@@ -69,7 +69,7 @@ class Monitor(Callback):
         if self.initial_losses:
             return
         self.evaluate(trainer, pl_module)
-        if self.observer.ended:  # the step that is still made is taken back at the stage's end
+        if self.observer.end_reason:  # the step that is still made is taken back at the stage's end
             self.keep_weights(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
@@ -79,7 +79,7 @@ class Monitor(Callback):
             return
         self.step = step
 
-        reason = self.observer.ended  # since an earlier evaluation
+        reason = self.observer.end_reason  # since an earlier evaluation
         if not reason:
             interval = int(self.options.every or 1)
             is_due = step % interval == 0 or step >= trainer.max_steps
@@ -87,7 +87,7 @@ class Monitor(Callback):
                 return
             self.evaluate(trainer, pl_module)
             self.log_losses(trainer, step)
-            reason = self.observer.ended
+            reason = self.observer.end_reason
             if not reason:
                 reason = self.record.why_stop(self.options, stage_texts=self.stage_texts)
 

@@ -187,7 +187,7 @@ class TrainerOptions(Options):
         "torch.compile of each transformer block; auto: on a GPU, in runs that are long enough and have "
         "batches of one width"
     )
-    checkpoint_every: Steps = option("steps between checkpoints within a domain")
+    checkpoint_every_n_steps: Steps = option("steps between checkpoints within a domain")
     log_every_n_steps: Count = option("steps between points of the training curves")
     num_workers: Natural | Literal["auto"] = option(
         "processes that prepare batches; auto: 2 per GPU where there are the cores, 0 on a CPU"

@@ -197,7 +197,7 @@ def start_from_export(model: ModelOptions, run_folder: Path) -> ModelOptions:
         config=None,
         pretraining=None,
         vocab_size=None,
-        layers=None,
+        num_hidden_layers=None,
     )
 
 
@@ -348,7 +348,7 @@ def check_evaluations(plan: Plan) -> None:
     if plan.answers is not None:
         for task in plan.answers.known_by:
             if task not in plan.source.domains:
-                raise ValueError(unknown_name(f"answers.measures.{task}", plan.source.domains))
+                raise ValueError(unknown_name(f"answers.metrics.{task}", plan.source.domains))
 
 
 def check_separate_chats(plan: Plan, chats: ChatOptions) -> None:

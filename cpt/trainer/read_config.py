@@ -12,7 +12,6 @@ from cpt.core.errors import unknown_name
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import NonNegative, Text, check_value, fits
 from cpt.core.sections import Choice, Section, is_used, read_section
-from cpt.data.options import DataOptions
 from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import Source
 from cpt.evaluation.finetune_tasks import check_task_values
@@ -70,7 +69,6 @@ class Sections:
     evaluation: EvalOptions
     monitor: MonitorOptions
     observer: ObserverConfig  # of the monitoring evaluations: the section `budget`
-    data: DataOptions
     modules: ModulesOptions
     method: Choice
     masks: tuple[Choice, ...]
@@ -114,7 +112,6 @@ def read_sections(cfg: DictConfig) -> Sections:
         evaluation=read("eval").read(EvalOptions),
         monitor=read("monitor").read(MonitorOptions),
         observer=choose(read("budget"), ObserverConfig, default=NoObserver()),
-        data=read("data").read(DataOptions),
         modules=read("modules").read(ModulesOptions),
         model=read_model(read("model")),
         method=replace(method, base_class="cpt.methods.base.ContinualMethod"),

@@ -136,7 +136,7 @@ class StageTrainer:
         stage_path = self.run.stage_path(number - 1) if stores_on_disk(self.plan) else None
         step_checkpoint = StepCheckpoint(
             checkpoint_path,
-            interval=self.plan.trainer.checkpoint_every,
+            interval=self.plan.trainer.checkpoint_every_n_steps,
             guard=nan_guard,
             stage_path=stage_path,
         )

@@ -30,7 +30,7 @@ LOOPS = {  # what the log says first
     "base": re.compile(r"[Pp]re-training the base"),
     "anywhere": re.compile(r""),
 }
-STEPS = ("trainer.steps=30", "trainer.checkpoint_every=1000")
+STEPS = ("trainer.steps=30", "trainer.checkpoint_every_n_steps=1000")
 SAID = re.compile(r"cpt: stopped by SIG\w+(?: after step (\d+) of \d+ of (\w+))?")
 SLURM = {"JOB_ID": 7, "NODEID": 0, "NODELIST": "localhost", "STEP_NODELIST": "localhost"}
 FIRST_PORT = 20000  # of those that trials listen at

@@ -31,9 +31,12 @@ EVENTS = (
     "sweep with a cancelled job",
     "sweep submitted twice",
 )
-STEPS = ("trainer.steps=600", "trainer.checkpoint_every=100000")
-LONG = ("trainer.steps=1500", "trainer.checkpoint_every=100000")  # until slurmctld, each 30 s, sees a limit
-SAVING = ("trainer.steps=600", "trainer.checkpoint_every=20")
+STEPS = ("trainer.steps=600", "trainer.checkpoint_every_n_steps=100000")
+LONG = (
+    "trainer.steps=1500",
+    "trainer.checkpoint_every_n_steps=100000",
+)  # until slurmctld, each 30 s, sees a limit
+SAVING = ("trainer.steps=600", "trainer.checkpoint_every_n_steps=20")
 IN_A_STAGE = re.compile(r"\((1/2|2/2)\)")
 STOPPED = re.compile(r"stopped by SIG\w+ after step \d+")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")

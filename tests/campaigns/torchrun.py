@@ -29,7 +29,7 @@ from tests.campaigns.frame import ROOT
 
 EVENTS = ("kill", "signal", "nodes")
 STRATEGIES = ("ddp", "fsdp")
-STEPS = ("trainer.steps=40", "trainer.checkpoint_every=10", "trainer.accelerator=cpu")
+STEPS = ("trainer.steps=40", "trainer.checkpoint_every_n_steps=10", "trainer.accelerator=cpu")
 HEARD = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 IN_A_STAGE = re.compile(r"\((1/2|2/2)\)")
 FIRST_PORT = 23000  # of those that trials meet at

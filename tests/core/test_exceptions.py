@@ -16,11 +16,13 @@ def test_the_examples_of_the_docstrings():
 
 
 def test_a_pickled_error_keeps_class_message_and_key():
-    error = InvalidOptionError("model.layers", 4, reason="new", allowed="null", context="with cuda")
+    error = InvalidOptionError(
+        "model.num_hidden_layers", 4, reason="new", allowed="null", context="with cuda"
+    )
     copied = pickle.loads(pickle.dumps(error))
     assert type(copied) is InvalidOptionError
     assert str(copied) == str(error)
-    assert copied.key == "model.layers" and copied.allowed == "null"
+    assert copied.key == "model.num_hidden_layers" and copied.allowed == "null"
 
 
 def test_an_error_with_a_value_that_cannot_be_pickled_is_sent_with_its_text():

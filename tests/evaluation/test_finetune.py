@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,13 +27,13 @@ DEFAULTS = FinetuneOptions(
     weight_decay=0.01,
     warmup_ratio=0.0,
     batch_size=8,
-    grouped=1,
+    group_by_length=False,
     max_seq_length=24,
     precision="32-true",
     dropout=0.1,
-    frozen=False,
+    freeze_encoder=False,
     metric="macro_f1",
-    select="last",
+    load_best_model_at_end=False,
 )
 
 
@@ -64,7 +63,7 @@ def job(words, *, dev=False, name="law", train=60, **changes):
 
 
 def classifier(start, *, classes=2, dropout=0.0):
-    return Classifier(start, classes=classes, dropout=dropout, frozen=False)
+    return Classifier(start, classes=classes, dropout=dropout, freeze_encoder=False)
 
 
 class Prediction(NamedTuple):
@@ -141,7 +140,7 @@ def test_the_same_seed_and_task_give_the_same_bits(words, prediction_log):
 
 def test_frozen_trains_the_head_alone_and_otherwise_all_but_closed_gates(words, prediction_log):
     start = model("roberta", words, dropout=0.3)
-    tuned(start, job(words, epochs=1, frozen=True))
+    tuned(start, job(words, epochs=1, freeze_encoder=True))
     (prediction,) = prediction_log
     tuned_model = prediction.model
     body = {f"roberta.{name}": value for name, value in tuned_model.body.state_dict().items()}
@@ -210,7 +209,7 @@ def test_predictions_stand_in_the_order_of_the_file(words):
 def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, prediction_log, monkeypatch):
     score = iter([0.2, 0.7, 0.7, 0.1])
     monkeypatch.setattr(finetune, "scores_of", lambda *_: {"macro_f1": next(score), "accuracy": 0.0})
-    _, epoch = tuned(model("roberta", words), job(words, dev=True, select="dev", epochs=4))
+    _, epoch = tuned(model("roberta", words), job(words, dev=True, load_best_model_at_end=True, epochs=4))
     assert epoch == 2 and [prediction.num_examples for prediction in prediction_log] == [16] * 4 + [30]
     weights = [prediction.model.out.weight for prediction in prediction_log]
     assert torch.equal(weights[4], weights[1]) and not torch.equal(weights[4], weights[3])
@@ -222,8 +221,8 @@ def test_every_row_stands_in_one_batch_which_is_a_function_of_seed_and_epoch():
     ids = [torch.ones(n, dtype=torch.long) for n in np.random.default_rng(0).integers(3, 60, 103)]
     train = EncodedExamples(ids=ids, types=None, labels=torch.zeros(103))
     padded = {}
-    for grouped in (1, 4, 100):
-        settings = SimpleNamespace(batch_size=8, grouped=grouped, epochs=1)
+    for grouped in (False, 1, 4, True):
+        settings = replace(DEFAULTS, batch_size=8, group_by_length=grouped, epochs=1)
         endtask_job = FinetuneJob(
             "law", train, None, train, classes=2, pad=0, settings=settings, eval_batch_size=8
         )
@@ -239,4 +238,4 @@ def test_every_row_stands_in_one_batch_which_is_a_function_of_seed_and_epoch():
         padded[grouped] = 0
         for batch in batches:
             padded[grouped] += len(batch) * max(len(ids[row]) for row in batch)
-    assert padded[100] < 0.75 * padded[1]  # near lengths together
+    assert padded[True] < 0.75 * padded[False]  # near lengths together

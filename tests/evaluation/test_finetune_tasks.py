@@ -110,7 +110,11 @@ def test_a_sample_of_a_task_is_the_same_in_every_run_and_dev_may_stand_for_test(
     # Dev is evaluated where asked, and test is then not read.
     (root / "endtasks/law/test.jsonl").write_text("not readable")
     task = plan(root, score_on="dev").source.task("law")
-    assert task.test == plan(root, score_on="dev", select="dev").source.task("law").dev != full_task.test
+    assert (
+        task.test
+        == plan(root, score_on="dev", load_best_model_at_end=True).source.task("law").dev
+        != full_task.test
+    )
     (root / "endtasks/law/dev.jsonl").unlink()
     with pytest.raises(ValueError, match="endtask.score_on=dev is invalid: the end task law has no dev"):
         plan(root, score_on="dev").source.task("law")
@@ -125,7 +129,7 @@ def test_a_digest_is_of_what_the_result_depends_on(root):
         path.write_text(path.read_text().partition("\n")[2])
 
     first = digest()
-    chosen = digest(select="dev")
+    chosen = digest(load_best_model_at_end=True)
     equivalent_settings = (
         {"seeds": [9]},
         {"when": "each"},
@@ -140,7 +144,7 @@ def test_a_digest_is_of_what_the_result_depends_on(root):
         digest(lr=1),
         digest(tasks={"law": {"epochs": 9}}),
         chosen,
-        digest(select="dev"),
+        digest(load_best_model_at_end=True),
     ]
     for split in ("test", "train"):
         shorten(split)

@@ -143,11 +143,11 @@ def test_units_and_intransigence_by_hand():
 def test_each_policy_chooses_what_it_says():
     texts = [*DOMAINS[:10], "general"]
 
-    def chosen(number, *, rows="each", columns="all", stages=tuple((name,) for name in DOMAINS[:10])):
-        options = EvalOptions(rows=rows, columns=columns, max_tokens=None)
+    def chosen(number, *, schedule="each", columns="all", stages=tuple((name,) for name in DOMAINS[:10])):
+        options = EvalOptions(when=schedule, columns=columns, max_tokens=None)
         return options.choose_columns(number, stages=stages, texts=texts)
 
-    assert chosen(4) == texts == chosen(1, rows="last", columns="seen", stages=[tuple(DOMAINS[:10])])
+    assert chosen(4) == texts == chosen(1, schedule="last", columns="seen", stages=[tuple(DOMAINS[:10])])
     assert chosen(4, columns="seen") == ["d0", "d1", "d2", "d3", "general"]
     assert chosen(4, columns="near:3") == ["d1", "d2", "d3", "d4", "general"]
     assert chosen(1, columns="near:2") == ["d0", "d1", "d2", "general"]
@@ -156,7 +156,7 @@ def test_each_policy_chooses_what_it_says():
     assert [len(texts) for texts in drawn] == [5] * 9
     assert len({*map(tuple, drawn)}) > 5
     assert drawn == drawn_again
-    assert chosen(5, rows="every:4", columns="seen") == chosen(5, rows="last") == ["d4", "general"]
+    assert chosen(5, schedule="every:4", columns="seen") == chosen(5, schedule="last") == ["d4", "general"]
     for policy, due in {"last": [0, 7], "each": range(8), "every:3": [0, 3, 6, 7]}.items():
         assert [number for number in range(8) if is_due(policy, number, stages=7)] == list(due)
 

@@ -53,7 +53,7 @@ def test_intransigence_against_one_of_the_same_seed_model_order_and_conditions()
     unmatched = [
         make_run(model="other"),
         make_run(order=DOMAINS[::-1]),
-        make_run(conditions=CONDITIONS | {"length": 128}),
+        make_run(conditions=CONDITIONS | {"max_seq_length": 128}),
     ]
     values = [
         run.values.get("intransigence/nats") for run in measure_runs([*unmatched, *references, *sequences])

@@ -70,7 +70,7 @@ def test_what_the_methods_write_is_found(small, start, tmp_path, method):
 def test_magnitudes_are_those_of_the_base_and_of_the_final_model_and_change_no_bit(
     small, start, killing, tmp_path
 ):
-    options = ["mask=migu", "trainer.steps=4", "trainer.checkpoint_every=1", "order=[law,food]"]
+    options = ["mask=migu", "trainer.steps=4", "trainer.checkpoint_every_n_steps=1", "order=[law,food]"]
     start(small(*options), tmp_path / "whole")
     killing(Killer(step=2, domain="food"))
     with pytest.raises(KilledError):

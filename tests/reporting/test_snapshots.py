@@ -216,7 +216,7 @@ def test_a_comparison_of_many_runs(tmp_path, monkeypatch, capsys):
         for seed in range(3 if number < 3 else 2):
             seed_shift = 0.01 * (seed * (number + 2) % 5)
             save_compared_run(tmp_path, name, number=number, seed=seed, shift=shift + seed_shift)
-    save_scores(tmp_path / "other", conditions={"score_on": "valid", "length": 128}, seed=1)
+    save_scores(tmp_path / "other", conditions={"score_on": "valid", "max_seq_length": 128}, seed=1)
     save_scores(tmp_path / "half", nll=NLL[:3], finished=False)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "scores.json").write_text('{"dom')

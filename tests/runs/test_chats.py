@@ -42,7 +42,7 @@ def test_chats_are_learned_and_answered(composed, corpora, cache, start, tmp_pat
     options = [f"domains.root={tmp_path / 'texts'}", f"model.name_or_path={tmp_path / 'decoder'}"]
     options += ["model.max_seq_length=128", "trainer.steps=30", "trainer.batch_size=8", "optim.lr=1e-2"]
     options += [
-        "trainer.checkpoint_every=4",
+        "trainer.checkpoint_every_n_steps=4",
         "answers.max_new_tokens=12",
         "chats=none",
         "logger=none",

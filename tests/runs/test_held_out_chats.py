@@ -218,13 +218,13 @@ def test_chats_that_nothing_monitors_are_refused_in_one_line(small_gpt2, decoder
 
 def test_a_killed_stage_goes_on_with_the_chats_that_it_began_with(chat_run, killing, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="cpt")
-    options = ["trainer.checkpoint_every=1", *MONITORED]
+    options = ["trainer.checkpoint_every_n_steps=1", *MONITORED]
     undisturbed = chat_run(tmp_path / "whole", *options)["monitor"]
 
     def kill(folder, *overrides):
         killing(Killer(step=3, domain="law"))
         with pytest.raises(KilledError):
-            chat_run(folder, "trainer.checkpoint_every=1", *overrides)
+            chat_run(folder, "trainer.checkpoint_every_n_steps=1", *overrides)
         killing(None)
 
     kill(tmp_path / "killed", *MONITORED)

@@ -61,7 +61,7 @@ def test_a_killed_run_has_the_same_bits_and_counts_and_other_text_is_refused(
         "+logger.csv=true",
         "domains.packing=document_mask",
         "trainer.accumulate_grad_batches=2",
-        "trainer.checkpoint_every=2",
+        "trainer.checkpoint_every_n_steps=2",
     ]
     start(config(*options), tmp_path / "whole")
     killed(start, killing, config(*options), tmp_path / "killed", step=3, domain="food")

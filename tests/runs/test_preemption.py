@@ -59,7 +59,7 @@ def log_says(folder, words):
 
 @pytest.fixture(scope="module")
 def run_command(corpora, cache):
-    return command(corpora, cache, *SMALL, "trainer.steps=50", "trainer.checkpoint_every=20")
+    return command(corpora, cache, *SMALL, "trainer.steps=50", "trainer.checkpoint_every_n_steps=20")
 
 
 @pytest.fixture(scope="module")

@@ -212,7 +212,10 @@ def test_a_checkpoint_that_is_stored_quantized_is_trained_beside_its_bits(
         ("method=ewc", "method=ewc is invalid with model.name_or_path="),
         ("method=ncl", "it trains or changes the weights that are quantized"),
         ("model.quantization=nf4", f"the weights of {stored} are stored in {kind}"),
-        ("model.layers=1", f"model.layers=1 is invalid: the weights of {stored} are stored in {kind}"),
+        (
+            "model.num_hidden_layers=1",
+            f"model.num_hidden_layers=1 is invalid: the weights of {stored} are stored in {kind}",
+        ),
     ):
         method = refused if refused.startswith("method") else "method=lora"
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -116,7 +116,7 @@ def test_a_checkpoint_or_a_run_is_the_base_of_another(finished_run, small, small
 
 
 THREE = "order=[law,food,space]"
-FEW = [THREE, "eval.rows=last", "eval.columns=seen"]
+FEW = [THREE, "eval.when=last", "eval.columns=seen"]
 
 
 @pytest.fixture
@@ -174,7 +174,12 @@ def test_so_many_tokens_of_each_text_are_the_same_rows_for_every_stage(full_scor
 
 METHODS = ["demix", "demix method.start=previous routing@method.routing=posterior", "hat", "olora"]
 METHODS += ["adapter method.per_domain=true", "prompt method.per_domain=false"]
-OPTIONS = ["order=[food,law,space]", "trainer.steps=2", "trainer.checkpoint_every=1", "save_all_stages=true"]
+OPTIONS = [
+    "order=[food,law,space]",
+    "trainer.steps=2",
+    "trainer.checkpoint_every_n_steps=1",
+    "save_all_stages=true",
+]
 
 
 def assert_alike(run: Path, other_run: Path) -> None:

@@ -13,7 +13,7 @@ from cpt.reporting.sections import build_sections
 FROM_BASE = ("one", "dga")  # methods that train every domain from the base
 DOMAINS = ["law", "food", "space"]
 NLL = [[5.0, 5.2, 5.4, 4.9], [4.6, 5.1, 5.3, 5.0], [4.7, 4.2, 5.2, 5.1], [4.9, 4.5, 4.0, 5.2]]
-CONDITIONS = {"score_on": "test", "tokenizer": "0123abcd", "length": 64, "mask_rate": 0.3}
+CONDITIONS = {"score_on": "test", "tokenizer": "0123abcd", "max_seq_length": 64, "mlm_probability": 0.3}
 
 
 def make_scores(

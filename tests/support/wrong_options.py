@@ -27,7 +27,7 @@ def cells(table: str) -> list[str]:
 
 AT_ONCE = cells("""
 name=../../x | order=true | trainable=( | method._target_=null | endtask._target_=cpt.methods.ewc.EWC
-trainer.checkpoint_every=10min | domains._target_=collections.OrderedDict | domains.only=/*/
+trainer.checkpoint_every_n_steps=10min | domains._target_=collections.OrderedDict | domains.only=/*/
 optimized_metric=LC.furlongs | method=elle method.neurons=0.5 | +data.processes=2 | +unknown=1 | ~method
 endtask._target_=nowhere.X | name='${no.such}' | order=[law]
 strategy=fsdp endtask=hub +endtask.tasks.sympy.path=x
@@ -43,8 +43,8 @@ mask=migu mask.migu.top_p=0.9 | mask=migu mask.migu.backend=backward mask.migu.i
 +mask.mine=5 | replay=past replay.general_ratio=0.9 | replay=general replay.buffer_size=5
 replay=generated strategy=fsdp | model.vocab_size=null | domains=texts domains.root=nowhere
 domains=tasks domains.packing=concat | order=similar_tree | domains=hub
-domains=tasks answers.measures={a:sari} answers.written=false
-domains=tasks model=tiny_gpt2 answers.measures={nosuch:sari} | domains=tasks model.objective=masked
+domains=tasks answers.metrics={a:sari} answers.written=false
+domains=tasks model=tiny_gpt2 answers.metrics={nosuch:sari} | domains=tasks model.objective=masked
 order=9 | trainer.accumulate_grad_batches=5 | trainer.epochs=2
 method=lifelong_moe method.num_experts=0 method.dense=frozen | method=merge_lora method.exported=peft
 optim.lr_multipliers={embeddings:0} | optim.lr_multipliers=0.1 | optim.no_decay=embeddings

@@ -23,7 +23,7 @@ from tests.support.quantized_models import needs_bitsandbytes
 from tests.support.stored_checkpoints import write_checkpoint
 
 FEW_STEPS = ["model.max_seq_length=16", "trainer.steps=2", "trainer.batch_size=8", "logger=none"]
-FEW_STEPS += ["trainer.importance_samples=4", "data.preprocessing_num_workers=1"]
+FEW_STEPS += ["trainer.importance_samples=4", "domains.preprocessing_num_workers=1"]
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
 
 
@@ -175,7 +175,7 @@ def test_auto_follows_the_matrices_of_the_checkpoint(config, stored, tmp_path, c
     assert choose(config("method=lora", "model.dtype=float32")) == torch.float32
     assert choose(config("method=ncl")) == torch.float32  # which trains all weights
     assert not caplog.messages
-    assert choose(config("method=lora", "model.layers=1")) == torch.float32  # the run makes it
+    assert choose(config("method=lora", "model.num_hidden_layers=1")) == torch.float32  # the run makes it
     in_16_bits = write_checkpoint(tmp_path / "half", dtype=torch.float16)
     assert choose(config("method=lora", f"model.name_or_path={in_16_bits}")) == torch.float16
     in_32_bits = write_checkpoint(tmp_path / "wide", dtype=torch.float32)

@@ -207,7 +207,13 @@ def test_patience_with_the_best_weights(small, start, tmp_path):
 
 
 def test_a_stage_that_ended_early_is_the_same_after_any_kill(small, start, killing, tmp_path):
-    options = ["method=ewc", "order=[law,food]", "trainer.steps=12", "trainer.checkpoint_every=3", *DROPOUT]
+    options = [
+        "method=ewc",
+        "order=[law,food]",
+        "trainer.steps=12",
+        "trainer.checkpoint_every_n_steps=3",
+        *DROPOUT,
+    ]
     options += ["monitor.every=2", "monitor.patience=1", "monitor.keep=best", "monitor.stop=0.01"]
     options += ["optim.lr=0.1"]
     start(small(*options), tmp_path / "whole")

@@ -17,7 +17,7 @@ from tests.support.method_fixtures import NEED_EXAMPLES, build_method_fixture
 
 METHODS = sorted({path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} - NEED_EXAMPLES)
 DOMAINS = ["law", "food", "space", "tax", "sea"]  # two more stages than are tried
-FEW = ["trainer.steps=2", "eval.rows=last", "eval.columns=seen", "eval.max_tokens=64"]
+FEW = ["trainer.steps=2", "eval.when=last", "eval.columns=seen", "eval.max_tokens=64"]
 THREE = "order=[law,food,space]"
 GROWING = {"elle", "lifelong_moe", "sapt"}  # what they add differs from stage to stage
 
@@ -95,7 +95,7 @@ def remaining(estimate: dict) -> dict[str, tuple[int, int]]:
 
 
 def test_nothing_is_left_behind_and_cells_are_counted_as_they_are_measured(start, small, planned, tmp_path):
-    eval_options = ["eval.rows=last", "eval.columns=near:1", "eval.max_tokens=64"]
+    eval_options = ["eval.when=last", "eval.columns=near:1", "eval.max_tokens=64"]
     cfg = small(THREE, "trainer.steps=2", *eval_options, f"cache_dir={tmp_path / 'cache'}")
     estimate = planned(cfg, tmp_path / "run")
     assert estimate["state"] == "new" and estimate["not_included"] == ["training of the base model"]
@@ -128,7 +128,7 @@ def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, 
     assert not any(steps for steps, _ in wider.values())
 
 
-FEW_CELLS = ["order=[law,food]", "trainer.steps=20", "trainer.checkpoint_every=5", "eval.rows=last"]
+FEW_CELLS = ["order=[law,food]", "trainer.steps=20", "trainer.checkpoint_every_n_steps=5", "eval.when=last"]
 FEW_CELLS += ["eval.max_tokens=64"]
 COSTLY = ["das", "kd", "ewc trainer.importance_samples=64", "ncl replay=past replay.mode=append", "lora"]
 

@@ -274,7 +274,10 @@ def headless(tmp_path):
 def test_a_checkpoint_without_a_head_is_refused(headless, small, unread):
     option = f"model.name_or_path={headless}"
     assert unread(small(option)).startswith(f"{option} is invalid: no language-model head (5 tensors). Allow")
-    assert unread(small(option, "+model.layers=3")) == "model.layers=3 is invalid. Allowed: null, or 1 to 2"
+    assert (
+        unread(small(option, "+model.num_hidden_layers=3"))
+        == "model.num_hidden_layers=3 is invalid. Allowed: null, or 1 to 2"
+    )
 
 
 @pytest.mark.parametrize("upper", [0, 1])
@@ -283,7 +286,10 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
 ):
     cache = tmp_path / "cache"
     options = [f"model.name_or_path={headless}", "order=[law]", "trainer.steps=1", f"cache_dir={cache}"]
-    options += ["+model.layers=2" if upper else "+model.layers=1", "+model.pretraining.head_steps=5"]
+    options += [
+        "+model.num_hidden_layers=2" if upper else "+model.num_hidden_layers=1",
+        "+model.pretraining.head_steps=5",
+    ]
     options += [f"+model.pretraining.head_layers={upper}"]
     start(small(*options), tmp_path / "run")
     (completed_folder,) = (path for path in (cache / "base").glob("headless-*") if path.is_dir())
@@ -314,7 +320,7 @@ def test_a_run_with_added_tokens_exports_and_identifies_their_tokenizer(
     options = [f"model.name_or_path={checkpoint}", f"model.tokenizer={folder}", "order=[law]", "method=none"]
     options += [f"cache_dir={tmp_path / 'cache'}"]
     if layers is not None:
-        options.append(f"+model.layers={layers}")
+        options.append(f"+model.num_hidden_layers={layers}")
     run = tmp_path / "run"
     start(small(*options), run)
     table = load_model(checkpoint, "masked").get_input_embeddings().weight

@@ -20,15 +20,15 @@ ONE = "order=[law]"
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_every", "ends", "saved_steps"),
+    ("checkpoint_every_n_steps", "ends", "saved_steps"),
     [(4, None, [4, 8, 10]), (100, 3, [3])],  # of a stage that ends early
 )
 def test_the_state_is_kept_as_often_as_asked_for_and_after_the_last_step(
-    checkpoint_every, ends, saved_steps, tmp_path
+    checkpoint_every_n_steps, ends, saved_steps, tmp_path
 ):
     guard = NanGuard()
     steps = []
-    saving = StepCheckpoint(tmp_path / "state", interval=checkpoint_every, guard=guard)
+    saving = StepCheckpoint(tmp_path / "state", interval=checkpoint_every_n_steps, guard=guard)
     trainer = SimpleNamespace(global_step=0, max_steps=10, should_stop=False)
     trainer.save_checkpoint = lambda path: steps.append(trainer.global_step)
     module = SimpleNamespace(parameters=lambda: [])

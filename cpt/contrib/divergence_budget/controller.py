@@ -33,7 +33,7 @@ class DivergenceController(MonitorObserver):
         self.budget = DivergenceRecord(allowed=options.kl)
 
     @property
-    def ended(self) -> str:  # type: ignore[override]
+    def end_reason(self) -> str:  # type: ignore[override]
         return self.budget.reason_to_end
 
     @property

@@ -141,7 +141,7 @@ class DriftController(MonitorObserver):
         return self.run.path / "monitor" / f"{number:03d}.npz"
 
     @property
-    def ended(self) -> str:  # type: ignore[override]
+    def end_reason(self) -> str:  # type: ignore[override]
         return self.budget.ended
 
     def on_evaluation(

@@ -167,7 +167,10 @@ def export(plan: Plan, folder: Path) -> list[str]:
     assert plan.source.encoding is not None
     plan.source.check_domains(plan.order)
     corpora = Corpora.read(
-        plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.preprocessing_num_workers
+        plan.source,
+        plan.order,
+        cache=Path(plan.run.cache_dir),
+        workers=plan.source.preprocessing_num_workers,
     )
     base = describe_base(plan.model, corpora)
     texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))

@@ -129,6 +129,9 @@ class Source(Options, ABC):
         "cut the training text of every domain to the tokens of the smallest, or to N tokens", default=False
     )
     embedding_samples: Count = option("maximum number of embedded documents per text", default=1000)
+    preprocessing_num_workers: Count | None = option(
+        "tokenization processes per text, which change no result; null: one per core", default=None
+    )
 
     def __post_init__(self) -> None:
         read_options(HeldOut, self.held_out, section="held_out")

@@ -119,7 +119,7 @@ def test_a_budget_that_is_never_touched_changes_no_bit_and_is_part_of_what_a_run
 def test_killed_it_ends_with_the_same_bits(small, start, killing, tmp_path):
     options = ["method=ewc", *TWO, *STEEP, *DROPOUT, "budget=drift"]
     options += ["budget.general=0.05", "budget.past=0.2"]
-    options += ["trainer.checkpoint_every=3", "trainer.steps=8"]
+    options += ["trainer.checkpoint_every_n_steps=3", "trainer.steps=8"]
     start(small(*options), tmp_path / "whole")
     undisturbed = scores_of(tmp_path / "whole")
     last = undisturbed["monitor"]["food"]["steps"][-1]
