@@ -3,16 +3,22 @@
 import ast
 import json
 import os
+import pickle
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 
 from cpt import verify
+from cpt.core.files import hash_files
 from cpt.core.secrets import HIDDEN, redact
-from cpt.core.tensors import load_tensors
+from cpt.core.tensors import load_tensors, save_state
 from cpt.models import loading
+from cpt.trainer import state_folders
+from cpt.trainer.checkpoint import load_stage
 from cpt.trainer.run_dir import RunDir
+from cpt.trainer.state_folders import SHARDS
 from tests.conftest import ROOT, SMALL
 from tests.support.forked_scripts import run_script
 
@@ -61,7 +67,12 @@ def test_no_file_is_read_that_could_bring_code():
 
     unsafe_modules = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "pickle"}
     unsafe_imports = {(file, module) for file, module in imports if module in unsafe_modules}
-    assert unsafe_imports <= {("cpt/core/tensors.py", "pickle")}
+    # The error of torch.load; an unpickler that knows the classes of an index of shards alone.
+    assert unsafe_imports <= {("cpt/core/tensors.py", "pickle"), ("cpt/core/shards.py", "pickle")}
+    unpicklers = {"pickle.load", "pickle.loads", "pickle.Unpickler", "FileSystemReader"}
+    assert unpicklers.isdisjoint(call.function.removeprefix("checkpoint.") for call in calls)
+    shard_loads = [call for call in calls if call.function == "checkpoint.load"]
+    assert {call.keywords.get("storage_reader") for call in shard_loads} == {"ShardReader(folder)"}
 
     # Transformers runs the code of a checkpoint where this option is true, and asks where it is absent.
     code_free = ("PeftModel", "GenerationConfig")  # which take no code of a checkpoint
@@ -106,6 +117,37 @@ def test_a_state_with_a_pickle_in_it_is_refused_in_a_line(tmp_path, capsys):
     assert "001.pt holds other things than tensors" in capsys.readouterr().out
     assert not mark.exists()
     torch.load(stage, weights_only=False)
+    assert mark.exists()  # the file is what it is meant to be
+
+
+def test_an_index_of_shards_with_other_things_in_it_is_refused_in_a_line(tmp_path, capsys):
+    run = tmp_path / "run"
+    stage = run / "stages" / "001.pt"
+    folder = stage.with_name("001.1.shards")
+    mark = tmp_path / "ran"  # a folder that the pickle makes if it is loaded
+
+    def store_stage():
+        sums = hash_files(folder, folder.iterdir())
+        save_state(
+            {"w": None, SHARDS: {"folder": folder.name, "sums": sums, "places": {"w": [["w"]]}}}, stage
+        )
+
+    with state_folders.without_warnings():
+        checkpoint.save({"w": torch.arange(3.0)}, checkpoint_id=folder, no_dist=True)
+    store_stage()
+    assert load_stage(stage)["w"].tolist() == [0, 1, 2]
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+    store_stage()
+    (run / "config.yaml").write_text("name: x\n")
+    with pytest.raises(ValueError, match=r"\.metadata holds other things than an index"):
+        load_stage(stage)
+    with pytest.raises(ValueError, match=r"\.metadata holds other things than an index"):
+        list(state_folders.read_shards({"folder": folder.name, "places": {"w": [["w"]]}}, stage))
+    assert verify.main([str(run)]) == 1
+    assert ".metadata holds other things than an index" in capsys.readouterr().out
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(Evil(mark)))
     assert mark.exists()  # the file is what it is meant to be
 
 

@@ -242,6 +242,24 @@ PRIVATE_APIS = (
     ),
     # torch: processes
     PrivateAPI(
+        "torch.distributed.checkpoint.filesystem",
+        "_StorageInfo",
+        ("core.shards",),
+        "a class that torch pickles in an index of shards",
+    ),
+    PrivateAPI(
+        "torch.distributed.checkpoint.metadata",
+        "_MEM_FORMAT_ENCODING",
+        ("core.shards",),
+        "a class that torch pickles in an index of shards",
+    ),
+    PrivateAPI(
+        "torch.serialization",
+        "_get_layout",
+        ("core.shards",),
+        "a function that torch pickles in an index of shards",
+    ),
+    PrivateAPI(
         "torch.distributed.distributed_c10d",
         "_get_default_store",
         ("core.distributed",),

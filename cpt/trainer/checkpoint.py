@@ -23,6 +23,7 @@ from cpt.core.distributed import all_reduce_max, barrier, gather_objects, is_sha
 from cpt.core.errors import FAILED_ALLOCATION, reason
 from cpt.core.files import hash_files, sync
 from cpt.core.processes import is_distributed, is_first_process, rank_and_world
+from cpt.core.shards import INDEX, ShardReader, read_index
 from cpt.core.tensors import NamedTensors, load_checked_state, load_tensors, save_state
 from cpt.trainer.linked_weights import fill_linked
 from cpt.trainer.state_folders import (
@@ -179,7 +180,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
     rank, _ = rank_and_world()
     files = [*folder.glob(f"__{rank}_*")]
     if is_first_process():
-        files.append(folder / ".metadata")
+        files.append(folder / INDEX)
         for file in (*folder.iterdir(), folder):
             sync(file)
     # Each process hashes its own files, which it has just written; all need the hashes of all.
@@ -203,7 +204,7 @@ def fill_tensors(
     check_folders(state, path, remedy=f"delete {path} to train its domain again", full=False)
     shards = state.pop(SHARDS)
     folder = path.with_name(shards["folder"])
-    metadata: dict[str, Any] = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    metadata: dict[str, Any] = read_index(folder).state_dict_metadata
 
     # torch loads into tensors that are there. Equal tensors are stored once, for several paths of keys.
     tensors: dict[str, Tensor] = {}
@@ -219,7 +220,7 @@ def fill_tensors(
     # A tensor that is whole in this process is read by it alone, without the others.
     is_alone = not is_distributed() or not any(map(is_sharded, tensors.values()))
     with without_warnings():
-        checkpoint.load(tensors, checkpoint_id=folder, no_dist=is_alone)
+        checkpoint.load(tensors, storage_reader=ShardReader(folder), no_dist=is_alone)
     for name, key_paths in shards["places"].items():
         for key_path in key_paths:
             set_value(state, key_path, tensors[name])

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import checkpoint
 
 from cpt.core.files import find_damage
+from cpt.core.shards import ShardReader, read_index
 
 SHARDS = "shards"  # in the small file: the folder, its files' hashes, the key paths of its tensors
 LINKS = "linked"  # in a stage's file: the folder, its files' hashes, by tensor its file and key there
@@ -26,7 +27,7 @@ LINKS = "linked"  # in a stage's file: the folder, its files' hashes, by tensor 
 
 def check_folders(state: Mapping[str, Any], path: Path, *, remedy: str, full: bool) -> None:
     """Raises ValueError if a file of the folders of the small file at `path` is missing or has another size
-    or, if `full`, another hash; `remedy` says what to do."""
+    or, if `full`, another hash, or if the index of its shards is damaged; `remedy` says what to do."""
     model = path.parent.with_name("model")
     for kind, note in ((SHARDS, ""), (LINKS, f", whose files {model} shares")):
         if kind not in state:
@@ -35,6 +36,16 @@ def check_folders(state: Mapping[str, Any], path: Path, *, remedy: str, full: bo
         damage = next(find_damage(folder, state[kind]["sums"], full=full), None)
         if damage is not None:
             raise ValueError(f"{folder}{note}: {damage}; {remedy}")
+        if kind == SHARDS:
+            check_index(folder, remedy=remedy)
+
+
+def check_index(folder: Path, *, remedy: str) -> None:
+    """Raises ValueError if the index of a folder of shards is damaged, or holds something else."""
+    try:
+        read_index(folder)
+    except ValueError as error:
+        raise ValueError(f"{error}; {remedy}") from error
 
 
 def find_folders(path: Path) -> list[Path]:
@@ -63,11 +74,11 @@ def remove_folders(path: Path, *, except_for: Path | None) -> None:
 def read_shards(shards: Mapping[str, Any], path: Path) -> Iterator[tuple[list[str], Tensor]]:
     """Yields the sharded tensors of the stage at `path`, whole, with their names."""
     folder = path.with_name(shards["folder"])
-    metadata: dict[str, Any] = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    metadata: dict[str, Any] = read_index(folder).state_dict_metadata
     for name, key_paths in shards["places"].items():
         tensor = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
         with without_warnings():
-            checkpoint.load({name: tensor}, checkpoint_id=folder, no_dist=True)
+            checkpoint.load({name: tensor}, storage_reader=ShardReader(folder), no_dist=True)
         yield ["/".join(map(str, key_path)) for key_path in key_paths], tensor
 
 
