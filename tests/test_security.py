@@ -6,11 +6,12 @@ import os
 import pickle
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import checkpoint
 
-from cpt import verify
+from cpt import card, gate, load_run, report, status, verify
 from cpt.core.files import hash_files
 from cpt.core.secrets import HIDDEN, redact
 from cpt.core.tensors import load_tensors, save_state
@@ -20,6 +21,7 @@ from cpt.trainer.checkpoint import load_stage
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.state_folders import SHARDS
 from tests.conftest import ROOT, SMALL
+from tests.support.example_runs import save_scores
 from tests.support.forked_scripts import run_script
 
 CANARY = "canary-7f3a9"
@@ -58,7 +60,8 @@ def test_no_file_is_read_that_could_bring_code():
     # Files of runs, and weights of checkpoints that are streamed.
     assert {call.file for call in torch_loads} == {"cpt/core/tensors.py", "cpt/models/stored_weights.py"}
     assert {call.keywords.get("weights_only") for call in torch_loads} == {"True"}
-    for keyword in ("allow_pickle", "shell"):
+    # `allow_all_kernels`: code of any repository that the config.json of a checkpoint names for its attention.
+    for keyword in ("allow_pickle", "shell", "allow_all_kernels"):
         assert [call for call in calls if call.keywords.get(keyword, "False") != "False"] == []
     loaders = {call.keywords.get("Loader") for call in calls if call.function == "yaml.load"}
     assert loaders <= {"Loader"}  # cpt.reporting.load_runs: CSafeLoader or SafeLoader
@@ -149,6 +152,32 @@ def test_an_index_of_shards_with_other_things_in_it_is_refused_in_a_line(tmp_pat
     assert not mark.exists()
     pickle.loads(pickle.dumps(Evil(mark)))
     assert mark.exists()  # the file is what it is meant to be
+
+
+@pytest.mark.slow
+def test_the_config_of_a_run_from_others_is_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MY_WORD", CANARY)
+    (tmp_path / "brought.py").write_text("import os\nos.mkdir('ran')\n")
+    run = tmp_path / "runs" / "one"
+    method = {"name": "ncl", "_target_": "brought.Method", "strength": "${oc.env:MY_WORD}"}
+    config = {"method": method, "callbacks": {"own": {"_target_": "brought.Callback"}}}
+    scores = save_scores(run, config=config, variant="strength=${oc.env:MY_WORD}")
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    for row in range(len(scores.rows)):  # what the release check compares
+        RunDir(run).save_documents(row, dict.fromkeys(scores.domains, np.ones((2, 7))))
+
+    for program in (report, status, verify, gate, card):
+        program.main([str(run)])
+    assert load_run(run).config["method"]["strength"] == "${oc.env:MY_WORD}"
+    assert not (tmp_path / "ran").exists()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"comparison.html", "README.md"} <= {path.name for path in files}
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+    output = capsys.readouterr()
+    assert CANARY not in output.out + output.err
 
 
 def test_what_looks_secret_is_hidden_and_a_folder_is_claimed_again_with_it(tmp_path):
