@@ -14,11 +14,14 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import CHECKSUMS, read_checksums, write_checksums
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
+from cpt.reporting.license_choices import LicenseChoices, load_license_choices, save_license_choices
 from cpt.reporting.license_sources import list_trained_texts
 from cpt.reporting.license_terms import check_identifier
-from cpt.reporting.model_card import LicenseOptions, describe_license, write_model_card
+from cpt.reporting.model_card import describe_license, write_model_card
 from cpt.reporting.publish import check_repository, plan_publication, push
 from cpt.trainer.run_dir import RunDir
+
+NONE = "none"  # in the place of an identifier: forget the one that was given
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,13 +29,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cpt.card", description=paragraphs[1])
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="the folder of a finished run")
-    add("--license", metavar="ID", help="license of the model, by its identifier on the Hub")
+    add(
+        "--license",
+        metavar="ID",
+        help="license of the model, by its identifier on the Hub; later cards of the run keep it. none: "
+        "forget the one that was given",
+    )
     add(
         "--data-license",
         action="append",
         default=[],
         metavar="TEXT=ID",
-        help="license of a text that the model was trained on; may be repeated",
+        help="license of a text that the model was trained on; kept and forgotten likewise; may be repeated",
     )
     add("--push", metavar="NAME", help="publish the model as a repository of the Hub, private by default")
     add("--public", action="store_true", help="make a public repository")
@@ -50,10 +58,11 @@ def main(arguments: Sequence[str]) -> int:
         if options.push is not None:
             check_model(run)
         is_online = options.push is not None and not options.dry_run
-        licensing = read_license_options(options, run, scores, is_online=is_online)
+        choices = read_license_choices(options, run, scores)
 
         with run.locked():
-            card = write_model_card(run.path, scores, licensing)
+            save_license_choices(run.path, choices)
+            card = write_model_card(run.path, scores, is_online=is_online)
             # Else the next start of the run would find the new card damaged.
             if (run.path / CHECKSUMS).exists():
                 write_checksums(run.path, [card], unread=read_checksums(run.path))
@@ -97,20 +106,31 @@ def check_model(run: RunDir) -> None:
         raise InvalidOptionError("RUN", run.path, reason="; ".join(damage), allowed="a whole run")
 
 
-def read_license_options(
-    options: argparse.Namespace, run: RunDir, scores: Scores, *, is_online: bool
-) -> LicenseOptions:
-    """Raises ValueError for an identifier that the Hub does not list, and for a text that was not trained."""
-    identifier = "" if options.license is None else check_identifier(options.license, option="--license")
-    by_text = {}
+def read_license_choices(options: argparse.Namespace, run: RunDir, scores: Scores) -> LicenseChoices:
+    """The licenses that were stated of a run before, and those of the options. Raises ValueError for an
+    identifier that the Hub does not list, and for a text that was not trained."""
+    stored = load_license_choices(run.path)
+    model_license = stored.model
+    if options.license is not None:
+        model_license = read_identifier(options.license, option="--license")
+
+    text_licenses = dict(stored.texts)
     trained_texts = list_trained_texts(run.stored_config(), scores)
     for entry in options.data_license:
         text, equals, text_license = entry.rpartition("=")
         if not equals or text not in trained_texts:
             allowed = f"TEXT=ID with a TEXT of {', '.join(trained_texts)}"
             raise InvalidOptionError("--data-license", entry, allowed=allowed)
-        by_text[text] = check_identifier(text_license, option=f"--data-license {text}")
-    return LicenseOptions(identifier=identifier, by_text=by_text, is_online=is_online)
+        text_licenses[text] = read_identifier(text_license, option=f"--data-license {text}")
+        if not text_licenses[text]:
+            del text_licenses[text]
+    return LicenseChoices(model=model_license, texts=text_licenses)
+
+
+def read_identifier(text: str, *, option: str) -> str:
+    """The identifier that an option gives; empty for `none`. Raises ValueError for one that the Hub does not
+    list."""
+    return "" if text == NONE else check_identifier(text, option=option)
 
 
 if __name__ == "__main__":

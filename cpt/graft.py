@@ -42,6 +42,7 @@ from cpt.models.residual import (
     write_shards,
 )
 from cpt.reporting.derived_card import write_derived_card
+from cpt.reporting.license_choices import load_license_choices
 from cpt.reporting.license_sources import find_licenses, find_model_license
 from cpt.reporting.license_terms import StatedLicense
 from cpt.trainer.base_files import copy_generation_config, save_tokenizer
@@ -78,6 +79,8 @@ def main(arguments: Sequence[str]) -> int:
         with run.locked():
             # Texts are read first: nothing is written for a run that cannot be scored.
             texts = open_run_texts(run, scores, needs_base=False)
+            choices = load_license_choices(run.path)
+            run_licenses = find_licenses(run.stored_config(), scores, stated_for_texts=choices.texts)
             graft = Graft.plan(run, instruct=options.instruct, base=options.base, weight=options.weight)
             folder = options.output or run.path / ROW
             with new_folder(folder) as partial_folder:
@@ -90,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
                     title=f"{scores.run['name']}, {row.row}",
                     loading=f'transformers.{graft.run.config.architectures[0]}.from_pretrained("model")',
                     facts=[*graft.list_facts(), *list_chat_facts(row)],
-                    licenses=[*find_licenses(run.stored_config(), scores), *graft.find_tuned_licenses()],
+                    licenses=[*run_licenses, *graft.find_tuned_licenses()],
                 )
             rewrite_report(run, scores)
         print_results(run, folder, graft, row, num_tensors=num_tensors)

@@ -25,6 +25,7 @@ from cpt.evaluation.scores import Scores
 from cpt.evaluation.withdrawals import record_withdrawal
 from cpt.methods.base import ContinualMethod
 from cpt.reporting.derived_card import write_derived_card
+from cpt.reporting.license_choices import load_license_choices
 from cpt.reporting.license_sources import find_licenses
 from cpt.train import train
 from cpt.trainer.base_files import copy_generation_config, save_tokenizer
@@ -229,7 +230,11 @@ def write_subtracted(
             title=f"{withdrawal.scores.run['name']} without {withdrawal.domain}",
             loading=loading.replace(str(partial_folder), "model"),
             facts=[description, *describe_run_chats(row)],
-            licenses=find_licenses(withdrawal.run.stored_config(), withdrawal.scores),
+            licenses=find_licenses(
+                withdrawal.run.stored_config(),
+                withdrawal.scores,
+                stated_for_texts=load_license_choices(withdrawal.run.path).texts,
+            ),
         )
     return row
 

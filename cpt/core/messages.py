@@ -1,8 +1,10 @@
-"""Lists and counts in messages: abbreviated names, truncated lines, and nouns in the plural."""
+"""Messages: abbreviated names, truncated lines, nouns in the plural, and lines that are logged once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from logging import Logger
 
 
 def abbreviate(names: Iterable[object], limit: int = 3, *, with_count: bool = False) -> str:
@@ -22,6 +24,12 @@ def abbreviate(names: Iterable[object], limit: int = 3, *, with_count: bool = Fa
         return ", ".join(texts)
     ellipsis = f"… {num_hidden} more" if with_count else "…"
     return ", ".join([*texts[:limit], ellipsis])
+
+
+@cache
+def log_once(log: Logger, message: str) -> None:
+    """Logs a message the first time that this process has it."""
+    log.info("%s", message)
 
 
 def truncate(text: str, width: int) -> str:

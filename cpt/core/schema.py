@@ -298,25 +298,41 @@ def prefix_errors(section: str) -> Iterator[None]:
 
 
 def unknown_name(
-    key: str, allowed: Iterable[str], *, listing: str | None = None, meant: str = "", cause: str = ""
+    key: str,
+    allowed: Iterable[str],
+    *,
+    name: str = "",
+    listing: str | None = None,
+    meant: str = "",
+    cause: str = "",
 ) -> str:
     """The message for an option, or for a `group=choice`, that does not exist: what may be meant, then what
     is allowed, of which many names are left out.
 
-    `listing` replaces the list of what is allowed where nothing is suggested. `meant` is suggested instead of
-    the most similar name. `cause` replaces the words that the name is unknown, and any suggestion."""
-    names_by_end = {}
-    for name in allowed:
-        section, _, end = name.rpartition(".")
-        if not section or end not in INTERNAL:
-            names_by_end[end] = name
+    `name` is the unknown name at the end of a key where it is no option, but one of domains or tasks; that of
+    a choice is known. Dots are a part of it. `listing` replaces the list of what is allowed where nothing is
+    suggested. `meant` is suggested instead of the most similar name. `cause` replaces the words that the name
+    is unknown, and any suggestion."""
+    _, _, choice = key.partition("=")
+    unknown = name or choice
+    is_option = not unknown
+    if is_option:
+        unknown = key.rpartition(".")[2]
+
+    # Options are compared without their section, the names of choices, domains and tasks as they are.
+    allowed_by_end = {}
+    for allowed_name in allowed:
+        section, _, end = allowed_name.rpartition(".")
+        if not is_option:
+            allowed_by_end[allowed_name] = allowed_name
+        elif not section or end not in INTERNAL:
+            allowed_by_end[end] = allowed_name
 
     suggestion = meant
     if not suggestion and not cause:
-        names_by_lower_end = {end.lower(): name for end, name in names_by_end.items()}
-        last_word = re.split("[.=]", key)[-1].lower()
-        similar = difflib.get_close_matches(last_word, names_by_lower_end, n=1, cutoff=0.6)
-        suggestion = names_by_lower_end[similar[0]] if similar else ""
+        allowed_by_lower_end = {end.lower(): allowed_name for end, allowed_name in allowed_by_end.items()}
+        similar = difflib.get_close_matches(unknown.lower(), allowed_by_lower_end, n=1, cutoff=0.6)
+        suggestion = allowed_by_lower_end[similar[0]] if similar else ""
 
     kind = "choice" if "=" in key else "option"
     message = f"{key} is invalid: {cause or f'unknown {kind}'}."
@@ -324,7 +340,7 @@ def unknown_name(
         message += f" Did you mean {suggestion}?"
     if listing is None or suggestion:
         limit = MAX_LISTED_WITH_SUGGESTION if suggestion else MAX_LISTED
-        listing = abbreviate(names_by_end.values(), limit=limit, with_count=True)
+        listing = abbreviate(allowed_by_end.values(), limit=limit, with_count=True)
     if listing:
         message += f" Allowed: {listing}"
     return message

@@ -78,7 +78,7 @@ class Harness:
     def check_metric(self, name: str, metric: str) -> None:
         """Raises ValueError for a metric that a task does not have, or of a task that is not measured."""
         if name not in self.columns:
-            raise ValueError(unknown_name(f"benchmark.metrics.{name}", self.columns))
+            raise ValueError(unknown_name(f"benchmark.metrics.{name}", self.columns, name=name))
         task_metrics: set[str] = set()
         for task in self.columns[name].tasks.values():
             task_metrics.update(task.aggregation())

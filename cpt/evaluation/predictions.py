@@ -19,6 +19,7 @@ from pyarrow import compute, parquet
 
 from cpt.core.config import digest as hash_of
 from cpt.core.files import replacing
+from cpt.core.messages import log_once
 from cpt.core.schema import check_types
 from cpt.evaluation.metrics import Array
 from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, head_of, headline, last_measured
@@ -96,7 +97,7 @@ def find_predictions(
     except FileNotFoundError:
         return None
     except ValueError as error:
-        log.info("Measuring again: %s", error)
+        log_once(log, f"Measuring again: {error}")
         return None
     return (table, metadata) if metadata.get("digest") == digest else None
 

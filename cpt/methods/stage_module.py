@@ -4,7 +4,7 @@ CONTRIBUTING.md."""
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -110,6 +110,7 @@ class StageModule(LightningModule):
         # Of the current step.
         self.guard = NanGuard()
         self.step_is_made = True
+        self.step_terms: dict[str, Tensor] = {}  # of the loss, means over the micro-batches so far
         self.snapshots: list[StepSnapshot] = []
         self.has_weighed = False  # whether a loss has been made with the token weights
         self.part_losses = PartLosses()  # of a mixture
@@ -396,11 +397,24 @@ class StageModule(LightningModule):
         # The guard checks them with the gradient's norm, once per step.
         self.guard.add_losses(terms)
         if self.trainer.global_step == 0 or self.is_logged():  # the bar has a loss from the first step on
-            for term, value in terms.items():
-                name = f"train/{term}/{self.domain.name}"
-                self.log(name, value.detach(), prog_bar=term == "lm", sync_dist=True)
-            self.log(f"train/lr/{self.domain.name}", self.trainer.optimizers[0].param_groups[0]["lr"])
+            self.log_terms(terms, batch_idx)
         return cast(Tensor, sum(terms.values()))
+
+    def log_terms(self, terms: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Adds the terms of a micro-batch to their means over the step, which the last micro-batch logs."""
+        num_micro_batches = self.trainer.accumulate_grad_batches
+        if batch_idx % num_micro_batches == 0:
+            self.step_terms = {}
+        for term, value in terms.items():
+            share = value.detach() / num_micro_batches
+            self.step_terms[term] = self.step_terms[term] + share if term in self.step_terms else share
+
+        is_last_micro_batch = (batch_idx + 1) % num_micro_batches == 0
+        if not is_last_micro_batch:
+            return
+        for term, mean in self.step_terms.items():
+            self.log(f"train/{term}/{self.domain.name}", mean, prog_bar=term == "lm", sync_dist=True)
+        self.log(f"train/lr/{self.domain.name}", self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def lm_loss(self, batch: Batch) -> WeightedLoss:
         """The language-model loss of a training batch at its scored positions, with the token weights of the

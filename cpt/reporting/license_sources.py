@@ -6,6 +6,8 @@ cannot be read counts as not stated, so that no license is claimed by it."""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,11 +18,15 @@ from typing import Any
 import yaml
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+from cpt.core.messages import log_once
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting.license_terms import KINDS, OTHER, StatedLicense, normalize
 
+log = logging.getLogger(__name__)
 CARD = "README.md"
+SOURCES = "replay.sources"  # begins the names of texts that are sources of replay
+REPLAY_SECTIONS = ("replay", "method.mixture")  # of a config, that have options of replay
 HUB_ADDRESS = "https://huggingface.co"
 URL = re.compile(r"https?://")
 FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
@@ -92,13 +98,20 @@ def find_licenses(
 
 
 def list_trained_texts(settings: Mapping[str, Any], scores: Scores) -> list[str]:
-    """The texts that the final model was trained on: the domains, and the general text where it is replayed
-    or the base was made of it."""
+    """The texts that the final model was trained on: the domains, the general text where it is replayed or
+    the base was made of it, and the sources of replay, `replay.sources.NAME`."""
     texts = list(scores.run["order"])
-    is_general_trained = scores.base.get("origin") == "built" or settings.get("replay.general_ratio")
+    is_general_trained = scores.base.get("origin") == "built"
+    source_names: dict[str, None] = {}
+    for section in REPLAY_SECTIONS:
+        is_general_trained = is_general_trained or bool(settings.get(f"{section}.general_ratio"))
+        for key in settings:
+            if key.startswith(f"{section}.sources."):
+                name, _, _ = key.removeprefix(f"{section}.sources.").partition(".")
+                source_names[name] = None
     if is_general_trained:
         texts.append(GENERAL)
-    return texts
+    return [*texts, *(f"{SOURCES}.{name}" for name in source_names)]
 
 
 def find_model_license(
@@ -121,6 +134,8 @@ def find_model_license(
 def find_text_license(settings: Mapping[str, Any], text: str, *, is_online: bool) -> StatedLicense:
     """What is stated of a text: by its data set in the catalogue of the Hub, or in the nearest of the folders
     that it is in."""
+    if text.startswith(f"{SOURCES}."):
+        return find_source_license(settings, text.removeprefix(f"{SOURCES}."), is_online=is_online)
     data_set = settings.get(f"domains.catalogue.{text}.path")
     if data_set is not None and not Path(str(data_set)).is_dir():
         card = find_hub_card(str(data_set), repo_type="dataset", revision=None, is_online=is_online)
@@ -130,6 +145,21 @@ def find_text_license(settings: Mapping[str, Any], text: str, *, is_online: bool
         if license.identifier:
             return license
     return StatedLicense(source=text)
+
+
+def find_source_license(settings: Mapping[str, Any], name: str, *, is_online: bool) -> StatedLicense:
+    """What is stated of a source of replay: in its folder, in that of its file, or by its data set."""
+    source = f"{SOURCES}.{name}"
+    path = ""
+    for section in REPLAY_SECTIONS:
+        path = path or str(settings.get(f"{section}.sources.{name}.path") or "")
+    local_path = Path(os.path.expanduser(path))
+    if local_path.is_dir():
+        return read_folder(local_path, source=source)
+    if local_path.is_file():
+        return read_folder(local_path.parent, source=source)
+    card = find_hub_card(path, repo_type="dataset", revision=None, is_online=is_online)
+    return StatedLicense(source=source) if card is None else read_card(card, source=source)
 
 
 def list_text_folders(settings: Mapping[str, Any], text: str, data_set: Any) -> Iterator[Path]:
@@ -177,8 +207,13 @@ def read_card(path: Path, *, source: str, is_model: bool = False) -> StatedLicen
     front_matter = FRONT_MATTER.match(path.read_text(encoding="utf-8", errors="replace"))
     data: Any = None
     if front_matter:
-        with suppress(yaml.YAMLError):
+        try:
             data = yaml.safe_load(front_matter[1])
+        except yaml.YAMLError as error:
+            problem = str(getattr(error, "problem", None) or error).splitlines()[0]
+            log_once(
+                log, f"The license of {source} counts as not stated: {path} has damaged YAML ({problem})"
+            )
     if not isinstance(data, Mapping) or not data.get("license"):
         return StatedLicense(source=source, is_model=is_model)
     stated = data["license"]

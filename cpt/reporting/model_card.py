@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from cpt.reporting.formats import (
     strip_controls,
 )
 from cpt.reporting.frames import ReportedValue, find_matrices, list_values
+from cpt.reporting.license_choices import load_license_choices
 from cpt.reporting.license_sources import find_licenses, group_licenses
 from cpt.reporting.license_terms import LicenseDecision, StatedLicense, choose_license, decide_license
 from cpt.reporting.page import IN_CELL, TEMPLATES, markdown_table, quote_markup
@@ -59,21 +59,12 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 PATH = re.compile(r"[/~]|[A-Za-z]:\\")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LicenseOptions:
-    """What somebody says of licenses when a card is written, and where cpt may look for others."""
-
-    identifier: str = ""  # of the model; empty: the one that follows from what is stated, if any does
-    by_text: Mapping[str, str] = field(default_factory=dict)  # identifiers of the licenses of texts
-    is_online: bool = False  # whether cards that are not in the cache of the Hub may be downloaded
-
-
-AS_STATED = LicenseOptions()
-
-
-def write_model_card(folder: Path, scores: Scores, licensing: LicenseOptions = AS_STATED) -> Path:
-    """Writes the card of a run from its scores, config and overrides. Returns the card's path."""
+def write_model_card(folder: Path, scores: Scores, *, is_online: bool = False) -> Path:
+    """Writes the card of a run from its scores, config and overrides, and from the licenses that somebody has
+    stated. If it `is_online`, cards of the base and of data that are not in the cache of the Hub may be
+    downloaded. Returns the card's path."""
     run = scores.run
+    choices = load_license_choices(folder)
     settings = dict(flatten(read_yaml(folder / "config.yaml") or {}))
     base = {"name": run["model"], "origin": "unknown"} | scores.base
     is_on_hub = base["origin"] == "hub" and HUB_NAME.fullmatch(base["name"]) is not None
@@ -90,10 +81,8 @@ def write_model_card(folder: Path, scores: Scores, licensing: LicenseOptions = A
     title = strip_controls(f"{base['name']}, {method}: {order}")
     perplexities = find_matrices(scores)["perplexity"]
     pipeline = PIPELINES.get(run["objective"])
-    stated = find_licenses(
-        settings, scores, stated_for_texts=licensing.by_text, is_online=licensing.is_online
-    )
-    license = decide_card_license(stated, licensing)
+    stated = find_licenses(settings, scores, stated_for_texts=choices.texts, is_online=is_online)
+    license = choose_license(stated, choices.model) if choices.model else decide_license(stated)
 
     card = ModelCard.from_template(
         ModelCardData(
@@ -140,13 +129,6 @@ def write_model_card(folder: Path, scores: Scores, licensing: LicenseOptions = A
     path = folder / "model" / "README.md"
     replace(path, f"{card}\n")
     return path
-
-
-def decide_card_license(stated: Sequence[StatedLicense], licensing: LicenseOptions) -> LicenseDecision:
-    """The license that a card claims, from what is stated and what was chosen."""
-    if licensing.identifier:
-        return choose_license(stated, licensing.identifier)
-    return decide_license(stated)
 
 
 def format_license(license: LicenseDecision, stated: Sequence[StatedLicense]) -> str:

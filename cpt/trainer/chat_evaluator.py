@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt.adapters.domain_store import BASE
 from cpt.core.config import digest as hash_of
 from cpt.core.distributed import barrier, gather_objects, leave_together
+from cpt.core.messages import log_once
 from cpt.core.preemption import Preempted
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.data.datamodule import DomainSequence
@@ -101,7 +102,7 @@ class ChatEvaluator(FileEvaluator):
             except FileNotFoundError:
                 return None
             except ValueError as error:
-                log.info("Measuring again: %s", error)
+                log_once(log, f"Measuring again: {error}")
                 return None
             if stored.digest != self.digest_of(request):
                 return None

@@ -80,6 +80,7 @@ class DivergenceEvaluator(FileEvaluator):
                 check_archive(path, remedy="it is measured again")
             except ValueError as error:
                 log.info("Measuring again: %s", error)
+                self.stored[number] = {}  # until it is measured
                 return {}
             with np.load(path) as archive:
                 self.stored[number] = dict(archive)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from cpt.adapters.domain_store import BASE
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import replace as replace_file
+from cpt.core.messages import log_once
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation import predictions
 from cpt.evaluation.options import LMEvalOptions, is_due
@@ -55,7 +56,7 @@ class LMEvalEvaluator(FileEvaluator):
         except FileNotFoundError:
             return None
         except ValueError as error:
-            log.info("Measuring again: %s", error)
+            log_once(log, f"Measuring again: {error}")
             return None
         return result if result["digest"] == self.harness.digest(request) else None
 

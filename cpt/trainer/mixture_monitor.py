@@ -1,5 +1,6 @@
 """What a stage reads of each part of a mixture, and the loss on it; see cpt.data.mixture."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -8,9 +9,12 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from cpt.core.processes import is_first_process
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod
 from cpt.models.part_losses import PartLosses
+
+log = logging.getLogger(__name__)
 
 
 class MixtureMonitor(Callback):
@@ -25,6 +29,7 @@ class MixtureMonitor(Callback):
         self.counts = torch.zeros((3, len(part_names)), dtype=torch.int64)  # rows, tokens, scored tokens
         self.losses = PartLosses()
         self.point_step = 0  # the last logged step
+        self.has_logged_lack = False  # of losses
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         cast(ContinualMethod, pl_module).part_losses = self.losses
@@ -51,7 +56,13 @@ class MixtureMonitor(Callback):
     def log_losses(self, trainer: Trainer, module: ContinualMethod) -> None:
         """Logs the losses. Every process has to call it."""
         sums = self.losses.take()
-        if sums is None:  # of a method whose losses are not made of lm_loss
+        if sums is None:
+            if module.domain.index == 0 and not self.has_logged_lack and is_first_process():
+                log.info(
+                    "No losses of parts of the mixture: those of %s are not made of self.lm_loss(batch)",
+                    type(module).__name__,
+                )
+            self.has_logged_lack = True
             return
         total_sums = cast(Tensor, trainer.strategy.reduce(sums, reduce_op="sum"))
         for name, nats, tokens in zip(self.part_names, *total_sums.tolist(), strict=True):

@@ -348,7 +348,7 @@ def check_evaluations(plan: Plan) -> None:
     if plan.answers is not None:
         for task in plan.answers.known_by:
             if task not in plan.source.domains:
-                raise ValueError(unknown_name(f"answers.metrics.{task}", plan.source.domains))
+                raise ValueError(unknown_name(f"answers.metrics.{task}", plan.source.domains, name=task))
 
 
 def check_separate_chats(plan: Plan, chats: ChatOptions) -> None:

@@ -115,3 +115,10 @@ def test_a_suggestion_shortens_the_list():
     names = [f"trainer.option_{letter}" for letter in "abcdefghi"]
     assert unknown_name("trainer.optoin_a", names).endswith("option_e, trainer.option_f, … 3 more")
     assert unknown_name("trainer.x", names).endswith("option_h, trainer.option_i")
+
+
+def test_dots_in_a_name_that_is_no_option_are_a_part_of_it():
+    names = ["docs.v1", "news.v1", "python3.10"]
+    assert "Did you mean docs.v1?" in unknown_name("order=docs.v2", names)
+    assert "Did you mean docs.v1?" in unknown_name("answers.measures.docs.v2", names, name="docs.v2")
+    assert unknown_name("order=v9", names).endswith("Allowed: docs.v1, news.v1, python3.10")

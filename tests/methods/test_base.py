@@ -1,5 +1,6 @@
 """Masks, the normalisation of the loss, and that neither depends on how a batch is cut up."""
 
+import csv
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -69,6 +70,29 @@ def test_gradients_are_masked_before_they_are_clipped(build, monkeypatch):
     run.learn(0)
     assert norms == [0.0]
     assert norm(v - before[n] for n, v in run.weights().items()) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_logged_loss_is_the_mean_over_the_micro_batches_of_its_step(small, start, tmp_path, monkeypatch):
+    losses = []
+    compute_losses = NCL.losses
+
+    def record_losses(module, batch):
+        terms = compute_losses(module, batch)
+        losses.append(terms["lm"].item())
+        return terms
+
+    options = ["order=[law]", "trainer.steps=4", "trainer.log_every_n_steps=2"]
+    start(small(*options, "method=none"), tmp_path / "base")  # which is pre-trained and then cached
+    monkeypatch.setattr(NCL, "losses", record_losses)
+    start(small(*options, "trainer.accumulate_grad_batches=4", "+logger.csv=true"), tmp_path / "run")
+    logged = {}
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["name"] == "train/lm/law":
+                logged[int(row["step"])] = float(row["value"])
+    assert len(losses) == 16 and list(logged) == [1, 3]
+    for step, loss in logged.items():
+        assert loss == pytest.approx(sum(losses[4 * step : 4 * step + 4]) / 4, rel=1e-5)
 
 
 def test_every_step_draws_by_a_seed_of_its_own(build):

@@ -1,11 +1,20 @@
 """The license in a model card: what is stated, where it is found, and what is claimed from it."""
 
+import logging
+
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
 from cpt.reporting import license_sources
-from cpt.reporting.license_sources import find_licenses, find_model_license, read_folder, recognize
+from cpt.reporting.license_choices import LicenseChoices, save_license_choices
+from cpt.reporting.license_sources import (
+    find_licenses,
+    find_model_license,
+    list_trained_texts,
+    read_folder,
+    recognize,
+)
 from cpt.reporting.license_terms import (
     IDENTIFIERS_BY_KIND,
     KINDS,
@@ -14,7 +23,7 @@ from cpt.reporting.license_terms import (
     choose_license,
     decide_license,
 )
-from cpt.reporting.model_card import LicenseOptions, write_model_card
+from cpt.reporting.model_card import write_model_card
 from tests.support.example_runs import make_scores, save_scores
 
 BASE = "the base model tiny"
@@ -105,7 +114,8 @@ def test_license_files_are_recognized(text, identifier):
     assert recognize(text) == identifier
 
 
-def test_a_folder_states_its_license_in_a_card_or_else_in_a_file(tmp_path):
+def test_a_folder_states_its_license_in_a_card_or_else_in_a_file(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="cpt")
     assert read_folder(tmp_path, source="law").identifier == ""
     (tmp_path / "LICENSE.txt").write_text("All rights reserved.")
     unknown = read_folder(tmp_path, source="law")
@@ -117,7 +127,12 @@ def test_a_folder_states_its_license_in_a_card_or_else_in_a_file(tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: [mit, gpl-3.0]\n---\n# x\n")
     assert read_folder(tmp_path, source="law").identifier == "mit, gpl-3.0"
     (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")  # damaged YAML states nothing
-    assert read_folder(tmp_path, source="law").identifier == "mit"
+    for _ in range(2):
+        assert read_folder(tmp_path, source="law").identifier == "mit"
+    [line] = caplog.messages
+    assert line.startswith(
+        f"The license of law counts as not stated: {tmp_path / 'README.md'} has damaged YAML"
+    )
 
 
 def test_cards_of_the_hub_are_read_from_its_cache_and_downloaded_only_online(tmp_path, monkeypatch):
@@ -175,13 +190,36 @@ def test_the_card_has_the_license_of_base_and_data_and_no_path(tmp_path):
     assert "| food | cc0-1.0 (permissive) | COPYING |" in card.text and "| general | not" not in card.text
     assert "It gives no legal advice" in card.text and str(tmp_path) not in path.read_text()
 
-    options = LicenseOptions(identifier="mit", by_text={"law": "cc-by-nc-4.0"})
-    card = ModelCard.load(write_model_card(folder, scores, options))
+    save_license_choices(folder, LicenseChoices(model="mit", texts={"law": "cc-by-nc-4.0"}))
+    card = ModelCard.load(write_model_card(folder, scores))
     assert (
         card.data.license == "mit" and "| law | cc-by-nc-4.0 (non-commercial) | --data-license |" in card.text
     )
     assert "may each apply" in card.text
+    (folder / "licenses.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"licenses.json is damaged"):
+        write_model_card(folder, scores)
+    save_license_choices(folder, LicenseChoices())
+    assert not (folder / "licenses.json").exists()
     (base / "README.md").unlink()
     page = write_model_card(folder, scores).read_text()
     assert "license" not in yaml.safe_load(page.split("---\n")[1])
     assert "No license is claimed: no license is stated of the base model base." in page
+
+
+def test_sources_of_replay_have_licenses_too(tmp_path):
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "LICENSE").write_text("SPDX-License-Identifier: CC-BY-NC-4.0")
+    (tmp_path / "web.jsonl").touch()
+    scores = make_scores(order=["law"], nll=[[5.0, 5.0], [4.0, 5.0]], base={"origin": "built"})
+    settings = {
+        "replay.sources.web.path": str(tmp_path / "web.jsonl"),
+        "replay.sources.web.ratio": 0.1,
+        "method.mixture.sources.chat.path": str(tmp_path / "chats"),
+    }
+    licenses = {license.source: license for license in find_licenses(settings, scores)}
+    assert list(licenses) == ["law", "general", "replay.sources.web", "replay.sources.chat"]
+    assert licenses["replay.sources.web"].identifier == "cc-by-nc-4.0"
+    assert licenses["replay.sources.chat"].identifier == ""
+    scores.base["origin"] = "folder"
+    assert list_trained_texts({"method.mixture.general_ratio": 0.1}, scores) == ["law", "general"]

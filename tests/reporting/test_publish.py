@@ -10,6 +10,7 @@ from cpt import card as program
 from cpt.core import files
 from cpt.reporting import publish
 from cpt.reporting.model_card import write_model_card
+from cpt.trainer.run_dir import RunDir
 from tests.support.example_runs import make_scores, save_scores
 
 PRIVATE = "/srv/alice/run/model"
@@ -106,6 +107,19 @@ def test_the_model_its_card_and_nothing_else_is_published_and_privately(run, use
     assert "https://huggingface.co/alice/model" in output
     program.main([str(run), "--push", "alice/model", "--public"])
     assert hub.created[-1] == ("alice/model", False)
+
+
+def test_a_license_that_was_given_stays_until_it_is_forgotten(run, use_hub, capsys):
+    hub = use_hub(FakeHub())
+    text = RunDir(run).load_scores().run["order"][0]
+    program.main([str(run), "--license", "mit", "--data-license", f"{text}=cc0-1.0"])
+    assert "license: `mit`: chosen with --license" in capsys.readouterr().out
+    program.main([str(run), "--push", "alice/model"])
+    assert b"license: mit" in hub.committed["README.md"] and b"cc0-1.0" in hub.committed["README.md"]
+    assert "licenses.json" not in hub.committed
+
+    program.main([str(run), "--license", "none", "--data-license", f"{text}=none"])
+    assert "No license is claimed" in capsys.readouterr().out and not (run / "licenses.json").exists()
 
 
 def test_a_dry_run_lists_the_files_without_network_or_token(run, use_hub, capsys):

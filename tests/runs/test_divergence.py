@@ -69,6 +69,17 @@ def test_it_is_0_at_the_base_changes_no_bit_of_training_and_is_measured_by_a_lat
     assert measured.values["divergence/just_trained"] == just_trained
 
 
+def test_a_damaged_file_is_measured_again_with_one_line(small, start, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="cpt")
+    start(small(*MEASURED[:2], "method=none"), tmp_path)
+    file = tmp_path / "divergence/000-base/divergence.npz"
+    measured = file.read_bytes()
+    file.write_bytes(b"damaged")
+    (tmp_path / "report.html").unlink()  # else the next start has nothing to do
+    start(small(*MEASURED[:2], "method=none"), tmp_path)
+    assert file.read_bytes() == measured and caplog.text.count("Measuring again") == 1
+
+
 def test_a_run_that_is_killed_in_it_ends_with_the_same_numbers(small_gpt2, start, tmp_path, monkeypatch):
     start(small_gpt2(*MEASURED), tmp_path / "complete")
     assert_grows_from_the_base(tmp_path / "complete")
