@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from cpt.reporting.tuning import FinalRun, Trial
 
 log = logging.getLogger(__name__)
+ANY = "*"  # in a key of `search`: any name, as of the sources of replay
 SPACES = "[low, high], [log, low, high], or a sweep in Hydra's grammar like choice(a,b)"
 
 
@@ -292,17 +293,42 @@ def find_space(cfg: DictConfig) -> dict[str, Override]:
     """What the choices of a config name under `search`, by key. Raises ValueError for another form."""
     tree: Any = OmegaConf.to_container(cfg, resolve=False)
     sections = {name: section for name, section in tree.items() if name != "hydra"}
-    space = {}
+    values: dict[str, Any] = {}
+    values_of_any: dict[str, Any] = {}  # of keys with a name that stands for any
     for key, value in flatten(sections):
-        searched_key = without_search(key)
-        if value is None or searched_key == key:
+        if without_search(key) != key:
+            is_of_any = ANY in key.split(".")
+            (values_of_any if is_of_any else values)[key] = value
+    # What is said of one name, also that it is not searched, goes before what is said of any.
+    for key, value in values_of_any.items():
+        for named_key in name_any(key, tree):
+            values.setdefault(named_key, value)
+
+    space = {}
+    for key, value in values.items():
+        if value is None:
             continue
+        searched_key = without_search(key)
         sweep = parse_sweep(key, value)
         (override,) = OverridesParser.create().parse_overrides([f"{searched_key}={sweep}"])
         if not override.is_sweep_override():
             raise InvalidOptionError(key, value, allowed=SPACES)
         space[searched_key] = override
     return space
+
+
+def name_any(key: str, tree: Mapping[str, Any]) -> Iterator[str]:
+    """The keys that a key of `search` stands for, of which one part is any name: `search.sources.*.ratio`
+    those of all sources that have a ratio."""
+    before, _, option = key.partition(f".{ANY}.")
+    entries: Any = tree
+    for part in without_search(before).split("."):
+        entries = entries.get(part) if isinstance(entries, Mapping) else None
+    if not isinstance(entries, Mapping):
+        return
+    for name, entry in entries.items():
+        if isinstance(entry, Mapping) and entry.get(option) is not None:
+            yield f"{before}.{name}.{option}"
 
 
 def parse_sweep(key: str, value: Any) -> str:

@@ -456,6 +456,21 @@ def test_every_space_is_of_options_of_its_method_and_has_its_default(composed):
         assert space or not tunable, path.stem
 
 
+def test_the_ratios_of_sources_of_replay_are_searched(composed):
+    sources = "replay.sources={a: {path: a.jsonl, ratio: 0.05}, b: {path: b, ratio: 0.2, end_ratio: 0}, c: {path: c}}"
+    cfg = composed("method=ncl", "replay=sources", sources)
+    space = find_space(cfg)
+    assert list(space) == ["replay.sources.a.ratio", "replay.sources.b.ratio"]
+    assert find_defaults(cfg, space) == {"replay.sources.a.ratio": 0.05, "replay.sources.b.ratio": 0.2}
+    assert "interval(0.01,0.3)" in space["replay.sources.a.ratio"].get_value_string()
+
+    named = ["+replay.search.sources.a.ratio=[0.1,0.2]", "+replay.search.sources.b.ratio=null"]
+    space = find_space(composed("method=ncl", "replay=past", sources, *named))
+    assert list(space) == ["replay.past_ratio", "replay.sources.a.ratio"]
+    assert space["replay.sources.a.ratio"].get_value_string() == "interval(0.1,0.2)"
+    assert list(find_space(composed("method=ncl", "replay=past"))) == ["replay.past_ratio"]
+
+
 def make_trial(number, strength, score, flops=10):
     return Trial(number, [f"method.strength={strength}"], score, flops)
 
