@@ -120,5 +120,5 @@ def test_a_suggestion_shortens_the_list():
 def test_dots_in_a_name_that_is_no_option_are_a_part_of_it():
     names = ["docs.v1", "news.v1", "python3.10"]
     assert "Did you mean docs.v1?" in unknown_name("order=docs.v2", names)
-    assert "Did you mean docs.v1?" in unknown_name("answers.measures.docs.v2", names, name="docs.v2")
+    assert "Did you mean docs.v1?" in unknown_name("answers.metrics.docs.v2", names, name="docs.v2")
     assert unknown_name("order=v9", names).endswith("Allowed: docs.v1, news.v1, python3.10")
