@@ -293,14 +293,11 @@ def find_space(cfg: DictConfig) -> dict[str, Override]:
     """What the choices of a config name under `search`, by key. Raises ValueError for another form."""
     tree: Any = OmegaConf.to_container(cfg, resolve=False)
     sections = {name: section for name, section in tree.items() if name != "hydra"}
-    values: dict[str, Any] = {}
-    values_of_any: dict[str, Any] = {}  # of keys with a name that stands for any
-    for key, value in flatten(sections):
-        if without_search(key) != key:
-            is_of_any = ANY in key.split(".")
-            (values_of_any if is_of_any else values)[key] = value
+    values = {key: value for key, value in flatten(sections) if without_search(key) != key}
     # What is said of one name, also that it is not searched, goes before what is said of any.
-    for key, value in values_of_any.items():
+    keys_of_any = [key for key in values if ANY in key.split(".")]
+    for key in keys_of_any:
+        value = values.pop(key)
         for named_key in name_any(key, tree):
             values.setdefault(named_key, value)
 
