@@ -42,7 +42,12 @@ ROWS: dict[str, dict[str, list[str]]] = {  # what protects: by what it acts on
         target: ["method=hat", f"method.apply_to={target}"] for target in ("gradient", "update", "frozen")
     },
     "`osf`: large singular directions": {
-        target: ["method=osf", "method.protect=blocks", "method.protected=0.5", f"method.apply_to={target}"]
+        target: [
+            "method=osf",
+            "method.protected_layers=blocks",
+            "method.protected_share=0.5",
+            f"method.apply_to={target}",
+        ]
         for target in ("gradient", "update")
     },
     "`ewc`: the weights that matter most": {"a penalty": ["method=ewc", "method.strength=5000"]},

@@ -118,7 +118,7 @@ def check_model_folder(run: RunDir) -> None:
                 "RUN",
                 run.path,
                 reason=f"its model has weights apart from the plain model ({name})",
-                allowed="a run that exports one plain model, as with method.exported=merged",
+                allowed="a run that exports one plain model, as with method.export_format=merged",
             )
     damage = [line for line in run.find_damaged_outputs(full=False) if line.startswith("model/")]
     if damage:

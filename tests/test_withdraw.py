@@ -102,8 +102,8 @@ def test_a_run_before_the_domain_continues_with_those_that_followed(small, start
 @pytest.mark.parametrize(
     "method",
     run_few(
-        ["method=inclora method.stored=pairs", "method=inclora method.stored=merged"],
-        ["method=inclora method.stored=pairs"],
+        ["method=inclora method.adapter_storage=separate", "method=inclora method.adapter_storage=merged"],
+        ["method=inclora method.adapter_storage=separate"],
     ),
 )
 def test_an_adapter_is_subtracted_from_those_that_follow(method, small, start, tmp_path, capsys):

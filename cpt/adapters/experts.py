@@ -332,15 +332,17 @@ def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, interval: int) -> l
     """The blocks whose FFN becomes a mixture: the last of `interval` each, unless frozen."""
     ffns = find_sublayers(model, ("neurons",))
     if interval > len(ffns):
-        raise InvalidOptionError("method.every", interval, allowed=f"1 to {len(ffns)}, the model's blocks")
+        raise InvalidOptionError(
+            "method.moe_every_n_blocks", interval, allowed=f"1 to {len(ffns)}, the model's blocks"
+        )
     frozen = {id(parameter) for parameter in find_frozen(model, freeze)}
     chosen = [ffn.name for ffn in ffns[interval - 1 :: interval] if id(ffn.out.weight) not in frozen]
     if not chosen:
         raise InvalidOptionError(
-            "method.every",
+            "method.moe_every_n_blocks",
             interval,
             reason="freeze leaves no FFN that becomes a mixture",
-            allowed="a smaller method.every or fewer of freeze.layers, and no trainable=…",
+            allowed="a smaller method.moe_every_n_blocks or fewer of freeze.layers, and no trainable=…",
         )
     return chosen
 

@@ -435,9 +435,9 @@ def set_earlier(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> N
     earlier_b.requires_grad_(False).copy_(b)
 
 
-def begin_adapter(model: PreTrainedModel, *, stored: str, seed: int) -> None:
-    """Starts a new adapter; the last is merged into the frozen weights (`merged`), or kept (`pairs`)."""
-    if stored == "merged":
+def begin_adapter(model: PreTrainedModel, *, storage: str, seed: int) -> None:
+    """Starts a new adapter; the last is merged into the frozen weights (`merged`), or kept (`separate`)."""
+    if storage == "merged":
         merge_newest(model)
     else:
         for layer in lora_layers(model).values():
@@ -613,7 +613,7 @@ def check_loadable(model: PreTrainedModel) -> None:
     misread_names = find_misread_layers(config, model) if config.use_dora else []
     if misread_names:
         raise InvalidOptionError(
-            "method.exported",
+            "method.export_format",
             "peft",
             context="with method.use_dora=true",
             reason=f"peft takes {sorted(misread_names)[0]} of a {model.config.model_type} for an expert",

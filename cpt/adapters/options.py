@@ -144,7 +144,7 @@ class PairOptions(MapPairOptions):
         default="none",
     )
     embeddings: bool = option("adapt the input embedding as well; a tied head is untied and frozen")
-    exported: Literal["merged", "peft"] = option("export a merged model, or base and peft files")
+    export_format: Literal["merged", "peft"] = option("export a merged model, or base and peft files")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,7 +168,9 @@ class PairOptions(MapPairOptions):
 class StoredPairOptions(PairOptions):
     """Low-rank pairs of which each domain has its own, and all are summed."""
 
-    stored: Literal["merged", "pairs"] = option("earlier adapters: merged into frozen weights, or kept apart")
+    adapter_storage: Literal["merged", "separate"] = option(
+        "earlier adapters: merged into the frozen weights, or kept separate"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,7 +183,7 @@ class GateOptions(Options):
     """Gates on units, a set per domain (cpt.adapters.gates)."""
 
     s_max: Positive = option("steepness of the gates at the end of a domain")
-    limit: Positive = option("bound on |e| of a gate")
+    gate_limit: Positive = option("bound on |e| of a gate")
 
 
 @config

@@ -340,7 +340,7 @@ def route_earlier(model: nn.Module, *args: Any) -> None:
 
 def begin_routed(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Starts a new adapter in each layer, and its key; the last ones join the earlier ones."""
-    lora.begin_adapter(model, stored="pairs", seed=generator.initial_seed())
+    lora.begin_adapter(model, storage="separate", seed=generator.initial_seed())
     route_earlier(model)
     router_of(model).add_key(generator)
 

@@ -27,7 +27,7 @@ class SoftMaskOptions(Options):
     columns: Subset[Literal["heads", "neurons"]] = option("units that also own columns of the next layer")
     apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
     normalize: Literal["tanh_abs", "tanh_relu", "minmax", "rank"] = option("map of importances to [0, 1]")
-    general: Literal["logits", "hidden"] | None = option("outputs compared for general importance")
+    general_importance: Literal["logits", "hidden"] | None = option("outputs compared for general importance")
     proxy_dropout: OpenShare | None = option("dropout rate for general importance; null: the model's own")
 
 

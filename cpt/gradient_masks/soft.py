@@ -103,7 +103,9 @@ class Proxy:
 
     def __post_init__(self) -> None:
         if self.compared is not None:
-            check_dropout(self.model, self.rate, option="proxy_dropout", alternative="general=null")
+            check_dropout(
+                self.model, self.rate, option="proxy_dropout", alternative="general_importance=null"
+            )
 
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Each sample's KL(f1 || f2), [B], of two dropout passes over its uncorrupted ids, mean over its

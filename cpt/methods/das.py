@@ -64,7 +64,7 @@ class ContrastMethod(ContinualMethod):
             normalize=options.normalize,
         )
         self.masks.append(mask)
-        self.proxy = Proxy(self.model, self.objective, options.general, options.proxy_dropout)
+        self.proxy = Proxy(self.model, self.objective, options.general_importance, options.proxy_dropout)
         self.period = options.contrast_every if options.contrast else 1
         if options.contrast:
             check_dropout(
@@ -131,7 +131,7 @@ class DAS(ContrastMethod):
             self.soft.update_max(self.proxy.measure(self.soft, importance_batches))
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        if self.options.domains:
+        if self.options.domain_importance:
             losses = partial(domain_losses, objective=self.objective)
             self.soft.update_max(self.soft.measure(self.model, importance_batches, losses))
 

@@ -207,7 +207,7 @@ class LifelongMoE(CopyingMethod):
     on text of domain t alone; KL is the mean over the scored positions. Domain t trains its experts, their
     router rows and, unless frozen, all outside of mixtures (`dense`); earlier experts and rows keep their
     bits. Tokens are routed (`cpt.adapters.experts`): no domain is known at test time. The base's FFN is
-    expert 0, new experts are copies of earlier ones that open over the first steps (`opening`), so that f_t
+    expert 0, new experts are copies of earlier ones that open over the first steps (`fade_in`), so that f_t
     starts as f_{t-1}.
 
     The last term balances tokens over experts (GShard, Lepikhin et al., ICLR 2021, algorithm 1, times E^2 as
@@ -225,7 +225,7 @@ class LifelongMoE(CopyingMethod):
         scope_outside_mixtures = None
         if options.num_experts:
             check_ffns(context.model, options)
-            blocks = choose_blocks(context.model, context.freeze, interval=options.every)
+            blocks = choose_blocks(context.model, context.freeze, interval=options.moe_every_n_blocks)
             scope_outside_mixtures = find_dense_scope(context.model, blocks, dense=options.dense)
             attach_mixtures(context.model, blocks=blocks, top_k=options.top_k)
             scope = extend_to_newest(context.model, scope_outside_mixtures)
@@ -308,7 +308,7 @@ class LifelongMoE(CopyingMethod):
 
     def open_newest(self, progress: float) -> None:
         """Opens the newest experts by the share of the domain's steps."""
-        share = self.options.opening
+        share = self.options.fade_in
         for mixture in self.mixtures:
             mixture.opening = min(1.0, progress / share) if share else 1.0
 

@@ -72,7 +72,7 @@ class GatedMethod(ContinualMethod):
 
     def after_update(self) -> None:
         # At a large |e| the compensated gradient vanishes too: the gate could not change any more.
-        self.gates.clamp(self.options.limit)
+        self.gates.clamp(self.options.gate_limit)
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
         super().after_domain(importance_batches)  # stores the domain's e, of which `open_units` reads
@@ -121,7 +121,7 @@ class HAT(GatedMethod):
         self.masks.append(ClaimedUnits(gates.groups, apply_to=options.apply_to))
 
         # With all units open a whole model is the base; with all closed, adapters add nothing to it.
-        base_e = -options.limit if has_adapters else options.limit
+        base_e = -options.gate_limit if has_adapters else options.gate_limit
         base = {name: torch.full_like(model.get_parameter(name), base_e) for name in gates.names}
         if base:  # without units the method is ncl
             self.use_domain_params(DomainParams(model, gates.names, base=base), options.routing)
@@ -129,7 +129,7 @@ class HAT(GatedMethod):
     def activate(self, domain: int) -> None:
         super().activate(domain)
         # Parameters without gated units are protected by no gate: only the first domain may train them.
-        if self.options.shared == "frozen" and domain > 0:
+        if self.options.shared_parameters == "frozen" and domain > 0:
             gated_parameters = find_gated_parameters(self.gates.groups)
             for parameter in self.model.parameters():
                 parameter.requires_grad_(parameter.requires_grad and parameter in gated_parameters)
@@ -144,7 +144,7 @@ class HAT(GatedMethod):
 
         A pre-trained model needs its units. In adapters, whose second layer is zero at first, only the
         regularizer moves the gates until that layer has moved, and a gate that it has closed stays closed."""
-        return self.options.initial in ("auto", "open")
+        return self.options.gate_init in ("auto", "open")
 
     def rates(self) -> dict[nn.Parameter, float]:
         rate = self.options.gate_rate
@@ -157,7 +157,7 @@ class HAT(GatedMethod):
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         default_std = STD_STARTING_OPEN if self.starts_open else STD_STARTING_NORMAL
-        std = self.options.std or default_std
+        std = self.options.gate_std or default_std
         self.gates.redraw(self.make_generator(), std=std, opened=self.starts_open)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:

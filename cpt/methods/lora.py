@@ -67,7 +67,7 @@ class LoRA(ContinualMethod):
             use_dora=options.use_dora,
             initialization=options.init_lora_weights,
         )
-        if options.exported == "peft":
+        if options.export_format == "peft":
             lora.check_loadable(context.model)
         saved_names = train_fully(context.model, options.modules_to_save)
         scope = replace(scope, names=(*scope.names, *saved_names))
@@ -83,7 +83,7 @@ class LoRA(ContinualMethod):
         # For the base of peft's files, which has the trained modules and the weights of PiSSA as at first.
         self.start_weights: NamedTensors | None = None
         start_names = scope.names if options.has_pissa else saved_names
-        if options.exported == "peft" and start_names:
+        if options.export_format == "peft" and start_names:
             start = {name: self.model.get_parameter(name) for name in start_names}
             self.start_weights = NamedTensors(start, persistent=False)
 
@@ -134,7 +134,7 @@ class LoRA(ContinualMethod):
         return without_tuners(self.copy_for(domain))
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.options.exported == "merged":
+        if self.options.export_format == "merged":
             return save_without_tuners(folder, self.model, weights=self.exported_weights(order))
         # One adapter per domain, or one of all ranks: the earlier ones of IncLoRA add to the newest.
         adapters: Mapping[str, Mapping[str, Tensor]]
@@ -161,14 +161,14 @@ class IncLoRA(LoRA):
 
     @property
     def rewritten(self) -> list[nn.Parameter]:
-        if self.options.stored == "merged":
+        if self.options.adapter_storage == "merged":
             return list(self.adapted_weights().values())
         return super().rewritten
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.domain.index > 0:
             lora.begin_adapter(
-                self.model, stored=self.options.stored, seed=self.make_generator().initial_seed()
+                self.model, storage=self.options.adapter_storage, seed=self.make_generator().initial_seed()
             )
 
 

@@ -460,15 +460,15 @@ class Reptile(ContinualMethod):
     @property
     def interval(self) -> int:
         """k, in steps; an option below 1 is a share of the domain's steps."""
-        if self.options.every >= 1:
-            return int(self.options.every)
-        return max(1, round(self.options.every * self.trainer.max_steps))
+        if self.options.interpolate_every >= 1:
+            return int(self.options.interpolate_every)
+        return max(1, round(self.options.interpolate_every * self.trainer.max_steps))
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         steps = self.trainer.max_steps
         if self.interval > steps:
             log.info(
-                "Interpolating once: method.every=%d is more than the %d steps of %s",
+                "Interpolating once: method.interpolate_every=%d is more than the %d steps of %s",
                 self.interval,
                 steps,
                 self.domain.name,

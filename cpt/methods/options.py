@@ -155,7 +155,7 @@ class BlockExpansionOptions(Options):
 
 @config
 class DASOptions(DGAOptions):
-    domains: bool = option("estimate the importance of each domain after training on it")
+    domain_importance: bool = option("estimate the importance of each domain after training on it")
 
 
 @config
@@ -226,13 +226,15 @@ class EMAOptions(Options):
 class HATOptions(BottleneckOptions, GateOptions):
     form: Literal["full", "adapter"] = option("gates on the units of the model, or on adapters")
     units: Subset[Literal["heads", "neurons", "outputs"]] = option("gated units (used with form=full)")
-    shared: Literal["frozen", "trained"] = option("embeddings, norms, head after the first domain")
+    shared_parameters: Literal["frozen", "trained"] = option(
+        "parameters that no unit owns (embeddings, norms, head), after the first domain"
+    )
     apply_to: ActsOn = option("what factors scale: the gradient, the update, or the update and its moments")
     strength: NonNegative = option("c: the weight of the regularizer")
-    initial: Literal["auto", "open", "normal"] = option(
+    gate_init: Literal["auto", "open", "normal"] = option(
         "first gate embeddings e: open U(0, 2 std), normal N(0, std^2); auto: open"
     )
-    std: Positive | None = option(
+    gate_std: Positive | None = option(
         "scale of the first gate embeddings e; null: 1 of open ones, 0.02 of normal"
     )
     gate_rate: Positive | None = option(
@@ -241,9 +243,9 @@ class HATOptions(BottleneckOptions, GateOptions):
     routing: Routing = option("routing: one of conf/routing")
 
     def __post_init__(self) -> None:
-        if self.form == "full" and not self.units and self.shared == "frozen":
+        if self.form == "full" and not self.units and self.shared_parameters == "frozen":
             raise InvalidOptionError(
-                "shared", "frozen", reason="without units nothing is trained", allowed="trained"
+                "shared_parameters", "frozen", reason="without units nothing is trained", allowed="trained"
             )
 
 
@@ -264,10 +266,10 @@ class L2Options(Options):
 @config
 class LifelongMoEOptions(Options):
     num_experts: Natural = option("new experts per mixture and domain; 0: no mixtures")
-    every: Count = option("blocks per mixture; the FFN of the last of them becomes a mixture")
+    moe_every_n_blocks: Count = option("blocks per mixture; the FFN of the last of them becomes a mixture")
     top_k: Count = option("k: experts per token")
-    start: Literal["base", "last", "nearest"] = option("experts that new ones are copies of")
-    opening: Probability = option("share of the domain's steps over which new experts are phased in")
+    start: Literal["base", "previous", "nearest"] = option("experts that new ones are copies of")
+    fade_in: Probability = option("share of the domain's steps over which new experts are faded in")
     dense: Literal["trained", "frozen"] = option("whether parameters outside the mixtures are trained")
     strength: NonNegative = option("lambda: the weight of the KL divergence from the previous model")
     balance: NonNegative = option("alpha: the weight of the load-balancing loss")
@@ -317,8 +319,10 @@ class MergeLoRAOptions(MergeOptions, PairOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_pissa(reason="the adapter of each further domain starts with product 0")
-        if self.exported == "peft":
-            raise InvalidOptionError("exported", "peft", reason="the adapters are merged", allowed="merged")
+        if self.export_format == "peft":
+            raise InvalidOptionError(
+                "export_format", "peft", reason="the adapters are merged", allowed="merged"
+            )
 
 
 @config
@@ -382,18 +386,25 @@ class OLoRAOptions(StoredPairOptions):
 
 @config
 class OSFOptions(Options):
-    protected: Probability = option("share of protected singular directions in the first domain")
+    protected_share: Probability = option("share of protected singular directions in the first domain")
     growth: Probability = option("additional share for each further domain")
-    most: Probability = option("upper bound of the protected share")
-    least: Probability | None = option("protected share of a block that changes all its input; null: alike")
-    protect: Literal["blocks", "all"] = option("protect linear layers within the blocks, or all matrices")
+    max_protected_share: Probability = option("upper bound of the protected share")
+    min_protected_share: Probability | None = option(
+        "protected share of a block that changes all its input; null: alike"
+    )
+    protected_layers: Literal["blocks", "all"] = option(
+        "protect linear layers within the blocks, or all matrices"
+    )
     sides: Literal["both", "block"] = option("protect movements in either subspace, or only in both")
     apply_to: Literal["gradient", "update"] = option("what is projected: the gradient, or the update")
 
     def __post_init__(self) -> None:
-        if self.least is not None and self.least > self.protected:
+        lowest_share = self.min_protected_share
+        if lowest_share is not None and lowest_share > self.protected_share:
             raise InvalidOptionError(
-                "least", self.least, allowed=f"null, or up to protected={self.protected}"
+                "min_protected_share",
+                lowest_share,
+                allowed=f"null, or up to protected_share={self.protected_share}",
             )
 
 
@@ -447,7 +458,9 @@ Every = Annotated[Count | OpenShare, Allowed("above 0 and below 1, or a whole nu
 
 @config
 class ReptileOptions(Options):
-    every: Every = option("k: steps between interpolations, as a share of the domain's steps or a number")
+    interpolate_every: Every = option(
+        "k: steps between interpolations, as a share of the domain's steps or a number"
+    )
     share: Probability = option("epsilon: the share of the movement that is kept; 1 equals ncl")
 
 

@@ -4,13 +4,13 @@ that matter most to a linear layer, as it is before each domain:
     W = U_h S_h V_h^T + U_l S_l V_l^T        k largest singular values, and the others
     dW <- (I - U_h U_h^T) dW (I - V_h V_h^T)
 
-With `least`, k depends on how little a block changes its input, on the text of the domain before (section
-3.3):
+With `min_protected_share`, k depends on how little a block changes its input, on the text of the domain
+before (section 3.3):
 
-    share_b = least + I_b (protected - least)     I_b the mean cosine of a block's input and output, over
-                                                  the mean of all blocks; 1 before the first domain
+    share_b = min + I_b (share - min)     I_b the mean cosine of a block's input and output, over the mean
+                                          of all blocks; 1 before the first domain
 
-`protect: all` decomposes embeddings and head too. Norms and biases are vectors and always free."""
+`protected_layers: all` decomposes embeddings and head too. Norms and biases are vectors and always free."""
 
 from collections.abc import Iterable
 from fractions import Fraction
@@ -35,7 +35,7 @@ class OSF(ContinualMethod):
     def __init__(self, options: OSFOptions, context: MethodContext) -> None:
         super().__init__(options, context)
         self.subspaces = Subspaces(apply_to=options.apply_to, protected=options.sides)
-        if options.protect == "all":
+        if options.protected_layers == "all":
             self.subspaces.set_layers(find_weight_matrices(self.model))
         else:
             self.subspaces.set_layers(find_projections(self.model, skips_mixtures=True))
@@ -45,7 +45,7 @@ class OSF(ContinualMethod):
         # The mean cosine of each block's input and output on the text of the last domain, [blocks]. 1 before
         # the first: with equal similarities all blocks are protected alike.
         self.similarity: Tensor
-        if options.least is not None:
+        if options.min_protected_share is not None:
             self.register_buffer("similarity", ones(len(self.blocks)))
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
@@ -67,23 +67,23 @@ class OSF(ContinualMethod):
         return None
 
     def after_domain(self, importance_batches: Iterable[Batch]) -> None:
-        if self.options.least is not None:
+        if self.options.min_protected_share is not None:
             self.similarity = measure_block_similarity(self.model, self.objective, importance_batches)
 
     def protected_shares(self, domain: Domain) -> list[Fraction]:
         """The protected share of a layer's singular directions, by block and last for all other layers."""
         options = self.options
         # Decimal fractions, as 0.29 in binary is less: of 100 directions it would protect 28.
-        first_share = Fraction(str(options.protected))
+        first_share = Fraction(str(options.protected_share))
         growth = Fraction(str(options.growth))
-        # `protected` is what the first domain has, also where the upper bound is below it.
-        upper_bound = max(first_share, Fraction(str(options.most)))
+        # `protected_share` is what the first domain has, also where the upper bound is below it.
+        upper_bound = max(first_share, Fraction(str(options.max_protected_share)))
         common_share = min(first_share + domain.index * growth, upper_bound)
-        if options.least is None:
+        if options.min_protected_share is None:
             return [common_share] * (len(self.blocks) + 1)
 
-        # share_b = least + I_b (common - least), with I_b the block's similarity over their mean
-        lowest_share = Fraction(str(options.least))
+        # share_b = lowest + I_b (common - lowest), with I_b the block's similarity over their mean
+        lowest_share = Fraction(str(options.min_protected_share))
         similarities = self.similarity.clamp_min(0).tolist()
         mean_similarity = sum(similarities) / len(similarities)
         shares = []
@@ -95,6 +95,6 @@ class OSF(ContinualMethod):
 
     def diagnostics(self) -> dict[str, Tensor]:
         diagnostics = super().diagnostics()
-        if self.options.least is not None:
+        if self.options.min_protected_share is not None:
             diagnostics["osf/similarity"] = self.similarity
         return diagnostics

@@ -28,7 +28,7 @@ def describe_adapter(config: Mapping[str, Any]) -> list[str]:
     obstacles = find_obstacles(config)
     if obstacles:
         reason = " and ".join(obstacles)
-        return [f"vLLM and llama.cpp do not load the adapters ({reason}). Use method.exported=merged."]
+        return [f"vLLM and llama.cpp do not load the adapters ({reason}). Use method.export_format=merged."]
     if config.get("target_parameters"):
         return ["Adapters of parameters, like those of experts, were not tried in vLLM and llama.cpp."]
     rank = int(config["r"])

@@ -58,9 +58,9 @@ def check_method(method: Choice, name: str, *, context: str) -> None:
             reason="it trains or changes the weights that are quantized",
             allowed=METHODS,
         )
-    if isinstance(options, StoredPairOptions) and options.stored == "merged":
+    if isinstance(options, StoredPairOptions) and options.adapter_storage == "merged":
         raise InvalidOptionError(
-            "method.stored",
+            "method.adapter_storage",
             "merged",
             context=context,
             reason="rounded to so few bits, weights lose most of an adapter",

@@ -109,7 +109,7 @@ def log_mask_reach(module: ContinualMethod, weights: Mapping[str, nn.Parameter],
         if id(parameter) in masked_ids:
             num_masked += parameter.numel()
     num_unmasked = sum(parameter.numel() for parameter in unmasked.values())
-    is_frozen_later = isinstance(module.options, HATOptions) and module.options.shared == "frozen"
+    is_frozen_later = isinstance(module.options, HATOptions) and module.options.shared_parameters == "frozen"
     log.warning(
         "Masks reach %.1f %% of the trained weights of the blocks: not the %s (%s), %s",
         100 * num_masked / (num_masked + num_unmasked),

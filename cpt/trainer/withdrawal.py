@@ -188,7 +188,7 @@ def drop_source(sources: Tensor, index: int) -> Tensor:
 
 def why_not_subtracted(module: ContinualMethod, run: RunDir, *, number: int, last: int) -> str:
     """Why what a domain added to the weights cannot be taken out again; "" if it can."""
-    if isinstance(module, IncLoRA) and module.options.stored == "pairs":
+    if isinstance(module, IncLoRA) and module.options.adapter_storage == "separate":
         return ""  # the last stage has the adapter of each domain
     if isinstance(module, Merge | MergeLoRA):
         if module.options.rule not in ADDITIVE_RULES:
@@ -205,7 +205,7 @@ def why_not_subtracted(module: ContinualMethod, run: RunDir, *, number: int, las
 def subtract(module: ContinualMethod, start: ContinualMethod, run: RunDir, *, number: int, last: int) -> None:
     """Takes what the stage of a domain added out of the weights of a module that has the last stage; `start`
     is a module as at construction, into which earlier stages are loaded."""
-    if isinstance(module, IncLoRA) and module.options.stored == "pairs":
+    if isinstance(module, IncLoRA) and module.options.adapter_storage == "separate":
         remove_pair(module, number - 1, num_domains=last)
         return
 

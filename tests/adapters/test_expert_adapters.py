@@ -41,7 +41,7 @@ def test_adapters_of_experts_are_merged_and_exported_with_the_same_logits(model_
     draw_factors(model)
     expected = logits_of(model)
     assert (expected - base_logits).abs().max() > 1e-3
-    lora.begin_adapter(model, stored="pairs", seed=1)  # the first one is kept along the rank
+    lora.begin_adapter(model, storage="separate", seed=1)  # the first one is kept along the rank
     torch.testing.assert_close(logits_of(model), expected)
     draw_factors(model, seed=2)
     expected = logits_of(model)
@@ -56,7 +56,7 @@ def test_adapters_of_experts_are_merged_and_exported_with_the_same_logits(model_
     loaded = eval(expression, {"peft": peft, "transformers": transformers})
     torch.testing.assert_close(logits_of(loaded), expected, rtol=0, atol=1e-5)
 
-    lora.begin_adapter(model, stored="merged", seed=3)
+    lora.begin_adapter(model, storage="merged", seed=3)
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-5)
 
 
@@ -81,7 +81,7 @@ def test_dora_of_layers_that_peft_takes_for_experts_is_exported_merged():
     model = build_mixture("deepseek_v3")
     lora.attach_lora(model, r=3, alpha=6, dropout=0.0, targets="all-linear", embeddings=False, use_dora=True)
     with pytest.raises(
-        ValueError, match="^method.exported=peft is invalid with .*_proj of a deepseek_v3 for"
+        ValueError, match="^method.export_format=peft is invalid with .*_proj of a deepseek_v3 for"
     ):
         lora.check_loadable(model)
 
@@ -100,7 +100,7 @@ def test_earlier_adapters_of_experts_are_loaded_with_a_state():
     attach(model)
     lora.resize_on_load(model)
     draw_factors(model)
-    lora.begin_adapter(model, stored="pairs", seed=1)
+    lora.begin_adapter(model, storage="separate", seed=1)
     draw_factors(model, seed=2)
 
     resumed = build_mixture("gpt_oss").eval()
@@ -149,7 +149,7 @@ def make_options(*, dropout, parameters):
         target_modules="all-linear",
         target_parameters=parameters,
         embeddings=False,
-        exported="merged",
+        export_format="merged",
     )
 
 

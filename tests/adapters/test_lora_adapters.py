@@ -65,7 +65,9 @@ def test_dropout_is_that_of_the_pairs_input_in_training_alone():
     torch.manual_seed(0)
     dropped_input = nn.functional.dropout(x, 0.5)
     torch.testing.assert_close(dropped, layer.base_layer(x) + 3 * (dropped_input @ a.T @ b.T))
-    lora.begin_adapter(model.eval(), stored="pairs", seed=1)  # B = 0: all that is seen is the earlier pair
+    lora.begin_adapter(
+        model.eval(), storage="separate", seed=1
+    )  # B = 0: all that is seen is the earlier pair
     before = logits(model)
     assert torch.equal(logits(model.train()), before)
 
@@ -98,28 +100,28 @@ def test_an_adapted_embedding_is_no_longer_the_heads():
 @pytest.mark.parametrize(("kind", "embeddings"), [("modernbert", True), ("gpt2", False)])
 def test_merged_pairs_and_pairs_kept_apart_are_one_function(kind, embeddings):
     models = {}
-    for stored in ("merged", "pairs"):
+    for storage in ("merged", "separate"):
         model = build(kind).double()
         names = attach(model, embeddings=embeddings).names
         for domain in range(3):
             if domain:
-                lora.begin_adapter(model, stored=stored, seed=domain)
+                lora.begin_adapter(model, storage=storage, seed=domain)
                 start = logits(model)
             learn(model, names, seed=domain)
-        models[stored] = logits(model), start
+        models[storage] = logits(model), start
     for merged, separate in zip(*models.values(), strict=True):
         torch.testing.assert_close(merged, separate, rtol=0, atol=1e-10)
-    assert (models["pairs"][0] - logits(build(kind).double())).abs().max() > 1e-3
+    assert (models["separate"][0] - logits(build(kind).double())).abs().max() > 1e-3
 
 
 def test_what_is_drawn_is_a_function_of_the_seed():
     drawn = []
-    for stored, noise, seed in (("merged", 1, 3), ("pairs", 2, 3), ("pairs", 2, 4)):
+    for storage, noise, seed in (("merged", 1, 3), ("separate", 2, 3), ("separate", 2, 4)):
         model = build()
         names = attach(model).names
         learn(model, names)
         torch.manual_seed(noise)
-        lora.begin_adapter(model, stored=stored, seed=seed)
+        lora.begin_adapter(model, storage=storage, seed=seed)
         drawn.append(torch.cat([model.get_parameter(name).flatten() for name in names]))
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[1], drawn[2])
 

@@ -48,7 +48,7 @@ def test_the_hint_is_only_for_values_that_quotes_mend():
     [
         ("method.buffer_size", ["agem", "derpp"]),
         ("method.reduction_factor", ["adapter", "demix", "hat"]),  # of a file in their defaults
-        ("method.stored", ["inclora", "nlora", "olora"]),
+        ("method.adapter_storage", ["inclora", "nlora", "olora"]),
         ("method.embeddings", ["inclora", "lora", "merge_lora", "nlora", "olora"]),  # of its own defaults
         ("method.nothing", []),
     ],

@@ -66,7 +66,7 @@ def test_under_adamw_with_decay_nothing_moves_inside(shape):
 
 
 def test_directions_are_those_of_the_model_before_each_domain(build):
-    work = build("osf", "method.protected=0.25", "method.growth=0.25", "method.most=0.4")
+    work = build("osf", "method.protected_share=0.25", "method.growth=0.25", "method.max_protected_share=0.4")
     for number, share in ((0, 0.25), (1, 0.4)):
         subspaces = work.module.subspaces
         start_weights = {name: weight.detach().clone() for name, weight in subspaces.maps.items()}
@@ -81,7 +81,11 @@ def test_directions_are_those_of_the_model_before_each_domain(build):
 
 def test_a_block_that_changes_less_is_protected_more(build):
     work = build(
-        "osf", "method.protect=blocks", "method.protected=0.5", "method.least=0.1", "method.most=0.8"
+        "osf",
+        "method.protected_layers=blocks",
+        "method.protected_share=0.5",
+        "method.min_protected_share=0.1",
+        "method.max_protected_share=0.8",
     )
     assert work.module.protected_shares(work.data.domains[0]) == [Fraction(1, 2)] * (
         len(work.module.blocks) + 1

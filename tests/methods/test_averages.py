@@ -35,7 +35,7 @@ def test_the_average_is_that_of_the_optimizer_steps(build):
 
 @pytest.mark.parametrize(("method", "options", "previous_share"), [
     ("wise_ft", ["method.previous=0.3"], 0.3),
-    ("reptile", ["method.every=9", "method.share=0.3"], 0.7),
+    ("reptile", ["method.interpolate_every=9", "method.share=0.3"], 0.7),
 ])  # fmt: skip
 def test_a_domain_ends_between_before_and_after(method, options, previous_share, build):
     """With `previous_share` of the weights before; after: those of plain training from the same start."""
@@ -55,7 +55,7 @@ def test_a_domain_ends_between_before_and_after(method, options, previous_share,
 
 
 def test_it_is_gone_after_every_so_many_steps(build, monkeypatch):
-    run = build("reptile", "method.every=0.5", "method.share=0.5", "trainer.steps=4")
+    run = build("reptile", "method.interpolate_every=0.5", "method.share=0.5", "trainer.steps=4")
     method_class = type(run.module)
     interpolate = method_class.interpolate
     step_counts = []

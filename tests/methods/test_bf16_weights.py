@@ -57,7 +57,7 @@ CHANGED = [
     "osf method.apply_to=update",
     "ncl mask=mofo mask.mofo.share=0.5",
     "recadam",
-    "reptile method.every=2 method.share=0.3",
+    "reptile method.interpolate_every=2 method.share=0.3",
     "ema method.decay=0.8",
     "wise_ft method.previous=0.7",
 ]
@@ -77,7 +77,7 @@ def test_rows_that_a_mask_holds_keep_their_bits(build):
 
 
 def test_killed_and_started_again_it_ends_with_the_same_bits(small_gpt2, start, killing, tmp_path):
-    method = ["method=reptile", "method.every=2", "mask=migu", "mask.migu.apply_to=update"]
+    method = ["method=reptile", "method.interpolate_every=2", "mask=migu", "mask.migu.apply_to=update"]
     options = [*method, ORDER, BF16, "trainer.steps=4", "optim.state_across_domains=moments"]
     start(small_gpt2(*options), tmp_path / "whole")
     killing(Killer(step=3, domain="food"))

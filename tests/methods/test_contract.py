@@ -315,15 +315,15 @@ def test_probes_and_evaluation_leave_no_trace(case, config):
         assert trained == {name for name, parameter in parameters.items() if parameter.requires_grad}
 
 
-DAS = "contrast=0 general=null domains=false"
+DAS = "contrast=0 general_importance=null domain_importance=false"
 NEUTRAL = {  # what a method is compared with, what makes it that, and what does not; options of the method
     "das": ("ncl", DAS, "contrast=1"),
-    "das frozen": ("ncl", f"{DAS} apply_to=frozen", "domains=true"),
+    "das frozen": ("ncl", f"{DAS} apply_to=frozen", "domain_importance=true"),
     "derpp": ("ncl", "buffer_size=20 alpha=0 beta=0", "beta=0.5"),
     "ema": ("ncl", "decay=0", "decay=0.5"),
     "elle": ("ncl", "neurons=1 layers=0 recovery=0 prompt=0", "prompt=1"),
     "ewc": ("ncl", "strength=0", "strength=5000"),
-    "hat": ("ncl", "units=[] shared=trained", "units=[neurons]"),
+    "hat": ("ncl", "units=[] shared_parameters=trained", "units=[neurons]"),
     "kd": ("ncl", "strength=0", "strength=1"),
     "merge": ("ncl", "rule=task_arithmetic start=merged scale=1", "scale=0.5"),
     "merge slerp": ("ncl", "rule=slerp share=1", "share=0.5"),
@@ -334,7 +334,7 @@ NEUTRAL = {  # what a method is compared with, what makes it that, and what does
     "moelora": ("lora", "num_experts=1", "num_experts=2"),
     "nlora": ("inclora", "strength=0", "strength=1"),
     "olora": ("inclora", "strength=0", "strength=1"),
-    "osf": ("ncl", "protected=0 growth=0", "protected=0.5"),
+    "osf": ("ncl", "protected_share=0 growth=0", "protected_share=0.5"),
     "recadam": ("ncl", "strength=0 annealed=false", "strength=1"),
     "replay": ("ncl", "mixture.past_ratio=0", "mixture.past_ratio=0.5"),
     "reptile": ("ncl", "share=1", "share=0.5"),

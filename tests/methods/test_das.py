@@ -19,7 +19,7 @@ ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1", "traine
 
 
 def test_a_fully_important_head_does_not_move(build):
-    neutral = ["method.contrast=0", "method.general=null", "method.domains=false"]
+    neutral = ["method.contrast=0", "method.general_importance=null", "method.domain_importance=false"]
     run = build("das", *ROBERTA, *neutral, "method.apply_to=update", "optim.weight_decay=0.3")
     run.module.soft.gates()["roberta.encoder.layer.0.attention.heads"][1] = 1
     attention = run.module.model.roberta.encoder.layer[0].attention

@@ -15,7 +15,7 @@ from tests.support.forward_passes import logits_at
 from tests.support.method_fixtures import StepRecorder
 
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
-PAPER = ["method.initial=normal", "method.std=1", "method.strength=0.75", "method.gate_rate=1"]
+PAPER = ["method.gate_init=normal", "method.gate_std=1", "method.strength=0.75", "method.gate_rate=1"]
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_taken_units_and_what_no_unit_owns_do_not_move_and_free_ones_do(hat):
 
 
 def test_gates_are_clamped_after_each_step_and_s_and_the_regulariser_follow(hat):
-    run = hat("method.strength=0.5", "method.limit=0.3", "model.lr=1e-1")
+    run = hat("method.strength=0.5", "method.gate_limit=0.3", "model.lr=1e-1")
     module = run.module.train()
     gates = run.module.gates
     [batch] = run.batches()
@@ -115,7 +115,9 @@ def test_gates_are_clamped_after_each_step_and_s_and_the_regulariser_follow(hat)
 def test_every_domain_begins_with_a_draw_of_its_own(hat):
     draws = {}
     for seed, std in ((0, 1), (1, 1), (2, 0.02), (0, 1)):
-        run = hat("method.limit=100", "model.lr=0", f"seed={seed}", f"method.std={std}", "trainer.steps=1")
+        run = hat(
+            "method.gate_limit=100", "model.lr=0", f"seed={seed}", f"method.gate_std={std}", "trainer.steps=1"
+        )
         torch.manual_seed(len(draws))
         for domain in (0, 1):
             run.learn(domain)
@@ -137,7 +139,7 @@ def test_by_default_units_begin_open_and_can_close(form, build):
 
 
 def test_gates_of_the_released_adapters_begin_half_closed(build):
-    options = ["method.form=adapter", "method.initial=normal", "model.lr=1e-4"]
+    options = ["method.form=adapter", "method.gate_init=normal", "model.lr=1e-4"]
     module = build("hat", *options).module
     module._trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=SimpleNamespace(name="law")))
     module.before_domain(())

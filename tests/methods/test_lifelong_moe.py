@@ -17,7 +17,7 @@ from tests.support.method_fixtures import MethodFixture, equal_tensors
 from tests.support.mixtures import build_mixture
 
 STRONG = ["optim.lr=0.01", "optim.weight_decay=0.5"]
-ALL = "method.every=1"
+ALL = "method.moe_every_n_blocks=1"
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def moe(build):
 def test_layers_of_unknown_form_may_be_frozen_and_mixtures_are_not_made_again():
     options = LifelongMoEOptions(
         num_experts=1,
-        every=1,
+        moe_every_n_blocks=1,
         top_k=2,
         start="base",
-        opening=0.1,
+        fade_in=0.1,
         dense="trained",
         strength=1.0,
         balance=0.01,
@@ -90,7 +90,9 @@ def test_earlier_experts_and_their_rows_keep_their_bits(family, dense, moe):
     assert set(new_group) == set(after) - set(before) and len(new_group) == len(first_group) > 4
 
 
-@pytest.mark.parametrize(("family", "start"), [("masked", "base"), ("causal", "last"), ("both", "nearest")])
+@pytest.mark.parametrize(
+    ("family", "start"), [("masked", "base"), ("causal", "previous"), ("both", "nearest")]
+)
 def test_a_domain_begins_with_the_model_before_it(family, start, moe):
     run = moe(f"method.start={start}", ALL, *STRONG, on=family)
     distances = []
@@ -116,7 +118,7 @@ def test_a_domain_begins_with_the_model_before_it(family, start, moe):
         assert copied_groups[number][run.module.sources[number] + 1]
     assert all(distance < 1e-6 for distance in distances)
     if start != "nearest":
-        assert run.module.sources.tolist() == {"base": [-1] * 3, "last": [-1, 0, 1]}[start]
+        assert run.module.sources.tolist() == {"base": [-1] * 3, "previous": [-1, 0, 1]}[start]
 
 
 @pytest.mark.parametrize(("dense", "experts"), [("trained", 0), ("frozen", 1)])

@@ -160,9 +160,9 @@ def test_where_a_domain_begins(options, build):
         assert equal_tensors(second, end)
 
 
-@pytest.mark.parametrize("stored", ["merged", "pairs"])
-def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
-    options = [THREE, "method.r=4", "method.lora_alpha=12", f"method.stored={stored}"]
+@pytest.mark.parametrize("storage", ["merged", "separate"])
+def test_each_domain_begins_with_a_new_pair_at_the_model_before(storage, build):
+    options = [THREE, "method.r=4", "method.lora_alpha=12", f"method.adapter_storage={storage}"]
     run = build("inclora", *options, STRONG, DECAY)
     module = run.module
     starts = record_starts(run)
@@ -182,7 +182,7 @@ def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
         torch.testing.assert_close(starts[number].logits, logits[number - 1], rtol=1e-4, atol=1e-4)
         assert not any_equal(starts[number].pair, pairs[number - 1])
     pair_bytes = 0
-    if stored == "pairs":
+    if storage == "separate":
         pair_bytes = sum(factor.nbytes for factor in pairs[-1].values())
     assert [size - sizes[0] for size in sizes] == [0, pair_bytes, 2 * pair_bytes]
 
@@ -197,7 +197,7 @@ def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(("method", "options", "folders", "family"), [
     ("lora", ["per_domain=true", "embeddings=true"], ["food", "law"], "masked"),
-    ("inclora", ["stored=pairs"], ["food"], "causal"),
+    ("inclora", ["adapter_storage=separate"], ["food"], "causal"),
 ])  # fmt: skip
 def test_what_is_exported_gives_the_same_logits(method, options, folders, family, build, tmp_path):
     run = build(method, STRONG, "trainer.steps=3", *(f"method.{option}" for option in options), on=family)
@@ -206,7 +206,7 @@ def test_what_is_exported_gives_the_same_logits(method, options, folders, family
     inputs = inputs_of(run.importance_batches()[0])
     module = run.module
     for exported, package, expected_folders in (("merged", "transformers", []), ("peft", "peft", folders)):
-        module.options = replace(module.options, exported=exported)
+        module.options = replace(module.options, export_format=exported)
         expression = module.export(tmp_path / exported, ["law", "food"])
         assert expression.startswith(f"{package}.")
         loaded = eval(expression, {"peft": peft, "transformers": transformers})
@@ -249,7 +249,12 @@ def test_the_penalty_is_the_slow_sum(penalty, power):
 
 
 def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(build):
-    options = ["method.stored=merged", "method.strength=2", "method.penalty=squared", "method.norm=0.5"]
+    options = [
+        "method.adapter_storage=merged",
+        "method.strength=2",
+        "method.penalty=squared",
+        "method.norm=0.5",
+    ]
     run = build("olora", "order=[law,food,space]", STRONG, *options)
     [batch] = run.batches()
     module = run.module
@@ -314,7 +319,12 @@ def test_the_product_is_b_a_of_maps_of_any_shape():
 
 @pytest.mark.parametrize(("penalty", "norm"), [("product", product_norm), ("factors", factors_norm)])
 def test_the_term_is_of_the_newest_pair_alone(penalty, norm, build):
-    options = ["method.stored=pairs", f"method.penalty={penalty}", "method.strength=1e-4", "trainer.steps=2"]
+    options = [
+        "method.adapter_storage=separate",
+        f"method.penalty={penalty}",
+        "method.strength=1e-4",
+        "trainer.steps=2",
+    ]
     run = build("nlora", STRONG, *options)
     run.learn(0)
     run.learn(1)
@@ -333,7 +343,9 @@ def test_the_term_is_of_the_newest_pair_alone(penalty, norm, build):
     assert all(gradient.any() for gradient in torch.autograd.grad(term, trained))
 
 
-@pytest.mark.parametrize("method", ["moelora method.num_experts=3 method.r=2", "inclora method.stored=pairs"])
+@pytest.mark.parametrize(
+    "method", ["moelora method.num_experts=3 method.r=2", "inclora method.adapter_storage=separate"]
+)
 def test_a_mask_ranks_rows_of_pairs_by_their_outputs(method, build):
     """A x, of MoELoRA times the gates, and W x + alpha / r sum_k B_k A_k x, over tokens without padding."""
     run = build(*method.split(), "mask=migu", STRONG, "trainer.steps=1")

@@ -24,7 +24,7 @@ from tests.support.method_fixtures import (
 
 DECAY = ["optim.weight_decay=0.5", "optim.lr=0.01"]
 HARSH = ["optim.weight_decay=0.3", "optim.lr=0.01", "trainer.steps=3"]
-HAT = "hat method.initial=normal method.std=1 method.strength=0.75 method.gate_rate=1 method.form="
+HAT = "hat method.gate_init=normal method.gate_std=1 method.strength=0.75 method.gate_rate=1 method.form="
 KINDS = {  # the method with its options, and the family of the model
     "adapter": ("adapter method.per_domain=true method.placement=houlsby method.activation=silu", "masked"),
     "adapter in a causal model": ("adapter method.per_domain=true", "causal"),

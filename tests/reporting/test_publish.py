@@ -188,7 +188,7 @@ ADAPTERS = [
     ({"r": 8}, "vLLM (--enable-lora) and llama.cpp (--lora) load the adapters."),
     ({"r": 24}, "load the adapters; vLLM with --max-lora-rank 32."),
     ({"r": 600}, "llama.cpp (--lora) loads the adapters; vLLM takes ranks up to 512, not 600."),
-    ({"r": 8, "use_dora": True}, "do not load the adapters (use_dora). Use method.exported=merged."),
+    ({"r": 8, "use_dora": True}, "do not load the adapters (use_dora). Use method.export_format=merged."),
     ({"r": 8, "modules_to_save": ["lm_head"]}, "do not load the adapters (modules_to_save)"),
     ({"r": 8, "target_parameters": ["experts"]}, "were not tried in vLLM and llama.cpp."),
 ]

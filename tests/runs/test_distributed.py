@@ -201,7 +201,7 @@ def test_a_run_goes_on_with_another_number_of_processes(single_run, shared_run, 
 
 @pytest.mark.campaign
 def test_statistics_are_those_of_all_processes(launched):
-    method = ["method=das", "mask=migu", "method.general=null", "trainer.importance_samples=40"]
+    method = ["method=das", "mask=migu", "method.general_importance=null", "trainer.importance_samples=40"]
     method += ["trainer.accumulate_grad_batches=2"]
     # What is dropped is each process's own draw; fewer samples would be the first of each micro-batch.
     method += ["method.contrast_dropout=1e-9", "method.contrast_samples=1"]
@@ -373,7 +373,7 @@ METHODS = {
     "ewc": ["method=ewc", "method.strength=1000"],
     "demix": ["method=demix", "routing@method.routing=posterior"],
     "hat": ["method=hat", "method.form=full"],
-    "reptile": ["method=reptile", "method.every=2"],
+    "reptile": ["method=reptile", "method.interpolate_every=2"],
     "si": ["method=si", "method.strength=10"],
     "mofo": ["mask=mofo", "mask.mofo.share=0.5"],
     "migu by fisher": ["method=migu", "method.mask.importance=fisher", "method.mask.apply_to=update"],

@@ -99,7 +99,7 @@ def test_a_run_that_is_killed_in_it_ends_with_the_same_numbers(small_gpt2, start
 
 @pytest.mark.parametrize(
     "method",
-    ["method=lora method.per_domain=true", "method=olora method.stored=pairs", "method=prompt"],
+    ["method=lora method.per_domain=true", "method=olora method.adapter_storage=separate", "method=prompt"],
 )
 def test_methods_with_modules_are_compared_with_the_base_without_them(method, small, start, tmp_path):
     start(small(*MEASURED, *method.split(), "optim.lr=0.1"), tmp_path / "run")

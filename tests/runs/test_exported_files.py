@@ -13,7 +13,7 @@ from tests.support.chat_decoder import write_checkpoint
 EXPORTS = {
     "full": ["method=ncl"],
     "merged": ["method=lora"],
-    "peft": ["method=lora", "method.exported=peft"],
+    "peft": ["method=lora", "method.export_format=peft"],
     "dora": ["method=peft"],
     "graft": ["method=ncl"],
     "subtracted": ["method=inclora", "save_all_stages=true"],

@@ -43,9 +43,9 @@ METHODS = {
     "per_domain": ["method=lora", "method.per_domain=true"],
     "embeddings": ["method=lora", "method.embeddings=true"],
     "saved": ["method=lora", "method.modules_to_save=[head]"],
-    "inclora": ["method=inclora", "method.stored=pairs"],
-    "olora": ["method=olora", "method.stored=pairs"],
-    "nlora": ["method=nlora", "method.stored=pairs"],
+    "inclora": ["method=inclora", "method.adapter_storage=separate"],
+    "olora": ["method=olora", "method.adapter_storage=separate"],
+    "nlora": ["method=nlora", "method.adapter_storage=separate"],
     "moelora": ["method=moelora"],
     "sapt": ["method=sapt", "replay=past"],
     "peft": ["method=peft", "method.tuner=dora", "+method.arguments={use_dora: false}"],
@@ -145,7 +145,7 @@ def test_an_exported_adapter_loads_onto_the_plain_and_the_quantized_base(
     kind, config, start, checkpoint, tmp_path
 ):
     options = [ONE, "method=lora", LR, f"model.quantization={kind}"]
-    start(config(*options, "method.exported=peft"), tmp_path / "peft")
+    start(config(*options, "method.export_format=peft"), tmp_path / "peft")
     start(config(*options), tmp_path / "merged")
     expected = loss_of(load_exported(tmp_path / "merged"))
     adapter = tmp_path / "peft/model/adapters/law"
@@ -167,7 +167,7 @@ def test_an_exported_adapter_loads_onto_the_plain_and_the_quantized_base(
 
 
 def test_domains_are_added_to_a_quantized_run_as_from_the_beginning(config, start, tmp_path):
-    options = ["method=olora", "method.stored=pairs", "model.quantization=nf4", LR]
+    options = ["method=olora", "method.adapter_storage=separate", "model.quantization=nf4", LR]
     start(config(ONE, *options), tmp_path / "one")
     start(config(TWO, *options, f"extend={tmp_path / 'one'}"), tmp_path / "extended")
     start(config(TWO, *options), tmp_path / "whole")
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_stored_quantized_is_trained_beside_its_bits(
 
 
 def test_an_adapter_in_the_folder_is_merged_before_weights_are_quantized(config, start, tmp_path):
-    start(config(ONE, "method=lora", LR, "method.exported=peft"), tmp_path / "peft")
+    start(config(ONE, "method=lora", LR, "method.export_format=peft"), tmp_path / "peft")
     start(config(ONE, "method=lora", LR), tmp_path / "merged")
     options = ["order=[food]", "method=lora", "model.quantization=nf4", "trainer.steps=1"]
     start(config(*options, f"init_from={tmp_path / 'peft'}"), tmp_path / "from_peft")

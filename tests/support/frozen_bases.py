@@ -3,8 +3,8 @@
 KEEPING = [
     "lora",
     "lora method.per_domain=true method.embeddings=true",
-    "inclora method.stored=pairs",
-    "olora method.stored=pairs",
+    "inclora method.adapter_storage=separate",
+    "olora method.adapter_storage=separate",
     "moelora",
     "sapt",
     "peft method.tuner=ia3",
@@ -20,7 +20,7 @@ KEEPING = [
 ]
 PISSA_OF_PEFT = "+method.arguments={use_dora:false,init_lora_weights:pissa}"
 REWRITING = [
-    "inclora method.stored=merged",
+    "inclora method.adapter_storage=merged",
     "merge_lora",
     "lora method.init_lora_weights=pissa",
     f"peft method.tuner=dora {PISSA_OF_PEFT}",

@@ -46,7 +46,7 @@ domains=tasks domains.packing=concat | order=similar_tree | domains=hub
 domains=tasks answers.metrics={a:sari} answers.written=false
 domains=tasks model=tiny_gpt2 answers.metrics={nosuch:sari} | domains=tasks model.objective=masked
 order=9 | trainer.accumulate_grad_batches=5 | trainer.epochs=2
-method=lifelong_moe method.num_experts=0 method.dense=frozen | method=merge_lora method.exported=peft
+method=lifelong_moe method.num_experts=0 method.dense=frozen | method=merge_lora method.export_format=peft
 optim.lr_multipliers={embeddings:0} | optim.lr_multipliers=0.1 | optim.no_decay=embeddings
 method=olora method.init_lora_weights=pissa | method=moelora method.use_dora=true
 method=lora method.init_lora_weights=eva | method=lora method.use_dora=true strategy=fsdp
@@ -73,7 +73,7 @@ method=adapter method.reduction_factor=100000 | method=lora method.target_module
 method=prompt method.num_virtual_tokens=497 | method=hat method.form=adapter method.reduction_factor=33
 model.mean_span=3 | model.max_seq_length=9999 | freeze.layers=9
 optim._target_=collections.OrderedDict | +callbacks.x._target_=builtins.dict
-method=lifelong_moe method.every=3 | replay=generated | method=peft +method.arguments.rank=3
+method=lifelong_moe method.moe_every_n_blocks=3 | replay=generated | method=peft +method.arguments.rank=3
 method=progprompt method.num_virtual_tokens=166 | method=elle method.heads=1
 optim=sgd +optim.nesterov=true | +trainer.setps=4
 optim=sgd ~optim.momentum optim._target_=torch.optim.Muon | optim=sgd ~optim.momentum optim._target_=torch.optim.LBFGS

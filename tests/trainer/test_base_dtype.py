@@ -208,7 +208,7 @@ REFUSED = {
     "ncl": "it leaves no weights frozen",
     "hat": "it leaves no weights frozen",
     "merge_lora": "it changes the weights that it does not train",
-    "inclora method.stored=merged": "it changes the weights that it does not train",
+    "inclora method.adapter_storage=merged": "it changes the weights that it does not train",
     "lora method.init_lora_weights=pissa": "it changes the weights that it does not train",
 }
 

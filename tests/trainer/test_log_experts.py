@@ -105,7 +105,7 @@ def test_experts_that_adapters_do_not_reach_are_logged(caplog):
     ("method", "options", "end"),
     [
         ("ncl", ["mask=migu"], "which are trained without a mask"),
-        ("das", ["method.general=null", "method.contrast=0"], "which are trained without a mask"),
+        ("das", ["method.general_importance=null", "method.contrast=0"], "which are trained without a mask"),
         ("hat", ["method.form=full"], "which are frozen after the first domain"),
     ],
 )
@@ -146,7 +146,7 @@ HYBRID = [
 
 
 def test_convolutions_that_a_mask_does_not_cover_are_logged(small_gpt2, caplog):
-    options = ["method=das", "method.general=null", "method.contrast=0"]
+    options = ["method=das", "method.general_importance=null", "method.contrast=0"]
     run = build_method_fixture(small_gpt2(ORDER, *HYBRID, *options))
     log_experts(run.plan, run.module)
     (record,) = [record for record in caplog.records if "Masks" in record.message]
