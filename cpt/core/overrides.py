@@ -1,5 +1,6 @@
 """Mappings on the command line: `optim.lr_multipliers={head: 0.5}` replaces the mapping of an experiment, as
-a list or a number does. Hydra would merge both, or refuse keys that the experiment does not have."""
+a list or a number does, and `optim.lr_multipliers.norms=2` adds a key to it or changes one. Hydra would merge
+both mappings, or refuse keys that the experiment does not have."""
 
 from collections.abc import Sequence
 
@@ -35,6 +36,8 @@ def set_values_and_mappings(overrides: Sequence[Override], cfg: DictConfig) -> N
     for override in overrides:
         if replaces_mapping(override, cfg):
             OmegaConf.update(cfg, override.key_or_group, override.value(), merge=False)
+        elif sets_own_key(override, cfg):
+            OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True, force_add=True)
         else:
             set_values([override], cfg)
 
@@ -44,14 +47,27 @@ def replaces_mapping(override: Override, cfg: DictConfig) -> bool:
     key = override.key_or_group
     if key not in OPEN_MAPPINGS or override.type != OverrideType.CHANGE:
         return False
-    if not isinstance(override.value(), dict):
+    return isinstance(override.value(), dict) and is_open(key, cfg)
+
+
+def sets_own_key(override: Override, cfg: DictConfig) -> bool:
+    """Whether an override, without a plus, sets a key of the user's own: one below an open mapping."""
+    if override.type != OverrideType.CHANGE:
         return False
-    stored = OmegaConf.select(cfg, key, default="", throw_on_missing=False)
+    for mapping in OPEN_MAPPINGS:
+        if override.key_or_group.startswith(f"{mapping}."):
+            return is_open(mapping, cfg)
+    return False
+
+
+def is_open(mapping: str, cfg: DictConfig) -> bool:
+    """Whether all keys of one of the open mappings are the user's own in a config that has it, or null."""
+    stored = OmegaConf.select(cfg, mapping, default="", throw_on_missing=False)
     if stored is None:
         return True
     if not isinstance(stored, DictConfig):
         return False
-    has_defaults = key == "domains.columns" and any(name in stored for name in TASK_COLUMNS)
+    has_defaults = mapping == "domains.columns" and any(name in stored for name in TASK_COLUMNS)
     return not has_defaults
 
 

@@ -298,7 +298,7 @@ def train_epoch(
         if is_check_due and torch.isfinite(first_failed):
             raise ValueError(
                 f"loss or gradient of end task {job.name}, seed {seed}, are not finite at step "
-                f"{int(first_failed)} of epoch {epoch}; a lower endtask.lr, +endtask.tasks.{job.name}.lr or "
+                f"{int(first_failed)} of epoch {epoch}; a lower endtask.lr, endtask.tasks.{job.name}.lr or "
                 "endtask.precision=32-true may help"
             )
         yield

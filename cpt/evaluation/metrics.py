@@ -484,17 +484,29 @@ def t_interval(center: Array, draws: Array, *, scale: float) -> list[float]:
     return [float(center - half_width), float(center + half_width)]
 
 
+def split_metric(name: str) -> tuple[str, str]:
+    """The metric and the unit of a name like LC/perplexity, which W&B and the tables have, or like
+    LC.perplexity.
+
+    >>> split_metric("LC/perplexity"), split_metric("LC.perplexity")
+    (('LC', 'perplexity'), ('LC', 'perplexity'))
+    """
+    metric, _, unit = name.replace("/", ".").partition(".")
+    return metric, unit
+
+
 def objective_value(metrics: Mapping[str, Mapping[str, Any]], objective: str) -> float | None:
     """The value of `objective`, METRIC.UNIT of the matrix of losses, from the metrics of a finished run; None
     if it was not measured or is not finite. Raises ValueError for another metric or unit: the metrics of end
     tasks, which the message names too, are those of `run_objective` in task_metrics.py, which calls this for
     the others."""
-    metric, _, unit = objective.partition(".")
+    metric, unit = split_metric(objective)
     if metric not in METRICS or unit not in UNITS:
+        names = f"{', '.join(METRICS)} and {', '.join(UNITS)}"
         raise InvalidOptionError(
             "optimized_metric",
             objective,
-            allowed=f"METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}; of end tasks MF1, Acc",
+            allowed=f"METRIC.UNIT or METRIC/UNIT of {names}; of end tasks MF1, Acc",
         )
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None

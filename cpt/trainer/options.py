@@ -81,7 +81,9 @@ Name = Annotated[Any, Predicate(is_name), Allowed("a folder below outputs/, like
 Order = Annotated[Any, Predicate(is_order), Allowed(ORDERS)]
 Devices = Annotated[Any, Predicate(is_devices), Allowed("1, 2, …; auto or -1 for all; a list like [0,2]")]
 Tags = Annotated[tuple[Annotated[str, Len(1, LONGEST_TAG)], ...], Allowed(TAGS)]
-MetricName = Annotated[Text, Allowed("METRIC.UNIT of scores.json, or of end tasks MF1, Acc, …")]
+MetricName = Annotated[
+    Text, Allowed("METRIC.UNIT or METRIC/UNIT of scores.json, or of end tasks MF1, Acc, …")
+]
 # Not 16-true: AdamW's mean squared gradients are 0 in float16 below 6e-8, so that steps become gradients over
 # epsilon.
 Precision = Literal[

@@ -55,12 +55,21 @@ def test_a_mapping_of_hydra_is_replaced_too(compose_mine):
     assert compose_mine("hydra.sweeper.params={a: b}", hydra=True).hydra.sweeper.params == {"a": "b"}
 
 
-def test_keys_are_added_with_a_plus_and_changed_by_their_names(compose_mine):
+def test_keys_of_the_users_own_are_added_and_changed_by_their_names(compose_mine):
     cfg = compose_mine("+optim.lr_multipliers={norms: 2}", "optim.lr_multipliers.head=1")
     assert cfg.optim.lr_multipliers == {"embeddings": 0.1, "head": 1, "norms": 2}
+    assert compose_mine("optim.lr_multipliers.norms=2").optim.lr_multipliers.norms == 2
+    assert compose_mine("domains.columns.med=text").domains.columns == {"law": "body", "med": "text"}
+    cfg = compose_mine(
+        "domains.catalogue.news={path: ag_news}", "domains.catalogue.news.column=body", domains="hub"
+    )
+    assert cfg.domains.catalogue.news == {"path": "ag_news", "column": "body"}
+    assert compose_mine("answers.metrics.law=sari").answers.metrics == {"law": "sari"}  # null by default
+
+    # Not below a mapping with defaults, where it is rather a mistyped one of these.
     with pytest.raises(HydraException) as raised:
-        compose_mine("optim.lr_multipliers.norms=2")
-    assert reason(raised.value).endswith("to add it: +optim.lr_multipliers.norms=VALUE")
+        compose_mine("domains.columns.label=text", domains="tasks")
+    assert reason(raised.value).endswith("to add it: +domains.columns.label=VALUE")
 
 
 def test_a_mapping_with_defaults_is_changed_key_by_key(compose_mine):

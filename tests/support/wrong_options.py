@@ -28,9 +28,9 @@ def cells(table: str) -> list[str]:
 AT_ONCE = cells("""
 name=../../x | order=true | trainable=( | method._target_=null | endtask._target_=cpt.methods.ewc.EWC
 trainer.checkpoint_every_n_steps=10min | domains._target_=collections.OrderedDict | domains.only=/*/
-optimized_metric=LC.furlongs | method=elle method.neurons=0.5 | +data.processes=2 | +unknown=1 | ~method
+optimized_metric=LC.furlongs | method=elle method.neurons=0.5 | +modules.processes=2 | +unknown=1 | ~method
 endtask._target_=nowhere.X | name='${no.such}' | order=[law]
-strategy=fsdp endtask=hub +endtask.tasks.sympy.path=x
+strategy=fsdp endtask=hub endtask.tasks.sympy.path=x
 strategy=fsdp method=elle | strategy=fsdp method=block_expansion | +trainer.max_steps=1 | monitor.stop=0.1 | trainer.precision=16-true
 monitor.every=2 monitor.stop=1 monitor.past=0 monitor.general=false | monitor.chats=true
 monitor.every=2 monitor.patience=1 lr_scheduler=wsd | monitor.every=2 monitor.keep=best strategy=fsdp

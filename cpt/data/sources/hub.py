@@ -62,7 +62,7 @@ class Hub(Source):
                 "catalogue",
                 "{}",
                 reason="it names no domain",
-                allowed="'+domains.catalogue.news={path: ag_news}'",
+                allowed="'domains.catalogue.news={path: ag_news}'",
             )
         for name, entry in self.catalogue.items():
             if not isinstance(entry, Mapping):
