@@ -35,6 +35,7 @@ DASHES = ("-", "--", ":")
 NUM_COLOURS_OF_MANY = 33  # of many cells: the image is a quarter as large as with 256
 LARGE_TICK = 1e6  # from which a number is too long for its tick
 MAX_TICKS = 30  # labels at an axis with many names
+MAX_EXACT_CELLS = 200_000  # of all heat maps of a figure; on hover more have fewer digits, or they fill a page
 VECTORS: dict[Any, Any] = {**SVG_TEXT, "pdf.fonttype": 42}  # as publishers require
 CELL_INK = "#111111"  # dark text and frames on the colours of a heat map, the same on dark screens
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # of each PDF it logs every table of a font
@@ -202,7 +203,7 @@ def draw_heat_maps(
     are_groups: bool = False,
 ) -> Picture:
     """Heat maps by title on one colour scale, `label`. One alone is large, with `axis_names`; several stand
-    at most 4 side by side. Numbers are in few cells. `margin`: inches for the names of a large one's rows.
+    at most 4 side by side. Numbers are in few cells, on a page those of all are shown on hover. `margin`: inches for the names of a large one's rows.
     `are_groups`: titles are those of groups of runs, which a page can filter."""
     num_rows = max(heat_map.values.shape[0] for heat_map in maps.values())
     num_columns = max(heat_map.values.shape[1] for heat_map in maps.values())
@@ -215,6 +216,8 @@ def draw_heat_maps(
     else:
         figure, panels = open_panels(len(maps), num_rows=num_rows, num_columns=num_columns, is_small=is_small)
 
+    num_cells = sum(heat_map.values.size for heat_map in maps.values())
+    format_text = format_value if num_cells <= MAX_EXACT_CELLS else "{:.1f}".format
     colours = matplotlib.colormaps[scale.colours].with_extremes(bad="0.8")
     if not is_small:
         colours = colours.resampled(NUM_COLOURS_OF_MANY)
@@ -239,8 +242,13 @@ def draw_heat_maps(
         if max(heat_map.written.shape) <= (MAX_LISTED + 1 if is_single else 8):
             write_numbers(axes, image, heat_map, format_value, fontsize=9 if is_single else 6.5)
         group = title if are_groups else ""
-        if is_small:
-            add_cells(axes, describe_cells(heat_map, format_value), group=group)
+        add_cells(
+            axes,
+            describe_cells(heat_map, format_text),
+            rows=[strip_controls(name) for name in heat_map.rows],
+            columns=[strip_controls(name) for name in heat_map.columns],
+            group=group,
+        )
         if group:
             assign_group([axes], group)
 
@@ -297,17 +305,14 @@ def write_numbers(
 
 
 def describe_cells(heat_map: HeatMap, format_value: Format) -> list[list[str]]:
-    """The text of each cell: row, column, the number in it and, if that is another, its value."""
+    """The text of each cell: the number in it and, if that is another, its value; "" without a number."""
     texts = []
-    for row, row_name in enumerate(heat_map.rows):
+    for numbers, values in zip(heat_map.written.tolist(), heat_map.values.tolist(), strict=True):
         row_texts = []
-        for column, column_name in enumerate(heat_map.columns):
-            number = heat_map.written[row, column]
-            text = ""
-            if not np.isnan(number):
-                text = strip_controls(f"{row_name}, {column_name}: {format_value(number)}")
+        for number, value in zip(numbers, values, strict=True):
+            text = "" if math.isnan(number) else format_value(number)
             if text and heat_map.numbers is not None:
-                text += f" ({format_signed(heat_map.values[row, column])} nats)"
+                text += f" ({format_signed(value)} nats)"
             row_texts.append(text)
         texts.append(row_texts)
     return texts

@@ -1,12 +1,16 @@
 """Figures as SVG elements of a page, with their values on hover and their groups under its filters.
 
 matplotlib draws the figure. Above it lie transparent circles and cells. Each has a `<title>`, which browsers
-show on hover, and the script of the page at once. What belongs to a group of runs has `data-group`."""
+show on hover, and the script of the page at once. A heat map of many cells has one rectangle with the texts
+of all, compressed, which the script alone can show. What belongs to a group of runs has `data-group`."""
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,11 +22,14 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from PIL import Image
 
 MAX_SPOTS = 60  # of a series, so that a page with many curves stays small
+MAX_CELLS = 169  # of a heat map, 13 x 13, whose cells are elements of their own
 SPOT_RADIUS = 5  # points: what a finger or a mouse hits
 PIXELS_PER_INCH = 105  # of a page: an 11-inch figure fills its column, and 9 points are 13 pixels
 POINTS_PER_INCH = 72
+IMAGE_PREFIX = "data:image/png;base64,"
 SVG_TEXT: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "cpt",  # the same names in each file
@@ -61,12 +68,24 @@ class Spot:
     is_cell: bool = False  # a cell of a heat map, one wide and high, or else a circle
 
 
+@dataclass(frozen=True)
+class CellGrid:
+    """The names of the rows and columns of a heat map with many cells, and the texts of these [row, column]."""
+
+    axes: Axes
+    rows: Sequence[str]
+    columns: Sequence[str]
+    texts: Sequence[Sequence[str]]
+    group: str = ""
+
+
 class PageFigure(Figure):
-    """A figure that knows its spots, and the groups of runs that its artists show."""
+    """A figure that knows its spots and grids, and the groups of runs that its artists show."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.spots: list[Spot] = []
+        self.grids: list[CellGrid] = []
         self.groups: dict[str, str] = {}  # by the id of an artist
 
 
@@ -86,13 +105,25 @@ def add_spots(
         figure.spots.append(Spot(axes, x, y, texts[index], group=group))
 
 
-def add_cells(axes: Axes, texts: Sequence[Sequence[str]], *, group: str = "") -> None:
-    """Texts [row, column] over the cells of a heat map; none over an empty text."""
+def add_cells(
+    axes: Axes,
+    texts: Sequence[Sequence[str]],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    group: str = "",
+) -> None:
+    """Texts [row, column] over the cells of a heat map, after the names of row and column; none over an empty
+    text. More than MAX_CELLS cells share an element."""
     figure = cast(PageFigure, axes.get_figure(root=True))
+    if len(rows) * len(columns) > MAX_CELLS:
+        figure.grids.append(CellGrid(axes, rows, columns, texts, group=group))
+        return
     for row, row_texts in enumerate(texts):
         for column, text in enumerate(row_texts):
             if text:
-                figure.spots.append(Spot(axes, column, row, text, group=group, is_cell=True))
+                cell_text = f"{rows[row]}, {columns[column]}: {text}"
+                figure.spots.append(Spot(axes, column, row, cell_text, group=group, is_cell=True))
 
 
 def assign_group(artists: Iterable[Artist], group: str) -> None:
@@ -128,6 +159,8 @@ def render_svg(figure: PageFigure, *, description: str, prefix: str) -> str:
         if group is not None:
             element.set("data-group", group)
         element.tag = without_namespace(element.tag)
+        if element.tag == "image":
+            shrink_image(element)
         attributes = {}
         for qualified_name, value in element.attrib.items():
             name = without_namespace(qualified_name)
@@ -145,6 +178,23 @@ def render_svg(figure: PageFigure, *, description: str, prefix: str) -> str:
     }
     root.append(make_spots(figure))
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def shrink_image(element: ElementTree.Element) -> None:
+    """Writes a PNG of at most 256 colours with a palette: of a large heat map, a quarter of the size."""
+    for name, value in element.attrib.items():
+        if not value.startswith(IMAGE_PREFIX):
+            continue
+        image = Image.open(io.BytesIO(base64.b64decode(value.removeprefix(IMAGE_PREFIX)))).convert("RGBA")
+        pixels = np.asarray(image).reshape(-1, 4)
+        colours, indices = np.unique(pixels, axis=0, return_inverse=True)
+        if len(colours) > 256:
+            continue
+        with_palette = Image.fromarray(indices.reshape(image.height, image.width).astype(np.uint8), mode="P")
+        with_palette.putpalette(colours.tobytes(), rawmode="RGBA")
+        buffer = io.BytesIO()
+        with_palette.save(buffer, format="png", optimize=True)
+        element.set(name, IMAGE_PREFIX + base64.b64encode(buffer.getvalue()).decode())
 
 
 def without_namespace(name: str) -> str:
@@ -173,8 +223,13 @@ def adapt_value(name: str, value: str, prefix: str) -> str:
 
 
 def make_spots(figure: PageFigure) -> ElementTree.Element:
-    """The spots of a figure as circles and rectangles, in the points of its SVG."""
+    """The spots and grids of a figure as circles and rectangles, in the points of its SVG."""
     layer = ElementTree.Element("g", {"class": "spots"})
+    for grid in figure.grids:
+        element = ElementTree.SubElement(layer, "rect", measure_grid(figure, grid))
+        element.set("data-cells", pack_grid(grid))
+        if grid.group:
+            element.set("data-group", grid.group)
     for spot in figure.spots:
         if spot.is_cell:
             element = ElementTree.SubElement(layer, "rect", measure_cell(figure, spot))
@@ -189,15 +244,49 @@ def make_spots(figure: PageFigure) -> ElementTree.Element:
 
 
 def measure_cell(figure: PageFigure, spot: Spot) -> dict[str, str]:
-    """The attributes of the rectangle over a cell. The rows of a heat map are counted from its top."""
-    x, y = find_point(figure, spot.axes, spot.x - 0.5, spot.y - 0.5)
-    end_x, end_y = find_point(figure, spot.axes, spot.x + 0.5, spot.y + 0.5)
+    """The attributes of the rectangle over a cell."""
+    return measure_rectangle(figure, spot.axes, begin=(spot.x, spot.y), end=(spot.x, spot.y))
+
+
+def measure_grid(figure: PageFigure, grid: CellGrid) -> dict[str, str]:
+    """The attributes of the rectangle over all cells of a heat map."""
+    last_cell = (len(grid.columns) - 1, len(grid.rows) - 1)
+    return measure_rectangle(figure, grid.axes, begin=(0, 0), end=last_cell)
+
+
+def measure_rectangle(
+    figure: PageFigure, axes: Axes, *, begin: tuple[float, float], end: tuple[float, float]
+) -> dict[str, str]:
+    """The attributes of the rectangle from the cell (column, row) `begin` to the cell `end`, both included.
+    The rows of a heat map are counted from its top."""
+    x, y = find_point(figure, axes, begin[0] - 0.5, begin[1] - 0.5)
+    end_x, end_y = find_point(figure, axes, end[0] + 0.5, end[1] + 0.5)
     return {
         "x": f"{x:.1f}",
         "y": f"{y:.1f}",
         "width": f"{end_x - x:.1f}",
         "height": f"{end_y - y:.1f}",
     }
+
+
+def pack_grid(grid: CellGrid) -> str:
+    """Names and texts of a grid as base64 of compressed JSON, which report.js.j2 reads. What comes before and
+    after the first blank of the texts is joined separately, as this is a fifth smaller."""
+    numbers = []
+    details = []
+    for row_texts in grid.texts:
+        for text in row_texts:
+            number, _, detail = text.partition(" ")
+            numbers.append(number)
+            details.append(detail)
+    content = {
+        "rows": list(grid.rows),
+        "columns": list(grid.columns),
+        "numbers": ";".join(numbers),
+        "details": ";".join(details),
+    }
+    packed = zlib.compress(json.dumps(content, ensure_ascii=False).encode(), level=9)
+    return base64.b64encode(packed).decode()
 
 
 def find_point(figure: PageFigure, axes: Axes, x: float, y: float) -> tuple[float, float]:

@@ -8,9 +8,10 @@ import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 
-from cpt.reporting.drawing import make_figure, make_png
+from cpt.reporting.drawing import HeatMap, draw_heat_maps, make_figure, make_png
 from cpt.reporting.page import Block, PageHead, write_page
 from cpt.reporting.svg import add_spots, assign_group
 
@@ -58,7 +59,7 @@ return [sorted, searched, ticked, column(0)];
 
 def run_in_page(tmp_path, blocks, script, **options):
     """What a script returns that runs in a page of the blocks, which is opened from disk."""
-    probe = f"parent.postMessage(JSON.stringify((() => {{{script}}})()), '*')"
+    probe = f"parent.postMessage(JSON.stringify(await (async () => {{{script}}})()), '*')"
     digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
     path = write_page(blocks, title="Comparison of runs", stem=tmp_path / "page", **options)
     text = path.read_text().replace("script-src", f"script-src 'sha256-{digest}'")
@@ -110,6 +111,36 @@ const dialog = document.querySelector("dialog");
 return [found, told, tip.hidden, dialog.open && dialog.querySelectorAll("svg").length,
   document.querySelector(".command").innerText, document.querySelectorAll("title").length];
 """
+
+
+GRID_SCRIPT = """
+const grid = document.querySelector(".spots [data-cells]");
+const place = grid.getBoundingClientRect();
+const tip = document.querySelector(".tip");
+const point = (row, column) => {
+  const clientX = place.left + ((column + 0.5) * place.width) / 14;
+  const clientY = place.top + ((row + 0.5) * place.height) / 15;
+  grid.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, clientX, clientY }));
+};
+point(0, 0);
+await new Promise((done) => setTimeout(done, 500));
+const texts = [tip.textContent];
+for (const [row, column] of [[14, 13], [2, 1], [1, 0]]) {
+  point(row, column);
+  texts.push(tip.hidden ? "" : tip.textContent);
+}
+return texts;
+"""
+
+
+def test_a_large_heat_map_shows_the_value_of_the_cell_that_is_pointed_at(tmp_path):
+    values = np.arange(15.0 * 14).reshape(15, 14)
+    values[1, 0] = np.nan
+    rows = [f"after <{row}>" for row in range(15)]
+    columns = [f"d{column}" for column in range(14)]
+    picture = draw_heat_maps({"": HeatMap(values, rows, columns)}, label="loss")
+    texts = run_in_page(tmp_path, [Block(title="Matrix", picture=picture)], GRID_SCRIPT)
+    assert texts == ["after <0>, d0: 0.00", "after <14>, d13: 209.00", "after <2>, d1: 29.00", ""]
 
 
 def test_filters_act_on_figures_whose_values_are_shown_on_hover(tmp_path):

@@ -1,17 +1,31 @@
 """Figures of a page: values on hover, groups for its filters, and nothing but text from a name."""
 
+import base64
+import io
 import itertools
+import json
 import re
+import zlib
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from cpt.reporting import drawing
 from cpt.reporting.drawing import HeatMap, draw_heat_maps, make_figure, make_png
 from cpt.reporting.page import Block, render_html
 from cpt.reporting.run_figures import CURVES
 from cpt.reporting.run_page import write_report
-from cpt.reporting.svg import MAX_SPOTS, add_spots, assign_group, render_svg, share_groups
+from cpt.reporting.svg import (
+    IMAGE_PREFIX,
+    MAX_SPOTS,
+    add_spots,
+    assign_group,
+    render_svg,
+    share_groups,
+    shrink_image,
+)
 from tests.support.example_runs import make_scores
 
 VALUES = np.array([[1.0, 2.0, np.nan], [3.0, 4.0, 5.0]])
@@ -43,6 +57,42 @@ def test_each_measured_cell_of_a_heat_map_has_its_value_where_it_is_drawn():
         y = float(number.get("y"))
         begin_x, begin_y, width, height = (float(cell.get(name)) for name in ("x", "y", "width", "height"))
         assert begin_x < x < begin_x + width and begin_y < y < begin_y + height
+
+
+def read_grid(element):
+    return json.loads(zlib.decompress(base64.b64decode(element.get("data-cells"))))
+
+
+def test_the_cells_of_a_large_heat_map_share_one_element_with_all_their_values(monkeypatch):
+    changes = np.arange(14.0 * 14).reshape(14, 14)
+    changes[0, 1] = np.nan
+    names = [f"d{number}" for number in range(14)]
+    maps = {"": HeatMap(changes, names, names, numbers=changes + 0.5)}
+    root = parse(draw_heat_maps(maps, label="loss").figure)
+    (rectangle,) = root[-1]
+    grid = read_grid(rectangle)
+    assert grid["rows"] == grid["columns"] == names and not list_titles(root)
+    assert grid["numbers"].split(";")[:3] == ["0.50", "", "2.50"]
+    assert grid["details"].split(";")[:3] == ["(+0.000 nats)", "", "(+2.000 nats)"]
+    scale_x, _, _, scale_y, x, y = map(float, re.findall(r"[\d.]+", next(root.iter("image")).get("transform")))
+    sides = [float(rectangle.get(name)) for name in ("x", "y", "width", "height")]
+    np.testing.assert_allclose(sides, [x, y, 14 * scale_x, 14 * scale_y], atol=0.1)
+
+    monkeypatch.setattr(drawing, "MAX_EXACT_CELLS", 195)
+    (rectangle,) = parse(draw_heat_maps(maps, label="loss").figure)[-1]
+    assert read_grid(rectangle)["numbers"].split(";")[2] == "2.5"
+
+
+def test_the_image_of_a_heat_map_has_a_palette_and_the_colours_that_it_had():
+    shades = np.random.default_rng(0).integers(0, 33, (40, 40))
+    pixels = np.stack([shades * 7, 255 - shades, shades, np.full_like(shades, 255)], axis=-1).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="png")
+    element = ElementTree.Element("image", {"href": IMAGE_PREFIX + base64.b64encode(buffer.getvalue()).decode()})
+    shrink_image(element)
+    shrunk = base64.b64decode(element.get("href").removeprefix(IMAGE_PREFIX))
+    assert len(shrunk) < len(buffer.getvalue())
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(shrunk)).convert("RGBA")), pixels)
 
 
 def test_a_point_has_its_text_where_it_is_drawn_and_of_many_points_some_have():
