@@ -102,6 +102,14 @@ def list_shown_columns(measures: Sequence[ComparedMeasure], *, first: int, width
     return [0, *columns] if columns else []
 
 
+def list_topics(measures: Sequence[ComparedMeasure], *, first: int, width: int = 1) -> list[str]:
+    """The topic of each column, where each measure has `width` columns; empty for those before `first`."""
+    topics = [""] * first
+    for measure in measures:
+        topics += [measure.topic] * width
+    return topics
+
+
 def make_table(
     section: RunSection,
     cells: Sequence[Sequence[str]],
@@ -110,6 +118,7 @@ def make_table(
     head: Sequence[str],
     num_word_columns: int,
     lines: Sequence[str],
+    topics: Sequence[str] = (),
     shown_columns: Sequence[int] = (),
     group_column: int = 0,
 ) -> Block:
@@ -132,6 +141,7 @@ def make_table(
         lines=lines,
         head=head,
         cells=cells,
+        topics=topics,
         num_word_columns=num_word_columns,
         is_filtered=True,
         facets=facets,
@@ -177,6 +187,7 @@ def tabulate_spreads(
         head=["group", *group_columns, *(measure.title for measure in measured)],
         num_word_columns=num_word_columns,
         lines=lines,
+        topics=list_topics(measured, first=num_word_columns),
         shown_columns=list_shown_columns(measured, first=num_word_columns),
     )
 
@@ -259,6 +270,7 @@ def tabulate_differences(
         head=head,
         num_word_columns=2,
         lines=lines,
+        topics=list_topics(measured, first=3, width=5),
         shown_columns=list_shown_columns(measured, first=3, width=5),
     )
 
@@ -285,6 +297,7 @@ def tabulate_ranks(section: RunSection) -> Block:
         head=["group", *(measure.title for measure in measures)],
         num_word_columns=1,
         lines=[LEGENDS["ranks"]],
+        topics=list_topics(measures, first=1),
         shown_columns=list_shown_columns(measures, first=1),
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from pandas import DataFrame, Series
 
 from cpt.core.exceptions import format_value
@@ -38,7 +39,7 @@ from cpt.reporting.frames import mean_so_far
 from cpt.reporting.page import PICTURES, Block, show_picture
 from cpt.reporting.run_figures import CHANGE_LABEL, map_change, mark_stages, name_stages
 from cpt.reporting.sections import RunGroup, RunSection, name_orders
-from cpt.reporting.svg import PageFigure, add_spots, assign_group, share_groups
+from cpt.reporting.svg import PageFigure, add_spots, assign_front, assign_group, share_groups
 from cpt.reporting.training_curves import Borders, find_stages, read_training
 
 MAX_PANELS = 8  # heat maps side by side
@@ -278,9 +279,11 @@ def draw_plane(
         if connected:
             xs, ys = np.array([means[name] for name in connected]).T
             axes.plot(xs, ys, color=styles[connected[0]].colour, zorder=1)
-    front = pareto_front({name: (float(mean[0]), float(mean[1])) for name, mean in means.items()})
+    mean_points = {name: (float(mean[0]), float(mean[1])) for name, mean in means.items()}
+    front = pareto_front(mean_points)
     if front:
-        draw_front(axes, np.array([means[name] for name in front]))
+        line = draw_front(axes, np.array([means[name] for name in front]))
+        assign_front(line, mean_points)
 
     axes.set(xlabel=x_label, ylabel=y_label)
     draw_levels(axes, levels, styles)
@@ -328,12 +331,12 @@ def draw_group(axes: Axes, name: str, runs: np.ndarray, mean: np.ndarray, style:
     add_spots(axes, xs, ys, texts, group=name)
 
 
-def draw_front(axes: Axes, points: np.ndarray) -> None:
+def draw_front(axes: Axes, points: np.ndarray) -> Line2D:
     """The Pareto front through points [point, 2] by ascending x, to the ends of the axes."""
     xs, ys = points.T
     right = axes.get_xlim()[1]
     top = axes.get_ylim()[1]
-    axes.step(
+    (line,) = axes.step(
         [xs[0], *xs, right],
         [top, *ys, ys[-1]],
         where="post",
@@ -343,6 +346,7 @@ def draw_front(axes: Axes, points: np.ndarray) -> None:
         linestyle="--",
         zorder=0,
     )
+    return line
 
 
 @dataclass(frozen=True)

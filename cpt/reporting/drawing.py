@@ -35,7 +35,9 @@ DASHES = ("-", "--", ":")
 NUM_COLOURS_OF_MANY = 33  # of many cells: the image is a quarter as large as with 256
 LARGE_TICK = 1e6  # from which a number is too long for its tick
 MAX_TICKS = 30  # labels at an axis with many names
-MAX_EXACT_CELLS = 200_000  # of all heat maps of a figure; on hover more have fewer digits, or they fill a page
+MAX_EXACT_CELLS = (
+    200_000  # of all heat maps of a figure; on hover more have fewer digits, or they fill a page
+)
 VECTORS: dict[Any, Any] = {**SVG_TEXT, "pdf.fonttype": 42}  # as publishers require
 CELL_INK = "#111111"  # dark text and frames on the colours of a heat map, the same on dark screens
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # of each PDF it logs every table of a font
@@ -203,8 +205,9 @@ def draw_heat_maps(
     are_groups: bool = False,
 ) -> Picture:
     """Heat maps by title on one colour scale, `label`. One alone is large, with `axis_names`; several stand
-    at most 4 side by side. Numbers are in few cells, on a page those of all are shown on hover. `margin`: inches for the names of a large one's rows.
-    `are_groups`: titles are those of groups of runs, which a page can filter."""
+    at most 4 side by side. Numbers are in few cells; a page shows those of all on hover. `margin`: inches for
+    the names of a large one's rows. `are_groups`: titles are those of groups of runs, which a page can
+    filter."""
     num_rows = max(heat_map.values.shape[0] for heat_map in maps.values())
     num_columns = max(heat_map.values.shape[1] for heat_map in maps.values())
     is_single = len(maps) == 1

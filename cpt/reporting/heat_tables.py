@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cpt.reporting.compare import format_p, format_spread, make_table
+from cpt.reporting.compare import format_p, format_spread, list_topics, make_table
 from cpt.reporting.contrasts import (
     find_contrasts,
     find_spreads,
@@ -50,6 +50,7 @@ class HeatColumn:
     key: str
     title: str
     format_value: Format
+    topic: str = ""
     higher_is_better: bool = False
     is_ratio: bool = False  # coloured by the logarithm, as perplexities are
 
@@ -95,6 +96,7 @@ def tabulate_headline(section: RunSection) -> Block:
         title="Best at the end",
         head=head,
         num_word_columns=1,
+        topics=list_topics([FINAL, FINAL, FINAL, *measures], first=2),
         shown_columns=range(len(head)),  # a table with a choice of columns is set small on small screens
         lines=lines,
     )
@@ -117,6 +119,7 @@ def tabulate_measures(section: RunSection) -> Block:
                 key=measure.key,
                 title=measure.title.removesuffix(" (x baseline)"),
                 format_value=measure.format_value,
+                topic=measure.topic,
                 higher_is_better=measure.higher_is_better,
             )
         )
@@ -248,6 +251,7 @@ def make_heat_table(
         title=title,
         head=["group", *(column.title for column in columns)],
         num_word_columns=1,
+        topics=["", *(column.topic for column in columns)],
         lines=lines,
     )
     return replace(block, shades=shades)

@@ -26,6 +26,28 @@ class ComparedMeasure:
     higher_is_better: bool = False
     is_relative: bool = False  # shown as a mean and its ratio to the baseline's mean
 
+    @property
+    def topic(self) -> str:
+        """What it is about, as the head of a table says above its title; empty for that of a single task."""
+        return TOPICS.get(self.key.partition("/")[0], "")
+
+
+# By what stands before the slash of a key. Measures of one topic follow each other.
+TOPICS = {
+    "LC": "final model",
+    "CPT": "learned",
+    "intransigence": "learned",
+    "FG": "forgotten",
+    "BWT_zs": "forgotten",
+    "FWT_zs": "transfer",
+    "general_drift": "general text",
+    "answers": "answers to tasks",
+    "chat": "chat",
+    "divergence": "divergence from the base",
+    "endtask": "end tasks",
+    "cost": "cost",
+}
+
 
 def format_flops(flops: float) -> str:
     return f"{flops:.2e}" if flops else "0"
@@ -35,11 +57,11 @@ MEASURES = (
     ComparedMeasure("LC/perplexity", "final LC (perplexity)", format_perplexity),
     ComparedMeasure("LC/bits_per_byte", "final LC (bits per byte)"),
     ComparedMeasure("CPT/nats", "just learned CPT"),
+    ComparedMeasure("intransigence/nats", "intransigence"),
     ComparedMeasure("FG/nats", "forgetting FG"),
     ComparedMeasure("BWT_zs/nats", "BWT_zs", higher_is_better=True),
     ComparedMeasure("FWT_zs/nats", "FWT_zs", higher_is_better=True),
     ComparedMeasure("general_drift/nats", "general drift"),
-    ComparedMeasure("intransigence/nats", "intransigence"),
     ComparedMeasure("answers/AP", "AP (%)", format_percent, higher_is_better=True),
     ComparedMeasure("answers/LA", "LA (%)", format_percent, higher_is_better=True),
     ComparedMeasure("answers/BWT", "BWT (%)", format_percent, higher_is_better=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,6 +51,7 @@ class Block:
     is_tiles: bool = False
     head: Sequence[str] = ()
     cells: Sequence[Sequence[str]] = ()
+    topics: Sequence[str] = ()  # of the columns: on the page, one head above all neighbours that share one
     num_word_columns: int = 1  # columns with words; the others hold numbers
     code: str = ""
     fold_label: str = ""  # the line that unfolds table and code
@@ -154,6 +156,7 @@ def render_html(
         inline=inline,
         split=separate_interval,
         cell_class=choose_cell_class,
+        group_topics=group_topics,
         dumps=partial(json.dumps, ensure_ascii=False),
     )
 
@@ -199,6 +202,17 @@ def write_pictures(blocks: Sequence[Block], *, stem: Path, vectors: bool) -> lis
 def inline(line: str) -> Markup:
     """A line of Markdown, with text between backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(line))))
+
+
+def group_topics(block: Block) -> list[tuple[str, int]]:
+    """The topics of a table and the number of columns of each, in their order; empty for a table without
+    any. The first column, which stays in sight, is alone."""
+    if not any(block.topics):
+        return []
+    groups = [(block.topics[0], 1)]
+    for topic, columns in itertools.groupby(block.topics[1:]):
+        groups.append((topic, len(list(columns))))
+    return groups
 
 
 def choose_cell_class(block: Block, row: int, column: int) -> str:

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from xml.etree import ElementTree
@@ -22,6 +22,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
 from PIL import Image
 
 MAX_SPOTS = 60  # of a series, so that a page with many curves stays small
@@ -70,7 +71,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class CellGrid:
-    """The names of the rows and columns of a heat map with many cells, and the texts of these [row, column]."""
+    """The names of rows and columns of a heat map with many cells, and the texts of these [row, column]."""
 
     axes: Axes
     rows: Sequence[str]
@@ -79,14 +80,23 @@ class CellGrid:
     group: str = ""
 
 
+@dataclass(frozen=True)
+class Front:
+    """The line of a Pareto front, and the points of all groups (x, y) through which it may be drawn."""
+
+    line: Line2D
+    points: Mapping[str, tuple[float, float]]
+
+
 class PageFigure(Figure):
-    """A figure that knows its spots and grids, and the groups of runs that its artists show."""
+    """A figure that knows its spots, grids and fronts, and the groups of runs that its artists show."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.spots: list[Spot] = []
         self.grids: list[CellGrid] = []
         self.groups: dict[str, str] = {}  # by the id of an artist
+        self.fronts: dict[str, Front] = {}  # by the id of its line
 
 
 def add_spots(
@@ -113,8 +123,8 @@ def add_cells(
     columns: Sequence[str],
     group: str = "",
 ) -> None:
-    """Texts [row, column] over the cells of a heat map, after the names of row and column; none over an empty
-    text. More than MAX_CELLS cells share an element."""
+    """Texts [row, column] over the cells of a heat map, after the names of row and column; none over an
+    empty text. More than MAX_CELLS cells share an element."""
     figure = cast(PageFigure, axes.get_figure(root=True))
     if len(rows) * len(columns) > MAX_CELLS:
         figure.grids.append(CellGrid(axes, rows, columns, texts, group=group))
@@ -133,6 +143,14 @@ def assign_group(artists: Iterable[Artist], group: str) -> None:
         identifier = f"group-{len(figure.groups)}"
         artist.set_gid(identifier)
         figure.groups[identifier] = group
+
+
+def assign_front(line: Line2D, points: Mapping[str, tuple[float, float]]) -> None:
+    """Lets the filters of a page draw a Pareto front again, through the points of the groups shown."""
+    figure = cast(PageFigure, line.get_figure(root=True))
+    identifier = f"front-{len(figure.fronts)}"
+    line.set_gid(identifier)
+    figure.fronts[identifier] = Front(line, points)
 
 
 def share_groups(legend: Legend, artists: Sequence[Artist]) -> None:
@@ -158,6 +176,9 @@ def render_svg(figure: PageFigure, *, description: str, prefix: str) -> str:
         group = figure.groups.get(element.get("id", ""))  # by the id that matplotlib knows, without prefix
         if group is not None:
             element.set("data-group", group)
+        front = figure.fronts.get(element.get("id", ""))
+        if front is not None:
+            element.set("data-front", describe_front(figure, front))
         element.tag = without_namespace(element.tag)
         if element.tag == "image":
             shrink_image(element)
@@ -287,6 +308,18 @@ def pack_grid(grid: CellGrid) -> str:
     }
     packed = zlib.compress(json.dumps(content, ensure_ascii=False).encode(), level=9)
     return base64.b64encode(packed).decode()
+
+
+def describe_front(figure: PageFigure, front: Front) -> str:
+    """The points [name, x, y] of a front and its ends as JSON, in the points of the SVG."""
+    axes = cast(Axes, front.line.axes)
+    xs, ys = np.asarray(front.line.get_data(), float)
+    right, top = find_point(figure, axes, xs[-1], ys[0])
+    points = []
+    for name, (x, y) in front.points.items():
+        points.append([name, *(round(value, 2) for value in find_point(figure, axes, x, y))])
+    content = {"points": points, "right": round(right, 2), "top": round(top, 2)}
+    return json.dumps(content, ensure_ascii=False)
 
 
 def find_point(figure: PageFigure, axes: Axes, x: float, y: float) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html
+import itertools
 import json
 import re
 import shutil
@@ -11,9 +12,10 @@ import subprocess
 import numpy as np
 import pytest
 
+from cpt.reporting.comparison_figures import draw_plane
 from cpt.reporting.drawing import HeatMap, draw_heat_maps, make_figure, make_png
 from cpt.reporting.page import Block, PageHead, write_page
-from cpt.reporting.svg import add_spots, assign_group
+from cpt.reporting.svg import add_spots, assign_group, render_svg
 
 KNOWN = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, KNOWN)), "")
@@ -131,6 +133,84 @@ for (const [row, column] of [[14, 13], [2, 1], [1, 0]]) {
 }
 return texts;
 """
+
+
+FRONT_SCRIPT = """
+const box = document.querySelector("input[type=search]");
+const path = document.querySelector("[data-front] path");
+return ["", "-fast", "nothing"].map((query) => {
+  box.value = query;
+  box.dispatchEvent(new Event("input"));
+  return [path.getAttribute("d"), document.querySelector("output").textContent];
+});
+"""
+
+
+def list_corners(path):
+    """The corners (x, y) of an SVG path, each once."""
+    numbers = np.array(re.findall(r"[\d.]+", path), float).reshape(-1, 2)
+    return [point for point, _ in itertools.groupby(map(tuple, numbers.tolist()))]
+
+
+def test_the_pareto_front_is_that_of_the_groups_that_are_shown(tmp_path):
+    points = {
+        "fast": ([1.0], [3.0]),
+        "slow": ([4.0], [1.0]),
+        "worse": ([4.5], [2.0]),
+        "middle": ([2.0], [3.5]),
+    }
+    picture = draw_plane(points, x_label="FLOPs", y_label="LC", is_logarithmic=True)
+    facets = [{"method": name, "domains": "law"} for name in points]
+    table = Block(head=["group"], cells=[[name] for name in points], is_filtered=True, facets=facets)
+    blocks = [table, Block(title="Plane", picture=picture, section="law")]
+    plain, without_fast, empty = run_in_page(tmp_path, blocks, FRONT_SCRIPT)
+
+    svg = render_svg(picture.figure, description="", prefix="")
+    front = json.loads(html.unescape(re.search('data-front="([^"]*)"', svg)[1]))
+    drawn = re.search(r'data-front="[^"]*">\s*<path d="([^"]*)"', svg)[1]  # by matplotlib
+    np.testing.assert_allclose(list_corners(plain[0]), list_corners(drawn), atol=0.02)
+
+    _, slow, _, middle = front["points"]
+    _, x, y = middle
+    _, end_x, end_y = slow
+    expected = [(x, front["top"]), (x, y), (end_x, y), (end_x, end_y), (front["right"], end_y)]
+    np.testing.assert_allclose(list_corners(without_fast[0]), expected)
+    assert empty[0] == ""
+    assert [text for _, text in (plain, without_fast)] == [
+        "4 of 4 rows",
+        "3 of 4 rows; tiles and findings are over all",
+    ]
+
+
+TOPIC_SCRIPT = """
+const all = selector => [...document.querySelectorAll(selector)];
+const widths = () => all(".topics > *").map(cell => [cell.textContent, cell.hidden ? 0 : cell.colSpan]);
+const first = widths();
+const label = all(".columns label").find(each => each.textContent.trim() == "F");
+label.querySelector("input").click();
+const more = widths();
+dispatchEvent(new Event("beforeprint"));
+const printed = widths();
+dispatchEvent(new Event("afterprint"));
+const buttons = all("th button");
+buttons[1].click();
+const sorted = [...document.querySelector("tbody").rows].map(row => row.cells[0].textContent);
+return [first, more, printed, widths(), buttons.length, sorted];
+"""
+
+
+def test_a_topic_is_as_wide_as_its_columns_that_are_shown_and_no_column_of_its_own(tmp_path):
+    block = Block(
+        head=["group", "LC", "bits", "F", "general"],
+        cells=[["ncl", "2", "1", "0", "5"], ["das", "1", "2", "1", "6"]],
+        topics=["", "final", "final", "forgotten", "general text"],
+        shown_columns=[0, 1, 2, 4],
+        is_filtered=True,
+    )
+    narrow, wide, printed, after_print, num_buttons, names = run_in_page(tmp_path, [block], TOPIC_SCRIPT)
+    assert narrow == [["", 1], ["final", 2], ["forgotten", 0], ["general text", 1]]
+    assert wide == printed == after_print == [["", 1], ["final", 2], ["forgotten", 1], ["general text", 1]]
+    assert num_buttons == 5 and names == ["das", "ncl"]
 
 
 def test_a_large_heat_map_shows_the_value_of_the_cell_that_is_pointed_at(tmp_path):

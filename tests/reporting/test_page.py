@@ -10,7 +10,7 @@ from html import unescape
 import pytest
 
 from cpt.reporting.formats import strip_controls
-from cpt.reporting.page import Block, align_columns, inline, markdown, write_page
+from cpt.reporting.page import Block, align_columns, group_topics, inline, markdown, write_page
 
 NAMES = ["law\n\\input{/etc/passwd}\n", "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a|b"]
 NAMES += ["a\\|b", "ends with \\", "=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "＝1+1"]
@@ -39,6 +39,12 @@ def test_the_page_runs_its_own_script_alone_and_its_tables_can_be_filtered(tmp_p
     assert not re.search(r"https?:|//|@import|url\(", html)
     rows = re.findall(r'<tr data-facets="([^"]*)"', html)
     assert [json.loads(unescape(row)) for row in rows] == facets and "ncl + &lt;migu&gt;" in html
+
+
+def test_neighbouring_columns_of_a_topic_share_a_head_and_the_first_column_is_alone():
+    block = Block(head=list("abcde"), topics=["x", "x", "x", "", "y"], cells=[list("12345")])
+    assert group_topics(block) == [("x", 1), ("x", 2), ("", 1), ("y", 1)]
+    assert group_topics(Block(head=["a"], topics=[""], cells=[["1"]])) == []
 
 
 def rendered(text):

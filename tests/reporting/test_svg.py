@@ -74,7 +74,9 @@ def test_the_cells_of_a_large_heat_map_share_one_element_with_all_their_values(m
     assert grid["rows"] == grid["columns"] == names and not list_titles(root)
     assert grid["numbers"].split(";")[:3] == ["0.50", "", "2.50"]
     assert grid["details"].split(";")[:3] == ["(+0.000 nats)", "", "(+2.000 nats)"]
-    scale_x, _, _, scale_y, x, y = map(float, re.findall(r"[\d.]+", next(root.iter("image")).get("transform")))
+    scale_x, _, _, scale_y, x, y = map(
+        float, re.findall(r"[\d.]+", next(root.iter("image")).get("transform"))
+    )
     sides = [float(rectangle.get(name)) for name in ("x", "y", "width", "height")]
     np.testing.assert_allclose(sides, [x, y, 14 * scale_x, 14 * scale_y], atol=0.1)
 
@@ -88,7 +90,9 @@ def test_the_image_of_a_heat_map_has_a_palette_and_the_colours_that_it_had():
     pixels = np.stack([shades * 7, 255 - shades, shades, np.full_like(shades, 255)], axis=-1).astype(np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="png")
-    element = ElementTree.Element("image", {"href": IMAGE_PREFIX + base64.b64encode(buffer.getvalue()).decode()})
+    element = ElementTree.Element(
+        "image", {"href": IMAGE_PREFIX + base64.b64encode(buffer.getvalue()).decode()}
+    )
     shrink_image(element)
     shrunk = base64.b64decode(element.get("href").removeprefix(IMAGE_PREFIX))
     assert len(shrunk) < len(buffer.getvalue())
