@@ -2,15 +2,19 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from cpt.core.config import CONF, flatten, plain_config
 from cpt.reporting.published import PUBLISHED
@@ -138,6 +142,19 @@ def test_without_contrib_a_run_a_sweep_and_their_report_work(corpora, cache, tmp
     assert "2 jobs: 2 finished" in output
     call(programs / "python", "-m", "cpt.report", "outputs/swept", cwd=tmp_path)
     assert (tmp_path / "outputs/swept/comparison.html").exists()
+
+
+def test_the_bill_of_materials_has_a_license_of_every_dependency(capsys):
+    runpy.run_path(str(ROOT / ".ci" / "licenses.py"))["main"](["docs"])
+    licenses = {}
+    for line in capsys.readouterr().out.splitlines():
+        name, _, license_name = line.split("\t")
+        licenses[canonicalize_name(name)] = license_name
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    requirements = [Requirement(line) for line in pyproject["project"]["dependencies"]]
+    assert {canonicalize_name(requirement.name) for requirement in requirements} <= licenses.keys()
+    assert "cpt" not in licenses and "pluggy" not in licenses  # of pytest, in the extra dev
+    assert "BSD" in licenses["networkx"] and "Apache" in licenses["tokenizers"]
 
 
 def test_no_default_choice_is_in_contrib(composed):
