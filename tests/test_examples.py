@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.conftest import ROOT, VOCABULARIES, sentences
 from tests.support.chat_decoder import write_checkpoint
+from tests.support.example_runs import save_scores
 from tests.support.forked_scripts import run_script
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -21,6 +23,29 @@ def test_corpora_are_made_of_what_every_python_has(tmp_path):
     for name in ("network", "files", "numbers", "general"):
         lines = (tmp_path / name / "all.jsonl").read_text(encoding="utf-8").splitlines()
         assert len({json.loads(line)["text"] for line in lines}) == len(lines) > 200
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+def test_scores_are_read_in_another_language(tmp_path):
+    nll = [[5.0, 5.2, 5.4], [4.6, None, 5.3], [4.7, 4.2, 5.2]]
+    scores = save_scores(tmp_path / "run", nll=nll, order=["law", "food"])
+    command = ["node", EXAMPLES / "read_scores.js", tmp_path / "run" / "scores.json"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout
+    cells = [line.split("\t") for line in output.splitlines()]
+    assert cells[:3] == [
+        ["after", "law", "food", "general"],
+        ["base", "148.41", "181.27", "221.41"],
+        ["law", "99.48", "", "200.34"],
+    ]
+    assert cells[4:] == [
+        ["learned", "0.7000"],
+        ["forgot", "0.1000", f"in the file: {scores.metrics['FG']['nats']:.4f}"],
+    ]
+
+    changed = json.loads((tmp_path / "run" / "scores.json").read_text()) | {"version": 2}
+    (tmp_path / "run" / "scores.json").write_text(json.dumps(changed))
+    process = subprocess.run(command, check=False, capture_output=True, encoding="utf-8")
+    assert process.returncode == 1 and "version 2 is invalid. Allowed: 1" in process.stderr
 
 
 @pytest.mark.slow
