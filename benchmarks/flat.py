@@ -26,10 +26,13 @@ from typing import Any
 
 from measuring import ROOT, save
 
+from cpt.evaluation.row_files import find_row_files
+from cpt.status import read_rows_and_run
+
 POLL_S = 0.05
 NUM_END_DOMAINS = 10  # domains that stand for the beginning of the run, and for its end
 KILL_SHARES = (0.2, 0.5, 0.8)  # of the domains, after which a run is killed
-CLOCKS = ("seconds", "processor")  # figures of a sight that are sums since the start: compared by row
+SUMS = ("seconds", "processor", "written")  # figures of a sight since the start: compared by row
 BLOCK_BYTES = 512  # the unit of st_blocks
 FULL_MATRIX = ("eval.when=each", "eval.columns=all")
 
@@ -46,6 +49,7 @@ class Sight:
     files: int
     threads: int
     disk: int  # bytes of the run folder
+    written: int  # bytes that the process has handed to the system, to files and its log
 
 
 def observe(process: int, folder: Path, *, row: int, start_time: float) -> Sight:
@@ -60,6 +64,7 @@ def observe(process: int, folder: Path, *, row: int, start_time: float) -> Sight
         files=len(list((proc_folder / "fd").iterdir())),
         threads=int(facts["Threads"]),
         disk=sum(disk_bytes(folder)),
+        written=written_bytes(proc_folder),
     )
 
 
@@ -76,12 +81,18 @@ def processor_seconds(proc_folder: Path) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+def written_bytes(proc_folder: Path) -> int:
+    facts = dict(line.split(": ") for line in (proc_folder / "io").read_text().splitlines())
+    return int(facts["wchar"])
+
+
 def count_rows(folder: Path) -> int:
-    file = folder / "scores.json"
+    """The rows of scores.json, without its matrix, and those in files of their own."""
     try:
-        return len(json.loads(file.read_text(encoding="utf-8"))["rows"])
+        rows, _ = read_rows_and_run(folder / "scores.json")
     except FileNotFoundError:
         return 0
+    return len(rows) + len(list(find_row_files(folder, first=len(rows))))
 
 
 def start_run(folder: Path, overrides: Sequence[str], *, log: Path) -> subprocess.Popen:
@@ -144,7 +155,7 @@ def compare_ends(sights: Sequence[Sight]) -> dict[str, Any]:
     early_rows = range(NUM_END_DOMAINS + 1, 2 * NUM_END_DOMAINS + 1)
     late_rows = range(sights[-1].row - NUM_END_DOMAINS, sights[-1].row)
     ends = {}
-    for name in (*CLOCKS, "memory", "mapped", "files", "threads"):
+    for name in (*SUMS, "memory", "mapped", "files", "threads"):
         early = statistics.median(list_figures(sights, name, early_rows))
         late = statistics.median(list_figures(sights, name, late_rows))
         ends[name] = {"early": early, "late": late, "ratio": late / early}
@@ -152,12 +163,12 @@ def compare_ends(sights: Sequence[Sight]) -> dict[str, Any]:
 
 
 def list_figures(sights: Sequence[Sight], name: str, rows: range) -> list[float]:
-    """One figure of a run at some of its rows; of a clock, the seconds per row since the sight before."""
+    """One figure of a run at some of its rows; of a sum, what was added per row since the sight before."""
     figures = []
     for previous, current in pairwise(sights):
         if current.row in rows:
             figure = getattr(current, name)
-            if name in CLOCKS:
+            if name in SUMS:
                 figure = (figure - getattr(previous, name)) / (current.row - previous.row)
             figures.append(figure)
     return figures

@@ -2,68 +2,114 @@
 
     python benchmarks/long.py --domains 1000 --methods ncl
 
-Each domain has a few lines of text and is learned for 3 steps; of the matrix the last rows and the
-nearest columns are measured. The run is a process of its own that is looked at from outside
-(benchmarks/flat.py, which does so for 120 domains of real text): seconds and seconds of the processor
-from row to row, memory, open files, threads, and bytes on disk. It is flat where the medians of the last
-ten domains are at most 10 % above those of the eleventh to the twentieth, and so is the mean processor time
-of the second half of the domains over that of the first: some rows cost more, as `scores.json` is written."""
+Each domain has a few lines of text and is trained for 3 steps; of the matrix the last rows and the
+nearest columns are evaluated. The run is a process of its own that is observed from outside
+(benchmarks/flat.py, which does so for 120 domains of real text): seconds and CPU seconds from row to row,
+bytes written, memory, open files, threads, and bytes on disk. A run is flat where the medians of the last
+ten domains are at most 10 % above those of the eleventh to the twentieth, and so are the means of CPU
+seconds and of bytes written by the second half of the domains over those of the first: some rows cost more,
+as `scores.json` is written after them."""
 
 import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from flat import FEW, Sight, compare_ends, observe_run  # noqa: E402
+from flat import NUM_END_DOMAINS, Sight, compare_ends, observe_run  # noqa: E402
 
 from tests.campaigns.frame import RESULTS  # noqa: E402
 from tests.conftest import SMALL, VOCABULARIES, sentences  # noqa: E402
 
-MOST = 1.10  # the last domains over the early ones
-FLAT = ("processor", "mean", "memory", "files", "threads")
-GIVEN = ("trainer.steps=3", "eval.when=every:50", "eval.columns=near:4", "order=reverse", "domains=texts")
+MAX_RATIO = 1.10  # of the last domains to the early ones
+FLAT_FIGURES = ("processor", "written", "memory", "files", "threads")
+FLAT_MEANS = ("processor", "written")
+NUM_DOMAINS_OF_MEANS = 100  # at the beginning and at the end, of which the results have means
+OVERRIDES = ("trainer.steps=3", "eval.when=every:50", "eval.columns=near:4", "order=reverse", "domains=texts")
 
 
-def write_domains(root: Path, count: int) -> None:
-    """So many domains with texts of their own, and the general one."""
+def write_domains(root: Path, num_domains: int) -> None:
+    """Domains with texts of their own, and the general one."""
     words = list(VOCABULARIES.values())
-    for number in range(count + 1):
-        folder = root / (f"domain{number:04d}" if number < count else "general")
+    for number in range(num_domains + 1):
+        folder = root / (f"domain{number:04d}" if number < num_domains else "general")
         folder.mkdir(parents=True)
         lines = sentences(words[number % len(words)], count=40, seed=number)
         (folder / "all.txt").write_text("\n".join(lines) + "\n")
 
 
-def mean_costs(sights: list[Sight]) -> dict[str, float]:
-    """Seconds of the processor by domain, a mean over the early and the late half of the domains; the first
-    ten and the last, which the whole matrix is scored after, left out."""
-    counted_sights = [sight for sight in sights if FEW < sight.row < sights[-1].row]
+def compare_halves(sights: Sequence[Sight], name: str) -> dict[str, float]:
+    """One of SUMS by domain, its mean over the early and the late half of the domains; without the first ten,
+    and without the last, after which the whole matrix is evaluated."""
+    counted_sights = [sight for sight in sights if NUM_END_DOMAINS < sight.row < sights[-1].row]
     middle = counted_sights[len(counted_sights) // 2]
-    early = mean_cost(counted_sights[0], middle)
-    late = mean_cost(middle, counted_sights[-1])
+    early = mean_by_domain(counted_sights[0], middle, name)
+    late = mean_by_domain(middle, counted_sights[-1], name)
     return {"early": early, "late": late, "ratio": late / early}
 
 
-def mean_cost(start: Sight, end: Sight) -> float:
-    """Seconds of the processor by domain between two sights."""
-    return (end.processor - start.processor) / max(1, end.row - start.row)
+def mean_by_domain(start: Sight, end: Sight, name: str) -> float:
+    """One of SUMS by domain between two sights."""
+    return (getattr(end, name) - getattr(start, name)) / max(1, end.row - start.row)
 
 
-def measure(folder: Path, method: str, domains: int) -> dict[str, Any]:
+def summarize_domains(sights: Sequence[Sight]) -> dict[str, float]:
+    """What each of some domains took, by mean, and the bytes of memory after the last of them."""
+    first, last = sights[0], sights[-1]
+    return {
+        "first_domain": first.row,
+        "last_domain": last.row - 1,
+        "seconds": mean_by_domain(first, last, "seconds"),
+        "processor": mean_by_domain(first, last, "processor"),
+        "written": mean_by_domain(first, last, "written"),
+        "memory": last.memory,
+    }
+
+
+def measure(folder: Path, method: str, num_domains: int) -> dict[str, Any]:
     """A run of one method."""
-    write_domains(folder / "texts", domains)
+    write_domains(folder / "texts", num_domains)
     paths = [f"domains.root={folder / 'texts'}", f"cache_dir={folder / 'cache'}"]
-    sights = observe_run(folder / "run", [*paths, *SMALL, *GIVEN, f"method={method}"])
-    ends = compare_ends(sights) | {"mean": mean_costs(sights)}
-    twentieth = min(sights, key=lambda sight: abs(sight.row - 2 * FEW))
+    sights = observe_run(folder / "run", [*paths, *SMALL, *OVERRIDES, f"method={method}"])
+    ends = compare_ends(sights)
+    halves = {name: compare_halves(sights, name) for name in FLAT_MEANS}
+
+    # Row 1 is the base. After the last domain the whole matrix is evaluated, which is left out.
+    last_row = sights[-1].row - 1
+    num_rows = min(NUM_DOMAINS_OF_MEANS, last_row - 1)
+    first_sights = [sight for sight in sights if sight.row <= 1 + num_rows]
+    last_sights = [sight for sight in sights if last_row - num_rows <= sight.row <= last_row]
+
+    twentieth = min(sights, key=lambda sight: abs(sight.row - 2 * NUM_END_DOMAINS))
     disk = (sights[-1].disk - twentieth.disk) / max(1, sights[-1].row - twentieth.row)
-    results = {"method": method, "domains": domains, "ends": ends, "disk_per_domain": disk}
-    return results | {"flat": all(ends[name]["ratio"] <= MOST for name in FLAT)}
+    ratios = [ends[name]["ratio"] for name in FLAT_FIGURES]
+    ratios += [half["ratio"] for half in halves.values()]
+    return {
+        "method": method,
+        "domains": num_domains,
+        "ends": ends,
+        "halves": halves,
+        "first": summarize_domains(first_sights),
+        "last": summarize_domains(last_sights),
+        "disk_per_domain": disk,
+        "flat": max(ratios) <= MAX_RATIO,
+    }
+
+
+def print_result(result: dict[str, Any]) -> None:
+    comparisons = dict(result["ends"])
+    comparisons.update({f"mean {name}": figures for name, figures in result["halves"].items()})
+    for name, figures in comparisons.items():
+        early, late, ratio = figures["early"], figures["late"], figures["ratio"]
+        print(f"{result['method']:10}{name:16}{early:>16,.3f}{late:>16,.3f}{ratio:>8.3f}")
+    for name in ("first", "last"):
+        print(name, result[name])
 
 
 def main() -> int:
@@ -75,12 +121,12 @@ def main() -> int:
     results = []
     for method in options.methods:
         with tempfile.TemporaryDirectory() as folder:
-            result = measure(Path(folder), method, options.domains)
-        results.append(result)
-        for name, end in result["ends"].items():
-            print(f"{method:10}{name:10}{end['early']:>16,.3f}{end['late']:>16,.3f}{end['ratio']:>8.3f}")
+            results.append(measure(Path(folder), method, options.domains))
+        print_result(results[-1])
+
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"campaign": "long", "runs": results}, indent=1) + "\n")
+    record = {"campaign": "long", "day": str(date.today()), "runs": results}
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(result["flat"] for result in results) else 1
 
 

@@ -19,6 +19,7 @@ from cpt.core.cache import PARTIAL
 from cpt.core.heartbeat import ACTIVE, PROGRESS_FILE, Heartbeat, ProcessId, age_s, utc_now
 from cpt.core.messages import count_noun, truncate
 from cpt.core.output import run_program
+from cpt.evaluation.row_files import find_row_files
 
 STATES = (
     "running",
@@ -152,7 +153,8 @@ def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
     path = folder / "scores.json"
     try:
         rows, run = read_rows_and_run(path)
-        num_stages_done = len(rows) - 1
+        num_new_rows = len(list(find_row_files(folder, first=len(rows))))
+        num_stages_done = len(rows) + num_new_rows - 1
         num_stages = len(run["order"])
         is_finished = run["finished"] is True
     except FileNotFoundError:

@@ -12,6 +12,7 @@ import pytest
 
 from cpt import status
 from cpt.core.heartbeat import STALE_S, Heartbeat, ProcessId, start_time, utc_now
+from cpt.evaluation.row_files import row_file
 from cpt.reporting.load_runs import find_runs
 from tests.core.test_heartbeat import earlier, ended_process
 from tests.support.example_runs import save_scores
@@ -60,8 +61,11 @@ def test_states(case, tmp_path):
 def test_without_a_heartbeat_the_scores_tell(tmp_path):
     for name, finished, rows in ("a", None, 2), ("b", False, 3), ("c", True, 5):
         make_run(tmp_path / name, finished=finished, rows=rows)
+    new_row = row_file(make_run(tmp_path / "d", finished=False, rows=3), 3)  # which scores.json does not have
+    new_row.parent.mkdir()
+    new_row.write_text("{}")
     states = [(run_status.state, run_status.done) for run_status in status.read_statuses([tmp_path])]
-    assert states == [("unfinished", None), ("unfinished", 0.5), ("finished", 1.0)]
+    assert states == [("unfinished", None), ("unfinished", 0.5), ("finished", 1.0), ("unfinished", 0.75)]
 
 
 def test_scores_of_another_programs_form_are_read_as_a_report_reads_them(tmp_path):

@@ -16,6 +16,7 @@ from cpt.core.schema import check_types
 from cpt.evaluation import score_schema as schema
 from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, find_intervals, summarise_matrix
 from cpt.evaluation.options import FULL_POLICY
+from cpt.evaluation.row_files import read_row_files, remove_row_files, write_row_file
 from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry, key_of
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
@@ -198,6 +199,10 @@ class Scores(Layout):
         """The losses as [row, column]; nan where one was not measured, or was not finite."""
         return np.array(self.nll or np.empty((0, len(self.domains))), dtype=float)
 
+    def row_losses(self, number: int) -> Array:
+        """A row of the matrix."""
+        return np.array(self.nll[number], dtype=float)
+
     @property
     def cells(self) -> Array:
         """The matrix with infinity for what was measured and was not finite: no mean may leave it out."""
@@ -308,13 +313,23 @@ class Scores(Layout):
 
     @classmethod
     def load(cls, path: Path) -> Scores:
-        """The scores in a file; a ValueError of one line if it is damaged, foreign or of a later version."""
+        """The scores in a file, and the rows in files next to it that it does not have yet; a ValueError of
+        one line if one is damaged, foreign or of a later version."""
+        path = Path(path)
         data: Any = None
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls.from_data(data)
+            data = json.loads(path.read_text(encoding="utf-8"))
+            scores = cls.from_data(data)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path}: damaged or foreign ({error}); {choose_remedy(data)}") from None
+
+        num_rows = len(scores.rows)
+        for row in read_row_files(path.parent, first=num_rows):
+            scores.append_stored(row)
+        if len(scores.rows) > num_rows:
+            scores.measure()
+            scores.seconds = scores.sum_seconds()
+        return scores
 
     @classmethod
     def from_data(cls, data: Any) -> Scores:
@@ -335,10 +350,51 @@ class Scores(Layout):
         return cls(**values)
 
     def save(self, path: Path) -> None:
-        """Replaces the file atomically: a reader sees the old or the new scores, after a crash too."""
-        self.seconds = sum(sum(stages.values()) for stages in self.activity_seconds.values())
+        """Replaces the file atomically: a reader sees the old or the new scores, after a crash too. Files of
+        single rows are removed: this one has all rows."""
+        self.seconds = self.sum_seconds()
         lines = [f'"{key_of(column)}": {encode(getattr(self, column.name))}' for column in fields(self)]
         replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
+        remove_row_files(path.parent)
+
+    def sum_seconds(self) -> float:
+        """Seconds of all activities in all stages."""
+        return sum(sum(stages.values()) for stages in self.activity_seconds.values())
+
+    def save_row(self, number: int, folder: Path) -> None:
+        """Writes what a stage has added to the scores into a file of its own in the run's folder, atomically,
+        with the numbers that `save` would write. Results of evaluators with files of their own and times of
+        the start are not in it: the next `save` writes them."""
+        name = self.rows[number]
+        costs = {column: getattr(self, column)[number] for column in COST_COLUMNS}
+        losses = zip(self.domains, self.nll[number], strict=True)
+        seconds = {}
+        for activity, seconds_by_stage in self.activity_seconds.items():
+            if name in seconds_by_stage:
+                seconds[activity] = seconds_by_stage[name]
+
+        row = {
+            "row": name,
+            "nll": {text: loss for text, loss in losses if loss is not None},
+            "modules": self.modules[number],
+            "costs": costs,
+            "activity_seconds": seconds,
+            "monitor": self.monitor.get(name),
+            "mixture": self.mixture.get(name),
+        }
+        write_row_file(folder, number, json.loads(encode(row)))
+
+    def append_stored(self, row: Mapping[str, Any]) -> None:
+        """Adds a row that `save_row` has written, without updating the metrics."""
+        name = row["row"]
+        nll = [row["nll"].get(text) for text in self.domains]
+        self.append(name, nll=nll, modules=row["modules"], costs=StageCosts(**row["costs"]))
+        for activity, seconds in row["activity_seconds"].items():
+            self.activity_seconds[activity][name] = seconds
+        if row["monitor"] is not None:
+            self.monitor[name] = row["monitor"]
+        if row["mixture"] is not None:
+            self.mixture[name] = row["mixture"]
 
 
 def to_cell(loss: float | None) -> float:

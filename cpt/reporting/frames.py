@@ -564,11 +564,13 @@ def replace_non_finite(table: DataFrame) -> DataFrame:
 
 def mean_so_far(scores: Scores, row: int) -> float:
     """The mean perplexity of a row over the domains learned so far; nan without any."""
-    columns = [scores.domains.index(name) for name in scores.rows[1 : row + 1] if name in scores.domains]
+    column_by_text = {text: column for column, text in enumerate(scores.domains)}
+    learned = scores.rows[1 : row + 1]
+    columns = [column_by_text[name] for name in learned if name in column_by_text]
     if not columns:
         return nan
     with np.errstate(over="ignore"):
-        return float(np.exp(scores.matrix[row, columns]).mean())
+        return float(np.exp(scores.row_losses(row)[columns]).mean())
 
 
 def stage_points(scores: Scores, row: int) -> dict[str, float]:
@@ -576,7 +578,7 @@ def stage_points(scores: Scores, row: int) -> dict[str, float]:
     `mean_perplexity` is over the domains learned so far, `tokens`, `flops` and `seconds` are sums so far, the
     others of the stage itself."""
     points: dict[str, float] = {"stage": row}
-    for unit, losses in in_units(scores.matrix[row], layout=scores).items():
+    for unit, losses in in_units(scores.row_losses(row), layout=scores).items():
         for text, loss in zip(scores.domains, losses.tolist(), strict=True):
             if not isnan(loss):
                 points[f"{CURVE_NAMES[unit]}/{escape_name(text)}"] = loss

@@ -18,6 +18,7 @@ from cpt.core.heartbeat import set_phase
 from cpt.core.processes import is_first_process
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
+from cpt.evaluation.row_files import is_file_of_all_rows_due
 from cpt.evaluation.scores import Scores, StageCosts
 from cpt.loggers.loggers import LoggedRun, log_stage, run_name, track
 from cpt.loggers.wandb_environment import WandbLabels
@@ -236,6 +237,7 @@ class ContinualTrainer:
     scores: Scores
     loggers: Sequence[Logger]
     custom_callbacks: CustomCallbacks
+    num_stored_rows: int = 0  # rows in scores.json as this process has written it; 0: it has not
     loaded_stage: int = 0  # the stage whose weights the module has
     latest_costs: StageCosts = StageCosts()  # of the stage trained last; the base costs nothing
 
@@ -309,7 +311,7 @@ class ContinualTrainer:
             if is_new_row:
                 self.commit_row(number)
             elif is_first_process():
-                self.save_scores()
+                self.save_results(number)
 
     def append_row(self, number: int) -> None:
         """Adds a row to the scores, whose cells are to be collected."""
@@ -330,7 +332,7 @@ class ContinualTrainer:
 
         if diagnostics:
             self.save_diagnostics(number, diagnostics)
-        self.save_scores()
+        self.save_results(number)
         self.run.cleanup(number, keep_stages=self.plan.run.save_all_stages)
 
     def save_diagnostics(self, number: int, diagnostics: Mapping[str, Tensor]) -> None:
@@ -349,6 +351,16 @@ class ContinualTrainer:
         load_stage_state(self.module, number, plan=self.plan, run=self.run, data=self.data)
         self.loaded_stage = number
         log.info("Resuming after %s", self.scores.rows[number])
+
+    def save_results(self, number: int) -> None:
+        """Writes what was measured after a stage. Of a run of many stages this is mostly a file of the last
+        row: the time that scores.json takes grows with the number of rows."""
+        num_rows = len(self.scores.rows)
+        if is_file_of_all_rows_due(number, num_rows=num_rows, num_stored=self.num_stored_rows):
+            self.save_scores()
+            self.num_stored_rows = num_rows
+        else:
+            self.scores.save_row(number, self.run.path)
 
     def save_scores(self) -> None:
         """Writes the scores with their metrics, whose intervals are computed at the end of the run."""

@@ -54,6 +54,7 @@ INCOMPLETE_PATTERNS = (
     "documents/*.partial",
     "diagnostics/*.partial",
     "monitor/*.partial",
+    "rows/*.partial",
     "generated/kept/*.partial",
     "endtasks/*/*.partial",
     "benchmarks/*/*.partial",
@@ -64,11 +65,12 @@ INCOMPLETE_PATTERNS = (
 
 
 class RunDir:
-    """The directory of one run. `scores.json` is written last in each stage; files
-    of stages that it does not count are rebuilt.
+    """The directory of one run. `scores.json`, or a file of a row that it does not have, is written last in
+    each stage; files of stages that they do not count are rebuilt.
 
     stages/NUMBER.pt            the method's state after a stage
     checkpoints/NUMBER-NAME     the trainer's state within one
+    rows/NUMBER.json            the scores of a row that scores.json does not have yet
     documents/NUMBER.npz        losses by document of a row of the matrix; diagnostics/; monitor/ (observers)
     endtasks/, answers/, chats/, divergence/, benchmarks/NUMBER-NAME  results of a stage
     generated/NUMBER-NAME       text written before it"""

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from cpt import verify
+from cpt import status, verify
 from cpt.methods.base import ContinualMethod
+from cpt.trainer import loop
 from cpt.trainer.loop import ContinualTrainer
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.stage import StageTrainer
-from tests.runs.reading import assert_same_bits, killed, read_scores, times
+from tests.runs.reading import assert_same_bits, killed, read_scores, scores_of, times
 from tests.support.campaign import run_few
 from tests.support.kill_callback import KilledError
 
@@ -141,6 +142,21 @@ def test_a_kill_while_a_lost_model_is_exported_again_leaves_the_last_stage(
     assert_same_bits(copied_run, finished_run)
     for file_name in ("model/model.safetensors", "model/config.json"):
         assert (copied_run / file_name).read_bytes() == (finished_run / file_name).read_bytes()
+
+
+def test_a_run_continues_from_a_row_that_scores_json_does_not_have(
+    config, finished_run, start, killing, tmp_path, monkeypatch
+):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "is_file_of_all_rows_due", lambda *_, num_rows, num_stored: num_stored == 0)
+        killed(start, killing, config(), run, step=3, domain="food")
+    assert read_scores(run)["rows"] == ["base"] and scores_of(run).rows == ["base", "law"]
+    assert status.read_status(run).done == 0.5
+    start(config(), run)
+    assert_same_bits(run, finished_run)
+    assert read_scores(run)["metrics"] == read_scores(finished_run)["metrics"]
+    assert not (run / "rows").exists() and verify.main([str(run)]) == 0
 
 
 def test_a_file_of_something_else_is_refused(begun_run, config, start):
