@@ -32,7 +32,7 @@ from cpt.status import read_rows_and_run
 POLL_S = 0.05
 NUM_END_DOMAINS = 10  # domains that stand for the beginning of the run, and for its end
 KILL_SHARES = (0.2, 0.5, 0.8)  # of the domains, after which a run is killed
-SUMS = ("seconds", "processor", "written")  # figures of a sight since the start: compared by row
+SUMS = ("seconds", "processor", "written_bytes")  # figures of a sight since the start: compared by row
 BLOCK_BYTES = 512  # the unit of st_blocks
 FULL_MATRIX = ("eval.when=each", "eval.columns=all")
 
@@ -49,7 +49,7 @@ class Sight:
     files: int
     threads: int
     disk: int  # bytes of the run folder
-    written: int  # bytes that the process has handed to the system, to files and its log
+    written_bytes: int  # that the process has handed to the system, to files and its log
 
 
 def observe(process: int, folder: Path, *, row: int, start_time: float) -> Sight:
@@ -64,7 +64,7 @@ def observe(process: int, folder: Path, *, row: int, start_time: float) -> Sight
         files=len(list((proc_folder / "fd").iterdir())),
         threads=int(facts["Threads"]),
         disk=sum(disk_bytes(folder)),
-        written=written_bytes(proc_folder),
+        written_bytes=count_written_bytes(proc_folder),
     )
 
 
@@ -81,7 +81,7 @@ def processor_seconds(proc_folder: Path) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def written_bytes(proc_folder: Path) -> int:
+def count_written_bytes(proc_folder: Path) -> int:
     facts = dict(line.split(": ") for line in (proc_folder / "io").read_text().splitlines())
     return int(facts["wchar"])
 

@@ -28,8 +28,8 @@ from tests.campaigns.frame import RESULTS  # noqa: E402
 from tests.conftest import SMALL, VOCABULARIES, sentences  # noqa: E402
 
 MAX_RATIO = 1.10  # of the last domains to the early ones
-FLAT_FIGURES = ("processor", "written", "memory", "files", "threads")
-FLAT_MEANS = ("processor", "written")
+FLAT_FIGURES = ("processor", "written_bytes", "memory", "files", "threads")
+FLAT_MEANS = ("processor", "written_bytes")
 NUM_DOMAINS_OF_MEANS = 100  # at the beginning and at the end, of which the results have means
 OVERRIDES = ("trainer.steps=3", "eval.when=every:50", "eval.columns=near:4", "order=reverse", "domains=texts")
 
@@ -61,13 +61,14 @@ def mean_by_domain(start: Sight, end: Sight, name: str) -> float:
 
 def summarize_domains(sights: Sequence[Sight]) -> dict[str, float]:
     """What each of some domains took, by mean, and the bytes of memory after the last of them."""
-    first, last = sights[0], sights[-1]
+    first = sights[0]
+    last = sights[-1]
     return {
         "first_domain": first.row,
         "last_domain": last.row - 1,
         "seconds": mean_by_domain(first, last, "seconds"),
         "processor": mean_by_domain(first, last, "processor"),
-        "written": mean_by_domain(first, last, "written"),
+        "written_bytes": mean_by_domain(first, last, "written_bytes"),
         "memory": last.memory,
     }
 
@@ -106,8 +107,8 @@ def print_result(result: dict[str, Any]) -> None:
     comparisons = dict(result["ends"])
     comparisons.update({f"mean {name}": figures for name, figures in result["halves"].items()})
     for name, figures in comparisons.items():
-        early, late, ratio = figures["early"], figures["late"], figures["ratio"]
-        print(f"{result['method']:10}{name:16}{early:>16,.3f}{late:>16,.3f}{ratio:>8.3f}")
+        values = f"{figures['early']:>16,.3f}{figures['late']:>16,.3f}{figures['ratio']:>8.3f}"
+        print(f"{result['method']:10}{name:20}{values}")
     for name in ("first", "last"):
         print(name, result[name])
 
