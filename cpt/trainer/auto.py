@@ -18,8 +18,7 @@ from cpt.trainer.plan import Plan
 log = logging.getLogger(__name__)
 MIN_BF16_WIDTH = 256  # hidden size from which bf16 is faster than fp32 on a CPU
 MAX_EAGER_LENGTH = 512  # tokens up to which eager attention is faster in 16 bits (benchmarks/attention.py)
-# Functions of torch.cpu. They are private: another version may lack them.
-BF16_CHECKS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+BF16_CAPABILITIES = ("avx512_bf16", "amx_tile")  # of torch.cpu.get_capabilities
 MAX_NUM_WORKERS = 2  # data loader processes for each device
 
 
@@ -127,11 +126,10 @@ def is_bf16_faster(device: torch.device, config: PretrainedConfig) -> bool:
     """Whether a CPU multiplies in bf16, and the model is wide enough to gain from it."""
     if device.type != "cpu":
         return False
-    for name in BF16_CHECKS:
-        is_supported = getattr(torch.cpu, name, None)
-        if is_supported is not None and is_supported():
-            return config.get_text_config().hidden_size >= MIN_BF16_WIDTH
-    return False
+    capabilities = torch.cpu.get_capabilities()
+    if not any(capabilities.get(name, False) for name in BF16_CAPABILITIES):
+        return False
+    return config.get_text_config().hidden_size >= MIN_BF16_WIDTH
 
 
 def choose_attention(

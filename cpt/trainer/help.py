@@ -201,5 +201,7 @@ def list_options(cfg: DictConfig, section: str) -> list[OptionHelp]:
 
 def is_section(node: DictConfig, name: str) -> bool:
     """Whether a value of a config is a section of its own: a mapping with entries."""
-    value = node._get_node(name)
-    return isinstance(value, DictConfig) and not value._is_missing() and len(value) > 0
+    if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
+        return False
+    value = node[name]
+    return isinstance(value, DictConfig) and len(value) > 0
