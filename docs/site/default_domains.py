@@ -2,7 +2,8 @@
 
 `python docs/site/default_domains.py` writes them. `python docs/site/default_domains.py FOLDER` first makes
 the scores anew from the finished runs below FOLDER, those of the page's commands; with `--added FOLDER` those
-of the methods that were added later, which have another base and their own `ncl`."""
+of the methods that were added later, which have another base and their own `ncl`: published runs that are not
+below FOLDER stay."""
 
 import gzip
 import json
@@ -44,8 +45,12 @@ def read_run(path: Path) -> dict[str, Any]:
 def read_runs(folder: Path) -> list[dict[str, Any]]:
     """The finished runs below a folder, those of one choice of method and options together."""
     runs = [read_run(path) for path in sorted(folder.glob("*/scores.json"))]
-    names = ("method", "mask", "replay", "variant", "seed")
-    return sorted(runs, key=lambda run: [run[name] for name in names])
+    return sorted(runs, key=identify)
+
+
+def identify(run: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells the runs of the study apart."""
+    return tuple(run[name] for name in ("method", "mask", "replay", "variant", "seed"))
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -188,9 +193,8 @@ def label_points(axes: Axes, points: dict[str, tuple[float, float]]) -> None:
         covered.append(box)
 
 
-def write_scores(path: Path, folder: Path) -> None:
-    """Writes the scores of the finished runs below a folder."""
-    lines = "".join(json.dumps(run) + "\n" for run in read_runs(folder))
+def write_scores(path: Path, runs: list[dict[str, Any]]) -> None:
+    lines = "".join(json.dumps(run) + "\n" for run in runs)
     path.write_bytes(gzip.compress(lines.encode(), mtime=0))
 
 
@@ -199,8 +203,11 @@ def read_scores(path: Path) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments:
-        write_scores(ADDED_SCORES if arguments[0] == "--added" else SCORES, Path(arguments[-1]))
+    if arguments and arguments[0] == "--added":
+        added = {identify(run): run for run in [*read_scores(ADDED_SCORES), *read_runs(Path(arguments[-1]))]}
+        write_scores(ADDED_SCORES, [added[key] for key in sorted(added)])
+    elif arguments:
+        write_scores(SCORES, read_runs(Path(arguments[-1])))
     runs = read_scores(SCORES)
     page = PAGE.read_text(encoding="utf-8")
     for name, made in (tables(runs) | {"added": added_table(read_scores(ADDED_SCORES))}).items():
