@@ -5,8 +5,12 @@ import logging
 
 import pytest
 
+from cpt.methods.ncl import NCL
+from tests.conftest import SMALL_GPT2
 from tests.runs.reading import assert_same_bits, killed, read_scores
+from tests.support.campaign import run_few
 from tests.support.chat_decoder import write_checkpoint
+from tests.support.task_fixtures import write_tasks
 
 TURNS = [
     ("What is found?", "The court finds it."),
@@ -87,6 +91,80 @@ def test_a_killed_run_has_the_same_bits_and_counts_and_other_text_is_refused(
     (tmp_path / "chats.jsonl").write_text(chats + "\n" + chats.replace("found", "lost"))
     with pytest.raises(ValueError, match="the text of replay.sources/chat changed: 3 documents"):
         start(config(*options), tmp_path / "whole")
+
+
+SOURCES_ALONE = ["trainer.steps=4", "trainer.checkpoint_every_n_steps=2", "replay=sources"]
+METHODS = ["ewc", "lora", "derpp", "das", "kd", "migu", "si", "mas", "agem", "hat", "olora", "sdft"]
+
+
+@pytest.mark.parametrize("method", run_few(METHODS, []))
+def test_methods_read_sources_and_resume_with_the_same_bits(
+    method, config, small_gpt2, decoder, sources, start, killing, tmp_path
+):
+    options = [f"method={method}", *SOURCES_ALONE]
+    if method == "sdft":  # which needs questions with answers
+        tasks = tmp_path / "tasks"
+        tasks.mkdir()
+        write_tasks(tasks, ("law", "food"), train=80, test=20, size=(1, 8))
+        options += ["domains=tasks", "domains/template=bare", f"domains.root={tasks}", "answers=none"]
+        options += ["method.strength=0.5", "method.max_new_tokens=8"]
+    cfg = small_gpt2("order=[law,food]", *QUICK, f"model.name_or_path={decoder}", sources, *options)
+    start(cfg, tmp_path / "whole")
+    killed(start, killing, cfg, tmp_path / "killed", step=3, domain="food")
+    start(cfg, tmp_path / "killed")
+    assert_same_bits(tmp_path / "killed", tmp_path / "whole")
+    mixture = read_scores(tmp_path / "whole")["mixture"]
+    assert mixture == read_scores(tmp_path / "killed")["mixture"]
+    assert {name: part["rows"] for name, part in mixture["food"].items()} == {
+        "new": 18,
+        "past": 0,
+        "general": 0,
+        "chat": 8,
+        "web": 6,
+    }
+
+
+@pytest.mark.campaign
+def test_a_run_with_sources_gets_one_more_domain_as_if_it_had_been_there(config, start, tmp_path):
+    options = [*SOURCES_ALONE, "save_all_stages=true"]
+    start(config(*options), tmp_path / "two")
+    options.append("order=[law,food,space]")
+    start(config(*options, f"extend={tmp_path / 'two'}"), tmp_path / "extended")
+    start(config(*options), tmp_path / "whole")
+    assert_same_bits(tmp_path / "extended", tmp_path / "whole")
+    mixture = read_scores(tmp_path / "whole")["mixture"]
+    assert read_scores(tmp_path / "extended")["mixture"] == mixture and list(mixture)[-1] == "space"
+
+
+@pytest.mark.campaign
+def test_domains_that_are_streamed_take_sources(composed, cache, corpora, decoder, sources, start, tmp_path):
+    catalogue = ", ".join(
+        f"{name}: {{path: text, data_files: {corpora / name / 'all.txt'}}}" for name in ("law", "food")
+    )
+    options = ["domains=hub", "domains.streaming=true", f"domains.catalogue={{{catalogue}}}", sources]
+    options += [f"cache_dir={cache}", f"model.name_or_path={decoder}", *SOURCES_ALONE]
+    start(composed(*SMALL_GPT2, "order=[law,food]", *QUICK, *options), tmp_path / "run")
+    assert read_scores(tmp_path / "run")["mixture"]["food"]["chat"]["rows"] == 8
+
+
+def test_a_masked_model_reads_sources_of_text_and_losses_without_parts_are_said_once(
+    small, start, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO, logger="cpt")
+    (tmp_path / "web.jsonl").write_text("\n".join(json.dumps({"text": f"Word {n}."}) for n in range(300)))
+    sources = f"replay.sources={{web: {{path: {tmp_path / 'web.jsonl'}, ratio: 0.25}}}}"
+    options = ["order=[law,food]", *SOURCES_ALONE, "trainer.log_every_n_steps=2", sources]
+    start(small(*options), tmp_path / "run")
+    part = read_scores(tmp_path / "run")["mixture"]["food"]["web"]
+    assert part["rows"] == 8 and 0 < part["scored"] < part["tokens"]
+
+    def losses(module, batch):
+        return {"lm": module.objective.sum_nll(module.model, batch) * batch["weight"]}
+
+    assert "No losses of parts" not in caplog.text
+    monkeypatch.setattr(NCL, "losses", losses)
+    start(small(*options), tmp_path / "plain")
+    assert caplog.text.count("No losses of parts of the mixture: those of NCL are not made of") == 1
 
 
 def test_what_takes_no_chats_and_chats_that_are_held_out_are_refused_in_one_line(
