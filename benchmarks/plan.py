@@ -1,18 +1,20 @@
 """Memory and time of real steps on a CPU, beside what `plan=json plan_device=cpu` computes of them.
 
 Models have random weights in published shapes. For each setup one process computes the plan from a folder
-with a config alone, and another takes four real steps and evaluates a batch. Its memory is measured in two
-ways: `allocated` are the tensors that exist after two steps, and the most that torch's allocator hands out
-in the others, by its profiler; `resident` is the most that the process held in the first two, without what
-it held before the method was built. The second has the fragments of the C heap as well. Time is the
-processor's of the second step, beside that of the plan at the rate of matrix products right after it: other
-programs on the machine do not count."""
+with a config alone, and another takes a few real steps and evaluates a batch. Its memory is measured in two
+ways: `allocated` are the tensors that exist after the timed steps, and the most that torch's allocator hands
+out in two more, by its profiler; `resident` is the most that the process held in the first two steps, with
+Python, libraries and the holes of the C heap. Time is that of the CPU, so that other programs do not count,
+but for what they do to caches and memory: after each of three steps the rates that a plan measures are
+measured again, and the step is compared with the plan's work at these rates. The median of the three is
+reported, and that of the plan as it was printed by another process, at its own rates."""
 
 import argparse
 import itertools
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import Callback
@@ -38,7 +39,9 @@ from cpt.core.memory import forget_peak, give_back, peak
 from cpt.models import loading
 from cpt.trainer.base_model import make_base
 from cpt.trainer.build import build_data, build_method, read_corpora
-from cpt.trainer.computed_time import measure_products
+from cpt.trainer.computed_plan import describe_rates
+from cpt.trainer.computed_time import Rates, find_work_seconds, measure_cpu
+from cpt.trainer.computed_work import Work
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.options import BF16
 from cpt.trainer.plan import make_plan
@@ -127,8 +130,10 @@ PAGE = ROOT / "docs" / "plan.md"
 FILE = RESULTS / "plan.json"
 BEGIN = "<!-- generated: plan -->"
 END = "<!-- end: plan -->"
-NUM_STEPS = 4
-PROFILED_STEP = 2  # from 0, and those after it; the one before is timed
+# Steps from 0: the first makes the optimizer's state, the next ones are timed, and the last two are profiled.
+NUM_TIMED_STEPS = 3
+PROFILED_STEP = 1 + NUM_TIMED_STEPS
+NUM_STEPS = PROFILED_STEP + 2
 TOKENIZER_ENTRIES = 8192
 
 
@@ -204,9 +209,6 @@ def train(checkpoint: Path, changes: list[str], options: argparse.Namespace) -> 
     corpora = read_corpora(plan)
     base = make_base(plan.model, corpora, accelerator="cpu")
     warm_up()
-    give_back()
-    resident_before = psutil.Process().memory_info().rss
-
     method = build_method(plan, machine, base)
     data = build_data(plan, machine, corpora, base, method)
     data.eval_tokens = plan.trainer.eval_batch_size * plan.model.max_seq_length
@@ -214,7 +216,11 @@ def train(checkpoint: Path, changes: list[str], options: argparse.Namespace) -> 
     data.enter(stage)
     method.setup_stage(stage)
     method.train()
-    monitor = StepMonitor(torch.bfloat16 if machine.precision in BF16 else torch.float32)
+    monitor = StepMonitor(
+        is_16_bit=machine.precision in BF16,
+        is_quantized=plan.model.quantization == "nf4",
+        is_checkpointed=plan.trainer.gradient_checkpointing,
+    )
     arguments = machine.lightning_arguments(plan.trainer)
     trainer = make_trainer(arguments, label="steps", steps=NUM_STEPS, callbacks=[monitor])
     give_back()
@@ -233,21 +239,19 @@ def train(checkpoint: Path, changes: list[str], options: argparse.Namespace) -> 
             "evaluation": count_bytes([*method.parameters(), *method.buffers()])
             + find_peak(evaluation_profile),
         },
-        "resident": {"training": monitor.resident - resident_before},
-        "step_seconds": monitor.seconds,
-        "peak_flops": monitor.peak_flops,
+        "resident": {"training": monitor.resident},
+        "steps": monitor.steps,
     }
 
 
 class StepMonitor(Callback):
-    """Measures the processor's seconds of the second step, the most that the process held until then, and
-    what is allocated in the steps after it."""
+    """Measures the CPU's seconds of some steps and its rates after each, the most that the process held in
+    the first two steps, and what is allocated in the last ones. Its arguments are those of `measure_cpu`."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype  # of products
+    def __init__(self, **rate_options: bool) -> None:
+        self.rate_options = rate_options
         self.start_time = 0.0
-        self.peak_flops = 0.0  # operations per second of products
-        self.seconds = 0.0
+        self.steps: list[dict[str, Any]] = []  # seconds and rates of the timed ones
         self.resident = 0
         self.bytes_before = 0
         self.profile = profile_memory()
@@ -255,10 +259,13 @@ class StepMonitor(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_index: int) -> None:
         if batch_index % trainer.accumulate_grad_batches:
             return
+        if 1 < trainer.global_step <= PROFILED_STEP:
+            seconds = time.thread_time() - self.start_time
+            if not self.steps:
+                self.resident = peak(CPU)
+            rates = measure_cpu(**self.rate_options)
+            self.steps.append({"seconds": seconds, "per_second": describe_rates(rates)})
         if trainer.global_step == PROFILED_STEP:
-            self.seconds = time.thread_time() - self.start_time
-            self.peak_flops = measure_products(CPU, self.dtype)
-            self.resident = peak(CPU)
             module.zero_grad()  # the profiler would not see that gradients of before are freed
             state_tensors = []
             for state in trainer.optimizers[0].state.values():
@@ -348,12 +355,23 @@ def compare(shape: str, changes: list[str], options: argparse.Namespace) -> dict
     computed = {
         "training": sum(phases["step"].values()),
         "evaluation": sum(phases["evaluation"].values()),
-        "step_seconds": estimate["seconds"]["step"] * plan["device"]["peak_flops"] / measured["peak_flops"],
+        "resident": sum(phases["step"].values()) + plan["process"],
+        "step_seconds": estimate["seconds"]["step"],
+        "step_work": estimate["step_work"],
+        "per_second": plan["device"]["per_second"],
     }
-    ratios = {"step_seconds": measured["step_seconds"] / computed["step_seconds"]}
-    for measurement in ("allocated", "resident"):
-        for phase, num_bytes in measured[measurement].items():
-            ratios[f"{measurement}, {phase}"] = num_bytes / computed[phase]
+    step_ratios = []
+    for step in measured["steps"]:
+        at_its_rates = find_work_seconds(Work(**estimate["step_work"]), read_rates(step["per_second"]))
+        step_ratios.append(step["seconds"] / at_its_rates)
+    median_seconds = statistics.median(step["seconds"] for step in measured["steps"])
+    ratios = {
+        "step_seconds": statistics.median(step_ratios),
+        "step_seconds, rates of the plan": median_seconds / computed["step_seconds"],
+        "resident, training": measured["resident"]["training"] / computed["resident"],
+    }
+    for phase, num_bytes in measured["allocated"].items():
+        ratios[f"allocated, {phase}"] = num_bytes / computed[phase]
     return {
         "shape": shape,
         "changes": changes,
@@ -363,6 +381,15 @@ def compare(shape: str, changes: list[str], options: argparse.Namespace) -> dict
         "ratios": ratios,
         "plan_seconds": plan["wall_seconds"],
     }
+
+
+def read_rates(per_second: dict[str, Any]) -> Rates:
+    """The rates that `describe_rates` describes."""
+    return Rates(
+        per_second["flops"],
+        num_bytes=per_second["num_bytes"],
+        num_dequantized=per_second["num_dequantized"],
+    )
 
 
 def name_setup(setup: dict[str, Any]) -> str:
@@ -376,17 +403,20 @@ def name_setup(setup: dict[str, Any]) -> str:
 def format_table(setups: list[dict[str, Any]]) -> str:
     """The computed memory of a step, and the measured figures over the computed ones."""
     lines = [
-        "| setup | training, MB | allocated | resident | allocated in evaluation | time |",
-        "| :-- | --: | --: | --: | --: | --: |",
+        "| setup | tensors, MB | measured | process, MB | measured | step, s | measured | with its rates |",
+        "| :-- | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for setup in setups:
         ratios = setup["ratios"]
         cells = [
             name_setup(setup),
             f"{setup['computed']['training'] / 1e6:,.0f}",
-            *[f"{ratios[f'{measurement}, training']:.2f}" for measurement in ("allocated", "resident")],
-            f"{ratios['allocated, evaluation']:.2f}",
+            f"{ratios['allocated, training']:.2f}",
+            f"{setup['computed']['resident'] / 1e6:,.0f}",
+            f"{ratios['resident, training']:.2f}",
+            f"{setup['computed']['step_seconds']:.2f}",
             f"{ratios['step_seconds']:.2f}",
+            f"{ratios['step_seconds, rates of the plan']:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -39,6 +39,11 @@ def keep_free(*, up_to: int = ANY_SIZE) -> None:
             kept_size = up_to
 
 
+def keep_for_run(*, is_checkpointed: bool) -> None:
+    """Has the C heap keep what the steps of a run free, by whether activations are checkpointed."""
+    keep_free(up_to=SMALL if is_checkpointed else ANY_SIZE)
+
+
 @contextmanager
 def return_large() -> Iterator[None]:
     """What takes 32 MiB or more and is allocated inside the context is not kept when it is freed, and does

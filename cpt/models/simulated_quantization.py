@@ -17,6 +17,19 @@ NESTED_BLOCK_SIZE = 256  # scales of one nested scale
 NUM_VALUES = 256  # of a scale in 8 bits
 
 
+@torch.library.custom_op("cpt::dequantize_4bit", mutates_args=())
+def dequantize_4bit(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
+    """A weight [outputs, inputs] of the size that the kernel of bitsandbytes writes; its values are not
+    computed. As an operation of its own it can be told from others where time is computed."""
+    return packed.new_empty(num_outputs, num_inputs, dtype=dtype)
+
+
+dequantize_4bit.register_fake(
+    lambda packed, num_outputs, num_inputs, dtype: packed.new_empty(num_outputs, num_inputs, dtype=dtype)
+)
+DEQUANTIZE_4BIT = torch.ops.cpt.dequantize_4bit.default
+
+
 class Simulated4Bit(QuantizedLinear):
     """As cpt.models.quantization.Linear4Bit with nested scales."""
 
@@ -33,7 +46,8 @@ class Simulated4Bit(QuantizedLinear):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         written_dtype = dtype if dtype in DEQUANTIZED_DTYPES else torch.float32
-        return torch.empty(self.out_features, self.in_features, dtype=written_dtype).to(dtype)
+        weight = dequantize_4bit(self.weight, self.out_features, self.in_features, written_dtype)
+        return cast(Tensor, weight).to(dtype)
 
 
 class Simulated8Bit(Linear8Bit):

@@ -23,7 +23,7 @@ from cpt.trainer.computed_memory import (
     find_step_memory,
     is_divisible,
 )
-from cpt.trainer.computed_time import find_rate, find_seconds
+from cpt.trainer.computed_time import find_rates, find_seconds
 from cpt.trainer.device_kinds import DeviceKind
 from cpt.trainer.plan import Plan, check_conflicts, make_plan
 from cpt.trainer.simulated_plan import SimulatedPlan
@@ -79,7 +79,7 @@ class ChangeSearch:
                     return Change(
                         tuple(overrides),
                         peak=find_peak(find_memory(simulated, fitting_layout)),
-                        seconds=find_seconds(simulated, fitting_layout, find_rate(simulated)),
+                        seconds=find_seconds(simulated, fitting_layout, find_rates(simulated)),
                     )
         return None
 

@@ -4,6 +4,8 @@ makes it fit.
 They are computed from a simulation of the method (cpt.trainer.simulation) and from data sheets
 (cpt.trainer.device_kinds). Nothing is run."""
 
+import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -17,6 +19,7 @@ from omegaconf import DictConfig
 from transformers.utils import CONFIG_NAME
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.memory import find_total_memory
 from cpt.models import loading
 from cpt.optim.options import KINDS
 from cpt.reporting.formats import format_bytes
@@ -38,15 +41,18 @@ from cpt.trainer.computed_memory import (
     is_divisible,
     make_layout,
 )
-from cpt.trainer.computed_model import read_computed_config
-from cpt.trainer.computed_time import Rate, count_steps, find_rate, find_seconds
+from cpt.trainer.computed_model import find_quantization, read_computed_config
+from cpt.trainer.computed_time import Rates, count_step_work, count_steps, find_rates, find_seconds
+from cpt.trainer.computed_work import Work
 from cpt.trainer.device_kinds import GPUS, SHARE_SOURCES, THIS_CPU, DeviceKind
 from cpt.trainer.dry_run import list_excluded_options
+from cpt.trainer.micro_batch import AUTO, COMPUTED_SHARE, TRIED_SHARE, find_share
 from cpt.trainer.options import count_devices
 from cpt.trainer.plan import Plan
 from cpt.trainer.simulated_plan import SimulatedPlan
 from cpt.trainer.simulation import (
     ACTIVATIONS,
+    ADAMW_8BIT,
     GRADIENTS,
     LOGITS,
     METHOD_STATE,
@@ -98,14 +104,24 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
         check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
 
     kind = choose_kind(plan)
+    # Before anything is simulated: a run on a CPU has the same libraries in its process.
+    process_bytes = 0 if kind.is_gpu else measure_process(plan)
     simulated = SimulatedPlan(plan, kind)
-    rate = find_rate(simulated)
+    rates = find_rates(simulated)
     changes = ChangeSearch(cfg, simulated, kind)
 
     layouts = list_possible_layouts(plan, kind)
-    if plan.trainer.micro_batch == "auto":
-        layouts = [changes.divide(simulated, layout, limit=find_limit(kind, layout)) for layout in layouts]
-    estimates = [asdict(estimate_layout(simulated, layout, rate, changes)) for layout in layouts]
+    if plan.trainer.micro_batch == AUTO:
+        divided = []
+        for layout in layouts:
+            # The share of a run is of all that its process holds.
+            limit = int(find_share(layout.strategy) * find_limit(kind, layout))
+            divided.append(changes.divide(simulated, layout, limit=limit - process_bytes))
+        layouts = divided
+    estimates = []
+    for layout in layouts:
+        estimate = estimate_layout(simulated, layout, rates, changes, process_bytes=process_bytes)
+        estimates.append(asdict(estimate))
     return {
         "figures": "computed",
         "cause": cause,
@@ -113,9 +129,10 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
         "device": {
             "name": kind.description,
             "memory": kind.memory,
-            "peak_flops": rate.peak,
-            "share": rate.share,
+            "peak_flops": rates.peak,
+            "share": rates.share,
             "source": kind.source,
+            "per_second": describe_rates(rates),
         },
         "precision": simulated.machine.precision,
         "model_type": simulated.config.model_type,
@@ -124,9 +141,19 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
         "tokens_per_step": plan.budget.batch_size * plan.model.max_seq_length,
         "stages": len(simulated.stages),
         "steps_per_stage": count_steps(plan),
+        "process": process_bytes,
+        "micro_batch": plan.trainer.micro_batch,
         "estimates": estimates,
         "not_included": list_not_included(simulated, layouts),
     }
+
+
+def measure_process(plan: Plan) -> int:
+    """The bytes of main memory that this process holds: Python and the libraries of a run."""
+    needs_kernels = find_quantization(plan) != "none" or plan.optim.target == ADAMW_8BIT
+    if needs_kernels and importlib.util.find_spec("bitsandbytes") is not None:
+        importlib.import_module("bitsandbytes")
+    return psutil.Process().memory_info().rss
 
 
 def list_possible_layouts(plan: Plan, kind: DeviceKind) -> list[Layout]:
@@ -160,13 +187,16 @@ class Estimate:
     change: Change | None  # None where it fits, and where no change makes it fit
     host: int  # bytes of main memory
     seconds: Mapping[str, float | None]
+    step_work: Work | None  # None without stages
 
 
-def estimate_layout(simulated: SimulatedPlan, layout: Layout, rate: Rate, changes: ChangeSearch) -> Estimate:
-    """What a run needs in a layout."""
+def estimate_layout(
+    simulated: SimulatedPlan, layout: Layout, rates: Rates, changes: ChangeSearch, *, process_bytes: int
+) -> Estimate:
+    """What a run needs in a layout; `process_bytes` are those of main memory without tensors, on a CPU."""
     memory = find_memory(simulated, layout)
     peak = find_peak(memory)
-    limit = find_limit(simulated.kind, layout)
+    limit = find_limit(simulated.kind, layout) - process_bytes
     return Estimate(
         devices=layout.num_devices,
         strategy=layout.strategy,
@@ -176,8 +206,18 @@ def estimate_layout(simulated: SimulatedPlan, layout: Layout, rate: Rate, change
         free=limit - peak,
         change=changes.find(layout, limit=limit) if peak > limit else None,
         host=count_host_bytes(simulated, layout),
-        seconds=find_seconds(simulated, layout, rate),
+        seconds=find_seconds(simulated, layout, rates),
+        step_work=count_step_work(simulated, layout) if simulated.stages else None,
     )
+
+
+def describe_rates(rates: Rates) -> dict[str, Any]:
+    """What a device does in a second, as plan=json prints it; null for what the rate of products includes."""
+    return {
+        "flops": dict(rates.flops),
+        "num_bytes": None if math.isinf(rates.num_bytes) else rates.num_bytes,
+        "num_dequantized": None if math.isinf(rates.num_dequantized) else rates.num_dequantized,
+    }
 
 
 def why_computed(plan: Plan) -> str:
@@ -227,15 +267,14 @@ def choose_kind(plan: Plan) -> DeviceKind:
     name = plan.run.plan_device
     if name is not None and name != THIS_CPU:
         return GPUS[name]
-    source = "measured here: large matrix products"
+    source = "its speed is measured here"
     has_gpu = name is None and plan.trainer.accelerator != "cpu" and torch.cuda.is_available()
     if has_gpu:
         properties = torch.cuda.get_device_properties(0)
         return DeviceKind(
             f"{properties.name}, of this machine", properties.total_memory, peak_flops={}, source=source
         )
-    total_memory = psutil.virtual_memory().total
-    return DeviceKind("CPU of this machine", total_memory, peak_flops={}, source=source, is_gpu=False)
+    return DeviceKind("CPU of this machine", find_total_memory(), peak_flops={}, source=source, is_gpu=False)
 
 
 def list_num_devices(plan: Plan, kind: DeviceKind) -> list[int]:
@@ -282,40 +321,60 @@ def format_computed(cost: Mapping[str, Any]) -> str:
     choices = " ".join(f"{group}={run[group]}" for group in ("method", "mask", "replay", "model", "seed"))
     steps = cost["steps_per_stage"]
     shown_steps = "as many steps as its text has" if steps is None else f"{steps:,} steps"
-    share_source = SHARE_SOURCES.get(device["share"], "docs/studies/performance.md")
     sections = [
         f"Computed plan ({cost['cause']}): {choices}, {cost['precision']}",
         f"Model: {cost['model_type']}, {cost['parameters']:,} parameters, "
         f"{cost['trained_parameters']:,} trained; {cost['stages']} domains of {shown_steps}, "
         f"{cost['tokens_per_step']:,} tokens a step",
         f"Device: {device['name']}, {format_bytes(device['memory'])} ({device['source']})",
-        format_estimates(cost["estimates"]),
+        format_estimates(cost["estimates"], cost["process"]),
         *[format_change(estimate) for estimate in cost["estimates"] if estimate["free"] < 0],
-        "Computed, not measured: memory of allocated tensors, time of operations at "
-        f"{device['share']:.0%} of {device['peak_flops'] / 1e12:,.4g} TFLOP/s ({share_source}).",
+        f"Computed, not measured: memory of allocated tensors, time of operations at {format_rates(device)}.",
         f"Not included: {', '.join(cost['not_included'])}.",
     ]
+    if cost["micro_batch"] == AUTO:
+        sections.append(
+            f"trainer.micro_batch=auto takes at most {TRIED_SHARE:.0%} of the memory, as in a run; "
+            f"with strategy=fsdp {COMPUTED_SHARE:.0%}."
+        )
     return "\n\n".join(sections)
 
 
-def format_estimates(estimates: Sequence[Mapping[str, Any]]) -> str:
+def format_rates(device: Mapping[str, Any]) -> str:
+    """What a device does in a second, and where the figures are from."""
+    if device["share"] is not None:
+        return (
+            f"{device['share']:.0%} of {device['peak_flops'] / 1e12:,.4g} TFLOP/s "
+            f"({SHARE_SOURCES[device['share']]})"
+        )
+    per_second = device["per_second"]
+    products = [f"{flops / 1e9:,.3g} GFLOP/s in {name}" for name, flops in per_second["flops"].items()]
+    return (
+        f"{' and '.join(products)}, {per_second['num_bytes'] / 1e9:,.3g} GB/s of bytes moved by all other "
+        "operations (these rates were measured here, in a second, when the plan was made)"
+    )
+
+
+def format_estimates(estimates: Sequence[Mapping[str, Any]], process_bytes: int) -> str:
     """A table with a column for each number of devices."""
     columns = {}
     for estimate in estimates:
-        columns[f"{estimate['devices']} x {estimate['strategy']}"] = format_column(estimate)
+        columns[f"{estimate['devices']} x {estimate['strategy']}"] = format_column(estimate, process_bytes)
     frame = pd.DataFrame(columns)
     is_empty = frame.map(lambda cell: cell in ("", "0 B")).all(axis=1)
     return frame[~is_empty].to_string()
 
 
-def format_column(estimate: Mapping[str, Any]) -> dict[str, str]:
-    """The cells of a column: memory of a step by use, peaks of the phases, and time."""
+def format_column(estimate: Mapping[str, Any], process_bytes: int) -> dict[str, str]:
+    """The cells of a column: memory of a step by use, peaks of the phases, what the process holds besides
+    tensors, and time."""
     step_memory = estimate["memory"].get(STEP, {})
     cells = {"samples of a micro-batch": str(estimate["micro_batch"])}
     for use in USES:
         cells[use] = format_bytes(step_memory.get(use, 0))
     for phase, by_use in estimate["memory"].items():
         cells[f"peak of {phase}"] = format_bytes(sum(by_use.values()))
+    cells["Python and libraries"] = format_bytes(process_bytes)
     free = estimate["free"]
     cells["fits"] = f"yes, {format_bytes(free)} free" if free >= 0 else f"no, {format_bytes(-free)} too much"
     cells["main memory of the host"] = format_bytes(estimate["host"])

@@ -1,75 +1,155 @@
-"""The time of a run in a computed plan: the operations of its simulation, over those that a device makes in a
-second."""
+"""The time of a run in a computed plan: the work of its simulation, over what a device does in a second.
 
+Of a GPU that is a share of the peak of its products, which includes all other operations. On a CPU products,
+bytes that other operations move and weights that are dequantized are timed when the plan is made."""
+
+import importlib.util
+import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 
+from cpt.core.memory import keep_for_run
 from cpt.data.sources.base import GENERAL
 from cpt.trainer.computed_memory import Layout, count_importance_rows, count_rows
-from cpt.trainer.device_kinds import CPU_SHARES, SHARE_OF_LARGE, SHARE_OF_SMALL, SMALL_MODEL
+from cpt.trainer.computed_work import Work
+from cpt.trainer.device_kinds import SHARE_OF_LARGE, SHARE_OF_SMALL, SMALL_MODEL
 from cpt.trainer.options import BF16, FP16_MIXED
 from cpt.trainer.plan import Plan
 from cpt.trainer.simulated_plan import SimulatedPlan
 
+CPU = torch.device("cpu")
 MATRIX_SIZE = 1024  # of the products that are timed
-TIMED_SECONDS = 0.3
+TIMED_SECONDS = 0.2
+NUM_MATRICES = 48  # of weights that are cast and changed: more than caches hold
+DEQUANTIZED_SIZE = 1024
 
 
 @dataclass(frozen=True)
-class Rate:
-    """Operations per second of a device in training: a share of its peak."""
+class Rates:
+    """What a device does in a second: operations of products by the type of their inputs, bytes moved by all
+    other operations, and weights dequantized from 4 bits; infinite where a share of the peak of products
+    includes them. `peak` and `share` of a GPU make its operations per second."""
 
-    peak: float
-    share: float
+    flops: Mapping[str, float]
+    num_bytes: float = math.inf
+    num_dequantized: float = math.inf
+    peak: float | None = None
+    share: float | None = None
 
-    @property
-    def flops(self) -> float:
-        return self.peak * self.share
+    def find_flops(self, type_name: str) -> float:
+        """The operations per second of products of a type; of one that was not timed the fewest."""
+        return self.flops.get(type_name, min(self.flops.values()))
 
 
-def find_rate(simulated: SimulatedPlan) -> Rate:
-    """The operations per second of a device with the model of a plan."""
+def find_rates(simulated: SimulatedPlan) -> Rates:
+    """What a device does in a second with the model of a plan."""
     kind = simulated.kind
     is_16_bit = simulated.machine.precision in (*BF16, *FP16_MIXED)
+    if not kind.is_gpu:
+        return measure_cpu_once(
+            is_16_bit=is_16_bit,
+            is_quantized=simulated.quantization in ("nf4", "fp4"),
+            is_checkpointed=simulated.plan.trainer.gradient_checkpointing,
+        )
+
     dtype = torch.bfloat16 if is_16_bit else torch.float32
+    share = SHARE_OF_SMALL if simulated.num_parameters < SMALL_MODEL else SHARE_OF_LARGE
     type_name = str(dtype).removeprefix("torch.")
-    if kind.is_gpu:
-        share = SHARE_OF_SMALL if simulated.num_parameters < SMALL_MODEL else SHARE_OF_LARGE
-    else:
-        share = CPU_SHARES[type_name]
     peak = kind.peak_flops.get(type_name)
     if peak is None:  # on this machine, of which there is no data sheet
-        peak = measure_products(torch.device("cuda" if kind.is_gpu else "cpu"), dtype)
-    return Rate(peak, share)
+        peak = measure_products(torch.device("cuda"), dtype)
+    return Rates({type_name: peak * share}, peak=peak, share=share)
+
+
+def measure_cpu(*, is_16_bit: bool, is_quantized: bool, is_checkpointed: bool) -> Rates:
+    """What this CPU does in a second in a run with such options, in as many threads as torch has. It takes a
+    second."""
+    keep_for_run(is_checkpointed=is_checkpointed)
+    dtypes = [torch.float32, torch.bfloat16] if is_16_bit else [torch.float32]
+    flops = {str(dtype).removeprefix("torch."): measure_products(CPU, dtype) for dtype in dtypes}
+    num_bytes = measure_moved_bytes()
+    num_dequantized = num_bytes / torch.float32.itemsize  # at least as long as writing them takes
+    if is_quantized and importlib.util.find_spec("bitsandbytes") is not None:
+        num_dequantized = measure_dequantized()
+    return Rates(flops, num_bytes=num_bytes, num_dequantized=num_dequantized)
+
+
+measure_cpu_once = cache(measure_cpu)  # for the layouts and changes of a plan
 
 
 def measure_products(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of large matrix products on a device of this machine. On a CPU its own time is
-    measured, without that of other programs."""
-    read_clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    """Operations per second of large matrix products on a device of this machine."""
     matrix = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=dtype)
-    # Once before time is taken, as the first product loads its kernel. Reading a number makes a GPU finish.
-    float((matrix @ matrix)[0, 0])
-    num_products = 0
+
+    def multiply() -> None:
+        float((matrix @ matrix)[0, 0])  # reading a number makes a GPU finish
+
+    return 2 * MATRIX_SIZE**3 / time_calls(multiply, device)
+
+
+def measure_moved_bytes() -> float:
+    """Bytes per second that operations other than products move on this CPU, as in a step: weights that do
+    not fit into caches are cast to 16 bits and back, and changed in place."""
+    weights = [torch.ones(MATRIX_SIZE, MATRIX_SIZE) for _ in range(NUM_MATRICES)]
+
+    def move() -> None:
+        casts = [weight.to(torch.bfloat16) for weight in weights]
+        changes = [narrow.to(torch.float32) for narrow in casts]
+        for weight, change in zip(weights, changes, strict=True):
+            weight.add_(change, alpha=0.5)
+
+    # Of a weight: 4 bytes are read and 2 written, 2 read and 4 written, 8 read and 4 written.
+    num_bytes = 24 * NUM_MATRICES * MATRIX_SIZE**2
+    return num_bytes / time_calls(move, CPU)
+
+
+def measure_dequantized() -> float:
+    """Weights per second that bitsandbytes dequantizes from nf4 on this CPU."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weight = torch.ones(1, DEQUANTIZED_SIZE**2)
+    packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    return weight.numel() / time_calls(lambda: dequantize_4bit(packed, state), CPU)
+
+
+def time_calls(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call. On a CPU its own time is measured, without that of other programs."""
+    read_clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    call()  # before time is taken, as the first call loads kernels
+    num_calls = 0
     seconds = 0.0
     start_time = read_clock()
     while seconds < TIMED_SECONDS:
-        float((matrix @ matrix)[0, 0])
-        num_products += 1
+        call()
+        num_calls += 1
         seconds = read_clock() - start_time
-    return num_products * 2 * MATRIX_SIZE**3 / seconds
+    return seconds / num_calls
 
 
-def count_step_flops(simulated: SimulatedPlan, layout: Layout) -> float:
-    """The operations of a device in a step, the mean of steps that differ."""
+def find_work_seconds(work: Work, rates: Rates) -> float:
+    """The seconds of work that is done in turn."""
+    seconds = work.num_bytes / rates.num_bytes + work.num_dequantized / rates.num_dequantized
+    for type_name, num_flops in work.flops.items():
+        seconds += num_flops / rates.find_flops(type_name)
+    return seconds
+
+
+def count_step_work(simulated: SimulatedPlan, layout: Layout) -> Work:
+    """The work of a device in a step, its update included; the mean of steps that differ."""
     num_rows = count_rows(simulated.plan, layout)
     steps = simulated.find_steps(
         num_rows, is_checkpointed=layout.is_checkpointed, num_micro_batches=layout.accumulate
     )
-    total = sum(step.count_flops(num_rows) for step in steps)
-    return layout.accumulate * total / len(steps)
+    mean = Work()
+    for step in steps:
+        work = step.count_work(num_rows, num_passes=layout.accumulate, num_shards=layout.num_shards)
+        mean = mean.plus(work, times=1 / len(steps))
+    return mean
 
 
 def count_steps(plan: Plan) -> int | None:
@@ -79,7 +159,7 @@ def count_steps(plan: Plan) -> int | None:
     return plan.budget.steps_for((), length=plan.model.max_seq_length)
 
 
-def find_seconds(simulated: SimulatedPlan, layout: Layout, rate: Rate) -> dict[str, float | None]:
+def find_seconds(simulated: SimulatedPlan, layout: Layout, rates: Rates) -> dict[str, float | None]:
     """Seconds of a run by what they are spent on, without communication between devices; None where they
     depend on texts."""
     plan = simulated.plan
@@ -88,24 +168,26 @@ def find_seconds(simulated: SimulatedPlan, layout: Layout, rate: Rate) -> dict[s
     step: float | None = None
     training: float | None = None
     if simulated.stages:
-        step = count_step_flops(simulated, layout) / rate.flops
+        step = find_work_seconds(count_step_work(simulated, layout), rates)
     if step is not None and num_steps is not None:
         training = num_stages * num_steps * step
 
-    flops_around = 0.0
-    num_samples = plan.trainer.importance_samples / layout.num_devices
-    for work in simulated.find_around(count_importance_rows(plan, layout)):
-        if work is not None:
-            flops_around += work.flops / work.num_rows * num_samples
+    seconds_around = 0.0
+    num_importance_rows = count_importance_rows(plan, layout)
+    num_batches = plan.trainer.importance_samples / layout.num_devices / num_importance_rows
+    for work_around in simulated.find_around(num_importance_rows):
+        if work_around is not None:
+            work = work_around.count_work(num_importance_rows)
+            seconds_around += num_batches * find_work_seconds(work, rates)
     return {
         "step": step,
         "training": training,
-        "around domains": num_stages * flops_around / rate.flops,
-        "evaluation": find_evaluation_seconds(simulated, layout, rate),
+        "around domains": num_stages * seconds_around,
+        "evaluation": find_evaluation_seconds(simulated, layout, rates),
     }
 
 
-def find_evaluation_seconds(simulated: SimulatedPlan, layout: Layout, rate: Rate) -> float | None:
+def find_evaluation_seconds(simulated: SimulatedPlan, layout: Layout, rates: Rates) -> float | None:
     """Seconds of all evaluations at most; None where eval.max_tokens does not bound them."""
     plan = simulated.plan
     max_tokens = plan.settings["eval"]["max_tokens"]
@@ -120,5 +202,6 @@ def find_evaluation_seconds(simulated: SimulatedPlan, layout: Layout, rate: Rate
             texts=[*plan.order, GENERAL],
         )
         num_texts += len(scored_texts)
-    flops_per_token = evaluation.flops / (evaluation.num_rows * plan.model.max_seq_length)
-    return num_texts * max_tokens * flops_per_token / layout.num_devices / rate.flops
+    batch_seconds = find_work_seconds(evaluation.count_work(layout.eval_batch_size), rates)
+    token_seconds = batch_seconds / (layout.eval_batch_size * plan.model.max_seq_length)
+    return num_texts * max_tokens * token_seconds / layout.num_devices

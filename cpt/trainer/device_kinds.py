@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 HOPPER = "NVIDIA H100 and H200 Tensor Core GPU data sheets: 1,979 TFLOPS in bf16 with sparsity"
 AMPERE = "NVIDIA A100 Tensor Core GPU data sheet"
-# Shares of the peak that training reaches.
+# Shares of a GPU's peak that training reaches, with all that it does besides products.
 SMALL_MODEL = 10**9  # parameters
 SHARE_OF_SMALL = 0.2
 SHARE_OF_LARGE = 0.35
@@ -18,8 +18,6 @@ SHARE_SOURCES = {
     SHARE_OF_SMALL: "16 and 22 % of cpt on an H100, GPT-2 of 124 and 355 M (docs/studies/performance.md)",
     SHARE_OF_LARGE: "33 to 39 % of torchtitan, Llama-3-8B with FSDP on H100 (its benchmarks/)",
 }
-# Of the large matrix products of the same CPU (docs/studies/performance.md, benchmarks/limit.py).
-CPU_SHARES = {"float32": 0.65, "bfloat16": 0.42}
 
 
 @dataclass(frozen=True)

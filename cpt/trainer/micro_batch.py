@@ -151,6 +151,11 @@ def needs_computed_choice(machine: Machine) -> bool:
     return machine.strategy == "fsdp" or is_one_of_several()
 
 
+def find_share(strategy: str) -> float:
+    """The share of a device's memory that a step of a run may take; without torchrun and srun."""
+    return COMPUTED_SHARE if strategy == "fsdp" else TRIED_SHARE
+
+
 def find_memory_limit(machine: Machine) -> int:
     """The bytes that a process of the run has: what is free on its GPU, or its share of the main memory."""
     if machine.device.type == "cuda":

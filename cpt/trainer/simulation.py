@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from cpt.adapters.domain_store import BASE, in_memory
 from cpt.core.allocations import AllocationRecorder, AllocationTable, KnownValues, UnitScalars
+from cpt.core.distributed import clip_gradients, total_norm
 from cpt.core.tensors import NamedTensors
 from cpt.data.collate import Batch
 from cpt.data.options import Domain
@@ -39,7 +40,8 @@ from cpt.optim.schedulers import Progress
 from cpt.optim.state import CarriedState
 from cpt.trainer.auto import Machine
 from cpt.trainer.build import assemble_method
-from cpt.trainer.costs import OperationCounter, original_name, original_names, trained_parameters
+from cpt.trainer.computed_work import Work, WorkRecorder
+from cpt.trainer.costs import original_name, original_names, trained_parameters
 from cpt.trainer.full_batch import make_full_batch
 from cpt.trainer.options import FP16_MIXED
 from cpt.trainer.plan import Plan
@@ -121,8 +123,8 @@ class StorageCounts:
 
 
 class Pass:
-    """The allocations of a pass over a batch, in addition to the state, and its operations, for any number of
-    rows. Their logits are divided into chunks if those of the recorded rows are.
+    """The allocations of a pass over a batch, in addition to the state, and its work, for any number of rows.
+    Their logits are divided into chunks if those of the recorded rows are.
 
     The recorded number of rows divides no size of the model: bytes that it divides grow with the rows. Logits
     have a row for each position of a chunk, `num_logit_rows` of them as recorded, and `count_logit_rows` says
@@ -132,13 +134,13 @@ class Pass:
         self,
         allocations: AllocationTable,
         *,
-        flops: int,
+        work: Mapping[tuple[bool, bool], Work],
         num_rows: int,
         num_logit_rows: int,
         count_logit_rows: Callable[[int], int],
     ) -> None:
         self.allocations = allocations
-        self.flops = flops
+        self.work = work  # as WorkRecorder has it
         self.num_rows = num_rows
         self.num_logit_rows = num_logit_rows
         self.count_logit_rows = count_logit_rows
@@ -153,8 +155,22 @@ class Pass:
         num_bytes = (factors * table.num_bytes).astype(np.int64)
         return table.find_peak(num_bytes, excluded_uses=excluded_uses)
 
-    def count_flops(self, num_rows: int) -> int:
-        return self.flops * num_rows // self.num_rows
+    @property
+    def flops(self) -> float:
+        """The operations of products over the recorded rows."""
+        return sum(work.total_flops for work in self.work.values())
+
+    def count_work(self, num_rows: int, *, num_passes: int = 1, num_shards: int = 1) -> Work:
+        """The work of a number of passes over as many rows each, with one update, in which a process moves
+        the bytes of its shard."""
+        total = Work()
+        for (is_update, grows), work in self.work.items():
+            times = num_rows / self.num_rows if grows else 1.0
+            if is_update:
+                total = total.plus(replace(work, num_bytes=work.num_bytes / num_shards), times=times)
+            else:
+                total = total.plus(work, times=num_passes * times)
+        return total
 
 
 class SimulatedData:
@@ -318,7 +334,7 @@ class Simulation:
         recorder.ignore(self.state_tensors())
         for gradient in self.gradients():
             recorder.add(gradient, GRADIENTS)
-        counter = OperationCounter()
+        self.work_recorder = WorkRecorder(self.grows_with_rows)
 
         # Two chunks represent any number of them. The plan's own limit is set aside meanwhile.
         num_positions = len(self.batch["positions"])
@@ -327,18 +343,24 @@ class Simulation:
             (chunked_head, "MAX_LOGITS", num_logit_rows * num_entries), (self.objective, "max_logits", None)
         )
         # The mode that is entered last is asked first: whether the tensors of an operation have values.
-        with chunks_set, self.active(), counter, recorder, KnownValues():
+        with chunks_set, self.active(), self.work_recorder, recorder, KnownValues():
             run()
 
         recorder.rename(self.gradients(), GRADIENTS)
         recorder.drop(self.state_tensors())
         return Pass(
             AllocationTable(recorder),
-            flops=counter.total,
+            work=self.work_recorder.work,
             num_rows=self.num_rows,
             num_logit_rows=num_logit_rows,
             count_logit_rows=self.count_logit_rows,
         )
+
+    def grows_with_rows(self, tensor: Tensor) -> bool:
+        """Whether the bytes of a tensor grow with the rows of the batch, as those of logits do, whose chunks
+        may have any number of them."""
+        has_logits = tensor.ndim > 1 and tensor.shape[-1] == count_entries(self.method.model)
+        return has_logits or tensor.numel() % self.num_rows == 0
 
     def count_positions(self, num_rows: int) -> int:
         """The scored positions of a batch."""
@@ -392,7 +414,7 @@ class Simulation:
 
     def make_step(self) -> None:
         """What Lightning does in a step, in its order. In the forward pass the gradients of the last step are
-        still there."""
+        still there. The norm of the gradients is computed in any case, for the guard."""
         method = self.method
         optimizer = self.trainer.optimizers[0]
         method.on_train_batch_start(self.batch, self.trainer.global_step)
@@ -403,7 +425,13 @@ class Simulation:
         loss.backward()
         del loss
 
+        self.work_recorder.is_update = True
         method.on_before_optimizer_step(optimizer)
+        parameters = [parameter for parameter in method.parameters() if parameter.grad is not None]
+        norm = total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
+        max_norm = self.plan.trainer.gradient_clip_val
+        if max_norm:
+            clip_gradients(parameters, max_norm, norm)
         with UnitScalars():
             optimizer.step()
         for snapshot in sorted(method.snapshots, key=lambda snapshot: not snapshot.mask.comes_first):

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from cpt.trainer import computed_plan, device_kinds
+from cpt.trainer import computed_plan, computed_time, device_kinds, micro_batch
 from cpt.trainer.computed_changes import ChangeSearch, change_plan, divide_most, list_layouts
 from cpt.trainer.computed_memory import (
     BUCKETS,
@@ -18,6 +18,7 @@ from cpt.trainer.computed_memory import (
     find_state_bytes,
     make_layout,
 )
+from cpt.trainer.computed_time import Rates
 from cpt.trainer.device_kinds import GPUS
 from cpt.trainer.plan import make_plan
 from cpt.trainer.simulated_plan import SimulatedPlan
@@ -121,6 +122,24 @@ def test_micro_batches_take_less_memory_and_as_much_time(computed):
     activations = [estimate["memory"]["step"]["activations and rest"] for estimate in (single, divided)]
     assert activations[1] < activations[0]
     assert divided["seconds"]["step"] == pytest.approx(single["seconds"]["step"], rel=0.01)
+
+
+def test_an_automatic_micro_batch_leaves_as_much_memory_free_as_a_run_does(computed, monkeypatch):
+    auto = ["method=ncl", *LONG, "trainer.micro_batch=auto", "trainer.eval_batch_size=1"]
+    (single, *_) = computed(*auto)["estimates"]
+    assert single["micro_batch"] == 8
+    step_bytes = sum(single["memory"]["step"].values())
+
+    # All samples of a step fit into the memory, and not into its share.
+    with_memory(monkeypatch, step_bytes / 0.95)
+    cost = computed(*auto)
+    assert cost["estimates"][0]["micro_batch"] == 4 and cost["estimates"][0]["free"] > 0
+    with_memory(monkeypatch, step_bytes / 0.89)
+    assert computed(*auto)["estimates"][0]["micro_batch"] == 8
+
+
+def test_the_share_is_smaller_where_no_micro_batch_is_tried():
+    assert micro_batch.find_share("fsdp") == micro_batch.COMPUTED_SHARE < micro_batch.find_share("ddp")
 
 
 def test_the_rank_of_lora_decides_what_is_trained(computed):
@@ -315,8 +334,22 @@ def test_weights_that_are_not_here_or_do_not_fit_are_computed(config_only, capsy
 def test_processes_of_a_cpu_share_its_memory(computed, monkeypatch):
     estimates = by_devices(computed("plan_device=cpu", "strategy=ddp", "method=ncl"))
     assert [*estimates] == [1, 2]
-    memory = computed("plan_device=cpu", "method=ncl")["device"]["memory"]
-    assert estimates[2]["free"] == memory // 2 - estimates[2]["peak"]
+    cost = computed("plan_device=cpu", "method=ncl")
+    memory = cost["device"]["memory"]
+    assert estimates[2]["free"] + estimates[2]["peak"] < memory // 2  # Python and libraries
+    (estimate,) = cost["estimates"]
+    assert cost["process"] > 10**8 and estimate["free"] == memory - estimate["peak"] - cost["process"]
+
+
+def test_the_plan_of_a_cpu_says_at_which_rates_it_was_computed(config_only, capsys, tmp_path, monkeypatch):
+    from cpt.train import train
+
+    rates = Rates({"float32": 90e9}, num_bytes=12e9, num_dequantized=3e9)
+    monkeypatch.setattr(computed_time, "measure_cpu_once", lambda **options: rates)
+    train(config_only("plan=true", "plan_device=cpu", "method=ncl"), run_dir=tmp_path / "run")
+    text = capsys.readouterr().out
+    assert "time of operations at 90 GFLOP/s in float32, 12 GB/s of bytes moved" in text
+    assert "these rates were measured here" in text and "Python and libraries" in text
 
 
 def test_the_table_says_that_it_is_computed(config_only, capsys, tmp_path, monkeypatch):
