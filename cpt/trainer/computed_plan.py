@@ -2,7 +2,7 @@
 makes it fit.
 
 They are computed from a simulation of the method (cpt.trainer.simulation) and from data sheets
-(cpt.trainer.device_kinds). Nothing is run."""
+(cpt.trainer.device_kinds). Nothing of the run is executed; a CPU of this machine is timed."""
 
 import importlib.util
 import math
@@ -351,7 +351,7 @@ def format_rates(device: Mapping[str, Any]) -> str:
     products = [f"{flops / 1e9:,.3g} GFLOP/s in {name}" for name, flops in per_second["flops"].items()]
     return (
         f"{' and '.join(products)}, {per_second['num_bytes'] / 1e9:,.3g} GB/s of bytes moved by all other "
-        "operations (these rates were measured here, in a second, when the plan was made)"
+        "operations (these rates were measured here when the plan was made)"
     )
 
 

@@ -67,8 +67,8 @@ def find_rates(simulated: SimulatedPlan) -> Rates:
 
 
 def measure_cpu(*, is_16_bit: bool, is_quantized: bool, is_checkpointed: bool) -> Rates:
-    """What this CPU does in a second in a run with such options, in as many threads as torch has. It takes a
-    second."""
+    """What this CPU does in a second in a run with such options, in as many threads as torch has. It takes
+    about two seconds."""
     keep_for_run(is_checkpointed=is_checkpointed)
     dtypes = [torch.float32, torch.bfloat16] if is_16_bit else [torch.float32]
     flops = {str(dtype).removeprefix("torch."): measure_products(CPU, dtype) for dtype in dtypes}
