@@ -78,7 +78,7 @@ class WorkRecorder(OperationCounter):
     def add_bytes(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Adds the bytes of the arguments, of those that are written once more, and of new results. A view
         moves nothing."""
-        written = []
+        written = list[Tensor]()
         for position in self.find_written(func):
             if position < len(args):
                 written.extend(find_tensors(args[position]))
