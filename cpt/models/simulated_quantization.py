@@ -20,7 +20,7 @@ NUM_VALUES = 256  # of a scale in 8 bits
 @torch.library.custom_op("cpt::dequantize_4bit", mutates_args=())
 def dequantize_4bit(packed: Tensor, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
     """A weight [outputs, inputs] of the size that the kernel of bitsandbytes writes; its values are not
-    computed. As an operation of its own it can be told from others where time is computed."""
+    computed. Computed time counts this operation apart from others."""
     return packed.new_empty(num_outputs, num_inputs, dtype=dtype)
 
 

@@ -29,14 +29,14 @@ class Work:
     def total_flops(self) -> float:
         return sum(self.flops.values())
 
-    def plus(self, added: "Work", *, times: float = 1.0) -> "Work":
+    def plus(self, other: "Work", *, times: float = 1.0) -> "Work":
         flops = dict(self.flops)
-        for type_name, num_flops in added.flops.items():
+        for type_name, num_flops in other.flops.items():
             flops[type_name] = flops.get(type_name, 0.0) + times * num_flops
         return Work(
             flops,
-            num_bytes=self.num_bytes + times * added.num_bytes,
-            num_dequantized=self.num_dequantized + times * added.num_dequantized,
+            num_bytes=self.num_bytes + times * other.num_bytes,
+            num_dequantized=self.num_dequantized + times * other.num_dequantized,
         )
 
 
@@ -78,18 +78,18 @@ class WorkRecorder(OperationCounter):
     def add_bytes(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Adds the bytes of the arguments, of those that are written once more, and of new results. A view
         moves nothing."""
-        written = list[Tensor]()
+        changed_in_place = list[Tensor]()
         for position in self.find_written(func):
             if position < len(args):
-                written.extend(find_tensors(args[position]))
+                changed_in_place.extend(find_tensors(args[position]))
         read = [*find_tensors(args), *find_tensors(list(kwargs.values()))]
         storages = {tensor.untyped_storage()._cdata for tensor in read}
         results = list(find_tensors(output))
         new_results = [result for result in results if result.untyped_storage()._cdata not in storages]
-        is_view = bool(results) and not new_results and not written
+        is_view = bool(results) and not new_results and not changed_in_place
         if is_view:
             return
-        for tensor in [*read, *written, *new_results]:
+        for tensor in [*read, *changed_in_place, *new_results]:
             self.add(Work(num_bytes=tensor.numel() * tensor.itemsize), grows=self.grows(tensor))
 
     def find_written(self, func: Any) -> list[int]:

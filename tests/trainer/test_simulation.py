@@ -90,7 +90,8 @@ def test_a_pass_is_that_of_any_number_of_rows(llama, case, monkeypatch):
             (exact,) = simulate(cfg).record_step(is_chunked=is_chunked)
         expected = sum(exact.find_peak(num_rows).values())
         assert sum(scaled.find_peak(num_rows).values()) == pytest.approx(expected, rel=0.02)
-        work, exact_work = scaled.count_work(num_rows), exact.count_work(num_rows)
+        work = scaled.count_work(num_rows)
+        exact_work = exact.count_work(num_rows)
         assert work.total_flops == pytest.approx(exact_work.total_flops, rel=0.01)
         assert work.num_bytes == pytest.approx(exact_work.num_bytes, rel=0.02)
 
