@@ -29,14 +29,14 @@ class Work:
     def total_flops(self) -> float:
         return sum(self.flops.values())
 
-    def plus(self, other: "Work", *, times: float = 1.0) -> "Work":
+    def plus(self, increment: "Work", *, times: float = 1.0) -> "Work":
         flops = dict(self.flops)
-        for type_name, num_flops in other.flops.items():
+        for type_name, num_flops in increment.flops.items():
             flops[type_name] = flops.get(type_name, 0.0) + times * num_flops
         return Work(
             flops,
-            num_bytes=self.num_bytes + times * other.num_bytes,
-            num_dequantized=self.num_dequantized + times * other.num_dequantized,
+            num_bytes=self.num_bytes + times * increment.num_bytes,
+            num_dequantized=self.num_dequantized + times * increment.num_dequantized,
         )
 
 
