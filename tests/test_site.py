@@ -20,8 +20,8 @@ def program(name: str) -> ModuleType:
     return module
 
 
-PROGRAMS = ("options", "choosing", "scores", "support", "optimizers")
-options, choosing, scores, support, optimizers = map(program, PROGRAMS)
+PROGRAMS = ("options", "choosing", "scores", "support", "optimizers", "pictures")
+options, choosing, scores, support, optimizers, pictures = map(program, PROGRAMS)
 # Of the pairs that are always tried, one is supported; one is refused, as the units of its model are not known.
 QUICK = [("ewc", "T5 v1.1"), ("das", "Mixtral")]
 
@@ -44,6 +44,12 @@ def test_what_programs_write_is_up_to_date():
     assert read("support.md") == support.make_page(cells_by_row), (
         "python docs/site/support.py writes it again"
     )
+
+
+def test_the_pictures_of_the_guides_are_there_and_on_a_page():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
+    for name in pictures.PICTURES:
+        assert (pictures.IMAGES / f"{name}.png").is_file() and f"](images/{name}.png)" in text
 
 
 def test_the_table_of_optimizers_is_up_to_date():

@@ -1,0 +1,205 @@
+"""The pictures of the guides in docs/images, drawn by cpt's own functions from published results.
+
+`python docs/site/pictures.py [NAME …]` draws them again. Chromium photographs the comparison page."""
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from cpt import report
+from cpt.core.messages import count_noun
+from cpt.evaluation.scores import Scores
+from cpt.reporting.comparison_figures import draw_plane
+from cpt.reporting.drawing import SERIES, make_figure, make_png
+from cpt.reporting.run_figures import draw_chat_losses
+from cpt.reporting.tuning import Trial, TunedMethod, draw_searches
+
+DOCS = Path(__file__).resolve().parents[1]
+IMAGES = DOCS / "images"
+RESULTS = DOCS.parent / "benchmarks" / "results"
+STUDY = RESULTS / "studies" / "default_domains.jsonl.gz"
+PLANS = RESULTS / "large_plans.json"
+CHATS = RESULTS / "chats.json"
+TUNING = RESULTS / "studies" / "das6_tuning.json"
+
+DOMAINS = ["sympy", "networkx", "pandas"]  # of the study, in their order
+METHODS = ["ncl", "ewc", "si", "kd", "replay", "lora", "merge", "das"]
+NUM_TOKENS = 256_000  # of a stage
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+PAGE_SIZE = (1366, 900)  # pixels
+MEMORY_OF_A_GPU = 80  # GB, of an H100
+USES = {  # of the plan, in the order of the bars
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer state": "optimizer state",
+    "copies of weights": "copies of weights in 16 bits",
+    "gathered by FSDP": "gathered by FSDP",
+    "activations and rest": "activations, logits",
+}
+
+
+def read_study() -> list[dict[str, Any]]:
+    """The runs of the methods with default options, three seeds each."""
+    runs = []
+    for line in gzip.decompress(STUDY.read_bytes()).splitlines():
+        run = json.loads(line)
+        if run["method"] in METHODS and (run["mask"], run["replay"], run["variant"]) == ("none", "none", ""):
+            runs.append(run)
+    return runs
+
+
+def make_scores(run: dict[str, Any], order: list[str], **fields: Any) -> Scores:
+    """Scores over an order of domains, with the fields of Scores that were published."""
+    texts = [*order, "general"]
+    num_rows = len(order) + 1
+    facts = {
+        "name": "",
+        "mask": "none",
+        "replay": "none",
+        "variant": "",
+        "objective": "masked",
+        "model": "",
+        **run,
+    }
+    costs = ("trained", "stored", "tokens_read", "flops")
+    defaults = {"nll": [[0.0] * len(texts)] * num_rows, **dict.fromkeys(costs, [0] * num_rows)}
+    return Scores(
+        rows=["base", *order],
+        domains=texts,
+        tokens=[1] * len(texts),
+        bytes=[1] * len(texts),
+        scored=[1] * len(texts),
+        run={**facts, "order": order, "finished": True},
+        texts={name: {"hash": name, "documents": {"test": 1}} for name in texts},
+        config_hash="",
+        versions={},
+        modules=[{}] * num_rows,
+        conditions={"score_on": "test"},
+        **(defaults | fields),
+    )
+
+
+def make_study_scores(run: dict[str, Any]) -> Scores:
+    """Scores with what the study has published of a run."""
+    scores = make_scores(
+        {"method": run["method"], "model": "tiny", "seed": run["seed"]},
+        DOMAINS,
+        nll=run["nll"],
+        trained=run["trained"],
+        stored=run["stored"],
+        flops=run["flops"],
+        tokens_read=[0] + [NUM_TOKENS] * len(DOMAINS),
+        needs_domain=run["needs_domain"],
+    )
+    scores.measure()
+    return scores
+
+
+def draw_methods() -> bytes:
+    """Forgetting against learning: what a sweep over methods shows."""
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    for run in read_study():
+        learned, forgotten = points.setdefault(run["method"], ([], []))
+        learned.append(run["CPT"]["nats"])
+        forgotten.append(run["FG"]["nats"])
+    return draw_plane(points, x_label="just learned CPT (nats)", y_label="forgetting FG (nats)")
+
+
+def photograph_comparison() -> bytes:
+    """The top of the page of `python -m cpt.report` over the runs of the study."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise ValueError(f"no browser found. Allowed: one of {', '.join(BROWSERS)}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for run in read_study():
+            run_folder = folder / f"{run['method']}-{run['seed']}"
+            run_folder.mkdir()
+            make_study_scores(run).save(run_folder / "scores.json")
+        if report.main([name]) != 0:
+            raise ValueError("the runs of the study could not be compared")
+        width, height = PAGE_SIZE
+        options = ["--headless=new", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=4000"]
+        options += [f"--window-size={width},{height}", f"--user-data-dir={name}/profile"]
+        options += [f"--screenshot={name}/page.png", (folder / "comparison.html").as_uri()]
+        subprocess.run([browser, *options], check=True, capture_output=True, timeout=300)
+        with Image.open(folder / "page.png") as image:
+            image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
+                folder / "small.png", optimize=True
+            )
+        return (folder / "small.png").read_bytes()
+
+
+def draw_plan() -> bytes:
+    """The memory of a GPU by use, for the numbers of GPUs of the printed plan, each as it fits."""
+    plan = json.loads(PLANS.read_text(encoding="utf-8"))["plans"][0]["plan"]
+    figure = make_figure((8.5, 2.8))
+    axes = figure.add_subplot(axisbelow=True)
+    axes.grid(axis="x", color="0.9")
+    estimates = plan["estimates"]
+    lefts = np.zeros(len(estimates))
+    for index, (use, label) in enumerate(USES.items()):
+        sizes = np.array([estimate["memory"]["step"].get(use, 0) / 1e9 for estimate in estimates])
+        if use == "activations and rest":
+            sizes += [estimate["memory"]["step"]["logits and loss"] / 1e9 for estimate in estimates]
+        axes.barh(range(len(estimates)), sizes, left=lefts, color=SERIES[index], label=label)
+        lefts += sizes
+    axes.axvline(MEMORY_OF_A_GPU, color="black", linestyle="--", label="memory of an H100")
+    axes.set_yticks(range(len(estimates)), [count_noun(estimate["devices"], "GPU") for estimate in estimates])
+    axes.invert_yaxis()
+    axes.set(xlabel="GB on each GPU, computed")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    return make_png(figure, description="Memory of a GPU by use")
+
+
+def draw_chats() -> bytes:
+    """The losses on chats of a published run."""
+    published = json.loads(CHATS.read_text(encoding="utf-8"))
+    run = published["run"]
+    return draw_chat_losses(make_scores(run, run["order"], chats=published["chats"]))
+
+
+def draw_tuning() -> bytes:
+    """The searches of two methods."""
+    published = json.loads(TUNING.read_text(encoding="utf-8"))
+    methods = []
+    for method in published["methods"]:
+        if method["name"] in ("ncl", "kd"):
+            trials = [Trial(**trial) for trial in method["trials"]]
+            methods.append(
+                TunedMethod(
+                    name=method["name"],
+                    space=method["space"],
+                    default=method["default"],
+                    trials=trials,
+                    runs=[],
+                )
+            )
+    return draw_searches(methods, metric=published["metric"], sign=1)
+
+
+PICTURES: dict[str, Callable[[], bytes]] = {
+    "methods-plane": draw_methods,
+    "comparison-page": photograph_comparison,
+    "plan": draw_plan,
+    "chats": draw_chats,
+    "tuning": draw_tuning,
+}
+
+
+def main(names: list[str]) -> None:
+    for name in names or PICTURES:
+        (IMAGES / f"{name}.png").write_bytes(PICTURES[name]())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
