@@ -132,9 +132,14 @@ class DomainSequence(LightningDataModule):
         """Steps before each stage, and of all; counted once, not in each step."""
         return list(itertools.accumulate(map(self.steps, self.domains), initial=0))
 
+    @cached_property
+    def stage_indices(self) -> dict[Domain, int]:
+        """The position of each stage in the order; not searched for in each step."""
+        return {domain: stage for stage, domain in enumerate(self.domains)}
+
     def progress(self, step: int) -> Progress:
         """Where the run is at a step of the current stage; recovery has a schedule of its own."""
-        stage = self.domains.index(self.domain)
+        stage = self.stage_indices[self.domain]
         steps_before = self.cumulative_steps[stage]
         stage_steps = self.cumulative_steps[stage + 1] - steps_before
         recovery_steps = self.recovery_steps(self.domain)
@@ -158,7 +163,7 @@ class DomainSequence(LightningDataModule):
     def earlier_texts(self, domain: Domain) -> list[str]:
         """The texts of the stages before a domain's, each once."""
         names: dict[str, None] = {}
-        for earlier_domain in self.domains[: self.domains.index(domain)]:
+        for earlier_domain in self.domains[: self.stage_indices[domain]]:
             names.update(dict.fromkeys(earlier_domain.texts))
         return list(names)
 
@@ -167,7 +172,7 @@ class DomainSequence(LightningDataModule):
         if not self.mixed:
             return []
         stage_samples = []
-        for stage in self.domains[: self.domains.index(domain) + 1]:
+        for stage in self.domains[: self.stage_indices[domain] + 1]:
             stage_samples.append(sum(self.steps_by_text(stage)) * self.budget.batch_size)
         return self.mixture.pools(stage_samples)
 
