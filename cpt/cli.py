@@ -203,8 +203,7 @@ def quote_number(text: str, *, is_list: bool) -> str:
 def check_command_line(arguments: Sequence[str]) -> None:
     """Raises ValueError for an unknown or wrong flag, an argument that assigns no value, and a choice of a
     group that is no name: Hydra takes many lines to report these, or names what only its grammar knows."""
-    check_flags(arguments)
-    check_assignments([argument for argument in arguments if not argument.startswith("-")])
+    check_assignments(check_flags(arguments))
     for argument, override in parse_arguments(arguments).items():
         group = override.key_or_group
         if not group:
@@ -238,14 +237,17 @@ def check_assignments(arguments: Sequence[str]) -> None:
         )
 
 
-def check_flags(arguments: Sequence[str]) -> None:
+def check_flags(arguments: Sequence[str]) -> list[str]:
+    """Raises ValueError for an unknown or wrong flag; returns the arguments that are neither flags nor their
+    values, as `job` of `--cfg job`."""
+
     def refuse(message: str) -> NoReturn:
         problem = message.partition(" could match")[0]
         raise ValueError(f"{' '.join(arguments)} is invalid: {problem}. Allowed: key=value, {FLAGS}")
 
     parser = utils.get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    _, unknown = parser.parse_known_args(list(arguments))
+    parsed_arguments, unknown = parser.parse_known_args(list(arguments))
     for argument in unknown:
         if not argument.startswith("-"):
             raise ValueError(
@@ -256,6 +258,7 @@ def check_flags(arguments: Sequence[str]) -> None:
             f"{argument} is invalid: unknown flag. "
             f"Allowed: options without dashes, like {name}=VALUE; {FLAGS}"
         )
+    return list(parsed_arguments.overrides)
 
 
 def names_choices(value: Any) -> bool:

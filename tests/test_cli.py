@@ -72,7 +72,7 @@ def test_routing_is_asked_for_by_the_name_of_its_option_and_what_is_no_group_is_
 
 def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    by_path = call("--cfg=all", "seed=3", cwd=tmp_path)
+    by_path = call("seed=3", "--cfg", "all", cwd=tmp_path)
     by_name = call("--cfg=all", "seed=3", cwd=tmp_path, program=["-m", "cpt"])
     assert by_path.returncode == by_name.returncode == 0
     assert by_path.stdout == by_name.stdout and "seed: 3" in by_name.stdout and "name: run" in by_name.stdout
