@@ -61,6 +61,12 @@ def test_no_file_is_read_that_could_bring_code():
     assert {call.file for call in torch_loads} == {"cpt/core/tensors.py", "cpt/models/stored_weights.py"}
     assert {call.keywords.get("weights_only") for call in torch_loads} == {"True"}
     # `allow_all_kernels`: code of any repository that the config.json of a checkpoint names for its attention.
+    program_starts = [call for call in calls if call.function.startswith("subprocess.")]
+    assert {call.file for call in program_starts} == {
+        "cpt/sweeps/cluster.py",  # squeue, sacct
+        "cpt/sweeps/cluster_task.py",  # scontrol
+        "cpt/sweeps/jobs.py",  # this program, nvidia-smi
+    }
     for keyword in ("allow_pickle", "shell", "allow_all_kernels"):
         assert [call for call in calls if call.keywords.get(keyword, "False") != "False"] == []
     loaders = {call.keywords.get("Loader") for call in calls if call.function == "yaml.load"}
