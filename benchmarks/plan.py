@@ -411,7 +411,8 @@ def format_table(setups: list[dict[str, Any]]) -> str:
     ]
     for setup in setups:
         ratios = setup["ratios"]
-        cells = [name_setup(setup), setup["processor"], f"{setup['computed']['training'] / 1e6:,.0f}"]
+        cpu_name = setup["processor"].removesuffix(" Processor")
+        cells = [name_setup(setup), cpu_name, f"{setup['computed']['training'] / 1e6:,.0f}"]
         for name in RATIOS:  # an earlier version of this program measured the first alone
             cells.append(f"{ratios[name]:.2f}" if name in ratios else "—")
         lines.append(f"| {' | '.join(cells)} |")
