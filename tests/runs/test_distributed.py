@@ -1,5 +1,6 @@
 """Two processes on one machine (gloo): the same samples, masks and weights as one, also with FSDP."""
 
+import csv
 import itertools
 import json
 import shutil
@@ -331,6 +332,46 @@ def test_two_processes_measure_chats_as_one(launched, tmp_path):
     assert shared_chats["answers"][0] == single_chats["answers"][0]
     for key in ("nll", "base_answer_nll"):
         assert shared_chats[key] == pytest.approx(single_chats[key], abs=1e-4)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("strategy", ["strategy=ddp", "strategy=fsdp"])
+def test_two_processes_read_sources_of_replay_as_one_whether_killed_or_not(strategy, launched, tmp_path):
+    write_checkpoint(tmp_path / "decoder")
+    turns = [{"role": "user", "content": "A star?"}, {"role": "assistant", "content": "A young star."}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
+    (tmp_path / "web.jsonl").write_text("\n".join(json.dumps({"text": f"Word {n}."}) for n in range(300)))
+    options = [f"model.name_or_path={tmp_path / 'decoder'}", "model.max_seq_length=64", "chats=none", ORDER]
+    options += ["replay=sources", "trainer.steps=4", "+logger.csv=true"]
+    options.append(
+        f"replay.sources={{chat: {{path: {tmp_path / 'chats.jsonl'}, format: messages, ratio: 0.25}}, "
+        f"web: {{path: {tmp_path / 'web.jsonl'}, ratio: 0.25, end_ratio: 0.125}}}}"
+    )
+    single_run = launched("one", *options, small=SMALL_GPT2)
+    options += [strategy, "trainer.devices=2"]
+    launched("two", *options, small=SMALL_GPT2, death=3)
+    shared_run = launched("two", *options, small=SMALL_GPT2)
+
+    single_scores = read_scores(single_run)
+    shared_scores = read_scores(shared_run)
+    assert shared_scores["mixture"] == single_scores["mixture"]
+    for row, expected_row in zip(shared_scores["nll"], single_scores["nll"], strict=True):
+        assert row == pytest.approx(expected_row, abs=1e-4)
+    single_curves = read_part_losses(single_run)
+    shared_curves = read_part_losses(shared_run)
+    assert shared_curves.keys() == single_curves.keys() and len(single_curves) > 4
+    for point, loss in single_curves.items():
+        assert shared_curves[point] == pytest.approx(loss, abs=1e-3)
+
+
+def read_part_losses(run: Path) -> dict[tuple[str, str], float]:
+    """The losses of parts of the mixture in metrics.csv, by name and step."""
+    losses = {}
+    with (run / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["name"].startswith("train/lm_"):
+                losses[row["name"], row["step"]] = float(row["value"])
+    return losses
 
 
 @pytest.mark.campaign
