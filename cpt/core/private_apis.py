@@ -226,6 +226,12 @@ PRIVATE_APIS = (
     ),
     PrivateAPI(
         "torch._ops:OpOverload",
+        "_schema",
+        ("trainer.computed_work",),
+        "which arguments an operation writes to",
+    ),
+    PrivateAPI(
+        "torch._ops:OpOverload",
         "_overloadpacket",
         ("trainer.costs",),
         "an operation is counted whatever its overload",
@@ -234,6 +240,7 @@ PRIVATE_APIS = (
         "torch:UntypedStorage",
         "_cdata",
         (
+            "trainer.computed_work",
             "trainer.costs",
             "trainer.profiling",
             "trainer.simulation",
