@@ -5,6 +5,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,14 @@ SHORT_NAMES = {  # of changes, in the table
 }
 
 
-def compute(model: str, run: str, device: str) -> dict[str, Any]:
-    """What plan=json prints."""
+def compute(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """What plan=json prints for a model of a `config.json`."""
     with (
         tempfile.TemporaryDirectory() as folder,
         initialize_config_dir(str(ROOT / "conf"), version_base="1.3"),
     ):
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[model]), encoding="utf-8")
-        overrides = [*COMMON, *RUNS[run], f"model.name_or_path={folder}", f"plan_device={device}"]
-        cfg = compose("config", overrides=overrides)
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        cfg = compose("config", overrides=[*overrides, f"model.name_or_path={folder}"])
         plan = make_plan(cfg)
         return compute_plan(cfg, plan, cause=why_computed(plan))
 
@@ -139,7 +139,7 @@ def main() -> None:
     entries: list[dict[str, Any]] = []
     for model, run, device in PLANS:
         start_time = time.process_time()
-        cost = compute(model, run, device)
+        cost = compute(CONFIGS[model], [*COMMON, *RUNS[run], f"plan_device={device}"])
         seconds = time.process_time() - start_time
         entries.append({"model": model, "run": run, "device": device, "plan": cost, "cpu_seconds": seconds})
         print(model, run, device, f"{seconds:.1f} s", flush=True)

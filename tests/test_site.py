@@ -1,5 +1,6 @@
 """What programs write of the site is up to date; .ci/run builds it."""
 
+import importlib
 import importlib.util
 import json
 from importlib.util import find_spec
@@ -50,6 +51,14 @@ def test_the_pictures_of_the_guides_are_there_and_on_a_page():
     text = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
     for name in pictures.PICTURES:
         assert (pictures.IMAGES / f"{name}.png").is_file() and f"](images/{name}.png)" in text
+
+
+def test_the_table_of_memory_by_model_size_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    model_sizes = importlib.import_module("model_sizes")
+    page = read("continue-a-chat-model.md")
+    assert page == model_sizes.make_page(page), "python benchmarks/model_sizes.py --published"
+    assert all(f"| {model} |" in page for model in model_sizes.CONFIGS)
 
 
 def test_the_table_of_optimizers_is_up_to_date():
