@@ -33,7 +33,7 @@ NEEDS_QUOTES = re.compile(r"[^\w\s./:+@%*?|$,(){}\[\]\\~-]")  # signs that Hydra
 # Messages of Hydra: a choice (group, name) of a list of choices does not exist; `override` of a group that
 # the defaults do not have (config, group), or of a key that the config does not have. Of OmegaConf: a section
 # is set to one value.
-MISSING_CHOICE = re.compile(r"Could not load '(.+)/([^/']+)'")
+MISSING_CHOICE = re.compile(r"Could not load '(.+)'")
 UNKNOWN_OVERRIDE = re.compile(r"Could not override '([^']+)'")
 OVERRIDE_WITHOUT_DEFAULT = re.compile(r"In '(\S+)': Could not override '([\w/@.]+)'")
 VALUE_FOR_SECTION = re.compile(r"Cannot merge DictConfig with")
@@ -60,6 +60,19 @@ COMPOSITION_MESSAGES = {
     r"Could not delete from config. '(.*)' does not exist": (
         "~{0} is invalid: there is no {0}, or it is null. Allowed: {0}=null"
     ),
+}
+# By config group, the options that take a path, which is {0}; in HUB_FORMS those that take a repository of
+# the Hub, where they differ.
+PATH_FORMS = {
+    "benchmark": "benchmark=lm_eval benchmark.include={0}",
+    "domains": "domains=texts domains.root={0}",
+    "endtask": "endtask=texts endtask.root={0}",
+    "model": "model=hf model.name_or_path={0}",
+    "replay": "replay=sources 'replay.sources={{NAME: {{path: {0}, ratio: 0.05}}}}'",
+}
+HUB_FORMS = {
+    "domains": "domains=hub 'domains.catalogue={{NAME: {{path: {0}}}}}'",
+    "endtask": "endtask=hub 'endtask.tasks={{DOMAIN: {{path: {0}}}}}'",
 }
 FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
@@ -129,25 +142,55 @@ def explain_hydra(error: HydraException) -> str:
 
 def explain_missing_choice(error: hydra_errors.MissingConfigException) -> str:
     """The message for a choice that its config group does not have; empty if Hydra misses another file."""
-    if isinstance(error.missing_cfg_file, str) and isinstance(error.options, list):
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        return unknown_choice(group, name, error.options)
+    path = error.missing_cfg_file
+    if not isinstance(path, str) or not isinstance(error.options, list):
+        match = MISSING_CHOICE.search(str(error))  # of a list of choices
+        path = match[1] if match is not None else ""
+    group, name = divide_choice(path)
+    return unknown_choice(group, name, choices_of(group)) if group else ""
 
-    match = MISSING_CHOICE.search(str(error))  # of a list of choices
-    if match is not None:
-        group, name = match.groups()
-        choices = choices_of(group)
-        if choices:
-            return unknown_choice(group, name, choices)
-    return ""
+
+def divide_choice(path: str) -> tuple[str, str]:
+    """The config group and the choice that Hydra has looked for in the path of a config. A choice may be a
+    path itself; the group is the longest beginning that is one. Without one, both are empty.
+
+    >>> divide_choice("domains/template/x"), divide_choice("model//models/x"), divide_choice("x/y")
+    (('domains/template', 'x'), ('model', '/models/x'), ('', ''))
+    """
+    parts = path.split("/")
+    for num_parts in range(len(parts) - 1, 0, -1):
+        is_within_groups = not {"", ".", ".."}.intersection(parts[:num_parts])
+        group = "/".join(parts[:num_parts])
+        if is_within_groups and choices_of(group):
+            return group, "/".join(parts[num_parts:])
+    return "", ""
 
 
 def unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
     """The message for a choice that a config group does not have, with the one that other libraries and
-    papers call by this name, and with what lists all."""
+    papers call by this name, or with the option that takes a path, and with what lists all choices."""
     meant = foreign_names.find_choice(group, name)
-    message = unknown_name(f"{group}={name}", choices, meant=meant if meant in choices else "")
+    if meant not in choices:
+        meant = ""
+    if not meant and is_path(name):
+        meant = option_of_path(group, name)
+
+    message = unknown_name(f"{group}={name}", choices, meant=meant)
+    if group == "model" and not meant:  # `gpt2-large` is a name on the Hub
+        message += f"; a folder or a name on the Hub: {option_of_path(group, name)}"
     return f"{message}; {group}=? describes them"
+
+
+def is_path(name: str) -> bool:
+    """Whether the name of an unknown choice is a folder or a file, or the name of a repository of the Hub."""
+    return "/" in name or name.startswith("~") or Path(name).exists()
+
+
+def option_of_path(group: str, path: str) -> str:
+    """The options by which a path is given to a config group; empty for a group without such options."""
+    is_hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None and not Path(path).exists()
+    form = HUB_FORMS.get(group) if is_hub_name else None
+    return (form or PATH_FORMS.get(group, "")).format(path)
 
 
 def explain_unparsed(error: hydra_errors.OverrideParseException) -> str:

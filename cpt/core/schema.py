@@ -59,6 +59,7 @@ Steps = Annotated[  # also 1e3
 ]
 Text = Annotated[str, Predicate(str.strip)]
 Folder = Annotated[Text, AfterValidator(os.path.expanduser), Allowed("a folder")]
+FileOrFolder = Annotated[Text, AfterValidator(os.path.expanduser), Allowed("a file or folder")]
 TextList = Annotated[tuple[Text, ...], Allowed("a list of texts")]
 Pattern = Annotated[str, Predicate(is_pattern), Allowed("a regular expression")]
 Subset = Annotated[tuple[T, ...], Predicate(lambda values: len(set(values)) == len(values))]
@@ -305,6 +306,7 @@ def unknown_name(
     listing: str | None = None,
     meant: str = "",
     cause: str = "",
+    kind: str = "",
 ) -> str:
     """The message for an option, or for a `group=choice`, that does not exist: what may be meant, then what
     is allowed, of which many names are left out.
@@ -312,7 +314,7 @@ def unknown_name(
     `name` is the unknown name at the end of a key where it is no option, but one of domains or tasks; that of
     a choice is known. Dots are a part of it. `listing` replaces the list of what is allowed where nothing is
     suggested. `meant` is suggested instead of the most similar name. `cause` replaces the words that the name
-    is unknown, and any suggestion."""
+    is unknown, and any suggestion. `kind` says what is unknown, where the key has more than the name."""
     _, _, choice = key.partition("=")
     unknown = name or choice
     is_option = not unknown
@@ -334,7 +336,8 @@ def unknown_name(
         similar = difflib.get_close_matches(unknown.lower(), allowed_by_lower_end, n=1, cutoff=0.6)
         suggestion = allowed_by_lower_end[similar[0]] if similar else ""
 
-    kind = "choice" if "=" in key else "option"
+    if not kind:
+        kind = "choice" if "=" in key else "option"
     message = f"{key} is invalid: {cause or f'unknown {kind}'}."
     if suggestion:
         message += f" Did you mean {suggestion}?"

@@ -57,7 +57,8 @@ def resolve_order(
             ),
         )
 
-    check_domains(domains, names)
+    is_list = not isinstance(order, int | str)
+    check_domains(domains, names, typed_order=domains if is_list else order)
     return domains
 
 
@@ -107,12 +108,19 @@ def read_list(order: Sequence[Any]) -> list[str]:
     return [str(name) for name in order]
 
 
-def check_domains(domains: Sequence[str], names: Sequence[str]) -> None:
+def check_domains(domains: Sequence[str], names: Sequence[str], *, typed_order: Any) -> None:
     """Raises ValueError for an order with an unknown domain, with one twice, or with a name that the scores
-    use for something else."""
+    use for something else. `typed_order` is the order as the command gives it, by a number or a list."""
     unknown = [name for name in domains if name not in names]
     if unknown:
-        raise ValueError(unknown_name(f"order={unknown[0]}", sorted(names)))
+        raise ValueError(
+            unknown_name(
+                f"order={format_value(typed_order)}",
+                sorted(names),
+                name=unknown[0],
+                kind=f"domain {unknown[0]}",
+            )
+        )
     if len(set(domains)) < len(domains) or not domains:
         raise InvalidOptionError("order", domains, allowed="one or more domains, each only once")
 

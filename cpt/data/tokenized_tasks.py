@@ -276,8 +276,9 @@ class Encoder:
         question_ids = self.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
         if len(question_ids) <= num_over:
             raise BadExampleError(
-                f"example {example.id} of {example.task}: its last answer and what may not be cut take "
-                f"{num_tokens} tokens. Allowed: model.max_seq_length={self.length}",
+                f"example {example.id} of {example.task}: its last exchange takes {num_tokens} tokens where "
+                f"{self.length} fit, and its question is too short to be cut by the difference. "
+                f"Allowed: model.max_seq_length of at least {num_tokens}",
                 "too many tokens",
             )
 
@@ -364,7 +365,7 @@ class Encoder:
         room = self.length
         if self.seq2seq:  # the decoder has as much room for the answer
             if len(answer) > self.length:
-                raise self.too_long(example, f"its answer alone takes {len(answer)} tokens")
+                raise self.too_long(example, "its answer alone takes", num_tokens=len(answer))
         else:
             room -= max(len(answer), self.longest_choice(example.choices))
 
@@ -379,7 +380,7 @@ class Encoder:
         num_kept = end - begin - num_over  # of the text's tokens
         if num_kept < 0:
             num_fixed = len(question) - (end - begin) + self.length - room
-            raise self.too_long(example, f"its answer and what may not be cut take {num_fixed} tokens")
+            raise self.too_long(example, "its answer and what may not be cut take", num_tokens=num_fixed)
         num_head = num_kept if self.encoding.truncate == "tail" else (num_kept + 1) // 2
         cut_begin = begin + num_head
         return question[:cut_begin] + question[cut_begin + num_over :], num_over
@@ -402,11 +403,11 @@ class Encoder:
                 positions.append(position)
         return (positions[0], positions[-1] + 1) if positions else (0, 0)
 
-    def too_long(self, example: Example, problem: str) -> BadExampleError:
-        """The error of an example that does not fit."""
+    def too_long(self, example: Example, problem: str, *, num_tokens: int) -> BadExampleError:
+        """The error of an example that does not fit: what takes how many tokens."""
         return BadExampleError(
             f"model.max_seq_length={self.length} is invalid: in example {example.id} of {example.task} "
-            f"{problem}. Allowed: a larger one, or a shorter domains/template=…",
+            f"{problem} {num_tokens} tokens. Allowed: at least {num_tokens}, or a shorter domains/template=…",
             "too many tokens",
         )
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.config import digest
 from cpt.core.errors import reason, unknown_name
-from cpt.core.exceptions import InvalidOptionError
+from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.evaluation.options import LMEvalOptions
 from cpt.models.forward import set_mode
 
@@ -192,7 +192,15 @@ def load_columns(options: LMEvalOptions) -> dict[str, Column]:
     columns: dict[str, Column] = {}
     for name in options.tasks:
         if name not in manager.all_tasks:
-            raise ValueError(unknown_name(f"benchmark.tasks={name}", manager.all_tasks))
+            typed_tasks = options.tasks if len(options.tasks) > 1 else name
+            raise ValueError(
+                unknown_name(
+                    f"benchmark.tasks={format_value(typed_tasks)}",
+                    manager.all_tasks,
+                    name=name,
+                    kind=f"task {name}",
+                )
+            )
         try:
             loaded = manager.load([name])
         except Exception as error:  # what the harness, a task's code or the reader of its data raises

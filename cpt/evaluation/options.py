@@ -18,6 +18,7 @@ from cpt.core.randomness import key, permute
 from cpt.core.schema import (
     Allowed,
     Count,
+    FileOrFolder,
     Folder,
     Int,
     Natural,
@@ -167,7 +168,7 @@ class TaskEvalOptions(StageOptions):
 class ChatOptions(StageOptions):
     """Held-out chats: the loss on the assistant's turns, and answers that the model writes."""
 
-    path: Folder | None = option(
+    path: FileOrFolder | None = option(
         "file or folder of JSON lines with `messages`; null: the chats that cpt ships, "
         "for causal models with a chat template"
     )

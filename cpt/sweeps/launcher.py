@@ -32,7 +32,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's name)
-from cpt.core.errors import readable, unknown_name
+from cpt.core.errors import readable, unknown_choice
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.messages import count_noun
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
@@ -139,7 +139,7 @@ def check_choices(lines: Sequence[str], hydra_context: HydraContext) -> None:
             for choice in choices:
                 name = str(getattr(choice, "text", choice))
                 if name not in options:
-                    raise ValueError(unknown_name(f"{group}={name}", options))
+                    raise ValueError(unknown_choice(group, name, options))
 
 
 def end_if_incomplete(jobs: Sequence[Job]) -> None:

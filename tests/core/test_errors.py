@@ -10,7 +10,7 @@ from hydra.errors import HydraException, OverrideParseException
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.core import foreign_names
 from cpt.core.config import CONF, flatten
-from cpt.core.errors import choices_with, explain
+from cpt.core.errors import choices_with, explain, unknown_choice
 from cpt.core.schema import unknown_name
 
 HINT = ". Allowed: key=value, with the value in quotes: "
@@ -89,6 +89,25 @@ def test_an_option_of_other_choices_is_found_in_all_of_their_files(key, choices)
         ("method=A-GEM", "method=A-GEM is invalid: unknown choice. Did you mean agem? Allowed: adapter, "),
         ("method=EWC", "method=EWC is invalid: unknown choice. Did you mean ewc? Allowed: adapter, "),
         ("optim.foo=1", "optim.foo is invalid: unknown option. Allowed: optim.lr, "),
+        (
+            "model=/data/models/x",
+            "model=/data/models/x is invalid: unknown choice. Did you mean model=hf "
+            "model.name_or_path=/data/models/x? Allowed: bert_base, ",
+        ),
+        (
+            "domains=./corpora",
+            "domains=./corpora is invalid: unknown choice. Did you mean domains=texts domains.root=./corpora?",
+        ),
+        (
+            "domains=org/news",
+            "domains=org/news is invalid: unknown choice. Did you mean domains=hub "
+            "'domains.catalogue={NAME: {path: org/news}}'? Allowed: ",
+        ),
+        (
+            "replay=/x",
+            "replay=/x is invalid: unknown choice. Did you mean replay=sources 'replay.sources={NAME: {path: /x",
+        ),
+        ("mask=[migu,/a/b]", "mask=/a/b is invalid: unknown choice. Allowed: migu, mofo, none; mask=? descr"),
     ],
 )
 def test_what_is_probably_meant_comes_before_what_is_allowed(overrides, beginning):
@@ -97,6 +116,13 @@ def test_what_is_probably_meant_comes_before_what_is_allowed(overrides, beginnin
             compose("config", overrides=overrides.split())
         message = explain(error.value)
     assert message.startswith(beginning) and message.count("Did you mean") <= 1
+
+
+def test_a_model_that_is_no_choice_may_be_a_name_on_the_hub():
+    message = unknown_choice("model", "gpt2-large", ["gpt2", "hf"])
+    assert message.endswith(
+        "; a folder or a name on the Hub: model=hf model.name_or_path=gpt2-large; model=? describes them"
+    )
 
 
 def test_names_of_other_libraries_and_papers_stand_for_what_exists_under_another_name():

@@ -418,5 +418,6 @@ def test_a_long_chat_keeps_a_call_with_its_result():
     # Where all turns are a question, a call, its result and the answer, nothing can be left out.
     single = replace(example, turns=example.turns[:4])
     size = len(encoder(tokenizer, length=4000).encode(single).ids)
-    with pytest.raises(BadExampleError, match="what may not be cut take"):
+    message = f"its last exchange takes {size} tokens .* Allowed: model.max_seq_length of at least {size} "
+    with pytest.raises(BadExampleError, match=message):
         encoder(tokenizer, length=size - 40).encode(single)

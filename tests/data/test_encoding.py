@@ -1,5 +1,6 @@
 """Examples as rows: exactly the answer is marked, for any tokenizer, and the question is never cut."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -67,8 +68,13 @@ def test_what_is_marked_is_the_answer_and_its_end(tokenizer, seq2seq):
         assert decode_text(tokenizer, question).strip() == example.source
 
     long = replace(examples[0], target="tu " * 100, choices=())
-    with pytest.raises(ValueError, match="max_seq_length=40 is invalid: in example e-0 of TC its answer"):
+    message = "max_seq_length=40 is invalid: in example e-0 of TC its answer.* Allowed: at least"
+    with pytest.raises(ValueError, match=message) as error:
         encoder(tokenizer, length=40, seq2seq=seq2seq).encode(long)
+    (num_tokens,) = re.findall(r"at least (\d+)", str(error.value))
+    encoder(tokenizer, length=int(num_tokens), seq2seq=seq2seq).encode(long)
+    with pytest.raises(ValueError, match="is invalid: in example"):
+        encoder(tokenizer, length=int(num_tokens) - 1, seq2seq=seq2seq).encode(long)
 
 
 def test_a_row_has_one_frame_and_released_code_cuts_the_question_itself(tokenizer):

@@ -44,6 +44,11 @@ def test_what_is_not_an_order_and_names_that_the_scores_need_are_refused():
     for order in (2, "alike", ["ai", "law"], ["ai", "acl", "ai"], []):
         with pytest.raises(ValueError, match="order|domain"):
             resolve(order)
+    message = r"^order=\[ai,acll\] is invalid: unknown domain acll\. Did you mean acl\? Allowed: acl, ai"
+    with pytest.raises(ValueError, match=message):
+        resolve(["ai", "acll"])
+    with pytest.raises(ValueError, match="^order=0 is invalid: unknown domain law. Allowed: "):
+        resolve(0, orders=[["ai", "law"]])
     for name in ("base", "joint", "general"):
         with pytest.raises(ValueError, match=f"uses {name} itself"):
             resolve(0, names=["ai", name], orders=None)

@@ -178,7 +178,7 @@ def test_chats_are_encoded_as_the_template_renders_them_and_the_shipped_ones_may
 
     assert len(encode_held_out_chats(options(), tokenizer, length=60)) < len(encoded)
     (tmp_path / "long.jsonl").write_text(row("a", "word " * 200))
-    with pytest.raises(ValueError, match="its last answer and what may not be cut take"):
+    with pytest.raises(ValueError, match="its last exchange takes .* of at least"):
         encode_held_out_chats(options(str(tmp_path / "long.jsonl")), tokenizer, length=60)
 
 

@@ -43,7 +43,7 @@ class GeneratedReplay(ReplayConfig):
                 "replay.prefix",
                 self.prefix,
                 reason=f"it leaves nothing to generate of model.max_seq_length={max_seq_length}",
-                allowed="fewer",
+                allowed=f"0 to {max_seq_length - 1}, or a larger model.max_seq_length",
             )
         if has_examples:
             self.check_examples(batch_size)

@@ -364,7 +364,7 @@ class TextWriter(ReplaySource):
             raise ValueError(
                 f"replay.prompt={options.prompt} and replay.prefix={options.prefix} is invalid: they take "
                 f"{num_tokens} tokens and leave nothing to generate of model.max_seq_length={self.length}. "
-                "Allowed: fewer"
+                f"Allowed: {self.length - 1} together, or a larger model.max_seq_length"
             )
         return [*self.begin, *ids] if ids else []
 
