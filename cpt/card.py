@@ -21,7 +21,7 @@ from cpt.reporting.model_card import describe_license, write_model_card
 from cpt.reporting.publish import check_repository, plan_publication, push
 from cpt.trainer.run_dir import RunDir
 
-NONE = "none"  # in the place of an identifier: forget the one that was given
+NONE = "none"  # instead of an identifier: the one that was given before is forgotten
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -107,8 +107,8 @@ def check_model(run: RunDir) -> None:
 
 
 def read_license_choices(options: argparse.Namespace, run: RunDir, scores: Scores) -> LicenseChoices:
-    """The licenses that were stated of a run before, and those of the options. Raises ValueError for an
-    identifier that the Hub does not list, and for a text that was not trained."""
+    """The licenses that were given to earlier cards of a run, changed by the options. Raises ValueError for
+    an identifier that the Hub does not list, and for a text that the model was not trained on."""
     stored = load_license_choices(run.path)
     model_license = stored.model
     if options.license is not None:
@@ -121,9 +121,11 @@ def read_license_choices(options: argparse.Namespace, run: RunDir, scores: Score
         if not equals or text not in trained_texts:
             allowed = f"TEXT=ID with a TEXT of {', '.join(trained_texts)}"
             raise InvalidOptionError("--data-license", entry, allowed=allowed)
-        text_licenses[text] = read_identifier(text_license, option=f"--data-license {text}")
-        if not text_licenses[text]:
-            del text_licenses[text]
+        identifier = read_identifier(text_license, option=f"--data-license {text}")
+        if identifier:
+            text_licenses[text] = identifier
+        else:
+            text_licenses.pop(text, None)
     return LicenseChoices(model=model_license, texts=text_licenses)
 
 

@@ -40,7 +40,8 @@ def keep_free(*, up_to: int = ANY_SIZE) -> None:
 
 
 def keep_for_run(*, is_checkpointed: bool) -> None:
-    """Has the C heap keep what the steps of a run free, by whether activations are checkpointed."""
+    """Sets `keep_free` as a run needs it: blocks of any size are kept, with activation checkpointing small
+    ones alone."""
     keep_free(up_to=SMALL if is_checkpointed else ANY_SIZE)
 
 

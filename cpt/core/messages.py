@@ -28,7 +28,7 @@ def abbreviate(names: Iterable[object], limit: int = 3, *, with_count: bool = Fa
 
 @cache
 def log_once(log: Logger, message: str) -> None:
-    """Logs a message the first time that this process has it."""
+    """Logs a message unless this process has already logged the same."""
     log.info("%s", message)
 
 

@@ -51,7 +51,8 @@ def replaces_mapping(override: Override, cfg: DictConfig) -> bool:
 
 
 def sets_own_key(override: Override, cfg: DictConfig) -> bool:
-    """Whether an override, without a plus, sets a key of the user's own: one below an open mapping."""
+    """Whether an override `mapping.key=value`, without a plus, sets a key below an open mapping, which is the
+    user's own."""
     if override.type != OverrideType.CHANGE:
         return False
     for mapping in OPEN_MAPPINGS:
@@ -61,7 +62,8 @@ def sets_own_key(override: Override, cfg: DictConfig) -> bool:
 
 
 def is_open(mapping: str, cfg: DictConfig) -> bool:
-    """Whether all keys of one of the open mappings are the user's own in a config that has it, or null."""
+    """Whether a config has this one of OPEN_MAPPINGS, as null or with no keys but the user's own."""
+    # An empty text stands for a mapping that the config does not have: null is one that may be set.
     stored = OmegaConf.select(cfg, mapping, default="", throw_on_missing=False)
     if stored is None:
         return True

@@ -311,15 +311,13 @@ def unknown_name(
     """The message for an option, or for a `group=choice`, that does not exist: what may be meant, then what
     is allowed, of which many names are left out.
 
-    `name` is the unknown name at the end of a key where it is no option, but one of domains or tasks; that of
-    a choice is known. Dots are a part of it. `listing` replaces the list of what is allowed where nothing is
-    suggested. `meant` is suggested instead of the most similar name. `cause` replaces the words that the name
-    is unknown, and any suggestion. `kind` says what is unknown, where the key has more than the name."""
+    `name` is the last part of the key if that is a domain or a task, not an option: it may have dots.
+    `listing` replaces the list of what is allowed where nothing is suggested. `meant` is suggested instead of
+    the most similar name. `cause` replaces the words that the name is unknown, and any suggestion. `kind`
+    says what is unknown, where the key has more than the name."""
     _, _, choice = key.partition("=")
-    unknown = name or choice
-    is_option = not unknown
-    if is_option:
-        unknown = key.rpartition(".")[2]
+    is_option = not name and not choice
+    unknown = key.rpartition(".")[2] if is_option else name or choice
 
     # Options are compared without their section, the names of choices, domains and tasks as they are.
     allowed_by_end = {}

@@ -40,8 +40,9 @@ class IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of a folder of shards. Raises ValueError for one that holds other things than an index, which
-    could execute code, and for a damaged one."""
+    """The index of a folder of shards, whose `state_dict_metadata` has the shapes and types of its tensors.
+    Raises ValueError for a damaged one, and for one with other objects in it, which could execute code;
+    OSError for one that cannot be read."""
     path = folder / INDEX
     try:
         with path.open("rb") as file:
@@ -56,13 +57,14 @@ def read_index(folder: Path) -> Metadata:
 
 
 class ShardReader(FileSystemReader):
-    """Reads a folder of shards with `read_index`: torch's own reader unpickles whatever an index holds."""
+    """Reads a folder of shards with `read_index`. FileSystemReader would unpickle whatever an index holds."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index, with the id of this load, which FileSystemReader sets as well."""
         index = read_index(self.folder)
         if index.storage_meta is None:
             index.storage_meta = StorageMeta()

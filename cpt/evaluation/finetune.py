@@ -112,8 +112,9 @@ class FinetuneJob:
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed)
 
     def batches(self, seed: int, epoch: int) -> list[np.ndarray]:
-        """Rows of an epoch's batches: a shuffle that is a function of task, seed and epoch; of as many
-        batches as `group_by_length` says the rows of near length share one, which saves padding."""
+        """The rows of the training set in each batch of an epoch: a shuffle that is a function of task, seed
+        and epoch. With `group_by_length` the rows of some batches are sorted by length and divided among
+        these batches again, which saves padding; then the order of the batches is shuffled."""
         batch_size = self.settings.batch_size
         stream = key("end task", self.name, seed, epoch)
         rows = permute(np.arange(len(self.train)), len(self.train), stream=stream)

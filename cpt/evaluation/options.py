@@ -60,7 +60,8 @@ When = Annotated[
 
 
 def is_due(schedule: str, number: int, *, stages: int) -> bool:
-    """Whether last, each or every:K includes this number of the stages; 0, the base, and the last always."""
+    """Whether the model after `number` of the stages is evaluated by a schedule: last, each or every:K. The
+    base, number 0, and the last one always are."""
     if number in (0, stages) or schedule == "each":
         return True
     interval = EVERY.fullmatch(schedule)

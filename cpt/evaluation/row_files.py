@@ -1,9 +1,11 @@
 """Rows that `scores.json` does not have yet: `rows/NUMBER.json`, a file for each.
 
-All of a run's cells are in `scores.json`, so that writing it takes longer with each row. A run of many rows
-writes it only from time to time, and a file of the one row meanwhile. Only rows that follow those of
-`scores.json` count, up to the first whose file is missing: files of rows that it has are left over from a
-process that was killed before it removed them."""
+`scores.json` has all cells of a run, so that writing it takes longer with each row. A run of many rows writes
+it from time to time only, and in between a small file for each new row.
+
+The rows of a run are those of `scores.json` and the row files that follow them without a gap. Row files of
+earlier numbers do not count: they are left over from a process that was killed after it had written
+`scores.json`, before it removed them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +14,19 @@ from typing import Any
 from cpt.core.cache import discard
 from cpt.core.files import read_checked_json, sync, write_checked_json
 
-ROWS_PER_NEW_ROW = 16  # rows in scores.json for each row that may be missing in it
+ROWS_PER_MISSING_ROW = 16  # rows of a run for each row that scores.json may lack
 FOLDER = "rows"
 
 
 def is_file_of_all_rows_due(number: int, *, num_rows: int, num_stored: int) -> bool:
-    """Whether `scores.json` is to be written after a change of row `number`, when it has the first
-    `num_stored` of `num_rows` rows. At 0 it is to be: then this process has not written it. Up to 31 rows it
-    is after each row."""
-    is_stored_row = number < num_stored  # which a file of its own would not replace
+    """Whether `scores.json` is to be written after a change of row `number`, instead of a file of this row.
+
+    `scores.json` has the first `num_stored` of `num_rows` rows; 0: this process has not written it yet, so it
+    is due. Below 32 rows it is due after each row."""
+    if number < num_stored:  # a row file would not count
+        return True
     num_missing = num_rows - num_stored
-    return is_stored_row or num_missing >= max(1, num_rows // ROWS_PER_NEW_ROW)
+    return num_missing >= max(1, num_rows // ROWS_PER_MISSING_ROW)
 
 
 def row_file(run: Path, number: int) -> Path:
@@ -30,7 +34,7 @@ def row_file(run: Path, number: int) -> Path:
 
 
 def find_row_files(run: Path, *, first: int) -> Iterator[Path]:
-    """The files of the rows from number `first` on that follow each other without a gap."""
+    """The row files from number `first` on, up to the first that is missing."""
     number = first
     while row_file(run, number).exists():
         yield row_file(run, number)
@@ -47,7 +51,7 @@ def write_row_file(run: Path, number: int, row: Any) -> None:
 
 
 def read_row_files(run: Path, *, first: int) -> Iterator[Any]:
-    """The rows from number `first` on. Raises ValueError for a damaged file."""
+    """The content of the row files from number `first` on. Raises ValueError for a damaged one."""
     for path in find_row_files(run, first=first):
         yield read_checked_json(path, remedy=f"restore it from a backup, or delete {run} to train again")
 

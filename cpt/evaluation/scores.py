@@ -200,7 +200,7 @@ class Scores(Layout):
         return np.array(self.nll or np.empty((0, len(self.domains))), dtype=float)
 
     def row_losses(self, number: int) -> Array:
-        """A row of the matrix."""
+        """A row of the matrix, [column]. `matrix` takes longer: in a long run it has many rows."""
         return np.array(self.nll[number], dtype=float)
 
     @property
@@ -313,15 +313,15 @@ class Scores(Layout):
 
     @classmethod
     def load(cls, path: Path) -> Scores:
-        """The scores in a file, and the rows in files next to it that it does not have yet; a ValueError of
-        one line if one is damaged, foreign or of a later version."""
+        """The scores in a file, with the rows that are in row files next to it. Raises ValueError of one line
+        for a file that is damaged, foreign or of a later version."""
         path = Path(path)
-        data: Any = None
+        content: Any = None
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            scores = cls.from_data(data)
+            content = json.loads(path.read_text(encoding="utf-8"))
+            scores = cls.from_data(content)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path}: damaged or foreign ({error}); {choose_remedy(data)}") from None
+            raise ValueError(f"{path}: damaged or foreign ({error}); {choose_remedy(content)}") from None
 
         num_rows = len(scores.rows)
         for row in read_row_files(path.parent, first=num_rows):
@@ -350,8 +350,8 @@ class Scores(Layout):
         return cls(**values)
 
     def save(self, path: Path) -> None:
-        """Replaces the file atomically: a reader sees the old or the new scores, after a crash too. Files of
-        single rows are removed: this one has all rows."""
+        """Replaces the file atomically: a reader sees the old or the new scores, after a crash too. Then row
+        files are removed, as this file has all rows."""
         self.seconds = self.sum_seconds()
         lines = [f'"{key_of(column)}": {encode(getattr(self, column.name))}' for column in fields(self)]
         replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
@@ -362,9 +362,9 @@ class Scores(Layout):
         return sum(sum(stages.values()) for stages in self.activity_seconds.values())
 
     def save_row(self, number: int, folder: Path) -> None:
-        """Writes what a stage has added to the scores into a file of its own in the run's folder, atomically,
-        with the numbers that `save` would write. Results of evaluators with files of their own and times of
-        the start are not in it: the next `save` writes them."""
+        """Writes the row file of a stage into the run's folder, atomically, with the numbers that `save`
+        would write. It lacks the results of evaluators, which have files of their own, and the times of the
+        start: the next `save` writes them."""
         name = self.rows[number]
         costs = {column: getattr(self, column)[number] for column in COST_COLUMNS}
         losses = zip(self.domains, self.nll[number], strict=True)

@@ -401,13 +401,17 @@ class StageModule(LightningModule):
         return cast(Tensor, sum(terms.values()))
 
     def log_terms(self, terms: Mapping[str, Tensor], batch_idx: int) -> None:
-        """Adds the terms of a micro-batch to their means over the step, which the last micro-batch logs."""
+        """Adds the terms of a micro-batch's loss to their means over the step. After the last micro-batch of
+        the step the means are logged, with the learning rate."""
         num_micro_batches = self.trainer.accumulate_grad_batches
         if batch_idx % num_micro_batches == 0:
             self.step_terms = {}
         for term, value in terms.items():
             share = value.detach() / num_micro_batches
-            self.step_terms[term] = self.step_terms[term] + share if term in self.step_terms else share
+            if term in self.step_terms:
+                self.step_terms[term] = self.step_terms[term] + share
+            else:
+                self.step_terms[term] = share
 
         is_last_micro_batch = (batch_idx + 1) % num_micro_batches == 0
         if not is_last_micro_batch:

@@ -35,9 +35,9 @@ DASHES = ("-", "--", ":")
 NUM_COLOURS_OF_MANY = 33  # of many cells: the image is a quarter as large as with 256
 LARGE_TICK = 1e6  # from which a number is too long for its tick
 MAX_TICKS = 30  # labels at an axis with many names
-MAX_EXACT_CELLS = (
-    200_000  # of all heat maps of a figure; on hover more have fewer digits, or they fill a page
-)
+# Of all heat maps of a figure. The numbers of more cells, which a page shows on hover, have fewer digits: in
+# full they would be most of the page.
+MAX_EXACT_CELLS = 200_000
 VECTORS: dict[Any, Any] = {**SVG_TEXT, "pdf.fonttype": 42}  # as publishers require
 CELL_INK = "#111111"  # dark text and frames on the colours of a heat map, the same on dark screens
 logging.getLogger("fontTools").setLevel(logging.WARNING)  # of each PDF it logs every table of a font
@@ -308,7 +308,8 @@ def write_numbers(
 
 
 def describe_cells(heat_map: HeatMap, format_value: Format) -> list[list[str]]:
-    """The text of each cell: the number in it and, if that is another, its value; "" without a number."""
+    """The text of each cell [row, column]: the number in it and, if that is another, its value in nats; empty
+    without a number."""
     texts = []
     for numbers, values in zip(heat_map.written.tolist(), heat_map.values.tolist(), strict=True):
         row_texts = []

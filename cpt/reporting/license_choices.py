@@ -1,5 +1,5 @@
-"""Licenses that somebody has stated of a run, `licenses.json` in its folder: of its model, and of texts that
-it was trained on. Each model card that is written of the run has them."""
+"""Licenses that the user has given to `cpt.card`, for the model of a run and for texts that it was trained
+on. They are kept in the run's folder, as `licenses.json`, and each later model card of the run has them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LicenseChoices:
 
 
 def load_license_choices(folder: Path) -> LicenseChoices:
-    """The choices in a run's folder. Raises ValueError for a damaged file."""
+    """The choices in a run's folder, empty ones without a file. Raises ValueError for a damaged file."""
     path = folder / LICENSES_FILE
     if not path.exists():
         return LicenseChoices()

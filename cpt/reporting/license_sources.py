@@ -25,8 +25,8 @@ from cpt.reporting.license_terms import KINDS, OTHER, StatedLicense, normalize
 
 log = logging.getLogger(__name__)
 CARD = "README.md"
-SOURCES = "replay.sources"  # begins the names of texts that are sources of replay
-REPLAY_SECTIONS = ("replay", "method.mixture")  # of a config, that have options of replay
+SOURCES = "replay.sources"  # how the name of a text begins that is a source of replay
+REPLAY_SECTIONS = ("replay", "method.mixture")  # of a config: those with the options of replay
 HUB_ADDRESS = "https://huggingface.co"
 URL = re.compile(r"https?://")
 FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
@@ -101,17 +101,19 @@ def list_trained_texts(settings: Mapping[str, Any], scores: Scores) -> list[str]
     """The texts that the final model was trained on: the domains, the general text where it is replayed or
     the base was made of it, and the sources of replay, `replay.sources.NAME`."""
     texts = list(scores.run["order"])
-    is_general_trained = scores.base.get("origin") == "built"
-    source_names: dict[str, None] = {}
+    is_base_built = scores.base.get("origin") == "built"
+    is_general_replayed = any(settings.get(f"{section}.general_ratio") for section in REPLAY_SECTIONS)
+    if is_base_built or is_general_replayed:
+        texts.append(GENERAL)
+
+    source_names: dict[str, None] = {}  # each once, in the order of the config
     for section in REPLAY_SECTIONS:
-        is_general_trained = is_general_trained or bool(settings.get(f"{section}.general_ratio"))
         for key in settings:
             if key.startswith(f"{section}.sources."):
                 name, _, _ = key.removeprefix(f"{section}.sources.").partition(".")
                 source_names[name] = None
-    if is_general_trained:
-        texts.append(GENERAL)
-    return [*texts, *(f"{SOURCES}.{name}" for name in source_names)]
+    texts.extend(f"{SOURCES}.{name}" for name in source_names)
+    return texts
 
 
 def find_model_license(
@@ -152,7 +154,10 @@ def find_source_license(settings: Mapping[str, Any], name: str, *, is_online: bo
     source = f"{SOURCES}.{name}"
     path = ""
     for section in REPLAY_SECTIONS:
-        path = path or str(settings.get(f"{section}.sources.{name}.path") or "")
+        section_path = settings.get(f"{section}.sources.{name}.path")
+        if section_path and not path:
+            path = str(section_path)
+
     local_path = Path(os.path.expanduser(path))
     if local_path.is_dir():
         return read_folder(local_path, source=source)
@@ -210,9 +215,12 @@ def read_card(path: Path, *, source: str, is_model: bool = False) -> StatedLicen
         try:
             data = yaml.safe_load(front_matter[1])
         except yaml.YAMLError as error:
-            problem = str(getattr(error, "problem", None) or error).splitlines()[0]
+            problem = str(error)
+            if isinstance(error, yaml.MarkedYAMLError) and error.problem:
+                problem = error.problem  # without the position, which takes further lines
+            first_line = problem.splitlines()[0]
             log_once(
-                log, f"The license of {source} counts as not stated: {path} has damaged YAML ({problem})"
+                log, f"The license of {source} counts as not stated: {path} has damaged YAML ({first_line})"
             )
     if not isinstance(data, Mapping) or not data.get("license"):
         return StatedLicense(source=source, is_model=is_model)

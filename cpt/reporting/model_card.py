@@ -60,9 +60,9 @@ PATH = re.compile(r"[/~]|[A-Za-z]:\\")
 
 
 def write_model_card(folder: Path, scores: Scores, *, is_online: bool = False) -> Path:
-    """Writes the card of a run from its scores, config and overrides, and from the licenses that somebody has
-    stated. If it `is_online`, cards of the base and of data that are not in the cache of the Hub may be
-    downloaded. Returns the card's path."""
+    """Writes the card of a run from its scores, config and overrides, and from the licenses that the user has
+    given. With `is_online` the cards of its base and data sets are downloaded where the cache of the Hub does
+    not have them. Returns the card's path."""
     run = scores.run
     choices = load_license_choices(folder)
     settings = dict(flatten(read_yaml(folder / "config.yaml") or {}))

@@ -82,7 +82,8 @@ class CellGrid:
 
 @dataclass(frozen=True)
 class Front:
-    """The line of a Pareto front, and the points of all groups (x, y) through which it may be drawn."""
+    """The line of a Pareto front, and the means (x, y) of all groups, in data coordinates: a page draws it
+    through those of the groups shown."""
 
     line: Line2D
     points: Mapping[str, tuple[float, float]]
@@ -146,7 +147,7 @@ def assign_group(artists: Iterable[Artist], group: str) -> None:
 
 
 def assign_front(line: Line2D, points: Mapping[str, tuple[float, float]]) -> None:
-    """Lets the filters of a page draw a Pareto front again, through the points of the groups shown."""
+    """Has the filters of a page draw a Pareto front again, from the means `points` of the groups shown."""
     figure = cast(PageFigure, line.get_figure(root=True))
     identifier = f"front-{len(figure.fronts)}"
     line.set_gid(identifier)
@@ -202,7 +203,8 @@ def render_svg(figure: PageFigure, *, description: str, prefix: str) -> str:
 
 
 def shrink_image(element: ElementTree.Element) -> None:
-    """Writes a PNG of at most 256 colours with a palette: of a large heat map, a quarter of the size."""
+    """Writes the PNG in an element with a palette, which makes that of a large heat map a quarter as large.
+    One of more than 256 colours stays as it is."""
     for name, value in element.attrib.items():
         if not value.startswith(IMAGE_PREFIX):
             continue
@@ -291,8 +293,8 @@ def measure_rectangle(
 
 
 def pack_grid(grid: CellGrid) -> str:
-    """Names and texts of a grid as base64 of compressed JSON, which report.js.j2 reads. What comes before and
-    after the first blank of the texts is joined separately, as this is a fifth smaller."""
+    """Names and texts of a grid as base64 of compressed JSON, which report.js.j2 reads. The texts are cut at
+    their first blank, and the two halves joined separately: compressed they are a fifth smaller."""
     numbers = []
     details = []
     for row_texts in grid.texts:
@@ -311,13 +313,15 @@ def pack_grid(grid: CellGrid) -> str:
 
 
 def describe_front(figure: PageFigure, front: Front) -> str:
-    """The points [name, x, y] of a front and its ends as JSON, in the points of the SVG."""
+    """What report.js.j2 draws a front from, as JSON: the means [group, x, y], and the right and the top end
+    of the line. Coordinates are points of the SVG."""
     axes = cast(Axes, front.line.axes)
     xs, ys = np.asarray(front.line.get_data(), float)
     right, top = find_point(figure, axes, xs[-1], ys[0])
     points = []
     for name, (x, y) in front.points.items():
-        points.append([name, *(round(value, 2) for value in find_point(figure, axes, x, y))])
+        point_x, point_y = find_point(figure, axes, x, y)
+        points.append([name, round(point_x, 2), round(point_y, 2)])
     content = {"points": points, "right": round(right, 2), "top": round(top, 2)}
     return json.dumps(content, ensure_ascii=False)
 

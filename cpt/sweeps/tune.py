@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cpt.reporting.tuning import FinalRun, Trial
 
 log = logging.getLogger(__name__)
-ANY = "*"  # in a key of `search`: any name, as of the sources of replay
+ANY = "*"  # a part of a key of `search` that stands for any name, as of the sources of replay
 SPACES = "[low, high], [log, low, high], or a sweep in Hydra's grammar like choice(a,b)"
 
 
@@ -46,7 +46,7 @@ class Candidate:
     overrides: list[str]
     space: dict[str, Override]
     defaults: dict[str, Any]  # empty where a default is outside the space
-    monitors_chats: bool  # whether chats may end a stage: its trials measure them, too
+    monitors_chats: bool  # its trials need the chats, too: they may end a stage
 
 
 @dataclass(frozen=True)
@@ -217,16 +217,19 @@ class TuneSweeper(OptunaSweeper):
             return SearchResult([], [])
         log.info("Tuning %s: %s trials over %s", candidate.label, self.n_trials, ", ".join(candidate.space))
 
-        unused = ["benchmark", "divergence"]
+        # Trials are not evaluated by what does not decide the search.
+        unused_groups = ["benchmark", "divergence"]
         if not candidate.monitors_chats:
-            unused.append("chats")
+            unused_groups.append("chats")
         if not self.on_tasks:
-            unused.append("endtask")
-        evaluation = ["domains.score_on=valid", *(f"{group}=none" for group in unused)]
+            unused_groups.append("endtask")
+        evaluation = ["domains.score_on=valid", *(f"{group}=none" for group in unused_groups)]
         if self.on_tasks:
             evaluation.append("endtask.score_on=dev")
-        replaced = tuple(unused)
-        fixed = [line for line in candidate.overrides if not line.lstrip("+~").startswith(replaced)]
+        fixed = []
+        for line in candidate.overrides:
+            if not line.lstrip("+~").startswith(tuple(unused_groups)):
+                fixed.append(line)
         first_run = [lines[0] for lines in runs if lines[0].partition("=")[0] not in self.averaged]
         folder = f"{name}/search/" + UNSAFE.sub(".", candidate.label).strip(".")
         space = [f"{key}={override.get_value_string()}" for key, override in candidate.space.items()]
@@ -294,7 +297,8 @@ def find_space(cfg: DictConfig) -> dict[str, Override]:
     tree: Any = OmegaConf.to_container(cfg, resolve=False)
     sections = {name: section for name, section in tree.items() if name != "hydra"}
     values = {key: value for key, value in flatten(sections) if without_search(key) != key}
-    # What is said of one name, also that it is not searched, goes before what is said of any.
+
+    # A space for one name, or null for none, goes before the space for any name.
     keys_of_any = [key for key in values if ANY in key.split(".")]
     for key in keys_of_any:
         value = values.pop(key)
@@ -315,8 +319,8 @@ def find_space(cfg: DictConfig) -> dict[str, Override]:
 
 
 def name_any(key: str, tree: Mapping[str, Any]) -> Iterator[str]:
-    """The keys that a key of `search` stands for, of which one part is any name: `search.sources.*.ratio`
-    those of all sources that have a ratio."""
+    """The keys that a key of `search` with ANY stands for: `replay.search.sources.*.ratio` for the
+    `replay.search.sources.NAME.ratio` of each source that has a ratio in `tree`, the config."""
     before, _, option = key.partition(f".{ANY}.")
     entries: Any = tree
     for part in without_search(before).split("."):

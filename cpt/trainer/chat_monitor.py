@@ -20,27 +20,27 @@ log = logging.getLogger(__name__)
 
 
 class ChatMonitor:
-    """Scores a fixed sample of the held-out chats, up to `max_tokens` tokens, with the model as it is: the
-    assistant's turns, and the answers that the base has written, where the run has them.
+    """Evaluates a fixed sample of the held-out chats with the model as it is: the assistant's turns and,
+    where the run has them, the answers that the base has written. `max_tokens` is the size of either sample.
 
-    Every process has to call `measure`; they share the chats out."""
+    Every process has to call `measure`: each evaluates a share of the chats."""
 
     def __init__(self, evaluator: ChatEvaluator, *, max_tokens: int) -> None:
         self.evaluator = evaluator
         self.rows_by_chat = {CHAT: draw_chats(evaluator.make_rows(LOSSES), max_tokens=max_tokens)}
-        # Written before the first stage, but with chats.generate=0.
+        # The base writes its answers before the first stage, and none with chats.generate=0.
         if evaluator.answered and evaluator.read(0, ANSWERS) is not None:
             rows = evaluator.make_rows(BASE_LOSSES)
             self.rows_by_chat[BASE_ANSWERS] = draw_chats(rows, max_tokens=max_tokens)
 
     @property
     def names(self) -> list[str]:
-        """Names of the losses, in the place of names of texts."""
+        """The names of the losses, which the monitor has among those of texts."""
         return list(self.rows_by_chat)
 
     def measure(self, module: ContinualMethod) -> dict[str, Tensor]:
-        """By name the mean loss of each chat in nats per token and a weight of 1, [2, chats] on the CPU: a
-        mean over chats, as after a stage."""
+        """The losses by name, [2, chats] on the CPU: of each chat the mean in nats per token, and 1 as its
+        weight. So all chats count alike, as they do after a stage."""
         losses = {}
         for name, rows_by_chat in self.rows_by_chat.items():
             local_nats: dict[int, float] = {}
@@ -53,7 +53,7 @@ class ChatMonitor:
                 on_batch_done=lambda count: None,
                 share=rank_and_world(),
             )
-            nats: dict[int, float] = {}
+            nats: dict[int, float] = {}  # by index of the chat, of all processes
             for process_nats in gather_objects(local_nats):
                 nats.update(process_nats)
 
@@ -66,8 +66,8 @@ class ChatMonitor:
 
 
 def make_chat_monitor(evaluator: ChatEvaluator | None, *, max_tokens: int) -> ChatMonitor | None:
-    """The chats that a stage monitors; None, which is logged, where the model takes none of those that cpt
-    ships."""
+    """The chats that a stage monitors; None, with a line in the log, where the template of the model takes
+    none of them."""
     if evaluator is None or not evaluator.chats:
         if is_first_process():
             log.info("Monitoring no chats: the model takes none of them (monitor.chats=true)")
@@ -76,7 +76,8 @@ def make_chat_monitor(evaluator: ChatEvaluator | None, *, max_tokens: int) -> Ch
 
 
 def draw_chats(rows_by_chat: Sequence[Sequence[MarkedRow]], *, max_tokens: int) -> list[Sequence[MarkedRow]]:
-    """The first chats of a fixed permutation whose tokens add up to a number, in their order: one or more."""
+    """A sample of the chats, the same at each call, in their order: the first of a permutation until they
+    have `max_tokens` tokens. The last one may go beyond."""
     num_chats = len(rows_by_chat)
     order = permute(np.arange(num_chats), num_chats, stream=key("monitored chats"))
     num_tokens = 0
@@ -90,7 +91,7 @@ def draw_chats(rows_by_chat: Sequence[Sequence[MarkedRow]], *, max_tokens: int) 
 
 
 def find_chat_evaluator(evaluators: Sequence[object]) -> ChatEvaluator | None:
-    """The evaluator of chats among those of a run."""
+    """The evaluator of chats among those of a run; None if the run does not measure them."""
     for evaluator in evaluators:
         if isinstance(evaluator, ChatEvaluator):
             return evaluator

@@ -114,7 +114,7 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
     if plan.trainer.micro_batch == AUTO:
         divided = []
         for layout in layouts:
-            # The share of a run is of all that its process holds.
+            # As in a run, the share is of all that the process holds: libraries, too.
             limit = int(find_share(layout.strategy) * find_limit(kind, layout))
             divided.append(changes.divide(simulated, layout, limit=limit - process_bytes))
         layouts = divided
@@ -149,7 +149,8 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
 
 
 def measure_process(plan: Plan) -> int:
-    """The bytes of main memory that this process holds: Python and the libraries of a run."""
+    """The bytes of main memory that this process holds: Python and the libraries of a run. bitsandbytes is
+    imported for a run that needs it, as a computed plan does not."""
     needs_kernels = find_quantization(plan) != "none" or plan.optim.target == ADAMW_8BIT
     if needs_kernels and importlib.util.find_spec("bitsandbytes") is not None:
         importlib.import_module("bitsandbytes")
@@ -170,7 +171,7 @@ def list_possible_layouts(plan: Plan, kind: DeviceKind) -> list[Layout]:
 
 
 def find_limit(kind: DeviceKind, layout: Layout) -> int:
-    """The bytes that a process of a layout has: those of a CPU are shared."""
+    """The bytes of memory that a process of a layout may take: processes on a CPU share the main memory."""
     return kind.memory if kind.is_gpu else kind.memory // layout.num_devices
 
 
@@ -193,7 +194,7 @@ class Estimate:
 def estimate_layout(
     simulated: SimulatedPlan, layout: Layout, rates: Rates, changes: ChangeSearch, *, process_bytes: int
 ) -> Estimate:
-    """What a run needs in a layout; `process_bytes` are those of main memory without tensors, on a CPU."""
+    """What a run needs in a layout. On a CPU `process_bytes` of its memory are taken before any tensor is."""
     memory = find_memory(simulated, layout)
     peak = find_peak(memory)
     limit = find_limit(simulated.kind, layout) - process_bytes

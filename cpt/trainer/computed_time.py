@@ -1,7 +1,8 @@
 """The time of a run in a computed plan: the work of its simulation, over what a device does in a second.
 
-Of a GPU that is a share of the peak of its products, which includes all other operations. On a CPU products,
-bytes that other operations move and weights that are dequantized are timed when the plan is made."""
+A GPU's rate is a share of the peak of its matrix products, and stands for all other operations, too. A CPU
+has three rates, which are timed when the plan is made: of products, of bytes that other operations move, and
+of weights that are dequantized."""
 
 import importlib.util
 import math
@@ -25,24 +26,23 @@ from cpt.trainer.simulated_plan import SimulatedPlan
 CPU = torch.device("cpu")
 MATRIX_SIZE = 1024  # of the products that are timed
 TIMED_SECONDS = 0.2
-NUM_MATRICES = 48  # of weights that are cast and changed: more than caches hold
-DEQUANTIZED_SIZE = 1024
+NUM_MATRICES = 48  # that are cast and changed: more than caches hold
+DEQUANTIZED_SIZE = 1024  # rows and columns of the weight that is dequantized
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second: operations of products by the type of their inputs, bytes moved by all
-    other operations, and weights dequantized from 4 bits; infinite where a share of the peak of products
-    includes them. `peak` and `share` of a GPU make its operations per second."""
+    """What a device does in a second. Infinite rates are those of a GPU: the share of its peak that products
+    reach includes all else."""
 
-    flops: Mapping[str, float]
-    num_bytes: float = math.inf
-    num_dequantized: float = math.inf
-    peak: float | None = None
-    share: float | None = None
+    flops: Mapping[str, float]  # operations of products, by the type of their inputs
+    num_bytes: float = math.inf  # moved by all other operations
+    num_dequantized: float = math.inf  # weights, from 4 bits
+    peak: float | None = None  # operations per second of a GPU's products; None: a CPU
+    share: float | None = None  # of the peak, which makes `flops`; None: a CPU
 
     def find_flops(self, type_name: str) -> float:
-        """The operations per second of products of a type; of one that was not timed the fewest."""
+        """The operations per second of products of a type; the lowest rate for a type that was not timed."""
         return self.flops.get(type_name, min(self.flops.values()))
 
 
@@ -73,7 +73,8 @@ def measure_cpu(*, is_16_bit: bool, is_quantized: bool, is_checkpointed: bool) -
     dtypes = [torch.float32, torch.bfloat16] if is_16_bit else [torch.float32]
     flops = {str(dtype).removeprefix("torch."): measure_products(CPU, dtype) for dtype in dtypes}
     num_bytes = measure_moved_bytes()
-    num_dequantized = num_bytes / torch.float32.itemsize  # at least as long as writing them takes
+    # Without bitsandbytes dequantizing counts as writing 32 bits, which is the least that it takes.
+    num_dequantized = num_bytes / torch.float32.itemsize
     if is_quantized and importlib.util.find_spec("bitsandbytes") is not None:
         num_dequantized = measure_dequantized()
     return Rates(flops, num_bytes=num_bytes, num_dequantized=num_dequantized)
@@ -118,7 +119,8 @@ def measure_dequantized() -> float:
 
 
 def time_calls(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call. On a CPU its own time is measured, without that of other programs."""
+    """Seconds of a call, the mean over TIMED_SECONDS. On a CPU they are CPU time of this thread, which other
+    programs do not lengthen."""
     read_clock = time.thread_time if device.type == "cpu" else time.perf_counter
     call()  # before time is taken, as the first call loads kernels
     num_calls = 0
@@ -132,7 +134,7 @@ def time_calls(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def find_work_seconds(work: Work, rates: Rates) -> float:
-    """The seconds of work that is done in turn."""
+    """The seconds of work whose operations follow each other."""
     seconds = work.num_bytes / rates.num_bytes + work.num_dequantized / rates.num_dequantized
     for type_name, num_flops in work.flops.items():
         seconds += num_flops / rates.find_flops(type_name)
@@ -160,8 +162,8 @@ def count_steps(plan: Plan) -> int | None:
 
 
 def find_seconds(simulated: SimulatedPlan, layout: Layout, rates: Rates) -> dict[str, float | None]:
-    """Seconds of a run by what they are spent on, without communication between devices; None where they
-    depend on texts."""
+    """Seconds of a step, and of a run by what they are spent on, without communication between devices; None
+    where they depend on texts, and without stages."""
     plan = simulated.plan
     num_stages = len(simulated.stages)
     num_steps = count_steps(plan)

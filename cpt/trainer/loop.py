@@ -353,8 +353,8 @@ class ContinualTrainer:
         log.info("Resuming after %s", self.scores.rows[number])
 
     def save_results(self, number: int) -> None:
-        """Writes what was measured after a stage. Of a run of many stages this is mostly a file of the last
-        row: the time that scores.json takes grows with the number of rows."""
+        """Writes what was measured after stage `number`: in a long run mostly the file of its row, since
+        scores.json takes longer with each row (cpt.evaluation.row_files)."""
         num_rows = len(self.scores.rows)
         if is_file_of_all_rows_due(number, num_rows=num_rows, num_stored=self.num_stored_rows):
             self.save_scores()

@@ -152,7 +152,8 @@ def needs_computed_choice(machine: Machine) -> bool:
 
 
 def find_share(strategy: str) -> float:
-    """The share of a device's memory that a step of a run may take; without torchrun and srun."""
+    """The share of a device's memory that a step of a run may take whose processes the run starts itself:
+    with torchrun and srun it is COMPUTED_SHARE for all strategies."""
     return COMPUTED_SHARE if strategy == "fsdp" else TRIED_SHARE
 
 

@@ -29,7 +29,7 @@ class MixtureMonitor(Callback):
         self.counts = torch.zeros((3, len(part_names)), dtype=torch.int64)  # rows, tokens, scored tokens
         self.losses = PartLosses()
         self.point_step = 0  # the last logged step
-        self.has_logged_lack = False  # of losses
+        self.has_reported_none = False  # whether the log has a line about missing losses
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         cast(ContinualMethod, pl_module).part_losses = self.losses
@@ -54,15 +54,16 @@ class MixtureMonitor(Callback):
             self.log_losses(trainer, cast(ContinualMethod, pl_module))
 
     def log_losses(self, trainer: Trainer, module: ContinualMethod) -> None:
-        """Logs the losses. Every process has to call it."""
+        """Logs the losses; once in a run a line instead, where the method has none. Every process has to call
+        it."""
         sums = self.losses.take()
         if sums is None:
-            if module.domain.index == 0 and not self.has_logged_lack and is_first_process():
+            if module.domain.index == 0 and not self.has_reported_none and is_first_process():
                 log.info(
                     "No losses of parts of the mixture: those of %s are not made of self.lm_loss(batch)",
                     type(module).__name__,
                 )
-            self.has_logged_lack = True
+            self.has_reported_none = True
             return
         total_sums = cast(Tensor, trainer.strategy.reduce(sums, reduce_op="sum"))
         for name, nats, tokens in zip(self.part_names, *total_sums.tolist(), strict=True):

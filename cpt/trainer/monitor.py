@@ -130,7 +130,7 @@ class Monitor(Callback):
             trainer, module, measured, partial(self.measure, trainer, module)
         )
 
-        # After the observer, which acts on texts: with the weights that it leaves.
+        # The observer may change the weights. It decides by texts, so chats are evaluated after it.
         if self.chats is not None:
             with self.evaluation_mode(trainer, module):
                 chat_losses = self.chats.measure(module)
@@ -229,7 +229,8 @@ class Monitor(Callback):
         self.keep_chats_of_stage()
 
     def keep_chats_of_stage(self) -> None:
-        """Has a resumed stage evaluate chats to its end only if all its evaluations did so."""
+        """Makes all evaluations of a resumed stage alike: if it began without chats it ends without them, and
+        if chats are not monitored any more its earlier losses on them are dropped."""
         if self.chats is not None and not set(self.chats.names) <= set(self.initial_losses):
             self.chats = None
             log.info("Monitoring no chats in the rest of this stage, which began without monitor.chats")

@@ -140,7 +140,7 @@ class Pass:
         count_logit_rows: Callable[[int], int],
     ) -> None:
         self.allocations = allocations
-        self.work = work  # as WorkRecorder has it
+        self.work = work  # by whether it is of the update, and whether it grows with the rows
         self.num_rows = num_rows
         self.num_logit_rows = num_logit_rows
         self.count_logit_rows = count_logit_rows
@@ -161,8 +161,8 @@ class Pass:
         return sum(work.total_flops for work in self.work.values())
 
     def count_work(self, num_rows: int, *, num_passes: int = 1, num_shards: int = 1) -> Work:
-        """The work of a number of passes over as many rows each, with one update, in which a process moves
-        the bytes of its shard."""
+        """The work of a process in `num_passes` passes over `num_rows` rows each, and in one update of its
+        shard of the weights, which is one of `num_shards`."""
         total = Work()
         for (is_update, grows), work in self.work.items():
             times = num_rows / self.num_rows if grows else 1.0
@@ -357,8 +357,8 @@ class Simulation:
         )
 
     def grows_with_rows(self, tensor: Tensor) -> bool:
-        """Whether the bytes of a tensor grow with the rows of the batch, as those of logits do, whose chunks
-        may have any number of them."""
+        """Whether the bytes of a tensor grow with the rows of the batch. Those of logits do, although a chunk
+        of them may have a number of positions that the number of rows does not divide."""
         has_logits = tensor.ndim > 1 and tensor.shape[-1] == count_entries(self.method.model)
         return has_logits or tensor.numel() % self.num_rows == 0
 
