@@ -333,7 +333,7 @@ class OptunaSweeper(Sweeper):
         return {
             "space": {key: str(override.get_value_string()) for key, override in sorted(space.items())},
             "fixed": sorted(decisive),
-            "objective": objective,
+            "objective": objective.replace("/", "."),  # LC/perplexity is LC.perplexity
             "direction": self.direction,
             **self.averaged,
         }

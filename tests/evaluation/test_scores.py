@@ -140,6 +140,14 @@ def test_units_and_intransigence_by_hand():
     )
 
 
+def test_a_metric_may_be_named_as_in_the_config_or_as_in_the_tables():
+    values = {"LC": {"nats": 4.4, "perplexity": 81.5}}
+    for name in ("LC.perplexity", "LC/perplexity"):
+        assert metrics.objective_value(values, name) == 81.5
+    with pytest.raises(ValueError, match=r"optimized_metric=LC/furlongs is invalid"):
+        metrics.objective_value(values, "LC/furlongs")
+
+
 def test_each_policy_chooses_what_it_says():
     texts = [*DOMAINS[:10], "general"]
 

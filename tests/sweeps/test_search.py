@@ -221,8 +221,10 @@ def test_a_folder_of_another_search_is_refused(search, read_refusal):
     search(loss, LR, "trainer.num_workers=1")
     # How runs are carried out is no part of a search.
     assert len(search(loss, LR, "trainer.num_workers=2", n_trials=5)) == 1
+    # LC.perplexity in another spelling is the same metric.
+    assert len(search(loss, LR, "optimized_metric=LC/perplexity", n_trials=6)) == 1
     for overrides in (["lr=interval(0.1,1)"], [LR, "steps=2"], [LR, "optimized_metric=FG.nats"]):
-        assert "is another search (" in read_refusal(loss, *overrides, n_trials=6)
+        assert "is another search (" in read_refusal(loss, *overrides, n_trials=7)
     assert "direction: " in read_refusal(loss, LR, direction="maximize")
 
 
