@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -233,15 +235,18 @@ def open_as_other_user(folder, *, group):
 
 
 @pytest.fixture
-def open_cache(tmp_path):
-    """A cache of group 4242 below folders that anybody may enter."""
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(folder.stat().st_mode | 0o055)
-    root = tmp_path / "cache"
-    root.mkdir()
-    os.chown(root, -1, 4242)
-    root.chmod(0o2775)
-    return root
+def open_cache():
+    """A cache of group 4242 that anybody may enter.
+
+    Not below tmp_path: whenever another pytest of this user starts, it closes their common folder to other
+    users (`TempPathFactory.getbasetemp`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        root = Path(folder) / "cache"
+        root.mkdir()
+        os.chown(root, -1, 4242)
+        root.chmod(0o2775)
+        yield root
 
 
 @needs_root
