@@ -8,13 +8,14 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
-# Options that are mappings with keys of the user's own, null or {} by default. Other mappings have keys with
-# defaults, some of which a mapping on the command line changes.
+# Options that are mappings with keys of the user's own, null or {} by default but for the packages of the
+# demo's domains. Other mappings have keys with defaults, some of which a mapping on the command line changes.
 OPEN_MAPPINGS = (
     "answers.metrics",
     "benchmark.metrics",
     "domains.catalogue",
     "domains.columns",
+    "domains.packages",
     "domains.template.instructions",
     "domains.template.tasks",
     "endtask.tasks",
@@ -26,7 +27,7 @@ OPEN_MAPPINGS = (
     "optim.lr_multipliers",
 )
 # Mappings with defaults that one with other keys may have to replace, which takes two arguments.
-FULL_MAPPINGS = ("domains.packages", "model.config")
+FULL_MAPPINGS = ("model.config",)
 TASK_COLUMNS = ("text", "target")  # keys of domains.columns that have defaults with domains=tasks
 set_values = ConfigLoaderImpl._apply_overrides_to_config
 

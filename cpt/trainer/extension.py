@@ -5,6 +5,7 @@ What the finished run has learned is copied into the folder of the new run; its 
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,7 +85,8 @@ def check_extension(plan: Plan, source: RunDir) -> Manifest:
         )
     # What the config says is compared before contents, which may have to be read to be compared.
     check_longer_order(plan, source, manifest)
-    changed_options = source.find_config_changes(plan.settings)
+    further_entries = list_further_entries(plan, manifest.order)
+    changed_options = source.find_config_changes(plan.settings, further_entries=further_entries)
     if changed_options:
         raise InvalidOptionError(
             "extend",
@@ -111,6 +113,23 @@ def check_extension(plan: Plan, source: RunDir) -> Manifest:
             allowed="a run that has it, or null, which learns all domains from the beginning",
         )
     return manifest
+
+
+def list_further_entries(plan: Plan, learned_domains: Sequence[str]) -> list[str]:
+    """The keys of entries that options have of domains that the run to be extended has not learned, like
+    `domains.packages.torch`: nothing that it has learned depends on them."""
+    further_domains = [domain for domain in plan.source.domains if domain not in learned_domains]
+    learned_entries = list_entries(plan, learned_domains)
+    return [entry for entry in list_entries(plan, further_domains) if entry not in learned_entries]
+
+
+def list_entries(plan: Plan, domains: Sequence[str]) -> list[str]:
+    """The keys of entries that options have of domains."""
+    entries: list[str] = []
+    for domain in domains:
+        for name in plan.source.members(domain):
+            entries.extend(f"domains.{entry}" for entry in plan.source.entries_of(name))
+    return entries
 
 
 def check_longer_order(plan: Plan, source: RunDir, manifest: Manifest) -> None:

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +121,13 @@ class RunDir:
                 self.config, reason=reason(error), remedy="restore it from a backup"
             ) from error
 
-    def find_config_changes(self, settings: Mapping[str, Any]) -> list[str]:
-        """How a config differs from the stored one, apart from keys whose contents are compared."""
-        stored = identity(redact(self.stored_config()))
-        current = identity(redact(settings))
+    def find_config_changes(
+        self, settings: Mapping[str, Any], *, further_entries: Collection[str] = ()
+    ) -> list[str]:
+        """How a config differs from the stored one, apart from keys whose contents are compared and from
+        `further_entries`: keys of entries that a mapping by domain may have in addition."""
+        stored = without_entries(identity(redact(self.stored_config())), further_entries)
+        current = without_entries(identity(redact(settings)), further_entries)
         ignored: set[str] = set()
         if self.manifest.exists() or self.scores_file.exists():
             ignored.update(KEYS_BY_CONTENT)
@@ -264,6 +267,26 @@ class RunDir:
             for name, values in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, np.asanyarray(values), allow_pickle=False)
+
+
+def without_entries(leaves: Mapping[str, Any], entries: Collection[str]) -> dict[str, Any]:
+    """The leaves of a config without entries of its mappings, each a leaf or a mapping itself, and without
+    mappings that have no other entries.
+
+    >>> without_entries({"columns.law": "body", "columns.tax": "text"}, ["columns.tax"])
+    {'columns.law': 'body'}
+    >>> without_entries({"columns": {}}, ["columns.tax"])
+    {}
+    """
+    mappings = {entry.rpartition(".")[0] for entry in entries}
+    beginnings = tuple(f"{entry}." for entry in entries)
+    remaining = {}
+    for key, value in leaves.items():
+        is_empty_mapping = key in mappings and not value
+        is_entry = key in entries or key.startswith(beginnings)
+        if not is_empty_mapping and not is_entry:
+            remaining[key] = value
+    return remaining
 
 
 def escape_interpolations(value: Any) -> Any:

@@ -60,6 +60,8 @@ def test_keys_of_the_users_own_are_added_and_changed_by_their_names(compose_mine
     assert cfg.optim.lr_multipliers == {"embeddings": 0.1, "head": 1, "norms": 2}
     assert compose_mine("optim.lr_multipliers.norms=2").optim.lr_multipliers.norms == 2
     assert compose_mine("domains.columns.med=text").domains.columns == {"law": "body", "med": "text"}
+    cfg = compose_mine("domains.packages.torch=[torch]", domains="installed_docs")
+    assert cfg.domains.packages.torch == ["torch"] and cfg.domains.packages.sympy == ["sympy"]
     cfg = compose_mine(
         "domains.catalogue.news={path: ag_news}", "domains.catalogue.news.column=body", domains="hub"
     )

@@ -11,6 +11,7 @@ import pytest
 from cpt import verify
 from cpt.core.naming import name_run
 from cpt.train import is_done
+from cpt.trainer.extension import check_extension, list_further_entries
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
 from tests.runs.reading import assert_same_bits, die, killed, same_state, scores_of, state_of, times
@@ -133,6 +134,31 @@ def test_the_config_of_an_extended_run_is_that_of_all_its_domains(start, small, 
         ValueError, match=f"{line}Allowed: 'extend={run_pattern}' 'hydra.run.dir={extended_pattern}' learns"
     ):
         start(small(*options), tmp_path / "one")
+
+
+def test_options_of_further_domains_may_be_added_and_those_of_learned_ones_stay(start, small, tmp_path):
+    finished_run = RunDir(tmp_path / "one")
+    start(small(ONE, FEW), finished_run.path)
+    check_extension(make_plan(small(TWO, FEW, "domains.columns.food=text")), finished_run)
+    with pytest.raises(ValueError, match="another config .domains.columns.law: .absent. -> text.. Allowed"):
+        check_extension(make_plan(small(TWO, FEW, "domains.columns={food: text, law: text}")), finished_run)
+
+
+def test_each_source_says_which_options_are_of_one_domain(composed):
+    def list_entries(*options, learned):
+        return list_further_entries(make_plan(composed(*options)), learned)
+
+    packages = ["domains.packages.torch=[torch]", "order=[sympy,torch]"]
+    assert list_entries(*packages, learned=["sympy", "networkx", "pandas"]) == ["domains.packages.torch"]
+    catalogue = "domains.catalogue={news: {path: a/news}, law: {path: a/law}, web: {path: a/web}}"
+    hub = ["domains=hub", catalogue, "domains.general=web", "order=[news,law]"]
+    assert list_entries(*hub, learned=["news"]) == ["domains.catalogue.law"]
+
+    tasks = ["domains=tasks", "model=tiny_gpt2", "+domains.template.tasks={pandas: numpy, sympy: numpy}"]
+    entries = list_entries(*tasks, learned=["package", "sympy"])
+    assert "domains.template.tasks.pandas" in entries and "domains.template.tasks.sympy" not in entries
+    assert "domains.template.instructions.networkx" in entries
+    assert "domains.template.instructions.numpy" not in entries  # which sympy has, too
 
 
 def test_a_source_that_cannot_be_extended_is_refused_with_one_line(start, small, killing, tmp_path):

@@ -262,6 +262,11 @@ class Source(Options, ABC):
         """The names whose text a domain has: several where it is joined of them."""
         return [name] if name == GENERAL else self.groups[name]
 
+    def entries_of(self, name: str) -> tuple[str, ...]:
+        """The options below `domains` that are of one name alone, as entries of mappings by name. A run that
+        extends another one may have new ones of its further domains. Here: none."""
+        return ()
+
     def check_domains(self, order: Sequence[str]) -> None:
         """Checks the names and, as `check`, the text of these domains; logs what `by` and `only` leave out.
         Raises ValueError for a name that cannot be a file's."""

@@ -122,6 +122,9 @@ class InstalledDocs(Source):
     def names(self) -> list[str]:
         return [name for name in self.packages if name != GENERAL]
 
+    def entries_of(self, name: str) -> tuple[str, ...]:
+        return (f"packages.{name}",)
+
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         return read_docs(self.general if name == GENERAL else self.packages[name])
 

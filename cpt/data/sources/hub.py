@@ -75,6 +75,9 @@ class Hub(Source):
     def names(self) -> list[str]:
         return [name for name in self.catalogue if name != self.general]
 
+    def entries_of(self, name: str) -> tuple[str, ...]:
+        return (f"catalogue.{name}",)
+
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         import datasets  # seconds that a check need not wait for
 

@@ -466,6 +466,9 @@ class Tasks(Source):
             return labels_path.parents[1].name
         return self.prompt.tasks.get(name.lower(), name)
 
+    def entries_of(self, name: str) -> tuple[str, ...]:
+        return (f"template.tasks.{name.lower()}", f"template.instructions.{self.task_of(name)}")
+
     def check(self, order: Sequence[str]) -> None:
         self.check_instructions(order)
         unread = []

@@ -88,6 +88,9 @@ class Texts(Source):
             folders = [name for name, path in self.entries.items() if path.is_dir()]
         return [name for name in folders if name not in (self.general, ENDTASKS)]
 
+    def entries_of(self, name: str) -> tuple[str, ...]:
+        return (f"columns.{name}",)
+
     def ignored(self, path: Path) -> bool:
         """Whether a pattern is for a path below root, or for the name of a folder that it is in."""
         inner = os.path.relpath(path, self.root)
