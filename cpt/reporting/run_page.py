@@ -212,10 +212,10 @@ def show_mixture(scores: Scores) -> Block:
     return Block(
         title="Mixture",
         lines=[
-            "Shares of the rows that were asked for, of the tokens that were read, and of those that were "
-            "scored; epochs since the beginning of the run."
+            "Ratios ask for shares of the rows; rows of short texts have fewer tokens than others. Shares of "
+            "the rows asked for and read, of the tokens read, and of those scored; epochs of the run."
         ],
-        head=["stage", "part", "asked, % of rows", "tokens, %", "scored, %", "tokens", "epochs"],
+        head=["stage", "part", "asked, % of rows", "rows, %", "tokens, %", "scored, %", "tokens", "epochs"],
         cells=cells,
         num_word_columns=2,
         fold_label=f"{len(scores.mixture)} stages" if len(cells) > 2 * MAX_LISTED else "",
@@ -225,12 +225,14 @@ def show_mixture(scores: Scores) -> Block:
 def format_part(stage: str, name: str, record: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The cells of a part of a stage."""
     part = record[name]
+    num_rows = sum(counts["rows"] for counts in record.values())
     num_tokens = sum(counts["tokens"] for counts in record.values())
     num_scored = sum(counts["scored"] for counts in record.values())
     return [
         stage,
         name,
         format_percent(part["asked_share"]),
+        format_percent(part["rows"] / max(1, num_rows)),
         format_percent(part["tokens"] / max(1, num_tokens)),
         format_percent(part["scored"] / max(1, num_scored)),
         format_integer(part["tokens"]),

@@ -47,6 +47,7 @@ from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 SetOfChats = Sequence[EncodedChat]
+UNITS = {LOSSES: "losses", ANSWERS: "answers", BASE_LOSSES: "losses on the base's answers"}  # for a bar
 MarkedRow = tuple[Sequence[int], Sequence[bool]]  # ids, and which of them are an answer
 
 
@@ -134,16 +135,22 @@ class ChatEvaluator(FileEvaluator):
     def measure_requests(self, number: int, requests: list[str], device: torch.device, label: str) -> None:
         _, world = rank_and_world()
         numbers = {LOSSES: len(self.chats), ANSWERS: len(self.answered), BASE_LOSSES: len(self.answered)}
-        num_chats = sum(numbers[request] for request in requests) // world
+        num_units = 0
+        descriptions = []  # a chat may have a loss and an answer: the bar says what it counts
+        for request in requests:
+            num_units += numbers[request] // world
+            descriptions.append(f"{numbers[request] // world} {UNITS[request]}")
         learned = self.learned_domains(number)
         domain = self.data.domain_indices[learned[-1]] if learned else BASE  # the last one learned
         with (
             on_device(self.module.model_for(domain), device) as model,
             set_mode(model, training=False),
-            count_units(label, total=num_chats, hidden=not is_first_process(), unit="chat") as (
-                progress,
-                on_batch_done,
-            ),
+            count_units(
+                f"{label} ({', '.join(descriptions)})",
+                total=num_units,
+                hidden=not is_first_process(),
+                unit="chat",
+            ) as (progress, on_batch_done),
         ):
             for request in requests:
                 progress.set_postfix_str(request.replace("_", " "), refresh=False)

@@ -1,6 +1,7 @@
 """The smallest change with which a run fits on a device: changes are tried in their order, those first that
 leave the method and what it computes as they are."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from cpt.trainer.device_kinds import DeviceKind
 from cpt.trainer.plan import Plan, check_conflicts, make_plan
 from cpt.trainer.simulated_plan import SimulatedPlan
 
+log = logging.getLogger(__name__)
 MISSING = object()
 # Changes of the method, its precision or its optimizer, as overrides; those that this version lacks are left
 # out.
@@ -87,6 +89,8 @@ class ChangeSearch:
         """The plan with a change; None where the config does not allow it."""
         key = str(dict(change))
         if key not in self.simulations:
+            overrides = [f"{name}={value}" for name, value in change.items()]
+            log.info("Computing whether it fits with %s", " ".join(overrides))
             try:
                 self.simulations[key] = SimulatedPlan(change_plan(self.cfg, change), self.kind)
             except ValueError:

@@ -5,6 +5,7 @@ They are computed from a simulation of the method (cpt.trainer.simulation) and f
 (cpt.trainer.device_kinds). Nothing of the run is executed; a CPU of this machine is timed."""
 
 import importlib.util
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -62,6 +63,7 @@ from cpt.trainer.simulation import (
 )
 from cpt.trainer.skeleton import build_skeleton
 
+log = logging.getLogger(__name__)
 NUM_DEVICES = (1, 4, 8)
 STATE_BYTES = 16  # of a parameter that AdamW trains in 32 bits: weight, gradient and two moments
 HOST_BYTES = 4  # of a weight, as which each process loads a checkpoint
@@ -104,6 +106,12 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
         check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
 
     kind = choose_kind(plan)
+    log.info(
+        "Computing what %s with method %s needs on %s; this may take minutes, no weights and texts are read",
+        plan.model.name_or_path or "the model",
+        plan.names["method"],
+        kind.description,
+    )
     # Before anything is simulated: a run on a CPU has the same libraries in its process.
     process_bytes = 0 if kind.is_gpu else measure_process(plan)
     simulated = SimulatedPlan(plan, kind)
@@ -233,6 +241,7 @@ def why_computed(plan: Plan) -> str:
     kind = choose_kind(plan)
     if STATE_BYTES * count_parameters(plan) <= kind.memory:
         return ""
+    log.info("Computing whether the run fits this machine")
     try:
         simulated = SimulatedPlan(plan, kind)
     except ValueError:  # which the checks of the measured plan report

@@ -13,6 +13,7 @@ from cpt.adapters.domain_store import find_domain_params
 from cpt.adapters.options import PairOptions, SavedModulesOptions
 from cpt.adapters.saved_modules import saved_tensors
 from cpt.core.exceptions import format_value
+from cpt.core.messages import abbreviate
 from cpt.core.naming import list_choices
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import NamedTensors
@@ -118,9 +119,10 @@ def log_scored_share(data: DomainSequence) -> None:
             lengths = lengths[data.scored_rows(name)]
         num_scored += int(lengths.sum())
     log.info(
-        f"Scoring a part of {len(sampled_texts)} of {len(data.held_out)} texts, "
-        f"the same rows after every stage (eval.max_tokens={format_value(data.eval_tokens)}, "
-        f"{num_scored:,} of {num_tokens:,} tokens); eval.max_tokens=null scores all, in a run of its own"
+        f"Measuring losses on {num_scored:,} of {num_tokens:,} held-out tokens, the same after every stage: "
+        f"at most {data.eval_tokens:,} of each text (eval.max_tokens), reached by "
+        f"{abbreviate(sampled_texts, with_count=True)}. To measure all, start a new run with "
+        "eval.max_tokens=null"
     )
 
 
@@ -152,7 +154,12 @@ def log_mixture(data: DomainSequence) -> None:
             key,
         )
         if epochs > 1 and mixed.max_draws is None:
-            log.info("Repeating %s %.1f times in the run (%s.max_epochs=null)", name, epochs, key)
+            log.info(
+                "Reading the rows of %s %.1f times in the run; %s.max_epochs=1 would read each once at most",
+                name,
+                epochs,
+                key,
+            )
         for stage, use in uses.items():
             if use.limit_step is None:
                 continue

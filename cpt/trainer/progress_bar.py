@@ -21,13 +21,15 @@ LINE_PERIOD_S = 10.0  # least seconds between two lines of a log, but for the la
 class ProgressBar(Callback):
     """One bar for each phase, with its name and the time left. Of a fit it also has the loss, the rate, the
     speed, the memory, and the time left of the run; in a log, a line has them. They are read where the
-    training curves have a point: between these, nothing waits for the device."""
+    training curves have a point, and between two points once per LINE_PERIOD_S: else nothing waits for the
+    device."""
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.bar = tqdm(disable=True)  # until a phase starts
         self.next_line_time = 0.0
         self.rate: Any = None  # of the last step, a number or a tensor
+        self.loss_step = 0  # whose loss is shown: the last point's, before the first one that of step 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.bar = progress_bar(
@@ -37,6 +39,7 @@ class ProgressBar(Callback):
             hidden=not trainer.is_global_zero,
             has_lines=False,
         )
+        self.next_line_time = time.monotonic() + LINE_PERIOD_S
         if trainer.is_global_zero and not is_terminal():
             self.log_line(trainer, [])
 
@@ -51,16 +54,25 @@ class ProgressBar(Callback):
         step = trainer.global_step
         is_new_step = step > self.bar.n  # and not a further micro-batch
         self.bar.update(step - self.bar.n)
-        has_point = is_new_step and step % trainer.log_every_n_steps == 0
-        if not has_point or not trainer.is_global_zero:
+        if not is_new_step or not trainer.is_global_zero:
             return
 
+        has_point = step % trainer.log_every_n_steps == 0
+        if has_point or step == 1:
+            self.loss_step = step
+        is_due = time.monotonic() >= self.next_line_time
         if is_terminal():
-            self.bar.set_postfix_str(" · ".join(describe_step(trainer, rate=self.rate)), refresh=False)
+            if has_point or is_due:
+                self.next_line_time = time.monotonic() + LINE_PERIOD_S
+                self.bar.set_postfix_str(" · ".join(self.describe_step(trainer)), refresh=False)
             return
-        is_last_point = step + trainer.log_every_n_steps > trainer.max_steps
-        if is_last_point or time.monotonic() >= self.next_line_time:
-            self.log_line(trainer, describe_step(trainer, rate=self.rate))
+        is_last_point = has_point and step + trainer.log_every_n_steps > trainer.max_steps
+        if is_last_point or is_due:
+            self.log_line(trainer, self.describe_step(trainer))
+
+    def describe_step(self, trainer: Any) -> list[str]:
+        loss_step = self.loss_step if self.loss_step != trainer.global_step else None
+        return describe_step(trainer, rate=self.rate, loss_step=loss_step)
 
     def log_line(self, trainer: Any, parts: list[str]) -> None:
         """Logs the step with the `parts` that `describe_step` has of it."""
@@ -78,13 +90,15 @@ class ProgressBar(Callback):
         self.bar.close()
 
 
-def describe_step(trainer: Any, *, rate: Any) -> list[str]:
-    """What a line says of the last step, each in a few words; what is not known yet is left out."""
+def describe_step(trainer: Any, *, rate: Any, loss_step: int | None = None) -> list[str]:
+    """What a line says of the last step, each in a few words; what is not known yet is left out. `loss_step`:
+    the step of the loss if it is an earlier one."""
     parts = []
+    loss_suffix = "" if loss_step is None else f" (step {loss_step:,})"
     for name, value in trainer.progress_bar_metrics.items():
         term = name.split("/")[1]  # of train/TERM
         label = "loss" if term == "lm" else term
-        parts.append(f"{label} {value:.3f}")
+        parts.append(f"{label} {value:.3f}{loss_suffix}")
     if rate is not None:
         parts.append(f"lr {format_rate(float(rate))}")
 

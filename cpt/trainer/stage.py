@@ -216,9 +216,9 @@ class StageTrainer:
                 "epochs": uses[name].epochs if name in uses else None,
             }
             if asked_shares[name] or tokens[index]:
-                parts.append(
-                    f"{name} {tokens[index] / max(1, sum(tokens)):.1%} (asked {asked_shares[name]:.1%})"
-                )
+                token_share = tokens[index] / max(1, sum(tokens))
+                row_share = rows[index] / max(1, sum(rows))
+                parts.append(describe_part(name, token_share, row_share, asked_share=asked_shares[name]))
         self.scores.mixture[domain.name] = record
         if is_first_process():
             log.info("Shares of the tokens read in %s: %s", domain.name, ", ".join(parts))
@@ -233,6 +233,22 @@ class StageTrainer:
             barrier()  # until the first process has written the file
             map_stored(self.module, path)
         return state
+
+
+def describe_part(name: str, token_share: float, row_share: float, *, asked_share: float) -> str:
+    """What a stage has read of a part of the mixture. Options ask for shares of the rows; rows of short texts
+    have fewer tokens than others.
+
+    >>> describe_part("chat", 0.023, 0.1, asked_share=0.1)
+    'chat 2.3% (10.0% of rows)'
+    >>> describe_part("chat", 0.023, 0.09, asked_share=0.1)
+    'chat 2.3% (9.0% of rows, asked 10.0%)'
+    """
+    rows = f"{row_share:.1%} of rows"
+    asked = f"{asked_share:.1%}"
+    if f"{row_share:.1%}" != asked:
+        rows += f", asked {asked}"
+    return f"{name} {token_share:.1%} ({rows})"
 
 
 def load_stage_state(

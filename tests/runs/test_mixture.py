@@ -1,11 +1,13 @@
 """Whole runs on raw text with chats and further text mixed in: after a kill, with other text, and refusals."""
 
+import doctest
 import json
 import logging
 
 import pytest
 
 from cpt.methods.ncl import NCL
+from cpt.trainer import stage
 from tests.conftest import SMALL_GPT2
 from tests.runs.reading import assert_same_bits, killed, read_scores
 from tests.support.campaign import run_few
@@ -80,10 +82,11 @@ def test_a_killed_run_has_the_same_bits_and_counts_and_other_text_is_refused(
         "food": {"new": 21, "past": 6, "general": 0, "chat": 12, "web": 9},
     }
     assert mixture["food"]["chat"]["asked_share"] == 0.25 and mixture["food"]["web"]["asked_share"] == 0.1875
-    assert "Shares of the tokens read in food: new" in caplog.text
-    assert "Repeating chat" in caplog.text and "replay.sources.chat.max_epochs=null" in caplog.text
+    assert "Shares of the tokens read in food: new" in caplog.text and " (25.0% of rows), web " in caplog.text
+    assert "Reading the rows of chat " in caplog.text
     report = (tmp_path / "whole" / "report.md").read_text()
-    assert "| food | chat | 25.00 |" in report and "| law | web | 18.75 |" in report
+    assert "| food | chat | 25.00 | 25.00 |" in report and "| law | web | 18.75 | 18.75 |" in report
+    assert doctest.testmod(stage).failed == 0  # a share of rows that is not the one asked for
     curves = (tmp_path / "whole" / "metrics.csv").read_text()
     assert "train/lm_chat/food" in curves and "train/lm_past/law" not in curves
 

@@ -268,7 +268,8 @@ def test_the_divergence_adds_the_weights_that_training_changes_to_an_evaluation(
     assert "weights of the base" not in memory["evaluation"]
 
 
-def test_the_method_is_changed_last(search, monkeypatch):
+def test_the_method_is_changed_last(search, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr("cpt.optim.rounded_optimizer.MAX_COPIED", 1000)  # of so small a model
     changes, layout = search(*SHORT)
     halved = {"trainer.precision": "bf16-true", "optim": "adamw_8bit"}
@@ -281,6 +282,7 @@ def test_the_method_is_changed_last(search, monkeypatch):
         first_named.append(changes.find(layout, limit=(larger + smaller) / 2).overrides[0])
     assert first_named == ["optim=adamw_8bit", "trainer.precision=bf16-true", "method=lora"]
     assert changes.find(layout, limit=peaks[-1] / 4) is None
+    assert caplog.records[0].message == "Computing whether it fits with optim=adamw_8bit"
 
 
 def test_sharding_is_named_where_it_helps_and_is_possible(search, tmp_path):
@@ -352,7 +354,8 @@ def test_the_plan_of_a_cpu_says_at_which_rates_it_was_computed(config_only, caps
     assert "these rates were measured here" in text and "Python and libraries" in text
 
 
-def test_the_table_says_that_it_is_computed(config_only, capsys, tmp_path, monkeypatch):
+def test_the_table_says_that_it_is_computed(config_only, capsys, caplog, tmp_path, monkeypatch):
+    caplog.set_level(logging.INFO)
     from cpt.train import train
 
     with_memory(monkeypatch, 10**6)
@@ -361,6 +364,8 @@ def test_the_table_says_that_it_is_computed(config_only, capsys, tmp_path, monke
     assert "Computed plan (plan_device=h100): method=ncl" in text and "Computed, not measured" in text
     assert "8 x ddp" in text and "too much" in text and "fits with" in text
     assert "0 B" not in "\n".join(line for line in text.splitlines() if line.startswith("method state"))
+    (start,) = [record.message for record in caplog.records if "Computing" in record.message]
+    assert start.startswith("Computing what ") and "with method ncl needs on NVIDIA H100" in start
 
 
 WRONG = {

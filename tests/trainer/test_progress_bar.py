@@ -58,12 +58,17 @@ def test_the_examples_of_the_docstrings():
     assert doctest.testmod(progress_bar).failed == 0
 
 
+def set_seconds_per_step(monkeypatch, trainer, seconds):
+    clock = SimpleNamespace(monotonic=lambda: seconds * trainer.global_step)
+    monkeypatch.setattr(progress_bar, "time", clock)
+
+
 def test_a_log_has_a_line_at_the_start_and_at_points_of_the_curves(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(progress_bar, "LINE_PERIOD_S", 0.0)
     costs = CostMonitor()
     costs.tokens_per_s = 3850.2
     trainer = Trainer(costs)
+    set_seconds_per_step(monkeypatch, trainer, 1.0)
     fit(trainer, ProgressBar("law (2/3)"))
     start, first, second = lines_of(caplog)
     assert start == "law (2/3) · step 0/25"
@@ -78,6 +83,23 @@ def test_lines_keep_a_distance_but_for_the_last_point(caplog):
     fit(trainer, ProgressBar("law"))
     assert [line.split(" · ")[1] for line in lines_of(caplog)] == ["step 0/25", "step 20/25"]
     assert trainer.num_reads == 1
+
+
+def test_slow_steps_have_a_line_between_points(caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    trainer = Trainer()
+    set_seconds_per_step(monkeypatch, trainer, 3.5)
+    fit(trainer, ProgressBar("law"))
+    lines = [line.split(" · ")[1:3] for line in lines_of(caplog)]
+    assert lines[:5] == [
+        ["step 0/25"],
+        ["step 3/25", "loss 3.551 (step 1)"],
+        ["step 6/25", "loss 3.551 (step 1)"],
+        ["step 9/25", "loss 3.551 (step 1)"],
+        ["step 12/25", "loss 3.551 (step 10)"],
+    ]
+    assert ["step 20/25", "loss 3.551"] in lines  # the last point
+    assert trainer.num_reads == len(lines) - 1
 
 
 def test_other_processes_than_the_first_log_and_read_nothing(caplog):
