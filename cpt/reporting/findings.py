@@ -205,8 +205,8 @@ def describe_versions(section: RunSection) -> list[str]:
 
 
 def build_tiles(section: RunSection) -> Block:
-    """The best group in each of TILES with its difference from the baseline; the interval of a single run is
-    over its documents."""
+    """The best group in each of TILES with its difference from the baseline, named as leading only if it is
+    significantly better than another; the interval of a single run is over its documents."""
     groups_by_model = group_by_sequence(section)
     cells = []
     for (model, _), groups in groups_by_model.items():
@@ -214,14 +214,24 @@ def build_tiles(section: RunSection) -> Block:
             best = find_best(section, groups, measure)
             if best is None:
                 continue
-            cells.append(describe_tile(section, best, measure, meaning))
+            cells.append(describe_tile(section, best, measure, meaning, is_only_group=len(groups) == 1))
             if len(groups_by_model) > 1:
                 cells[-1][-1] += f"; {model}"
     head = ["best", "mean", "95 % interval", "test", "meaning"]
-    return Block(head=head, cells=cells, num_word_columns=5, is_tiles=True, name="tiles")
+    lines = []
+    if len(section.groups) > 1 and has_single_runs(section):
+        lines.append("One run each: nothing is tested.")
+    return Block(head=head, cells=cells, lines=lines, num_word_columns=5, is_tiles=True, name="tiles")
 
 
-def describe_tile(section: RunSection, best: BestGroup, measure: ComparedMeasure, meaning: str) -> list[str]:
+def has_single_runs(section: RunSection) -> bool:
+    """Whether each group is a single run, so that no difference between groups can be tested."""
+    return all(len(group.runs) == 1 for group in section.groups)
+
+
+def describe_tile(
+    section: RunSection, best: BestGroup, measure: ComparedMeasure, meaning: str, *, is_only_group: bool
+) -> list[str]:
     """The texts of a tile: title, mean, interval, test and meaning."""
     metric_name, _, unit = measure.key.partition("/")
     spread = find_spreads(section, measure.key)[best.group.name]
@@ -234,27 +244,42 @@ def describe_tile(section: RunSection, best: BestGroup, measure: ComparedMeasure
             meaning += "; interval over documents"
     interval = format_interval(low, high, measure.format_value).strip() or "no interval"
 
+    # A mean that is the best by chance makes no leader.
+    leader = best.group.name
+    if is_only_group:
+        leader += ", the only group"
+    elif count_worse(best, measure) == 0:
+        leader = "no group leads"
     return [
-        f"{measure.title}: {best.group.name}",
+        f"{measure.title}: {leader}",
         f"{measure.format_value(spread.mean)} {unit}",
         interval,
-        describe_lead(section, best, measure),
+        describe_lead(section, best, measure, is_only_group=is_only_group),
         f"{meaning}; runs: {spread.n}",
     ]
 
 
-def describe_lead(section: RunSection, best: BestGroup, measure: ComparedMeasure) -> str:
+def describe_lead(
+    section: RunSection, best: BestGroup, measure: ComparedMeasure, *, is_only_group: bool
+) -> str:
     """`−6.20 against ncl, Holm p 0.03; better than 3 of 5 others`: the difference from the baseline if there
-    is one, and how the best group compares with all others."""
+    is one, and how the best group compares with all others. Without a leader the group whose mean it is comes
+    first."""
     sentences = []
+    if not is_only_group and count_worse(best, measure) == 0:
+        extreme = "highest" if measure.higher_is_better else "lowest"
+        sentences.append(f"{extreme} mean: {best.group.name}")
     lead = find_contrasts(section, measure.key).get(best.group.name)
     if lead is not None:
         difference = measure.format_value(lead.mean).replace("-", "−")
         baseline = section.baselines[best.group.name].name
-        sentences.append(f"{difference} against {baseline}, Holm p {lead.p_holm:.2g}")
+        sentence = f"{difference} against {baseline}"
+        if not has_single_runs(section):
+            sentence += f", Holm p {lead.p_holm:.2g}"
+        sentences.append(sentence)
 
     num_others = len(best.contrasts)
-    if num_others > 0:
+    if num_others > 0 and not has_single_runs(section):
         num_worse = count_worse(best, measure)
         num_pairs = max(contrast.n for contrast in best.contrasts.values())
         num_needed = count_needed_pairs(num_others)
@@ -262,9 +287,9 @@ def describe_lead(section: RunSection, best: BestGroup, measure: ComparedMeasure
             sentences.append(f"better than {num_worse} of {count_noun(num_others, 'other')}")
         elif num_pairs < num_needed:
             pairs = count_noun(num_pairs, "pair")
-            sentences.append(f"no significant lead ({pairs}; {num_needed} needed)")
+            sentences.append(f"{pairs}, {num_needed} needed for a test")
         else:
-            sentences.append("no significant lead")
+            sentences.append("no significant difference")
     return "; ".join(sentences)
 
 

@@ -38,6 +38,10 @@ from cpt.reporting.page import LEGENDS, MAX_SHADE, Block
 from cpt.reporting.sections import RunGroup, RunSection, name_orders
 
 FINAL = ComparedMeasure("LC/perplexity", "final LC (perplexity)", format_perplexity)
+RATIO_KEYS = ("LC/perplexity", "LC/bits_per_byte", "cost/flops")  # coloured by the ratio to the baseline
+# Differences of the strongest colour where none is larger: a logarithm of a ratio; nats, or a share.
+FULL_COLOUR_RATIO = math.log(1.1)
+FULL_COLOUR_DIFFERENCE = 0.1
 MAX_PAIRS = 24  # columns of runs; more do not fit on a page
 
 ValuesByColumn = Mapping[str, float]
@@ -53,6 +57,11 @@ class HeatColumn:
     topic: str = ""
     higher_is_better: bool = False
     is_ratio: bool = False  # coloured by the logarithm, as perplexities are
+
+    @property
+    def full_difference(self) -> float:
+        """The difference that has the strongest colour, if none is larger."""
+        return FULL_COLOUR_RATIO if self.is_ratio else FULL_COLOUR_DIFFERENCE
 
 
 def tabulate_headline(section: RunSection) -> Block:
@@ -121,6 +130,7 @@ def tabulate_measures(section: RunSection) -> Block:
                 format_value=measure.format_value,
                 topic=measure.topic,
                 higher_is_better=measure.higher_is_better,
+                is_ratio=measure.key in RATIO_KEYS,
             )
         )
         for group, spread in find_spreads(section, measure.key).items():
@@ -222,9 +232,9 @@ def make_heat_table(
     lines: Sequence[str],
     is_comparable: Callable[[RunGroup, str], bool],
 ) -> Block:
-    """A table of values by group and column. A cell is coloured by the share that its difference from the
-    baseline has of the largest such difference in its column; groups that are not comparable have no
-    colour."""
+    """A table of values by group and column. A cell is coloured by its difference from the baseline: fully by
+    the column's `full_difference`, or by the largest difference if that is larger; of ratios, the largest of
+    all columns. Groups that are not comparable have no colour."""
     cells = []
     shades = []
     for group in section.groups:
@@ -235,15 +245,19 @@ def make_heat_table(
         cells.append(row)
         shades.append([0] * len(columns))
 
-    for index, column in enumerate(columns):
-        advantages = {}  # by the number of a row
-        for number, group in enumerate(section.groups):
+    advantages = np.zeros((len(section.groups), len(columns)))
+    for number, group in enumerate(section.groups):
+        for index, column in enumerate(columns):
             if is_comparable(group, column.key):
-                advantages[number] = find_advantage(section, group, values, column)
-        largest = max((abs(advantage) for advantage in advantages.values()), default=0.0)
-        for number, advantage in advantages.items():
-            if largest > 0:
-                shades[number][index] = choose_shade(advantage / largest)
+                advantages[number, index] = find_advantage(section, group, values, column)
+
+    largest = np.abs(advantages).max(axis=0)
+    if all(column.is_ratio for column in columns):  # of one measure
+        largest[:] = largest.max(initial=0.0)
+    for index, column in enumerate(columns):
+        scale = max(column.full_difference, largest[index])
+        for number in range(len(section.groups)):
+            shades[number][index] = choose_shade(advantages[number, index] / scale)
 
     block = make_table(
         section,
@@ -267,6 +281,8 @@ def find_advantage(
     value = values[group.name].get(column.key)
     reference = values[baseline.name].get(column.key)
     if value is None or reference is None:
+        return 0.0
+    if column.is_ratio and min(value, reference) <= 0:  # a method that trains nothing
         return 0.0
     difference = math.log(value / reference) if column.is_ratio else value - reference
     return difference if column.higher_is_better else -difference

@@ -14,6 +14,7 @@ from pandas import DataFrame, Series
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.derived_rows import describe_tuned_chats, find_derived_rows
+from cpt.evaluation.metrics import METRICS
 from cpt.evaluation.monitor import CHAT_LOSSES
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of
@@ -58,6 +59,9 @@ from cpt.reporting.run_tables import (
     list_tiles,
 )
 from cpt.reporting.training_curves import find_stages, read_training
+
+MIN_POINTS = 6  # of a figure of training, where stages have one point each
+HEADLINE_METRICS = ("learned", "FG", "general_drift", "LC", "CPT", "ZS")  # first in the table of metrics
 
 
 def write_report(folder: Path, scores: Scores | None = None) -> Path:
@@ -188,12 +192,21 @@ def show_divergence(scores: Scores) -> Block:
 
 
 def show_training(scores: Scores, folder: Path) -> Block:
-    """Curves over the tokens of the whole run."""
+    """Curves over the tokens of the whole run; of a short one without curves the losses in a sentence."""
     training = read_training(folder / "metrics.csv", scores)
     if not training:
         return Block()
     missing = [name for name in scores.learned if name not in training]
     lines = [f"Without a point: {list_names(missing)}."] if missing else []
+    num_points = [len(table) for table in training.values()]
+    if max(num_points) == 1 and sum(num_points) < MIN_POINTS:
+        losses = [f"{name} {table['lm'].iloc[0]:.3f}" for name, table in training.items() if "lm" in table]
+        lines.insert(
+            0,
+            f"Loss at the only point of each stage: {', '.join(losses)} nats. Curves need several points: "
+            "more steps, or a smaller `trainer.log_every_n_steps`.",
+        )
+        return Block(title="Training", lines=lines)
     return show_picture("training", run_figures.draw_training(training, find_stages(scores)), lines=lines)
 
 
@@ -366,11 +379,14 @@ def show_metrics(scores: Scores) -> Block:
     lines = [LEGENDS["metrics"]]
     if any("terms" in metric for metric in scores.metrics.values()):
         lines.append(LEGENDS["terms"])
+    names = [name for name in HEADLINE_METRICS if name in scores.metrics]
+    names += [name for name in METRICS if name in scores.metrics and name not in names]
+    names += [name for name in scores.metrics if name not in names]  # of another version
     return Block(
         title="Metrics",
         lines=lines,
         head=METRIC_HEAD,
-        cells=[format_metric(scores, name) for name in scores.metrics],
+        cells=[format_metric(scores, name) for name in names],
         num_word_columns=3,  # metric, meaning, formula
         shown_columns=find_shown_columns(METRIC_HEAD, hidden=["formula"]),
     )

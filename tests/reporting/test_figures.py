@@ -3,9 +3,10 @@
 import itertools
 
 import numpy as np
+import pandas
 import pytest
 
-from cpt.reporting import comparison_figures, drawing
+from cpt.reporting import comparison_figures, drawing, run_page
 from tests.support.example_runs import DOMAINS, make_run, make_scores, make_section, save_run
 
 pytestmark = pytest.mark.slow
@@ -82,3 +83,13 @@ def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_h
     (band, *_) = figure.axes[0].collections
     assert np.ptp(band.get_paths()[0].vertices[:, 1]) == pytest.approx(1.9)
     assert comparison_figures.draw_curves(make_section([joint])) is None
+
+
+def test_stages_of_one_point_have_a_sentence_instead_of_panels(monkeypatch, tmp_path):
+    training = {"law": pandas.DataFrame({"lm": [3.5]}, index=[640.0])}
+    monkeypatch.setattr(run_page, "read_training", lambda *arguments: training)
+    block = run_page.show_training(make_scores(), tmp_path)
+    assert block.picture is None and block.lines[0].startswith(
+        "Loss at the only point of each stage: law 3.500"
+    )
+    assert block.lines[1] == "Without a point: food, space."

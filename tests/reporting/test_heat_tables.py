@@ -45,8 +45,8 @@ def test_the_first_tile_and_table_say_which_group_is_best_at_the_end_and_by_how_
     difference = f"{finals['das'] - finals['ncl']:.2f}".replace("-", "−")
 
     title, mean, _interval, lead, _meaning = build_tiles(section).cells[0]
-    assert title == "best at the end: das" and mean == f"{finals['das']:.2f} perplexity"
-    assert lead == f"{difference} against ncl, Holm p 0.75; no significant lead (3 pairs; 7 needed)"
+    assert title == "best at the end: no group leads" and mean == f"{finals['das']:.2f} perplexity"
+    assert lead == f"lowest mean: das; {difference} against ncl, Holm p 0.75; 3 pairs, 7 needed for a test"
 
     table = tabulate_headline(section)
     assert column(table, "Δ to ncl")["das"] == difference and column(table, "Δ to ncl")["ncl"] == "–"
@@ -67,6 +67,18 @@ def test_a_cell_is_blue_where_a_group_is_better_than_the_baseline_and_red_where_
 
     html = render_html([measures], title="t")
     assert re.search(r'<td class="better-4">\d', html) and "worse-2" in html
+
+
+def test_small_differences_are_pale_and_single_runs_lead_nothing():
+    section = make_section(make_runs({"ncl": 0.0, "das": 0.004, "ewc": -0.05}, seeds=1))
+    measures, domains = build_heat_tables(section)[:2]
+    for table, title in ((measures, "final LC (perplexity)"), (measures, "general drift"), (domains, "law")):
+        assert shade(table, title) == {"ncl": 0, "das": 0, "ewc": 2}
+    tiles = build_tiles(section)
+    assert tiles.lines == ["One run each: nothing is tested."]
+    title, _mean, _interval, lead, _meaning = tiles.cells[0]
+    assert title == "best at the end: no group leads"
+    assert re.fullmatch(r"lowest mean: ewc; −[0-9.]+ against ncl", lead)
 
 
 def test_higher_is_better_where_the_measure_says_so():
