@@ -139,7 +139,7 @@ class ChatEvaluator(FileEvaluator):
         descriptions = []  # a chat may have a loss and an answer: the bar says what it counts
         for request in requests:
             num_units += numbers[request] // world
-            descriptions.append(f"{numbers[request] // world} {UNITS[request]}")
+            descriptions.append(f"{UNITS[request]} {numbers[request] // world}")
         learned = self.learned_domains(number)
         domain = self.data.domain_indices[learned[-1]] if learned else BASE  # the last one learned
         with (

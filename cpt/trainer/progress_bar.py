@@ -64,15 +64,12 @@ class ProgressBar(Callback):
         if is_terminal():
             if has_point or is_due:
                 self.next_line_time = time.monotonic() + LINE_PERIOD_S
-                self.bar.set_postfix_str(" · ".join(self.describe_step(trainer)), refresh=False)
+                parts = describe_step(trainer, rate=self.rate, loss_step=self.loss_step)
+                self.bar.set_postfix_str(" · ".join(parts), refresh=False)
             return
         is_last_point = has_point and step + trainer.log_every_n_steps > trainer.max_steps
         if is_last_point or is_due:
-            self.log_line(trainer, self.describe_step(trainer))
-
-    def describe_step(self, trainer: Any) -> list[str]:
-        loss_step = self.loss_step if self.loss_step != trainer.global_step else None
-        return describe_step(trainer, rate=self.rate, loss_step=loss_step)
+            self.log_line(trainer, describe_step(trainer, rate=self.rate, loss_step=self.loss_step))
 
     def log_line(self, trainer: Any, parts: list[str]) -> None:
         """Logs the step with the `parts` that `describe_step` has of it."""
@@ -90,11 +87,13 @@ class ProgressBar(Callback):
         self.bar.close()
 
 
-def describe_step(trainer: Any, *, rate: Any, loss_step: int | None = None) -> list[str]:
-    """What a line says of the last step, each in a few words; what is not known yet is left out. `loss_step`:
-    the step of the loss if it is an earlier one."""
+def describe_step(trainer: Any, *, rate: Any, loss_step: int) -> list[str]:
+    """What a line says of the last step, each in a few words; what is not known yet is left out. The loss is
+    that of `loss_step`, which is named if it is an earlier one."""
     parts = []
-    loss_suffix = "" if loss_step is None else f" (step {loss_step:,})"
+    loss_suffix = ""
+    if loss_step != trainer.global_step:
+        loss_suffix = f" (step {loss_step:,})"
     for name, value in trainer.progress_bar_metrics.items():
         term = name.split("/")[1]  # of train/TERM
         label = "loss" if term == "lm" else term

@@ -245,9 +245,9 @@ def describe_part(name: str, token_share: float, row_share: float, *, asked_shar
     'chat 2.3% (9.0% of rows, asked 10.0%)'
     """
     rows = f"{row_share:.1%} of rows"
-    asked = f"{asked_share:.1%}"
-    if f"{row_share:.1%}" != asked:
-        rows += f", asked {asked}"
+    asked_text = f"{asked_share:.1%}"
+    if f"{row_share:.1%}" != asked_text:
+        rows += f", asked {asked_text}"
     return f"{name} {token_share:.1%} ({rows})"
 
 
