@@ -267,7 +267,8 @@ def check_objective(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBa
             allowed="a causal model like model=tiny_gpt2, or another method",
         )
     for name, source in plan.mixture.mixed_sources.items():
-        if source.has_chats:
+        # A computed plan reads no tokenizer, and its chats are rows of any tokens.
+        if source.has_chats and not (plan.run.plan_device is not None and objective == "causal"):
             check_chat_source(plan, name, objective, tokenizer)
 
 

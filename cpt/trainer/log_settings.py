@@ -120,7 +120,7 @@ def log_scored_share(data: DomainSequence) -> None:
         num_scored += int(lengths.sum())
     log.info(
         f"Measuring losses on {num_scored:,} of {num_tokens:,} held-out tokens, the same after every stage: "
-        f"at most {data.eval_tokens:,} of each text (eval.max_tokens), reached by "
+        f"rows of {data.eval_tokens:,} tokens (eval.max_tokens) of each of "
         f"{abbreviate(sampled_texts, with_count=True)}. To measure all, start a new run with "
         "eval.max_tokens=null"
     )

@@ -83,6 +83,13 @@ def test_a_folder_with_a_config_alone_is_enough(computed, tmp_path):
         assert estimate["free"] == 80 * 10**9 - estimate["peak"]
 
 
+def test_chats_of_a_source_need_no_tokenizer(computed, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("{}")
+    sources = f"replay.sources={{chat: {{path: {path}, format: messages, ratio: 0.25}}}}"
+    assert computed("replay=sources", sources)["stages"] == 3
+
+
 def test_ddp_has_whole_weights_and_buckets(computed):
     estimates = by_devices(computed("method=ncl"))
     step = estimates[1]["memory"]["step"]
