@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from cpt.evaluation.run_folders import choose_run
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import tidy_scores
 from cpt.reporting.load_runs import MeasuredRun, find_runs, measure_runs
@@ -77,9 +78,10 @@ def load_tables(*folders: str | Path, baseline: str = "ncl") -> dict[str, pd.Dat
 
 
 def load_run(folder: str | Path) -> Run:
-    """The results of a run folder. Raises FileNotFoundError without scores.json, ValueError for a damaged
-    one."""
-    return Run(Path(folder), Scores.load(Path(folder) / "scores.json"))
+    """The results of a run folder, or of the only finished run below a folder. Raises FileNotFoundError
+    without scores.json, ValueError for a damaged one and for a folder of several runs."""
+    run_folder = choose_run(Path(folder))
+    return Run(run_folder, Scores.load(run_folder / "scores.json"))
 
 
 def load_runs(*folders: str | Path) -> pd.DataFrame:

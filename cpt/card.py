@@ -13,6 +13,7 @@ from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import CHECKSUMS, read_checksums, write_checksums
 from cpt.core.output import run_program
+from cpt.evaluation.run_folders import choose_run
 from cpt.evaluation.scores import Scores
 from cpt.reporting.license_choices import LicenseChoices, load_license_choices, save_license_choices
 from cpt.reporting.license_sources import list_trained_texts
@@ -51,8 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
-    run = RunDir(options.run)
     with readable():
+        run = RunDir(choose_run(options.run))
         check_push_options(options)
         scores = load_exported_scores(run)
         if options.push is not None:

@@ -18,6 +18,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation.chat_answers import ChatAnswer, describe_faults, find_newly_broken, find_rise, mean_losses
 from cpt.evaluation.chat_files import ANSWERS, BASE_LOSSES, LOSSES, find_chat_file, load_answers, load_losses
 from cpt.evaluation.metrics import Change, Losses, compare_losses
+from cpt.evaluation.run_folders import choose_run
 from cpt.evaluation.scores import Scores, encode
 from cpt.reporting.formats import shorten
 from cpt.trainer.run_dir import RunDir
@@ -193,8 +194,8 @@ class Judgement:
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
-    run = RunDir(options.run)
     with readable(code=UNKNOWN):
+        run = RunDir(choose_run(options.run))
         judgement = check_run(run, options)
     if options.json:
         print(format_json(judgement))

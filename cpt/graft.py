@@ -28,6 +28,7 @@ from cpt.evaluation.derived_rows import (
     describe_tuned_chats,
     load_derived_documents,
 )
+from cpt.evaluation.run_folders import choose_run
 from cpt.models.loading import load_tokenizer
 from cpt.models.residual import (
     MAX_SHARD_BYTES,
@@ -71,9 +72,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
-    run = RunDir(options.run)
     with readable():
-        check_options(options)
+        run = RunDir(choose_run(options.run))
+        folder = options.output or run.path / ROW
+        check_options(options, folder)
         scores = load_finished_scores(run)
         check_model_folder(run)
         with run.locked():
@@ -82,7 +84,6 @@ def main(arguments: Sequence[str]) -> int:
             choices = load_license_choices(run.path)
             run_licenses = find_licenses(run.stored_config(), scores, stated_for_texts=choices.texts)
             graft = Graft.plan(run, instruct=options.instruct, base=options.base, weight=options.weight)
-            folder = options.output or run.path / ROW
             with new_folder(folder) as partial_folder:
                 num_tensors = graft.write(partial_folder)
                 row = score_graft(texts, graft, partial_folder)
@@ -100,11 +101,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def check_options(options: argparse.Namespace) -> None:
+def check_options(options: argparse.Namespace, output: Path) -> None:
     """Raises ValueError for a weight that is not finite, and for an output that exists."""
     if not math.isfinite(options.weight):
         raise InvalidOptionError("--weight", options.weight, allowed="a finite number")
-    output: Path = options.output or options.run / ROW
     check_output(output)
 
 

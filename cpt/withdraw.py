@@ -21,6 +21,7 @@ from cpt.core.files import check_output, new_folder, writing
 from cpt.core.output import run_program
 from cpt.core.secrets import redact_text
 from cpt.evaluation.derived_rows import DerivedRow, describe_run_chats
+from cpt.evaluation.run_folders import choose_run
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.withdrawals import record_withdrawal
 from cpt.methods.base import ContinualMethod
@@ -72,8 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
-    run = RunDir(options.run)
     with readable():
+        run = RunDir(choose_run(options.run))
         scores = load_finished_scores(run)
         check_options(options, scores)
         with run.locked():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cpt.core.cache import PARTIAL, discard
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.evaluation.run_folders import suggest_runs
 from cpt.evaluation.withdrawals import WITHDRAWN_FILE
 from cpt.trainer.manifest import Manifest, is_beginning, join_first
 from cpt.trainer.plan import Plan, why_not_extendable
@@ -74,7 +75,10 @@ def check_extension(plan: Plan, source: RunDir) -> Manifest:
     scores = source.load_scores()
     if manifest is None or scores is None or not source.config.exists():
         raise InvalidOptionError(
-            "extend", source.path, reason="no run", allowed="null, or the folder of a finished run"
+            "extend",
+            source.path,
+            reason="no run",
+            allowed=f"null, or the folder of a finished run{suggest_runs(source.path)}",
         )
     if not scores.run["finished"]:
         raise InvalidOptionError(

@@ -21,6 +21,7 @@ from cpt.evaluation.chat_set import find_chat_files, read_chats, stamp_chats
 from cpt.evaluation.finetune_tasks import FinetunePlan, plan_endtasks
 from cpt.evaluation.monitor import CHAT_LOSSES
 from cpt.evaluation.options import AUTO, ChatOptions
+from cpt.evaluation.run_folders import suggest_runs
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
 from cpt.gradient_masks.options import MomentumFilterOptions
@@ -299,7 +300,10 @@ def check_init_from(folder: Path, *, full: bool) -> None:
     scores_file = folder / "scores.json"
     if not scores_file.exists() or not Scores.load(scores_file).run["finished"]:
         raise InvalidOptionError(
-            "init_from", folder, reason="no finished run", allowed="null, or the folder of one"
+            "init_from",
+            folder,
+            reason="no finished run",
+            allowed=f"null, or the folder of one{suggest_runs(folder)}",
         )
     # The model is taken over, not the report: its damage changes nothing.
     damage = []

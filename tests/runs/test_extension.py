@@ -175,6 +175,7 @@ def test_a_source_that_cannot_be_extended_is_refused_with_one_line(start, small,
         return str(error.value).removeprefix(f"extend={source} is invalid: ")
 
     assert refused(source=tmp_path / "none").startswith("no run. Allowed: null, or the folder of a finished")
+    assert refused(source=tmp_path).endswith(f"; below this folder: {two}")
     assert refused(source=tmp_path / "half").startswith("its run is not finished. Allowed: a finished run")
     assert refused("trainer.steps=5").startswith("it was made with another config (trainer.steps: 2 -> 5)")
     for order, domains in (
