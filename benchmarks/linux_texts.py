@@ -36,7 +36,7 @@ def main() -> None:
     options = study.check_arguments(parser)
     if options.corpora is not None and not options.root.exists():
         split_corpora(options.corpora, options.root)
-    study.make_study(options, "linux_texts", SWEEPS, page="real-encoder", parts=das6_mini.parts)
+    study.make_study(options, "linux_texts", SWEEPS, page="real-encoder", parts=das6_mini.write_parts)
 
 
 def split_corpora(corpora: Path, root: Path) -> None:

@@ -17,11 +17,12 @@ from textwrap import fill
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from measuring import ROOT
 from omegaconf import DictConfig, OmegaConf
 
-import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
+from cpt.core import naming  # also registers the resolvers
 from cpt.core.config import CONF, digest, plain_config
 from cpt.reporting.contrasts import find_contrasts, find_spreads
 from cpt.reporting.load_runs import MeasuredRun, find_runs, measure_runs
@@ -34,6 +35,10 @@ IMAGES = ROOT / "docs" / "images"
 FEW = 10  # domains of which a folder can have the names
 # Of scores.json: no result, or with a path in it; of similarities, which decided the order, N² numbers.
 LEFT_OUT = ("loading", "versions", "similarity")
+# Options of a variant are without their section where it is the method's. A method may have an option with
+# the name of a section: alone, only these are not the method's.
+SECTIONS = {*OmegaConf.load(CONF / "config.yaml"), *(folder.name for folder in CONF.iterdir())}
+WHOLE_CHOICES = ("loss", "trainable")
 
 
 def read_arguments(name: str, description: str) -> argparse.Namespace:
@@ -140,27 +145,30 @@ def list_missing(
     one a sweep."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for sweep in sweeps:
-            for job in product(*map(list_choices, sweep)):
+            for job in product(*map(expand_sweep, sweep)):
                 cfg = compose("config", [f"experiment={experiment}", "domains.root=FOLDER", *job])
                 if describe_job(job, cfg) not in existing_runs:
                     yield job
 
 
-def list_choices(override: str) -> list[str]:
-    """An override for each of the values, separated by commas, of a sweep's override."""
-    key, _, values = override.partition("=")
-    return [f"{key}={value}" for value in values.split(",")]
+def expand_sweep(override: str) -> list[str]:
+    """An override for each of the values of a sweep's override, as Hydra reads it: a list or a mapping is one
+    value, whatever commas are in it."""
+    parsed = OverridesParser.create().parse_override(override)
+    if not parsed.is_sweep_override():
+        return [override]
+    return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
 
 
 def describe_job(job: Sequence[str], cfg: DictConfig) -> tuple[Any, ...]:
     """What `identify` gives for the run of a job."""
     choices = dict(override.split("=", 1) for override in job)
-    options = [override.removeprefix("method.") for override in job if override.startswith("method.")]
+
     run = {
-        "method": choices.get("method", "none"),
+        "method": choices.get("method", "ncl"),
         "mask": choices.get("mask", "none"),
         "replay": choices.get("replay", "none"),
-        "variant": "; ".join(sorted(options)),
+        "variant": naming.describe_variant(job),
         "seed": cfg.seed,
         "order": cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) else cfg.order,
     }
@@ -212,9 +220,9 @@ def restore_runs(
 def list_overrides(run: Mapping[str, Any]) -> list[str]:
     """The overrides that choose the method of a run and its options."""
     overrides = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
-    sections = ("trainer.", "optim.", "model.", "domains.", "eval.")  # all else is said of the method
     for option in run["variant"].split("; "):
-        if option.startswith(sections):
+        key = option.partition("=")[0]
+        if key.partition(".")[0] in SECTIONS and ("." in key or key in WHOLE_CHOICES):
             overrides.append(option)
         elif option:
             overrides.append(f"method.{option}")

@@ -33,7 +33,13 @@ OF_EXTRAS = {"mkdocs"}
 GROUPS = sorted({path.parent.relative_to(CONF).as_posix() for path in CONF.rglob("*/*.yaml")})
 CHOICE = re.compile(rf"\+?({'|'.join(GROUPS)})(?:@[\w.]+)?=([\w,|]+)")
 OPTION = re.compile(rf"\+?((?:{'|'.join(g.replace('/', '[.]') for g in GROUPS)}|freeze)(?:\.\w+)+)(?:=.*)?")
-OPEN = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
+OPEN = (
+    "domains.packages.",
+    "domains.columns.",
+    "domains.catalogue.",
+    "endtask.tasks.",
+    "replay.sources.",
+)
 
 
 def read(path: Path) -> str:

@@ -84,10 +84,21 @@ def test_the_perplexity_of_a_report_is_that_of_plain_transformers(small_gpt2, st
 
 
 @pytest.mark.slow
-def test_the_answers_of_a_model_are_chats_that_can_be_mixed_in(tmp_path):
+def test_the_answers_that_a_model_ends_are_chats_that_can_be_mixed_in(tmp_path):
     write_checkpoint(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("law court\n\nfood salt\n")
-    run_script(EXAMPLES / "write_chats.py", "model", "prompts.txt", "chats.jsonl", cwd=tmp_path)
+    arguments = ("model", "prompts.txt", "chats.jsonl")
+
+    # This random model never ends an answer by itself.
+    process = run_script(EXAMPLES / "write_chats.py", *arguments, cwd=tmp_path)
+    assert "0 chats in chats.jsonl; 2 answers did not end and were left out" in process.stdout
+    assert (tmp_path / "chats.jsonl").read_text() == ""
+
+    # Now any token ends it: its first.
+    config_file = tmp_path / "model" / "generation_config.json"
+    config = json.loads(config_file.read_text()) | {"eos_token_id": list(range(400))}
+    config_file.write_text(json.dumps(config))
+    run_script(EXAMPLES / "write_chats.py", *arguments, cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
     assert [row["messages"][0]["content"] for row in rows] == ["law court", "food salt"]
     assert all(row["messages"][1]["role"] == "assistant" and row["messages"][1]["content"] for row in rows)

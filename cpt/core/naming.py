@@ -100,9 +100,14 @@ def variant() -> str:
     overrides of its command that decide the result. Empty outside of a Hydra job."""
     if not HydraConfig.initialized():
         return ""
-    overrides = as_written(HydraConfig.get().overrides.task)
+    return describe_variant(HydraConfig.get().overrides.task)
+
+
+def describe_variant(overrides: Sequence[str]) -> str:
+    """The label `key=value; key=value` of a job, of those of its overrides that decide the result and are not
+    shown by themselves."""
     choices = []
-    for key, value in sorted(list_choices(overrides).items()):
+    for key, value in sorted(list_choices(as_written(overrides)).items()):
         if key not in OUTSIDE_VARIANT:
             short_key = key.removeprefix("routing@").removeprefix("method.")
             if key == PATTERNS_OPTION:
@@ -114,11 +119,15 @@ def variant() -> str:
 def as_patterns(value: str) -> str:
     r"""Regular expressions as they are typed in quotes, without what `cpt.cli` makes of them for Hydra.
 
-    >>> print(as_patterns(r"{layers\[.\]0: 0.5, \\Aembed: 0.1}"))
+    >>> print(as_patterns(r"{layers[.]0: 0.5, \Aembed: 0.1}"))
     {layers[.]0: 0.5, ^embed: 0.1}
     """
-    unescaped = HYDRA_ESCAPE.sub(r"\1", value)
-    return re.sub(r"\\A", "^", unescaped)
+    return re.sub(r"\\A", "^", value)
+
+
+def unescape(value: str) -> str:
+    """A value without the backslashes before characters that Hydra has another use for."""
+    return HYDRA_ESCAPE.sub(r"\1", value)
 
 
 def as_written(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -145,8 +154,12 @@ def list_choices(overrides: tuple[str, ...]) -> dict[str, str]:
         if not is_execution_key(key) and not key.startswith("hydra."):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             text = str(override.input_line).partition("=")[2]
+
             if is_number:
                 text = str(canonical("", value))
+            elif isinstance(value, dict | list):
+                # As a sweep hands it to its jobs: else a run and the job of a sweep had different labels.
+                text = unescape(override.get_value_element_as_str())
             choices[key] = redact(text, key)
     return choices
 

@@ -3,8 +3,8 @@
 python docs/examples/write_chats.py MODEL prompts.txt chats.jsonl
 
 MODEL is a folder or a name on the Hub with a chat template. Each line of prompts.txt is a question of a
-user. An answer is the model's most likely one, of at most 128 tokens. What the model itself says changes it
-least."""
+user. An answer is the model's most likely one. One that does not end within 128 tokens is left out: a chat
+that stops in the middle of a sentence would teach just that. What the model itself says changes it least."""
 
 import json
 import sys
@@ -24,6 +24,7 @@ tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
 if tokenizer.pad_token is None:
     tokenizer.pad_token = tokenizer.eos_token
 model = AutoModelForCausalLM.from_pretrained(folder).eval()
+ends_of_answers = torch.tensor(model.generation_config.eos_token_id).flatten()
 prompts = [line for line in prompt_file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 rows = []
@@ -37,8 +38,11 @@ for first in tqdm(range(0, len(prompts), BATCH_SIZE), desc="answering prompts"):
         outputs = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
     new_tokens = outputs[:, inputs["input_ids"].shape[1] :]
     answers = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
-    for prompt, answer in zip(batch, answers, strict=True):
+    has_ended = torch.isin(new_tokens, ends_of_answers).any(dim=1).tolist()
+    for prompt, answer, is_whole in zip(batch, answers, has_ended, strict=True):
+        if not is_whole:
+            continue
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
         rows.append({"messages": turns})
 chat_file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-print(f"{len(rows)} chats in {chat_file}")
+print(f"{len(rows)} chats in {chat_file}; {len(prompts) - len(rows)} answers did not end and were left out")

@@ -15,7 +15,9 @@ PAGE, SCORES = DOCS / "methods.md", DOCS.parent / "benchmarks" / "results" / "st
 BEGIN, END = "<!-- generated: measured -->", "<!-- end: measured -->"
 Run = Mapping[str, Any]
 FROM_BASE = ("one", "dga")  # without a final model of all domains
-PRETRAINED = ("real", "computing")  # studies of pre-trained weights
+PRETRAINED = ("real", "computing", "decoder")  # studies of pre-trained weights
+# How an option begins that changes what a study trains on, and not the method.
+SETTINGS = ("domains.", "freeze.", "loss=", "optim.", "trainable=", "trainer.")
 KEEP_TEXT = ("replay", "derpp", "agem", "elle")  # methods that store text of earlier domains
 
 
@@ -34,6 +36,9 @@ STUDIES = {
     "computing": Study(
         "2. news to computing, pre-trained, 67 M", lambda run: run["LC"], min, 3, ("linux_texts",)
     ),
+    "decoder": Study(
+        "7. news to computing, chat model, 135 M", lambda run: run["LC"], min, 3, ("real_decoder",)
+    ),
     "default": Study("3. three domains, encoder 0.6 M", lambda run: run["LC"], min, 3, ("default_domains",)),
     "six": Study("4. six domains, encoder 0.8 M", lambda run: run["LC"], min, 3, ("das6_mini",)),
     "fields": Study("5. 120 fields, causal 0.7 M", lambda run: run["LC"], min, 3, ("m2d2_mini",)),
@@ -42,7 +47,7 @@ STUDIES = {
 
 
 def read() -> dict[str, list[dict[str, Any]]]:
-    """The finished runs of each study, without masks and added replay."""
+    """The finished runs of each study, without masks, added replay and other settings."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name, study in STUDIES.items():
         read_row = plain_run if name == "default" else scored_run
@@ -51,10 +56,13 @@ def read() -> dict[str, list[dict[str, Any]]]:
             for file in study.files
             for line in gzip.decompress((SCORES / f"{file}.jsonl.gz").read_bytes()).splitlines()
         ]
-    return {
-        name: [r for r in runs if r["mask"] == r["replay"] == "none" and r["method"] != "none"]
-        for name, runs in found.items()
-    }
+    return {name: [run for run in runs if is_method_alone(run)] for name, runs in found.items()}
+
+
+def is_method_alone(run: Run) -> bool:
+    """Whether nothing was chosen for a run but a method and its options."""
+    has_settings = any(option.startswith(SETTINGS) for option in run["variant"].split("; "))
+    return run["mask"] == run["replay"] == "none" and run["method"] != "none" and not has_settings
 
 
 def plain_run(run: Run) -> dict[str, Any]:

@@ -77,6 +77,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "Studies": (
+        "studies/real-decoder.md",
         "studies/real-encoder.md",
         "studies/default-domains.md",
         "studies/das6.md",
