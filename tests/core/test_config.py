@@ -10,7 +10,7 @@ import torch
 from cpt.cli import to_hydra
 from cpt.core.config import identity, plain_config
 from cpt.core.errors import readable
-from cpt.core.naming import LONGEST, RunIdentity, as_patterns, distinguish_runs, name_run
+from cpt.core.naming import LONGEST, RunIdentity, describe_variant, distinguish_runs, name_run
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 
@@ -35,8 +35,8 @@ def test_patterns_are_shown_in_labels_as_they_were_typed():
         "{embeddings: 0}",
     ):
         (argument,) = to_hydra([f"optim.lr_multipliers={patterns}"])
-        value = argument.partition("=")[2]
-        assert as_patterns(value) == patterns.replace("'", "")
+        typed = patterns.replace("'", "").replace(" ", "")
+        assert describe_variant([argument]) == f"optim.lr_multipliers={typed}"
 
 
 def test_what_decides_the_result_identifies_a_run(composed, tmp_path):
