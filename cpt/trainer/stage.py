@@ -2,9 +2,10 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
@@ -222,6 +223,15 @@ class StageTrainer:
         self.scores.mixture[domain.name] = record
         if is_first_process():
             log.info("Shares of the tokens read in %s: %s", domain.name, ", ".join(parts))
+            for name in find_unread(record):
+                log.warning(
+                    "Nothing of %s was read in %s: its share of %d rows is %.3g. Raise its ratio, or train "
+                    "more steps or larger batches",
+                    name,
+                    domain.name,
+                    sum(rows),
+                    asked_shares[name],
+                )
 
     def store_state(self, number: int) -> dict[str, Tensor]:
         """Writes the method's state after a stage, and returns it."""
@@ -269,3 +279,13 @@ def load_stage_state(
 def stores_on_disk(plan: Plan) -> bool:
     """Whether the modules of earlier domains stay on disk, mapped into memory."""
     return plan.modules.storage == "disk"
+
+
+def find_unread(record: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The parts of a mixture, as `store_mixture` records them, that were asked for and of which a stage has
+    read no row.
+
+    >>> find_unread({"new": {"asked_share": 0.99, "rows": 96}, "chat": {"asked_share": 0.01, "rows": 0}})
+    ['chat']
+    """
+    return [name for name, part in record.items() if part["asked_share"] and not part["rows"]]

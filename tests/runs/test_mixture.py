@@ -96,6 +96,13 @@ def test_a_killed_run_has_the_same_bits_and_counts_and_other_text_is_refused(
         start(config(*options), tmp_path / "whole")
 
 
+def test_a_share_of_which_no_row_is_read_is_a_line(config, start, tmp_path, caplog):
+    few_rows = ["replay.sources.web.ratio=0.01", "replay.sources.web.end_ratio=null"]
+    start(config("order=[law]", "trainer.steps=1", *few_rows), tmp_path / "run")
+    (line,) = [record.message for record in caplog.records if "Nothing of" in record.message]
+    assert line.startswith("Nothing of web was read in law: its share of 8 rows is 0.01.")
+
+
 SOURCES_ALONE = ["trainer.steps=4", "trainer.checkpoint_every_n_steps=2", "replay=sources"]
 METHODS = ["ewc", "lora", "derpp", "das", "kd", "migu", "si", "mas", "agem", "hat", "olora", "sdft"]
 
