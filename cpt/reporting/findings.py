@@ -136,7 +136,7 @@ def describe_settings(section: RunSection, settings: Sequence[str]) -> str:
         groups_by_value: dict[str, dict[str, None]] = defaultdict(dict)  # ordered sets of names
         for group in section.groups:
             for run in group.runs:
-                value = str(run.settings.get(setting, "absent"))
+                value = run.show_setting(setting)
                 groups_by_value[value][group.name] = None
 
         values = []

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from cpt.core.cache import PARTIAL
-from cpt.core.config import digest, flatten
+from cpt.core.config import NEUTRAL_VALUES, digest, flatten
 from cpt.core.exceptions import InvalidOptionError
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
@@ -100,6 +100,10 @@ class MeasuredRun:
     def settings(self) -> dict[str, Any]:
         """The leaves of config.yaml that decide the result; empty without the file."""
         return select_result_settings(self.config, self.scores)
+
+    def show_setting(self, key: str) -> str:
+        """A setting of the run as it is shown. The settings lack those at the value that changes nothing."""
+        return str(self.settings.get(key, NEUTRAL_VALUES.get(key, "absent")))
 
     @cached_property
     def base_hash(self) -> str:

@@ -274,7 +274,7 @@ def split_by_settings(runs: Sequence[MeasuredRun]) -> dict[tuple[str, ...], list
     keys = differing_settings(runs)
     groups: dict[tuple[str, ...], list[MeasuredRun]] = defaultdict(list)
     for run in runs:
-        settings = tuple(f"{key}={run.settings.get(key, 'absent')}" for key in keys)
+        settings = tuple(f"{key}={run.show_setting(key)}" for key in keys)
         if keys and not run.settings:
             settings = ("config unknown",)
         groups[settings].append(run)
@@ -299,7 +299,7 @@ def differing_settings(runs: Sequence[MeasuredRun]) -> list[str]:
 
     differing = []
     for key in sorted(keys):
-        values = [str(run.settings.get(key, "absent")) for run in runs_with_config]
+        values = [run.show_setting(key) for run in runs_with_config]
         if len(set(values)) > 1 and values != seeds:
             differing.append(key)
     return differing

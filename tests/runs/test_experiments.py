@@ -24,7 +24,10 @@ OF_DATA = "das6 das6_mini das6_released das6_released_ewc das6_released_derpp mi
 OF_DATA += " standard_cl_mini long_sequence migu_t5 migu_t5_released migu_components o_lora_released"
 NEEDS = {name: [DATA] for name in [*OF_DATA.split(), "m2d2", "m2d2_mini"]}
 MODEL = "model.name_or_path=model"
-NEEDS |= {name: [DATA, MODEL] for name in ("llama_code", "das6_mpnet", "linux_texts", "long_context")}
+NEEDS |= {
+    name: [DATA, MODEL]
+    for name in ("llama_code", "das6_mpnet", "linux_texts", "long_context", "real_decoder")
+}
 
 
 def swept(*overrides):
