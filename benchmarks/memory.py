@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from measuring import ROOT, save
+from shapes import SMOLLM2_135M
 
 SIZES: dict[str, dict[str, Any]] = {  # of the published configurations, with their rows of the embedding
     "roberta": {
@@ -31,17 +32,7 @@ SIZES: dict[str, dict[str, Any]] = {  # of the published configurations, with th
     },
     "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
     "gpt2_medium": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 1024, "n_layer": 24, "n_head": 16},
-    "smollm2": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
+    "smollm2": SMOLLM2_135M,
     "qwen3_0.6b": {
         "model_type": "qwen3",
         "vocab_size": 151936,

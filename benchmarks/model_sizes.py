@@ -8,23 +8,12 @@ from typing import Any
 from large_plans import CONFIGS as LARGE_CONFIGS
 from large_plans import compute, replace_block
 from measuring import RESULTS, ROOT, save
+from shapes import SMOLLM2_135M
 
 PAGE = ROOT / "docs" / "continue-a-chat-model.md"
 FILE = RESULTS / "model_sizes.json"
 CONFIGS: dict[str, dict[str, Any]] = {  # of the published config.json, what decides memory
-    "SmolLM2-135M": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
+    "SmolLM2-135M": {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **SMOLLM2_135M},
     "Qwen2.5-0.5B": {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",

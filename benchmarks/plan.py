@@ -30,6 +30,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import Callback
 from measuring import RESULTS, ROOT, describe_machine, save
+from shapes import SMOLLM2_135M
 from torch import Tensor
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
@@ -50,17 +51,7 @@ from cpt.trainer.run_dir import RunDir
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, dict[str, Any]] = {  # of the published configurations, some with fewer blocks
-    "smollm2-135m": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
+    "smollm2-135m": SMOLLM2_135M,
     "gpt2": {"model_type": "gpt2"},
     "qwen3-0.6b, 4 blocks": {
         "model_type": "qwen3",

@@ -141,13 +141,13 @@ def test_arguments_with_values_and_removed_options_are_taken():
 @pytest.mark.parametrize(
     ("argument", "expanded"),
     [
-        ("domains.root=~/x", "domains.root=/home/me/x"), ("init_from=~", "init_from=/home/me"),
-        ("domains.root=~/x,~/y", "domains.root=/home/me/x,/home/me/y"), ("a=[~/x]", "a=[/home/me/x]"),
+        ("domains.root=~/x", "domains.root=/people/me/x"), ("init_from=~", "init_from=/people/me"),
+        ("domains.root=~/x,~/y", "domains.root=/people/me/x,/people/me/y"), ("a=[~/x]", "a=[/people/me/x]"),
         ("~optim.betas", "~optim.betas"), ("a=b~/x", "a=b~/x"), ("a=~you/x", "a=~you/x"),
     ],
 )  # fmt: skip
 def test_a_tilde_is_the_home_folder_where_a_path_begins(argument, expanded, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/people/me")
     assert to_hydra(["run.py", argument]) == ["run.py", expanded]
 
 

@@ -3,6 +3,7 @@ attention implementation."""
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +21,11 @@ MIN_BF16_WIDTH = 256  # hidden size from which bf16 is faster than fp32 on a CPU
 MAX_EAGER_LENGTH = 512  # tokens up to which eager attention is faster in 16 bits (benchmarks/attention.py)
 BF16_CAPABILITIES = ("avx512_bf16", "amx_tile")  # of torch.cpu.get_capabilities
 MAX_NUM_WORKERS = 2  # data loader processes for each device
+AUTOCAST_TYPES: Mapping[Any, torch.dtype] = {  # by trainer.precision
+    "bf16-mixed": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    **dict.fromkeys(FP16_MIXED, torch.float16),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,16 @@ class Machine:
             "strategy": self.strategy,
             "precision": self.precision,
         }
+
+
+def mixed_precision(
+    precision: Precision, device_type: str, *, cache_enabled: bool = True
+) -> AbstractContextManager[Any]:
+    """Autocast as Lightning's precision has it; nothing for a precision that is not mixed."""
+    dtype = AUTOCAST_TYPES.get(precision)
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(device_type, dtype, cache_enabled=cache_enabled)
 
 
 def choose_devices(options: TrainerOptions) -> tuple[Any, Strategy]:

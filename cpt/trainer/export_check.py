@@ -25,7 +25,9 @@ from cpt.data.sampler import EvalSubset
 from cpt.methods.base import ContinualMethod
 from cpt.models.block_attention import MASKABLE
 from cpt.models.forward import set_mode
+from cpt.trainer.auto import mixed_precision
 from cpt.trainer.export_dtype import name_dtype
+from cpt.trainer.options import Precision
 
 log = logging.getLogger(__name__)
 CHECKED_TOKENS = 2048  # of the held-out text, in whole rows
@@ -33,7 +35,7 @@ SPREAD_TOKENS = 512  # from all of the vocabulary
 # Nats by which the mean of tokens may differ, as a share of their loss where it is above 1: of the weights
 # that were written, and of the precision in which the run has scored its last row.
 TOLERANCES_BY_DTYPE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.02}
-EXACT_PRECISIONS = ("32-true", "32", "64-true")
+EXACT_PRECISIONS: tuple[Precision, ...] = ("32-true", "32", 32, "64-true")
 EXACT_TOLERANCE = 2e-3
 ROUNDED_TOLERANCE = 0.02
 
@@ -43,7 +45,7 @@ class ScoredBatch:
     """Rows, and what the run makes of them."""
 
     batch: Batch
-    expected: Tensor  # nats at each scored position [K], on the CPU
+    expected: Tensor  # nats at each scored position [K], on the CPU, computed in the type of the weights
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,16 @@ class HeldOutSample:
 
     text: str
     held_out: ScoredBatch
+    in_run_precision: Tensor  # of `held_out`: nats [K] in the precision in which the run scores its rows
     spread: ScoredBatch
 
 
 @torch.no_grad()
-def draw_sample(module: ContinualMethod, data: DomainSequence, *, num_entries: int) -> HeldOutSample:
+def draw_sample(
+    module: ContinualMethod, data: DomainSequence, *, num_entries: int, precision: Precision
+) -> HeldOutSample:
     """The first rows of the last domain's text (of the general text in a run without stages), and tokens of a
-    tokenizer with `num_entries`, scored by the weights that will be exported."""
+    tokenizer with `num_entries`, scored by the weights that will be exported. `precision`: the run's."""
     if data.domains:
         last = data.domains[-1]
         text = last.texts[0]
@@ -80,11 +85,11 @@ def draw_sample(module: ContinualMethod, data: DomainSequence, *, num_entries: i
     held_out_batch = read_first_rows(data, text, num_tokens=CHECKED_TOKENS)
     spread_batch = spread_tokens(read_first_rows(data, text, num_tokens=SPREAD_TOKENS), num_entries)
     with set_mode(module, training=False), computable_anywhere(module.model):
-        return HeldOutSample(
-            text=text,
-            held_out=score_batch(module, held_out_batch, domain),
-            spread=score_batch(module, spread_batch, domain),
-        )
+        held_out = score_batch(module, held_out_batch, domain)
+        spread = score_batch(module, spread_batch, domain)
+        with mixed_precision(precision, module.model.device.type):
+            in_run_precision = score_batch(module, held_out_batch, domain).expected
+    return HeldOutSample(text=text, held_out=held_out, in_run_precision=in_run_precision, spread=spread)
 
 
 def read_first_rows(data: DomainSequence, text: str, *, num_tokens: int) -> Batch:
@@ -163,7 +168,7 @@ def check_export(
     module: ContinualMethod,
     *,
     recorded: np.ndarray | None,
-    precision: str,
+    precision: Precision,
 ) -> ExportedLosses:
     """The losses on the sample of the model of an `expression`, and of the module.
 
@@ -180,8 +185,7 @@ def check_export(
         except Exception as error:
             raise wrong_export_error(folder, reason(error)) from error
 
-    # First against the weights in memory, which differ by nothing but the dtype of the file; then against
-    # what the matrix has, which was computed in the run's precision.
+    # The exported weights against those in memory, which differ by nothing but the dtype of the file.
     rounding = TOLERANCES_BY_DTYPE[model.dtype]
     label = "the run's weights give"
     cause = describe_loss_difference(losses, sample.held_out.expected, allowed=rounding, label=label)
@@ -192,16 +196,27 @@ def check_export(
         raise wrong_export_error(
             folder, f"on tokens from all of the vocabulary {cause}; rows of embedding or head are lost"
         )
+
+    # Those in memory against the last row, in its precision: on unusual text 16 bits can be far from 32.
     if recorded is not None:
         documents = sample.held_out.batch["documents"]
-        document_losses, recorded_losses = whole_documents(documents, losses, recorded)
+        document_losses, recorded_losses = whole_documents(documents, sample.in_run_precision, recorded)
         allowed = EXACT_TOLERANCE if precision in EXACT_PRECISIONS else ROUNDED_TOLERANCE
         cause = describe_loss_difference(
-            document_losses, recorded_losses, allowed=max(allowed, rounding), label="the last row has"
+            document_losses, recorded_losses, allowed=allowed, label="the last row has"
         )
         if cause is not None:
             raise wrong_export_error(folder, f"on {sample.text} {cause}")
 
+    precision_loss = float((sample.in_run_precision - sample.held_out.expected).mean())
+    if abs(precision_loss) > ROUNDED_TOLERANCE:
+        log.warning(
+            "In trainer.precision=%s the loss on %s is %+.3f nats off what the same weights give without it; "
+            "other losses of this run may be, too. trainer.precision=32-true scores exactly",
+            precision,
+            sample.text,
+            precision_loss,
+        )
     exported = ExportedLosses(
         nll=float(losses.mean()), run_nll=float(sample.held_out.expected.mean()), num_tokens=len(losses)
     )

@@ -68,7 +68,8 @@ def finalize(
     if isinstance(module.model, FSDPModule):  # this process has a shard of the weights
         module = build_whole_module(plan, machine, run, base, data, scores)
     # Scored before the export, which may change the module, and compared with what is loaded again.
-    sample = draw_sample(module, data, num_entries=count_entries(base.tokenizer))
+    num_entries = count_entries(base.tokenizer)
+    sample = draw_sample(module, data, num_entries=num_entries, precision=machine.precision)
     loading = export_model(run, base, module, data)
     release_weights(module)  # the files have them: base and exported model need the memory
     if has_stages and module.has_base_blocks:  # before weights are rounded: the movement of training
@@ -82,7 +83,7 @@ def finalize(
         sample,
         module,
         recorded=find_recorded_losses(run, scores, sample),
-        precision=str(machine.precision),
+        precision=machine.precision,
     )
     scores.loading = loading.replace(f"{run.path}/", "")  # the run's folder may be moved
     scores.exported = {

@@ -5,7 +5,7 @@ shapes alone, and the method's own hooks run in the order of a stage. So the fig
 architecture, and for any method whose steps do not depend on the values of weights."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from math import ceil
 from types import SimpleNamespace
@@ -38,12 +38,11 @@ from cpt.models.units import find_blocks
 from cpt.models.without_storage import without_storage
 from cpt.optim.schedulers import Progress
 from cpt.optim.state import CarriedState
-from cpt.trainer.auto import Machine
+from cpt.trainer.auto import Machine, mixed_precision
 from cpt.trainer.build import assemble_method
 from cpt.trainer.computed_work import Work, WorkRecorder
 from cpt.trainer.costs import original_name, original_names, trained_parameters
 from cpt.trainer.full_batch import make_full_batch
-from cpt.trainer.options import FP16_MIXED
 from cpt.trainer.plan import Plan
 
 # Uses of memory: of the state between two steps, and of a pass.
@@ -60,11 +59,6 @@ SIMULATED_ADAMW_8BIT = "cpt.optim.simulated_8bit.SimulatedAdamW8bit"
 NEVER = 2**62  # a number of steps that no run makes
 MAX_KNOWN_VALUES = 2**20  # numbers in a buffer whose values may be known
 PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-AUTOCAST_TYPES: Mapping[Any, torch.dtype] = {
-    "bf16-mixed": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    **dict.fromkeys(FP16_MIXED, torch.float16),
-}
 WEIGHT_TYPES: Mapping[Any, torch.dtype] = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
@@ -279,10 +273,7 @@ class Simulation:
     def autocast(self, *, keeps_copies: bool = True) -> AbstractContextManager[Any]:
         """Mixed precision, where it is the run's; autocast keeps its copies of weights, or makes them for
         each product."""
-        dtype = AUTOCAST_TYPES.get(self.machine.precision)
-        if dtype is None:
-            return nullcontext()
-        return torch.autocast("cpu", dtype, cache_enabled=keeps_copies)
+        return mixed_precision(self.machine.precision, "cpu", cache_enabled=keeps_copies)
 
     def know_neutral_state(self) -> None:
         """Gives small buffers of the method values, as it may branch on them, such as on a count of domains.

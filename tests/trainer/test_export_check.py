@@ -1,6 +1,7 @@
 """An exported model that is not the trained one is an error that says what is wrong with it."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,7 +24,7 @@ def exported(small_gpt2, tmp_path):
     """The check of a folder with the export of a module, and the module with its sample."""
     run = build_method_fixture(small_gpt2(ORDER, "trainer.steps=2"))
     run.learn(0)
-    sample = draw_sample(run.module, run.data, num_entries=ENTRIES)
+    sample = draw_sample(run.module, run.data, num_entries=ENTRIES, precision="32-true")
     folder = tmp_path / "a 'quoted' model"
     expression = run.module.export(folder, ["law"])
     check = partial(check_export, folder, expression, sample, run.module, recorded=None, precision="32-true")
@@ -77,7 +78,7 @@ def test_a_head_that_becomes_tied_again_is_noticed(exported):
     untied.config.tie_word_embeddings = False
     run.module.model = untied
     untied.save_pretrained(folder)
-    sample = draw_sample(run.module, run.data, num_entries=ENTRIES)
+    sample = draw_sample(run.module, run.data, num_entries=ENTRIES, precision="32-true")
     module_check = partial(
         check.func, *check.args[:2], sample, run.module, recorded=None, precision="32-true"
     )
@@ -91,10 +92,7 @@ def test_a_head_that_becomes_tied_again_is_noticed(exported):
 
 def test_losses_that_the_last_row_does_not_have_are_noticed(exported):
     _, check, _, sample = exported
-    documents = sample.held_out.batch["documents"]
-    sums = torch.zeros(int(documents.max()) + 1, dtype=torch.double)
-    sums.index_add_(0, documents, sample.held_out.expected)
-    recorded = torch.stack([sums, documents.bincount().double()]).numpy()
+    recorded = sum_by_document(sample, sample.held_out.expected)
     check(recorded=recorded)
     recorded[0] += 0.05 * recorded[1]
     check(recorded=recorded, precision="bf16-mixed")  # may round that far
@@ -104,11 +102,37 @@ def test_losses_that_the_last_row_does_not_have_are_noticed(exported):
     check(recorded=recorded)
 
 
+def test_a_precision_that_is_far_off_is_no_fault_of_the_export_but_is_said(exported, caplog):
+    _, check, run, _ = exported
+    sample = draw_sample(run.module, run.data, num_entries=ENTRIES, precision="bf16-mixed")
+    exact_losses = sample.held_out.expected
+    assert not torch.equal(sample.in_run_precision, exact_losses)
+    assert torch.allclose(sample.in_run_precision, exact_losses, atol=0.1)
+
+    # As on unusual text with a checkpoint of large activations.
+    far_off = replace(sample, in_run_precision=exact_losses + 0.5)
+    far_check = partial(
+        check.func, *check.args[:2], far_off, run.module, recorded=None, precision="bf16-mixed"
+    )
+    far_check(recorded=sum_by_document(far_off, far_off.in_run_precision))
+    assert "In trainer.precision=bf16-mixed the loss on law is +0.500 nats off what" in caplog.text
+    with pytest.raises(ValueError, match="the last row has "):
+        far_check(recorded=sum_by_document(far_off, exact_losses))
+
+
+def sum_by_document(sample, losses):
+    """Losses as a row has them: nats and tokens of each document."""
+    documents = sample.held_out.batch["documents"]
+    sums = torch.zeros(int(documents.max()) + 1, dtype=torch.double)
+    sums.index_add_(0, documents, losses)
+    return torch.stack([sums, documents.bincount().double()]).numpy()
+
+
 def test_nothing_of_the_module_changes(exported):
     _, check, run, _ = exported
     before = run.weights()
     generator = torch.get_rng_state()
-    draw_sample(run.module, run.data, num_entries=ENTRIES)
+    draw_sample(run.module, run.data, num_entries=ENTRIES, precision="32-true")
     check()
     assert all(torch.equal(before[name], value) for name, value in run.weights().items())
     assert torch.equal(generator, torch.get_rng_state())
