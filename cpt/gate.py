@@ -107,7 +107,7 @@ def judge_chats(run: RunDir, scores: Scores, *, start_row: int, limit: float) ->
             continue
         first = start_row if losses[start_row] is not None else 0
         before, after = (
-            load_losses(find_chat_file(run.path, scores.rows, row, kind)) for row in (first, last)
+            load_losses(find_stored_file(run, scores, row=row, kind=kind)) for row in (first, last)
         )
         if before.digest != after.digest:
             raise ValueError(f"{run.path}/chats has other chats in two rows; give the run again")
@@ -126,17 +126,31 @@ def judge_chats(run: RunDir, scores: Scores, *, start_row: int, limit: float) ->
     return changes
 
 
+def has_answers(scores: Scores) -> bool:
+    """Whether the base and the last model were asked to answer chats."""
+    answers = scores.chats.get("answers", [])
+    last = len(scores.rows) - 1
+    return len(answers) > last and answers[last] is not None and answers[0] is not None
+
+
 def find_broken_chats(run: RunDir, scores: Scores) -> list[ChatAnswer]:
     """The answers of the last model that are broken, of chats that the base answers well; none where the two
     were not asked. Raises ValueError for a file that is missing or damaged."""
-    answers = scores.chats.get("answers", [])
-    last = len(scores.rows) - 1
-    if len(answers) <= last or answers[last] is None or answers[0] is None:
+    if not has_answers(scores):
         return []
+    last = len(scores.rows) - 1
     before, after = (
-        load_answers(find_chat_file(run.path, scores.rows, row, ANSWERS)).answers for row in (0, last)
+        load_answers(find_stored_file(run, scores, row=row, kind=ANSWERS)).answers for row in (0, last)
     )
     return find_newly_broken(after, before)
+
+
+def find_stored_file(run: RunDir, scores: Scores, *, row: int, kind: str) -> Path:
+    """A file of chats that a row has. Raises ValueError where it is missing."""
+    path = find_chat_file(run.path, scores.rows, row, kind)
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; restore it from a backup")
+    return path
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -150,7 +164,7 @@ def make_parser() -> argparse.ArgumentParser:
     chat = f"largest rise of the loss on held-out chats; {unit.replace('0', 'that of --max-forgetting')}"
     broken = "largest number of broken answers in chats that the base answers well; default 0"
     parser.add_argument("--max-chat-loss", type=float, help=chat)
-    parser.add_argument("--max-broken-answers", type=int, default=0, help=broken)
+    parser.add_argument("--max-broken-answers", type=int, help=broken)
     parser.add_argument("--since", metavar="ROW", help="row to compare with; default: the last but one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -214,7 +228,7 @@ def check_run(run: RunDir, options: argparse.Namespace) -> Judgement:
     for name, value in bounds.items():
         if value is not None and not math.isfinite(value):
             raise InvalidOptionError(f"--{name}", value, allowed="nats per token, a finite number")
-    if options.max_broken_answers < 0:
+    if options.max_broken_answers is not None and options.max_broken_answers < 0:
         raise InvalidOptionError("--max-broken-answers", options.max_broken_answers, allowed="0 or more")
     scores = load_finished(run)
     *earlier, last = scores.rows
@@ -239,6 +253,8 @@ def check_run(run: RunDir, options: argparse.Namespace) -> Judgement:
     if options.max_chat_loss is not None and not chat_changes:
         unmeasured.append("chats")
     broken = find_broken_chats(run, scores)
+    if options.max_broken_answers is not None and not has_answers(scores):
+        unmeasured.append("answers to chats")
 
     # The page is no part of what is released.
     outputs = run.find_damaged_outputs(full=True)
@@ -250,7 +266,7 @@ def check_run(run: RunDir, options: argparse.Namespace) -> Judgement:
         unmeasured=unmeasured,
         damage=damage,
         broken=broken,
-        max_broken=options.max_broken_answers,
+        max_broken=options.max_broken_answers or 0,
     )
 
 

@@ -35,6 +35,7 @@ from cpt.models.residual import (
     Checkpoint,
     NewVocabulary,
     VocabularyTables,
+    check_residual,
     check_tensors,
     find_tables,
     join_vocabularies,
@@ -138,12 +139,14 @@ class Graft:
 
     @classmethod
     def plan(cls, run_folder: RunDir, *, instruct: str, base: str, weight: float) -> "Graft":
-        """Reads names and shapes, and no weights. Raises ValueError for models that do not go together."""
+        """Reads names and shapes, and weights until some are found that were tuned. Raises ValueError for
+        models that do not go together."""
         run_checkpoint = open_checkpoint("RUN", str(run_folder.model))
         base_checkpoint = open_checkpoint("--base", base)
         instruct_checkpoint = open_checkpoint("--instruct", instruct)
         tables = find_tables(run_checkpoint.config)
         check_tensors(run_checkpoint, base_checkpoint, instruct_checkpoint, tables)
+        check_residual(run_checkpoint, base_checkpoint, instruct_checkpoint, tables)
         return cls(
             run=run_checkpoint,
             base=base_checkpoint,

@@ -193,6 +193,14 @@ def test_models_that_do_not_go_together_are_refused_in_one_line(tmp_path, base, 
     for reason, instruct in instruct_by_reason.items():
         with pytest.raises(ValueError, match=reason):
             plan_graft(tmp_path, base, instruct)
+    with pytest.raises(
+        ValueError, match="--base=.* is invalid: --instruct has the same weights, so that noth"
+    ):
+        plan_graft(tmp_path, tuned, tuned)
+    (tuned / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="--instruct=.*tuned is invalid: its tokenizer is not loaded: "):
+        plan_graft(tmp_path, base, tuned)
+    (tmp_path / "tokenizer.json").rename(tuned / "tokenizer.json")
     with pytest.raises(ValueError, match="--base=.* is invalid: no such folder"):
         graft.Graft.plan(
             RunDir(tmp_path / "run"), instruct=str(tuned), base=str(tmp_path / "absent"), weight=1.0

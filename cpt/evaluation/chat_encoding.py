@@ -40,9 +40,9 @@ def encode_chats(
         try:
             rows = encoder.encode_chat(chat.example, "all")
             prompt = encoder.prompt(chat.example)
-        except BadExampleError:
+        except BadExampleError as error:
             if not skips:
-                raise
+                raise BadExampleError(f"{chat.position}: {error}", error.kind) from error
             continue
         yield EncodedChat(chat, rows, prompt)
 

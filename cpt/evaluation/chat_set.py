@@ -14,9 +14,10 @@ from cpt.core.files import file_hash
 from cpt.data.sources import files, readers
 from cpt.data.sources.chats import IgnoredKeys, read_chat
 from cpt.data.sources.examples import BadExampleError, Example, write_example
-from cpt.evaluation.languages import UNKNOWN, guess_language
+from cpt.evaluation.languages import LANGUAGES, UNKNOWN, guess_language
 from cpt.evaluation.options import ChatOptions
 
+OTHER_SUFFIXES = (".md", ".csv", ".tsv", ".parquet", ".arrow")  # of files that have no JSON lines
 SHIPPED = Path(__file__).with_name("default_chats.jsonl")
 
 
@@ -27,6 +28,7 @@ class HeldOutChat:
     example: Example
     expect: tuple[str, ...] = ()  # texts that the answer has to contain
     language: str = UNKNOWN  # of the answer, a value of guess_language
+    position: str = ""  # file and line, for messages
 
     def to_json(self) -> list[Any]:
         """All that its loss and the judgement of an answer depend on."""
@@ -44,16 +46,30 @@ def find_chat_files(options: ChatOptions) -> list[Path]:
     if options.path is None:
         return [SHIPPED]
     path = Path(options.path)
-    if path.is_dir():
-        return files.files_of(path)
-    if not path.is_file():
-        raise InvalidOptionError(
-            "chats.path",
-            options.path,
-            reason="it is missing",
-            allowed="a file or folder of JSON lines with messages; chats=none",
-        )
-    return [path]
+    if path.is_file():
+        paths = [path]
+    elif path.is_dir():
+        paths = find_files_below(path)
+    else:
+        raise make_path_error(path, reason="it is missing")
+    for chat_file in paths:
+        if files.kind(chat_file) in OTHER_SUFFIXES:
+            raise make_path_error(path, reason=f"{chat_file.name} is no file of JSON lines")
+    return paths
+
+
+def find_files_below(folder: Path) -> list[Path]:
+    """The files of a folder, in their order. Raises ValueError where there are none."""
+    try:
+        return files.files_of(folder)
+    except files.NoTextFileError as error:
+        raise make_path_error(folder, reason="no file of the folder has JSON lines") from error
+
+
+def make_path_error(path: Path, *, reason: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        "chats.path", path, reason=reason, allowed="a file or folder of JSON lines with messages; chats=none"
+    )
 
 
 def stamp_chats(options: ChatOptions) -> str:
@@ -94,7 +110,7 @@ def read_held_out_chat(row: Any, where: str, *, number: int) -> HeldOutChat:
         tools=raw.tools,
         template_options=raw.template_options,
     )
-    chat = HeldOutChat(example, expect=read_expected(row, where))
+    chat = HeldOutChat(example, expect=read_expected(row, where), position=where)
     return replace(chat, language=choose_language(row, chat))
 
 
@@ -111,8 +127,15 @@ def read_expected(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 def choose_language(row: Mapping[str, Any], chat: HeldOutChat) -> str:
     """The language in which a chat is to be answered: `language` of its row, as for a translation; else that
-    of its own answer, or of the question where the answer is too short to tell."""
-    if row.get("language"):
-        return str(row["language"])
+    of its own answer, or of the question where the answer is too short to tell. Raises ValueError for a
+    language that is not recognized: every answer would count as one in another language."""
+    language = row.get("language")
+    if language:
+        if language not in LANGUAGES:
+            raise ValueError(
+                f"{chat.position}: language={language!r:.60} is invalid: it is not recognized in answers. "
+                f"Allowed: {', '.join(LANGUAGES)}, or no language"
+            )
+        return str(language)
     language = guess_language(chat.example.turns[-1].content)
     return guess_language(chat.question) if language == UNKNOWN else language

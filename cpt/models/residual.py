@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.messages import abbreviate
 from cpt.models.loading import load_config, load_tokenizer
@@ -72,10 +73,23 @@ def open_checkpoint(option: str, name: str) -> Checkpoint:
         option=option,
         name=name,
         config=config,
-        tokenizer=load_tokenizer(name),
+        tokenizer=open_tokenizer(option, name),
         stored=stored,
         paths={path.name: path for path in files},
     )
+
+
+def open_tokenizer(option: str, name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint. Raises ValueError for one without."""
+    try:
+        return load_tokenizer(name)
+    except Exception as error:  # whatever a class raises for files that it does not take
+        raise InvalidOptionError(
+            option,
+            name,
+            reason=f"its tokenizer is not loaded: {reason(error).rstrip('.')}",
+            allowed="a model with the files of its tokenizer",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -300,6 +314,21 @@ def check_tensors(run: Checkpoint, base: Checkpoint, instruct: Checkpoint, table
             reason=f"the run's model lacks {len(lost)} of its tensors: {abbreviate(lost)}",
             allowed="a model with the tensors of the run's",
         )
+
+
+def check_residual(run: Checkpoint, base: Checkpoint, instruct: Checkpoint, tables: VocabularyTables) -> None:
+    """Raises ValueError for a tuned model with the weights of its base: nothing would be added."""
+    for name in run.stored.tensors:
+        base_tensor = base.read(str(find_stored_name(base, name, tables)))
+        instruct_tensor = instruct.read(str(find_stored_name(instruct, name, tables)))
+        if not torch.equal(base_tensor, instruct_tensor):
+            return
+    raise InvalidOptionError(
+        base.option,
+        base.name,
+        reason=f"{instruct.option} has the same weights, so that nothing would be added",
+        allowed="the model that the tuned one was trained from",
+    )
 
 
 def missing_tensor_error(checkpoint: Checkpoint, name: str) -> InvalidOptionError:

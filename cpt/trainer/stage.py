@@ -224,6 +224,15 @@ class StageTrainer:
         if is_first_process():
             log.info("Shares of the tokens read in %s: %s", domain.name, ", ".join(parts))
             for name in find_unread(record):
+                if name in uses and uses[name].limit_step is not None:
+                    log.warning(
+                        "Nothing of %s was read in %s: replay.sources.%s.max_epochs allows no further row of "
+                        "it. Raise it, or add documents",
+                        name,
+                        domain.name,
+                        name,
+                    )
+                    continue
                 log.warning(
                     "Nothing of %s was read in %s: its share of %d rows is %.3g. Raise its ratio, or train "
                     "more steps or larger batches",

@@ -86,6 +86,8 @@ def test_files_of_chats_are_read_in_their_order_and_a_bad_row_is_named(tmp_path)
         row("only a question"): "line 2 has no turn of the assistant",
         row("a", "b", expect=[1]): r"line 2: expect=\[1\] is invalid. Allowed: a text, or a list of texts",
         row("a", "b", expect=""): "line 2: expect=",
+        row("a", "b", language="French"): "line 2: language='French' is invalid: .* Allowed: de, en, es, fr,",
+        row("a", "b", language=["fr"]): r"line 2: language=\['fr'\] is invalid",
     }
     for text, message in bad_rows.items():
         (tmp_path / "b.jsonl").write_text(row("a", "b") + "\n" + text)
@@ -93,6 +95,15 @@ def test_files_of_chats_are_read_in_their_order_and_a_bad_row_is_named(tmp_path)
             read_chats(options(str(tmp_path)))
     with pytest.raises(ValueError, match=r"chats.path=.*missing is invalid: it is missing"):
         read_chats(options(str(tmp_path / "missing")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        ValueError, match="empty is invalid: no file of the folder has JSON lines. Allowed: a fi"
+    ):
+        read_chats(options(str(tmp_path / "empty")))
+    (tmp_path / "empty" / "chats.csv").write_text("messages\nhello")
+    for path in (tmp_path / "empty", tmp_path / "empty" / "chats.csv"):
+        with pytest.raises(ValueError, match="chats.path=.* is invalid: chats.csv is no file of JSON lines"):
+            read_chats(options(str(path)))
     (tmp_path / "b.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="it has no chats"):
         read_chats(options(str(tmp_path / "b.jsonl")))
@@ -178,8 +189,13 @@ def test_chats_are_encoded_as_the_template_renders_them_and_the_shipped_ones_may
 
     assert len(encode_held_out_chats(options(), tokenizer, length=60)) < len(encoded)
     (tmp_path / "long.jsonl").write_text(row("a", "word " * 200))
-    with pytest.raises(ValueError, match="its last exchange takes .* of at least"):
+    with pytest.raises(ValueError, match="long.jsonl, line 1: .*its last exchange takes .* of at least"):
         encode_held_out_chats(options(str(tmp_path / "long.jsonl")), tokenizer, length=60)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    messages = [{"role": "user", "content": "a"}, call]
+    (tmp_path / "tools.jsonl").write_text(row("a", "b") + "\n" + json.dumps({"messages": messages}))
+    with pytest.raises(ValueError, match="tools.jsonl, line 2: .* does not print 'tool_calls'"):
+        encode_held_out_chats(options(str(tmp_path / "tools.jsonl")), tokenizer, length=1024)
 
 
 def test_a_chat_may_be_longer_than_the_rows_of_training_where_the_model_takes_it():

@@ -285,6 +285,19 @@ def test_the_gate_judges_chats_and_broken_answers(chat_run, tmp_path, capsys):
     with pytest.raises(SystemExit):
         gate.main([str(run)])
     assert "is damaged" in capsys.readouterr().err
+    for name in ("answers.json", "losses.json"):
+        (path.parent / name).unlink()
+        with pytest.raises(SystemExit):
+            gate.main([str(run)])
+        assert f"001-law/{name} is missing; restore it from a backup" in capsys.readouterr().err
+
+    # A limit on answers that were not asked for is not met.
+    scores = json.loads((run / "scores.json").read_text())
+    scores["chats"] |= {"nll": [None, None], "base_answer_nll": [None, None], "answers": [None, None]}
+    (run / "scores.json").write_text(json.dumps(scores))
+    assert judged()[0] == 0
+    code, judgement = judged("--max-broken-answers=0", "--max-chat-loss=99")
+    assert code == gate.UNKNOWN and judgement["unmeasured"] == ["chats", "answers to chats"]
 
 
 @pytest.mark.campaign

@@ -102,6 +102,21 @@ def test_a_share_of_which_no_row_is_read_is_a_line(config, start, tmp_path, capl
     (line,) = [record.message for record in caplog.records if "Nothing of" in record.message]
     assert line.startswith("Nothing of web was read in law: its share of 8 rows is 0.01.")
 
+    caplog.clear()
+    start(
+        config("order=[law]", "trainer.steps=1", "replay.sources.web.max_epochs=0.001"), tmp_path / "limited"
+    )
+    (line,) = [record.message for record in caplog.records if "Nothing of" in record.message]
+    assert line.startswith("Nothing of web was read in law: replay.sources.web.max_epochs allows no further")
+
+
+def test_a_folder_without_text_is_refused_by_the_option_that_names_it(config, start, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        ValueError, match="replay.sources.web.path=.*empty is invalid: no file of the folder has"
+    ):
+        start(config(f"replay.sources.web.path={tmp_path / 'empty'}"), tmp_path / "run")
+
 
 SOURCES_ALONE = ["trainer.steps=4", "trainer.checkpoint_every_n_steps=2", "replay=sources"]
 METHODS = ["ewc", "lora", "derpp", "das", "kd", "migu", "si", "mas", "agem", "hat", "olora", "sdft"]

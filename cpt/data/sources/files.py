@@ -195,11 +195,15 @@ def walk(
             yield path
 
 
+class NoTextFileError(ValueError):
+    """A folder without a file of text."""
+
+
 def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> FolderFiles:
     """The text files below a folder, links followed, and what is left out.
 
-    Raises ValueError for a file that is no text and has no known purpose, for a link to nothing, for an
-    empty file of a format that has a header, and for a folder without text."""
+    Raises ValueError for a file that is no text and has no known purpose, for a link to nothing, and for an
+    empty file of a format that has a header; NoTextFileError for a folder without text."""
     # What is not text is left out only where its purpose is known: else data would be missing unnoticed.
     files = FolderFiles()
     paths = sorted(walk(folder, ignored=ignored, hidden=files.hidden))
@@ -228,10 +232,7 @@ def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = No
     for path in files.text:
         refuse_unreadable(path)
     if not files.text:
-        raise ValueError(
-            f"{folder} has no {' '.join(SUFFIXES)} file; "
-            f"each sub-folder is a domain, but for domains.ignore=[{folder.name}]"
-        )
+        raise NoTextFileError(f"{folder} has no {' '.join(SUFFIXES)} file")
     return files
 
 

@@ -30,6 +30,7 @@ from cpt.data.sources.examples import (
 from cpt.data.sources.files import (
     PLAIN_SUFFIXES,
     SUFFIXES,
+    NoTextFileError,
     cause,
     find_text_files,
     kind,
@@ -253,7 +254,15 @@ class MixedReader:
         root = self.options.local_path
         if root.is_file():
             return [root]
-        paths = find_text_files(root).text
+        try:
+            paths = find_text_files(root).text
+        except NoTextFileError as error:
+            raise InvalidOptionError(
+                f"{self.section}.path",
+                self.options.path,
+                reason="no file of the folder has text",
+                allowed=f"a folder with a {' '.join(SUFFIXES)} file",
+            ) from error
         chosen = [path for path in paths if (split_of(path.relative_to(root)) or TRAIN) == self.file_split]
         if not chosen:
             raise InvalidOptionError(

@@ -18,6 +18,7 @@ from cpt.data.sources.files import (
     ABOUT_DATA,
     MAX_SHOWN,
     SUFFIXES,
+    NoTextFileError,
     files_of,
     kind,
     naming_file,
@@ -103,7 +104,11 @@ class Texts(Source):
             folder = self.folder_of(name)
             if folder is None:
                 continue
-            paths = files_of(folder, ignored=self.ignored)
+            try:
+                paths = files_of(folder, ignored=self.ignored)
+            except NoTextFileError as error:
+                hint = f"each sub-folder is a domain, but for domains.ignore=[{folder.name}]"
+                raise ValueError(f"{error}; {hint}") from error
             for path in paths:
                 if not os.access(path, os.R_OK):
                     raise ValueError(f"{path} cannot be read: permission denied")
