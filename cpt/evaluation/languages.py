@@ -75,7 +75,7 @@ WORD_LISTS = {
 COMMON_WORDS: Mapping[str, frozenset[str]] = {
     language: frozenset(words.split()) for language, words in WORD_LISTS.items()
 }
-LANGUAGES = sorted([*COMMON_WORDS, "zh", "ja", "ko"])  # that are told from each other
+LANGUAGES = sorted([*COMMON_WORDS, "zh", "ja", "ko"])  # that are distinguished from each other
 
 
 def guess_language(text: str) -> str:

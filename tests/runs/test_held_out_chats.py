@@ -293,7 +293,8 @@ def test_the_gate_judges_chats_and_broken_answers(chat_run, tmp_path, capsys):
 
     # A limit on answers that were not asked for is not met.
     scores = json.loads((run / "scores.json").read_text())
-    scores["chats"] |= {"nll": [None, None], "base_answer_nll": [None, None], "answers": [None, None]}
+    for key in ("nll", "base_answer_nll", "answers"):
+        scores["chats"][key] = [None, None]
     (run / "scores.json").write_text(json.dumps(scores))
     assert judged()[0] == 0
     code, judgement = judged("--max-broken-answers=0", "--max-chat-loss=99")

@@ -8,7 +8,7 @@ import pytest
 
 from cpt.methods.ncl import NCL
 from cpt.trainer import stage
-from tests.conftest import SMALL_GPT2
+from tests.conftest import ROOT, SMALL_GPT2
 from tests.runs.reading import assert_same_bits, killed, read_scores
 from tests.support.campaign import run_few
 from tests.support.chat_decoder import write_checkpoint
@@ -147,6 +147,27 @@ def test_methods_read_sources_and_resume_with_the_same_bits(
         "chat": 8,
         "web": 6,
     }
+
+
+OTHER_METHODS = sorted({path.stem for path in ROOT.glob("conf/method/*.yaml")} - {*METHODS, "ncl", "none"})
+
+
+@pytest.mark.parametrize("method", run_few(OTHER_METHODS, ["dga", "replay"]))
+def test_every_other_method_reads_its_share_of_sources(method, small_gpt2, decoder, sources, start, tmp_path):
+    """Those of which no run is killed above: both sources are read in each stage, and the run ends."""
+    options = [f"method={method}", "trainer.steps=1", "trainer.importance_samples=4", "eval.max_tokens=64"]
+    if method == "replay":  # whose mixture is an option of its own
+        options += [sources.replace("replay.sources", "method.mixture.sources")]
+    else:
+        options += ["replay=sources", sources]
+    cfg = small_gpt2("order=[law,food]", *QUICK, f"model.name_or_path={decoder}", *options)
+    start(cfg, tmp_path)
+    mixture = read_scores(tmp_path)["mixture"]
+    steps_by_stage = {"joint": 2} if method == "joint" else {"law": 1, "food": 1}
+    assert mixture.keys() == steps_by_stage.keys()
+    for stage_name, steps in steps_by_stage.items():
+        rows = {name: part["rows"] for name, part in mixture[stage_name].items()}
+        assert rows["chat"] == 2 * steps and rows["web"] >= steps
 
 
 @pytest.mark.campaign

@@ -52,6 +52,7 @@ MIN_CONTROL_BYTES = 4
 MAX_CONTROL_SHARE = 0.05
 DELIMITERS = (",", ";", "\t", "|")
 COLUMN_OPTION = "domains.column"  # that names the column of the text, for messages
+CHAT_COLUMNS = {"messages", "conversations"}  # of tables of chats, see cpt.data.sources.chats
 TABLE_ROWS = 100  # rows of a parquet or Arrow file that become Python objects at once
 
 Row = tuple[str, Any]  # the file and line, for messages; the value
@@ -541,12 +542,15 @@ def cell(row: Any, column: str, where: str, option: str) -> Any:
 
 
 def missing_column(row: Mapping[Any, Any], column: str, where: str, option: str) -> ValueError:
-    """The error of a row without a column, with the names that it has and the most similar one."""
+    """The error of a row without a column, with the names that it has and the most similar one, or with what
+    reads chats where it has one."""
     names = [str(name) for name in row]
     message = f"{where} has no column {column!r}; it has {', '.join(names)} ({option})"
     similar = similar_name(column, names)
     if similar:
         message += f". Did you mean {similar}?"
+    elif CHAT_COLUMNS & set(names):
+        message += ". Chats are read by domains=instructions, and by format=messages of replay.sources"
     return ValueError(message)
 
 

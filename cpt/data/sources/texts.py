@@ -107,8 +107,9 @@ class Texts(Source):
             try:
                 paths = files_of(folder, ignored=self.ignored)
             except NoTextFileError as error:
-                hint = f"each sub-folder is a domain, but for domains.ignore=[{folder.name}]"
-                raise ValueError(f"{error}; {hint}") from error
+                raise ValueError(
+                    f"{error}; each sub-folder is a domain, but for domains.ignore=[{folder.name}]"
+                ) from error
             for path in paths:
                 if not os.access(path, os.R_OK):
                     raise ValueError(f"{path} cannot be read: permission denied")

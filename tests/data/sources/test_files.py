@@ -249,6 +249,14 @@ def test_a_similar_column_is_suggested(tmp_path):
         read_documents(tmp_path)
 
 
+def test_what_reads_chats_is_named_where_text_is_expected(tmp_path):
+    write(tmp_path / "a" / "a.jsonl", '{"messages": []}\n')
+    with pytest.raises(
+        ValueError, match=r"has messages .*Chats are read by domains=instructions, and by format"
+    ):
+        read_documents(tmp_path)
+
+
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "corpora" / "a" / "x.txt", "One.\n")
