@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground import make_parser
-from ladder import (
+from common.ground import make_parser
+from common.ladder import (
     BF16,
     DECODER_RUNGS,
     LORA_RUNGS,
@@ -29,11 +29,11 @@ from ladder import (
     list_rungs,
     train_rung,
 )
-from limit import measure_bandwidth, measure_peak
-from measuring import compare_times, describe_machine, save
+from common.measuring import compare_times, describe_machine, save
+from common.stage import TimingOptions, measure_rounds, prepare
+from costs.limit import measure_bandwidth, measure_peak
 from memory import make_model
 from methods import NCL, TwoDomainSetup, compute_figures, divide_into_groups, list_subjects, measure_method
-from stage import TimingOptions, measure_rounds, prepare
 
 PACKINGS = ("none", "document_mask")
 TOY_LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}

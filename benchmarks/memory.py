@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import ROOT, save
-from shapes import SMOLLM2_135M
+from common.measuring import ROOT, save
+from common.shapes import SMOLLM2_135M
 
 SIZES: dict[str, dict[str, Any]] = {  # of the published configurations, with their rows of the embedding
     "roberta": {

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground import Workload, build_workload, format_accelerator, make_labels, make_parser
-from lightning.pytorch.callbacks import Callback
-from measuring import ROOT, compare_times, save
-from stage import (
+from common.ground import Workload, build_workload, format_accelerator, make_labels, make_parser
+from common.measuring import ROOT, compare_times, save
+from common.stage import (
     Chunks,
     StepTimer,
     Subject,
@@ -30,8 +29,9 @@ from stage import (
     prepare,
     select_quiet_rounds,
 )
-from subjects import StepCallback, fit
-from variants import DENSE, TARGETS, VARIANTS
+from common.subjects import StepCallback, fit
+from common.variants import DENSE, TARGETS, VARIANTS
+from lightning.pytorch.callbacks import Callback
 
 from cpt.data.collate import inputs_of
 from cpt.methods.base import ContinualMethod

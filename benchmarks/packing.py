@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from ground import Workload, build_workload, make_parser
-from measuring import compare_times, read_busy_seconds, rotate, save, summarize_times, wait_until_quiet
-from stage import prepare
+from common.ground import Workload, build_workload, make_parser
+from common.measuring import compare_times, read_busy_seconds, rotate, save, summarize_times, wait_until_quiet
+from common.stage import prepare
 from torch.nn.utils import clip_grad_norm_
 
 PACKINGS = ("none", "document_mask")

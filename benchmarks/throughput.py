@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ground import SHAPES, make_parser
-from measuring import compare_times, save, summarize_times
-from stage import Chunks, collect_times, join_sessions, measure_rounds, prepare, select_quiet_rounds
-from subjects import DEFAULT_SUBJECTS, SUBJECTS, TrainingSetup
+from common.ground import SHAPES, make_parser
+from common.measuring import compare_times, save, summarize_times
+from common.stage import Chunks, collect_times, join_sessions, measure_rounds, prepare, select_quiet_rounds
+from common.subjects import DEFAULT_SUBJECTS, SUBJECTS, TrainingSetup
 
 
 def measure_subjects(setup: TrainingSetup, names: list[str], *, patience: float) -> dict[str, Any]:

@@ -13,10 +13,12 @@ FOLDER = ROOT / "benchmarks"
 pytestmark = [pytest.mark.slow, pytest.mark.campaign]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
-def test_every_benchmark_can_be_imported(name, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    assert runpy.run_path(str(FOLDER / f"{name}.py"), run_name=name)
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER)))
+def test_every_benchmark_can_be_imported(path, monkeypatch):
+    """With its own folder on the path, as Python starts a script; those that are no scripts are imported."""
+    folder = FOLDER if path.parent.name == "common" else path.parent
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    assert runpy.run_path(str(path), run_name=path.stem)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,17 @@ def defined_names(path: Path) -> set[str]:
     return names
 
 
+def find_import_folder(path, module):
+    """The folder from which a file imports a module of this project; None for one of a library."""
+    if module.startswith(("cpt.", "tests.")):
+        return ROOT
+    file = f"{module.replace('.', '/')}.py"
+    folders = [path.parent]  # of a script: Python looks there first
+    if path.is_relative_to(ROOT / "benchmarks"):
+        folders.append(ROOT / "benchmarks")
+    return next((folder for folder in folders if (folder / file).exists()), None)
+
+
 def test_what_programs_outside_of_the_package_import_of_it_and_of_each_other_is_there():
     """Most benchmarks and campaigns run rarely: a renamed function would be missed late."""
     missing = []
@@ -103,10 +114,9 @@ def test_what_programs_outside_of_the_package_import_of_it_and_of_each_other_is_
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if not isinstance(node, ast.ImportFrom) or node.module is None:
                     continue
-                is_sibling = (path.parent / f"{node.module}.py").exists()  # of a benchmark
-                if not is_sibling and not node.module.startswith(("cpt.", "tests.")):
+                start = find_import_folder(path, node.module)
+                if start is None:
                     continue
-                start = path.parent if is_sibling else ROOT
                 module = start.joinpath(*node.module.split("."))
                 for alias in node.names:
                     is_module = (module / f"{alias.name}.py").exists() or (module / alias.name).is_dir()

@@ -54,10 +54,10 @@ def test_the_pictures_of_the_guides_are_there_and_on_a_page():
 
 
 def test_the_table_of_memory_by_model_size_is_up_to_date(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "costs")
     model_sizes = importlib.import_module("model_sizes")
     page = read("continue-a-chat-model.md")
-    assert page == model_sizes.make_page(page), "python benchmarks/model_sizes.py --published"
+    assert page == model_sizes.make_page(page), "python benchmarks/costs/model_sizes.py --published"
     assert all(f"| {model} |" in page for model in model_sizes.CONFIGS)
 
 

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from cpt.core.config import CONF
 from tests.conftest import ROOT
 
+STUDIES = ROOT / "benchmarks" / "studies"
 CHATS = "replay.sources={chat: {path: ${domains.root}-chats.jsonl, format: messages, ratio: 0.1}}"
 JOBS = (
     ["seed=1", "method=lora", "method.start=previous"],
@@ -31,7 +32,7 @@ PUBLISHED_STUDIES = (
 
 @pytest.fixture
 def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(STUDIES))
     yield __import__("study")
     sys.modules.pop("study")
 
@@ -64,6 +65,6 @@ def test_published_scores_give_the_published_pages(study, monkeypatch, tmp_path,
     monkeypatch.setattr(study, "IMAGES", tmp_path)
     monkeypatch.setattr(study, "PAGES", pages)
     monkeypatch.setattr(sys, "argv", [name, "--published", "--runs", str(tmp_path / "runs")])
-    runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"), run_name="__main__")
+    runpy.run_path(str(STUDIES / f"{name}.py"), run_name="__main__")
     for page in (ROOT / "docs" / "studies").glob("*.md"):
         assert (pages / page.name).read_text() == page.read_text()

@@ -29,7 +29,7 @@ def keep_free(*, up_to: int = ANY_SIZE) -> None:
     every page with zeros again: a tenth of a small model's step (`benchmarks/throughput.py --shape given`).
 
     With SMALL, tensors are returned at once and leave no holes on the heap: with activation checkpointing,
-    holes take several times as much as what is in use (`benchmarks/frozen_base.py`)."""
+    holes take several times as much as what is in use (`benchmarks/costs/frozen_base.py`)."""
     global kept_size
     if LINUX:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -77,7 +77,7 @@ def set_returns_large(is_returned: bool) -> None:
 
 def give_back() -> None:
     """Returns what is free on the C heap to the system, where its library can (glibc): the holes between what
-    lives long add up from stage to stage (`benchmarks/flat.py` shows it)."""
+    lives long add up from stage to stage (`benchmarks/costs/flat.py` shows it)."""
     if LINUX:
         malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if malloc_trim is not None:

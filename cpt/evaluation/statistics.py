@@ -1,8 +1,8 @@
 """Uncertainty of a comparison: intervals over runs and over test examples, p-values of paired tests.
 
 The interval over runs is Student's t. Of 3 to 50 values it covers 92 to 96 % of the means of normal, t4,
-uniform and skewed values, and BCa (Efron 1987) 92 to 97 % (benchmarks/interval_coverage.py). Fewer than
-MIN_PAIRS runs have no interval. The p-values are those of the sign-flip test (Fisher), which assumes no
+uniform and skewed values, and BCa (Efron 1987) 92 to 97 % (benchmarks/studies/interval_coverage.py). Fewer
+than MIN_PAIRS runs have no interval. The p-values are those of the sign-flip test (Fisher), which assumes no
 distribution and is at least 2^(1-n) for n pairs, and of the paired t test.
 """
 

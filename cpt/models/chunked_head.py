@@ -8,8 +8,8 @@ that gives the chunk, so that scales, softcaps and transforms are those of any c
 
 The sum of a loss is computed with its gradient, so that no chunk is computed twice. The loss of each position
 has its gradient from chunks that are computed again in the backward pass, as importances need it.
-docs/models.md has what both take (benchmarks/vocabulary.py). torch's `linear_cross_entropy`, which knows no
-softcap, took 4.3 times as long as whole logits on a CPU core."""
+docs/models.md has what both take (benchmarks/costs/vocabulary.py). torch's `linear_cross_entropy`, which
+knows no softcap, took 4.3 times as long as whole logits on a CPU core."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -18,7 +18,7 @@ from cpt.trainer.plan import Plan
 
 log = logging.getLogger(__name__)
 MIN_BF16_WIDTH = 256  # hidden size from which bf16 is faster than fp32 on a CPU
-MAX_EAGER_LENGTH = 512  # tokens up to which eager attention is faster in 16 bits (benchmarks/attention.py)
+MAX_EAGER_LENGTH = 512  # tokens to which eager is faster in 16 bits (benchmarks/costs/attention.py)
 BF16_CAPABILITIES = ("avx512_bf16", "amx_tile")  # of torch.cpu.get_capabilities
 MAX_NUM_WORKERS = 2  # data loader processes for each device
 AUTOCAST_TYPES: Mapping[Any, torch.dtype] = {  # by trainer.precision

@@ -1,0 +1,332 @@
+"""What continual pre-training does to a chat model of 135 M parameters, and which method keeps its chat:
+`python benchmarks/studies/real_decoder.py --corpora FOLDER --root NEW_FOLDER --model FOLDER` writes
+docs/studies/real-decoder.md.
+
+FOLDER of --corpora has news-articles (with their site as `label`), debian-descriptions, kernel-docs and
+foldoc as JSON lines; --model is an instruct decoder with a chat template. The text is split into NEW_FOLDER
+once, and the model answers 200 prompts into NEW_FOLDER-chats.jsonl, for the replay of chats. One seed of all
+comparisons first, then further seeds of the most important ones. It may be stopped at any time: rerun the
+same command to resume; `--report-only` writes the page of what is there."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import study
+from hydra import compose, initialize_config_dir
+from linux_texts import split_documents, write_lines
+
+from cpt.core.config import CONF
+from cpt.reporting.chat_tables import count_broken, find_chat_change
+from cpt.reporting.drawing import literal, make_figure, make_png, series_style
+from cpt.reporting.formats import MISSING, format_interval, format_signed
+from cpt.reporting.load_runs import MeasuredRun
+from cpt.reporting.page import Block, markdown
+from cpt.reporting.sections import RunSection
+
+SOURCES = {"debian": "debian-descriptions", "kernel": "kernel-docs", "foldoc": "foldoc"}
+GENERAL_SITES = ("bbc.co.uk", "cnn.com")  # general text; the other sites' news are the first domain
+
+EXPERIMENT = "real_decoder"
+CHATS = "${domains.root}-chats.jsonl"
+
+
+def replay_chats(ratio: float) -> str:
+    """The override that fills this share of each batch with the model's own chats; chats that are longer than
+    a sequence are skipped."""
+    source = f"{{path: {CHATS}, format: messages, ratio: {ratio}, on_bad_example: skip}}"
+    return f"replay.sources={{chat: {source}}}"
+
+
+# Question 1: which method keeps chat, general text and earlier domains.
+METHODS = {
+    "base": ["method=none"],
+    "ncl": ["method=ncl"],
+    "10 % general text": ["replay=general", "replay.general_ratio=0.1"],
+    "10 % chats": ["replay=sources", replay_chats(0.1)],
+    "25 % past domains": ["replay=past"],
+    "10 % each of past, general, chats": [
+        "replay=past",
+        "replay.past_ratio=0.1",
+        "replay.general_ratio=0.1",
+        replay_chats(0.1),
+    ],
+    "lora": ["method=lora"],
+    "lora, embeddings trained": ["method=lora", "method.modules_to_save=[embeddings,head]"],
+    "first 20 of 30 blocks frozen": ["freeze.layers=20"],
+    "kd": ["method=kd"],
+    "ewc": ["method=ewc"],
+    "l2": ["method=l2"],
+    "wise_ft": ["method=wise_ft"],
+    "merge": ["method=merge"],
+    "eaft": ["loss=eaft"],
+    "migu": ["method=migu"],
+    "das": ["method=das"],
+    "osf": ["method=osf"],
+    "block_expansion": ["method=block_expansion"],
+}
+# Question 2: what breaks chat. Each differs in one thing from ncl, or from lora.
+FACTORS = {
+    "rate 3e-5": ["optim.lr=3e-5"],
+    "rate 3e-4": ["optim.lr=3e-4"],
+    "separator: end of a turn": ["domains.separator='<|im_end|>'"],
+    "a third of the tokens": ["trainer.steps=4"],
+    "two thirds of the tokens": ["trainer.steps=8"],
+    "three times the tokens": ["trainer.steps=36"],
+    "1 % chats": ["replay=sources", replay_chats(0.01)],
+    "5 % chats": ["replay=sources", replay_chats(0.05)],
+    "only attention trained": ["trainable=attention"],
+    "only norms trained": ["trainable=norms"],
+    "lora, rank 2": ["method=lora", "method.r=2"],
+    "lora, rank 64": ["method=lora", "method.r=64"],
+}
+# Further seeds of the rows that the findings rest on.
+REPEATED = ("ncl", "10 % chats", "10 % each of past, general, chats", "lora", "kd")
+
+# The prompts that the model answers: other ones than the held-out chats.
+PROMPT_FORMS = (
+    "What is {topic}?",
+    "Explain {topic} to a child in two sentences.",
+    "Give me three facts about {topic}.",
+    "Why does {topic} matter?",
+    "Write a short paragraph about {topic} for a newsletter.",
+)
+TOPICS = (
+    "photosynthesis", "the water cycle", "gravity", "the Roman Empire", "jazz", "chess", "compound interest",
+    "vaccination", "the printing press", "plate tectonics", "bread baking", "the violin", "recycling",
+    "a solar eclipse", "the human heart", "democracy", "soil erosion", "the Silk Road", "origami", "tides",
+    "a balanced diet", "public libraries", "the steam engine", "honey bees", "time zones", "friendship",
+    "rainbows", "the alphabet", "glaciers", "cycling to work", "a household budget", "volcanoes", "poetry",
+    "teamwork", "antibiotics", "the moon", "gardening", "inflation", "a good night's sleep", "earthquakes",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = study.make_parser(EXPERIMENT, str(__doc__))
+    parser.add_argument("--corpora", type=Path, help="the JSON lines; see above")
+    options = study.check_arguments(parser)
+    if not options.report_only and options.model is None:
+        parser.error("--model is needed, or --report-only, or --published")
+    if options.corpora is not None:
+        prepare_data(options.corpora, options.root, options.model)
+    study.make_study(options, EXPERIMENT, list_sweeps(), page="real-decoder", parts=write_parts)
+
+
+def list_sweeps() -> Iterator[list[str]]:
+    """One sweep for each row of both tables, the seeds at the end: a stopped study has what matters first."""
+    for overrides in (*METHODS.values(), *FACTORS.values()):
+        yield ["seed=0", *overrides]
+    for name in REPEATED:
+        yield ["seed=1,2", *METHODS[name]]
+
+
+def prepare_data(corpora: Path, root: Path, model: str) -> None:
+    """Writes root/<domain>/{train,valid,test}.jsonl and root-chats.jsonl, where they are missing."""
+    if not root.exists():
+        split_corpora(corpora, root)
+    chat_file = root.with_name(f"{root.name}-chats.jsonl")
+    if not chat_file.exists():
+        answer_prompts(model, root.with_name(f"{root.name}-prompts.txt"), chat_file)
+
+
+def split_corpora(corpora: Path, root: Path) -> None:
+    """Writes root/<domain>/{train,valid,test}.jsonl. News of two sites are general text, those of the others
+    the first domain. Documents whose second line repeats are left out, as `split_documents` says."""
+    news = read_lines(corpora / "news-articles.jsonl")
+    documents_by_domain = {
+        "general": [document for document in news if document["label"] in GENERAL_SITES],
+        "news": [document for document in news if document["label"] not in GENERAL_SITES],
+    }
+    for domain, name in SOURCES.items():
+        documents_by_domain[domain] = read_lines(corpora / f"{name}.jsonl")
+
+    # A split that is killed leaves no root, which would count as complete.
+    unfinished_root = root.with_name(f"{root.name}.partial")
+    for domain, documents in documents_by_domain.items():
+        for part, rows in split_documents(documents).items():
+            write_lines(unfinished_root / domain / f"{part}.jsonl", [{"text": row["text"]} for row in rows])
+    unfinished_root.rename(root)
+
+
+def read_lines(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def answer_prompts(model: str, prompt_file: Path, chat_file: Path) -> None:
+    """Writes the model's own answers to the prompts as chats: about fifteen minutes of CPU time."""
+    prompts = [form.format(topic=topic) for topic, form in product(TOPICS, PROMPT_FORMS)]
+    prompt_file.write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    script = study.ROOT / "docs" / "examples" / "write_chats.py"
+    subprocess.run([sys.executable, script, model, prompt_file, chat_file], check=True)
+
+
+HEAD = (
+    "run",
+    "learned",
+    "forgot",
+    "general text",
+    "chat",
+    "broken answers",
+    "operations",
+    "memory, GB",
+)
+MEASURES = {
+    "CPT/nats": ("just learned, nats", 3),
+    "FG/nats": ("forgotten, nats", 3),
+    "general_drift/nats": ("general text, nats", 3),
+    "chat/base_answer_rise": ("chat, nats", 3),
+    "chat/broken": ("broken answers, %", 1),
+}
+PICTURE = "real-decoder.png"
+# Runs by what tells them apart: `study.identify` of their scores, or `study.describe_job` of their overrides.
+Runs = Mapping[tuple[object, ...], MeasuredRun]
+
+
+def write_parts(section: RunSection) -> Iterator[str]:
+    """The parts of the study's page: what was run, a table for each question, and the repeated rows."""
+    runs = {study.identify(run.scores.run): run for run in section.runs}
+    yield (
+        f"{len(section.runs)} runs. Differences from the base in "
+        "nats per token, except for forgotten: from the stage of the domain. In brackets: 95 % intervals "
+        "over documents or chats, not over seeds. Operations are relative to `ncl`. Runs shared their "
+        "machine, so times are not shown."
+    )
+    ncl_and_lora = {name: METHODS[name] for name in ("ncl", "lora")}
+    methods = select_runs(runs, METHODS)
+    factors = select_runs(runs, ncl_and_lora | FACTORS)
+    trained = {name: run for name, run in (methods | factors).items() if name != "base"}
+    (study.IMAGES / PICTURE).write_bytes(draw_changes(trained))
+
+    ncl_run = methods.get("ncl")
+    yield tabulate_runs(methods, ncl_run=ncl_run, title="Methods and replay, seed 0")
+    yield tabulate_runs(factors, ncl_run=ncl_run, title="One factor at a time, seed 0")
+    yield from tabulate_seeds(section)
+
+
+def select_runs(runs: Runs, overrides_by_row: Mapping[str, Sequence[str]]) -> dict[str, MeasuredRun]:
+    """The runs with seed 0 that are there, by the names of their rows."""
+    selected = {}
+    for name, overrides in overrides_by_row.items():
+        run = find_run(runs, overrides)
+        if run is not None:
+            selected[name] = run
+    return selected
+
+
+def find_run(runs: Runs, overrides: Sequence[str]) -> MeasuredRun | None:
+    """The run of a row with seed 0."""
+    job = [f"experiment={EXPERIMENT}", "domains.root=FOLDER", "seed=0", *overrides]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", job)
+    return runs.get(study.describe_job(["seed=0", *overrides], cfg))
+
+
+def tabulate_runs(runs_by_row: Mapping[str, MeasuredRun], *, ncl_run: MeasuredRun | None, title: str) -> str:
+    """A row of HEAD for each run."""
+    cells = [[name, *format_run(run, ncl_run)] for name, run in runs_by_row.items()]
+    return markdown(Block(title=title, head=list(HEAD), cells=cells), picture="")
+
+
+def format_run(run: MeasuredRun, ncl_run: MeasuredRun | None) -> list[str]:
+    """The cells of HEAD after the name: changes in nats per token, broken answers, operations as a multiple
+    of those of `ncl_run`, memory in GB."""
+    cells = [format_change(measure(run)) for measure in CHANGES.values()]
+    chat_change = find_chat_change(run.scores)
+    if chat_change is None or chat_change.last is None:
+        cells.append(MISSING)
+    else:
+        cells.append(f"{count_broken(chat_change.last)} of {chat_change.last['chats']}")
+
+    flops = run.values.get("cost/flops")
+    if flops is None or ncl_run is None:
+        cells.append(MISSING)
+    else:
+        cells.append(f"{flops / ncl_run.values['cost/flops']:.2f}")
+    memory = run.values.get("cost/memory")
+    cells.append(MISSING if memory is None else f"{memory / 1e9:.1f}")
+    return cells
+
+
+class LossChange(NamedTuple):
+    """A change of a loss with its 95 % interval, in nats per token."""
+
+    mean: float
+    low: float | None  # None for too few documents or chats
+    high: float | None
+
+
+def measure_metric(run: MeasuredRun, name: str) -> LossChange | None:
+    """A metric of a run; None where it was not measured."""
+    metric = run.scores.metrics.get(name, {})
+    value = metric.get("nats")
+    if value is None or math.isnan(value):
+        return None
+    low, high = metric.get("interval", {}).get("nats", (None, None))
+    return LossChange(value, low, high)
+
+
+def measure_chat(run: MeasuredRun) -> LossChange | None:
+    """The rise of the loss on the base's own answers."""
+    chat_change = find_chat_change(run.scores)
+    if chat_change is None or chat_change.base_answers is None:
+        return None
+    loss = chat_change.base_answers
+    return LossChange(loss.rise, loss.low, loss.high)
+
+
+CHANGES: Mapping[str, Callable[[MeasuredRun], LossChange | None]] = {
+    "learned": lambda run: measure_metric(run, "learned"),
+    "forgot": lambda run: measure_metric(run, "FG"),
+    "general text": lambda run: measure_metric(run, "general_drift"),
+    "chat": measure_chat,
+}
+
+
+def format_change(change: LossChange | None) -> str:
+    """`+0.012 [+0.002, +0.022]`."""
+    if change is None:
+        return MISSING
+    return format_signed(change.mean) + format_interval(change.low, change.high, format_signed)
+
+
+def draw_changes(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
+    """A panel for each of CHANGES, a line for each run with its interval, the smallest rise of chat first."""
+    chat_changes = {name: measure_chat(run) for name, run in runs_by_row.items()}
+    measured = {name: change.mean for name, change in chat_changes.items() if change is not None}
+    names = sorted(measured, key=lambda name: measured[name], reverse=True)  # an axis counts from below
+
+    figure = make_figure((11, 1.2 + 0.28 * len(names)))
+    panels = figure.subplots(1, len(CHANGES), sharey=True)
+    for axes, (title, measure) in zip(panels, CHANGES.items(), strict=True):
+        for position, name in enumerate(names):
+            change = measure(runs_by_row[name])
+            if change is None:
+                continue
+            colour = series_style(1 if name == "ncl" else 0).colour
+            axes.plot(change.mean, position, marker="o", markersize=5, color=colour)
+            if change.low is not None and change.high is not None:
+                axes.plot([change.low, change.high], [position, position], color=colour, linewidth=1.5)
+        axes.axvline(0, color="0.6", linewidth=0.8)
+        axes.set(title=title, xlabel="nats per token")
+    panels[0].set_yticks(range(len(names)), labels=[literal(name, width=40) for name in names])
+    means = "; ".join(f"{name}: {measured[name]:+.3f}" for name in reversed(names))
+    return make_png(figure, description=f"Changes of each run; rise of the loss on chat, in nats: {means}")
+
+
+def tabulate_seeds(section: RunSection) -> Iterator[str]:
+    """Means and standard deviations of the groups with several seeds, and their differences from ncl."""
+    repeated_groups = [group for group in section.groups if len(group.runs) > 1]
+    if repeated_groups:
+        repeated = replace(section, groups=repeated_groups)
+        yield study.tabulate(repeated, MEASURES, title="Several seeds")
+        yield study.tabulate_contrasts(repeated, MEASURES, title="Differences from ncl over seeds")
+
+
+if __name__ == "__main__":
+    main()
