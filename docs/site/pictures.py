@@ -30,6 +30,7 @@ STUDY = RESULTS / "studies" / "default_domains.jsonl.gz"
 PLANS = RESULTS / "large_plans.json"
 CHATS = RESULTS / "chats.json"
 TUNING = RESULTS / "studies" / "das6_tuning.json"
+ORDERS = RESULTS / "studies" / "das6_mini.jsonl.gz"
 
 DOMAINS = ["sympy", "networkx", "pandas"]  # of the study, in their order
 METHODS = ["ncl", "ewc", "si", "kd", "replay", "lora", "merge", "das"]
@@ -37,6 +38,7 @@ NUM_TOKENS = 256_000  # of a stage
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PAGE_SIZE = (1366, 900)  # pixels
 MEMORY_OF_A_GPU = 80  # GB, of an H100
+CAPTION = {"loc": "left", "fontsize": 10}
 USES = {  # of the plan, in the order of the bars
     "weights": "weights",
     "gradients": "gradients",
@@ -187,12 +189,51 @@ def draw_tuning() -> bytes:
     return draw_searches(methods, metric=published["metric"], sign=1)
 
 
+def read_final_gains() -> dict[tuple[str, ...], list[list[float]]]:
+    """What the final models of `ncl` gained on each domain since the base (nats), in the order of training:
+    by order, for each seed."""
+    gains: dict[tuple[str, ...], list[list[float]]] = {}
+    for line in gzip.decompress(ORDERS.read_bytes()).splitlines():
+        scores = json.loads(line)
+        run = scores["run"]
+        if (run["method"], run["mask"], run["replay"], run["variant"]) != ("ncl", "none", "none", ""):
+            continue
+        columns = [scores["domains"].index(domain) for domain in run["order"]]
+        base, final = scores["nll"][0], scores["nll"][-1]
+        gains.setdefault(tuple(run["order"]), []).append([base[column] - final[column] for column in columns])
+    return gains
+
+
+def draw_orders() -> bytes:
+    """The same domains in two orders: what the final model has gained on each, by its place in the order."""
+    gains_by_order = read_final_gains()
+    colours = dict(zip(next(iter(gains_by_order)), SERIES, strict=False))
+    figure = make_figure((8.5, 3.4))
+    panels = figure.subplots(1, len(gains_by_order), sharey=True)
+    for axes, option, (order, gains) in zip(
+        panels, ("order=0", "order=reverse"), gains_by_order.items(), strict=True
+    ):
+        means = np.mean(gains, axis=0)
+        bars = axes.bar(range(len(order)), means, color=[colours[domain] for domain in order], width=0.75)
+        axes.bar_label(bars, [f"{mean:+.2f}" for mean in means], fontsize=9, padding=2)
+        labels = [f"{domain}\n{place}" for place, domain in enumerate(order, start=1)]
+        axes.set_xticks(range(len(order)), labels, fontsize=9)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(option, **CAPTION, family="monospace")
+        axes.set_xlabel("trained first → trained last")
+        axes.margins(y=0.15)
+    panels[0].set_ylabel("gain of the final model\nover the base (nats)")
+    return make_png(figure, description="Gain of the final model by domain, in two orders")
+
+
 PICTURES: dict[str, Callable[[], bytes]] = {
     "methods-plane": draw_methods,
     "comparison-page": photograph_comparison,
     "plan": draw_plan,
     "chats": draw_chats,
     "tuning": draw_tuning,
+    "orders": draw_orders,
 }
 
 
