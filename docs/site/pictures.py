@@ -31,6 +31,7 @@ PLANS = RESULTS / "large_plans.json"
 CHATS = RESULTS / "chats.json"
 TUNING = RESULTS / "studies" / "das6_tuning.json"
 ORDERS = RESULTS / "studies" / "das6_mini.jsonl.gz"
+GUIDE_RUNS = RESULTS / "guide_runs.json"
 
 DOMAINS = ["sympy", "networkx", "pandas"]  # of the study, in their order
 METHODS = ["ncl", "ewc", "si", "kd", "replay", "lora", "merge", "das"]
@@ -39,6 +40,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PAGE_SIZE = (1366, 900)  # pixels
 MEMORY_OF_A_GPU = 80  # GB, of an H100
 CAPTION = {"loc": "left", "fontsize": 10}
+GREEN, RED, ORANGE, GREY = "#009E73", "#D55E00", "#E69F00", "0.6"
+SHOWN_GATE = ("--min-gain 0.05", "--max-forgetting 0.02")  # of the options of the recorded check
 USES = {  # of the plan, in the order of the bars
     "weights": "weights",
     "gradients": "gradients",
@@ -227,6 +230,52 @@ def draw_orders() -> bytes:
     return make_png(figure, description="Gain of the final model by domain, in two orders")
 
 
+def draw_gate() -> bytes:
+    """What the release check says of a run: each text's change with its interval, and what is allowed."""
+    runs = json.loads(GUIDE_RUNS.read_text(encoding="utf-8"))
+    gate = runs["gate"]
+    changes = gate["changes"]
+    figure = make_figure((8.5, 2.7))
+    axes = figure.add_subplot()
+    ends = [change[key] for change in changes for key in ("low", "high", "most")]
+    margin = 0.12 * (max(ends) - min(ends))
+    left, right = min(ends) - margin, max(ends) + margin
+    at_right = {"xycoords": ("axes fraction", "data"), "va": "center", "fontweight": "bold"}
+    for row, change in enumerate(changes):
+        answer, colour = judge_change(change)
+        axes.barh(row, change["most"] - left, left=left, height=0.62, color=GREEN, alpha=0.14)
+        axes.plot([change["most"]] * 2, [row - 0.31, row + 0.31], color=GREEN, linewidth=2)
+        axes.plot([change["low"], change["high"]], [row, row], color=colour, linewidth=2.5)
+        axes.plot(change["after"] - change["before"], row, "o", color=colour, markersize=8)
+        axes.annotate(answer, (1.02, row), color=colour, **at_right)
+
+    axes.set_yticks(range(len(changes)), [name_change(change) for change in changes])
+    axes.text(left, -0.2, " allowed", color=GREEN, va="top", fontsize=9)
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.set(xlim=(left, right), ylim=(len(changes) - 0.5, -0.5))
+    axes.set_xlabel("← better      change of the loss (nats), with its 95 % interval      worse →")
+    axes.spines[["top", "right"]].set_visible(False)
+    verdict = f"{gate['verdict']}, exit code {gate['exit_code']}"
+    axes.set_title(f"cpt.gate RUN {' '.join(SHOWN_GATE)}", **CAPTION, family="monospace")
+    colour = GREEN if gate["exit_code"] == 0 else RED
+    axes.annotate(f"→ {verdict}", (1.02, -0.72), color=colour, annotation_clip=False, **at_right)
+    return make_png(figure, description=f"Release check: {verdict}")
+
+
+def judge_change(change: dict[str, Any]) -> tuple[str, str]:
+    """Whether a text passes, and the colour of that."""
+    if change["high"] <= change["most"]:
+        return "✓ improved" if change["new"] else "✓ kept", GREEN
+    if change["low"] > change["most"]:
+        return "✗ too little" if change["new"] else "✗ forgotten", RED
+    return "? inconclusive", ORANGE
+
+
+def name_change(change: dict[str, Any]) -> str:
+    role = "new" if change["new"] else "old"
+    return f"{change['text']} ({role})"
+
+
 PICTURES: dict[str, Callable[[], bytes]] = {
     "methods-plane": draw_methods,
     "comparison-page": photograph_comparison,
@@ -234,6 +283,7 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "chats": draw_chats,
     "tuning": draw_tuning,
     "orders": draw_orders,
+    "gate": draw_gate,
 }
 
 
