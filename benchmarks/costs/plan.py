@@ -5,9 +5,10 @@ with a config alone, and another takes a few real steps and evaluates a batch. I
 ways: `allocated` are the tensors that exist after the timed steps, and the most that torch's allocator hands
 out in two more, by its profiler; `resident` is the most that the process held in the first two steps, with
 Python, libraries and the holes of the C heap. Time is that of the CPU, so that other programs do not count,
-but for what they do to caches and memory: after each of three steps the rates that a plan measures are
-measured again, and the step is compared with the plan's work at these rates. The median of the three is
-reported, and that of the plan as it was printed by another process, at its own rates."""
+but for what they do to caches and memory: before the first of three steps and after each, the time of a
+step is computed anew, from kernels and rates that are timed at that moment, and a step is compared with the
+mean of what was computed before and after it. The median of the three ratios is reported, and that of the
+plan as it was printed by another process."""
 
 import argparse
 import itertools
@@ -19,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import Callback
+from omegaconf import DictConfig
 from torch import Tensor
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
@@ -38,14 +41,14 @@ from cpt.core.memory import forget_peak, give_back, peak
 from cpt.models import loading
 from cpt.trainer.base_model import make_base
 from cpt.trainer.build import build_data, build_method, read_corpora
-from cpt.trainer.computed_plan import describe_rates
-from cpt.trainer.computed_time import Rates, find_work_seconds, measure_cpu
-from cpt.trainer.computed_work import Work
+from cpt.trainer.computed_memory import make_layout
+from cpt.trainer.computed_plan import choose_kind
+from cpt.trainer.computed_time import count_step_work, find_rates, find_work_seconds, measure_cpu_once
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.options import BF16
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare_run
 from cpt.trainer.run_dir import RunDir
+from cpt.trainer.simulated_plan import SimulatedPlan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/
 from common.measuring import RESULTS, ROOT, describe_machine, save
@@ -129,7 +132,12 @@ PROFILED_STEP = 1 + NUM_TIMED_STEPS
 NUM_STEPS = PROFILED_STEP + 2
 TOKENIZER_ENTRIES = 8192
 # Measured over computed figures, in the order of the table.
-RATIOS = ("allocated, training", "process, training", "step, measured rates", "step, rates of the plan")
+RATIOS = ("allocated, training", "process, training", "step, computed anew", "step, plan")
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
 
 
 def make_model_config(shape: str) -> Any:
@@ -197,8 +205,7 @@ def train(checkpoint: Path, changes: list[str], options: argparse.Namespace) -> 
         f"domains.root={make_texts(Path(options.cache))}",
         f"cache_dir={options.cache}",
     ]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        plan = make_plan(compose("config", overrides=overrides))
+    plan = make_plan(compose_config(overrides))
     with tempfile.TemporaryDirectory() as folder:
         machine = prepare_run(plan, RunDir(Path(folder) / "run")).machine
     corpora = read_corpora(plan)
@@ -211,11 +218,7 @@ def train(checkpoint: Path, changes: list[str], options: argparse.Namespace) -> 
     data.enter(stage)
     method.setup_stage(stage)
     method.train()
-    monitor = StepMonitor(
-        is_16_bit=machine.precision in BF16,
-        is_quantized=plan.model.quantization == "nf4",
-        is_checkpointed=plan.trainer.gradient_checkpointing,
-    )
+    monitor = StepMonitor(overrides)
     arguments = machine.lightning_arguments(plan.trainer)
     trainer = make_trainer(arguments, label="steps", steps=NUM_STEPS, callbacks=[monitor])
     give_back()
@@ -235,32 +238,50 @@ def train(checkpoint: Path, changes: list[str], options: argparse.Namespace) -> 
             + find_peak(evaluation_profile),
         },
         "resident": {"training": monitor.resident},
-        "steps": monitor.steps,
+        "step_seconds": monitor.seconds,
+        "computed_step_seconds": monitor.computed,
     }
 
 
 class StepMonitor(Callback):
-    """Measures the CPU's seconds of some steps and its rates after each, the most that the process held in
-    the first two steps, and what is allocated in the last ones. Its arguments are those of `measure_cpu`."""
+    """Measures the CPU's seconds of some steps and computes them anew after each, the most that the process
+    held in the first two steps, and what is allocated in the last ones."""
 
-    def __init__(self, **rate_options: bool) -> None:
-        self.rate_options = rate_options
+    def __init__(self, overrides: Sequence[str]) -> None:
+        self.overrides = overrides
         self.start_time = 0.0
-        self.steps: list[dict[str, Any]] = []  # seconds and rates of the timed ones
+        self.seconds: list[float] = []  # of the timed steps
+        self.computed: list[float] = []  # seconds of a step, before the first timed one and after each
         self.resident = 0
         self.bytes_before = 0
         self.profile = profile_memory()
 
+    @cached_property
+    def simulated(self) -> SimulatedPlan:
+        """The plan that is computed, made when the memory of the real steps has been measured."""
+        overrides = [*self.overrides, "plan=json", "plan_device=cpu"]
+        plan = make_plan(compose_config(overrides))
+        return SimulatedPlan(plan, choose_kind(plan))
+
+    def compute_step(self) -> float:
+        """The seconds of a step, from kernels and rates that are timed now."""
+        measure_cpu_once.cache_clear()
+        plan = self.simulated.plan
+        num_devices = 2 if SHARDED[0] in self.overrides else 1
+        work = count_step_work(self.simulated, make_layout(plan, num_devices))
+        return find_work_seconds(work, find_rates(self.simulated))
+
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_index: int) -> None:
         if batch_index % trainer.accumulate_grad_batches:
             return
-        if 1 < trainer.global_step <= PROFILED_STEP:
-            seconds = time.thread_time() - self.start_time
-            if not self.steps:
-                self.resident = peak(CPU)
-            rates = measure_cpu(**self.rate_options)
-            self.steps.append({"seconds": seconds, "per_second": describe_rates(rates)})
-        if trainer.global_step == PROFILED_STEP:
+        step = trainer.global_step
+        if 1 < step <= PROFILED_STEP:
+            self.seconds.append(time.thread_time() - self.start_time)
+        if step == 2:
+            self.resident = peak(CPU)
+        if 1 <= step <= PROFILED_STEP:
+            self.computed.append(self.compute_step())
+        if step == PROFILED_STEP:
             module.zero_grad()  # the profiler would not see that gradients of before are freed
             state_tensors = []
             for state in trainer.optimizers[0].state.values():
@@ -352,17 +373,16 @@ def compare(shape: str, changes: list[str], options: argparse.Namespace) -> dict
         "evaluation": sum(phases["evaluation"].values()),
         "resident": sum(phases["step"].values()) + plan["process"],
         "step_seconds": estimate["seconds"]["step"],
-        "step_work": estimate["step_work"],
         "per_second": plan["device"]["per_second"],
     }
-    step_ratios = []
-    for step in measured["steps"]:
-        at_its_rates = find_work_seconds(Work(**estimate["step_work"]), read_rates(step["per_second"]))
-        step_ratios.append(step["seconds"] / at_its_rates)
-    median_seconds = statistics.median(step["seconds"] for step in measured["steps"])
+    seconds = measured["step_seconds"]
+    computed_anew = []
+    for before, after in itertools.pairwise(measured["computed_step_seconds"]):
+        computed_anew.append((before + after) / 2)
+    step_ratios = [real / expected for real, expected in zip(seconds, computed_anew, strict=True)]
     ratios = {
-        "step, measured rates": statistics.median(step_ratios),
-        "step, rates of the plan": median_seconds / computed["step_seconds"],
+        "step, computed anew": statistics.median(step_ratios),
+        "step, plan": statistics.median(seconds) / computed["step_seconds"],
         "process, training": measured["resident"]["training"] / computed["resident"],
     }
     for phase, num_bytes in measured["allocated"].items():
@@ -379,15 +399,6 @@ def compare(shape: str, changes: list[str], options: argparse.Namespace) -> dict
     }
 
 
-def read_rates(per_second: dict[str, Any]) -> Rates:
-    """The rates that `describe_rates` describes."""
-    return Rates(
-        per_second["flops"],
-        num_bytes=per_second["num_bytes"],
-        num_dequantized=per_second["num_dequantized"],
-    )
-
-
 def name_setup(setup: dict[str, Any]) -> str:
     """The shape and the changes in short."""
     changes = []
@@ -399,7 +410,7 @@ def name_setup(setup: dict[str, Any]) -> str:
 def format_table(setups: list[dict[str, Any]]) -> str:
     """The computed memory of a step, and the measured figures over the computed ones."""
     lines = [
-        "| setup | CPU | tensors, MB | measured | process | time | time, rates of the plan |",
+        "| setup | CPU | tensors, MB | measured | process | time | time, plan |",
         "| :-- | :-- | --: | --: | --: | --: | --: |",
     ]
     for setup in setups:

@@ -43,8 +43,7 @@ from cpt.trainer.computed_memory import (
     make_layout,
 )
 from cpt.trainer.computed_model import find_quantization, read_computed_config
-from cpt.trainer.computed_time import Rates, count_step_work, count_steps, find_rates, find_seconds
-from cpt.trainer.computed_work import Work
+from cpt.trainer.computed_time import Rates, count_steps, find_rates, find_seconds
 from cpt.trainer.device_kinds import GPUS, SHARE_SOURCES, THIS_CPU, DeviceKind
 from cpt.trainer.dry_run import list_excluded_options
 from cpt.trainer.micro_batch import AUTO, COMPUTED_SHARE, TRIED_SHARE, find_share
@@ -196,7 +195,6 @@ class Estimate:
     change: Change | None  # None where it fits, and where no change makes it fit
     host: int  # bytes of main memory
     seconds: Mapping[str, float | None]
-    step_work: Work | None  # None without stages
 
 
 def estimate_layout(
@@ -216,7 +214,6 @@ def estimate_layout(
         change=changes.find(layout, limit=limit) if peak > limit else None,
         host=count_host_bytes(simulated, layout),
         seconds=find_seconds(simulated, layout, rates),
-        step_work=count_step_work(simulated, layout) if simulated.stages else None,
     )
 
 
@@ -339,7 +336,7 @@ def format_computed(cost: Mapping[str, Any]) -> str:
         f"Device: {device['name']}, {format_bytes(device['memory'])} ({device['source']})",
         format_estimates(cost["estimates"], cost["process"]),
         *[format_change(estimate) for estimate in cost["estimates"] if estimate["free"] < 0],
-        f"Computed, not measured: memory of allocated tensors, time of operations at {format_rates(device)}.",
+        f"Computed, not measured: memory of allocated tensors, time of {format_rates(device)}.",
         f"Not included: {', '.join(cost['not_included'])}.",
     ]
     if cost["micro_batch"] == AUTO:
@@ -351,17 +348,17 @@ def format_computed(cost: Mapping[str, Any]) -> str:
 
 
 def format_rates(device: Mapping[str, Any]) -> str:
-    """What a device does in a second, and where the figures are from."""
+    """What the time of operations follows from."""
     if device["share"] is not None:
         return (
-            f"{device['share']:.0%} of {device['peak_flops'] / 1e12:,.4g} TFLOP/s "
+            f"operations at {device['share']:.0%} of {device['peak_flops'] / 1e12:,.4g} TFLOP/s "
             f"({SHARE_SOURCES[device['share']]})"
         )
     per_second = device["per_second"]
     products = [f"{flops / 1e9:,.3g} GFLOP/s in {name}" for name, flops in per_second["flops"].items()]
     return (
-        f"{' and '.join(products)}, {per_second['num_bytes'] / 1e9:,.3g} GB/s of bytes moved by all other "
-        "operations (these rates were measured here when the plan was made)"
+        "operations that were timed on this CPU when the plan was made; of updates and casts of weights at "
+        f"{' and '.join(products)}, {per_second['num_bytes'] / 1e9:,.3g} GB/s of bytes moved"
     )
 
 

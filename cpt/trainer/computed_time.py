@@ -1,16 +1,17 @@
 """The time of a run in a computed plan: the work of its simulation, over what a device does in a second.
 
-A GPU's rate is a share of the peak of its matrix products, and stands for all other operations, too. A CPU
-has three rates, which are timed when the plan is made: of products, of bytes that other operations move, and
-of weights that are dequantized."""
+A GPU's rate is a share of the peak of its matrix products, and stands for all other operations, too. On a
+CPU each operation over the rows of a batch is made and timed when the plan is made: kernels of one kind
+differ by a factor of ten with the type and the shape of what they get. What has the size of the weights, like
+an update, is counted, and has three rates: of products, of bytes that other operations move, and of weights
+that are dequantized."""
 
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.trainer.computed_memory import Layout, count_importance_rows, count_rows
 from cpt.trainer.computed_work import Work
 from cpt.trainer.device_kinds import SHARE_OF_LARGE, SHARE_OF_SMALL, SMALL_MODEL
+from cpt.trainer.kernel_calls import KernelCall, KernelTimer, time_calls
 from cpt.trainer.options import BF16, FP16_MIXED
 from cpt.trainer.plan import Plan
 from cpt.trainer.simulated_plan import SimulatedPlan
@@ -40,6 +42,7 @@ class Rates:
     num_dequantized: float = math.inf  # weights, from 4 bits
     peak: float | None = None  # operations per second of a GPU's products; None: a CPU
     share: float | None = None  # of the peak, which makes `flops`; None: a CPU
+    timer: KernelTimer | None = None  # of calls on this CPU; None: calls are counted by the rates, too
 
     def find_flops(self, type_name: str) -> float:
         """The operations per second of products of a type; the lowest rate for a type that was not timed."""
@@ -77,7 +80,7 @@ def measure_cpu(*, is_16_bit: bool, is_quantized: bool, is_checkpointed: bool) -
     num_dequantized = num_bytes / torch.float32.itemsize
     if is_quantized and importlib.util.find_spec("bitsandbytes") is not None:
         num_dequantized = measure_dequantized()
-    return Rates(flops, num_bytes=num_bytes, num_dequantized=num_dequantized)
+    return Rates(flops, num_bytes=num_bytes, num_dequantized=num_dequantized, timer=KernelTimer())
 
 
 measure_cpu_once = cache(measure_cpu)  # for the layouts and changes of a plan
@@ -90,7 +93,8 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> float:
     def multiply() -> None:
         float((matrix @ matrix)[0, 0])  # reading a number makes a GPU finish
 
-    return 2 * MATRIX_SIZE**3 / time_calls(multiply, device)
+    read_clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    return 2 * MATRIX_SIZE**3 / time_calls(multiply, at_least=TIMED_SECONDS, read_clock=read_clock)
 
 
 def measure_moved_bytes() -> float:
@@ -106,7 +110,7 @@ def measure_moved_bytes() -> float:
 
     # Of a weight: 4 bytes are read and 2 written, 2 read and 4 written, 8 read and 4 written.
     num_bytes = 24 * NUM_MATRICES * MATRIX_SIZE**2
-    return num_bytes / time_calls(move, CPU)
+    return num_bytes / time_calls(move, at_least=TIMED_SECONDS)
 
 
 def measure_dequantized() -> float:
@@ -115,22 +119,8 @@ def measure_dequantized() -> float:
 
     weight = torch.ones(1, DEQUANTIZED_SIZE**2)
     packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    return weight.numel() / time_calls(lambda: dequantize_4bit(packed, state), CPU)
-
-
-def time_calls(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call, the mean over TIMED_SECONDS. On a CPU they are CPU time of this thread, which other
-    programs do not lengthen."""
-    read_clock = time.thread_time if device.type == "cpu" else time.perf_counter
-    call()  # before time is taken, as the first call loads kernels
-    num_calls = 0
-    seconds = 0.0
-    start_time = read_clock()
-    while seconds < TIMED_SECONDS:
-        call()
-        num_calls += 1
-        seconds = read_clock() - start_time
-    return seconds / num_calls
+    seconds = time_calls(lambda: dequantize_4bit(packed, state), at_least=TIMED_SECONDS)
+    return weight.numel() / seconds
 
 
 def find_work_seconds(work: Work, rates: Rates) -> float:
@@ -138,6 +128,16 @@ def find_work_seconds(work: Work, rates: Rates) -> float:
     seconds = work.num_bytes / rates.num_bytes + work.num_dequantized / rates.num_dequantized
     for type_name, num_flops in work.flops.items():
         seconds += num_flops / rates.find_flops(type_name)
+    for call, num_calls in work.calls.items():
+        seconds += num_calls * find_call_seconds(call, rates)
+    return seconds
+
+
+def find_call_seconds(call: KernelCall, rates: Rates) -> float:
+    """The seconds of a call: as timed, or those of what it computes and moves where it cannot be timed."""
+    seconds = None if rates.timer is None else rates.timer.find_seconds(call)
+    if seconds is None:
+        seconds = call.num_flops / rates.find_flops(call.flops_type) + call.num_bytes / rates.num_bytes
     return seconds
 
 

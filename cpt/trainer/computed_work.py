@@ -1,7 +1,8 @@
 """What the operations of a simulated pass compute and move."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from cpt.core.allocations import find_tensors
 from cpt.models.simulated_quantization import DEQUANTIZE_4BIT
 from cpt.trainer.costs import OperationCounter
+from cpt.trainer.kernel_calls import KernelCall, ScaleSize, describe_call
 
 ATEN = torch.ops.aten
 # Operations that reserve memory without reading or writing it.
@@ -18,26 +20,41 @@ RESERVING = (ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, AT
 
 @dataclass(frozen=True)
 class Work:
-    """What operations compute and move; fractions are of steps and shards."""
+    """What operations compute and move; fractions are of steps and shards. What `calls` compute and move is
+    not among the other figures."""
 
     flops: Mapping[str, float] = field(default_factory=dict)  # of products and attention, by dtype of inputs
     num_bytes: float = 0.0  # that all other operations read and write
     num_dequantized: float = 0.0  # weights that are dequantized from 4 bits
+    calls: Mapping[KernelCall, float] = field(default_factory=dict)  # how often each is made
 
     @property
     def total_flops(self) -> float:
-        return sum(self.flops.values())
+        in_calls = sum(num_calls * call.num_flops for call, num_calls in self.calls.items())
+        return sum(self.flops.values()) + in_calls
 
     def plus(self, increment: "Work", *, times: float = 1.0) -> "Work":
         """The sum of this work and `times` the increment."""
         flops = dict(self.flops)
         for type_name, num_flops in increment.flops.items():
             flops[type_name] = flops.get(type_name, 0.0) + times * num_flops
+        calls = dict(self.calls)
+        for call, num_calls in increment.calls.items():
+            calls[call] = calls.get(call, 0.0) + times * num_calls
         return Work(
             flops,
             num_bytes=self.num_bytes + times * increment.num_bytes,
             num_dequantized=self.num_dequantized + times * increment.num_dequantized,
+            calls=calls,
         )
+
+    def scale_calls(self, scale_size: ScaleSize, *, share: float) -> "Work":
+        """The same work, with calls that each compute and move `share` of it, and as many more of them."""
+        calls: dict[KernelCall, float] = {}
+        for call, num_calls in self.calls.items():
+            scaled = call.scale(scale_size, share=share)
+            calls[scaled] = calls.get(scaled, 0.0) + num_calls / share
+        return replace(self, calls=calls)
 
 
 class WorkRecorder(OperationCounter):
@@ -47,14 +64,26 @@ class WorkRecorder(OperationCounter):
     weight: so the work of any number of rows follows from one pass. The update of the weights is recorded
     apart, too, as a step of several micro-batches makes it once. The caller sets `is_update` before it."""
 
-    def __init__(self, grows_with_rows: Callable[[Tensor], bool]) -> None:
-        """`grows_with_rows` says whether the bytes of a tensor grow with the rows of the batch."""
+    def __init__(self, grows_with_rows: Callable[[Tensor], bool], *, keeps_calls: bool = False) -> None:
+        """`grows_with_rows` says whether the bytes of a tensor grow with the rows of the batch. With
+        `keeps_calls`, operations over these rows are recorded as calls, which can be timed."""
         super().__init__()
         self.grows_with_rows = grows_with_rows
+        self.keeps_calls = keeps_calls
         self.is_update = False
         # The keys say whether work is of the update, and whether it grows with the rows.
-        self.work: dict[tuple[bool, bool], Work] = {}
+        self.counted: dict[tuple[bool, bool], Work] = {}
+        self.calls: Counter[KernelCall] = Counter()
         self.written_arguments: dict[Any, list[int]] = {}  # positions, by kernel
+
+    @property
+    def work(self) -> dict[tuple[bool, bool], Work]:
+        """The work by whether it is of the update, and whether it grows with the rows."""
+        work = dict(self.counted)
+        if self.calls:
+            growing = (False, True)
+            work[growing] = work.get(growing, Work()).plus(Work(calls=self.calls))
+        return work
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flops_before = self.total
@@ -62,26 +91,56 @@ class WorkRecorder(OperationCounter):
         count, is_composite = self.kernels[func]
         if is_composite or func.namespace == "prim":
             return output  # a composite operation is the sum of others, which were recorded
-
-        if count is not None:
-            self.add_products(self.total - flops_before, args)
-        elif func is DEQUANTIZE_4BIT:
+        if func is DEQUANTIZE_4BIT:
             self.add(Work(num_dequantized=output.numel()), grows=False)
-        elif func.overloadpacket not in RESERVING:
-            self.add_bytes(func, args, kwargs or {}, output)
+            return output
+
+        is_product = count is not None
+        num_flops = self.total - flops_before
+        moved = self.list_moved(func, args, kwargs or {}, output)
+        if self.is_kept(moved, args, is_product=is_product):
+            self.add_call(func, args, kwargs or {}, num_flops=num_flops, moved=moved)
+        elif is_product:
+            self.add_products(num_flops, args)
+        else:
+            for tensor in moved:
+                self.add(Work(num_bytes=tensor.nbytes), grows=self.grows_with_rows(tensor))
         return output
+
+    def is_kept(self, moved: Sequence[Tensor], args: Any, *, is_product: bool) -> bool:
+        """Whether an operation is recorded as a call. Products of groups are not: how large each group is
+        depends on values."""
+        if not self.keeps_calls or self.is_update:
+            return False
+        if is_product and any(not tensor.is_floating_point() for tensor in find_tensors(args)):
+            return False
+        return any(self.grows_with_rows(tensor) for tensor in moved)
+
+    def add_call(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], *, num_flops: int, moved: Sequence[Tensor]
+    ) -> None:
+        """Adds a call; as a product it moves nothing, as its rate includes that."""
+        call = describe_call(
+            func,
+            args,
+            kwargs,
+            num_flops=num_flops,
+            flops_type=find_type_name(args),
+            num_bytes=0 if num_flops else sum(tensor.nbytes for tensor in moved),
+        )
+        self.calls[call] += 1
 
     def add_products(self, num_flops: int, args: Any) -> None:
         """Adds the operations of a product or of attention with these arguments."""
-        tensors = list(find_tensors(args))
-        type_name = str(tensors[0].dtype).removeprefix("torch.")
         # Before the update all products grow: they are of activations or of their gradients.
-        grows = not self.is_update or any(self.grows_with_rows(tensor) for tensor in tensors)
-        self.add(Work({type_name: num_flops}), grows=grows)
+        grows = not self.is_update or any(self.grows_with_rows(tensor) for tensor in find_tensors(args))
+        self.add(Work({find_type_name(args): num_flops}), grows=grows)
 
-    def add_bytes(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Adds the bytes that an operation reads, which are its arguments, and those that it writes:
-        arguments that it changes in place, and results with memory of their own. A view moves nothing."""
+    def list_moved(self, func: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> list[Tensor]:
+        """The tensors that an operation reads, which are its arguments, and those that it writes: arguments
+        that it changes in place, and results with memory of their own. A view moves nothing."""
+        if func.overloadpacket in RESERVING:
+            return []
         changed_in_place: list[Tensor] = []
         for position in self.find_written(func):
             if position < len(args):
@@ -93,11 +152,7 @@ class WorkRecorder(OperationCounter):
         new_results = [result for result in results if result.untyped_storage()._cdata not in storages]
 
         is_view = bool(results) and not new_results and not changed_in_place
-        if is_view:
-            return
-        for tensor in [*read, *changed_in_place, *new_results]:
-            num_bytes = tensor.numel() * tensor.itemsize
-            self.add(Work(num_bytes=num_bytes), grows=self.grows_with_rows(tensor))
+        return [] if is_view else [*read, *changed_in_place, *new_results]
 
     def find_written(self, func: Any) -> list[int]:
         """The positions of the arguments that a kernel writes to."""
@@ -112,4 +167,10 @@ class WorkRecorder(OperationCounter):
     def add(self, work: Work, *, grows: bool) -> None:
         """Adds work to that of its kind; `grows`: with the rows of the batch."""
         key = (self.is_update, grows)
-        self.work[key] = self.work.get(key, Work()).plus(work)
+        self.counted[key] = self.counted.get(key, Work()).plus(work)
+
+
+def find_type_name(args: Any) -> str:
+    """The dtype of the first tensor among arguments; float32 without one."""
+    first = next(find_tensors(args), None)
+    return "float32" if first is None else str(first.dtype).removeprefix("torch.")

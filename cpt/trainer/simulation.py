@@ -4,7 +4,7 @@ The model, the method and its optimizer are built inside torch's FakeTensorMode,
 shapes alone, and the method's own hooks run in the order of a stage. So the figures are right for any
 architecture, and for any method whose steps do not depend on the values of weights."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from math import ceil
@@ -56,7 +56,8 @@ ACTIVATIONS = "activations and rest"
 
 ADAMW_8BIT = "cpt.optim.adamw_8bit.AdamW8bit"
 SIMULATED_ADAMW_8BIT = "cpt.optim.simulated_8bit.SimulatedAdamW8bit"
-NEVER = 2**62  # a number of steps that no run makes
+NEVER = 2**62  # a number of steps that no run makes, and a size that no tensor has
+MAX_TIMED_TOKENS = 512  # of a call of a kernel that is timed; of more it takes so much longer
 MAX_KNOWN_VALUES = 2**20  # numbers in a buffer whose values may be known
 PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 WEIGHT_TYPES: Mapping[Any, torch.dtype] = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
@@ -132,12 +133,16 @@ class Pass:
         num_rows: int,
         num_logit_rows: int,
         count_logit_rows: Callable[[int], int],
+        max_timed_rows: int,
+        chunk_sizes: Collection[int],
     ) -> None:
         self.allocations = allocations
         self.work = work  # by whether it is of the update, and whether it grows with the rows
         self.num_rows = num_rows
         self.num_logit_rows = num_logit_rows
         self.count_logit_rows = count_logit_rows
+        self.max_timed_rows = max_timed_rows  # of a call that is timed
+        self.chunk_sizes = chunk_sizes  # the positions of recorded chunks of logits
 
     def find_peak(self, num_rows: int, *, excluded_uses: Sequence[str] = ()) -> dict[str, int]:
         """The bytes by use at the peak of a pass over a number of rows, without those of some uses."""
@@ -158,13 +163,25 @@ class Pass:
         """The work of a process in `num_passes` passes over `num_rows` rows each, and in one update of its
         shard of the weights, which is one of `num_shards`."""
         total = Work()
-        for (is_update, grows), work in self.work.items():
+        for (is_update, grows), recorded_work in self.work.items():
+            work = self.scale_calls(recorded_work, min(num_rows, self.max_timed_rows))
             times = num_rows / self.num_rows if grows else 1.0
             if is_update:
                 total = total.plus(replace(work, num_bytes=work.num_bytes / num_shards), times=times)
             else:
                 total = total.plus(work, times=num_passes * times)
         return total
+
+    def scale_calls(self, work: Work, num_rows: int) -> Work:
+        """The work, with its calls over a number of rows each."""
+
+        def scale_size(size: int) -> int:
+            if size in self.chunk_sizes:
+                return ceil(size * num_rows / self.num_rows)
+            grows = 0 < size < NEVER and size % self.num_rows == 0
+            return size // self.num_rows * num_rows if grows else size
+
+        return work.scale_calls(scale_size, share=num_rows / self.num_rows)
 
 
 class SimulatedData:
@@ -325,7 +342,7 @@ class Simulation:
         recorder.ignore(self.state_tensors())
         for gradient in self.gradients():
             recorder.add(gradient, GRADIENTS)
-        self.work_recorder = WorkRecorder(self.grows_with_rows)
+        self.work_recorder = WorkRecorder(self.grows_with_rows, keeps_calls=not self.is_gpu)
 
         # Two chunks represent any number of them. The plan's own limit is set aside meanwhile.
         num_positions = len(self.batch["positions"])
@@ -345,6 +362,8 @@ class Simulation:
             num_rows=self.num_rows,
             num_logit_rows=num_logit_rows,
             count_logit_rows=self.count_logit_rows,
+            max_timed_rows=max(1, MAX_TIMED_TOKENS // self.plan.model.max_seq_length),
+            chunk_sizes={num_logit_rows, num_positions - num_logit_rows} if is_chunked else (),
         )
 
     def grows_with_rows(self, tensor: Tensor) -> bool:

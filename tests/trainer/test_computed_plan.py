@@ -357,8 +357,8 @@ def test_the_plan_of_a_cpu_says_at_which_rates_it_was_computed(config_only, caps
     monkeypatch.setattr(computed_time, "measure_cpu_once", lambda **options: rates)
     train(config_only("plan=true", "plan_device=cpu", "method=ncl"), run_dir=tmp_path / "run")
     text = capsys.readouterr().out
-    assert "time of operations at 90 GFLOP/s in float32, 12 GB/s of bytes moved" in text
-    assert "these rates were measured here" in text and "Python and libraries" in text
+    assert "updates and casts of weights at 90 GFLOP/s in float32, 12 GB/s of bytes moved" in text
+    assert "timed on this CPU when the plan was made" in text and "Python and libraries" in text
 
 
 def test_the_table_says_that_it_is_computed(config_only, capsys, caplog, tmp_path, monkeypatch):

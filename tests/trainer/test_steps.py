@@ -68,6 +68,26 @@ def test_a_cpu_has_bf16_in_place_of_fp16_and_says_so(precision, small, caplog):
     assert on_gpu == plan.trainer.precision
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "is_slow"),
+    [
+        ({"architecture": "x86_64", "avx512_f": False}, True),
+        ({"architecture": "x86_64", "avx512_f": True}, False),
+        ({"architecture": "aarch64"}, False),
+    ],
+)
+def test_a_cpu_that_emulates_bf16_says_so(capabilities, is_slow, small, caplog, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    config = AutoConfig.for_model(**make_plan(small()).model.config)
+    for precision, device in (("bf16-mixed", "cpu"), ("32-true", "cpu"), ("bf16-mixed", "cuda")):
+        caplog.clear()
+        options = make_plan(small(f"trainer.precision={precision}")).trainer
+        with caplog.at_level("WARNING", logger="cpt"):
+            choose_precision(options, config, torch.device(device), stored_precision=None)
+        is_named = "bf16-mixed is slow on this CPU" in caplog.text
+        assert is_named == (is_slow and precision == "bf16-mixed" and device == "cpu")
+
+
 def test_updates_that_bf16_weights_lose_are_named_before_training(small, caplog):
     lines = {}
     for rate in ("1e-7", "1e-3"):
