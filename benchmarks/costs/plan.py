@@ -371,7 +371,7 @@ def compare(shape: str, changes: list[str], options: argparse.Namespace) -> dict
     computed = {
         "training": sum(phases["step"].values()),
         "evaluation": sum(phases["evaluation"].values()),
-        "resident": sum(phases["step"].values()) + plan["process"],
+        "resident": sum(phases["step"].values()) + estimate["holes"] + plan["process"],
         "step_seconds": estimate["seconds"]["step"],
         "per_second": plan["device"]["per_second"],
     }

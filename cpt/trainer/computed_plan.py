@@ -66,6 +66,7 @@ log = logging.getLogger(__name__)
 NUM_DEVICES = (1, 4, 8)
 STATE_BYTES = 16  # of a parameter that AdamW trains in 32 bits: weight, gradient and two moments
 HOST_BYTES = 4  # of a weight, as which each process loads a checkpoint
+HEAP_HOLES = 0.5  # of a step's activations, in bytes between them that the C heap keeps (docs/plan.md)
 USES = (  # in the order of the table
     WEIGHTS,
     METHOD_STATE,
@@ -191,6 +192,7 @@ class Estimate:
     micro_batch: int  # rows
     memory: Memory
     peak: int
+    holes: int  # bytes of the C heap between tensors; 0 on a GPU
     free: int  # bytes; below 0 where it does not fit
     change: Change | None  # None where it fits, and where no change makes it fit
     host: int  # bytes of main memory
@@ -203,18 +205,28 @@ def estimate_layout(
     """What a run needs in a layout. On a CPU `process_bytes` of its memory are taken before any tensor is."""
     memory = find_memory(simulated, layout)
     peak = find_peak(memory)
-    limit = find_limit(simulated.kind, layout) - process_bytes
+    holes = count_heap_holes(simulated.kind, layout, memory)
+    limit = find_limit(simulated.kind, layout) - process_bytes - holes
     return Estimate(
         devices=layout.num_devices,
         strategy=layout.strategy,
         micro_batch=count_rows(simulated.plan, layout),
         memory=memory,
         peak=peak,
+        holes=holes,
         free=limit - peak,
         change=changes.find(layout, limit=limit) if peak > limit else None,
         host=count_host_bytes(simulated, layout),
         seconds=find_seconds(simulated, layout, rates),
     )
+
+
+def count_heap_holes(kind: DeviceKind, layout: Layout, memory: Memory) -> int:
+    """The bytes that the C heap of a CPU keeps between the tensors of a step, and in which none of them fits.
+    With activation checkpointing it returns what is freed, and has few."""
+    if kind.is_gpu or layout.is_checkpointed or STEP not in memory:
+        return 0
+    return int(HEAP_HOLES * memory[STEP].get(ACTIVATIONS, 0))
 
 
 def describe_rates(rates: Rates) -> dict[str, Any]:
@@ -382,6 +394,7 @@ def format_column(estimate: Mapping[str, Any], process_bytes: int) -> dict[str, 
     for phase, by_use in estimate["memory"].items():
         cells[f"peak of {phase}"] = format_bytes(sum(by_use.values()))
     cells["Python and libraries"] = format_bytes(process_bytes)
+    cells["holes of the C heap"] = format_bytes(estimate["holes"])
     free = estimate["free"]
     cells["fits"] = f"yes, {format_bytes(free)} free" if free >= 0 else f"no, {format_bytes(-free)} too much"
     cells["main memory of the host"] = format_bytes(estimate["host"])

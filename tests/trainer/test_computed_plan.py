@@ -347,7 +347,16 @@ def test_processes_of_a_cpu_share_its_memory(computed, monkeypatch):
     memory = cost["device"]["memory"]
     assert estimates[2]["free"] + estimates[2]["peak"] < memory // 2  # Python and libraries
     (estimate,) = cost["estimates"]
-    assert cost["process"] > 10**8 and estimate["free"] == memory - estimate["peak"] - cost["process"]
+    assert cost["process"] > 10**8
+    assert estimate["free"] == memory - estimate["peak"] - cost["process"] - estimate["holes"]
+
+
+def test_holes_of_the_heap_are_half_of_the_activations_of_a_cpu(computed):
+    (plain,) = computed("plan_device=cpu", "method=ncl")["estimates"]
+    assert plain["holes"] == plain["memory"]["step"][computed_plan.ACTIVATIONS] // 2 > 0
+    (checkpointed,) = computed("plan_device=cpu", "trainer.gradient_checkpointing=true")["estimates"]
+    assert checkpointed["holes"] == 0
+    assert all(estimate["holes"] == 0 for estimate in computed("plan_device=h100")["estimates"])
 
 
 def test_the_plan_of_a_cpu_says_at_which_rates_it_was_computed(config_only, capsys, tmp_path, monkeypatch):
