@@ -16,6 +16,7 @@ from cpt.trainer.kernel_calls import KernelCall, ScaleSize, describe_call
 ATEN = torch.ops.aten
 # Operations that reserve memory without reading or writing it.
 RESERVING = (ATEN.empty, ATEN.empty_like, ATEN.empty_strided, ATEN.new_empty, ATEN.new_empty_strided)
+INDEX_TYPES = (torch.int32, torch.int64)  # of the bounds of groups
 
 
 @dataclass(frozen=True)
@@ -97,27 +98,33 @@ class WorkRecorder(OperationCounter):
 
         is_product = count is not None
         num_flops = self.total - flops_before
-        moved = self.list_moved(func, args, kwargs or {}, output)
-        if self.is_kept(moved, args, is_product=is_product):
-            self.add_call(func, args, kwargs or {}, num_flops=num_flops, moved=moved)
+        moved_tensors = self.list_moved_tensors(func, args, kwargs or {}, output)
+        if self.is_kept(moved_tensors, args, is_product=is_product):
+            self.add_call(func, args, kwargs or {}, num_flops=num_flops, moved_tensors=moved_tensors)
         elif is_product:
             self.add_products(num_flops, args)
         else:
-            for tensor in moved:
+            for tensor in moved_tensors:
                 self.add(Work(num_bytes=tensor.nbytes), grows=self.grows_with_rows(tensor))
         return output
 
-    def is_kept(self, moved: Sequence[Tensor], args: Any, *, is_product: bool) -> bool:
+    def is_kept(self, moved_tensors: Sequence[Tensor], args: Any, *, is_product: bool) -> bool:
         """Whether an operation is recorded as a call. Products of groups are not: how large each group is
         depends on values."""
         if not self.keeps_calls or self.is_update:
             return False
-        if is_product and any(not tensor.is_floating_point() for tensor in find_tensors(args)):
+        if is_product and any(tensor.dtype in INDEX_TYPES for tensor in find_tensors(args)):
             return False
-        return any(self.grows_with_rows(tensor) for tensor in moved)
+        return any(self.grows_with_rows(tensor) for tensor in moved_tensors)
 
     def add_call(
-        self, func: Any, args: Any, kwargs: Mapping[str, Any], *, num_flops: int, moved: Sequence[Tensor]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        *,
+        num_flops: int,
+        moved_tensors: Sequence[Tensor],
     ) -> None:
         """Adds a call; as a product it moves nothing, as its rate includes that."""
         call = describe_call(
@@ -126,7 +133,7 @@ class WorkRecorder(OperationCounter):
             kwargs,
             num_flops=num_flops,
             flops_type=find_type_name(args),
-            num_bytes=0 if num_flops else sum(tensor.nbytes for tensor in moved),
+            num_bytes=0 if num_flops else sum(tensor.nbytes for tensor in moved_tensors),
         )
         self.calls[call] += 1
 
@@ -136,7 +143,9 @@ class WorkRecorder(OperationCounter):
         grows = not self.is_update or any(self.grows_with_rows(tensor) for tensor in find_tensors(args))
         self.add(Work({find_type_name(args): num_flops}), grows=grows)
 
-    def list_moved(self, func: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> list[Tensor]:
+    def list_moved_tensors(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], output: Any
+    ) -> list[Tensor]:
         """The tensors that an operation reads, which are its arguments, and those that it writes: arguments
         that it changes in place, and results with memory of their own. A view moves nothing."""
         if func.overloadpacket in RESERVING:
@@ -146,13 +155,13 @@ class WorkRecorder(OperationCounter):
             if position < len(args):
                 changed_in_place.extend(find_tensors(args[position]))
 
-        read = [*find_tensors(args), *find_tensors(list(kwargs.values()))]
-        storages = {tensor.untyped_storage()._cdata for tensor in read}
+        arguments = [*find_tensors(args), *find_tensors(list(kwargs.values()))]
+        storages = {tensor.untyped_storage()._cdata for tensor in arguments}
         results = list(find_tensors(output))
         new_results = [result for result in results if result.untyped_storage()._cdata not in storages]
 
         is_view = bool(results) and not new_results and not changed_in_place
-        return [] if is_view else [*read, *changed_in_place, *new_results]
+        return [] if is_view else [*arguments, *changed_in_place, *new_results]
 
     def find_written(self, func: Any) -> list[int]:
         """The positions of the arguments that a kernel writes to."""
