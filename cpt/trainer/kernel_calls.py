@@ -8,7 +8,6 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 FILL = 0.5  # the values of a timed call's tensors; integers and booleans are 0, which is a valid index
 CALL_SECONDS = 0.01  # for which a call is repeated
@@ -48,7 +47,7 @@ class TensorShape:
 class KernelCall:
     """A kernel and its arguments, with the shapes of tensors in their place."""
 
-    kernel: OpOverload
+    kernel: Any
     arguments: Any
     keywords: Any  # pairs of a name and an argument
     # What the call computes and moves, for where it cannot be timed.
@@ -69,7 +68,7 @@ class KernelCall:
 
 
 def describe_call(
-    kernel: OpOverload,
+    kernel: Any,
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
     *,

@@ -19,11 +19,12 @@ def quick(monkeypatch):
     monkeypatch.setattr(kernel_calls, "CALL_SECONDS", 1e-5)
 
 
-def make_call(kernel=ATEN.mm.default, arguments=None, **work):
+def make_call(kernel=ATEN.mm.default, arguments=None, *, num_flops=560.0, num_bytes=0.0):
     if arguments is None:
         arguments = [torch.ones(14, 4), torch.ones(4, 5)]
-    counted = {"num_flops": 560.0, "flops_type": "float32", "num_bytes": 0.0}
-    return describe_call(kernel, arguments, {}, **(counted | work))
+    return describe_call(
+        kernel, arguments, {}, num_flops=num_flops, flops_type="float32", num_bytes=num_bytes
+    )
 
 
 TENSORS = {
@@ -40,9 +41,9 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_described_tensor_is_made_again_with_its_layout(name):
     tensor = TENSORS[name]
-    made = describe(tensor).make()
-    assert (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
-    assert describe(tensor).num_bytes == made.untyped_storage().nbytes()
+    copy = describe(tensor).make()
+    assert (copy.shape, copy.stride(), copy.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert describe(tensor).num_bytes == copy.untyped_storage().nbytes()
 
 
 def test_indices_of_a_made_tensor_are_valid():
@@ -61,8 +62,8 @@ def test_scaled_calls_are_as_many_more():
     work = Work(calls={make_call(): 3.0}).scale_calls(
         lambda size: size // 2 if size == 14 else size, share=0.5
     )
-    ((call, num_calls),) = work.calls.items()
-    assert num_calls == 6 and call.num_flops == 280 and work.total_flops == 3 * 560
+    (call,) = work.calls
+    assert work.calls[call] == 6 and call.num_flops == 280 and work.total_flops == 3 * 560
 
 
 def test_a_call_is_timed_once(quick, monkeypatch):
@@ -97,7 +98,8 @@ def test_calls_take_the_timed_seconds_or_else_those_of_what_they_compute_and_mov
 
 
 def test_operations_over_rows_are_calls_and_all_others_are_counted():
-    rows, weight = torch.ones(7, 4), torch.ones(4, 4)
+    rows = torch.ones(7, 4)
+    weight = torch.ones(4, 4)
     recorder = WorkRecorder(lambda tensor: tensor.shape[0] == 7, keeps_calls=True)
     with recorder:
         rows @ weight
@@ -107,8 +109,9 @@ def test_operations_over_rows_are_calls_and_all_others_are_counted():
         weight.neg()
         recorder.is_update = True
         rows.neg()
-    ((call, num_calls),) = recorder.calls.items()
-    assert call.kernel is ATEN.mm.default and num_calls == 2 and call.num_flops == 2 * 7 * 4 * 4
+    (call,) = recorder.calls
+    assert call.kernel is ATEN.mm.default and recorder.calls[call] == 2
+    assert call.num_flops == 2 * 7 * 4 * 4
     assert recorder.work[(False, False)] == Work(num_bytes=2 * 4 * 16)
     assert recorder.work[(False, True)] == Work(calls={call: 2})
     assert recorder.work[(True, True)] == Work(num_bytes=2 * 4 * 28)
@@ -116,7 +119,8 @@ def test_operations_over_rows_are_calls_and_all_others_are_counted():
 
 def test_products_of_groups_are_counted():
     recorder = WorkRecorder(lambda tensor: True, keeps_calls=True)
-    rows, weights = torch.ones(8, 16).bfloat16(), torch.ones(2, 16, 16).bfloat16()
+    rows = torch.ones(8, 16).bfloat16()
+    weights = torch.ones(2, 16, 16).bfloat16()
     with recorder:
         torch._grouped_mm(rows, weights, offs=torch.tensor([4, 8], dtype=torch.int32))
     assert all(call.num_flops == 0 for call in recorder.calls)
@@ -152,7 +156,8 @@ def test_a_long_call_is_timed_over_fewer_rows(composed, tmp_path):
     )
     (step,) = simulate(cfg).record_step(is_chunked=False)
     step.max_timed_rows = 2
-    few, many = step.count_work(2), step.count_work(6)
-    assert set(few.calls) == set(many.calls)
-    for call, num_calls in few.calls.items():
-        assert many.calls[call] == pytest.approx(3 * num_calls)
+    calls_of_2_rows = step.count_work(2).calls
+    calls_of_6_rows = step.count_work(6).calls
+    assert set(calls_of_2_rows) == set(calls_of_6_rows)
+    for call, num_calls in calls_of_2_rows.items():
+        assert calls_of_6_rows[call] == pytest.approx(3 * num_calls)
