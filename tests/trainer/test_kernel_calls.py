@@ -85,10 +85,8 @@ def test_a_call_that_cannot_be_made_has_no_time(quick, monkeypatch):
 
 def test_calls_take_the_timed_seconds_or_else_those_of_what_they_compute_and_move():
     timer = KernelTimer()
-    timed, not_timed = (
-        make_call(),
-        make_call(ATEN.relu.default, [torch.ones(9)], num_flops=0.0, num_bytes=72.0),
-    )
+    timed = make_call()
+    not_timed = make_call(ATEN.relu.default, [torch.ones(9)], num_flops=0.0, num_bytes=72.0)
     timer.seconds = {timed: 3.0, not_timed: None}
     work = Work({"float32": 100.0}, calls={timed: 2.0, not_timed: 5.0})
     rates = Rates({"float32": 100.0}, num_bytes=36.0, timer=timer)
