@@ -25,6 +25,7 @@ PUBLISHED_STUDIES = (
     "linux_texts",
     "m2d2_mini",
     "real_decoder",
+    "self_distillation",
     "standard_cl_families",
     "standard_cl_mini",
 )

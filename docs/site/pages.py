@@ -84,6 +84,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "studies/standard-cl.md",
         "studies/m2d2.md",
         "studies/protection.md",
+        "studies/self-distillation.md",
         "studies/divergence.md",
         "studies/performance.md",
         "studies/fault-tolerance.md",

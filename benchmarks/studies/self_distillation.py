@@ -1,4 +1,4 @@
-"""Self-distillation against supervised training on four small tasks: `python benchmarks/self_distillation.py`
+"""Self-distillation against supervised training on four small tasks: `python benchmarks/studies/self_distillation.py`
 writes docs/studies/self-distillation.md.
 
 The tasks are those of `domains=tasks` without a folder: summaries from the documentation of installed
