@@ -1,5 +1,5 @@
-"""Self-distillation against supervised training on four small tasks: `python benchmarks/studies/self_distillation.py`
-writes docs/studies/self-distillation.md.
+"""Self-distillation against supervised training on four small tasks:
+`python benchmarks/studies/self_distillation.py` writes docs/studies/self-distillation.md.
 
 The tasks are those of `domains=tasks` without a folder: summaries from the documentation of installed
 packages, to be assigned to a package or a module. Rerun the same command to resume."""
