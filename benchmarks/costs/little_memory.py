@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from tests.campaigns import runs  # noqa: E402
-from tests.campaigns.frame import RESULTS, run_trials  # noqa: E402
+from tests.campaigns.frame import RESULTS, describe_version, run_trials  # noqa: E402
 from tests.conftest import VOCABULARIES, sentences  # noqa: E402
 from tests.support.forked_scripts import read_proc, start_script, wait_for, wait_for_exit  # noqa: E402
 
@@ -195,6 +195,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "memory.json")
     options = parser.parse_args()
+    version = describe_version()
     results = []
     start_time = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -207,6 +208,8 @@ def main() -> int:
     seconds = round(time.monotonic() - start_time)
     report = {
         "campaign": "memory",
+        "day": version["day"],
+        "commit": version["commit"],
         "asked": options.trials,
         "seed": options.seed,
         "made": len(results),

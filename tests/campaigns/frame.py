@@ -9,11 +9,13 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,13 @@ def run_trials(trial: Trial, folder: Path, numbers: Iterable[int], *, seed: int)
         yield {"number": number, **outcome, "seconds": round(time.monotonic() - start, 2)}
 
 
+def describe_version() -> dict[str, str]:
+    """The day and the commit that a campaign is about to try; with a plus sign if files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+", "--abbrev=8"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return {"day": datetime.now(UTC).date().isoformat(), "commit": commit}
+
+
 def main() -> int:
     """Runs a campaign as the command line asks; gives the exit code: 0 where every trial was fine."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
@@ -71,6 +80,7 @@ def main() -> int:
     trials = arguments.trials or TRIALS[arguments.name]
     numbers = arguments.only or range(arguments.first, arguments.first + trials)
     out = arguments.out or RESULTS / f"{arguments.name}.json"
+    version = describe_version()
     start = time.monotonic()
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
@@ -95,6 +105,8 @@ def main() -> int:
                 module.close(work_folder)
     summary = {
         "campaign": arguments.name,
+        "day": version["day"],
+        "commit": version["commit"],
         "asked": trials,
         "seed": arguments.seed,
         "made": len(outcomes),
