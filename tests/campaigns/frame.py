@@ -29,10 +29,12 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 RESULTS = ROOT / "benchmarks" / "results" / "campaigns"
 TRIALS = {
     "concurrency": 60,
+    "derived": 40,
     "faults": 200,
     "kills": 300,
     "nonfinite": 100,
     "preemption": 200,
+    "tracking": 40,
     "torchrun": 12,
     "slurm": 10,
 }

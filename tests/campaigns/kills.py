@@ -1,4 +1,4 @@
-"""kill -9 at random moments of runs of all methods, and of sweeps: are the bits the same?
+"""kill -9 at random moments of runs of all methods and features, and of sweeps: are the bits the same?
 
 A trial kills a run once to three times, each at any moment of what is left of it; then the same command
 ends it. Every third run is of two processes, of which any one is killed and the other has to leave by
@@ -37,12 +37,12 @@ def kill_at(process: Any, moment: float, draw: random.Random) -> dict[str, Any]:
 
 
 def of_a_run(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    method = runs.shuffled(runs.METHODS, number)
+    case = runs.shuffled(runs.CASES, number)
     is_distributed = number % 3 == 2
     home = folder / f"kills-{number}"
     run = home / "run"
 
-    options = [f"method={method}", *runs.GIVEN]
+    options = [*runs.options_of(folder, case), *runs.GIVEN]
     if is_distributed:
         options += runs.DDP
     if draw.random() < 0.2:
@@ -61,7 +61,7 @@ def of_a_run(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
         kills.append(kill_at(process, draw.uniform(0, latest), draw))
 
     outcome = {
-        "method": method,
+        "case": case,
         "processes": 2 if is_distributed else 1,
         "own cache": has_own_cache,
         "kills": kills,

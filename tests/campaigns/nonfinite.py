@@ -2,7 +2,7 @@
 anything kept?
 
 A trial puts NaN or an infinity into the loss, a gradient or a weight of one process, at one step of one
-domain, by all methods and with each `on_nonfinite`. No process may make that step, all have to end with
+domain, by all methods and features and with each `on_nonfinite`. No process may make that step, all have to end with
 equal weights, and nothing that is not finite may be kept. A run that ends has to say so in one line, and
 the same command without the number has to end with the bits of a run that never met it."""
 
@@ -21,7 +21,7 @@ from cpt.trainer.checkpoint import load_stage
 from tests.campaigns import runs
 from tests.campaigns.frame import ROOT
 
-LEARNING = [name for name in runs.METHODS if name != "none"]
+LEARNING = [case for case in runs.CASES if case != "none"]
 POLICIES = ("stop", "skip", "rollback")
 PLACES = ("loss", "gradient", "weight")
 STEPS = 6  # of a domain, with a checkpoint every two
@@ -138,11 +138,15 @@ def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
         "rank": draw.randrange(processes),
         "step": draw.randrange(STEPS),
         "stage": draw.randrange(2),
-        "method": runs.shuffled(LEARNING, number),
+        "case": runs.shuffled(LEARNING, number),
     }
     two = plan["processes"] > 1
     home = folder / f"nonfinite-{number}"
-    options = [f"method={plan['method']}", f"trainer.steps={STEPS}", f"on_nonfinite={plan['policy']}"]
+    options = [
+        *runs.options_of(folder, plan["case"]),
+        f"trainer.steps={STEPS}",
+        f"on_nonfinite={plan['policy']}",
+    ]
     options += runs.DDP if two else ()
     expected = runs.run_undisturbed(folder, options, twin=two)
     run = home / "run"

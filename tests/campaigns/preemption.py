@@ -1,4 +1,4 @@
-"""Signals to runs of all methods: does every process leave, is a step lost, are the bits the same?
+"""Signals to runs of all methods and features: does every process leave, is a step lost, are the bits the same?
 
 A trial sends one of four signals to a run in one of its loops, in turn: while the base is pre-trained,
 while a domain is learned, while texts are scored, while end tasks are fine-tuned, or anywhere. It runs by
@@ -113,13 +113,16 @@ def lost(run: Path, cache: Path, log: str) -> int | None:
 def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     setup = SETUPS[number % len(SETUPS)]
     loop = list(LOOPS)[number // len(SETUPS) % len(LOOPS)]
-    method = runs.shuffled([name for name in runs.METHODS if name != "none"], number)
+    cases = [case for case in runs.CASES if case != "none"]
+    if loop == "base":
+        cases = [case for case in cases if case not in runs.OF_A_CHECKPOINT]
+    case = runs.shuffled(cases, number)
     is_distributed = "two" in setup
     home = folder / f"signal-{number}"
     port = FIRST_PORT + number
-    conditions = {"method": method, "setup": setup, "loop": loop}
+    conditions = {"case": case, "setup": setup, "loop": loop}
 
-    options = [f"method={method}", *STEPS]
+    options = [*runs.options_of(folder, case), *STEPS]
     if is_distributed:
         options += runs.DDP
     if loop == "end tasks":

@@ -18,13 +18,19 @@ import torch
 from cpt.trainer.checkpoint import load_stage
 from tests.campaigns.frame import ROOT
 from tests.conftest import SMALL, VOCABULARIES, sentences
+from tests.support.chat_decoder import write_checkpoint
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.forked_scripts import is_alive, read_proc, start_script, wait_for, wait_for_exit
 
 METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
+FEATURES = ("bf16 weights", "8-bit optimizer", "quantized base", "chats", "streamed replay")
+OF_A_CHECKPOINT = ("quantized base", "chats")  # without a base that the run pre-trains
+CASES = (*METHODS, *FEATURES)  # of trials, in turn
+OF_NEW_MODELS = ("model.vocab_size", "model.config", "model.pretraining")  # which a checkpoint does not take
 DDP = ("strategy=ddp", "trainer.accelerator=cpu")
 GIVEN = ("trainer.steps=12",)
-HANGS_S, LEAVES_S = 120, 60.0  # LEAVES_S: within which a process has to leave whose companion was killed
+HANGS_S = 900  # after which a run is taken to hang, also on a machine that others use
+LEAVES_S = 60.0  # within which a process has to leave whose companion was killed
 LINE = re.compile(r"^cpt: .*$", re.MULTILINE)
 
 
@@ -35,8 +41,14 @@ def command(folder: Path, run: Path, *options: str, cache: Path | None = None) -
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(sentences(words, count=120, seed=seed)) + "\n")
-    folder_options = [f"domains.root={folder / 'texts'}", f"cache_dir={cache or folder / 'cache'}"]
-    return ["domains=texts", *folder_options, f"hydra.run.dir={run}", *SMALL, "order=[law,food]", *options]
+    keys = {option.partition("=")[0] for option in options}
+    domains = [] if "domains" in keys else ["domains=texts", f"domains.root={folder / 'texts'}"]
+    sizes = SMALL
+    if "model" in keys:
+        sizes = [option for option in SMALL if not option.startswith(OF_NEW_MODELS)]
+    common = [*domains, f"cache_dir={cache or folder / 'cache'}", f"hydra.run.dir={run}", *sizes]
+    unreplaced = [option for option in common if option.partition("=")[0] not in keys]
+    return [*unreplaced, "order=[law,food]", *options]
 
 
 def endtasks_of(folder: Path) -> list[str]:
@@ -45,6 +57,51 @@ def endtasks_of(folder: Path) -> list[str]:
             write_task(folder / "tasks", domain)
     quick = QUICK | {"root": folder / "tasks", "when": "each", "seeds": "[1,2]", "epochs": 2}
     return ["endtask=texts", *(f"endtask.{name}={value}" for name, value in quick.items())]
+
+
+def options_of(folder: Path, case: str) -> list[str]:
+    """The options of a case: of a method, or of a feature that goes with methods."""
+    if case == "bf16 weights":  # rounded stochastically
+        return ["method=ewc", "trainer.precision=bf16-true"]
+    if case == "8-bit optimizer":
+        return ["method=ncl", "optim=adamw_8bit", "optim.min_8bit_size=256"]
+    if case == "quantized base":
+        return ["method=lora", *decoder_options(folder), "model.quantization=nf4"]
+    if case == "chats":
+        chats = f"{{path: {write_chats(folder)}, format: messages, ratio: 0.25}}"
+        return ["method=ncl", *decoder_options(folder), "replay=past", f"replay.sources={{chats: {chats}}}"]
+    if case == "streamed replay":
+        web = f"{{path: {folder / 'texts' / 'space' / 'all.txt'}, ratio: 0.125, max_documents: 40}}"
+        return ["method=ncl", *streamed_domains(folder), "replay=past", f"replay.sources={{web: {web}}}"]
+    return [f"method={case}"]
+
+
+def decoder_options(folder: Path) -> list[str]:
+    """Those of a tiny decoder with a chat template, which is written once, in place of those of SMALL."""
+    checkpoint = folder / "decoder"
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint)
+    return ["model=hf", f"model.name_or_path={checkpoint}", "model.max_seq_length=64", "chats=none"]
+
+
+def write_chats(folder: Path) -> Path:
+    path = folder / "chats.jsonl"
+    if not path.exists():
+        rows = []
+        for number, answer in enumerate(sentences(VOCABULARIES["space"], count=60, seed=9, size=(3, 8))):
+            question = {"role": "user", "content": f"What is seen on night {number}?"}
+            rows.append(json.dumps({"messages": [question, {"role": "assistant", "content": answer}]}))
+        path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def streamed_domains(folder: Path) -> list[str]:
+    """Domains that the Hub's library streams, up to a number of documents."""
+    entries = []
+    for name in ("law", "food", "general"):
+        file = folder / "texts" / name / "all.txt"
+        entries.append(f"{name}: {{path: text, data_files: {file}, max_documents: 100}}")
+    return ["domains=hub", f"domains.catalogue={{{', '.join(entries)}}}", "domains.general=general"]
 
 
 def sweep_of(folder: Path, home: Path, methods: Sequence[str], *, cache: Path | None = None) -> list[str]:
