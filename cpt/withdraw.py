@@ -23,7 +23,7 @@ from cpt.core.secrets import redact_text
 from cpt.evaluation.derived_rows import DerivedRow, describe_run_chats
 from cpt.evaluation.run_folders import choose_run
 from cpt.evaluation.scores import Scores
-from cpt.evaluation.withdrawals import record_withdrawal
+from cpt.evaluation.withdrawals import WITHDRAWN_FILE, load_withdrawals, record_withdrawal
 from cpt.methods.base import ContinualMethod
 from cpt.reporting.derived_card import write_derived_card
 from cpt.reporting.license_choices import load_license_choices
@@ -76,28 +76,48 @@ def main(arguments: Sequence[str]) -> int:
     with readable():
         run = RunDir(choose_run(options.run))
         scores = load_finished_scores(run)
-        check_options(options, scores)
+        check_domain(options.domain, scores)
+        begun_form = None
+        if options.output is not None:
+            begun_form = find_begun_form(run, scores, domain=options.domain, output=options.output)
+            if begun_form is None:
+                check_output(options.output)
         with run.locked():
             texts = open_run_texts(run, scores, needs_base=True)
             module = texts.build_method()
             withdrawal = find_withdrawal(run, scores, texts.method_plan, module, domain=options.domain)
             form = choose_form(withdrawal, options.form)
+            if begun_form not in (None, form):
+                check_output(options.output)
             print("\n".join(describe_forms(withdrawal)))
             is_written = options.output is not None and not options.dry_run
             if is_written:
-                give_back(withdrawal, texts, module, form=form, folder=options.output)
+                is_begun = begun_form is not None
+                give_back(withdrawal, texts, module, form=form, folder=options.output, is_begun=is_begun)
             elif form == "continued":
                 print(describe_cost(withdrawal, options.output))
     return 0
 
 
-def check_options(options: argparse.Namespace, scores: Scores) -> None:
-    """Raises ValueError for a domain that the run has not learned, and for an output that is there."""
+def check_domain(domain: str, scores: Scores) -> None:
+    """Raises ValueError for a domain that the run has not learned."""
     order = list(scores.run["order"])
-    if options.domain not in order:
-        raise InvalidOptionError("DOMAIN", options.domain, allowed=", ".join(order))
-    if options.output is not None:
-        check_output(options.output)
+    if domain not in order:
+        raise InvalidOptionError("DOMAIN", domain, allowed=", ".join(order))
+
+
+def find_begun_form(run: RunDir, scores: Scores, *, domain: str, output: Path) -> str | None:
+    """The form by which an earlier start of this command wrote the run in `output`; None for another folder.
+    That start may have been killed before the run was measured and its model exported."""
+    reduced_run = RunDir(output)
+    if not (output / WITHDRAWN_FILE).is_file() or not reduced_run.config.is_file():
+        return None
+    *earlier_records, record = load_withdrawals(output)
+    if earlier_records != load_withdrawals(run.path) or record["domain"] != domain:
+        return None
+    expected_config = {**run.stored_config(), "order": list(scores.run["order"]), "extend": None}
+    expected_config["order"].remove(domain)
+    return record["form"] if reduced_run.stored_config() == expected_config else None
 
 
 def choose_form(withdrawal: Withdrawal, form: str | None) -> str:
@@ -119,9 +139,16 @@ def choose_form(withdrawal: Withdrawal, form: str | None) -> str:
 
 
 def give_back(
-    withdrawal: Withdrawal, texts: RunTexts, module: ContinualMethod, *, form: str, folder: Path
+    withdrawal: Withdrawal,
+    texts: RunTexts,
+    module: ContinualMethod,
+    *,
+    form: str,
+    folder: Path,
+    is_begun: bool,
 ) -> None:
-    """Writes the result of a form, and prints what was done."""
+    """Writes the result of a form, and prints what was done. `is_begun`: the folder has the run of an earlier
+    start, and what it lacks is added."""
     if form == "subtracted":
         row = write_subtracted(withdrawal, texts, module, folder)
         rewrite_report(withdrawal.run, withdrawal.scores)
@@ -131,17 +158,19 @@ def give_back(
         return
     if form == "continued" and not withdrawal.is_last:
         if withdrawal.number > 1:
-            with new_folder(folder) as partial_folder:
-                write_rewound(withdrawal, partial_folder)
+            if not is_begun:
+                with new_folder(folder) as partial_folder:
+                    write_rewound(withdrawal, partial_folder)
             print(f"{folder}: the run before {withdrawal.domain}")
         print(describe_command(withdrawal, folder))
         return
 
-    with new_folder(folder) as partial_folder:
-        if form == "left_out":
-            write_left_out(withdrawal, module, partial_folder)
-        else:
-            write_rewound(withdrawal, partial_folder)
+    if not is_begun:
+        with new_folder(folder) as partial_folder:
+            if form == "left_out":
+                write_left_out(withdrawal, module, partial_folder)
+            else:
+                write_rewound(withdrawal, partial_folder)
     # Nothing is left to train: what is missing is measured, the model exported and the report written.
     reduced_run = RunDir(folder)
     train(load_config_here(reduced_run), run_dir=folder)

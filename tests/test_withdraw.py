@@ -66,6 +66,30 @@ def test_modules_of_a_domain_are_left_out_and_all_other_cells_keep_their_bits(
     assert "The modules of food were removed" in card and verify.main([str(tmp_path / "out")]) == 0
 
 
+@pytest.mark.parametrize("form", run_few(["left_out", "continued"], ["continued"]))
+def test_a_killed_withdrawal_is_completed_by_the_same_command(form, small, start, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    options = ["save_all_stages=true"]
+    if form == "left_out":
+        options = [*OWN_MODULES["lora"], "routing@method.routing=domain"]
+    start(small("order=[law,food]", FEW, *options), run)
+    arguments = [str(run), "food", "--output", str(tmp_path / "out"), "--form", form]
+
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr("cpt.withdraw.train", fail)
+        withdraw.main(arguments)
+    assert not scores_of(tmp_path / "out").run["finished"]
+    with pytest.raises(SystemExit):  # of another domain, whose result it is not
+        withdraw.main([str(run), "law", "--output", str(tmp_path / "out")])
+    assert withdraw.main(arguments) == 0
+    assert withdraw.main([*arguments[:3], str(tmp_path / "whole"), *arguments[4:]]) == 0
+    assert_same_bits(tmp_path / "out", tmp_path / "whole")
+    assert (tmp_path / "out" / "model" / "README.md").is_file() and verify.main([str(tmp_path / "out")]) == 0
+
+
 def test_a_run_before_the_domain_continues_with_those_that_followed(small, start, tmp_path, capsys):
     run = tmp_path / "run"
     start(small(THREE, FEW, "save_all_stages=true"), run)

@@ -18,14 +18,21 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cpt.core.cache_use import record_use
-from cpt.core.files import CHECKSUMS, find_damage, read_checksums, sync, write_checksums, writing
+from cpt.core.files import (
+    CHECKSUMS,
+    PARTIAL,
+    find_damage,
+    read_checksums,
+    sync,
+    write_checksums,
+    writing,
+)
 from cpt.core.heartbeat import waiting_for
 from cpt.core.processes import is_first_process
 
 log = logging.getLogger(__name__)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 SMALL = 1 << 24  # bytes: artifacts up to this size are hashed whenever they are opened
-PARTIAL = ".partial"
 HEAD_START = 0.5  # seconds that a run's first process has to begin a build before the others
 LOCK_TIMEOUT = 0.5  # seconds after which the wait for another process is logged
 CACHED = re.compile(r"(corpora|tokens|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")

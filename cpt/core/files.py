@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from filelock import FileLock, Timeout
 
 from cpt.core.exceptions import InvalidOptionError
 
 CHECKSUMS = "checksums.json"
+PARTIAL = ".partial"  # ends the names of what is being written
+LOCK = ".lock"  # in a folder that is being written: held by the process that writes it
 WRITE_ERROR = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")  # of Rust, of torch.save
 TORCH_ERROR = re.compile(r"PytorchStreamWriter|inline_container")
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # the disk, or the user's quota
@@ -48,7 +51,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary path that replaces `path` on success: a kill leaves the old file or the new one. Raises
     OSError as `writing`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(path.name + PARTIAL)
     with writing(path):
         yield partial
         sync(partial)
@@ -83,20 +86,34 @@ def writing(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder`, which is missing or empty, on success; an error inside the
-    context leaves nothing."""
+    context leaves nothing. What killed processes left of the same folder is removed first."""
     absolute = folder.absolute()
     existing = next(path for path in (absolute, *absolute.parents) if path.is_dir())
-    with tempfile.TemporaryDirectory(prefix=f".{absolute.name}-", dir=existing) as temporary:
+    remove_leftovers(existing, absolute.name)
+    prefix = f".{absolute.name}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, suffix=PARTIAL, dir=existing) as temporary:
         # The temporary folder is readable by its owner alone, the one within it as the umask says.
         partial = Path(temporary) / absolute.name
         partial.mkdir()
-        yield partial
-        if absolute.is_dir():  # it stays: it may be the working directory, or where a disk is mounted
-            for path in partial.iterdir():
-                os.replace(path, absolute / path.name)
-        else:
-            absolute.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(partial, absolute)
+        with FileLock(Path(temporary) / LOCK, timeout=0):
+            yield partial
+            if absolute.is_dir():  # it stays: it may be the working directory, or where a disk is mounted
+                for path in partial.iterdir():
+                    os.replace(path, absolute / path.name)
+            else:
+                absolute.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(partial, absolute)
+
+
+def remove_leftovers(parent: Path, name: str) -> None:
+    """Removes the temporary folders for a folder of this name (`new_folder`) whose processes have ended."""
+    pattern = re.compile(rf"\.{re.escape(name)}-\w{{8}}{re.escape(PARTIAL)}")
+    for path in sorted(parent.iterdir()):
+        lock = path / LOCK
+        if not pattern.fullmatch(path.name) or not lock.exists():
+            continue
+        with contextlib.suppress(Timeout), FileLock(lock, timeout=0):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def describe_write_error(error: Exception) -> str:

@@ -59,6 +59,50 @@ def describe_version() -> dict[str, str]:
     return {"day": datetime.now(UTC).date().isoformat(), "commit": commit}
 
 
+class Report:
+    """The JSON file of a campaign, written after each trial: one that is stopped leaves what it has made."""
+
+    def __init__(self, path: Path, head: dict[str, Any]) -> None:
+        self.path = path
+        self.head = head
+        self.outcomes: list[dict[str, Any]] = []
+
+    @property
+    def numbers(self) -> set[int]:
+        return {outcome["number"] for outcome in self.outcomes}
+
+    @property
+    def num_fine(self) -> int:
+        return sum(outcome["fine"] for outcome in self.outcomes)
+
+    @property
+    def seconds(self) -> int:
+        return round(sum(outcome["seconds"] for outcome in self.outcomes))
+
+    def resume(self) -> None:
+        """Takes the trials of an earlier start. Raises ValueError for one with other trials or other code."""
+        if not self.path.exists():
+            return
+        stored = json.loads(self.path.read_text())
+        for name in ("campaign", "commit", "seed"):
+            if stored.get(name) != self.head[name]:
+                raise ValueError(f"{self.path} has {name}={stored.get(name)}, not {self.head[name]}")
+        self.outcomes = stored["trials"]
+
+    def add(self, outcome: dict[str, Any], *, work_folder: Path) -> None:
+        self.outcomes.append(outcome)
+        counts = {"made": len(self.outcomes), "fine": self.num_fine, "seconds": self.seconds}
+        text = json.dumps(self.head | counts | {"trials": self.outcomes}, indent=1)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        partial.write_text(text.replace(f"{work_folder}/", "") + "\n")  # no machine's paths
+        os.replace(partial, self.path)
+
+    def describe(self) -> str:
+        counts = f"{self.num_fine} of {len(self.outcomes)} fine, {self.head['asked']} asked"
+        return f"{self.head['campaign']}: {counts}, {self.seconds} s"
+
+
 def main() -> int:
     """Runs a campaign as the command line asks; gives the exit code: 0 where every trial was fine."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
@@ -69,6 +113,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the trials to repeat")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no trial after so many")
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.relative_to(ROOT)}/NAME.json")
+    parser.add_argument("--resume", action="store_true", help="only the trials that are not in OUT yet")
     parser.add_argument("--keep", type=Path, help="a folder to work in that stays; default: a temporary one")
     arguments = parser.parse_args()
     # A shell ignores both for what runs in the background, and so would the runs.
@@ -78,25 +123,31 @@ def main() -> int:
     if hasattr(module, "missing") and module.missing():
         print(f"{arguments.name}: skipped, {module.missing()}")
         return 0
-    trial = module.trial
+    numbers = arguments.only
     trials = arguments.trials or TRIALS[arguments.name]
-    numbers = arguments.only or range(arguments.first, arguments.first + trials)
-    out = arguments.out or RESULTS / f"{arguments.name}.json"
-    version = describe_version()
+    if numbers is None:
+        numbers = range(arguments.first, arguments.first + trials)
+    report = Report(
+        path=arguments.out or RESULTS / f"{arguments.name}.json",
+        head={"campaign": arguments.name, **describe_version(), "asked": trials, "seed": arguments.seed},
+    )
+    if arguments.resume:
+        report.resume()
+        numbers = [number for number in numbers if number not in report.numbers]
+
     start = time.monotonic()
-    outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         work_folder = arguments.keep or Path(folder)
         work_folder.mkdir(parents=True, exist_ok=True)
         try:
             bar = tqdm(
-                run_trials(trial, work_folder, numbers, seed=arguments.seed),
+                run_trials(module.trial, work_folder, numbers, seed=arguments.seed),
                 total=len(numbers),
                 desc=arguments.name,
             )
             for outcome in bar:
-                outcomes.append(outcome)
-                bar.set_postfix(fine=sum(trial_outcome["fine"] for trial_outcome in outcomes))
+                report.add(outcome, work_folder=work_folder)
+                bar.set_postfix(fine=report.num_fine)
                 if not outcome["fine"]:
                     bar.write(json.dumps(outcome), file=sys.stdout)
                 if time.monotonic() - start > arguments.seconds:
@@ -105,19 +156,5 @@ def main() -> int:
         finally:  # while the folder is there: daemons are ended by their pid files
             if hasattr(module, "close"):
                 module.close(work_folder)
-    summary = {
-        "campaign": arguments.name,
-        "day": version["day"],
-        "commit": version["commit"],
-        "asked": trials,
-        "seed": arguments.seed,
-        "made": len(outcomes),
-        "fine": sum(outcome["fine"] for outcome in outcomes),
-        "seconds": round(time.monotonic() - start),
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    report = json.dumps(summary | {"trials": outcomes}, indent=1)
-    report = report.replace(f"{work_folder}/", "")  # no machine's paths
-    out.write_text(report + "\n")
-    print("{campaign}: {fine} of {made} fine, {asked} asked, {seconds} s".format(**summary))
-    return 0 if outcomes and summary["fine"] == summary["made"] else 1
+    print(report.describe())
+    return 0 if report.outcomes and report.num_fine == len(report.outcomes) else 1

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from cpt.core.errors import readable
-from cpt.core.files import replace, replacing, writing
+from cpt.core.files import LOCK, new_folder, replace, replacing, writing
 from cpt.core.tensors import save_state
 
 FULL = Path("/dev/full")  # whose every write fails as on a full disk
@@ -73,3 +73,18 @@ def test_other_errors_within_a_write_keep_their_class_and_words(tmp_path):
         raise KeyError("law")
     with pytest.raises(FileNotFoundError, match="absent"), replacing(tmp_path / "file"):
         (tmp_path / "absent").read_text()
+
+
+def test_a_new_folder_removes_what_a_killed_process_left_of_it_and_nothing_else(tmp_path):
+    stale = tmp_path / ".out-abcdefgh.partial"
+    other = [tmp_path / name for name in (".out-mine", ".model-abcdefgh.partial", ".out-12345678.partial")]
+    for folder in (stale, *other[:2]):
+        (folder / "out").mkdir(parents=True)
+        (folder / LOCK).touch()
+    (other[2] / "out").mkdir(parents=True)  # without a lock it is no folder of ours
+    with new_folder(tmp_path / "out") as first:
+        (first / "weights").write_text("1")
+        with new_folder(tmp_path / "out") as second:  # of a process that is at work nothing is removed
+            (second / "more").write_text("2")
+        assert (first / "weights").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *(path.name for path in other)])
