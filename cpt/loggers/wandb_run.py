@@ -35,6 +35,7 @@ AXES = {  # No two patterns meet: of several that do W&B takes any.
     "stage": ("ppl/*", "nats/*", "bits_per_byte/*", "kl/*", "stages/*", "tasks/*", "units/*"),
 }
 FAMILIAR_NAMES = {"train/lm": "train/loss", "train/lr": "train/learning_rate"}  # as Trainer of transformers
+FINISH_TIMEOUT_S = 600  # for what is left to send at the end of a run; W&B's own default is to wait for hours
 CAPTURED_LOGGERS = {"cpt": "INFO"}  # whose lines are the Logs of a run on W&B
 
 
@@ -63,7 +64,12 @@ class WandbCurves(WandbLogger, StageLogger):
 
     def close(self, *, is_failed: bool) -> None:
         run = self.curves.run
-        run.finish(exit_code=int(is_failed))
+        try:
+            run.finish(exit_code=int(is_failed))
+        except TimeoutError:
+            raise TimeoutError(
+                f"not all was sent; send it with: wandb sync {run.settings.sync_dir}"
+            ) from None
         log.info("W&B: %s", describe_place(run))
 
 
@@ -144,6 +150,7 @@ def init_wandb(
         settings.silent = True
     if not os.environ.get("WANDB_CONSOLE"):
         keep_log_lines(settings)
+    limit_finish(settings)
     try:
         run = wandb.init(
             id=identifier,
@@ -180,6 +187,16 @@ def keep_log_lines(settings: wandb.Settings) -> None:
         settings.capture_loggers = CAPTURED_LOGGERS
     else:  # an older client takes all of the console or nothing
         settings.console = "wrap"
+
+
+def limit_finish(settings: wandb.Settings) -> None:
+    """Lets a run end although a server that was there does not answer any more. WANDB_FINISH_TIMEOUT is
+    another limit, in seconds. An older client has none."""
+    if "finish_timeout" not in wandb.Settings.model_fields:
+        return
+    settings.finish_timeout_raises = True
+    if not os.environ.get("WANDB_FINISH_TIMEOUT"):
+        settings.finish_timeout = FINISH_TIMEOUT_S
 
 
 def describe_place(run: wandb.Run) -> str:

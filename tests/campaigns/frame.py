@@ -31,6 +31,7 @@ TRIALS = {
     "concurrency": 60,
     "derived": 40,
     "faults": 200,
+    "fuzz": 40,
     "kills": 300,
     "nonfinite": 100,
     "preemption": 200,

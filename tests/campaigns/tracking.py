@@ -22,7 +22,8 @@ from tests.campaigns.faults import LARGE, disk, remount
 from tests.support.forked_scripts import read_proc, wait_for_exit
 
 EVENTS = ("server refuses", "disk full", "home read-only", "service killed")
-WARNING = re.compile(r"logger\.wandb failed|logging offline")
+WARNING = re.compile(r"logger\.wandb failed \(|logging offline")
+FINISH_TIMEOUT_S = 20
 REFUSED = 503
 KEY = "0" * 40  # of the form of a key
 OWN_LINE = re.compile(r"^(Exception in thread|Traceback)", re.MULTILINE)
@@ -50,7 +51,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(REFUSED)
             return
         self.server.num_answers += 1
-        answer = json.dumps(answer_query(body.decode(errors="replace"))).encode()
+        answer = json.dumps(
+            answer_query(body.decode(errors="replace"), port=self.server.server_port)
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))
@@ -63,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
-def answer_query(body: str) -> dict[str, Any]:
+def answer_query(body: str, *, port: int) -> dict[str, Any]:
     """What W&B's server would say of the queries that its client sends for a run."""
     if "upsertBucket" in body:
         entity = {"id": "e", "name": "tester"}
@@ -74,6 +77,13 @@ def answer_query(body: str) -> dict[str, Any]:
         return {"data": {"viewer": {"id": "v", "entity": "tester", "username": "tester", "flags": "{}"}}}
     if "serverInfo" in body:
         return {"data": {"serverInfo": {"features": [], "cliVersionInfo": {}}}}
+    if "createRunFiles" in body:
+        url = f"http://127.0.0.1:{port}/file"
+        names = json.loads(body)["variables"]["files"]
+        files = [{"name": name, "uploadUrl": url} for name in names]
+        return {"data": {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}}
+    if body.startswith('{"query"') and "model(" not in body:
+        return {"data": None, "errors": [{"message": "not available"}]}
     return {"data": {}}
 
 
@@ -136,6 +146,7 @@ def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     try:
         with disk(disk_folder, size), serving() as server:
             variables |= {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": KEY}
+            variables["WANDB_FINISH_TIMEOUT"] = str(FINISH_TIMEOUT_S)
             moment = draw.uniform(0, 1.5 * expected["seconds"])  # W&B takes a few seconds of its own
             outcome["moment"] = round(moment, 2)
             with mock.patch.dict(os.environ, variables):

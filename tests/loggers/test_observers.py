@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from lightning.pytorch.loggers import Logger
@@ -24,7 +25,7 @@ from cpt.loggers.wandb_environment import (
     files_in,
     read_identifier,
 )
-from cpt.loggers.wandb_run import check_settings
+from cpt.loggers.wandb_run import FINISH_TIMEOUT_S, check_settings
 from cpt.trainer.callbacks import make_loggers
 from cpt.trainer.run_dir import RunDir
 from tests.support.example_runs import make_scores
@@ -185,6 +186,34 @@ def test_wandb_that_cannot_be_opened_is_a_warning(tmp_path, monkeypatch, caplog,
         log_stage(loggers, make_scores())
         log_scores(loggers, make_scores(), folder=tmp_path)
     assert caplog.text.count("logger.wandb failed (OSError: [Errno 30] Read-only file system)") == 1
+
+
+@pytest.mark.parametrize("variable", ["", "20"])
+def test_a_server_that_is_gone_at_the_end_is_a_warning_after_a_limited_wait(
+    variable, tmp_path, monkeypatch, caplog, no_variables
+):
+    def finish(exit_code):
+        raise TimeoutError("Timed out finishing run.")
+
+    all_settings = []  # of the calls of init
+
+    def init(*args, settings, **options):
+        all_settings.append(settings)
+        run = mock.MagicMock(disabled=False, offline=False, url="https://server/run", finish=finish)
+        run.settings.sync_dir = "files"
+        return run
+
+    if variable:
+        monkeypatch.setenv("WANDB_FINISH_TIMEOUT", variable)
+    monkeypatch.setattr("wandb.init", init)
+    destination = WandbPlace(mode="online")
+    with track(logged_run(tmp_path), csv_file=False, wandb=destination, custom={}) as loggers:
+        log_stage(loggers, make_scores())
+    (settings,) = all_settings
+    assert settings.finish_timeout_raises
+    assert settings.finish_timeout == (0 if variable else FINISH_TIMEOUT_S)  # 0: W&B obeys the variable
+    expected = "logger.wandb failed (TimeoutError: not all was sent; send it with: wandb sync files)"
+    assert caplog.text.count(expected) == 1
 
 
 @pytest.mark.slow
