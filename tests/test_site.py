@@ -21,8 +21,8 @@ def program(name: str) -> ModuleType:
     return module
 
 
-PROGRAMS = ("options", "choosing", "scores", "support", "optimizers", "pictures")
-options, choosing, scores, support, optimizers, pictures = map(program, PROGRAMS)
+PROGRAMS = ("options", "choosing", "scores", "support", "optimizers", "pictures", "campaigns")
+options, choosing, scores, support, optimizers, pictures, campaigns = map(program, PROGRAMS)
 # Of the pairs that are always tried, one is supported; one is refused, as the units of its model are not known.
 QUICK = [("ewc", "T5 v1.1"), ("das", "Mixtral")]
 
@@ -34,6 +34,8 @@ def read(name: str) -> str:
 def test_what_programs_write_is_up_to_date():
     assert read("methods.md") == choosing.page(), "python docs/site/choosing.py writes it again"
     assert read("files.md") == scores.page(read("files.md")), "python docs/site/scores.py writes it again"
+    fault_tolerance = read("studies/fault-tolerance.md")
+    assert fault_tolerance == campaigns.page(fault_tolerance), "python docs/site/campaigns.py writes it again"
     assert scores.SCHEMA.read_text() == scores.schema(), "python docs/site/scores.py writes it again"
     cells_by_row = json.loads(read("support.json"))
     assert set(cells_by_row) <= {

@@ -35,7 +35,7 @@ AXES = {  # No two patterns meet: of several that do W&B takes any.
     "stage": ("ppl/*", "nats/*", "bits_per_byte/*", "kl/*", "stages/*", "tasks/*", "units/*"),
 }
 FAMILIAR_NAMES = {"train/lm": "train/loss", "train/lr": "train/learning_rate"}  # as Trainer of transformers
-FINISH_TIMEOUT_S = 600  # for what is left to send at the end of a run; W&B's own default is to wait for hours
+FINISH_TIMEOUT_S = 600  # for what is left to send at the end of a run; W&B's own default is no limit
 CAPTURED_LOGGERS = {"cpt": "INFO"}  # whose lines are the Logs of a run on W&B
 
 

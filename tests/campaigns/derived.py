@@ -82,9 +82,11 @@ def find_result(home: Path, form: str) -> Path:
 
 def digest(result: Path) -> str:
     """A hash of what a result knows: the weights of its model, and its losses."""
-    rows = [json.loads((result / name).read_text())["nll"] for name in ("row.json", "scores.json")
-            if (result / name).exists()]  # fmt: skip
-    content = hashlib.sha256(json.dumps(rows).encode())
+    losses = []
+    for name in ("row.json", "scores.json"):
+        if (result / name).exists():
+            losses.append(json.loads((result / name).read_text())["nll"])
+    content = hashlib.sha256(json.dumps(losses).encode())
     for path in sorted(result.rglob("*.safetensors")):
         content.update(path.read_bytes())
     return content.hexdigest()
@@ -131,13 +133,20 @@ def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     words = runs.read_log(run, log_size)
     line = runs.one_line(words)
     result = find_result(home, form)
-    outcome: dict[str, Any] = {"form": form, "kills": kills, "then": code, "line": line}
-    outcome["same"] = result.exists() and digest(result) == expected["digest"]
-    outcome["leftovers"] = find_leftovers(home)
-    outcome["damage"] = list(find_damage_in_run(run))
+    is_same = result.exists() and digest(result) == expected["digest"]
+    leftovers = find_leftovers(home)
+    damage = list(find_damage_in_run(run))
     has_ended = code == 0 or (code == 1 and line is not None and EXISTS in line)
-    is_clean = not outcome["leftovers"] and not outcome["damage"]
-    outcome["fine"] = has_ended and outcome["same"] and is_clean
-    outcome["last"] = "" if outcome["fine"] else words[-1500:]
+    is_fine = has_ended and is_same and not leftovers and not damage
     shutil.rmtree(home)
-    return outcome
+    return {
+        "form": form,
+        "kills": kills,
+        "then": code,
+        "line": line,
+        "same": is_same,
+        "leftovers": leftovers,
+        "damage": damage,
+        "fine": is_fine,
+        "last": "" if is_fine else words[-1500:],
+    }

@@ -111,20 +111,21 @@ def try_run(
     """Starts the run, lets W&B go away after so many seconds, and waits for the end."""
     process = runs.begin(arguments, run)
     process.join(moment)
-    outcome: dict[str, Any] = {"had_ended": not process.is_alive()}
+    had_ended = not process.is_alive()
+    service = find_service(process.pid)
     if event == "server refuses":
         server.is_refusing = True
     elif event == "home read-only":
         runs.wait_for(lambda: remount(disk_folder, "ro") or not process.is_alive())
-    elif event == "service killed":
-        service = find_service(process.pid)
-        outcome["had_service"] = service is not None
-        if service is not None:
-            runs.kill(service)
-    outcome["code"] = wait_for_exit(process, seconds=runs.HANGS_S)
-    outcome["answers"] = server.num_answers
-    outcome["refusals"] = server.num_refusals
-    return outcome
+    elif event == "service killed" and service is not None:
+        runs.kill(service)
+    return {
+        "had_ended": had_ended,
+        "had_service": service is not None,
+        "code": wait_for_exit(process, seconds=runs.HANGS_S),
+        "answers": server.num_answers,
+        "refusals": server.num_refusals,
+    }
 
 
 def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
@@ -142,23 +143,29 @@ def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     variables = {"HOME": str(disk_folder)}
     if event == "disk full":
         variables = {"WANDB_DIR": str(disk_folder)}
-    outcome: dict[str, Any] = {"event": event, "method": method}
     try:
         with disk(disk_folder, size), serving() as server:
-            variables |= {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": KEY}
+            variables["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.server_port}"
+            variables["WANDB_API_KEY"] = KEY
             variables["WANDB_FINISH_TIMEOUT"] = str(FINISH_TIMEOUT_S)
             moment = draw.uniform(0, 1.5 * expected["seconds"])  # W&B takes a few seconds of its own
-            outcome["moment"] = round(moment, 2)
             with mock.patch.dict(os.environ, variables):
-                outcome |= try_run(
+                end = try_run(
                     arguments, run, event=event, moment=moment, disk_folder=disk_folder, server=server
                 )
         words = runs.read_log(run)
-        outcome["warnings"] = len(WARNING.findall(words))
-        outcome["same"] = outcome["code"] == 0 and runs.bits(run) == expected["bits"]
-        is_quiet = outcome["warnings"] <= 1 and OWN_LINE.search(words) is None
-        outcome["fine"] = outcome["same"] and is_quiet
-        outcome["last"] = "" if outcome["fine"] else words[-1500:]
+        num_warnings = len(WARNING.findall(words))
+        is_same = end["code"] == 0 and runs.bits(run) == expected["bits"]
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    return outcome
+    is_fine = is_same and num_warnings <= 1 and OWN_LINE.search(words) is None
+    return {
+        "event": event,
+        "method": method,
+        "moment": round(moment, 2),
+        **end,
+        "warnings": num_warnings,
+        "same": is_same,
+        "fine": is_fine,
+        "last": "" if is_fine else words[-1500:],
+    }

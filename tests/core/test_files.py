@@ -77,14 +77,18 @@ def test_other_errors_within_a_write_keep_their_class_and_words(tmp_path):
 
 def test_a_new_folder_removes_what_a_killed_process_left_of_it_and_nothing_else(tmp_path):
     stale = tmp_path / ".out-abcdefgh.partial"
-    other = [tmp_path / name for name in (".out-mine", ".model-abcdefgh.partial", ".out-12345678.partial")]
-    for folder in (stale, *other[:2]):
+    unrelated = [
+        tmp_path / name for name in (".out-mine", ".model-abcdefgh.partial", ".out-12345678.partial")
+    ]
+    for folder in (stale, *unrelated[:2]):
         (folder / "out").mkdir(parents=True)
         (folder / LOCK).touch()
-    (other[2] / "out").mkdir(parents=True)  # without a lock it is no folder of ours
+    (unrelated[2] / "out").mkdir(parents=True)  # without a lock it is no folder of ours
     with new_folder(tmp_path / "out") as first:
         (first / "weights").write_text("1")
         with new_folder(tmp_path / "out") as second:  # of a process that is at work nothing is removed
             (second / "more").write_text("2")
         assert (first / "weights").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *(path.name for path in other)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["out", *(path.name for path in unrelated)]
+    )
