@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from cpt.core.cache import CACHED, PARTIAL, discard, is_outdated
 from cpt.core.cache_use import find_users
+from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.formats import format_bytes
@@ -90,7 +91,7 @@ def find_removable(folder: Path, days: float, *, stages: bool) -> Iterator[tuple
             if is_outdated(path):
                 yield path, "of an older format, which this version does not read"
             elif unused_days > days:
-                yield path, f"not used for {unused_days:.0f} days"
+                yield path, f"not used for {count_noun(round(unused_days), 'day')}"
         elif stages and is_run:
             for stage_folder in find_finished_stages(path):
                 yield stage_folder, f"of a finished run{describe_loss(stage_folder)}"

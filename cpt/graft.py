@@ -18,6 +18,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import check_output, new_folder, writing
+from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.evaluation.chat_answers import collect_losses
 from cpt.evaluation.chat_encoding import EncodedChat
@@ -227,9 +228,10 @@ class Graft:
         num_kept = len(vocabulary.rows.run) - vocabulary.num_summed - vocabulary.num_added
         left_out = ""
         if vocabulary.num_left_out:
-            left_out = f"; {vocabulary.num_left_out:,} tokens of the tuned model left out"
+            left_out = f"; {count_noun(vocabulary.num_left_out, 'token')} of the tuned model left out"
+        summed_rows = count_noun(vocabulary.num_summed, "row")
         return (
-            f"Embedding and head by token: {vocabulary.num_summed:,} rows summed, {num_kept:,} as in the run "
+            f"Embedding and head by token: {summed_rows} summed, {num_kept:,} as in the run "
             f"(no such token in the tuned model or the base), {vocabulary.num_added:,} as in the tuned model "
             f"(no such token in the run){left_out}"
         )

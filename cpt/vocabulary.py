@@ -21,6 +21,7 @@ from cpt.core.errors import readable, reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import new_folder, writing
 from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.core.randomness import key
 from cpt.data.new_tokens import (
@@ -109,11 +110,12 @@ def add_vocabulary(options: argparse.Namespace) -> None:
 
     held_out = HeldOutText(options.held_out, has_named_splits=has_named_splits(options))
     words, num_documents = count_words(options, own_tokenizer, held_out)
+    document_count = count_noun(num_documents, "document")
     if not held_out.documents or num_documents == 0:
         raise InvalidOptionError(
             "CORPUS",
             options.corpus,
-            reason=f"{num_documents} documents to learn from and {len(held_out.documents)} held out",
+            reason=f"{document_count} to learn from and {len(held_out.documents)} held out",
             allowed="more documents (--document=line), or another --held-out",
         )
     extension = learn_extension(
@@ -135,9 +137,9 @@ def add_vocabulary(options: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(folder)
         measurement = measure(own_tokenizer, tokenizer, held_out)
 
-    print(f"{options.corpus}: {num_documents:,} documents, {len(held_out.documents):,} more held out")
+    print(f"{options.corpus}: {document_count}, {len(held_out.documents):,} more held out")
     if words.dropped:
-        print(f"Left out {words.dropped:,} words that were seen once, to bound memory")
+        print(f"Left out {count_noun(words.dropped, 'word')} that occurred once, to bound memory")
     print_report(own_tokenizer, tokenizer, measurement, options)
 
 

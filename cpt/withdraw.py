@@ -18,6 +18,7 @@ import yaml
 from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import check_output, new_folder, writing
+from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.core.secrets import redact_text
 from cpt.evaluation.derived_rows import DerivedRow, describe_run_chats
@@ -290,7 +291,7 @@ def format_cost(cost: dict[str, Any]) -> str:
     steps = sum(stage["left_steps"] for stage in cost["stages"])
     tokens = sum(stage["tokens"] for stage in cost["stages"] if stage["left_steps"])
     time = timedelta(seconds=round(cost["seconds"]["total"]))
-    return f"{steps:,} steps, {tokens:,} tokens, {time} on this machine"
+    return f"{count_noun(steps, 'step')}, {count_noun(tokens, 'token')}, {time} on this machine"
 
 
 def describe_command(withdrawal: Withdrawal, folder: Path | None) -> str:

@@ -46,9 +46,9 @@ def truncate(text: str, width: int) -> str:
 def count_noun(count: int, noun: str) -> str:
     """A count with its noun, in the plural unless it is 1.
 
-    >>> count_noun(1, "run"), count_noun(3, "run")
-    ('1 run', '3 runs')
+    >>> count_noun(1, "run"), count_noun(3, "run"), count_noun(2000, "token")
+    ('1 run', '3 runs', '2,000 tokens')
     """
     if count == 1:
         return f"1 {noun}"
-    return f"{count} {noun}s"
+    return f"{count:,} {noun}s"

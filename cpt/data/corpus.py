@@ -15,6 +15,7 @@ from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
 from cpt.core.cache import make_once
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.core.randomness import key, sample_keys
 from cpt.data.near_duplicates import (
@@ -332,8 +333,8 @@ def assign(
     if min(counts) == 0:
         listed = ", ".join(f"{count} {split}" for count, split in zip(counts, SPLITS, strict=True))
         raise ValueError(
-            f"domain {name} has {len(source_splits)} documents, too few to train, validate and test on "
-            f"({listed}). Allowed: at least one for each, all different{hint}"
+            f"domain {name} has {count_noun(len(source_splits), 'document')}, too few to train, validate and "
+            f"test on ({listed}). Allowed: at least one for each, all different{hint}"
         )
     return splits
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.messages import count_noun
 from cpt.core.randomness import key, permute, sample_keys
 from cpt.core.schema import (
     Allowed,
@@ -183,7 +184,7 @@ class ReplayConfig(Options):
             raise InvalidOptionError(
                 "replay.buffer_size",
                 self.buffer_size,
-                context=f"for {domains} past domains",
+                context=f"for {count_noun(domains, 'past domain')}",
                 allowed="a sample or more for each, or null",
             )
         if self.general_ratio and not general:

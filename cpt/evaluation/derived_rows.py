@@ -13,6 +13,7 @@ import numpy as np
 
 from cpt.core.exceptions import DamagedFileError
 from cpt.core.files import check_archive, replace
+from cpt.core.messages import count_noun
 from cpt.core.schema import check_types
 from cpt.evaluation.metrics import Array, Change, compare_losses
 from cpt.evaluation.scores import encode, load_documents
@@ -83,9 +84,10 @@ def describe_run_chats(row: DerivedRow) -> list[str]:
             f"({format_change(chats['base_answer_rise'])})"
         )
     if chats["answers"] is not None:
+        chat_count = count_noun(chats["answers"]["chats"], "chat")
         sentences.append(
-            f"Answers to {chats['answers']['chats']} chats: {chats['answers']['newly_broken']} broken that "
-            "the run's base answers well"
+            f"Answers to {chat_count}: {chats['answers']['newly_broken']} broken that the run's base "
+            "answers well"
         )
     return sentences
 

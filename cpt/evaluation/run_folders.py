@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.messages import abbreviate
+from cpt.core.messages import abbreviate, count_noun
 from cpt.evaluation.scores import Scores
 
 RUN_FILES = {"scores.json", "config.yaml"}
@@ -34,7 +34,7 @@ def choose_run(folder: Path) -> Path:
         raise InvalidOptionError(
             "RUN",
             folder,
-            reason=f"none of the {num_unfinished} runs below it is finished",
+            reason=f"none of {count_noun(num_unfinished, 'run')} below it is finished",
             allowed="the folder of a finished run",
         )
     return folder

@@ -12,6 +12,7 @@ import numpy as np
 
 from cpt.core.config import digest
 from cpt.core.files import check_archive, replace
+from cpt.core.messages import count_noun
 from cpt.core.schema import check_types
 from cpt.evaluation import score_schema as schema
 from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, find_intervals, summarise_matrix
@@ -225,7 +226,7 @@ class Scores(Layout):
         state = "finished" if self.run["finished"] else "unfinished"
         if not self.rows:
             return f"{state}, no rows"
-        return f"{state}, {len(self.rows)} rows, last: {self.rows[-1]}"
+        return f"{state}, {count_noun(len(self.rows), 'row')}, last: {self.rows[-1]}"
 
     @property
     def growth(self) -> float | None:

@@ -18,6 +18,7 @@ from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.options import Routing
 from cpt.adapters.soft_prompt import PromptChain, attach_prompt, draw_prompt
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.data.collate import Batch
 from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -150,7 +151,7 @@ def check_tokens(
         raise InvalidOptionError(
             option,
             tokens,
-            context=f"for {domains} domains",
+            context=f"for {count_noun(domains, 'domain')}",
             allowed=f"0 to {max_tokens}, the positions beyond model.max_seq_length={length}",
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cpt.core.messages import count_noun
 from cpt.evaluation.scores import Scores
 from cpt.reporting.formats import (
     MISSING,
@@ -30,7 +31,7 @@ def describe_divergence(scores: Scores) -> str:
     ending = f"; at the end {list_names(last)}" if last else ""
     return (
         f"KL(base || model), nats per token: {format_estimate(just_trained)} on the text just trained, "
-        f"mean of {num_stages} stages{ending}."
+        f"mean of {count_noun(num_stages, 'stage')}{ending}."
     )
 
 

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineMo
 from huggingface_hub.utils import get_token, validate_repo_id
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.tokenizer_files import TOKENIZER_FILES
 from cpt.reporting.formats import format_bytes
 
@@ -52,7 +53,8 @@ class Publication:
         """The repository, then a line for each file."""
         visibility = "private" if self.is_private else "public"
         num_bytes = sum((self.folder / path).stat().st_size for path in self.published)
-        lines = [f"{self.name} ({visibility}): {len(self.published)} files, {format_bytes(num_bytes)}"]
+        file_count = count_noun(len(self.published), "file")
+        lines = [f"{self.name} ({visibility}): {file_count}, {format_bytes(num_bytes)}"]
         for path in self.published:
             lines.append(f"  {path}  {format_bytes((self.folder / path).stat().st_size)}")
         for path in self.left_out:

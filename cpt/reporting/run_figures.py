@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 from pandas import DataFrame, Series
 
+from cpt.core.messages import count_noun
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.monitor import BASE_ANSWERS, CHAT_LOSSES
 from cpt.evaluation.scores import Scores
@@ -143,8 +144,8 @@ def draw_text_curves(scores: Scores, perplexities: DataFrame) -> Picture:
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     means = domain_curves.mean(0)
     description = (
-        f"Mean perplexity over {len(domains)} domains: {format_perplexity(means[0])} at the base, "
-        f"{format_perplexity(means[-1])} after {len(means) - 1} stages."
+        f"Mean perplexity over {count_noun(len(domains), 'domain')}: {format_perplexity(means[0])} at the "
+        f"base, {format_perplexity(means[-1])} after {count_noun(len(means) - 1, 'stage')}."
     )
     return make_png(figure, description=description)
 

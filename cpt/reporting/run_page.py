@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from pandas import DataFrame, Series
 
+from cpt.core.messages import count_noun
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.derived_rows import describe_tuned_chats, find_derived_rows
@@ -173,7 +174,7 @@ def show_chats(scores: Scores, folder: Path) -> list[Block]:
         head=ANSWER_HEAD,
         cells=answers,
         num_word_columns=len(ANSWER_HEAD),
-        fold_label=f"{len(answers)} questions",
+        fold_label=count_noun(len(answers), "question"),
     )
     return [losses, answered]
 
@@ -284,7 +285,7 @@ def show_monitor(scores: Scores) -> Block:
         run_figures.draw_monitor(stages),
         head=head,
         cells=cells,
-        fold_label=f"{len(cells)} stages",
+        fold_label=count_noun(len(cells), "stage"),
     )
 
 
@@ -527,7 +528,7 @@ def show_benchmarks(scores: Scores) -> Block:
 
     facts = []
     for name, task in tasks.items():
-        fact = f"{name}: {task['examples']:,} examples"
+        fact = f"{name}: {count_noun(task['examples'], 'example')}"
         if task["truncated"]:
             fact += f", {task['truncated']:,} or more requests cut from the left"
         if not task["higher"]:
@@ -656,7 +657,9 @@ def show_run(scores: Scores) -> Block:
         "skipped steps, non-finite loss or gradient (on_nonfinite)": describe_skipped_steps(scores),
         "movement in the protected subspace": describe_movement(scores),
         "numerics": describe_numerics(scores),
-        "domain at test time": "must be known" if scores.needs_domain else "need not be known",
+        "domain of an input": "must be known to use the model"
+        if scores.needs_domain
+        else "need not be known",
         "exported model": describe_exported(scores),
         "load the model (from this folder)": scores.loading,
         "versions": ", ".join(f"{name} {version}" for name, version in scores.versions.items()),

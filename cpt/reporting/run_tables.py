@@ -9,6 +9,7 @@ import numpy as np
 import yaml
 from pandas import DataFrame
 
+from cpt.core.messages import count_noun
 from cpt.evaluation.metrics import METRICS, TITLES
 from cpt.evaluation.scores import Scores
 from cpt.reporting.chat_tables import list_chat_tiles
@@ -111,7 +112,7 @@ def describe_quantization(scores: Scores) -> str:
     difference = format_signed(after_mean - before_mean)
     return (
         f"Quantization of the base ({kind}): {format_thousandths(before_mean)} nats before, "
-        f"{format_thousandths(after_mean)} after ({difference}), mean of {len(losses)} texts."
+        f"{format_thousandths(after_mean)} after ({difference}), mean of {count_noun(len(losses), 'text')}."
     )
 
 

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame
 
+from cpt.core.messages import count_noun
 from cpt.evaluation.scores import Scores
 from cpt.reporting.compare import format_spread
 from cpt.reporting.contrasts import measure_spreads
@@ -215,7 +216,7 @@ def describe_runs(methods: Sequence[TunedMethod]) -> str:
     """`3 runs each`, or `2 to 3 runs`."""
     counts = sorted(len(method.runs) for method in methods)
     if counts[0] == counts[-1]:
-        return f"{counts[0]} runs each"
+        return f"{count_noun(counts[0], 'run')} each"
     return f"{counts[0]} to {counts[-1]} runs"
 
 

@@ -144,16 +144,15 @@ def check_choices(lines: Sequence[str], hydra_context: HydraContext) -> None:
 
 def end_if_incomplete(jobs: Sequence[Job]) -> None:
     """Ends the program with exit code 1 if a job failed, else with GO_ON if one was preempted."""
+    job_count = count_noun(len(jobs), "job")
     failed = [str(job) for job in jobs if job.state == "failed"]
     if failed:
-        print(f"cpt: {len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}", file=sys.stderr)
+        print(f"cpt: {len(failed)} of {job_count} failed: {', '.join(failed)}", file=sys.stderr)
         raise SystemExit(1)
     preempted = [str(job) for job in jobs if job.state == "preempted"]
     if preempted:
         names = ", ".join(preempted)
-        print(
-            f"cpt: {len(preempted)} of {len(jobs)} jobs were preempted: {names}; {CONTINUES}", file=sys.stderr
-        )
+        print(f"cpt: {len(preempted)} of {job_count} were preempted: {names}; {CONTINUES}", file=sys.stderr)
         raise SystemExit(GO_ON)
 
 

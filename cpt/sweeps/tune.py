@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from cpt.core.config import SEARCH, flatten
 from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.messages import count_noun
 from cpt.core.naming import UNSAFE, quote
 from cpt.core.schema import Number, fits
 from cpt.evaluation.task_metrics import ENDTASK_MEANINGS
@@ -104,8 +105,9 @@ class TuneSweeper(OptunaSweeper):
             print(page, flush=True)
             if failures:
                 num_runs = len(candidates) * math.prod(map(len, runs))
+                run_count = count_noun(num_runs, "final run")
                 print(
-                    f"cpt: {len(failures)} of {num_runs} final runs failed: {'; '.join(failures)}",
+                    f"cpt: {len(failures)} of {run_count} failed: {'; '.join(failures)}",
                     file=sys.stderr,
                 )
                 raise SystemExit(1)

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError, format_value
-from cpt.core.messages import abbreviate
+from cpt.core.messages import abbreviate, count_noun
 from cpt.core.processes import is_first_process
 from cpt.models import loading
 from cpt.models.extended_tokenizer import check_fit
@@ -246,6 +246,8 @@ def check_stored_weights(
     if is_first_process():
         log_unused(report, stored_weights, name_or_path)
         if any(name in head_names for name in report.missing):
-            start = f"is trained for {head_steps} steps" if head_steps else "starts with random weights"
+            start = "starts with random weights"
+            if head_steps:
+                start = f"is trained for {count_noun(head_steps, 'step')}"
             log.info("The language-model head, which %s lacks, %s", name_or_path, start)
     return has_other_head(model, files, stored_weights)

@@ -21,6 +21,7 @@ from transformers.utils import CONFIG_NAME
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.memory import find_total_memory
+from cpt.core.messages import count_noun
 from cpt.models import loading
 from cpt.optim.options import KINDS
 from cpt.reporting.formats import format_bytes
@@ -333,19 +334,26 @@ def list_not_included(simulated: SimulatedPlan, layouts: Sequence[Layout]) -> li
     return [*not_included, *list_excluded_options(simulated.plan)]
 
 
+def describe_device(device: Mapping[str, Any]) -> str:
+    """The name of a device and its memory, which the name of a GPU has."""
+    if device["name"] in {gpu.description for gpu in GPUS.values()}:
+        return str(device["name"])
+    return f"{device['name']}, {format_bytes(device['memory'])}"
+
+
 def format_computed(cost: Mapping[str, Any]) -> str:
     """What plan=true prints of a computed plan."""
     run = cost["run"]
     device = cost["device"]
     choices = " ".join(f"{group}={run[group]}" for group in ("method", "mask", "replay", "model", "seed"))
     steps = cost["steps_per_stage"]
-    shown_steps = "as many steps as its text has" if steps is None else f"{steps:,} steps"
+    shown_steps = "as many steps as its text has" if steps is None else count_noun(steps, "step")
     sections = [
         f"Computed plan ({cost['cause']}): {choices}, {cost['precision']}",
         f"Model: {cost['model_type']}, {cost['parameters']:,} parameters, "
-        f"{cost['trained_parameters']:,} trained; {cost['stages']} domains of {shown_steps}, "
-        f"{cost['tokens_per_step']:,} tokens a step",
-        f"Device: {device['name']}, {format_bytes(device['memory'])} ({device['source']})",
+        f"{cost['trained_parameters']:,} trained; {count_noun(cost['stages'], 'domain')} of {shown_steps}, "
+        f"{count_noun(cost['tokens_per_step'], 'token')} a step",
+        f"Device: {describe_device(device)} ({device['source']})",
         format_estimates(cost["estimates"], cost["process"]),
         *[format_change(estimate) for estimate in cost["estimates"] if estimate["free"] < 0],
         f"Computed, not measured: memory of allocated tensors, time of {format_rates(device)}.",

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from cpt.core.messages import count_noun
 from cpt.core.tensors import load_tensors
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Domain
@@ -324,7 +325,7 @@ def format_table(cost: Mapping[str, Any]) -> str:
         state += "; nothing is left to train or to evaluate"
     sections = [
         f"Plan of {run['folder']}: {choices}, {cost['processes']} x {cost['device']}, "
-        f"{cost['micro_batch']} samples at once",
+        f"{count_noun(cost['micro_batch'], 'sample')} at once",
         f"State: {state}",
         format_counts(cost["texts"]),
         *format_sources(cost.get("sources", ())),
@@ -340,8 +341,8 @@ def format_sources(sources: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for source in sources:
         lines.append(
-            f"Source {source['source']}: {source['train_documents']:,} documents, "
-            f"{source['train_tokens']:,} tokens; the run reads {source['tokens']:,}, "
+            f"Source {source['source']}: {count_noun(source['train_documents'], 'document')}, "
+            f"{count_noun(source['train_tokens'], 'token')}; the run reads {source['tokens']:,}, "
             f"{source['epochs']:g} epochs"
         )
     return ["\n".join(lines)] if lines else []

@@ -13,7 +13,7 @@ from cpt.adapters.domain_store import find_domain_params
 from cpt.adapters.options import PairOptions, SavedModulesOptions
 from cpt.adapters.saved_modules import saved_tensors
 from cpt.core.exceptions import format_value
-from cpt.core.messages import abbreviate
+from cpt.core.messages import abbreviate, count_noun
 from cpt.core.naming import list_choices
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import NamedTensors
@@ -145,10 +145,10 @@ def log_mixture(data: DomainSequence) -> None:
             continue
         epochs = max(use.epochs for use in uses.values())
         log.info(
-            "Mixing in %s: %s sequences, %s tokens in all, %.3g of the rows of a batch, read %.2f times (%s)",
+            "Mixing in %s: %s, %s in all, %.3g of the rows of a batch, read %.2f times (%s)",
             name,
-            f"{len(mixed.text):,}",
-            f"{mixed.num_tokens:,}",
+            count_noun(len(mixed.text), "sequence"),
+            count_noun(mixed.num_tokens, "token"),
             first_use.asked_share,
             epochs,
             key,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from cpt.core import files
 from cpt.core.exceptions import DamagedFileError, format_value
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.core.schema import check_types
 from cpt.data.sources.base import DocumentSource, stamp_of
@@ -232,7 +233,7 @@ def describe_change(name: str, stored_facts: Mapping[str, Any], facts: Mapping[s
 def describe_contents(facts: Mapping[str, Any]) -> str:
     num_documents = sum(facts["documents"].values())
     num_bytes = sum(facts["bytes"].values())
-    return f"{num_documents} documents, {num_bytes} bytes, {facts['digest'][:8]}"
+    return f"{count_noun(num_documents, 'document')}, {count_noun(num_bytes, 'byte')}, {facts['digest'][:8]}"
 
 
 def is_beginning(order: Sequence[str], longer_order: Sequence[str]) -> bool:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 
 from cpt.core.memory import forget_peak, peak
+from cpt.core.messages import count_noun
 from cpt.data.corpora import Corpora
 from cpt.models.chunked_head import count_entries
 from cpt.models.fast_kernels import use_quick_dropout
@@ -86,7 +87,7 @@ def measure_peak(plan: Plan, machine: Machine, corpora: Corpora, base: Base, mic
         module.train()
         trainer = make_trainer(
             arguments,
-            label=f"trying {micro_batch} samples",
+            label=f"trying {count_noun(micro_batch, 'sample')}",
             steps=num_steps,
             callbacks=[NanGuard(policy="skip"), MemoryReader(profile)],
         )

@@ -18,7 +18,7 @@ PROGRAMS = {
 def test_the_only_finished_run_is_taken_and_several_are_named(tmp_path, capsys):
     experiment = tmp_path / "first"
     save_scores(experiment / "half", finished=False)
-    with pytest.raises(ValueError, match="none of the 1 runs below it is finished"):
+    with pytest.raises(ValueError, match="none of 1 run below it is finished"):
         choose_run(experiment)
     save_scores(experiment / "ncl")
     assert choose_run(experiment / "half") == experiment / "half" and choose_run(tmp_path / "no").name == "no"

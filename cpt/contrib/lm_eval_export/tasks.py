@@ -15,6 +15,7 @@ import yaml
 
 from cpt.core import naming
 from cpt.core.files import replace
+from cpt.core.messages import count_noun
 from cpt.data.corpora import Corpora
 from cpt.data.tokenized_tasks import Encoder, TaskPrompt, read_examples
 from cpt.trainer.base_model import describe_base
@@ -191,7 +192,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
         )
 
     group = export_group(folder, exported_tasks)
-    lines = [f"{exported.name}: {exported.examples:,} examples" for exported in exported_tasks]
+    lines = [f"{exported.name}: {count_noun(exported.examples, 'example')}" for exported in exported_tasks]
     for exported in exported_tasks:
         if exported.differing:
             count = f"{len(exported.differing):,}, like {exported.differing[0]}"
