@@ -276,6 +276,54 @@ def name_change(change: dict[str, Any]) -> str:
     return f"{change['text']} ({role})"
 
 
+def draw_resume() -> bytes:
+    """The losses of a run that was killed and resumed, on those of the same run without an interruption."""
+    runs = json.loads(GUIDE_RUNS.read_text(encoding="utf-8"))
+    whole, killed, resumed = (
+        {int(step): loss for step, loss in runs[name].items()} for name in ("whole", "killed", "resumed")
+    )
+    kill_step = max(killed)
+    checkpoint_step = kill_step // runs["checkpoint_every"] * runs["checkpoint_every"]
+    tail = {step: loss for step, loss in resumed.items() if step >= checkpoint_step}
+    num_equal = sum(whole[step] == loss for step, loss in tail.items())
+
+    figure = make_figure((8.5, 3.0))
+    axes = figure.add_subplot()
+    axes.plot(whole.keys(), whole.values(), color="0.82", linewidth=7, label="never interrupted")
+    axes.plot(killed.keys(), killed.values(), color=SERIES[0], linewidth=2, label="until the kill")
+    axes.plot(tail.keys(), tail.values(), "--", color=SERIES[1], linewidth=2, label="after the resume")
+    axes.plot(kill_step, killed[kill_step], "X", color="black", markersize=12, zorder=5)
+    axes.axvline(kill_step, color="black", linewidth=1)
+    axes.axvline(checkpoint_step, color=GREY, linestyle="--", linewidth=1)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top + 0.18 * (top - bottom))
+    axes.annotate(
+        "killed",
+        (kill_step, 0.97),
+        xycoords=("data", "axes fraction"),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="top",
+        fontweight="bold",
+    )
+    axes.annotate(
+        "resumes from the\nlast checkpoint",
+        (checkpoint_step, 0.97),
+        xycoords=("data", "axes fraction"),
+        xytext=(-5, 0),
+        textcoords="offset points",
+        va="top",
+        ha="right",
+        color="0.35",
+    )
+    axes.set(xlabel="step of the second domain, counted from 0", ylabel="training loss")
+    axes.spines[["top", "right"]].set_visible(False)
+    equal = f"{num_equal} of {len(tail)} losses after the resume are equal to the last bit"
+    axes.set_title(equal, **CAPTION)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return make_png(figure, description="Training loss of a killed and resumed run")
+
+
 PICTURES: dict[str, Callable[[], bytes]] = {
     "methods-plane": draw_methods,
     "comparison-page": photograph_comparison,
@@ -284,6 +332,7 @@ PICTURES: dict[str, Callable[[], bytes]] = {
     "tuning": draw_tuning,
     "orders": draw_orders,
     "gate": draw_gate,
+    "resume": draw_resume,
 }
 
 
