@@ -160,7 +160,7 @@ def test_rows_are_matched_by_token_and_not_by_id(tmp_path, base):
     assert torch.equal(table[size + 1], trained[size + 1] + (tuned_table[size + 1] - base_table[size]))
     assert torch.equal(table[[size, size + 2]], trained[[size, size + 2]])  # which the others lack
     assert f"{size + 1} rows summed, 2 as in the run" in plan.describe_rows()
-    assert "1 tokens of the tuned model left out" in plan.describe_rows()
+    assert "1 token of the tuned model left out" in plan.describe_rows()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "graft")
     assert "law" in tokenizer.get_vocab() and not tokenizer.chat_template
     assert "without the tuned model's chat template" in plan.describe_tokenizer()

@@ -420,7 +420,11 @@ def run_all(
     free = list(environments)
     received: list[int] = []
     last_received = -math.inf
-    log.info("Running %d jobs, %d in parallel; python -m cpt.status shows them", len(jobs), len(environments))
+    log.info(
+        "Running %s, %d in parallel; python -m cpt.status shows them",
+        count_noun(len(jobs), "job"),
+        len(environments),
+    )
 
     def receive(number: int, frame: FrameType | None) -> None:
         """Notes a signal: an exception could come between a process and the note that it exists."""

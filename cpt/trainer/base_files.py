@@ -162,7 +162,7 @@ def describe_difference(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str
     except Exception as error:  # whatever a class raises for files that it does not take
         return reason(error)
     if loaded.get_vocab() != tokenizer.get_vocab():
-        return f"{len(loaded)} entries, not {len(tokenizer)}, or other ids"
+        return f"number of entries {len(loaded)}, not {len(tokenizer)}, or other ids"
     if loaded.special_tokens_map != tokenizer.special_tokens_map:
         return "other special tokens"
     if getattr(loaded, "chat_template", None) != getattr(tokenizer, "chat_template", None):

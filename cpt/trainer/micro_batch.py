@@ -19,6 +19,7 @@ from cpt.core import files
 from cpt.core.distributed import gather_objects
 from cpt.core.exceptions import DamagedFileError, InvalidOptionError
 from cpt.core.memory import find_total_memory
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.data.corpora import Corpora
 from cpt.data.options import count_micro_batches, list_micro_batches
@@ -83,9 +84,9 @@ def choose_micro_batch(plan: Plan, machine: Machine, corpora: Corpora, base: Bas
     if is_first_process():
         num_micro_batches = plan.budget.batch_size // (machine.world_size * choice.micro_batch)
         log.info(
-            "Micro-batch (trainer.micro_batch=auto): %d samples, %d times in a step on each of %d devices; "
+            "Micro-batch (trainer.micro_batch=auto): %s, %d times in a step on each of %d devices; "
             "%s of %s, %s",
-            choice.micro_batch,
+            count_noun(choice.micro_batch, "sample"),
             num_micro_batches,
             machine.world_size,
             format_bytes(choice.num_bytes),
@@ -129,7 +130,9 @@ def with_stored_micro_batch(plan: Plan, machine: Machine, path: Path) -> Plan:
     micro_batch = max(number for number in possible if number <= stored)
     if is_first_process():
         log.info(
-            "Micro-batch (trainer.micro_batch=auto): %d samples; this run began with %d", micro_batch, stored
+            "Micro-batch (trainer.micro_batch=auto): %s; this run began with %d",
+            count_noun(micro_batch, "sample"),
+            stored,
         )
     return with_micro_batch(plan, micro_batch, world_size=machine.world_size)
 

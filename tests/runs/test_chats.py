@@ -108,7 +108,7 @@ def test_bad_chats_are_counted_and_the_date_stays_that_of_the_first_start(
     today = datetime.date.today().isoformat()
     assert read_scores(tmp_path / "run")["texts"]["law"]["skipped"] == dict.fromkeys(UNUSABLE, 1)
     assert f"date: '{today}'" in (tmp_path / "run" / "config.yaml").read_text()
-    assert all("Skipping 1 examples of law" in caplog.text and kind in caplog.text for kind in UNUSABLE)
+    assert all("Skipping 1 example of law" in caplog.text and kind in caplog.text for kind in UNUSABLE)
 
     monkeypatch.setattr(chat_date, "datetime", SimpleNamespace(date=LaterDay))
     scores = (tmp_path / "run" / "scores.json").read_bytes()

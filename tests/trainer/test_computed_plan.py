@@ -420,7 +420,10 @@ def test_a_model_of_a_config_on_the_command_line(composed, tmp_path, capsys):
 
 
 def test_a_gpu_is_shown_with_its_memory_once():
-    assert computed_plan.describe_device({"name": GPUS["l4"].description, "memory": 24 * 10**9}) == "NVIDIA L4, 24 GB"
+    assert (
+        computed_plan.describe_device({"name": GPUS["l4"].description, "memory": 24 * 10**9})
+        == "NVIDIA L4, 24 GB"
+    )
     assert computed_plan.describe_device({"name": "a CPU", "memory": 8 * 10**9}) == "a CPU, 8,000 MB"
 
 

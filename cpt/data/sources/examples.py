@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 
 log = logging.getLogger(__name__)
 USER, ASSISTANT = "user", "assistant"  # roles of a chat
@@ -71,8 +72,8 @@ def log_skipped(text: str, skipped: Mapping[str, Mapping[str, Any]]) -> None:
     """Logs one line for each kind of `BadExamples.facts`."""
     for kind, facts in skipped.items():
         log.warning(
-            "Skipping %d examples of %s (on_bad_example=skip): %s; the first: %s",
-            facts["count"],
+            "Skipping %s of %s (on_bad_example=skip): %s; the first: %s",
+            count_noun(facts["count"], "example"),
             text,
             kind,
             facts["first"],

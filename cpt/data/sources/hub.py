@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.messages import count_noun
 from cpt.core.schema import Count, Options, Text, config, option, read_options
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_docs, stamp_docs
@@ -132,7 +133,12 @@ class Hub(Source):
                 yield split, text
 
         if max_documents is not None:
-            log.info("Read %d documents of %s (max_documents=%d a split)", num_read, path, max_documents)
+            log.info(
+                "Read %s of %s (max_documents=%d a split)",
+                count_noun(num_read, "document"),
+                path,
+                max_documents,
+            )
         changes = oddities.describe()
         if changes:
             log.warning("Reading %s: %s", name, changes)

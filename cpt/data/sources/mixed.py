@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.messages import count_noun
 from cpt.core.schema import BelowOne, Count, Options, Positive, Text, config, option
 from cpt.data.sources.base import EXAMPLES, TEXT
 from cpt.data.sources.chats import IgnoredKeys, read_chat
@@ -190,7 +191,7 @@ class MixedReader:
                 reason="it has no document that can be used",
                 allowed=f"rows with {MESSAGES}" if self.options.has_chats else "text",
             )
-        log.info("Read %d documents of %s (%s)", num_read, self.section, self.options.path)
+        log.info("Read %s of %s (%s)", count_noun(num_read, "document"), self.section, self.options.path)
 
     def read_texts(self, bad: BadExamples, oddities: Oddities) -> Iterator[str]:
         """Documents of text: of the Hub a row each, of files as they are divided in those of a domain."""

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cpt.core.heartbeat import DELAY, progress_bar
+from cpt.core.messages import count_noun
 from cpt.data.sources.files import (
     ABOUT_DATA,
     LFS_POINTER,
@@ -142,13 +143,15 @@ def estimate_bytes(path: Path) -> int:
 
 def log_files(folder: Path, name: str, paths: Sequence[Path]) -> None:
     """Logs what files are taken as, which are the same, and which of them look like no text of the domain."""
-    log.info("Reading %d files of %s: %s", len(paths), name, describe_named_splits(folder, paths))
+    log.info(
+        "Reading %s of %s: %s", count_noun(len(paths), "file"), name, describe_named_splits(folder, paths)
+    )
 
     real_paths = Counter(path.resolve() for path in paths)
     repeated = [path for path, count in real_paths.items() if count > 1]
     if repeated:
-        message = "Reading %d files of %s more than once, through links (%s): duplicates are left out"
-        log.warning(message, len(repeated), name, shown(repeated))
+        message = "Reading %s of %s more than once, through links (%s): duplicates are left out"
+        log.warning(message, count_noun(len(repeated), "file"), name, shown(repeated))
 
     about_data = [path for path in paths if kind(path) in PLAIN_SUFFIXES and ABOUT_DATA.fullmatch(path.name)]
     if about_data:
@@ -182,16 +185,19 @@ def choose_unit(paths: Sequence[Path]) -> str:
     folder = paths[0].parent
     if num_paragraphs > 1 and not is_separated:
         log.warning(
-            "Reading %d .txt files of %s: documents are lines, since of the first %d lines blank ones "
+            "Reading %s of %s: documents are lines, since of the first %d lines blank ones "
             "separate only %d parts (domains.document=paragraph takes these as documents)",
-            len(paths),
+            count_noun(len(paths), ".txt file"),
             folder,
             num_lines,
             num_paragraphs,
         )
     else:
         log.info(
-            "Reading %d .txt files of %s: documents are %ss (domains.document)", len(paths), folder, unit
+            "Reading %s of %s: documents are %ss (domains.document)",
+            count_noun(len(paths), ".txt file"),
+            folder,
+            unit,
         )
     return unit
 

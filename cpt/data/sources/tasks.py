@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.messages import count_noun
 from cpt.core.randomness import key, permute
 from cpt.core.schema import Allowed, Count, Folder, Options, Text, TextList, config, option, read_options
 from cpt.data.sources import docstrings, readers
@@ -476,8 +477,8 @@ class Tasks(Source):
             unread += [path for split, path in self.files.get(name, ()) if split == "dev"]
         if unread and not self.chats:
             log.info(
-                "Ignoring %d files of development splits, like %s: %s",
-                len(unread),
+                "Ignoring %s of development splits, like %s: %s",
+                count_noun(len(unread), "file"),
                 unread[0],
                 "what is tuned on is held out from train (domains.held_out.valid)",
             )
@@ -522,8 +523,8 @@ class Tasks(Source):
                 ignored.append(path)
         if ignored:
             log.info(
-                "Ignoring %d files that are no %s (domains.format=%s): %s",
-                len(ignored),
+                "Ignoring %s of another format than %s (domains.format=%s): %s",
+                count_noun(len(ignored), "file"),
                 " or ".join(suffixes),
                 self.format,
                 text_files.shown(ignored),
@@ -564,7 +565,11 @@ class Tasks(Source):
                 yield split, write_example(example)
 
         if num_dropped:
-            log.info("Dropping %d examples of %s with an answer outside the choices", num_dropped, name)
+            log.info(
+                "Dropping %s of %s with an answer outside the choices",
+                count_noun(num_dropped, "example"),
+                name,
+            )
         if ignored_keys.of_messages:
             keys = list_counts(ignored_keys.of_messages)
             log.warning("Ignoring keys of messages in %s that are not read: %s", name, keys)

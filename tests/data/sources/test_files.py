@@ -232,7 +232,7 @@ def test_the_same_file_by_two_links_is_counted(tmp_path, caplog):
     write(tmp_path / "a" / "x.txt", "One.\n")
     (tmp_path / "a" / "y.txt").symlink_to("x.txt")
     assert read_texts(tmp_path) == ["One.", "One."]
-    assert "Reading 1 files of a more than once, through links (x.txt)" in caplog.text
+    assert "Reading 1 file of a more than once, through links (x.txt)" in caplog.text
 
 
 def test_delimiters_of_tables(tmp_path):
@@ -322,7 +322,7 @@ def test_skipped_records_are_in_the_facts_and_the_log_of_a_text(tmp_path, caplog
     write(tmp_path / "a" / "x.jsonl", format_lines(*rows) + "{\n")
     corpus = make_corpus(open_texts(tmp_path, on_bad_example="skip"), "a", cache=tmp_path / ".cache")
     assert corpus.facts["skipped"]["a row that cannot be read"]["count"] == 1
-    assert "Skipping 1 examples of a (on_bad_example=skip)" in caplog.text
+    assert "Skipping 1 example of a (on_bad_example=skip)" in caplog.text
 
 
 def test_a_data_set_skips_rows_without_text_and_names_splits_that_are_not_read(tmp_path, caplog, monkeypatch):

@@ -281,7 +281,10 @@ def test_names_of_task_files_suffixes_links_to_nothing_and_other_files(open_sour
     assert names == splits
     assert source.names == ["Art", "law"]
     source.check(["law"])
-    assert "Ignoring 1 files that are no .jsonl or .ndjson (domains.format=jsonl): train.csv" in caplog.text
+    assert (
+        "Ignoring 1 file of another format than .jsonl or .ndjson (domains.format=jsonl): train.csv"
+        in caplog.text
+    )
 
     (root / "gone").symlink_to(tmp_path / "not" / "mounted")
     with pytest.raises(InstantiationException, match="gone is a link to .*mounted, which does not exist"):
