@@ -28,6 +28,7 @@ from cpt.trainer.plan import Plan, make_plan
 from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
+LOADING_LIBRARIES = "Loading torch and transformers"  # seconds, and minutes the first time
 MAX_SHOWN = 5  # damaged files that the log names
 
 
@@ -117,6 +118,7 @@ def train_unless_finished(plan: Plan, run: RunDir) -> Scores:
         if scores is not None and not has_damaged_outputs(run, full=verifies_all):
             log.info("Nothing to train: %s is finished", run.path)
         else:
+            log.info(LOADING_LIBRARIES)
             with defer_signals():  # libraries cannot be interrupted while they are imported
                 from cpt.trainer.loop import train_run
             scores = train_run(plan, run)
@@ -196,6 +198,7 @@ def print_estimate(cfg: DictConfig, plan: Plan, run: RunDir) -> None:
         if extended is not None:
             check_extension(plan, extended)
         run.check_config(plan.settings)
+        log.info(LOADING_LIBRARIES)
         with defer_signals():
             from cpt.trainer.computed_plan import compute_plan, format_computed, why_computed
         cause = why_computed(plan)
@@ -211,10 +214,10 @@ def print_estimate(cfg: DictConfig, plan: Plan, run: RunDir) -> None:
             table = format_table(cost)
     finally:
         logging.disable(logging.NOTSET)
+        if is_new:
+            run.remove_if_empty()  # that Hydra has made, also if a signal ends the plan
 
     print(json.dumps(cost, indent=1) if is_json else table, flush=True)
-    if is_new:
-        run.remove_if_empty()
 
 
 def is_done(cfg: DictConfig, run_dir: Path) -> bool:

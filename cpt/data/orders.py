@@ -112,6 +112,13 @@ def check_domains(domains: Sequence[str], names: Sequence[str], *, typed_order: 
     """Raises ValueError for an order with an unknown domain, with one twice, or with a name that the scores
     use for something else. `typed_order` is the order as the command gives it, by a number or a list."""
     unknown = [name for name in domains if name not in names]
+    if "general" in unknown:
+        raise InvalidOptionError(
+            "order",
+            typed_order,
+            reason="general is the general text, not a domain",
+            allowed=f"{', '.join(sorted(names))}; replay=general mixes general text into each batch",
+        )
     if unknown:
         raise ValueError(
             unknown_name(

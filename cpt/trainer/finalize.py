@@ -63,6 +63,7 @@ def finalize(
     # Export and report take minutes: a signal is obeyed before each, and the next start begins there.
     check_signals("before the model was exported")
     set_phase("exporting the model")
+    log.info("Exporting the model to %s", run.model)
     if has_base_folder:
         base.restore_folder()  # its tokenizer is copied
     if isinstance(module.model, FSDPModule):  # this process has a shard of the weights
@@ -97,6 +98,7 @@ def finalize(
 
     check_signals("before the report was written")
     set_phase("writing the report")
+    log.info("Computing intervals and writing the report")
     document_losses = run.load_documents(range(len(scores.rows)))
     nll_sums, num_tokens = gather_documents(document_losses, scores)
     scores.measure(nll_sums=nll_sums, counts=num_tokens)

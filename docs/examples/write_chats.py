@@ -28,7 +28,8 @@ ends_of_answers = torch.tensor(model.generation_config.eos_token_id).flatten()
 prompts = [line for line in prompt_file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 rows = []
-for first in tqdm(range(0, len(prompts), BATCH_SIZE), desc="answering prompts"):
+progress = tqdm(total=len(prompts), desc="answering prompts", unit="prompt")
+for first in range(0, len(prompts), BATCH_SIZE):
     batch = prompts[first : first + BATCH_SIZE]
     chats = [[{"role": "user", "content": prompt}] for prompt in batch]
     inputs = tokenizer.apply_chat_template(
@@ -44,5 +45,7 @@ for first in tqdm(range(0, len(prompts), BATCH_SIZE), desc="answering prompts"):
             continue
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
         rows.append({"messages": turns})
+    progress.update(len(batch))
+progress.close()
 chat_file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 print(f"{len(rows)} chats in {chat_file}; {len(prompts) - len(rows)} answers did not end and were left out")

@@ -47,6 +47,10 @@ def test_what_is_not_an_order_and_names_that_the_scores_need_are_refused():
     message = r"^order=\[ai,acll\] is invalid: unknown domain acll\. Did you mean acl\? Allowed: acl, ai"
     with pytest.raises(ValueError, match=message):
         resolve(["ai", "acll"])
+    with pytest.raises(
+        ValueError, match=r"^order=\[ai,general\] is invalid: general is the general text, not a"
+    ):
+        resolve(["ai", "general"])
     with pytest.raises(ValueError, match="^order=0 is invalid: unknown domain law. Allowed: "):
         resolve(0, orders=[["ai", "law"]])
     for name in ("base", "joint", "general"):

@@ -4,10 +4,12 @@ import json
 import logging
 import math
 import re
+import signal
 
 import pytest
 from omegaconf import OmegaConf
 
+from cpt.core.preemption import Preempted
 from cpt.models.units import find_block_matrices
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 from tests.runs.reading import assert_same_bits, killed, read_scores, scores_of, times
@@ -111,6 +113,17 @@ def test_nothing_is_left_behind_and_cells_are_counted_as_they_are_measured(start
     assert planned(cfg, tmp_path / "run")["left"] == "nothing"
     plain = {name: time for name, time in times(tmp_path).items() if not name.endswith(".lock")}
     assert plain == {name: time for name, time in before.items() if not name.endswith(".lock")}
+
+
+def test_a_plan_that_a_signal_ends_leaves_no_folder(small, start, tmp_path, monkeypatch):
+    def leave(*args):
+        raise Preempted(signal.SIGTERM)
+
+    monkeypatch.setattr("cpt.trainer.dry_run.estimate", leave)
+    (tmp_path / "run").mkdir()  # as Hydra does
+    with pytest.raises(Preempted):
+        start(small("plan=true", f"cache_dir={tmp_path / 'cache'}"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, planned, killing, tmp_path):

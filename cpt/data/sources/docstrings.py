@@ -6,6 +6,7 @@ or lists of references."""
 import ast
 import gc
 import importlib.util
+import logging
 import os
 import re
 import sysconfig
@@ -28,6 +29,7 @@ from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.examples import RawExample
 from cpt.data.sources.files import stamps
 
+log = logging.getLogger(__name__)
 GENERAL_PACKAGES = ("stdlib", "numpy")
 TASK_PACKAGES = {  # of each task
     "package": ("sympy", "networkx", "pandas", "numpy"),
@@ -138,6 +140,12 @@ def stamp_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Any:
     for package in packages:
         paths += modules(package)
     return stamps(paths)
+
+
+def log_general_docs(reason: str) -> None:
+    """Logs that the general text is that of this module, and why: a model is then compared on text that its
+    user has not chosen."""
+    log.info("General text: docstrings of Python's standard library and numpy (%s)", reason)
 
 
 def read_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Iterator[tuple[str, str]]:

@@ -1,18 +1,22 @@
 """Files of text below a folder: which there are, the split that a name says, and what is not text."""
 
 import csv
+import glob
 import json
 import lzma
 import os
 import re
+import shlex
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
+
+from cpt.core.exceptions import MessageError
 
 PLAIN_SUFFIXES = (".txt", ".md")
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -50,6 +54,7 @@ METADATA_FILES = (  # of datasets, as in its FILES_TO_IGNORE, and of Spark
 )
 SAVED_STATE, SAVED_INFO = "state.json", "dataset_info.json"  # of a folder that save_to_disk has written
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+UNQUOTED_PATTERN = re.compile(r"[\w.*?/-]+")  # that Hydra reads as a text
 MAX_SHOWN = 5  # names in a message
 
 
@@ -172,11 +177,14 @@ def walk(
     parents: frozenset[str] = frozenset(),
 ) -> Iterator[Path]:
     """The files below a folder, links followed; none that are hidden, which are added to `hidden`, or
-    `ignored`. `parents` are the real paths of the folders above it. Raises ValueError for a link to a folder
-    that it is in, and for a folder without permission."""
+    `ignored`. `parents` are the real paths of the folders above it. Raises UnusableFileError for a link to a
+    folder that it is in, and ValueError for a folder without permission."""
     real = os.path.realpath(folder)
     if real in parents:
-        raise ValueError(f"{folder} is a link to a folder that it is in; domains.ignore=[{folder.name}]")
+        raise UnusableFileError(
+            f"{folder} is a link to a folder that it is in. Allowed: no such link",
+            patterns=[glob.escape(folder.name)],
+        )
 
     entries: dict[Path, bool] = {}  # whether each is a folder
     with naming_file(folder):
@@ -199,11 +207,55 @@ class NoTextFileError(ValueError):
     """A folder without a file of text."""
 
 
+class UnusableFileError(MessageError):
+    """A file or a folder in place of text; `patterns` are those of `domains.ignore` that leave it out."""
+
+    def __init__(self, message: str, *, patterns: Sequence[str]) -> None:
+        self.patterns = patterns
+        super().__init__(message)
+
+
+class UnknownKindError(UnusableFileError):
+    """Files that are no text, and whose purpose is not known."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+        subject = f"{paths[0]} is not a file of text"
+        if len(paths) > 1:
+            kinds = Counter(path.suffix.lower() or path.name for path in paths)
+            counts = ", ".join(f"{count} {name}" for name, count in kinds.items())
+            subject = f"{paths[0]} and {len(paths) - 1} more ({counts}) are not files of text"
+        message = (
+            f"{subject}. Allowed: {' '.join(SUFFIXES)}, also {' '.join(COMPRESSED_SUFFIXES)}: "
+            "convert what is text to one of these"
+        )
+        super().__init__(message, patterns=patterns_of(paths))
+
+
+def patterns_of(paths: Sequence[Path]) -> list[str]:
+    """The patterns that leave out files and others of their kinds, most often several."""
+    patterns = []
+    for path in paths:
+        suffix = "".join(path.suffixes[-2:]) if packing(path) else path.suffix
+        patterns.append(f"*{suffix}" if suffix else glob.escape(path.name))
+    return list(dict.fromkeys(patterns))
+
+
+def format_ignore(patterns: Iterable[str]) -> str:
+    """`domains.ignore` with patterns, to be typed into a shell."""
+    texts = []
+    for pattern in dict.fromkeys(patterns):
+        is_plain = UNQUOTED_PATTERN.fullmatch(pattern) is not None
+        texts.append(pattern if is_plain else json.dumps(pattern, ensure_ascii=False))
+    return shlex.quote(f"domains.ignore=[{','.join(texts)}]")
+
+
 def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> FolderFiles:
     """The text files below a folder, links followed, and what is left out.
 
-    Raises ValueError for a file that is no text and has no known purpose, for a link to nothing, and for an
-    empty file of a format that has a header; NoTextFileError for a folder without text."""
+    Raises UnknownKindError for files that are no text and have no known purpose, UnusableFileError for a
+    link to nothing and for an empty file of a format that has a header, NoTextFileError for a folder
+    without text."""
     # What is not text is left out only where its purpose is known: else data would be missing unnoticed.
     files = FolderFiles()
     paths = sorted(walk(folder, ignored=ignored, hidden=files.hidden))
@@ -228,7 +280,8 @@ def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = No
         else:
             unknown_kinds.append(path)
 
-    refuse_unknown(unknown_kinds)
+    if unknown_kinds:
+        raise UnknownKindError(unknown_kinds)
     for path in files.text:
         refuse_unreadable(path)
     if not files.text:
@@ -257,47 +310,32 @@ def saved_files(paths: Iterable[Path]) -> dict[Path, set[str]]:
     return listed
 
 
-def refuse_unknown(paths: list[Path]) -> None:
-    """Raises ValueError for files of unknown kinds, with the first and their number."""
-    if not paths:
-        return
-    first = paths[0]
-    subject = f"{first} (and {len(paths) - 1} more)" if len(paths) > 1 else str(first)
-    # Most often there are several files of the kind: the pattern leaves out all of them.
-    ignored = f"*{''.join(first.suffixes[-2:])}" if first.suffix else first.name
-    raise ValueError(
-        f"{subject} is not a file of text. Allowed: {' '.join(SUFFIXES)}, "
-        f"also {' '.join(COMPRESSED_SUFFIXES)}, or leave out what is not text: domains.ignore=[{ignored}]"
-    )
-
-
 def refuse_unreadable(path: Path) -> None:
-    """Raises ValueError for what is no plain file, and for 0 bytes of a format that has a header: most often
-    a download that failed."""
+    """Raises UnusableFileError for what is no plain file, and for 0 bytes of a format that has a header: most
+    often a download that failed."""
     with naming_file(path):
         if not path.is_file():
-            raise ValueError(
+            raise UnusableFileError(
                 f"{path} is a link to nothing, or no plain file. Allowed: "
-                f"{' '.join(SUFFIXES)}, also {' '.join(COMPRESSED_SUFFIXES)}, "
-                f"or leave out what is not text: domains.ignore=[{path.name}]"
+                f"{' '.join(SUFFIXES)}, also {' '.join(COMPRESSED_SUFFIXES)}",
+                patterns=[glob.escape(path.name)],
             )
         suffix = path.suffix.lower()
         if suffix in SUFFIXES_WITH_HEADER and path.stat().st_size == 0:
-            raise ValueError(
-                f"{path} is damaged: it has 0 bytes. "
-                f"Allowed: a complete {suffix} file, or domains.ignore=[{path.name}]"
+            raise UnusableFileError(
+                f"{path} is damaged: it has 0 bytes. Allowed: a complete {suffix} file",
+                patterns=[glob.escape(path.name)],
             )
 
 
-def refuse_dangling(paths: Iterable[Path], *, remedy: str) -> None:
-    """Raises ValueError for a link to what does not exist, like a folder that is not mounted; {} in the
-    remedy stands for its name. Hidden paths are skipped."""
-    for path in paths:
-        if path.is_symlink() and not path.exists() and not path.name.startswith("."):
-            raise ValueError(
-                f"{path} is a link to {os.readlink(path)}, which does not exist. "
-                f"Allowed: an existing folder, or {remedy.format(path.name)}"
-            )
+def refuse_dangling(path: Path, *, remedy: str) -> None:
+    """Raises ValueError for a link to what does not exist, like a folder that is not mounted, unless it is
+    hidden."""
+    if path.is_symlink() and not path.exists() and not path.name.startswith("."):
+        raise ValueError(
+            f"{path} is a link to {os.readlink(path)}, which does not exist. "
+            f"Allowed: an existing folder, or {remedy}"
+        )
 
 
 def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:

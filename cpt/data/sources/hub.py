@@ -16,7 +16,7 @@ from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.messages import count_noun
 from cpt.core.schema import Count, Options, Text, config, option, read_options
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.docstrings import read_docs, stamp_docs
+from cpt.data.sources.docstrings import log_general_docs, read_docs, stamp_docs
 from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
 from cpt.data.sources.files import cause, splits_by_name, stamps
 from cpt.data.sources.readers import Oddities, clean_documents, column_texts
@@ -78,6 +78,10 @@ class Hub(Source):
 
     def entries_of(self, name: str) -> tuple[str, ...]:
         return (f"catalogue.{name}",)
+
+    def check(self, order: Sequence[str]) -> None:
+        if self.general is None:
+            log_general_docs("domains.general=null")
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         import datasets  # seconds that a check need not wait for

@@ -12,6 +12,7 @@ import json
 import logging
 import lzma
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cpt.core.exceptions import MessageError
 from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.messages import count_noun
 from cpt.data.sources.files import (
@@ -88,6 +90,22 @@ class Oddities:
         return ", ".join(parts)
 
 
+class EncodingError(MessageError):
+    """A file that is not UTF-8: how that shows, the encoding that it probably has, and further such files."""
+
+    def __init__(self, path: Path, *, reason: str, encoding: str, further_paths: Sequence[Path] = ()) -> None:
+        self.path = path
+        self.reason = reason
+        self.encoding = encoding
+
+        message = f"{path} is not UTF-8: {reason}"
+        if further_paths:
+            files = count_noun(len(further_paths), "file")
+            message += f"; not UTF-8 either: {files} ({shown(further_paths)})"
+        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(path.name)}"
+        super().__init__(f"{message}. Allowed: UTF-8, for example by {command}")
+
+
 def stop(error: ValueError) -> None:
     """Stops at a record that cannot be read."""
     raise error
@@ -114,7 +132,8 @@ def read_folder(
     # All .txt files of a folder have one unit, whichever file shows it; a Markdown file is a document.
     plain_unit = document
     if document == "auto":
-        plain_unit = choose_unit([path for path in files.text if kind(path) == ".txt"])
+        with naming_others(files.text):
+            plain_unit = choose_unit([path for path in files.text if kind(path) == ".txt"])
     oddities = Oddities()
     sizes = [estimate_bytes(path) for path in files.text]
     ends = list(accumulate(sizes))  # of each file, on the progress bar
@@ -124,7 +143,7 @@ def read_folder(
         for path, end in zip(files.text, ends, strict=True):
             split = split_of(path.relative_to(folder)) or "train"
             unit = "file" if kind(path) == ".md" and document == "auto" else plain_unit
-            with naming_file(path):
+            with naming_file(path), naming_others(files.text):
                 for text in documents_of(path, column=column, unit=unit, oddities=oddities, reject=reject):
                     progress.update(len(text))
                     yield split, text
@@ -301,9 +320,8 @@ def lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
             try:
                 text = line.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{path} is not UTF-8: line {number}, byte {error.start + 1} ({error.reason})"
-                ) from error
+                position = f"line {number}, byte {error.start + 1} ({error.reason})"
+                raise EncodingError(path, reason=position, encoding="WINDOWS-1252") from error
             # Files that were joined have marks at the beginnings of lines.
             if text.startswith(MARK):
                 if number > 1:  # that of the whole file is usual
@@ -313,6 +331,32 @@ def lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
                 yield text
     if oddities is not None:
         oddities.add("byte order marks removed", path.name, num_marks)
+
+
+@contextmanager
+def naming_others(paths: Sequence[Path]) -> Iterator[None]:
+    """An EncodingError with all .txt and .md files among `paths` that are not UTF-8 by their first lines, so
+    that they are converted at once."""
+    try:
+        yield
+    except EncodingError as error:
+        plain_paths = [path for path in paths if kind(path) in PLAIN_SUFFIXES and path != error.path]
+        further_paths = [path for path in plain_paths if has_other_encoding(path)]
+        raise EncodingError(
+            error.path, reason=error.reason, encoding=error.encoding, further_paths=further_paths
+        ) from error
+
+
+def has_other_encoding(path: Path) -> bool:
+    """Whether the first lines of a file show that it is not UTF-8."""
+    try:
+        for _ in islice(lines(path), NUM_FIRST_LINES):
+            pass
+    except EncodingError:
+        return True
+    except (ValueError, OSError):  # damage of another kind has its own message
+        return False
+    return False
 
 
 @contextmanager
@@ -345,7 +389,7 @@ def refuse_binary(path: Path, number: int, line: bytes) -> None:
     # UTF-16 has NULs at every other byte of Latin text; UTF-32 and a tail of NULs also have them between.
     fewer_zeros, more_zeros = sorted((line[::2].count(0), line[1::2].count(0)))
     if len(line) > 3 and 4 * more_zeros > len(line) > 16 * fewer_zeros and text.strip():
-        raise ValueError(f"{path} is not UTF-8: it looks like UTF-16. Allowed: UTF-8")
+        raise EncodingError(path, reason="it looks like UTF-16", encoding="UTF-16")
     is_many = num_control >= MIN_CONTROL_BYTES and num_control > MAX_CONTROL_SHARE * len(line)
     if is_many or not text.strip():
         raise ValueError(

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -427,7 +428,8 @@ class Tasks(Source):
         root = Path(self.root)
         files: dict[str, list[tuple[str, Path]]] = {}
         with text_files.naming_file(root):
-            text_files.refuse_dangling([*root.glob("*"), *root.glob("*/*")], remedy="no such link")
+            for path in chain(root.glob("*"), root.glob("*/*")):
+                text_files.refuse_dangling(path, remedy="no such link")
             for name, split, path in find_files(root, self.format):
                 files.setdefault(name, []).append((split or "train", path))
         if not files:
@@ -485,9 +487,7 @@ class Tasks(Source):
         self.log_ignored()
         if self.general_folder is None:
             reason = "has no folder of it" if self.root is not None else "is not set"
-            log.info(
-                "General text: Python's documentation (domains.root=%s %s)", format_value(self.root), reason
-            )
+            docstrings.log_general_docs(f"domains.root={format_value(self.root)} {reason}")
 
     def check_instructions(self, order: Sequence[str]) -> None:
         """Raises ValueError for a task that the template has no instruction for, where it asks with one and

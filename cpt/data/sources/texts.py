@@ -1,7 +1,9 @@
 """Domains in folders of text files."""
 
+import glob
 import logging
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import cached_property, partial
@@ -10,16 +12,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.schema import Allowed, Folder, Text, TextList, check_names, config, option
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.docstrings import read_docs, stamp_docs
+from cpt.data.sources.docstrings import log_general_docs, read_docs, stamp_docs
 from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
 from cpt.data.sources.files import (
     ABOUT_DATA,
     MAX_SHOWN,
     SUFFIXES,
     NoTextFileError,
+    UnknownKindError,
+    UnusableFileError,
     files_of,
+    format_ignore,
     kind,
     naming_file,
     refuse_dangling,
@@ -27,12 +33,14 @@ from cpt.data.sources.files import (
     split_of,
     split_words,
     stamps,
+    walk,
 )
 from cpt.data.sources.readers import read_folder
 
 log = logging.getLogger(__name__)
 Columns = Annotated[Mapping[str, Text], Allowed("{domain: column}")]
 Ignored = Annotated[TextList, Allowed("a list of names or patterns, like [README*]")]
+LAYOUT = "a folder with a sub-folder for each domain"
 ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
 
 
@@ -58,14 +66,15 @@ class Texts(Source):
         super().__post_init__()
         with naming_file(self.corpora):
             is_folder = self.corpora.is_dir()
-        if not is_folder or not self.names:
-            missing_folder = f"there is no folder {self.corpora}"
+        if not is_folder:
             raise InvalidOptionError(
-                "root",
-                self.root,
-                reason="it has no sub-folder of a domain" if is_folder else missing_folder,
-                allowed="a folder with a sub-folder for each domain",
+                "root", self.root, reason=f"there is no folder {self.corpora}", allowed=LAYOUT
             )
+        if not self.names:
+            reason = "it has no sub-folder of a domain"
+            if self.loose_text:
+                reason += f", but {count_noun(len(self.loose_text), 'text file')} ({shown(self.loose_text)})"
+            raise InvalidOptionError("root", self.root, reason=reason, allowed=self.describe_layout())
         check_names(self.columns or (), (*self.names, GENERAL), section="columns")
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
             raise InvalidOptionError("general", self.general, allowed=f"null, a folder in {self.root}")
@@ -80,7 +89,8 @@ class Texts(Source):
         to nothing: a domain on a disk that is not mounted is not left out."""
         with naming_file(self.corpora):
             paths = sorted(path for path in self.corpora.iterdir() if not self.ignored(path))
-        refuse_dangling(paths, remedy="leave it out: domains.ignore=[{}]")
+        for path in paths:
+            refuse_dangling(path, remedy=f"leave it out: {self.ignoring(glob.escape(path.name))}")
         return {path.name: path for path in paths if not path.name.startswith(".")}
 
     @cached_property
@@ -88,6 +98,12 @@ class Texts(Source):
         with naming_file(self.corpora):
             folders = [name for name, path in self.entries.items() if path.is_dir()]
         return [name for name in folders if name not in (self.general, ENDTASKS)]
+
+    @cached_property
+    def loose_text(self) -> list[Path]:
+        """The text files next to the domains, which are in none."""
+        paths = [path for path in self.entries.values() if not path.is_dir()]
+        return [path for path in paths if kind(path) in SUFFIXES and not ABOUT_DATA.fullmatch(path.name)]
 
     def entries_of(self, name: str) -> tuple[str, ...]:
         return (f"columns.{name}",)
@@ -100,25 +116,85 @@ class Texts(Source):
         return any(fnmatch(name, pattern) for name, pattern in pairs)
 
     def check(self, order: Sequence[str]) -> None:
+        for folder, paths in self.find_files(order).items():
+            for path in paths:
+                if not os.access(path, os.R_OK):
+                    raise ValueError(f"{path} cannot be read: permission denied")
+            self.check_splits(folder, paths)
+        self.check_loose_text()
+
+        self.log_left_out()
+        if self.folder_of(GENERAL) is None:
+            no_folder = f"{self.root} has no folder {self.general}"
+            log_general_docs(no_folder if self.general else "domains.general=null")
+        split_names = [name for name in order if set(split_words(name)) - {"train"}]
+        if split_names:
+            message = "Training on folders that are named as held-out text, as domains of their own: %s"
+            log.warning(message, ", ".join(split_names[:MAX_SHOWN]))
+
+    def find_files(self, order: Sequence[str]) -> dict[Path, list[Path]]:
+        """The text files of the folders of domains and general text. Raises ValueError for a folder without
+        any, and for what is no text, of which the message leaves out all kinds in all folders."""
+        files: dict[Path, list[Path]] = {}
+        unknown_kinds: list[Path] = []
         for name in (*order, GENERAL):
             folder = self.folder_of(name)
             if folder is None:
                 continue
             try:
-                paths = files_of(folder, ignored=self.ignored)
+                files[folder] = files_of(folder, ignored=self.ignored)
+            except UnknownKindError as error:
+                unknown_kinds += error.paths
+            except UnusableFileError as error:
+                raise self.with_remedy(error) from error
             except NoTextFileError as error:
+                remedy = self.ignoring(glob.escape(folder.name))
                 raise ValueError(
-                    f"{error}; each sub-folder is a domain, but for domains.ignore=[{folder.name}]"
+                    f"{error}. Allowed: text in each sub-folder, or leave this one out: {remedy}"
                 ) from error
-            for path in paths:
-                if not os.access(path, os.R_OK):
-                    raise ValueError(f"{path} cannot be read: permission denied")
-            self.check_splits(folder, paths)
-        self.log_left_out()
-        split_names = [name for name in order if set(split_words(name)) - {"train"}]
-        if split_names:
-            message = "Training on folders that are named as held-out text, as domains of their own: %s"
-            log.warning(message, ", ".join(split_names[:MAX_SHOWN]))
+        if unknown_kinds:
+            raise self.with_remedy(UnknownKindError(unknown_kinds))
+        return files
+
+    def with_remedy(self, error: UnusableFileError) -> ValueError:
+        """An error with the option that leaves out its files."""
+        return ValueError(f"{error}, or leave out what is not text: {self.ignoring(*error.patterns)}")
+
+    def ignoring(self, *patterns: str) -> str:
+        """The option that leaves out files in addition to those that are left out already."""
+        return format_ignore([*(self.ignore or ()), *patterns])
+
+    def check_loose_text(self) -> None:
+        """Raises InvalidOptionError where most text is next to the domains: then root is the folder of one
+        domain, of which only the sub-folders would be read."""
+        if not self.loose_text:
+            return
+        num_bytes = 0
+        for name in (*self.names, GENERAL):
+            folder = self.folder_of(name)
+            if folder is not None:
+                paths = walk(folder, ignored=self.ignored)
+                num_bytes += sum(path.stat().st_size for path in paths if kind(path) in SUFFIXES)
+        num_loose_bytes = sum(path.stat().st_size for path in self.loose_text)
+        if num_loose_bytes <= num_bytes:
+            return
+
+        files = f"{count_noun(len(self.loose_text), 'text file')} ({shown(self.loose_text)})"
+        raise InvalidOptionError(
+            "root",
+            self.root,
+            reason=f"{files} with {num_loose_bytes:,} bytes in no sub-folder, {num_bytes:,} in sub-folders",
+            allowed=f"{self.describe_layout()}; leave out what is not to be read by domains.ignore",
+        )
+
+    def describe_layout(self) -> str:
+        """What root has to be, with what to type where it is the folder of one domain."""
+        if not self.loose_text:
+            return LAYOUT
+        folder = self.corpora.absolute()
+        root = shlex.quote(f"domains.root={folder.parent}")
+        order = shlex.quote(f"order=[{folder.name}]")
+        return f"{LAYOUT}, for {folder.name} as a domain {root} {order}"
 
     def check_splits(self, folder: Path, paths: Sequence[Path]) -> None:
         """Raises ValueError where the names of all files of a domain say that they are held out."""
@@ -132,8 +208,8 @@ class Texts(Source):
 
     def log_left_out(self) -> None:
         """Logs the files and hidden folders next to the domains."""
+        texts = self.loose_text
         loose = [path for path in self.entries.values() if not path.is_dir()]
-        texts = [path for path in loose if kind(path) in SUFFIXES and not ABOUT_DATA.fullmatch(path.name)]
         other_files = [path for path in loose if path not in texts]
         if texts:
             log.warning(
@@ -190,5 +266,5 @@ class Texts(Source):
         folder = Path(self.root) / self.general
         if self.ignored(folder):
             return None
-        refuse_dangling([folder], remedy="domains.general=null")
+        refuse_dangling(folder, remedy="domains.general=null")
         return folder if folder.exists() else None

@@ -81,6 +81,55 @@ def test_text_in_no_domain_and_hidden_folders_are_named(tmp_path, caplog):
     assert levels["Leaving out files of a: 1 hidden (.part)"] == "INFO"
 
 
+def test_a_folder_of_one_domain_in_place_of_the_folder_of_all_is_refused(tmp_path):
+    """Only its sub-folders would be read, as domains."""
+    root = tmp_path / "hand book"
+    for name in ("a.txt", "b.md"):
+        write(root / name, "One.\n" * 30)
+    with pytest.raises(
+        ValueError, match=r"no sub-folder of a domain, but 2 text files \(a.txt, b.md\)"
+    ) as error:
+        open_texts(root)
+    assert f"domains.root={tmp_path} 'order=[hand book]'" in str(error.value)
+
+    write(root / "old" / "a.txt", "Two.\n" * 30)
+    with pytest.raises(ValueError, match="2 text files .* 300 bytes in no sub-folder, 150 in sub-folders"):
+        open_texts(root).check(["old"])
+    open_texts(root, ignore=["b.md"]).check(["old"])
+    # Text of other domains and general text count as well.
+    write(root / GENERAL / "a.txt", "Two.\n" * 30)
+    open_texts(root).check(["old"])
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"), [("general", " has no folder general"), (None, "domains.general=null")]
+)
+def test_general_text_that_nobody_has_chosen_is_named(option, reason, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "cpt")
+    write(tmp_path / "a" / "x.txt", "One.\n")
+    open_texts(tmp_path, general=option).check(["a"])
+    (line,) = [message for message in caplog.messages if message.startswith("General text: ")]
+    assert "docstrings of Python's standard library and numpy" in line and reason in line
+
+    write(tmp_path / GENERAL / "x.txt", "One.\n")
+    caplog.clear()
+    open_texts(tmp_path).check(["a"])
+    assert not [message for message in caplog.messages if message.startswith("General text: ")]
+
+
+@pytest.mark.parametrize("num_files", [3, 30])  # with few, documents are searched for in the first
+def test_files_in_another_encoding_are_named_together(num_files, tmp_path):
+    for number in range(num_files):
+        write(tmp_path / "a" / f"{number:02}.txt", "One.\n")
+    write(tmp_path / "a" / "00.txt", "Gr\xfc\xdfe\n".encode("latin-1"))
+    write(tmp_path / "a" / "02.txt", "hello world\n".encode("utf-16"))
+    with pytest.raises(
+        ValueError, match=r"00.txt is not UTF-8: line 1, byte 3 .*either: 1 file \(02.txt\)"
+    ) as error:
+        read_documents(tmp_path)
+    assert "iconv -f WINDOWS-1252 -t UTF-8 00.txt" in str(error.value)
+
+
 PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 

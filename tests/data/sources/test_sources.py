@@ -211,8 +211,18 @@ def test_a_sub_folder_with_text_is_a_domain_and_what_is_no_text_is_named_and_may
     assert list(open_texts(tmp_path, general="zoo").read(GENERAL)) == [("train", "One.")]
     put(tmp_path / "1" / "deep" / "a.jsonl.lz4", b"?")
     put(tmp_path / "1" / "deep" / "b.pdf", b"?")
-    with pytest.raises(ValueError, match=r"a.jsonl.lz4 \(and 1 more\) is not.*ignore=\[\*.jsonl.lz4\]"):
+    put(tmp_path / "b.c" / "odd [1].docx", b"?")
+    put(tmp_path / "b.c" / "~$old (2)", b"?")
+
+    # All kinds of all domains, in addition to those that are left out already.
+    message = r"a.jsonl.lz4 and 3 more \(1 .lz4, 1 .pdf, 1 .docx, 1 ~\$old \(2\)\) are not files of text"
+    option = r"""'domains.ignore=\[\*.lz4,\*.pdf,\*.docx,"~\$old \(2\)"\]'$"""
+    with pytest.raises(ValueError, match=f"{message}.*{option}"):
         open_texts(tmp_path).check(["1", "b.c"])
+    (tmp_path / "b.c" / "~$old (2)").unlink()
+    with pytest.raises(ValueError, match=r"ignore=\[\*.lz4,\*.docx,odd\*,\*.pdf\]'$"):
+        open_texts(tmp_path, ignore=["*.lz4", "*.docx", "odd*"]).check(["1", "b.c"])
+    (tmp_path / "b.c" / "odd [1].docx").unlink()
     source = open_texts(tmp_path, ignore=["*.jsonl.lz4", "*.pdf"])
     source.check(source.names)
     assert [text for _, text in source.read("1")] == ["One."]
