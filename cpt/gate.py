@@ -29,6 +29,9 @@ FAIL = 1  # exit codes
 UNKNOWN = 2  # the evidence is inconclusive, or cannot be read
 PASSES = ("improved", "within tolerance")
 NOTE = "the check does not assess the corpus: a model also improves on low-quality text"
+# What narrows the intervals of texts and of chats, in a new run.
+MORE_TEXT = "more held-out text narrows an inconclusive interval: domains.held_out, eval.max_tokens=null"
+MORE_CHATS = "more chats narrow an inconclusive interval: chats=FILE, chats.generate"
 # By the name of a row of the table, the key of a loss in the scores of chats, and its file.
 CHAT_LOSSES = {"chats": ("nll", LOSSES), "base's answers": ("base_answer_nll", BASE_LOSSES)}
 MAX_SHOWN = 5  # texts that the last line names
@@ -346,6 +349,11 @@ def print_table(judgement: Judgement) -> None:
     for answer in judgement.broken:
         print(f"broken answer: {shorten(answer.question, width=MAX_QUESTION)} ({describe_faults(answer)})")
     print(NOTE)
+    inconclusive = [change.text for change in judgement.changes if change.verdict == "inconclusive"]
+    if set(inconclusive) - set(CHAT_LOSSES):
+        print(MORE_TEXT)
+    if set(inconclusive) & set(CHAT_LOSSES):
+        print(MORE_CHATS)
 
     failures = judgement.failures
     summary = ", ".join(failures[:MAX_SHOWN])

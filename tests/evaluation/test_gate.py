@@ -1,6 +1,7 @@
 """What opens the gate: numbers small enough for a hand, and a run."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -83,6 +84,33 @@ def test_since_the_base_all_that_was_learned_is_new():
             "food": True,
             "general": False,
         }
+
+
+@pytest.mark.parametrize(
+    ("text", "high", "expected"),
+    [
+        ("law", 0.03, [gate.MORE_TEXT]),
+        ("law", math.nan, [gate.MORE_TEXT]),  # of too few documents
+        ("base's answers", 0.03, [gate.MORE_CHATS]),
+        ("law", 0.02, []),
+    ],
+)
+def test_an_inconclusive_interval_is_shown_with_what_narrows_it(text, high, expected, capsys):
+    change = gate.BoundedChange(
+        text=text, before=3.0, after=3.0, low=0.01, high=high, is_new=False, limit=0.02
+    )
+    judgement = gate.Judgement(
+        last_row="food",
+        start_row="base",
+        changes=[change],
+        unmeasured=[],
+        damage=[],
+        broken=[],
+        max_broken=0,
+    )
+    gate.print_table(judgement)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line in (gate.MORE_TEXT, gate.MORE_CHATS)] == expected
 
 
 def test_the_exit_code_is_the_answer_and_damage_or_a_missing_text_closes_it(small, start, tmp_path, capsys):
