@@ -13,6 +13,16 @@ BLOCK_SIZE = 256  # weights of one scale
 NUM_VALUES = 256  # of a moment in 8 bits
 
 
+@torch.library.custom_op("cpt::update_8bit", mutates_args=())
+def update_8bit(weight: Tensor) -> None:
+    """The place of a kernel of bitsandbytes that updates a weight by moments in 8 bits. Computed time counts
+    this operation apart from others."""
+
+
+update_8bit.register_fake(lambda weight: None)
+UPDATE_8BIT = torch.ops.cpt.update_8bit.default
+
+
 class SimulatedAdamW8bit(Optimizer):
     """Keeps as many bytes as cpt.optim.adamw_8bit.AdamW8bit, and leaves the weights as they are."""
 
@@ -25,8 +35,11 @@ class SimulatedAdamW8bit(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
                     self.state[parameter] = self.make_state(parameter)
+                update_8bit(parameter)
 
     def make_state(self, parameter: Tensor) -> dict[str, Tensor]:
         if parameter.numel() < self.min_8bit_size:

@@ -24,12 +24,13 @@ from cpt.trainer.kernel_calls import KernelCall, KernelTimer, time_calls
 from cpt.trainer.options import BF16, FP16_MIXED
 from cpt.trainer.plan import Plan
 from cpt.trainer.simulated_plan import SimulatedPlan
+from cpt.trainer.simulation import ADAMW_8BIT
 
 CPU = torch.device("cpu")
 MATRIX_SIZE = 1024  # of the products that are timed
 TIMED_SECONDS = 0.2
 NUM_MATRICES = 48  # that are cast and changed: more than caches hold
-DEQUANTIZED_SIZE = 1024  # rows and columns of the weight that is dequantized
+QUANTIZED_SIZE = 1024  # rows and columns of the weight that is dequantized, or updated
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Rates:
     flops: Mapping[str, float]  # operations of products, by the type of their inputs
     num_bytes: float = math.inf  # moved by all other operations
     num_dequantized: float = math.inf  # weights, from 4 bits
+    num_8bit_updates: float = math.inf  # weights
     peak: float | None = None  # operations per second of a GPU's products; None: a CPU
     share: float | None = None  # of the peak, which makes `flops`; None: a CPU
     timer: KernelTimer | None = None  # of calls on this CPU; None: calls are counted by the rates, too
@@ -58,6 +60,7 @@ def find_rates(simulated: SimulatedPlan) -> Rates:
             is_16_bit=is_16_bit,
             is_quantized=simulated.quantization in ("nf4", "fp4"),
             is_checkpointed=simulated.plan.trainer.gradient_checkpointing,
+            has_8bit_moments=simulated.plan.optim.target == ADAMW_8BIT,
         )
 
     dtype = torch.bfloat16 if is_16_bit else torch.float32
@@ -69,18 +72,31 @@ def find_rates(simulated: SimulatedPlan) -> Rates:
     return Rates({type_name: peak * share}, peak=peak, share=share)
 
 
-def measure_cpu(*, is_16_bit: bool, is_quantized: bool, is_checkpointed: bool) -> Rates:
+def measure_cpu(
+    *, is_16_bit: bool, is_quantized: bool, is_checkpointed: bool, has_8bit_moments: bool
+) -> Rates:
     """What this CPU does in a second in a run with such options, in as many threads as torch has. It takes
     about two seconds."""
     keep_for_run(is_checkpointed=is_checkpointed)
     dtypes = [torch.float32, torch.bfloat16] if is_16_bit else [torch.float32]
     flops = {str(dtype).removeprefix("torch."): measure_products(CPU, dtype) for dtype in dtypes}
     num_bytes = measure_moved_bytes()
-    # Without bitsandbytes dequantizing counts as writing 32 bits, which is the least that it takes.
+    # Without bitsandbytes its kernels count as the 32-bit numbers that they move at least: one of a weight
+    # that is dequantized; three of one that is updated, which are the weight, its gradient and the new weight.
     num_dequantized = num_bytes / torch.float32.itemsize
-    if is_quantized and importlib.util.find_spec("bitsandbytes") is not None:
-        num_dequantized = measure_dequantized()
-    return Rates(flops, num_bytes=num_bytes, num_dequantized=num_dequantized, timer=KernelTimer())
+    num_8bit_updates = num_bytes / (3 * torch.float32.itemsize)
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        if is_quantized:
+            num_dequantized = measure_dequantized()
+        if has_8bit_moments:
+            num_8bit_updates = measure_8bit_updates()
+    return Rates(
+        flops,
+        num_bytes=num_bytes,
+        num_dequantized=num_dequantized,
+        num_8bit_updates=num_8bit_updates,
+        timer=KernelTimer(),
+    )
 
 
 measure_cpu_once = cache(measure_cpu)  # for the layouts and changes of a plan
@@ -117,15 +133,27 @@ def measure_dequantized() -> float:
     """Weights per second that bitsandbytes dequantizes from nf4 on this CPU."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    weight = torch.ones(1, DEQUANTIZED_SIZE**2)
+    weight = torch.ones(1, QUANTIZED_SIZE**2)
     packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
     seconds = time_calls(lambda: dequantize_4bit(packed, state), at_least=TIMED_SECONDS)
     return weight.numel() / seconds
 
 
+def measure_8bit_updates() -> float:
+    """Weights per second that bitsandbytes updates by AdamW with moments in 8 bits on this CPU."""
+    from cpt.optim.adamw_8bit import AdamW8bit
+
+    weight = torch.nn.Parameter(torch.ones(QUANTIZED_SIZE, QUANTIZED_SIZE))
+    weight.grad = torch.ones_like(weight)
+    optimizer = AdamW8bit([weight], lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, min_8bit_size=0)
+    return weight.numel() / time_calls(optimizer.step, at_least=TIMED_SECONDS)
+
+
 def find_work_seconds(work: Work, rates: Rates) -> float:
     """The seconds of work whose operations follow each other."""
-    seconds = work.num_bytes / rates.num_bytes + work.num_dequantized / rates.num_dequantized
+    seconds = work.num_bytes / rates.num_bytes
+    seconds += work.num_dequantized / rates.num_dequantized
+    seconds += work.num_8bit_updates / rates.num_8bit_updates
     for type_name, num_flops in work.flops.items():
         seconds += num_flops / rates.find_flops(type_name)
     for call, num_calls in work.calls.items():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cpt.core.allocations import find_tensors
 from cpt.models.simulated_quantization import DEQUANTIZE_4BIT
+from cpt.optim.simulated_8bit import UPDATE_8BIT
 from cpt.trainer.costs import OperationCounter
 from cpt.trainer.kernel_calls import KernelCall, ScaleSize, describe_call
 
@@ -27,6 +28,7 @@ class Work:
     flops: Mapping[str, float] = field(default_factory=dict)  # of products and attention, by dtype of inputs
     num_bytes: float = 0.0  # that all other operations read and write
     num_dequantized: float = 0.0  # weights that are dequantized from 4 bits
+    num_8bit_updates: float = 0.0  # weights that are updated by moments in 8 bits
     calls: Mapping[KernelCall, float] = field(default_factory=dict)  # how often each is made
 
     @property
@@ -46,6 +48,7 @@ class Work:
             flops,
             num_bytes=self.num_bytes + times * increment.num_bytes,
             num_dequantized=self.num_dequantized + times * increment.num_dequantized,
+            num_8bit_updates=self.num_8bit_updates + times * increment.num_8bit_updates,
             calls=calls,
         )
 
@@ -94,6 +97,9 @@ class WorkRecorder(OperationCounter):
             return output  # a composite operation is the sum of others, which were recorded
         if func is DEQUANTIZE_4BIT:
             self.add(Work(num_dequantized=output.numel()), grows=False)
+            return output
+        if func is UPDATE_8BIT:
+            self.add(Work(num_8bit_updates=args[0].numel()), grows=False)
             return output
 
         is_product = count is not None

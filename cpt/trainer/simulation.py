@@ -167,7 +167,12 @@ class Pass:
             work = self.scale_calls(recorded_work, min(num_rows, self.max_timed_rows))
             times = num_rows / self.num_rows if grows else 1.0
             if is_update:
-                total = total.plus(replace(work, num_bytes=work.num_bytes / num_shards), times=times)
+                sharded_work = replace(
+                    work,
+                    num_bytes=work.num_bytes / num_shards,
+                    num_8bit_updates=work.num_8bit_updates / num_shards,
+                )
+                total = total.plus(sharded_work, times=times)
             else:
                 total = total.plus(work, times=num_passes * times)
         return total

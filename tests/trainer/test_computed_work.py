@@ -118,6 +118,16 @@ def test_weights_in_4_bits_are_dequantized_forward_and_backward(llama):
     assert step.count_work(80).num_dequantized == step.count_work(8).num_dequantized
 
 
+def test_updates_in_8_bits_are_counted_by_weights(llama):
+    simulation = simulate(llama("optim=adamw_8bit"))
+    (step,) = simulation.record_step(is_chunked=False)
+    work = step.count_work(8, num_passes=3)
+    assert work.num_8bit_updates == simulation.count_trained()
+    assert step.count_work(8, num_shards=2).num_8bit_updates == simulation.count_trained() / 2
+    rates = Rates({"float32": 1e9}, num_8bit_updates=float(simulation.count_trained()))
+    assert find_work_seconds(Work(num_8bit_updates=work.num_8bit_updates), rates) == 1
+
+
 def test_a_cpu_is_timed_once_and_a_gpu_has_a_share_of_its_peak(llama, monkeypatch):
     timed = []
     monkeypatch.setattr(computed_time, "measure_cpu_once", lambda **options: timed.append(options) or RATES)
@@ -125,7 +135,9 @@ def test_a_cpu_is_timed_once_and_a_gpu_has_a_share_of_its_peak(llama, monkeypatc
     simulated = SimulatedPlan(plan, DeviceKind("CPU", 10**9, peak_flops={}, source="", is_gpu=False))
     layout = make_layout(plan, 1)
     assert find_rates(simulated) == RATES
-    assert timed == [{"is_16_bit": True, "is_quantized": False, "is_checkpointed": False}]
+    assert timed == [
+        {"is_16_bit": True, "is_quantized": False, "is_checkpointed": False, "has_8bit_moments": False}
+    ]
 
     work = count_step_work(simulated, layout)
     seconds = find_seconds(simulated, layout, RATES)
@@ -142,10 +154,16 @@ def test_a_cpu_is_timed_once_and_a_gpu_has_a_share_of_its_peak(llama, monkeypatc
 def test_the_rates_of_this_cpu_are_numbers(monkeypatch):
     monkeypatch.setattr(computed_time, "TIMED_SECONDS", 1e-4)
     monkeypatch.setattr(computed_time, "MATRIX_SIZE", 16)
-    monkeypatch.setattr(computed_time, "DEQUANTIZED_SIZE", 64)
+    monkeypatch.setattr(computed_time, "QUANTIZED_SIZE", 64)
     monkeypatch.setattr(computed_time, "keep_for_run", lambda is_checkpointed: None)
-    rates = computed_time.measure_cpu(is_16_bit=True, is_quantized=True, is_checkpointed=False)
+    rates = computed_time.measure_cpu(
+        is_16_bit=True, is_quantized=True, is_checkpointed=False, has_8bit_moments=True
+    )
     assert set(rates.flops) == {"float32", "bfloat16"} and min(rates.flops.values()) > 0
     assert 0 < rates.num_bytes < float("inf") and 0 < rates.num_dequantized < float("inf")
-    wide = computed_time.measure_cpu(is_16_bit=False, is_quantized=False, is_checkpointed=False)
-    assert set(wide.flops) == {"float32"} and wide.num_dequantized == wide.num_bytes / 4
+    assert 0 < rates.num_8bit_updates < float("inf")
+    wide = computed_time.measure_cpu(
+        is_16_bit=False, is_quantized=False, is_checkpointed=False, has_8bit_moments=False
+    )
+    assert set(wide.flops) == {"float32"}
+    assert wide.num_dequantized == wide.num_bytes / 4 and wide.num_8bit_updates == wide.num_bytes / 12
