@@ -254,6 +254,15 @@ def replace_layers(model: PreTrainedModel) -> None:
     for name in QUANTIZED_ATTRIBUTES:
         vars(model).pop(name, None)
     remove_stored_config(model.config)
+    copy_from_file(model)
+
+
+def copy_from_file(model: nn.Module) -> None:
+    """Copies the weights that are not quantized out of the file that they are mapped from. As long as one of
+    them is mapped, all pages of the file that were read count as memory of the process."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.clone()
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:

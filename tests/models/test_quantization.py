@@ -1,6 +1,8 @@
 """Linear layers in 4 and 8 bits: what they compute, how they move, and what they become again."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,6 +168,15 @@ def test_original_weights_give_the_base_before_it_was_quantized(has_adapters, ch
 
 
 @torch.no_grad()
+@pytest.mark.skipif(sys.platform != "linux", reason="the list of mapped files is one of Linux")
+def test_the_file_of_a_quantized_checkpoint_is_not_kept_mapped(family, tmp_path):
+    folder = save_checkpoint(tmp_path / "checkpoint", family)
+    quantized = load_model(folder, "causal", quantization="nf4")
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    plain = load_model(folder, "causal")
+    assert torch.equal(quantized.get_input_embeddings().weight, plain.get_input_embeddings().weight)
+
+
 @pytest.mark.parametrize("stored_kind", ["nf4", "fp4", "int8"])
 def test_weights_that_are_stored_so_are_loaded_as_they_are(stored_kind, checkpoint, tmp_path):
     folder = save_stored(tmp_path / "stored", checkpoint, stored_kind)
