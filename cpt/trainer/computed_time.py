@@ -82,7 +82,7 @@ def measure_cpu(
     flops = {str(dtype).removeprefix("torch."): measure_products(CPU, dtype) for dtype in dtypes}
     num_bytes = measure_moved_bytes()
     # Without bitsandbytes its kernels count as the 32-bit numbers that they move at least: one of a weight
-    # that is dequantized; three of one that is updated, which are the weight, its gradient and the new weight.
+    # that is dequantized, three of one that is updated (the weight, its gradient and the new weight).
     num_dequantized = num_bytes / torch.float32.itemsize
     num_8bit_updates = num_bytes / (3 * torch.float32.itemsize)
     if importlib.util.find_spec("bitsandbytes") is not None:
