@@ -14,6 +14,7 @@ from cpt.core.cache_use import end_uses
 from cpt.core.errors import reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import heartbeat
+from cpt.core.messages import find_similar_path
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_job_within_a_sweep, is_one_of_several
 from cpt.core.slurm import check_launch
@@ -92,6 +93,7 @@ def check_base_folder(plan: Plan) -> None:
         "model.name_or_path",
         checkpoint,
         reason="no such folder",
+        meant=find_similar_path(Path(checkpoint)),
         allowed="an existing folder, or a name on the Hub",
     )
 

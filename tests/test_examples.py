@@ -102,3 +102,7 @@ def test_the_answers_that_a_model_ends_are_chats_that_can_be_mixed_in(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
     assert [row["messages"][0]["content"] for row in rows] == ["law court", "food salt"]
     assert all(row["messages"][1]["role"] == "assistant" and row["messages"][1]["content"] for row in rows)
+
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    process = run_script(EXAMPLES / "write_chats.py", *arguments, cwd=tmp_path)
+    assert process.returncode == 1 and "MODEL=model is invalid: it has no chat template" in process.stderr

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Iterable
 from functools import cache
 from logging import Logger
+from pathlib import Path
 
 
 def abbreviate(names: Iterable[object], limit: int = 3, *, with_count: bool = False) -> str:
@@ -41,6 +44,16 @@ def truncate(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     return f"{text[: width - 1]}…"
+
+
+def find_similar_path(path: Path) -> str:
+    """The path of the file or folder with the most similar name where one is missing; empty for none."""
+    try:
+        names = os.listdir(path.parent)
+    except OSError:  # missing as well, or not to be read
+        return ""
+    matches = difflib.get_close_matches(path.name, names, n=1)
+    return str(path.parent / matches[0]) if matches else ""
 
 
 def count_noun(count: int, noun: str) -> str:

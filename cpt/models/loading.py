@@ -51,6 +51,8 @@ from cpt.models.rope import count_scaled_positions, scale_rope
 from cpt.models.sharded_loading import NO_NEW_ROWS, UnshardableFilesError, VocabularyRows, make_sharded_class
 from cpt.models.stored_weights import find_non_finite, find_weight_files
 
+# Retries without network were logged twice: by this handler, and by that of the run.
+logging.getLogger("huggingface_hub").handlers.clear()
 log = logging.getLogger(__name__)
 AUTO_MODELS = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
 SEQ2SEQ = ("span",)  # objectives of encoder-decoder models

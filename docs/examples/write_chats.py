@@ -21,6 +21,8 @@ folder = sys.argv[1]
 prompt_file = Path(sys.argv[2])
 chat_file = Path(sys.argv[3])
 tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+if tokenizer.chat_template is None:
+    sys.exit(f"MODEL={folder} is invalid: it has no chat template. Allowed: an instruction-tuned model")
 if tokenizer.pad_token is None:
     tokenizer.pad_token = tokenizer.eos_token
 model = AutoModelForCausalLM.from_pretrained(folder).eval()

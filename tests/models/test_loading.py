@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import logging
 import re
 
 import pytest
@@ -20,6 +21,10 @@ pytestmark = pytest.mark.slow
 
 NAMES = ["roberta", "mpnet", "modernbert", "electra", "distilbert", "gpt2", "llama", "gpt_neox", "opt"]
 TEXTS = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
+
+
+def test_the_hub_has_no_handler_of_its_own_beside_that_of_the_run():
+    assert logging.getLogger("huggingface_hub").handlers == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -436,4 +436,8 @@ def test_a_checkpoint_below_a_path_that_does_not_exist_is_refused_before_torch_i
         ValueError, match=f"model.name_or_path={path} is invalid: no such folder. Allowed: an"
     ):
         check_base_folder(plan)
+    similar = tmp_path / "nowhere_135m"
+    similar.mkdir()
+    with pytest.raises(ValueError, match=f"Did you mean {similar}\\? Allowed: an"):
+        check_base_folder(plan)
     check_base_folder(replace(plan, model=replace(plan.model, name_or_path="owner/name")))

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 
 from cpt.core.exceptions import InvalidOptionError, format_value
-from cpt.core.messages import count_noun
+from cpt.core.messages import count_noun, find_similar_path
 from cpt.core.randomness import key, permute
 from cpt.core.schema import Allowed, Count, Folder, Options, Text, TextList, config, option, read_options
 from cpt.data.sources import docstrings, readers
@@ -388,7 +388,13 @@ class Tasks(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.root is not None and not Path(self.root).is_dir():
-            raise InvalidOptionError("root", self.root, reason="there is no such folder", allowed="a folder")
+            raise InvalidOptionError(
+                "root",
+                self.root,
+                reason="there is no such folder",
+                meant=find_similar_path(Path(self.root)),
+                allowed="a folder",
+            )
         columns: Mapping[str, str | None] = {}
         if self.root is not None and self.format in TABLES:
             columns = self.columns

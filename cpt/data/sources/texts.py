@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.messages import count_noun
+from cpt.core.messages import count_noun, find_similar_path
 from cpt.core.schema import Allowed, Folder, Text, TextList, check_names, config, option
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import log_general_docs, read_docs, stamp_docs
@@ -68,7 +68,11 @@ class Texts(Source):
             is_folder = self.corpora.is_dir()
         if not is_folder:
             raise InvalidOptionError(
-                "root", self.root, reason=f"there is no folder {self.corpora}", allowed=LAYOUT
+                "root",
+                self.root,
+                reason=f"there is no folder {self.corpora}",
+                meant=find_similar_path(Path(self.root)),
+                allowed=LAYOUT,
             )
         if not self.names:
             reason = "it has no sub-folder of a domain"
@@ -181,7 +185,7 @@ class Texts(Source):
 
         files = f"{count_noun(len(self.loose_text), 'text file')} ({shown(self.loose_text)})"
         raise InvalidOptionError(
-            "root",
+            "domains.root",
             self.root,
             reason=f"{files} with {num_loose_bytes:,} bytes in no sub-folder, {num_bytes:,} in sub-folders",
             allowed=f"{self.describe_layout()}; leave out what is not to be read by domains.ignore",

@@ -91,9 +91,13 @@ def test_a_folder_of_one_domain_in_place_of_the_folder_of_all_is_refused(tmp_pat
     ) as error:
         open_texts(root)
     assert f"domains.root={tmp_path} 'order=[hand book]'" in str(error.value)
+    with pytest.raises(ValueError, match=f"there is no folder .*Did you mean {root}"):
+        open_texts(tmp_path / "handbook")
 
     write(root / "old" / "a.txt", "Two.\n" * 30)
-    with pytest.raises(ValueError, match="2 text files .* 300 bytes in no sub-folder, 150 in sub-folders"):
+    with pytest.raises(
+        ValueError, match="^domains.root=.*2 text files .* 300 bytes in no sub-folder, 150 in sub-"
+    ):
         open_texts(root).check(["old"])
     open_texts(root, ignore=["b.md"]).check(["old"])
     # Text of other domains and general text count as well.
