@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from cpt import graft, withdraw
 from tests.support.campaign import run_few
-from tests.support.chat_decoder import write_checkpoint
+from tests.support.chat_decoder import write_checkpoint, write_tuned
 
 # How a model comes to be written: options of the run, then the program that makes another model of it.
 EXPORTS = {
@@ -46,7 +46,8 @@ def test_template_special_tokens_ends_and_length_are_those_of_the_base(
     start(small_gpt2("order=[law,food]", *options), run)
     folder = run / "model"
     if name == "graft":
-        assert graft.main([str(run), "--instruct", str(decoder), "--base", str(decoder)]) == 0
+        tuned = write_tuned(decoder, tmp_path / "tuned")
+        assert graft.main([str(run), "--instruct", str(tuned), "--base", str(decoder)]) == 0
         folder = run / "graft"
     if name in ("subtracted", "left_out"):
         folder = tmp_path / "without"

@@ -15,7 +15,7 @@ from cpt.train import is_done
 from cpt.trainer import chat_evaluator
 from cpt.trainer.chat_monitor import draw_chats
 from tests.runs.reading import assert_same_bits, read_scores
-from tests.support.chat_decoder import write_checkpoint
+from tests.support.chat_decoder import write_checkpoint, write_tuned
 from tests.support.kill_callback import KilledError, Killer
 
 CHATS = [
@@ -317,8 +317,10 @@ def test_a_run_that_is_extended_keeps_its_chats_and_measures_those_of_what_is_ne
 def test_a_model_made_of_a_run_has_its_row_in_the_chats_of_the_run(chat_run, decoder, tmp_path, capsys):
     run = tmp_path / "run"
     chats = chat_run(run)["chats"]
-    arguments = ["--instruct", str(decoder), "--base", str(decoder)]
-    assert graft.main([str(run), *arguments]) == 0  # the residual is 0: it is the model of the run
+    tuned = write_tuned(decoder, tmp_path / "tuned")
+    # The weight is so small that the sum is the model of the run.
+    arguments = ["--instruct", str(tuned), "--base", str(decoder), "--weight", "1e-20"]
+    assert graft.main([str(run), *arguments]) == 0
     row = DerivedRow.load(run / "graft" / "row.json").run_chats
     for key in ("nll", "rise", "base_answer_nll", "base_answer_rise", "answers"):
         assert row[key] == chats[key][-1]

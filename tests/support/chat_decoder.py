@@ -1,6 +1,9 @@
 """A tiny decoder with a chat template."""
 
+import shutil
+
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,3 +30,12 @@ def write_checkpoint(folder, template=TEMPLATE):
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ids)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_tuned(base, folder):
+    """A copy of a checkpoint of `write_checkpoint` whose last norm has other weights."""
+    shutil.copytree(base, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
