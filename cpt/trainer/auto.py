@@ -131,7 +131,7 @@ def choose_precision(
         precision = "bf16-mixed"
     if precision in BF16 and device.type == "cpu" and is_bf16_emulated():
         log.warning(
-            "Precision: %s is slow on this CPU, whose products in bf16 take 20 to 60 times as long as in 32 "
+            "Precision: %s is slow on this CPU, whose products in bf16 take 5 to 60 times as long as in 32 "
             "bits, as it has no AVX-512. trainer.precision=32-true is faster",
             precision,
         )
