@@ -90,8 +90,17 @@ def check_push_options(options: argparse.Namespace) -> None:
 def load_exported_scores(run: RunDir) -> Scores:
     """The scores of a finished run that trained. Raises ValueError for any other folder."""
     scores = run.load_scores()
-    if scores is None or not scores.run["finished"] or len(scores.rows) < 2:
-        raise ValueError(f"RUN={run.path} is invalid. Allowed: the folder of a finished run that trained")
+    reason = ""
+    if scores is None:
+        reason = "it has no scores.json"
+    elif not scores.run["finished"]:
+        reason = scores.state
+    elif len(scores.rows) < 2:
+        reason = "it has trained nothing"
+    if scores is None or reason:
+        raise InvalidOptionError(
+            "RUN", run.path, reason=reason, allowed="the folder of a finished run that trained"
+        )
     if not (run.model / "config.json").is_file():
         raise ValueError(f"{run.model} holds no exported model; the command of the run exports it again")
     return scores

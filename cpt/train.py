@@ -39,6 +39,8 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
     With `plan`, prints the estimated cost and leaves the directory as it is. Raises ValueError for an invalid
     config, and for one that is not the directory's."""
     run = RunDir(run_dir)
+    if not is_first_process():  # the first one logs what config and files give in all of them
+        logging.getLogger("cpt").setLevel(logging.ERROR)
     with run.removed_if_rejected(), closing_uses():
         plan = make_plan(cfg, run=run)  # the typed config: no text is read, torch is not imported
         check_start(plan, run)
@@ -184,7 +186,7 @@ def is_complete(scores: Scores, plan: Plan) -> bool:
 
 
 def print_estimate(cfg: DictConfig, plan: Plan, run: RunDir) -> None:
-    """Prints what a run would do and cost, as a table or as JSON alone, and leaves the directory as it is."""
+    """Prints what a run would do and cost, as a table or as JSON, and leaves the directory as it is."""
     if is_one_of_several():
         raise InvalidOptionError(
             "plan",
@@ -194,7 +196,6 @@ def print_estimate(cfg: DictConfig, plan: Plan, run: RunDir) -> None:
         )
     is_json = plan.run.plan == "json"
     is_new = not run.config.exists()
-    logging.disable(logging.INFO if is_json else logging.NOTSET)
     try:
         extended = find_extended(plan, run)
         if extended is not None:
@@ -215,7 +216,6 @@ def print_estimate(cfg: DictConfig, plan: Plan, run: RunDir) -> None:
             cost = estimate(plan, run, extended)
             table = format_table(cost)
     finally:
-        logging.disable(logging.NOTSET)
         if is_new:
             run.remove_if_empty()  # that Hydra has made, also if a signal ends the plan
 

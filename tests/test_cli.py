@@ -1,5 +1,6 @@
 """The command line: one program under three names, and what it says of what Hydra cannot compose."""
 
+import json
 import os
 import subprocess
 import sys
@@ -168,3 +169,13 @@ def test_names_in_a_sweep_keep_their_form_too():
     assert to_hydra(["run.py", "chats=my/chats.jsonl"]) == ["run.py", "chats.path=my/chats.jsonl"]
     assert to_hydra(["run.py", "chats=none"]) == ["run.py", "chats=none"]
     assert keep_text("name=my 1_0") == "name=my 1_0" and keep_text("--config-dir=1_0") == "--config-dir=1_0"
+
+
+def test_a_plan_in_json_has_the_standard_output_for_itself(tmp_path):
+    (tmp_path / "texts" / "law").mkdir(parents=True)
+    (tmp_path / "texts" / "law" / "all.txt").write_text("A court decides.\n\n" * 50)
+    options = ["domains=texts", "domains.root=texts", "order=[law]", "model=tiny_gpt2", "cache_dir=cache"]
+    process = call(*options, "trainer.steps=2", "plan=json", "plan_device=h100", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["figures"] == "computed"
+    assert "General text: docstrings of Python's standard library" in process.stderr

@@ -47,6 +47,7 @@ from cpt.data.tokenize import id_type
 log = logging.getLogger(__name__)
 CACHE_VERSION = 5
 ROWS_FILE, COUNTS_FILE = "examples.arrow", "counts.json"
+TOO_LONG = "too many tokens"  # a kind of bad examples
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,8 @@ class Encoder:
                 f"example {example.id} of {example.task}: its last exchange takes {num_tokens} tokens where "
                 f"{self.length} fit, and its question is too short to be cut by the difference. "
                 f"Allowed: model.max_seq_length of at least {num_tokens}",
-                "too many tokens",
+                TOO_LONG,
+                num_tokens,
             )
 
         shorter = self.tokenizer.decode(question_ids[:-num_over], clean_up_tokenization_spaces=False)
@@ -408,7 +410,8 @@ class Encoder:
         return BadExampleError(
             f"model.max_seq_length={self.length} is invalid: in example {example.id} of {example.task} "
             f"{problem} {num_tokens} tokens. Allowed: at least {num_tokens}, or a shorter domains/template=…",
-            "too many tokens",
+            TOO_LONG,
+            num_tokens,
         )
 
 
@@ -528,14 +531,16 @@ def encode_corpus(
         chat_counts = ChatCounts()
 
         def rows() -> Iterator[EncodedExample]:
-            title = f"tokenizing {name}"
-            with tqdm(None, title, len(documents), leave=False, unit=" examples", disable=None) as bar:
-                for batch in documents.iter(batch_size=16):
-                    examples = list(map(read_example, batch["text"]))
-                    yield from encoder.encode_all(examples, bad=bad, counts=chat_counts)
-                    bar.update(len(examples))
+            for examples in read_batches(documents, title=f"tokenizing {name}"):
+                yield from encoder.encode_all(examples, bad=bad, counts=chat_counts)
 
-        counts = write_examples(folder / ROWS_FILE, rows(), tokenizer=encoder.tokenizer)
+        try:
+            counts = write_examples(folder / ROWS_FILE, rows(), tokenizer=encoder.tokenizer)
+        except BadExampleError as error:
+            if error.num_tokens is None:
+                raise
+            batches = read_batches(documents, title=f"finding the longest example of {name}")
+            raise find_longest(batches, encoder, skip_option=skip_option) from error
         # Chats and bad examples are counted while the rows are made, one by one, so only here.
         if not counts.examples:
             raise bad.all_skipped(f"{name}, {split}")
@@ -550,6 +555,25 @@ def encode_corpus(
     if is_first_process():
         counts.log(name, split, encoder)
     return replace(open_examples(folder / ROWS_FILE, encoder.tokenizer), skipped=counts.skipped)
+
+
+def read_batches(documents: Dataset, *, title: str) -> Iterator[list[Example]]:
+    """The examples of some documents, a few at a time, with a progress bar of this title."""
+    with tqdm(None, title, len(documents), leave=False, unit=" examples", disable=None) as bar:
+        for batch in documents.iter(batch_size=16):
+            yield list(map(read_example, batch["text"]))
+            bar.update(len(batch["text"]))
+
+
+def find_longest(
+    batches: Iterable[Sequence[Example]], encoder: Encoder, *, skip_option: str
+) -> BadExampleError:
+    """The error of the longest of the examples that do not fit, of which there is at least one."""
+    bad = BadExamples(is_skipping=True)
+    for examples in batches:
+        for _ in encoder.encode_all(examples, bad=bad):
+            pass
+    return BadExampleError(f"{bad.describe_longest()} ({skip_option}=skip leaves them out)", TOO_LONG)
 
 
 def read_examples(corpus: Corpus, split: str, *, max_examples: int | None = None) -> Iterator[Example]:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from cpt.core.processes import is_first_process
 from cpt.data.chats import TEMPLATE_DATE
 from cpt.data.sources.base import Encoding
-from cpt.data.sources.examples import BadExampleError
+from cpt.data.sources.examples import BadExampleError, BadExamples
 from cpt.data.tokenized_tasks import EncodedExample, Encoder, TaskPrompt
 from cpt.evaluation.chat_set import HeldOutChat, read_chats
 from cpt.evaluation.options import ChatOptions
@@ -34,17 +34,24 @@ def encode_chats(
     chats: Sequence[HeldOutChat], tokenizer: PreTrainedTokenizerBase, *, length: int, skips: bool
 ) -> Iterator[EncodedChat]:
     """The chats as a model of `length` tokens reads them. Raises ValueError for one that the chat template
-    does not take or that does not fit; if it `skips`, these are left out."""
+    does not take, and for the longest of those that do not fit; if it `skips`, these are left out."""
     encoder = Encoder(tokenizer, length, CHAT_ENCODING, seq2seq=False)
+    too_long = BadExamples(is_skipping=True)
     for chat in chats:
         try:
             rows = encoder.encode_chat(chat.example, "all")
             prompt = encoder.prompt(chat.example)
         except BadExampleError as error:
-            if not skips:
-                raise BadExampleError(f"{chat.position}: {error}", error.kind) from error
+            if skips:
+                continue
+            named_error = error.with_message(f"{chat.position}: {error}")
+            if named_error.num_tokens is None:
+                raise named_error from error
+            too_long.add(named_error)
             continue
         yield EncodedChat(chat, rows, prompt)
+    if too_long.longest is not None:
+        raise too_long.longest.with_message(too_long.describe_longest())
 
 
 def choose_chat_length(config: PretrainedConfig, *, trained_length: int) -> int:

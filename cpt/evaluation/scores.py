@@ -12,7 +12,6 @@ import numpy as np
 
 from cpt.core.config import digest
 from cpt.core.files import check_archive, replace
-from cpt.core.messages import count_noun
 from cpt.core.schema import check_types
 from cpt.evaluation import score_schema as schema
 from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, find_intervals, summarise_matrix
@@ -223,10 +222,11 @@ class Scores(Layout):
     @property
     def state(self) -> str:
         """How far the run is, for people."""
-        state = "finished" if self.run["finished"] else "unfinished"
+        if self.run["finished"]:
+            return "finished"
         if not self.rows:
-            return f"{state}, no rows"
-        return f"{state}, {count_noun(len(self.rows), 'row')}, last: {self.rows[-1]}"
+            return "unfinished, nothing measured yet"
+        return f"unfinished, last measured: {self.rows[-1]}"
 
     @property
     def growth(self) -> float | None:

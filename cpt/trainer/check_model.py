@@ -272,6 +272,11 @@ def check_objective(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBa
             check_chat_source(plan, name, objective, tokenizer)
 
 
+def name_model(plan: Plan) -> str:
+    """The checkpoint of a plan; a new model by its config, as the subject of a sentence."""
+    return plan.model.name_or_path or f"model={plan.model.name}"
+
+
 def check_chats(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Raises ValueError for a model that is not made for chats, and for a chat template that fails."""
     problem = ""
@@ -284,7 +289,7 @@ def check_chats(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase |
             "model",
             f"model={plan.model.name}",
             context="for chats",
-            reason=f"it {problem}",
+            reason=f"{name_model(plan)} {problem}",
             allowed="an instruction-tuned checkpoint, or examples with a question and an answer",
         )
 
@@ -300,17 +305,17 @@ def check_chat_source(
     template that fails."""
     problem = ""
     if objective != "causal":
-        problem = "it is no causal model"
+        problem = "is no causal model"
     elif tokenizer is None or not tokenizer.chat_template:
-        problem = "it has no chat template"
+        problem = "has no chat template"
     elif not tokenizer.is_fast:
-        problem = "its tokenizer has no fast version, by which chats are cut"
+        problem = "has no fast tokenizer, by which chats are cut"
     if tokenizer is None or problem:
         raise InvalidOptionError(
             f"replay.sources.{name}.format",
             "messages",
             context=f"with model={plan.model.name}",
-            reason=problem,
+            reason=f"{name_model(plan)} {problem}",
             allowed="an instruction-tuned checkpoint, or format=text",
         )
     ChatEncoder(tokenizer, TEMPLATE_DATE).answers(SHORT_CHAT)
@@ -324,12 +329,17 @@ def check_held_out_chats(
     config: PretrainedConfig,
 ) -> None:
     """Raises ValueError for a model that answers no chats, and for a chat that it does not take."""
-    if objective != "causal" or tokenizer is None or not tokenizer.chat_template:
+    problem = ""
+    if objective != "causal":
+        problem = "is no causal model"
+    elif tokenizer is None or not tokenizer.chat_template:
+        problem = "has no chat template"
+    if tokenizer is None or problem:
         raise InvalidOptionError(
             "chats.path",
             options.path,
             context=f"with model={plan.model.name}",
-            reason="it has no chat template" if objective == "causal" else "it is no causal model",
+            reason=f"{name_model(plan)} {problem}",
             allowed="an instruction-tuned checkpoint, or chats=none",
         )
     length = choose_chat_length(config, trained_length=plan.model.max_seq_length)

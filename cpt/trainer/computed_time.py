@@ -19,12 +19,12 @@ from cpt.core.memory import keep_for_run
 from cpt.data.sources.base import GENERAL
 from cpt.trainer.computed_memory import Layout, count_importance_rows, count_rows
 from cpt.trainer.computed_work import Work
-from cpt.trainer.device_kinds import SHARE_OF_LARGE, SHARE_OF_SMALL, SMALL_MODEL
+from cpt.trainer.device_kinds import SHARE_OF_LARGE, SHARE_OF_SMALL, SMALL_MODEL, DeviceKind
 from cpt.trainer.kernel_calls import KernelCall, KernelTimer, time_calls
 from cpt.trainer.options import BF16, FP16_MIXED
 from cpt.trainer.plan import Plan
 from cpt.trainer.simulated_plan import SimulatedPlan
-from cpt.trainer.simulation import ADAMW_8BIT
+from cpt.trainer.simulation import ADAMW_8BIT, MUON
 
 CPU = torch.device("cpu")
 MATRIX_SIZE = 1024  # of the products that are timed
@@ -55,9 +55,10 @@ def find_rates(simulated: SimulatedPlan) -> Rates:
     """What a device does in a second with the model of a plan."""
     kind = simulated.kind
     is_16_bit = simulated.machine.precision in (*BF16, *FP16_MIXED)
+    has_muon = simulated.plan.optim.target == MUON  # whose products are in 16 bits in any run
     if not kind.is_gpu:
         return measure_cpu_once(
-            is_16_bit=is_16_bit,
+            has_16_bit_products=is_16_bit or has_muon,
             is_quantized=simulated.quantization in ("nf4", "fp4"),
             is_checkpointed=simulated.plan.trainer.gradient_checkpointing,
             has_8bit_moments=simulated.plan.optim.target == ADAMW_8BIT,
@@ -65,21 +66,32 @@ def find_rates(simulated: SimulatedPlan) -> Rates:
 
     dtype = torch.bfloat16 if is_16_bit else torch.float32
     share = SHARE_OF_SMALL if simulated.num_parameters < SMALL_MODEL else SHARE_OF_LARGE
-    type_name = str(dtype).removeprefix("torch.")
-    peak = kind.peak_flops.get(type_name)
-    if peak is None:  # on this machine, of which there is no data sheet
-        peak = measure_products(torch.device("cuda"), dtype)
-    return Rates({type_name: peak * share}, peak=peak, share=share)
+    peak = find_peak(kind, dtype)
+    flops = {name_type(dtype): peak * share}
+    if has_muon:
+        flops[name_type(torch.bfloat16)] = find_peak(kind, torch.bfloat16) * share
+    return Rates(flops, peak=peak, share=share)
+
+
+def name_type(dtype: torch.dtype) -> str:
+    """The name of a type as work is counted by it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def find_peak(kind: DeviceKind, dtype: torch.dtype) -> float:
+    """Operations per second of a GPU's products: of its data sheet, or measured on this machine's."""
+    peak = kind.peak_flops.get(name_type(dtype))
+    return measure_products(torch.device("cuda"), dtype) if peak is None else peak
 
 
 def measure_cpu(
-    *, is_16_bit: bool, is_quantized: bool, is_checkpointed: bool, has_8bit_moments: bool
+    *, has_16_bit_products: bool, is_quantized: bool, is_checkpointed: bool, has_8bit_moments: bool
 ) -> Rates:
     """What this CPU does in a second in a run with such options, in as many threads as torch has. It takes
     about two seconds."""
     keep_for_run(is_checkpointed=is_checkpointed)
-    dtypes = [torch.float32, torch.bfloat16] if is_16_bit else [torch.float32]
-    flops = {str(dtype).removeprefix("torch."): measure_products(CPU, dtype) for dtype in dtypes}
+    dtypes = [torch.float32, torch.bfloat16] if has_16_bit_products else [torch.float32]
+    flops = {name_type(dtype): measure_products(CPU, dtype) for dtype in dtypes}
     num_bytes = measure_moved_bytes()
     # Without bitsandbytes its kernels count as the 32-bit numbers that they move at least: one of a weight
     # that is dequantized, three of one that is updated (the weight, its gradient and the new weight).

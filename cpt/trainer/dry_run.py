@@ -6,6 +6,7 @@ stage takes the seconds of the last profiled one, and its bytes plus, for each f
 between the last two."""
 
 import contextlib
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -34,6 +35,7 @@ from cpt.trainer.preflight import prepare_run
 from cpt.trainer.profiling import NUM_STAGES, Profile, estimate_memory, extend_profiles, profile_run
 from cpt.trainer.run_dir import RunDir
 
+log = logging.getLogger(__name__)
 MAX_ROWS = 8  # of a table; of longer ones the first and the last half are shown
 HIDDEN_COLUMNS = ("read_tokens", "left_read_tokens", "stored")
 
@@ -83,6 +85,10 @@ def estimate(plan: Plan, run: RunDir, extended: RunDir | None) -> dict[str, Any]
         stages=stages,
         device=machine.device,
         world_size=machine.world_size,
+    )
+    log.info(
+        "Measuring steps of %s; plan_device=cpu, h100 or another computes a plan without any (docs/plan.md)",
+        count_noun(min(NUM_STAGES, len(plan.order)), "stage"),
     )
     profiles = profile_run(plan, machine, corpora, base, module, data)
     has_growing_model = type(module).expand is not ContinualMethod.expand

@@ -50,11 +50,13 @@ class ConfigCheck(Callback):
 
 
 def write_no_files(config: DictConfig) -> None:
-    """Has Hydra write neither its files nor a log."""
+    """Has Hydra write neither its files nor a log file. Where JSON is printed, log lines go to stderr."""
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.output_subdir = None
         config.hydra.job_logging.root.handlers = ["console"]
         config.hydra.job_logging.handlers.pop("file", None)
+        if config.plan == "json":
+            config.hydra.job_logging.handlers.console.stream = "ext://sys.stderr"
 
 
 def check_working_folder(config: DictConfig) -> None:

@@ -27,7 +27,7 @@ from cpt.models.units import find_block_matrices, find_expert_parameters
 from cpt.optim.muon import MuonWithAdamW
 from cpt.optim.rounding import lost_update_share
 from cpt.optim.state import CarriedState
-from cpt.trainer.auto import Machine
+from cpt.trainer.auto import Machine, is_bf16_emulated
 from cpt.trainer.export_dtype import find_export_dtype, name_dtype
 from cpt.trainer.log_experts import log_experts
 from cpt.trainer.log_quantization import log_quantization
@@ -145,8 +145,9 @@ def log_mixture(data: DomainSequence) -> None:
             continue
         epochs = max(use.epochs for use in uses.values())
         log.info(
-            "Mixing in %s: %s, %s in all, %.3g of the rows of a batch, read %.2f times (%s)",
+            "Mixing in %s: %s in %s, %s in all, %.3g of the rows of a batch, read %.2f times (%s)",
             name,
+            count_noun(mixed.text.documents, "chat" if mixed.options.has_chats else "document"),
             count_noun(len(mixed.text), "sequence"),
             count_noun(mixed.num_tokens, "token"),
             first_use.asked_share,
@@ -267,6 +268,10 @@ def log_muon(plan: Plan, module: ContinualMethod) -> None:
             f"{num_muon:,}",
             f"{num_adamw:,}",
         )
+        if module.device.type == "cpu" and is_bf16_emulated():
+            log.warning(
+                "optim=muon is slow on this CPU: its products are in bf16, for which the CPU has no AVX-512"
+            )
     else:
         log.info(
             "No effect of optim=muon: method=%s trains no matrix of the blocks, and AdamW the rest",

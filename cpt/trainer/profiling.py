@@ -31,8 +31,9 @@ from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.plan import Plan
 
 NUM_STAGES = 3  # that are profiled: in the third a method adds what it adds for each further domain
-NUM_WARMUP_STEPS = 2  # of a stage
+NUM_WARMUP_STEPS = 2  # of a stage, fewer if its run has fewer
 NUM_TIMED_STEPS = 3
+MIN_STEPS = 2  # between the ends of two is the time of a step
 Number = TypeVar("Number", int, float)
 
 
@@ -101,7 +102,8 @@ class Profiler(Callback):
             self.step_ends.append(self.lap_start)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        timed_ends = self.step_ends[NUM_WARMUP_STEPS - 1 :]
+        num_warmup_steps = min(NUM_WARMUP_STEPS, len(self.step_ends) - 1)
+        timed_ends = self.step_ends[num_warmup_steps - 1 :]
         self.profile.step_s = (timed_ends[-1] - timed_ends[0]) / (len(timed_ends) - 1)
         self.profile.memory = count_bytes(pl_module, trainer)
 
@@ -165,12 +167,12 @@ def profile_run(
     data: DomainSequence,
 ) -> list[Profile]:
     """The profiles of the base and the first stages: what one of all processes does of a batch, with the same
-    few steps for every domain. The module cannot be used after it."""
+    few steps for every domain, not more than a stage of the run has. The module cannot be used after it."""
     num_samples = min(plan.trainer.importance_samples, plan.trainer.eval_batch_size)
     importance_factor = compare_importance_samples(
         plan, data, num_samples=num_samples, world_size=machine.world_size
     )
-    num_steps = NUM_WARMUP_STEPS + max(NUM_TIMED_STEPS, 2 * module.period)
+    num_steps = choose_num_steps(data, period=module.period)
     short_plan = shorten_plan(
         plan,
         num_steps=num_steps,
@@ -182,12 +184,12 @@ def profile_run(
 
     # A batch of a domain and one of the general text are evaluated.
     short_data = build_data(short_plan, one_process, corpora, base, module)
-    short_data.eval_tokens = plan.trainer.eval_batch_size * plan.model.max_seq_length
+    batch_tokens = plan.trainer.eval_batch_size * plan.model.max_seq_length
+    short_data.eval_tokens = min(batch_tokens, data.eval_tokens or batch_tokens)
     texts = list(short_data.held_out)
     short_data.requested_texts = list(dict.fromkeys([texts[0], texts[-1]]))
     short_data.by_length = not module.in_sequence
     num_tokens = sum(int(short_data.scored_sizes(text).all.sum()) for text in short_data.requested_texts)
-
     profiles = []
     with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as folder:
         for number, stage in enumerate([None, *short_data]):
@@ -209,6 +211,14 @@ def profile_run(
                 profile.memory = count_bytes(module, trainer)
             profiles.append(profile)
     return profiles
+
+
+def choose_num_steps(data: DomainSequence, *, period: int) -> int:
+    """The steps of a profiled stage: enough for two of the method's periods, but not more than the longest
+    stage of the run has, of which a plan would otherwise cost more than the run."""
+    num_run_steps = max((data.steps(stage) for stage in data), default=0)
+    num_steps = NUM_WARMUP_STEPS + max(NUM_TIMED_STEPS, 2 * period)
+    return max(MIN_STEPS, min(num_steps, num_run_steps))
 
 
 def compare_importance_samples(

@@ -55,6 +55,7 @@ LOGITS = "logits and loss"
 ACTIVATIONS = "activations and rest"
 
 ADAMW_8BIT = "cpt.optim.adamw_8bit.AdamW8bit"
+MUON = "cpt.optim.muon.MuonWithAdamW"
 SIMULATED_ADAMW_8BIT = "cpt.optim.simulated_8bit.SimulatedAdamW8bit"
 NEVER = 2**62  # a number of steps that no run makes, and a size that no tensor has
 MAX_TIMED_TOKENS = 512  # of a call of a kernel that is timed; of more it takes so much longer

@@ -36,7 +36,8 @@ def find_layer_name(weight: str) -> str:
         ("prompt", set()),
     ],
 )
-def test_muon_trains_the_matrices_of_the_blocks_alone(method, names, build, caplog):
+def test_muon_trains_the_matrices_of_the_blocks_alone(method, names, build, caplog, monkeypatch):
+    monkeypatch.setattr(log_settings, "is_bf16_emulated", lambda: method == "lora")
     run = build(method, "optim=muon", "optim.weight_decay=0.5", "trainer.steps=1", on="causal")
     settings = {}
 
@@ -52,6 +53,7 @@ def test_muon_trains_the_matrices_of_the_blocks_alone(method, names, build, capl
     with caplog.at_level("INFO", logger="cpt"):
         log_settings.log_muon(run.plan, run.module)
     assert ("No effect of optim=muon: method=prompt" in caplog.text) == (method == "prompt")
+    assert ("optim=muon is slow on this CPU" in caplog.text) == (method == "lora")
     if method == "ncl":
         assert len(by_muon) == len(find_block_matrices(run.module.model))
         assert settings["transformer.wte.weight"] == ("adamw", 0.5)

@@ -1,6 +1,7 @@
 """What has to be predicted: against loops over rows and places; of examples the answers alone; spans."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -133,6 +134,15 @@ def answered(tmp_path_factory):
         )
 
     return encode
+
+
+def test_of_examples_that_are_too_long_the_longest_is_named(answered):
+    with pytest.raises(ValueError, match="other examples are too long as well") as error:
+        answered(length=4)
+    needed = int(re.search(r"at least (\d+)", str(error.value))[1])
+    with pytest.raises(ValueError, match=f"at least {needed}"):
+        answered(length=needed - 1)
+    assert len(answered(length=needed)) > 0
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ def cells(page, first):
 
 
 def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
-    small, start, tmp_path, corpora, monkeypatch
+    small, start, tmp_path, corpora, monkeypatch, capsys
 ):
     run = tmp_path / "secret_user" / "run"
     start(small("order=[law,food]", "optim.lr=0.01", "method=prompt"), run)
@@ -59,6 +59,13 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(
     parts = run / "model" / "parts.json"
     parts.write_text(parts.read_text() + " ")
     assert program.main([str(run)]) == 0 and path.read_text() == page
+
+    stored = (run / "scores.json").read_text()
+    (run / "scores.json").write_text(stored.replace('"finished": true', '"finished": false'))
+    with pytest.raises(SystemExit):
+        program.main([str(run)])
+    assert "is invalid: unfinished, last measured: food. Allowed" in capsys.readouterr().err
+    (run / "scores.json").write_text(stored)
     assert [output.split(" ")[0] for output in run_dir.find_damaged_outputs(full=True)] == [
         "model/parts.json"
     ]

@@ -239,7 +239,8 @@ def test_a_killed_stage_goes_on_with_the_chats_that_it_began_with(chat_run, kill
 
 def test_what_cannot_answer_chats_is_refused_in_one_line(small_gpt2, decoder, chats_file, start, tmp_path):
     with pytest.raises(
-        ValueError, match=r"chats.path=.* is invalid with model=tiny_gpt2: it has no chat template"
+        ValueError,
+        match=r"chats.path=.* is invalid with model=tiny_gpt2: model=tiny_gpt2 has no chat template",
     ):
         start(small_gpt2(f"chats.path={chats_file}"), tmp_path / "run")
     sharded = [f"model.name_or_path={decoder}", "strategy=fsdp"]
@@ -248,6 +249,17 @@ def test_what_cannot_answer_chats_is_refused_in_one_line(small_gpt2, decoder, ch
     with pytest.raises(ValueError, match="chats.path=.*nowhere is invalid: it is missing"):
         start(small_gpt2("chats.path=nowhere"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_of_chats_that_are_too_long_the_longest_is_named(small_gpt2, decoder, start, tmp_path):
+    rows = []
+    for num_words in (400, 900, 500):
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "star " * num_words}]
+        rows.append(json.dumps({"messages": messages}))
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(rows))
+    with pytest.raises(ValueError, match=r"line 2: .* of at least \d+\. 2 other examples are too long as"):
+        start(small_gpt2(f"model.name_or_path={decoder}", f"chats.path={path}"), tmp_path / "run")
 
 
 def test_the_gate_judges_chats_and_broken_answers(chat_run, tmp_path, capsys):

@@ -219,7 +219,7 @@ def test_what_takes_no_chats_and_chats_that_are_held_out_are_refused_in_one_line
     chats = tmp_path / "chats.jsonl"
     with pytest.raises(ValueError, match="replay.sources.chat.path=.* is invalid: .* is held out"):
         start(config("chats=default", f"chats.path={chats}"), tmp_path / "run")
-    message = "replay.sources.chat.format=messages is invalid with model=tiny_.*: it "
+    message = "replay.sources.chat.format=messages is invalid with model=tiny_.*: model=tiny_.* "
     with pytest.raises(ValueError, match=f"{message}has no chat template"):
         start(small_gpt2("replay=sources", sources), tmp_path / "run")
     with pytest.raises(ValueError, match=f"{message}is no causal model"):

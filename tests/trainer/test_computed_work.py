@@ -136,7 +136,12 @@ def test_a_cpu_is_timed_once_and_a_gpu_has_a_share_of_its_peak(llama, monkeypatc
     layout = make_layout(plan, 1)
     assert find_rates(simulated) == RATES
     assert timed == [
-        {"is_16_bit": True, "is_quantized": False, "is_checkpointed": False, "has_8bit_moments": False}
+        {
+            "has_16_bit_products": True,
+            "is_quantized": False,
+            "is_checkpointed": False,
+            "has_8bit_moments": False,
+        }
     ]
 
     work = count_step_work(simulated, layout)
@@ -151,19 +156,29 @@ def test_a_cpu_is_timed_once_and_a_gpu_has_a_share_of_its_peak(llama, monkeypatc
     assert on_gpu.flops == {"bfloat16": 989.4e12 * 0.2} and on_gpu.num_bytes == float("inf")
 
 
+def test_the_products_of_muon_have_the_rate_of_16_bits_in_a_run_of_32(llama, monkeypatch):
+    timed = []
+    monkeypatch.setattr(computed_time, "measure_cpu_once", lambda **options: timed.append(options) or RATES)
+    plan = make_plan(llama("optim=muon", "trainer.precision=32-true"))
+    find_rates(SimulatedPlan(plan, DeviceKind("CPU", 10**9, peak_flops={}, source="", is_gpu=False)))
+    assert timed[0]["has_16_bit_products"]
+    on_gpu = find_rates(SimulatedPlan(plan, GPUS["h100"]))
+    assert on_gpu.flops["bfloat16"] > 5 * on_gpu.flops["float32"]
+
+
 def test_the_rates_of_this_cpu_are_numbers(monkeypatch):
     monkeypatch.setattr(computed_time, "TIMED_SECONDS", 1e-4)
     monkeypatch.setattr(computed_time, "MATRIX_SIZE", 16)
     monkeypatch.setattr(computed_time, "QUANTIZED_SIZE", 64)
     monkeypatch.setattr(computed_time, "keep_for_run", lambda is_checkpointed: None)
     rates = computed_time.measure_cpu(
-        is_16_bit=True, is_quantized=True, is_checkpointed=False, has_8bit_moments=True
+        has_16_bit_products=True, is_quantized=True, is_checkpointed=False, has_8bit_moments=True
     )
     assert set(rates.flops) == {"float32", "bfloat16"} and min(rates.flops.values()) > 0
     assert 0 < rates.num_bytes < float("inf") and 0 < rates.num_dequantized < float("inf")
     assert 0 < rates.num_8bit_updates < float("inf")
     wide = computed_time.measure_cpu(
-        is_16_bit=False, is_quantized=False, is_checkpointed=False, has_8bit_moments=False
+        has_16_bit_products=False, is_quantized=False, is_checkpointed=False, has_8bit_moments=False
     )
     assert set(wide.flops) == {"float32"}
     assert wide.num_dequantized == wide.num_bytes / 4 and wide.num_8bit_updates == wide.num_bytes / 12

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from cpt.core.preemption import Preempted
 from cpt.models.units import find_block_matrices
+from cpt.trainer import profiling
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 from tests.runs.reading import assert_same_bits, killed, read_scores, scores_of, times
 from tests.support.campaign import run_few
@@ -90,6 +91,22 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(
     assert estimate["memory"]["last"]["peak"] == pytest.approx(max(scores.memory), rel=0.15)
 
 
+@pytest.mark.parametrize(("num_steps", "num_measured"), [(1, 2), (3, 3), (20, 5)])
+def test_no_more_steps_are_measured_than_the_run_has(
+    num_steps, num_measured, planned, small, tmp_path, monkeypatch
+):
+    measured = []
+    train_stage = profiling.train_stage
+
+    def record(plan, *arguments):
+        measured.append(plan.budget.steps)
+        train_stage(plan, *arguments)
+
+    monkeypatch.setattr(profiling, "train_stage", record)
+    estimate = planned(small("order=[law,food]", f"trainer.steps={num_steps}"), tmp_path / "run")
+    assert measured == [num_measured] * 2 and estimate["step_seconds"] > 0
+
+
 def remaining(estimate: dict) -> dict[str, tuple[int, int]]:
     return {
         stage["stage"]: (stage["left_steps"], stage["left_scored_tokens"]) for stage in estimate["stages"]
@@ -131,7 +148,7 @@ def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, 
     killed(start, killing, cfg, tmp_path / "run", step=5, domain="food")
     before = times(tmp_path / "run")
     estimate = planned(cfg, tmp_path / "run")
-    assert times(tmp_path / "run") == before and estimate["state"] == "unfinished, 2 rows, last: law"
+    assert times(tmp_path / "run") == before and estimate["state"] == "unfinished, last measured: law"
     steps = {name: steps for name, (steps, _) in remaining(estimate).items()}
     assert steps == {"base": 0, "law": 0, "food": 2, "space": 6}  # a checkpoint after 4 of 6 steps
     assert remaining(estimate)["law"][1] == 0 < remaining(estimate)["food"][1]

@@ -1,6 +1,7 @@
 """What is wrong with a config, a checkpoint or a tokenizer is told in one line, before any text is read."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -441,3 +442,17 @@ def test_a_checkpoint_below_a_path_that_does_not_exist_is_refused_before_torch_i
     with pytest.raises(ValueError, match=f"Did you mean {similar}\\? Allowed: an"):
         check_base_folder(plan)
     check_base_folder(replace(plan, model=replace(plan.model, name_or_path="owner/name")))
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_only_the_first_process_logs_what_the_files_give(
+    rank, small, start, corpora, tmp_path, caplog, monkeypatch
+):
+    root = tmp_path / "texts"
+    shutil.copytree(corpora, root)
+    (root / "notes.txt").write_text("Of no domain.")
+    caplog.set_level(logging.INFO, "cpt")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(ValueError, match="plan=true is invalid"):
+        start(small("plan=true", f"domains.root={root}"), tmp_path / "run")
+    assert ("Ignoring 1 text file " in caplog.text) == (rank == "0") == bool(caplog.messages)

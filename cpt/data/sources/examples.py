@@ -18,29 +18,51 @@ OnBadExample = Literal["stop", "skip"]  # its values
 
 class BadExampleError(ValueError):
     """One example that cannot be used, which `domains.on_bad_example=skip` leaves out. `kind` says what is
-    wrong with it in the words that all such examples share."""
+    wrong with it in the words that all such examples share; `num_tokens` are those that one takes which is
+    too long for the model, else None."""
 
-    def __init__(self, message: str, kind: str = "") -> None:
+    def __init__(self, message: str, kind: str = "", num_tokens: int | None = None) -> None:
         super().__init__(message)
         self.kind = kind or message
+        self.num_tokens = num_tokens
+
+    def with_message(self, message: str) -> "BadExampleError":
+        return BadExampleError(message, self.kind, self.num_tokens)
 
 
 @dataclass
 class BadExamples:
     """Collects the bad examples of a text, by kind: their number and the message of the first. Unless they
-    are skipped, the first one is raised. `option` decides which."""
+    are skipped, the first one is raised. `option` decides which. Of those that are too long for the model,
+    the error of the longest is kept."""
 
     is_skipping: bool
     option: str = SKIP_OPTION
     counts: Counter[str] = field(default_factory=Counter)
     first_messages: dict[str, str] = field(default_factory=dict)
+    longest: BadExampleError | None = None
 
     def add(self, error: BadExampleError) -> None:
         """Counts an example. Raises BadExampleError where bad examples stop the run."""
         if not self.is_skipping:
-            raise BadExampleError(f"{error} ({self.option}=skip leaves it out)", error.kind) from error
+            raise error.with_message(f"{error} ({self.option}=skip leaves it out)") from error
         self.counts[error.kind] += 1
         self.first_messages.setdefault(error.kind, str(error))
+        if error.num_tokens is None:
+            return
+        if self.longest is None or error.num_tokens > (self.longest.num_tokens or 0):
+            self.longest = error
+
+    def describe_longest(self) -> str:
+        """The message of the longest example, and how many others are too long, so that one change of the
+        length makes room for all. Empty where all fit."""
+        if self.longest is None:
+            return ""
+        num_others = self.counts[self.longest.kind] - 1
+        if num_others == 0:
+            return str(self.longest)
+        others = f"{count_noun(num_others, 'other example')} {'is' if num_others == 1 else 'are'}"
+        return f"{self.longest}. {others} too long as well, but not longer"
 
     def all_skipped(self, text: str) -> InvalidOptionError:
         """The error of a text whose examples are all bad."""

@@ -15,7 +15,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
@@ -42,6 +42,7 @@ from cpt.data.sources.files import (
 
 log = logging.getLogger(__name__)
 MIN_ONE_DOCUMENT_FILES = 20  # .txt files, from which each is a document
+NUM_CHECKED_FILES = 20  # of a domain, whose first lines are read before its text
 NUM_FIRST_LINES = 10_000  # of a file, by which its documents are found
 MAX_LINES_PER_PARAGRAPH = 20  # on average; where blank lines are rarer, they separate no paragraphs
 SHARD = re.compile(r"\d+-of-\d+")  # in the name of a file that is one of several with many documents
@@ -347,11 +348,26 @@ def naming_others(paths: Sequence[Path]) -> Iterator[None]:
         ) from error
 
 
+def check_encodings(paths: Sequence[Path]) -> None:
+    """Raises EncodingError where one of the first .txt and .md files is not UTF-8 by its first lines: found
+    before a run loads its libraries, and at once also where there are a million files."""
+    plain_paths = [path for path in paths if kind(path) in PLAIN_SUFFIXES]
+    with naming_others(plain_paths):
+        for path in plain_paths[:NUM_CHECKED_FILES]:
+            with suppress(OSError):  # a damaged file has its own message
+                read_first_lines(path)
+
+
+def read_first_lines(path: Path) -> None:
+    """Raises ValueError for a file whose first lines are not UTF-8, or no text."""
+    for _ in islice(lines(path), NUM_FIRST_LINES):
+        pass
+
+
 def has_other_encoding(path: Path) -> bool:
     """Whether the first lines of a file show that it is not UTF-8."""
     try:
-        for _ in islice(lines(path), NUM_FIRST_LINES):
-            pass
+        read_first_lines(path)
     except EncodingError:
         return True
     except (ValueError, OSError):  # damage of another kind has its own message

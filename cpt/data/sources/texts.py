@@ -35,7 +35,7 @@ from cpt.data.sources.files import (
     stamps,
     walk,
 )
-from cpt.data.sources.readers import read_folder
+from cpt.data.sources.readers import check_encodings, read_folder
 
 log = logging.getLogger(__name__)
 Columns = Annotated[Mapping[str, Text], Allowed("{domain: column}")]
@@ -125,6 +125,7 @@ class Texts(Source):
                 if not os.access(path, os.R_OK):
                     raise ValueError(f"{path} cannot be read: permission denied")
             self.check_splits(folder, paths)
+            check_encodings(paths)
         self.check_loose_text()
 
         self.log_left_out()
@@ -217,8 +218,8 @@ class Texts(Source):
         other_files = [path for path in loose if path not in texts]
         if texts:
             log.warning(
-                "Ignoring %d text files of %s in no domain's folder: %s",
-                len(texts),
+                "Ignoring %s of %s in no domain's folder: %s",
+                count_noun(len(texts), "text file"),
                 self.corpora,
                 shown(texts),
             )

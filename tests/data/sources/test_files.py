@@ -75,7 +75,7 @@ def test_text_in_no_domain_and_hidden_folders_are_named(tmp_path, caplog):
     open_texts(tmp_path).check(["a"])
     assert read_texts(tmp_path) == ["One."]
     levels = {record.getMessage(): record.levelname for record in caplog.records}
-    assert levels[f"Ignoring 1 text files of {tmp_path} in no domain's folder: law.JSONL"] == "WARNING"
+    assert levels[f"Ignoring 1 text file of {tmp_path} in no domain's folder: law.JSONL"] == "WARNING"
     assert levels[f"Ignoring files of {tmp_path} in no domain's folder: README.md"] == "INFO"
     assert levels[f"Ignoring hidden folders of {tmp_path}: .old"] == "INFO"
     assert levels["Leaving out files of a: 1 hidden (.part)"] == "INFO"
@@ -132,6 +132,8 @@ def test_files_in_another_encoding_are_named_together(num_files, tmp_path):
     ) as error:
         read_documents(tmp_path)
     assert "iconv -f WINDOWS-1252 -t UTF-8 00.txt" in str(error.value)
+    with pytest.raises(ValueError, match=r"00.txt is not UTF-8: .*either: 1 file \(02.txt\)"):
+        open_texts(tmp_path).check(["a"])  # before libraries are loaded
 
 
 PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
