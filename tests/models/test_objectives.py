@@ -139,10 +139,10 @@ def answered(tmp_path_factory):
 def test_of_examples_that_are_too_long_the_longest_is_named(answered):
     with pytest.raises(ValueError, match="other examples are too long as well") as error:
         answered(length=4)
-    needed = int(re.search(r"at least (\d+)", str(error.value))[1])
-    with pytest.raises(ValueError, match=f"at least {needed}"):
-        answered(length=needed - 1)
-    assert len(answered(length=needed)) > 0
+    num_needed = int(re.search(r"at least (\d+)", str(error.value))[1])
+    with pytest.raises(ValueError, match=f"at least {num_needed}"):
+        answered(length=num_needed - 1)
+    assert len(answered(length=num_needed)) > 0
 
 
 @pytest.fixture(scope="module")

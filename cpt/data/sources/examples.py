@@ -61,8 +61,10 @@ class BadExamples:
         num_others = self.counts[self.longest.kind] - 1
         if num_others == 0:
             return str(self.longest)
-        others = f"{count_noun(num_others, 'other example')} {'is' if num_others == 1 else 'are'}"
-        return f"{self.longest}. {others} too long as well, but not longer"
+        verb = "is" if num_others == 1 else "are"
+        return (
+            f"{self.longest}. {count_noun(num_others, 'other example')} {verb} too long as well, not longer"
+        )
 
     def all_skipped(self, text: str) -> InvalidOptionError:
         """The error of a text whose examples are all bad."""
