@@ -1,8 +1,8 @@
 """Weights & Biases goes away while a run logs to it: does the run end, and with the same bits?
 
-A trial is one of EVENTS, at any moment of a run. Its server is one of this machine, which answers as that of
-W&B until it refuses every request. The run has to end with exit code 0 and the bits of one without W&B, with
-one line at most on W&B's failure and no traceback."""
+A trial is one of EVENTS, at any moment of a run: one that came after the run's end is repeated at another. Its
+server is one of this machine, which answers as that of W&B until it refuses every request. The run has to end
+with exit code 0 and the bits of one without W&B, with one line at most on W&B's failure and no traceback."""
 
 import json
 import os
@@ -25,6 +25,9 @@ EVENTS = ("server refuses", "disk full", "home read-only", "service killed")
 WARNING = re.compile(r"logger\.wandb failed \(|logging offline")
 FINISH_TIMEOUT_S = 20
 REFUSED = 503
+MAX_ATTEMPTS = 8
+MIN_KIB = 4  # of a disk that is to be full
+NEARLY_FULL = 4096  # bytes: less than W&B writes at once
 KEY = "0" * 40  # of the form of a key
 OWN_LINE = re.compile(r"^(Exception in thread|Traceback)", re.MULTILINE)
 
@@ -105,67 +108,87 @@ def find_service(pid: int) -> int | None:
     return services[0] if services else None
 
 
-def try_run(
+def start_and_lose(
     arguments: list[str], run: Path, *, event: str, moment: float, disk_folder: Path, server: Server
 ) -> dict[str, Any]:
-    """Starts the run, lets W&B go away after so many seconds, and waits for the end."""
+    """Starts the run, lets W&B go away after so many seconds, and waits for the end. `had_event` says whether
+    the run still needed what went away."""
     process = runs.begin(arguments, run)
     process.join(moment)
-    had_ended = not process.is_alive()
+    had_event = process.is_alive()
     service = find_service(process.pid)
     if event == "server refuses":
         server.is_refusing = True
     elif event == "home read-only":
         runs.wait_for(lambda: remount(disk_folder, "ro") or not process.is_alive())
-    elif event == "service killed" and service is not None:
-        runs.kill(service)
+    elif event == "service killed":
+        had_event = service is not None
+        if service is not None:
+            runs.kill(service)
+    code = wait_for_exit(process, seconds=runs.HANGS_S)
+    if event == "server refuses":
+        had_event = server.num_refusals > 0
+    elif event == "disk full":
+        had_event = shutil.disk_usage(disk_folder).free < NEARLY_FULL
     return {
-        "had_ended": had_ended,
-        "had_service": service is not None,
-        "code": wait_for_exit(process, seconds=runs.HANGS_S),
+        "had_event": had_event,
+        "code": code,
         "answers": server.num_answers,
         "refusals": server.num_refusals,
     }
 
 
-def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    event = EVENTS[number % len(EVENTS)]
-    method = f"method={runs.shuffled(runs.METHODS, number)}"
-    expected = runs.run_undisturbed(folder, [method, *runs.GIVEN])
-    home = folder / f"tracking-{number}"
+def attempt(
+    folder: Path, home: Path, options: list[str], *, event: str, moment: float, size: str
+) -> dict[str, Any]:
+    """The end of a run of which W&B goes away, with its bits and its log."""
     run = home / "run"
     disk_folder = home / "disk"
-    size = f"{draw.randint(4, 400)}k" if event == "disk full" else LARGE
-
     mode = "online" if event == "server refuses" else "offline"
-    options = [method, *runs.GIVEN, "logger=wandb", f"logger.mode={mode}"]
-    arguments = runs.command(folder, run, *options)
-    variables = {"HOME": str(disk_folder)}
-    if event == "disk full":
-        variables = {"WANDB_DIR": str(disk_folder)}
+    arguments = runs.command(folder, run, *options, "logger=wandb", f"logger.mode={mode}")
+    variables = {"WANDB_API_KEY": KEY, "WANDB_FINISH_TIMEOUT": str(FINISH_TIMEOUT_S)}
+    variables["WANDB_DIR" if event == "disk full" else "HOME"] = str(disk_folder)
     try:
         with disk(disk_folder, size), serving() as server:
             variables["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.server_port}"
-            variables["WANDB_API_KEY"] = KEY
-            variables["WANDB_FINISH_TIMEOUT"] = str(FINISH_TIMEOUT_S)
-            moment = draw.uniform(0, 1.5 * expected["seconds"])  # W&B takes a few seconds of its own
             with mock.patch.dict(os.environ, variables):
-                end = try_run(
+                end = start_and_lose(
                     arguments, run, event=event, moment=moment, disk_folder=disk_folder, server=server
                 )
-        words = runs.read_log(run)
-        num_warnings = len(WARNING.findall(words))
-        is_same = end["code"] == 0 and runs.bits(run) == expected["bits"]
+        bits = runs.bits(run) if end["code"] == 0 else None
+        return end | {"bits": bits, "words": runs.read_log(run)}
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    is_fine = is_same and num_warnings <= 1 and OWN_LINE.search(words) is None
+
+
+def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    """An event at a moment of a run, earlier and with less room until it happens within the run."""
+    event = EVENTS[number % len(EVENTS)]
+    options = [f"method={runs.shuffled(runs.METHODS, number)}", *runs.GIVEN]
+    expected = runs.run_undisturbed(folder, options)
+    moment = draw.uniform(0, 1.5 * expected["seconds"])  # W&B takes a few seconds of its own
+    num_kib = draw.randint(MIN_KIB, 400)
+    for attempt_number in range(MAX_ATTEMPTS):
+        home = folder / f"tracking-{number}-{attempt_number}"
+        size = f"{num_kib}k" if event == "disk full" else LARGE
+        end = attempt(folder, home, options, event=event, moment=moment, size=size)
+        words = end.pop("words")
+        is_same = end.pop("bits") == expected["bits"]
+        num_warnings = len(WARNING.findall(words))
+        is_fine = is_same and num_warnings <= 1 and OWN_LINE.search(words) is None
+        if end["had_event"] or not is_fine:
+            break
+        # The service lives from the start of the logger to the end of the run.
+        moment = draw.uniform(0, expected["seconds"])
+        num_kib = max(MIN_KIB, num_kib // 2)
     return {
         "event": event,
-        "method": method,
+        "method": options[0],
         "moment": round(moment, 2),
         **end,
+        "attempts": attempt_number + 1,
         "warnings": num_warnings,
         "same": is_same,
-        "fine": is_fine,
+        "fine": is_fine and end["had_event"],
         "last": "" if is_fine else words[-1500:],
     }
