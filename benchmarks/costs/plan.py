@@ -126,9 +126,11 @@ PAGE = ROOT / "docs" / "plan.md"
 FILE = RESULTS / "plan.json"
 BEGIN = "<!-- generated: plan -->"
 END = "<!-- end: plan -->"
-# Steps from 0: the first makes the optimizer's state, the next ones are timed, and the last two are profiled.
+# Steps from 0: the first makes the optimizer's state, and the memory of the process is read after the second,
+# before a plan is computed in it. The next ones are timed, and the last two are profiled.
 NUM_TIMED_STEPS = 3
-PROFILED_STEP = 1 + NUM_TIMED_STEPS
+FIRST_TIMED_STEP = 2
+PROFILED_STEP = FIRST_TIMED_STEP + NUM_TIMED_STEPS
 NUM_STEPS = PROFILED_STEP + 2
 TOKENIZER_ENTRIES = 8192
 # Measured over computed figures, in the order of the table.
@@ -275,11 +277,11 @@ class StepMonitor(Callback):
         if batch_index % trainer.accumulate_grad_batches:
             return
         step = trainer.global_step
-        if 1 < step <= PROFILED_STEP:
+        if FIRST_TIMED_STEP < step <= PROFILED_STEP:
             self.seconds.append(time.thread_time() - self.start_time)
-        if step == 2:
+        if step == FIRST_TIMED_STEP:
             self.resident = peak(CPU)
-        if 1 <= step <= PROFILED_STEP:
+        if FIRST_TIMED_STEP <= step <= PROFILED_STEP:
             self.computed.append(self.compute_step())
         if step == PROFILED_STEP:
             module.zero_grad()  # the profiler would not see that gradients of before are freed

@@ -21,11 +21,12 @@ from tests.conftest import SMALL, VOCABULARIES, sentences
 from tests.support.chat_decoder import write_checkpoint
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.forked_scripts import is_alive, read_proc, start_script, wait_for, wait_for_exit
+from tests.support.method_fixtures import NEED_EXAMPLES
 
-METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
+METHODS = sorted({path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} - NEED_EXAMPLES)
 FEATURES = ("bf16 weights", "8-bit optimizer", "quantized base", "chats", "streamed replay")
 OF_A_CHECKPOINT = ("quantized base", "chats")  # without a base that the run pre-trains
-CASES = (*METHODS, *FEATURES)  # of trials, in turn
+CASES = (*METHODS, *sorted(NEED_EXAMPLES), *FEATURES)  # of trials, in turn
 OF_NEW_MODELS = ("model.vocab_size", "model.config", "model.pretraining")  # which a checkpoint does not take
 DDP = ("strategy=ddp", "trainer.accelerator=cpu")
 GIVEN = ("trainer.steps=12",)
@@ -61,6 +62,9 @@ def endtasks_of(folder: Path) -> list[str]:
 
 def options_of(folder: Path, case: str) -> list[str]:
     """The options of a case: of a method, or of a feature that goes with methods."""
+    if case in NEED_EXAMPLES:
+        options = ["method.max_new_tokens=8", "method.prompt='{demonstration} '"]  # the decoder reads 64 tokens
+        return [f"method={case}", *options, *decoder_options(folder), *chat_domains(folder)]
     if case == "bf16 weights":  # rounded stochastically
         return ["method=ewc", "trainer.precision=bf16-true"]
     if case == "8-bit optimizer":
@@ -84,15 +88,23 @@ def decoder_options(folder: Path) -> list[str]:
     return ["model=hf", f"model.name_or_path={checkpoint}", "model.max_seq_length=64", "chats=none"]
 
 
-def write_chats(folder: Path) -> Path:
-    path = folder / "chats.jsonl"
+def write_chats(folder: Path, *, name: str = "chats", vocabulary: str = "space") -> Path:
+    path = folder / f"{name}.jsonl"
     if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         rows = []
-        for number, answer in enumerate(sentences(VOCABULARIES["space"], count=60, seed=9, size=(3, 8))):
+        for number, answer in enumerate(sentences(VOCABULARIES[vocabulary], count=60, seed=9, size=(3, 8))):
             question = {"role": "user", "content": f"What is seen on night {number}?"}
             rows.append(json.dumps({"messages": [question, {"role": "assistant", "content": answer}]}))
         path.write_text("\n".join(rows) + "\n")
     return path
+
+
+def chat_domains(folder: Path) -> list[str]:
+    """Domains of chats instead of text."""
+    for name in ("law", "food"):
+        write_chats(folder / "instructions", name=name, vocabulary=name)
+    return ["domains=instructions", f"domains.root={folder / 'instructions'}"]
 
 
 def streamed_domains(folder: Path) -> list[str]:
