@@ -63,7 +63,10 @@ def endtasks_of(folder: Path) -> list[str]:
 def options_of(folder: Path, case: str) -> list[str]:
     """The options of a case: of a method, or of a feature that goes with methods."""
     if case in NEED_EXAMPLES:
-        options = ["method.max_new_tokens=8", "method.prompt='{demonstration} '"]  # the decoder reads 64 tokens
+        options = [
+            "method.max_new_tokens=8",
+            "method.prompt='{demonstration} '",
+        ]  # the decoder reads 64 tokens
         return [f"method={case}", *options, *decoder_options(folder), *chat_domains(folder)]
     if case == "bf16 weights":  # rounded stochastically
         return ["method=ewc", "trainer.precision=bf16-true"]
