@@ -27,6 +27,7 @@ from cpt.evaluation.derived_rows import (
     compare_with_row,
     describe_run_chats,
     describe_tuned_chats,
+    is_made_already,
     load_derived_documents,
 )
 from cpt.evaluation.run_folders import choose_run
@@ -53,7 +54,7 @@ from cpt.trainer.chat_losses import SHIPPED_CHATS, find_chats, load_causal, meas
 from cpt.trainer.rescored_chats import measure_run_chats
 from cpt.trainer.rescoring import RunTexts, load_finished_scores, open_run_texts
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.run_outputs import rewrite_report
+from cpt.trainer.run_outputs import finish_report, rewrite_report
 
 ROW = "graft"
 PARTS = ("adapters", "parts.json")  # what an exported model may have apart from its plain weights
@@ -77,8 +78,13 @@ def main(arguments: Sequence[str]) -> int:
     with readable():
         run = RunDir(choose_run(options.run))
         folder = options.output or run.path / ROW
-        check_options(options, folder)
+        check_weight(options.weight)
         scores = load_finished_scores(run)
+        description = describe_graft(options.instruct, options.base, weight=options.weight)
+        if is_made_already(folder, config_hash=scores.config_hash, description=description):
+            finish_report(run, scores, folder)
+            return 0
+        check_output(folder)
         check_model_folder(run)
         with run.locked():
             # Texts are read first: nothing is written for a run that cannot be scored.
@@ -103,11 +109,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def check_options(options: argparse.Namespace, output: Path) -> None:
-    """Raises ValueError for a weight that is not finite, and for an output that exists."""
-    if not math.isfinite(options.weight):
-        raise InvalidOptionError("--weight", options.weight, allowed="a finite number")
-    check_output(output)
+def check_weight(weight: float) -> None:
+    """Raises ValueError for a weight that is not finite."""
+    if not math.isfinite(weight):
+        raise InvalidOptionError("--weight", weight, allowed="a finite number")
+
+
+def describe_graft(instruct: str, base: str, *, weight: float) -> str:
+    """How a model is made, in one sentence without paths."""
+    return f"The run's last model + {weight:g} x ({Path(instruct).name} - {Path(base).name}), by tensor"
 
 
 def check_model_folder(run: RunDir) -> None:
@@ -204,11 +214,7 @@ class Graft:
         return tokenizer
 
     def describe(self) -> str:
-        """One sentence, without paths."""
-        return (
-            f"The run's last model + {self.weight:g} x ({Path(self.instruct.name).name} - "
-            f"{Path(self.base.name).name}), by tensor"
-        )
+        return describe_graft(self.instruct.name, self.base.name, weight=self.weight)
 
     def find_tuned_licenses(self) -> list[StatedLicense]:
         """What is stated of the tuned model and its base."""

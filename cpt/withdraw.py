@@ -21,7 +21,7 @@ from cpt.core.files import check_output, new_folder, writing
 from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.core.secrets import redact_text
-from cpt.evaluation.derived_rows import DerivedRow, describe_run_chats
+from cpt.evaluation.derived_rows import DerivedRow, describe_run_chats, is_made_already
 from cpt.evaluation.run_folders import choose_run
 from cpt.evaluation.scores import Scores
 from cpt.evaluation.withdrawals import WITHDRAWN_FILE, load_withdrawals, record_withdrawal
@@ -44,7 +44,7 @@ from cpt.trainer.rescoring import (
     open_run_texts,
 )
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.run_outputs import rewrite_report
+from cpt.trainer.run_outputs import finish_report, rewrite_report
 from cpt.trainer.withdrawal import (
     FORMS,
     Withdrawal,
@@ -79,6 +79,11 @@ def main(arguments: Sequence[str]) -> int:
         scores = load_finished_scores(run)
         check_domain(options.domain, scores)
         begun_form = None
+        if options.output is not None and not options.dry_run:
+            description = describe_form(options.domain, "subtracted")
+            if is_made_already(options.output, config_hash=scores.config_hash, description=description):
+                finish_report(run, scores, options.output)
+                return 0
         if options.output is not None:
             begun_form = find_begun_form(run, scores, domain=options.domain, output=options.output)
             if begun_form is None:
@@ -176,13 +181,12 @@ def give_back(
     reduced_run = RunDir(folder)
     train(load_config_here(reduced_run), run_dir=folder)
     reduced_scores = load_finished_scores(reduced_run)
-    print(f"{folder}: {describe(withdrawal, form)}")
+    print(f"{folder}: {describe_form(withdrawal.domain, form)}")
     print_losses(withdrawal.scores, dict(zip(reduced_scores.domains, reduced_scores.nll[-1], strict=True)))
 
 
-def describe(withdrawal: Withdrawal, form: str) -> str:
+def describe_form(domain: str, form: str) -> str:
     """One sentence on what was done, without paths."""
-    domain = withdrawal.domain
     if form == "left_out":
         return f"The modules of {domain} were removed; those of other domains are unchanged"
     if form == "subtracted":
@@ -231,7 +235,7 @@ def record(withdrawal: Withdrawal, folder: Path, form: str) -> None:
     record_withdrawal(
         folder,
         withdrawal.run.path,
-        {"domain": withdrawal.domain, "form": form, "description": describe(withdrawal, form)},
+        {"domain": withdrawal.domain, "form": form, "description": describe_form(withdrawal.domain, form)},
     )
 
 
@@ -252,7 +256,7 @@ def write_subtracted(
         dtype = withdrawal.scores.exported.get("dtype", "float32")
         if dtype in DTYPES:
             convert_files(partial_folder, DTYPES[dtype])
-        description = describe(withdrawal, "subtracted")
+        description = describe_form(withdrawal.domain, "subtracted")
         row = texts.store(partial_folder, text_scores, row=ROW, description=description, run_chats=run_chats)
         write_derived_card(
             partial_folder,

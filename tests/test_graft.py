@@ -95,6 +95,17 @@ def test_the_sum_by_tensor_has_its_row_on_the_page_and_leaves_the_run_whole(
     assert (run / "scores.json").read_bytes() == stored_scores
     assert RunDir(run).find_damaged_outputs(full=True) == []
 
+    # A start that was killed before it wrote the page is finished by the same command, and by no other.
+    (run / "report.md").write_text("killed here")
+    capsys.readouterr()
+    assert graft.main([*arguments, "--weight", "0.5"]) == 0
+    assert "made by an earlier start, and left as it is" in capsys.readouterr().out
+    assert "Models made of this run" in (run / "report.md").read_text()
+    assert RunDir(run).find_damaged_outputs(full=True) == []
+    with pytest.raises(SystemExit):
+        graft.main([*arguments, "--weight", "0.25"])
+    assert f"--output={folder} is invalid: it exists" in capsys.readouterr().err
+
     # Without weight it is the run's model, and is scored as the run has scored it.
     assert graft.main([*arguments, "--weight", "0", "--output", str(tmp_path / "none")]) == 0
     assert DerivedRow.load(tmp_path / "none" / "row.json").nll == scores.nll[-1]

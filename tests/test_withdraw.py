@@ -148,6 +148,12 @@ def test_an_adapter_is_subtracted_from_those_that_follow(method, small, start, t
     row = DerivedRow.load(run / "without_food" / "row.json")
     assert row.domains == scores_of(run).domains and row.nll != scores_of(run).nll[-1]
 
+    # As of a start that was killed before it wrote the page.
+    (run / "report.md").write_text("killed here")
+    assert withdraw.main(arguments) == 0
+    assert "made by an earlier start, and left as it is" in capsys.readouterr().out
+    assert RunDir(run).find_damaged_outputs(full=True) == []
+
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("rule", ["task_arithmetic", "average"])

@@ -58,6 +58,16 @@ class DerivedRow:
             raise DamagedFileError(path, reason=str(error), remedy=REMEDY) from None
 
 
+def is_made_already(folder: Path, *, config_hash: str, description: str) -> bool:
+    """Whether a folder has the whole model of an earlier start of the same command. A folder gets its name
+    when all of it is there."""
+    path = folder / ROW_FILE
+    if not path.is_file():
+        return False
+    row = DerivedRow.load(path)
+    return row.config_hash == config_hash and row.description == description
+
+
 def describe_tuned_chats(row: DerivedRow) -> str:
     """`Loss on the assistant's turns of 36 held-out chats: 1.3500 nats per token, the tuned model's 1.2040
     (+0.1460 [+0.1000, +0.2000])`; empty where it was not measured."""

@@ -175,6 +175,16 @@ def log_mixture(data: DomainSequence) -> None:
             break  # later stages read no more of it
 
 
+def find_ineffective_replay(plan: Plan) -> Iterator[str]:
+    """Replay that mixes nothing into the batches of this run, with the reason."""
+    mixture = plan.mixture
+    replay = plan.names["replay"]
+    if replay != "none" and not (mixture.past_ratio or mixture.general_ratio or mixture.mixed_sources):
+        yield f"replay={replay}: it has neither a share nor a source"
+    if mixture.past_ratio and len(plan.order) == 1:
+        yield f"replay.past_ratio={mixture.past_ratio:g}: a single domain has no past ones"
+
+
 def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMethod) -> Iterator[str]:
     """The options that are set and change nothing, each with the reason."""
     options = plan.trainer
@@ -188,6 +198,7 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     if checkpoint and pretraining and pretraining.get("steps"):
         yield f"model.pretraining.steps: {checkpoint} is given"
 
+    yield from find_ineffective_replay(plan)
     multiplier = plan.ignored_rate
     if multiplier not in (None, 1):
         yield f"method.lr_multiplier={multiplier}: optim.lr is a number (model.lr=… is multiplied by it)"

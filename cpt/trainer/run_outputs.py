@@ -1,5 +1,7 @@
 """The page of a finished run, written again after something was added to the run's folder."""
 
+from pathlib import Path
+
 from cpt.core.files import CHECKSUMS, read_checksums, write_checksums
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_page import write_report
@@ -14,3 +16,11 @@ def rewrite_report(run: RunDir, scores: Scores) -> None:
     pages = [run.path / name for name in REPORTS]
     # Else the next start of the run would find the new page damaged.
     write_checksums(run.path, [*pages, *run.path.glob("report-*.png")], unread=read_checksums(run.path))
+
+
+def finish_report(run: RunDir, scores: Scores, folder: Path) -> None:
+    """Writes the page of a run again, of which an earlier start has made the model in `folder`: it may have
+    been killed before it wrote the page. Prints that the model stays as it is."""
+    with run.locked():
+        rewrite_report(run, scores)
+    print(f"{folder}: made by an earlier start, and left as it is; the page of {run.path} is written again")

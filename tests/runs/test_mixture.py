@@ -213,6 +213,23 @@ def test_a_masked_model_reads_sources_of_text_and_losses_without_parts_are_said_
     assert caplog.text.count("No losses of parts of the mixture: those of NCL are not made of") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["replay=sources", "replay.sources={}"], "replay=sources: it has neither a share nor a source"),
+        (["replay=past", "replay.past_ratio=0"], "replay=past: it has neither a share nor a source"),
+        (["replay=past", "order=[law]"], "replay.past_ratio=0.25: a single domain has no past ones"),
+        (["replay=past"], ""),
+        ([], ""),
+    ],
+)
+def test_replay_that_mixes_nothing_in_is_a_line(options, line, small, start, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "cpt")
+    start(small("trainer.steps=1", "eval.when=last", *options), tmp_path / "run")
+    lines = [message for message in caplog.messages if message.startswith("No effect of replay")]
+    assert lines == ([f"No effect of {line}"] if line else [])
+
+
 def test_what_takes_no_chats_and_chats_that_are_held_out_are_refused_in_one_line(
     config, small, small_gpt2, sources, start, tmp_path
 ):
