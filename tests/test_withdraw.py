@@ -12,6 +12,7 @@ from cpt import verify, withdraw
 from cpt.adapters.domain_store import DomainParams, Router, Scope
 from cpt.evaluation.derived_rows import DerivedRow
 from cpt.trainer.checkpoint import load_stage
+from cpt.trainer.run_dir import RunDir
 from cpt.trainer.withdrawal import begins_as, drop_source, is_constant, is_source, why_not_left_out
 from tests.runs.reading import assert_same_bits, same_state, scores_of, state_of, times
 from tests.support.campaign import run_few
