@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         check_push_options(options)
         scores = load_exported_scores(run)
         if options.push is not None:
-            check_model(run)
+            check_exported_model(run)
         is_online = options.push is not None and not options.dry_run
         choices = read_license_choices(options, run, scores)
 
@@ -106,7 +106,7 @@ def load_exported_scores(run: RunDir) -> Scores:
     return scores
 
 
-def check_model(run: RunDir) -> None:
+def check_exported_model(run: RunDir) -> None:
     """Raises ValueError for damaged files of the exported model, but its card, which is written again."""
     damage = []
     for line in run.find_damaged_outputs(full=True):

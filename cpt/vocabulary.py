@@ -26,7 +26,7 @@ from cpt.core.output import run_program
 from cpt.core.randomness import key
 from cpt.data.new_tokens import (
     WordCounts,
-    check_kind,
+    check_tokenizer_kind,
     encode_in_batches,
     extend_definition,
     learn_extension,
@@ -37,7 +37,7 @@ from cpt.data.sources.files import find_text_files, split_of
 from cpt.data.sources.readers import read_folder
 from cpt.models.extended_tokenizer import check_fit
 from cpt.models.loading import load_tokenizer
-from cpt.trainer.base_files import VERBATIM, change_config
+from cpt.trainer.base_files import VERBATIM, change_tokenizer_config
 
 BATCH = 1 << 20  # characters that are encoded at once
 MAX_HELD_OUT = 32 << 20  # bytes of held-out text that are kept
@@ -106,7 +106,7 @@ def add_vocabulary(options: argparse.Namespace) -> None:
     """Raises ValueError for options, text or a checkpoint that cannot be used."""
     check_options(options)
     own_tokenizer = load_own_tokenizer(options.base)
-    check_kind(own_tokenizer, options.base)
+    check_tokenizer_kind(own_tokenizer, options.base)
 
     held_out = HeldOutText(options.held_out, has_named_splits=has_named_splits(options))
     words, num_documents = count_words(options, own_tokenizer, held_out)
@@ -236,11 +236,11 @@ def write_tokenizer(
         own_tokenizer.save_pretrained(folder)
         text = json.dumps(definition, ensure_ascii=False, indent=1)
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-        change_config(folder)  # without how the checkpoint's own was loaded
+        change_tokenizer_config(folder)  # without how the checkpoint's own was loaded
 
     problem = describe_loaded(folder, own_tokenizer, definition, options)
     if problem:  # the class of the checkpoint's tokenizer builds it in its own way
-        change_config(folder, tokenizer_class=VERBATIM)
+        change_tokenizer_config(folder, tokenizer_class=VERBATIM)
         problem = describe_loaded(folder, own_tokenizer, definition, options)
     if problem:
         raise ValueError(f"transformers would load another tokenizer from {options.output}: {problem}")

@@ -88,7 +88,7 @@ class Extension:
     scores: list[float]
 
 
-def check_kind(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def check_tokenizer_kind(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Raises ValueError for a tokenizer whose vocabulary cannot be extended."""
     kind = "without a fast version"
     if tokenizer.is_fast:

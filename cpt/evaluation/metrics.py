@@ -53,7 +53,7 @@ class Metric:
     is_level: bool = False  # a loss, not a difference of losses
     is_nested: bool = False  # a mean over stages of means over domains
 
-    def is_defined(self, layout: Layout) -> bool:
+    def is_defined(self, layout: MatrixLayout) -> bool:
         """Whether a matrix has the stages, domains, rows and texts that the terms are of."""
         return (
             len(layout.learned) >= self.min_stages
@@ -210,7 +210,7 @@ def intransigence(diagonal: Array, *, reference: Array) -> Array:
 
 
 @dataclass(kw_only=True)
-class Layout:
+class MatrixLayout:
     """What the rows and columns of a matrix stand for."""
 
     rows: list[str] = field(default_factory=list)  # "base", then the stages done
@@ -234,7 +234,7 @@ class Layout:
         return GENERAL in self.domains
 
 
-def compute_terms(nll: Array, *, layout: Layout) -> dict[str, Array]:
+def compute_terms(nll: Array, *, layout: MatrixLayout) -> dict[str, Array]:
     """The terms of every metric that has any; nll is [..., row, column] as in the layout."""
     # In the order of learning; the general text stays last.
     in_order = list(dict.fromkeys([*layout.learned, *layout.domains]))
@@ -259,7 +259,7 @@ def average_terms(terms: Array, is_measured: Array, *, is_nested: bool = False) 
     return average_terms(means, counts > 0) if is_nested else means
 
 
-def compute_means(matrix: Array, *, layout: Layout, higher_is_better: bool = False) -> dict[str, Array]:
+def compute_means(matrix: Array, *, layout: MatrixLayout, higher_is_better: bool = False) -> dict[str, Array]:
     """Every metric whose terms exist, each value [...]; the matrix is [..., row, column] as in the layout.
     With `higher_is_better` it is of scores, not of losses: a level is then their mean, and a gain is still a
     gain."""
@@ -274,20 +274,20 @@ def compute_means(matrix: Array, *, layout: Layout, higher_is_better: bool = Fal
 
 
 @np.errstate(over="ignore")
-def in_units(nats: Array, *, layout: Layout) -> dict[str, Array]:
+def in_units(nats: Array, *, layout: MatrixLayout) -> dict[str, Array]:
     """The matrix in nats, as perplexity exp(nats) and in bits per byte, nats * tokens / bytes / ln 2."""
     per_byte = np.asarray(layout.tokens, float) / np.asarray(layout.bytes, float) / np.log(2)
     return dict(zip(UNITS, (nats, np.exp(nats), nats * per_byte), strict=True))
 
 
-def compute_terms_in_units(nats: Array, *, layout: Layout) -> dict[str, dict[str, Array]]:
+def compute_terms_in_units(nats: Array, *, layout: MatrixLayout) -> dict[str, dict[str, Array]]:
     """{unit: {metric: terms}}."""
     matrices = in_units(nats, layout=layout)
     return {unit: compute_terms(matrix, layout=layout) for unit, matrix in matrices.items()}
 
 
 @np.errstate(invalid="ignore", over="ignore")  # a perplexity that overflows gives inf - inf
-def compute_values(nats: Array, *, layout: Layout) -> ByMetricAndUnit:
+def compute_values(nats: Array, *, layout: MatrixLayout) -> ByMetricAndUnit:
     """{metric: {unit: [...]}}: a metric in a unit is the metric of the matrix in that unit."""
     terms = compute_terms_in_units(nats, layout=layout)
 
@@ -302,7 +302,7 @@ def compute_values(nats: Array, *, layout: Layout) -> ByMetricAndUnit:
 
 
 @np.errstate(invalid="ignore", over="ignore")
-def summarise_matrix(nats: Array, *, layout: Layout) -> dict[str, dict[str, Any]]:
+def summarise_matrix(nats: Array, *, layout: MatrixLayout) -> dict[str, dict[str, Any]]:
     """{metric: its means by unit, `median` by unit, and `terms` [measured, all] where some are missing} of
     one matrix [row, column]. A median is over the terms that were measured, of nested ones over all of
     them: a mean is dominated by outliers, a median is not."""
@@ -335,7 +335,7 @@ def find_median(values: Array) -> float:
 
 
 def find_intervals(
-    nll_sums: Arrays, *, counts: Arrays, layout: Layout, replicates: int = 1000, seed: int = 0
+    nll_sums: Arrays, *, counts: Arrays, layout: MatrixLayout, replicates: int = 1000, seed: int = 0
 ) -> Intervals:
     """95 % percentile bootstrap over documents (Efron 1979), redrawn alike for every row: {metric: {unit:
     [low, high]}}. Per column, nll_sums is [row, document] (nats; nan where not measured), counts [document]
@@ -359,7 +359,7 @@ def find_intervals(
     )
 
 
-def find_averaged_columns(layout: Layout) -> dict[str, list[int]]:
+def find_averaged_columns(layout: MatrixLayout) -> dict[str, list[int]]:
     """By metric, the columns that its mean is over."""
     columns = {name: column for column, name in enumerate(layout.domains)}
     general = [columns.pop(GENERAL)] if GENERAL in columns else []

@@ -14,7 +14,15 @@ from cpt.core.config import digest
 from cpt.core.files import check_archive, replace
 from cpt.core.schema import check_types
 from cpt.evaluation import score_schema as schema
-from cpt.evaluation.metrics import METRICS, Array, Arrays, Layout, Losses, find_intervals, summarise_matrix
+from cpt.evaluation.metrics import (
+    METRICS,
+    Array,
+    Arrays,
+    Losses,
+    MatrixLayout,
+    find_intervals,
+    summarise_matrix,
+)
 from cpt.evaluation.options import FULL_POLICY
 from cpt.evaluation.row_files import read_row_files, remove_row_files, write_row_file
 from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry, key_of
@@ -55,7 +63,7 @@ COST_COLUMNS = tuple(column.name for column in fields(StageCosts))
 
 @closed
 @dataclass(kw_only=True)
-class Scores(Layout):
+class Scores(MatrixLayout):
     """What a run has measured so far: `scores.json`, in which a number that is not finite is null."""
 
     rows: ByRow[str] = entry("base, then the stages done", default=list)

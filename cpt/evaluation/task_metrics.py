@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cpt.evaluation.metrics import Array, Layout, bootstrap, compute_means, objective_value
+from cpt.evaluation.metrics import Array, MatrixLayout, bootstrap, compute_means, objective_value
 
 ENDTASK_METRICS = ("macro_f1", "micro_f1", "accuracy")
 ENDTASK_MEANINGS = {
@@ -404,7 +404,7 @@ def compute_metrics(
     """ANSWER_METRICS of a matrix of scores [..., row, task], each value [...], if their terms exist.
     `is_asked`, [row, task], says which cells were asked (None: all): AP needs those of the last row, the
     others all of them."""
-    layout = Layout(rows=list(rows), domains=list(tasks), tokens=[], bytes=[])
+    layout = MatrixLayout(rows=list(rows), domains=list(tasks), tokens=[], bytes=[])
     means = compute_means(matrix, layout=layout, higher_is_better=True)
 
     is_complete = True

@@ -20,7 +20,7 @@ from cpt.core.tensors import NamedTensors
 from cpt.models.units import find_blocks
 
 
-class Reduction:
+class GradientReduction:
     """The reduce-scatter of the gradients g_r: FSDP2's own, or with a `weight` c_r the sum of c_r |g_r|^p."""
 
     weight: float | None = None
@@ -65,7 +65,7 @@ def shard_model(
     """Shards the weights of a model in place, except those ignored: each block, and what is in none, by name
     "". `prepare` is called with the name of each just before. Raises ValueError for a model without
     blocks."""
-    model.reduction = Reduction()
+    model.reduction = GradientReduction()
     for name, module in [*find_blocks(model), ("", model)]:
         prepare(name, module)
         fully_shard(
@@ -106,7 +106,7 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def raised_gradients(model: nn.Module, power: int, *, weight: float) -> Iterator[None]:
     """Backward passes inside the context add sum_r c_r |g_r|^p over processes r to the gradients,
     in place of the usual reduction. `weight` is c_r of this process; the context ends with None: off."""
-    reduction = cast(Reduction, model.reduction)
+    reduction = cast(GradientReduction, model.reduction)
     reduction.power = power
     reduction.weight = weight
     try:

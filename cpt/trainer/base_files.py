@@ -50,9 +50,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, *, base: str, folder: Pat
 
     remove_files(tokenizer, folder)
     tokenizer.save_pretrained(folder)
-    change_config(folder)
+    change_tokenizer_config(folder)
     if describe_difference(tokenizer, folder) is not None and (folder / "tokenizer.json").is_file():
-        change_config(folder, tokenizer_class=VERBATIM)  # other classes may build another normalizer
+        change_tokenizer_config(
+            folder, tokenizer_class=VERBATIM
+        )  # other classes may build another normalizer
     cause = describe_difference(tokenizer, folder)
     if cause is not None:
         raise ValueError(f"the tokenizer in {folder} is not that of training: {cause}")
@@ -138,7 +140,7 @@ def set_stored_max_length(tokenizer: PreTrainedTokenizerBase, folder: Path) -> N
         write_config(path, {**config, "model_max_length": tokenizer.model_max_length})
 
 
-def change_config(folder: Path, *, tokenizer_class: str | None = None) -> None:
+def change_tokenizer_config(folder: Path, *, tokenizer_class: str | None = None) -> None:
     """Removes from tokenizer_config.json how the tokenizer was loaded, and sets its class."""
     path = folder / TOKENIZER_CONFIG_FILE
     if not path.is_file():

@@ -45,7 +45,7 @@ LARGE_CHANGES: Sequence[Mapping[str, str]] = (
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """Options with which a run fits, and its memory and time then."""
 
     overrides: tuple[str, ...]
@@ -61,7 +61,7 @@ class ChangeSearch:
         self.kind = kind
         self.simulations: dict[str, SimulatedPlan | None] = {str({}): simulated}
 
-    def find(self, layout: Layout, *, limit: int) -> Change | None:
+    def find(self, layout: Layout, *, limit: int) -> PlanChange | None:
         """The first change with which a process of the layout needs at most `limit` bytes; None where none
         does."""
         for large_change in LARGE_CHANGES:
@@ -78,7 +78,7 @@ class ChangeSearch:
                 if fitting_layout is not None:
                     overrides = [f"{key}={value}" for key, value in large_change.items()]
                     overrides.extend(name_differences(simulated.plan, layout, fitting_layout))
-                    return Change(
+                    return PlanChange(
                         tuple(overrides),
                         peak=find_peak(find_memory(simulated, fitting_layout)),
                         seconds=find_seconds(simulated, fitting_layout, find_rates(simulated)),

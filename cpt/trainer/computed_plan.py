@@ -27,7 +27,7 @@ from cpt.optim.options import KINDS
 from cpt.reporting.formats import format_bytes
 from cpt.trainer.check_checkpoint import WEIGHT_SUFFIXES
 from cpt.trainer.check_optimizer import check_optimizer
-from cpt.trainer.computed_changes import Change, ChangeSearch
+from cpt.trainer.computed_changes import ChangeSearch, PlanChange
 from cpt.trainer.computed_memory import (
     BUCKETS,
     GATHERED,
@@ -195,7 +195,7 @@ class Estimate:
     peak: int
     holes: int  # bytes of the C heap between tensors; 0 on a GPU
     free: int  # bytes; below 0 where it does not fit
-    change: Change | None  # None where it fits, and where no change makes it fit
+    change: PlanChange | None  # None where it fits, and where no change makes it fit
     host: int  # bytes of main memory
     seconds: Mapping[str, float | None]
 

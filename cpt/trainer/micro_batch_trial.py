@@ -23,7 +23,7 @@ from cpt.trainer.computed_memory import add_replayed
 from cpt.trainer.full_batch import make_full_batch
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.plan import Plan
-from cpt.trainer.profiling import Profile, count_bytes, estimate_memory, extend_profiles, shorten_plan
+from cpt.trainer.profiling import Profile, count_bytes_by_use, estimate_memory, extend_profiles, shorten_plan
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class MemoryReader(Callback):
         self.profile = profile
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.profile.memory = count_bytes(pl_module, trainer)
+        self.profile.memory = count_bytes_by_use(pl_module, trainer)
 
 
 def try_micro_batch(

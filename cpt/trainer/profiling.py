@@ -105,7 +105,7 @@ class Profiler(Callback):
         num_warmup_steps = min(NUM_WARMUP_STEPS, len(self.step_ends) - 1)
         timed_ends = self.step_ends[num_warmup_steps - 1 :]
         self.profile.step_s = (timed_ends[-1] - timed_ends[0]) / (len(timed_ends) - 1)
-        self.profile.memory = count_bytes(pl_module, trainer)
+        self.profile.memory = count_bytes_by_use(pl_module, trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.lap(trainer)
@@ -129,7 +129,7 @@ class Profiler(Callback):
         self.profile.token_s += self.lap(trainer)
 
 
-def count_bytes(module: Any, trainer: Trainer) -> dict[str, int]:
+def count_bytes_by_use(module: Any, trainer: Trainer) -> dict[str, int]:
     """Bytes of the tensors on the device of a stage by their use, each counted once, and of those that are
     offloaded to the host."""
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
@@ -208,7 +208,7 @@ def profile_run(
             )
             profile.weights = count_weights(module.model)
             if not profile.memory:  # the base has no steps
-                profile.memory = count_bytes(module, trainer)
+                profile.memory = count_bytes_by_use(module, trainer)
             profiles.append(profile)
     return profiles
 

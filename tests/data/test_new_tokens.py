@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cpt.data.new_tokens import (
     WordCounts,
-    check_kind,
+    check_tokenizer_kind,
     encode_in_batches,
     extend_definition,
     learn_extension,
@@ -150,4 +150,4 @@ def test_words_seen_once_are_dropped_where_there_are_too_many(monkeypatch):
 def test_a_tokenizer_whose_vocabulary_cannot_be_extended_is_named(tmp_path):
     for tokenizer, kind in ((word_level(), "WordLevel"), (bert_legacy(tmp_path / "v"), "without a fast ver")):
         with pytest.raises(ValueError, match=f"^--base=x is invalid: its tokenizer is {kind}.* Allowed: "):
-            check_kind(tokenizer, "x")
+            check_tokenizer_kind(tokenizer, "x")

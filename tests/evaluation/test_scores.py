@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cpt.evaluation import metrics
-from cpt.evaluation.metrics import METRICS, UNITS, Layout
+from cpt.evaluation.metrics import METRICS, UNITS, MatrixLayout
 from cpt.evaluation.options import EvalOptions, is_due
 from cpt.evaluation.score_schema import key_of
 from cpt.evaluation.scores import Scores
@@ -44,7 +44,7 @@ DOMAINS = [f"d{number}" for number in range(20)]
 
 def layout(*, rows=("base", "a", "b", "c"), domains=TEXTS):
     sizes = [100, 50, 80, 60][: len(domains)], [400, 150, 300, 180][: len(domains)]
-    return Layout(rows=list(rows), domains=list(domains), tokens=sizes[0], bytes=sizes[1])
+    return MatrixLayout(rows=list(rows), domains=list(domains), tokens=sizes[0], bytes=sizes[1])
 
 
 def make_scores(*, nll=NLL, rows=("base", "a", "b", "c"), domains=TEXTS):
@@ -80,7 +80,7 @@ def test_an_interval_over_few_documents_covers_the_mean():
         assert hits / 400 > min_coverage
     assert np.isnan(bounds_of([sums[None, :2]], [counts[:2]], layout=one_cell)["ZS"]["nats"]).all()
     names = [*DOMAINS, "general"]  # and over few of many domains
-    layout_of_twenty = Layout(rows=["base", "d0", "d1"], domains=names, tokens=[9] * 21, bytes=[9] * 21)
+    layout_of_twenty = MatrixLayout(rows=["base", "d0", "d1"], domains=names, tokens=[9] * 21, bytes=[9] * 21)
     draw = np.random.default_rng(0)
     counts = [np.full(3, 9.0)] * 21
     hits = Counter()
@@ -171,7 +171,7 @@ def test_each_policy_chooses_what_it_says():
 
 def test_what_is_missing_enters_no_mean_and_is_counted():
     names = TEXTS[:3] + ["d", "general"]
-    scores_layout = Layout(rows=["base", *names[:4]], domains=names, tokens=[100] * 5, bytes=[100] * 5)
+    scores_layout = MatrixLayout(rows=["base", *names[:4]], domains=names, tokens=[100] * 5, bytes=[100] * 5)
     full_matrix = np.random.default_rng(0).normal(4, 1, (5, 5))
     sparse_matrix = full_matrix.copy()
     sparse_matrix[1, 1:4] = np.nan

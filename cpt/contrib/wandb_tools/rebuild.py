@@ -52,7 +52,7 @@ EVALUATION_KINDS = ("monitor", "budget")
 SETTINGS = {f"x_disable_{name}": True for name in ("stats", "meta", "machine_info")} | {"disable_git": True}
 
 
-class CurvePoint(NamedTuple):
+class TrackedPoint(NamedTuple):
     """The values of metrics.csv at one step of a domain."""
 
     domain: str
@@ -182,13 +182,13 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def read_curves(path: Path, domains: Collection[str]) -> list[CurvePoint]:
+def read_curves(path: Path, domains: Collection[str]) -> list[TrackedPoint]:
     """The curves of training in metrics.csv, in the order of the file: a point for each domain and step.
     Curves over stages are left out, as the scores have them. Of two lines with one step and name the later
     counts."""
     if not path.exists():
         return []
-    points: dict[tuple[str, int], CurvePoint] = {}
+    points: dict[tuple[str, int], TrackedPoint] = {}
     domain = ""
     with path.open(newline="", encoding="utf-8") as file, limit_field_size(MAX_FIELD_LENGTH):
         for cells in csv.reader(file):
@@ -201,7 +201,7 @@ def read_curves(path: Path, domains: Collection[str]) -> list[CurvePoint]:
                 domain = find_domain(line.name, domains)
             # Training logs the first step as 0. Evaluations after it are logged by the number of steps: 1.
             step = line.step - 1 if line.kind in EVALUATION_KINDS else line.step
-            point = points.setdefault((domain, step), CurvePoint(domain=domain, step=step, values={}))
+            point = points.setdefault((domain, step), TrackedPoint(domain=domain, step=step, values={}))
             point.values[line.name] = line.value
     return list(points.values())
 
@@ -280,7 +280,7 @@ def rebuild(
     path: Path,
     scores: Scores,
     config: dict[str, Any],
-    curves: Sequence[CurvePoint],
+    curves: Sequence[TrackedPoint],
     *,
     output_folder: Path,
     destination: WandbPlace,
@@ -320,7 +320,7 @@ def rebuild(
         run.finish(exit_code=int(is_failed))
 
 
-def log_curves(run: wandb.Run, scores: Scores, curves: Sequence[CurvePoint]) -> None:
+def log_curves(run: wandb.Run, scores: Scores, curves: Sequence[TrackedPoint]) -> None:
     """Logs the points of metrics.csv as the run itself would have logged them."""
     live_curves = Curves(run)
     rows = {name: row for row, name in enumerate(scores.rows) if row > 0}
