@@ -15,7 +15,7 @@ from cpt.reporting.formats import (
     format_or_dash,
     format_percent,
     format_perplexity,
-    label_run,
+    label_single_run,
     list_names,
     shorten,
 )
@@ -76,7 +76,7 @@ def format_scores(scores: Scores) -> str:
     benchmarks = describe_benchmarks(scores)
     if benchmarks:
         parts.append(f"benchmarks: {list_names(benchmarks)}")
-    parts.append(f"{label_run(scores.run)}, seed {scores.run['seed']}, {scores.state}")
+    parts.append(f"{label_single_run(scores.run)}, seed {scores.run['seed']}, {scores.state}")
     return "\n\n".join(parts)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isnan
+from pathlib import PurePath
 from typing import Any
 
 MAX_LISTED = 12  # up to this number, domains are drawn or named one by one
 MISSING = "–"
+PATH_BEGINNINGS = ("/", "./", "../", "~/")  # of a value that is a path
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")  # line ends, terminal codes, bidi
 
 Format = Callable[[float], str]
@@ -112,6 +114,16 @@ def label_run(run: Mapping[str, Any], *, shared_values: Collection[str] = ()) ->
     if values:
         label += f" ({', '.join(values)})"
     return label
+
+
+def label_single_run(run: Mapping[str, Any]) -> str:
+    """The label of a run that is shown alone: of a value that is a path the last part."""
+    values = []
+    for value in split_variant(run):
+        key, _, text = value.partition("=")
+        is_path = text.startswith(PATH_BEGINNINGS)
+        values.append(f"{key}={PurePath(text).name}" if is_path else value)
+    return label_run({**run, "variant": "; ".join(values)})
 
 
 def split_variant(run: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from cpt.core.heartbeat import PROGRESS_FILE
 from cpt.core.messages import count_noun
 from cpt.evaluation.scores import Scores
-from cpt.reporting.formats import label_run, list_order
+from cpt.reporting.formats import label_single_run, list_order
 from cpt.reporting.page import PageHead
 from cpt.reporting.sections import RunSection
 
@@ -33,7 +33,7 @@ def describe_run_head(folder: Path, scores: Scores) -> PageHead:
     model += ")"
     facts = [
         model,
-        label_run(run),
+        label_single_run(run),
         list_order(run["order"]),
         f"seed {run['seed']}",
         read_start(folder),

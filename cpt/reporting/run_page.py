@@ -42,6 +42,7 @@ from cpt.reporting.formats import (
     format_perplexity,
     format_signed,
     label_run,
+    label_single_run,
     list_names,
     list_order,
 )
@@ -69,7 +70,7 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     """Writes report.md and report.html into a run folder, of `scores` or its scores.json."""
     folder = Path(folder)
     scores = scores or Scores.load(folder / "scores.json")
-    title = f"{scores.run['name']}: {label_run(scores.run)}"
+    title = f"{scores.run['name']}: {label_single_run(scores.run)}"
     head = describe_run_head(folder, scores)
     return write_page(build_blocks(folder, scores), title=title, stem=folder / "report", head=head)
 

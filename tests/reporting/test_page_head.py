@@ -5,6 +5,8 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
+from cpt.reporting.console import format_scores
+from cpt.reporting.formats import label_run
 from cpt.reporting.page import PageHead, markdown_head, render_html
 from cpt.reporting.page_head import describe_run_head, format_parameters
 from cpt.reporting.run_page import write_report
@@ -42,6 +44,15 @@ def test_the_head_says_model_size_data_date_machine_and_command(tmp_path):
     ]
     assert head.command == "python run.py 'name=my run' method=ncl"
     assert list(head.links) == ["metrics.csv", "model"]
+
+
+def test_a_path_among_the_values_is_shown_by_its_last_part(tmp_path):
+    variant = "model.name_or_path=/srv/models/tiny; method.beta=0.5; chats.path=./mine/chats.jsonl"
+    scores = make_scores(variant=variant)
+    label = "ncl (model.name_or_path=tiny, method.beta=0.5, chats.path=chats.jsonl)"
+    assert label in describe_run_head(tmp_path, scores).facts and label in format_scores(scores)
+    # Labels in comparisons tell runs apart.
+    assert label_run(scores.run) == f"ncl ({variant.replace('; ', ', ')})"
 
 
 def test_a_folder_with_nothing_but_scores_has_a_head_of_what_they_say(tmp_path):
