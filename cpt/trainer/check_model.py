@@ -73,7 +73,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
     options = plan.model
     stored_config, tokenizer = read_model_config(plan)
     objective = loading.resolve_objective(options.objective, stored_config)
-    check_objective(plan, objective, tokenizer)
+    check_objective(plan, objective)
+    check_chat_templates(plan, tokenizer)
     if plan.reference_folder is not None:
         check_reference(plan.reference_folder, tokenizer, objective)
     if plan.chats is not None and plan.chats.path is not None:
@@ -219,7 +220,7 @@ def read_model_config(plan: Plan) -> tuple[PretrainedConfig, PreTrainedTokenizer
     return config, None
 
 
-def check_objective(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def check_objective(plan: Plan, objective: str) -> None:
     """Raises ValueError for a kind of model that does not go with its options or with the data."""
     options = plan.model
     model_choice = f"model={options.name}"
@@ -242,8 +243,8 @@ def check_objective(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBa
         )
 
     loading.check_packing(objective, isolated=plan.source.isolated, answers=has_answers)
-    if plan.source.chats:
-        check_chats(plan, objective, tokenizer)
+    if plan.source.chats and objective in loading.SEQ2SEQ:
+        raise refuse_chats(plan, "is an encoder-decoder")
     if objective == "masked" and plan.benchmark is not None:
         raise InvalidOptionError(
             "benchmark",
@@ -267,9 +268,8 @@ def check_objective(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBa
             allowed="a causal model like model=tiny_gpt2, or another method",
         )
     for name, source in plan.mixture.mixed_sources.items():
-        # A computed plan reads no tokenizer, and its chats are rows of any tokens.
-        if source.has_chats and not (plan.run.plan_device is not None and objective == "causal"):
-            check_chat_source(plan, name, objective, tokenizer)
+        if source.has_chats and objective != "causal":
+            raise refuse_chat_source(plan, name, "is no causal model")
 
 
 def name_model(plan: Plan) -> str:
@@ -277,48 +277,46 @@ def name_model(plan: Plan) -> str:
     return plan.model.name_or_path or f"model={plan.model.name}"
 
 
-def check_chats(plan: Plan, objective: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raises ValueError for a model that is not made for chats, and for a chat template that fails."""
-    problem = ""
-    if objective in loading.SEQ2SEQ:
-        problem = "is an encoder-decoder"
-    elif tokenizer is None or not tokenizer.chat_template:
-        problem = "has no chat template"
-    if tokenizer is None or problem:
-        raise InvalidOptionError(
-            "model",
-            f"model={plan.model.name}",
-            context="for chats",
-            reason=f"{name_model(plan)} {problem}",
-            allowed="an instruction-tuned checkpoint, or examples with a question and an answer",
-        )
+def check_chat_templates(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises ValueError for chats without a chat template, or with one that fails. A computed plan reads no
+    tokenizer, and its chats are rows of any tokens: it is not checked."""
+    if plan.source.chats:
+        if tokenizer is None or not tokenizer.chat_template:
+            raise refuse_chats(plan, "has no chat template")
+        encoding = plan.source.encoding
+        date = None if encoding is None else encoding.date
+        ChatEncoder(tokenizer, date or datetime.date.today().isoformat()).answers(SHORT_CHAT)
 
-    encoding = plan.source.encoding
-    date = None if encoding is None else encoding.date
-    ChatEncoder(tokenizer, date or datetime.date.today().isoformat()).answers(SHORT_CHAT)
+    for name, source in plan.mixture.mixed_sources.items():
+        if not source.has_chats:
+            continue
+        if tokenizer is None or not tokenizer.chat_template:
+            raise refuse_chat_source(plan, name, "has no chat template")
+        if not tokenizer.is_fast:
+            raise refuse_chat_source(plan, name, "has no fast tokenizer, by which chats are cut")
+        ChatEncoder(tokenizer, TEMPLATE_DATE).answers(SHORT_CHAT)
 
 
-def check_chat_source(
-    plan: Plan, name: str, objective: str, tokenizer: PreTrainedTokenizerBase | None
-) -> None:
-    """Raises ValueError for a model that does not take the chats of a source of replay, and for a chat
-    template that fails."""
-    problem = ""
-    if objective != "causal":
-        problem = "is no causal model"
-    elif tokenizer is None or not tokenizer.chat_template:
-        problem = "has no chat template"
-    elif not tokenizer.is_fast:
-        problem = "has no fast tokenizer, by which chats are cut"
-    if tokenizer is None or problem:
-        raise InvalidOptionError(
-            f"replay.sources.{name}.format",
-            "messages",
-            context=f"with model={plan.model.name}",
-            reason=f"{name_model(plan)} {problem}",
-            allowed="an instruction-tuned checkpoint, or format=text",
-        )
-    ChatEncoder(tokenizer, TEMPLATE_DATE).answers(SHORT_CHAT)
+def refuse_chats(plan: Plan, problem: str) -> InvalidOptionError:
+    """The error of a model that does not take domains of chats."""
+    return InvalidOptionError(
+        "model",
+        f"model={plan.model.name}",
+        context="for chats",
+        reason=f"{name_model(plan)} {problem}",
+        allowed="an instruction-tuned checkpoint, or examples with a question and an answer",
+    )
+
+
+def refuse_chat_source(plan: Plan, name: str, problem: str) -> InvalidOptionError:
+    """The error of a model that does not take the chats of a source of replay."""
+    return InvalidOptionError(
+        f"replay.sources.{name}.format",
+        "messages",
+        context=f"with model={plan.model.name}",
+        reason=f"{name_model(plan)} {problem}",
+        allowed="an instruction-tuned checkpoint, or format=text",
+    )
 
 
 def check_held_out_chats(

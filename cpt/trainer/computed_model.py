@@ -97,8 +97,7 @@ def make_computed_objective(plan: Plan, config: PretrainedConfig) -> tuple[str, 
     """The name of the objective, and one that makes batches without a tokenizer. Raises ValueError where the
     model does not go with its options or the data."""
     name = loading.resolve_objective(plan.model.objective, config)
-    if not plan.source.chats:  # whose template is the tokenizer's
-        check_objective(plan, name, None)
+    check_objective(plan, name)
     source = "model.config"
     if plan.model.name_or_path is not None:
         source = f"model.name_or_path={plan.model.name_or_path}"

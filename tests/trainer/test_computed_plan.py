@@ -187,6 +187,16 @@ def test_every_method_is_computed_or_refused_by_name(computed, method):
     assert is_complete == (method not in ("agem", "das", "demix", "dga"))
 
 
+def test_a_folder_with_a_config_alone_takes_chats_as_well(config_only, tmp_path, capsys):
+    from cpt.train import train
+
+    path = write_chats(tmp_path / "chats") / "a" / "train.jsonl"
+    options = ["method=ncl", "replay=sources"]
+    options.append(f"replay.sources={{chat: {{path: {path}, format: messages, ratio: 0.1}}}}")
+    train(config_only(*options), run_dir=tmp_path / "run")
+    assert json.loads(capsys.readouterr().out)["estimates"]
+
+
 @pytest.mark.parametrize("kind", ["masked", "span", "gpt2", "document_mask", "chats"])
 def test_other_models_and_data(composed, kind, tmp_path, capsys):
     from cpt.train import train
