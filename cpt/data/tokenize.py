@@ -58,7 +58,7 @@ class TokenizeBatch:
     def id_type(self) -> np.dtype:
         return id_type(self.format.tokenizer)
 
-    @property
+    @cached_property
     def features(self) -> Features:
         """The columns of a cached file."""
         columns = {"ids": List(Value(self.id_type.name))}
@@ -75,9 +75,12 @@ class TokenizeBatch:
         body_sizes = []
         unknown = []
         for document in encoder.encode(texts.to_pylist()):
-            body = document[len(begin) : len(document) - len(end)]
-            body_sizes.append(len(body))
-            unknown.append(0 if unknown_token is None else body.count(unknown_token))
+            body_sizes.append(len(document) - len(begin) - len(end))
+            num_unknown = 0
+            if unknown_token is not None:
+                body = document[len(begin) : len(document) - len(end)]
+                num_unknown = body.count(unknown_token)
+            unknown.append(num_unknown)
             try:
                 ids.extend(document)
             except OverflowError as error:

@@ -23,6 +23,8 @@ from cpt.models.objectives import Objective
 log = logging.getLogger(__name__)
 NUM_TOKENS = 8  # of the row that is tried
 MIN_LARGE_TENSOR = 2**26  # numbers in a tensor, from which one expert stands for all
+# Parameters of one shape are drawn from one tensor, each place in a block from another of so many beginnings.
+SHIFT, NUM_SHIFTS = 16, 64
 # Settings of a configuration that a message on the direction of attention names.
 ATTENTION_SETTINGS = ("is_causal", "is_decoder", "use_bidirectional_attention")
 # The largest difference of outputs, relative to the largest output, that is rounding.
@@ -30,28 +32,41 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch
 
 
 def make_stand_in(skeleton: PreTrainedModel, *, rounded_to: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model like a `skeleton` on the meta device that can be run: parameters of one shape share one tensor
-    of random numbers, so that the memory is that of one block and the embedding. They are 32 bits wide, with
-    values that the type `rounded_to` has."""
+    """A model like a `skeleton` on the meta device that can be run: parameters of one shape are parts of one
+    tensor of random numbers, so that the memory is that of one block and the embedding. They are 32 bits wide,
+    with values that the type `rounded_to` has."""
     generator = torch.Generator().manual_seed(0)
     tensors = dict[torch.Size, Tensor]()
+    places = dict[torch.Size, list[str]]()
     state = dict[str, Tensor]()
     for name, parameter in skeleton.named_parameters():
         shape = parameter.shape
+        # Of the many experts of a block, the first axis of three, one is drawn.
+        has_experts = len(shape) > 2 and shape.numel() > MIN_LARGE_TENSOR
+        drawn_shape = torch.Size([1, *shape[1:]]) if has_experts else shape
         if shape not in tensors:
-            # Of the many experts of a block, the first axis of three, one is drawn.
-            has_experts = len(shape) > 2 and shape.numel() > MIN_LARGE_TENSOR
-            drawn_shape = (1, *shape[1:]) if has_experts else shape
-            numbers = torch.randn(drawn_shape, generator=generator)
+            numbers = torch.randn(drawn_shape.numel() + SHIFT * NUM_SHIFTS, generator=generator)
             scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
-            rounded = (scale * numbers).to(rounded_to).float()
-            tensors[shape] = rounded.expand(shape)
-        state[name] = tensors[shape]
+            tensors[shape] = (scale * numbers).to(rounded_to).float()
+            places[shape] = []
+
+        # A query that equals its key attends to itself alone, where T5 does not scale their product.
+        place = remove_numbers(name)
+        if place not in places[shape]:
+            places[shape].append(place)
+        begin = SHIFT * (places[shape].index(place) % NUM_SHIFTS)
+        numbers = tensors[shape][begin : begin + drawn_shape.numel()]
+        state[name] = numbers.view(drawn_shape).expand(shape)
 
     with torch.random.fork_rng(devices=[]):
         return type(skeleton).from_pretrained(
             None, config=skeleton.config, state_dict=state, dtype=torch.float32, trust_remote_code=False
         )
+
+
+def remove_numbers(name: str) -> str:
+    """The name of a parameter without the numbers of blocks and experts: alike in all of them."""
+    return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
 def try_shards(model: PreTrainedModel, trial: Callable[[PreTrainedModel], None]) -> None:

@@ -167,6 +167,13 @@ def test_a_text_that_spells_its_own_frame_does_not_get_it_twice():
     assert table["spelled"].to_pylist() == [0, 2, 1]
 
 
+def test_spelled_tokens_of_many_chunks_are_counted_at_once():
+    """Each chunk would have the pattern compiled."""
+    encoder = TextEncoder(bos_tokenizer(), SPLIT)
+    counts = encoder.count_spelled(pa.chunked_array([["ba <s>"], [], ["</s></s>", "de"]], pa.large_string()))
+    assert counts.to_pylist() == [1, 2, 0] and counts.num_chunks == 1
+
+
 @pytest.mark.parametrize(
     ("eos", "special", "template", "ends", "expected"),
     [

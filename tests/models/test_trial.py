@@ -132,6 +132,13 @@ def test_a_span_objective_needs_a_causal_decoder_and_an_encoder_of_both_sides(bu
         assert f"the {side} of a t5" in refusal(model, "span")
 
 
+def test_a_stand_in_attends_to_other_tokens_without_a_scale():
+    """T5 does not scale queries times keys; where the heads together are as wide as the model, as in all
+    published ones, these have one shape."""
+    sizes = T5 | {"d_model": 512, "d_kv": 64, "num_heads": 8}
+    assert refusal(build_stand_in("t5", "span", sizes), "span") == ""
+
+
 def hide_following(attention) -> None:
     """Lets each token see only those before it."""
     forward = attention.forward
@@ -225,3 +232,10 @@ def test_a_stand_in_has_the_memory_of_its_shapes():
     shapes = {parameter.shape for parameter in model.parameters()}
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert len(storages) == len(shapes) < len([*model.parameters()]) / 4
+
+
+def test_a_stand_in_has_other_numbers_in_each_place_of_a_block_and_the_same_in_all_blocks():
+    model = build_stand_in("llama", "causal", DECODER | {"num_hidden_layers": 2, "num_key_value_heads": 2})
+    first, second = (layer.self_attn for layer in model.model.layers)
+    assert not torch.equal(first.q_proj.weight, first.k_proj.weight)
+    assert torch.equal(first.q_proj.weight, second.q_proj.weight)
