@@ -33,11 +33,11 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch
 
 def make_stand_in(skeleton: PreTrainedModel, *, rounded_to: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model like a `skeleton` on the meta device that can be run: parameters of one shape are parts of one
-    tensor of random numbers, so that the memory is that of one block and the embedding. They are 32 bits wide,
-    with values that the type `rounded_to` has."""
+    tensor of random numbers, so that the memory is that of one block and the embedding. They are 32 bits
+    wide, with values that the type `rounded_to` has."""
     generator = torch.Generator().manual_seed(0)
     tensors = dict[torch.Size, Tensor]()
-    places = dict[torch.Size, list[str]]()
+    names_by_shape = dict[torch.Size, list[str]]()  # without the numbers of blocks
     state = dict[str, Tensor]()
     for name, parameter in skeleton.named_parameters():
         shape = parameter.shape
@@ -48,13 +48,14 @@ def make_stand_in(skeleton: PreTrainedModel, *, rounded_to: torch.dtype = torch.
             numbers = torch.randn(drawn_shape.numel() + SHIFT * NUM_SHIFTS, generator=generator)
             scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
             tensors[shape] = (scale * numbers).to(rounded_to).float()
-            places[shape] = []
+            names_by_shape[shape] = []
 
         # A query that equals its key attends to itself alone, where T5 does not scale their product.
-        place = remove_numbers(name)
-        if place not in places[shape]:
-            places[shape].append(place)
-        begin = SHIFT * (places[shape].index(place) % NUM_SHIFTS)
+        names = names_by_shape[shape]
+        plain_name = remove_numbers(name)
+        if plain_name not in names:
+            names.append(plain_name)
+        begin = SHIFT * (names.index(plain_name) % NUM_SHIFTS)
         numbers = tensors[shape][begin : begin + drawn_shape.numel()]
         state[name] = numbers.view(drawn_shape).expand(shape)
 
