@@ -137,7 +137,7 @@ class TextEncoder:
         """How many special tokens each text spells."""
         if not self.special_ids:
             return pa.chunked_array([pa.nulls(len(texts), pa.int32()).fill_null(0)])
-        # The pattern is compiled anew for each chunk, and a batch of short documents may have hundreds.
+        # The pattern is compiled for each chunk, and a batch of short documents may have hundreds.
         joined = texts.combine_chunks()
         counts = pc.count_substring_regex(joined, pattern=self.spelled_pattern)
         return pa.chunked_array([counts.cast(pa.int32())])

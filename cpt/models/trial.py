@@ -23,7 +23,7 @@ from cpt.models.objectives import Objective
 log = logging.getLogger(__name__)
 NUM_TOKENS = 8  # of the row that is tried
 MIN_LARGE_TENSOR = 2**26  # numbers in a tensor, from which one expert stands for all
-# Parameters of one shape are drawn from one tensor, each place in a block from another of so many beginnings.
+# Parameters of one shape are parts of one tensor; each place in a block begins at another.
 SHIFT, NUM_SHIFTS = 16, 64
 # Settings of a configuration that a message on the direction of attention names.
 ATTENTION_SETTINGS = ("is_causal", "is_decoder", "use_bidirectional_attention")

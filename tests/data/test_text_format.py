@@ -170,18 +170,18 @@ def test_a_text_that_spells_its_own_frame_does_not_get_it_twice():
 
 def test_spelled_tokens_of_many_chunks_are_counted_at_once(monkeypatch):
     """Each chunk would have the pattern compiled."""
-    given = []
+    columns = []
     count_substrings = pc.count_substring_regex
 
     def count(values, pattern):
-        given.append(values)
+        columns.append(values)
         return count_substrings(values, pattern=pattern)
 
     monkeypatch.setattr(pc, "count_substring_regex", count)
     encoder = TextEncoder(bos_tokenizer(), SPLIT)
     counts = encoder.count_spelled(pa.chunked_array([["ba <s>"], [], ["</s></s>", "de"]], pa.large_string()))
     assert counts.to_pylist() == [1, 2, 0]
-    assert [type(values) for values in given] == [pa.LargeStringArray]
+    assert [type(values) for values in columns] == [pa.LargeStringArray]
 
 
 @pytest.mark.parametrize(
