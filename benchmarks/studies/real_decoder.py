@@ -18,7 +18,9 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import study
+from divergence import draw_interval, r_squared, spearman
 from hydra import compose, initialize_config_dir
 from linux_texts import split_documents, write_lines
 
@@ -184,6 +186,7 @@ MEASURES = {
     "chat/broken": ("broken answers, %", 1),
 }
 PICTURE = "real-decoder.png"
+MIN_RUNS = 12  # of which R² is shown
 # Runs by what tells them apart: `study.identify` of their scores, or `study.describe_job` of their overrides.
 Runs = Mapping[tuple[object, ...], MeasuredRun]
 
@@ -207,6 +210,7 @@ def write_parts(section: RunSection) -> Iterator[str]:
     yield tabulate_runs(methods, ncl_run=ncl_run, title="Methods and replay, seed 0")
     yield tabulate_runs(factors, ncl_run=ncl_run, title="One factor at a time, seed 0")
     yield from tabulate_seeds(section)
+    yield from tabulate_predictors(section)
 
 
 def select_runs(runs: Runs, overrides_by_row: Mapping[str, Sequence[str]]) -> dict[str, MeasuredRun]:
@@ -280,7 +284,8 @@ def measure_chat(run: MeasuredRun) -> LossChange | None:
     return LossChange(loss.rise, loss.low, loss.high)
 
 
-CHANGES: Mapping[str, Callable[[MeasuredRun], LossChange | None]] = {
+Measure = Callable[[MeasuredRun], LossChange | None]
+CHANGES: Mapping[str, Measure] = {
     "learned": lambda run: measure_metric(run, "learned"),
     "forgot": lambda run: measure_metric(run, "FG"),
     "general text": lambda run: measure_metric(run, "general_drift"),
@@ -293,6 +298,62 @@ def format_change(change: LossChange | None) -> str:
     if change is None:
         return MISSING
     return format_signed(change.mean) + format_interval(change.low, change.high, format_signed)
+
+
+def measure_movement(run: MeasuredRun) -> LossChange | None:
+    """The distance of the last weights from those of the base, relative to their size; not a loss."""
+    if "all" not in run.scores.moved:
+        return None
+    distance, _ = run.scores.moved["all"]
+    return LossChange(distance, None, None)
+
+
+def tabulate_predictors(section: RunSection) -> Iterator[str]:
+    """What chat and earlier domains lost over all runs of the study, by what can be known without them."""
+    predictors = {
+        "movement of the weights": measure_movement,
+        "learned": CHANGES["learned"],
+        "general text": CHANGES["general text"],
+    }
+    cells = []
+    for outcome, (name, predictor) in product(("chat", "forgot"), predictors.items()):
+        points = collect_points(section.runs, predictor, CHANGES[outcome])
+        if len(points) < MIN_RUNS:
+            return
+        cells.append([outcome, name, str(len(points)), *format_fit(points)])
+    yield markdown(
+        Block(
+            title="What predicts the loss on chat, and on earlier domains?",
+            lines=[
+                "Over all runs that trained, those of one result once. R² of a parabola, Spearman's rank "
+                "correlation, and their 95 % bootstrap intervals over runs."
+            ],
+            head=["outcome", "predictor", "runs", "R²", "rank correlation"],
+            cells=cells,
+        ),
+        picture="",
+    )
+
+
+def collect_points(runs: Sequence[MeasuredRun], predictor: Measure, outcome: Measure) -> np.ndarray:
+    """[runs, 2]: predictor and outcome of the runs that have both; runs with equal bits count once."""
+    points = []
+    for run in runs:
+        known = predictor(run)
+        lost = outcome(run)
+        if known is not None and lost is not None and run.scores.run["method"] != "none":
+            points.append((known.mean, lost.mean))
+    return np.array(list(dict.fromkeys(points)))
+
+
+def format_fit(points: np.ndarray) -> list[str]:
+    """The cells of R² and of the rank correlation, each with its interval."""
+    known, lost = points.T
+    cells = []
+    for measure in (r_squared, spearman):
+        low, high = draw_interval(measure, known, lost)
+        cells.append(f"{measure(known, lost):.2f} [{low:.2f}, {high:.2f}]".replace("-", "−"))
+    return cells
 
 
 def draw_changes(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
