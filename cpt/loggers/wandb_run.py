@@ -3,6 +3,7 @@
 import logging
 import netrc
 import os
+import re
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -36,6 +37,7 @@ AXES = {  # No two patterns meet: of several that do W&B takes any.
 }
 FAMILIAR_NAMES = {"train/lm": "train/loss", "train/lr": "train/learning_rate"}  # as Trainer of transformers
 FINISH_TIMEOUT_S = 600  # for what is left to send at the end of a run; W&B's own default is no limit
+PAGE = re.compile(r":?\s*<!DOCTYPE.*", re.DOTALL | re.IGNORECASE)  # with which a server says why it refuses
 CAPTURED_LOGGERS = {"cpt": "INFO"}  # whose lines are the Logs of a run on W&B
 
 
@@ -116,6 +118,8 @@ def open_wandb(
     mode = destination.mode
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if is_logged_in() else "offline")
+    if mode == "online":
+        log.info("Connecting to W&B (90 seconds at most; WANDB_INIT_TIMEOUT is another limit)")
     try:
         return init_wandb(
             identifier, folder, mode=mode, destination=destination, labels=labels, config=config
@@ -123,7 +127,9 @@ def open_wandb(
     except (ConnectionError, ValueError) as error:
         if mode != "online":
             raise
-        log.warning("%s; logging offline, `wandb sync` sends the run later", str(error).partition(";")[0])
+        cause = PAGE.sub("", str(error).partition(";")[0])
+        log.warning("%s; logging offline, `wandb sync` sends the run later", cause)
+        wandb.teardown()  # else its service takes the identifier to be in use
         return init_wandb(
             identifier, folder, mode="offline", destination=destination, labels=labels, config=config
         )

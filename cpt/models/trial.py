@@ -106,8 +106,8 @@ def try_model(
     span), or whose tokens see what this objective hides or do not see what it needs. `source` names the model
     in messages, as KEY=VALUE; rows of at most `length` tokens are tried. Of a stand-in, outputs that are not
     finite are no fault: its random weights are not those of the model."""
-    row = draw_row(model, tokens=min(length, NUM_TOKENS))
     try:
+        row = draw_row(model, tokens=min(length, NUM_TOKENS))
         with torch.random.fork_rng(devices=[]):
             run_in_training(model, objective, row, name, length=length)
         with torch.no_grad(), set_mode(model, training=False):

@@ -19,6 +19,7 @@ from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, read_identifi
 from cpt.loggers.wandb_run import Curves
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.train import train
+from tests.campaigns.tracking import KEY, serving
 from tests.conftest import ROOT, SMALL, with_values
 from tests.support.example_runs import make_endtasks, make_scores
 from tests.support.wandb_files import config, history, of_kind, summary, table
@@ -224,3 +225,25 @@ def test_each_parameter_of_the_sweep_is_a_valid_override(composed, monkeypatch):
             assert (cfg.method.name if name == "method" else cfg.optim.lr) == value
             assert cfg.domains.score_on == "valid"  # what is chosen on the test texts is no result
             assert (cfg.name, cfg.logger.wandb, cfg.logger.mode) == ("s1", True, "online")
+
+
+def test_a_run_that_the_server_refuses_at_its_start_is_logged_offline(tmp_path, monkeypatch, caplog):
+    import wandb
+
+    labels = WandbLabels(name="r", group="g", job_type="ncl", tags=[])
+    with serving() as server:
+        server.is_refusing = True
+        variables = {"WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "3", "HOME": str(tmp_path)}
+        for name, value in {**variables, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        place = WandbPlace(mode="online", project="p")
+        try:
+            run = wandb_run.open_wandb("refused", tmp_path, destination=place, labels=labels, config={})
+            run.log({"loss": 1.0})
+            run.finish()
+        finally:
+            wandb.teardown()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "503; logging offline" in line
+    assert [row["loss"] for row in history(tmp_path)] == [1.0]
