@@ -339,20 +339,20 @@ def collect_points(runs: Sequence[MeasuredRun], predictor: Measure, outcome: Mea
     """[runs, 2]: predictor and outcome of the runs that have both; runs with equal bits count once."""
     points = []
     for run in runs:
-        known = predictor(run)
-        lost = outcome(run)
-        if known is not None and lost is not None and run.scores.run["method"] != "none":
-            points.append((known.mean, lost.mean))
+        cause = predictor(run)
+        loss = outcome(run)
+        if cause is not None and loss is not None and run.scores.run["method"] != "none":
+            points.append((cause.mean, loss.mean))
     return np.array(list(dict.fromkeys(points)))
 
 
 def format_fit(points: np.ndarray) -> list[str]:
     """The cells of R² and of the rank correlation, each with its interval."""
-    known, lost = points.T
+    causes, losses = points.T
     cells = []
     for measure in (r_squared, spearman):
-        low, high = draw_interval(measure, known, lost)
-        cells.append(f"{measure(known, lost):.2f} [{low:.2f}, {high:.2f}]".replace("-", "−"))
+        low, high = draw_interval(measure, causes, losses)
+        cells.append(f"{measure(causes, losses):.2f} [{low:.2f}, {high:.2f}]".replace("-", "−"))
     return cells
 
 

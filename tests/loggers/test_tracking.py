@@ -237,9 +237,9 @@ def test_a_run_that_the_server_refuses_at_its_start_is_logged_offline(tmp_path, 
         for name, value in {**variables, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("WANDB_MODE", raising=False)
-        place = WandbPlace(mode="online", project="p")
+        destination = WandbPlace(mode="online", project="p")
         try:
-            run = wandb_run.open_wandb("refused", tmp_path, destination=place, labels=labels, config={})
+            run = wandb_run.open_wandb("refused", tmp_path, destination=destination, labels=labels, config={})
             run.log({"loss": 1.0})
             run.finish()
         finally:

@@ -241,9 +241,19 @@ def test_a_stand_in_has_other_numbers_in_each_place_of_a_block_and_the_same_in_a
     assert torch.equal(first.q_proj.weight, second.q_proj.weight)
 
 
+PERCEIVER = {
+    "vocab_size": 300,
+    "num_latents": 4,
+    "d_latents": 16,
+    "d_model": 16,
+    "num_blocks": 1,
+    "num_self_attends_per_block": 1,
+    "num_self_attention_heads": 2,
+    "num_cross_attention_heads": 2,
+    "max_position_embeddings": 40,
+}
+
+
 def test_a_model_whose_embedding_is_no_layer_is_refused_in_one_line():
-    sizes = {"num_latents": 4, "d_latents": 16, "d_model": 16, "num_blocks": 1, "vocab_size": 300}
-    sizes |= {"num_self_attends_per_block": 1, "max_position_embeddings": 40}
-    sizes |= {"num_self_attention_heads": 2, "num_cross_attention_heads": 2}
-    message = refusal(build_stand_in("perceiver", "masked", sizes, "eager"), "masked")
+    message = refusal(build_stand_in("perceiver", "masked", PERCEIVER, "eager"), "masked")
     assert "PerceiverForMaskedLM does not run with model.objective=masked (" in message
