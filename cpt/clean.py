@@ -53,8 +53,24 @@ def main(arguments: Sequence[str]) -> int:
         size = format_bytes(count_freed_bytes(path))  # before it is removed
         outcome = f"; {remove(path)}" if options.yes else describe_use(path)
         print(f"{size:>12}  {path}: {reason}{outcome}")
-    print(f"{len(reasons)} entries{'' if options.yes else '; add --yes to remove them'}")
+    print(format_summary(len(reasons), removed=options.yes))
     return 0
+
+
+def format_summary(count: int, *, removed: bool) -> str:
+    """How many entries there were, and how one removes them.
+
+    >>> format_summary(0, removed=False)
+    'Nothing to remove'
+    >>> format_summary(1, removed=False)
+    '1 entry; add --yes to remove'
+    >>> format_summary(3, removed=True)
+    '3 entries'
+    """
+    if count == 0:
+        return "Nothing to remove"
+    text = "1 entry" if count == 1 else f"{count:,} entries"
+    return text if removed else f"{text}; add --yes to remove"
 
 
 def count_freed_bytes(path: Path) -> int:

@@ -24,6 +24,7 @@ from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.core.randomness import key
+from cpt.core.run_command import find_program_words
 from cpt.data.new_tokens import (
     WordCounts,
     check_tokenizer_kind,
@@ -338,7 +339,7 @@ def describe_use(options: argparse.Namespace) -> str:
         f"model.name_or_path={options.base}",
         f"model.tokenizer={options.output}",
     ]
-    return shlex.join(["python", "run.py", *settings])
+    return shlex.join([*find_program_words(), *settings])
 
 
 if __name__ == "__main__":

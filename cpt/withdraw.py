@@ -20,6 +20,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import check_output, new_folder, writing
 from cpt.core.messages import count_noun
 from cpt.core.output import run_program
+from cpt.core.run_command import find_config_folders, find_program_words
 from cpt.core.secrets import redact_text
 from cpt.evaluation.derived_rows import DerivedRow, describe_run_chats, is_made_already
 from cpt.evaluation.run_folders import choose_run
@@ -321,18 +322,12 @@ def describe_run_command(withdrawal: Withdrawal, folder: Path) -> str:
         order = ",".join(withdrawal.remaining)
         return f"the command of the run with 'order=[{order}]' {shlex.quote(f'hydra.run.dir={folder}')}"
     overrides = yaml.safe_load(overrides_file.read_text(encoding="utf-8")) or []
-    words = ["python", "run.py", *find_config_folders(run), *replace_order(overrides, withdrawal.remaining)]
+    words = [
+        *find_program_words(),
+        *find_config_folders(run),
+        *replace_order(overrides, withdrawal.remaining),
+    ]
     return redact_text(shlex.join([*words, f"hydra.run.dir={folder}"]))
-
-
-def find_config_folders(run: Path) -> list[str]:
-    """The --config-dir of the run's command."""
-    path = run / ".hydra" / "hydra.yaml"
-    if not path.exists():
-        return []
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    sources = settings["hydra"]["runtime"]["config_sources"]
-    return [f"--config-dir={source['path']}" for source in sources if source["provider"] == "command-line"]
 
 
 def print_losses(scores: Scores, losses: dict[str, float | None]) -> None:

@@ -80,6 +80,11 @@ def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch)
 
     process = call("--help", cwd=tmp_path)
     assert process.returncode == 0 and "Groups (group=choice):" in process.stdout
+    # All groups but those within others, the trainer and Hydra's own; and commands of an installed package.
+    words = process.stdout.split("Groups (group=choice):")[1].split()
+    groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()}
+    assert groups - set(words) == {"hydra", "routing", "trainer"}
+    assert "\n  cpt -m method=" in process.stdout
     assert call("--version", cwd=tmp_path).stdout == f"cpt {__version__}\n"
 
 

@@ -388,10 +388,11 @@ def progress_bar(
     scale: bool = False,
     delay: float = 0.0,
     has_lines: bool = True,
+    in_heartbeat: bool = True,
 ) -> tqdm:
     """A bar named `label` that ends at `total` units, begins at `initial`, and goes when it is closed.
     With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds, and without
-    `has_lines` altogether. The run's progress.json says where it is."""
+    `has_lines` altogether. The run's progress.json says where it is, unless the bar is not `in_heartbeat`."""
     stream: Any = sys.stderr
     if not is_terminal():
         stream = Lines(sys.stderr) if has_lines else Silence(sys.stderr)
@@ -408,7 +409,7 @@ def progress_bar(
         maxinterval=60,
         delay=0.0 if is_terminal() else delay,
     )
-    if HEARTBEAT.folder is not None and not bar.disable:
+    if in_heartbeat and HEARTBEAT.folder is not None and not bar.disable:
         # A new list, as the thread reads the list. A bar is disabled when it is closed.
         open_bars = [open_bar for open_bar in HEARTBEAT.bars if not open_bar.disable]
         HEARTBEAT.bars = [*open_bars, bar]

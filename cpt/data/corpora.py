@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.chats import TEMPLATE_DATE
 from cpt.data.corpus import Corpus, make_corpus
@@ -193,7 +194,7 @@ def log_shared(corpora: Mapping[str, Corpus]) -> None:
     log.warning(
         "Held-out documents in the training text of other domains bias the losses: %s%s",
         first_pairs,
-        count_unnamed(len(pairs), "pairs"),
+        count_unnamed(len(pairs), "pair"),
     )
 
 
@@ -218,13 +219,17 @@ def log_near_duplicates(corpora: Mapping[str, Corpus]) -> None:
         "Held-out documents with a near-duplicate in their domain's training text bias the losses: "
         "%s%s (of a sample; similarity .5 or more)",
         "; ".join(descriptions[name] for name in names[:MAX_SHOWN]),
-        count_unnamed(len(names), "texts"),
+        count_unnamed(len(names), "text"),
     )
 
 
 def count_unnamed(count: int, noun: str) -> str:
-    """How many more there are than a message names; empty if it names all."""
-    return f" and {count - MAX_SHOWN} more {noun}" if count > MAX_SHOWN else ""
+    """How many more there are than a message names; empty if it names all.
+
+    >>> count_unnamed(MAX_SHOWN + 1, "text"), count_unnamed(MAX_SHOWN, "text")
+    (' and 1 other text', '')
+    """
+    return f" and {count_noun(count - MAX_SHOWN, f'other {noun}')}" if count > MAX_SHOWN else ""
 
 
 @dataclass(frozen=True)

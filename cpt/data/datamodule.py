@@ -15,6 +15,7 @@ from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cpt.core.distributed import leave_together
+from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.randomness import key, permute
 from cpt.data.collate import Batch, Collator, Sizes
 from cpt.data.loader_processes import WatchedLoader, prepare_loader_processes, start_loader_process
@@ -35,14 +36,24 @@ class ImportanceLoader:
     device: torch.device
     domain: str
     num_common: int  # batches that every process has
+    is_silent: bool  # all processes but the first
 
     def __iter__(self) -> Iterator[Batch]:
-        for number, batch in enumerate(self.loader):
-            device_batch = {name: value.to(self.device) for name, value in batch.items()}
-            yield cast(Batch, device_batch)
-            # Some processes may have a batch more than others, which nobody would meet after it.
-            if number < self.num_common:
-                leave_together(f"in the probe of {self.domain}")
+        # Not in the heartbeat: it takes the bars of a stage for steps of training.
+        with progress_bar(
+            f"measuring on {self.domain}",
+            total=len(self.loader),
+            hidden=self.is_silent,
+            delay=DELAY,
+            in_heartbeat=False,
+        ) as bar:
+            for number, batch in enumerate(self.loader):
+                device_batch = {name: value.to(self.device) for name, value in batch.items()}
+                yield cast(Batch, device_batch)
+                bar.update()
+                # Some processes may have a batch more than others, which nobody would meet after it.
+                if number < self.num_common:
+                    leave_together(f"in the probe of {self.domain}")
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -306,7 +317,8 @@ class DomainSequence(LightningDataModule):
         loader = self.make_sharded_loader(texts, rows, purpose="probe")
         sampler = cast(ShardSampler, loader.sampler)
         device = self.trainer.strategy.root_device
-        return ImportanceLoader(loader, device, self.domain.name, sampler.common)
+        is_silent = not self.trainer.is_global_zero
+        return ImportanceLoader(loader, device, self.domain.name, sampler.common, is_silent)
 
     def make_sharded_loader(
         self, texts: Mapping[str, Packed], rows: Mapping[str, np.ndarray], *, purpose: str

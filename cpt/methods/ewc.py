@@ -206,7 +206,6 @@ class MAS(Consolidation):
             squared_norms,
             estimator=self.options.estimator,
             power=1,
-            label="MAS",
         )
 
 

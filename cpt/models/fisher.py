@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from cpt.core.distributed import all_reduce_max, all_reduce_sum
@@ -26,7 +25,7 @@ def estimate_fisher(
     model: PreTrainedModel, probe: Iterable[Batch], *, objective: Objective, estimator: str
 ) -> dict[str, Tensor]:
     """The diagonal Fisher by parameter name, from the samples of all processes; 0 where not trained."""
-    return estimate_sensitivity(model, probe, objective.nll, estimator=estimator, power=2, label="Fisher")
+    return estimate_sensitivity(model, probe, objective.nll, estimator=estimator, power=2)
 
 
 def estimate_sensitivity(
@@ -36,7 +35,6 @@ def estimate_sensitivity(
     *,
     estimator: str,
     power: int,
-    label: str,
 ) -> dict[str, Tensor]:
     """|g|^power by parameter name, averaged over the samples of all processes; 0 where a parameter is not
     trained. g is the gradient of the mean of `measured(model, batch)`, values at the scored positions, [K].
@@ -44,11 +42,10 @@ def estimate_sensitivity(
     With the estimator `per_sample`, g is of one sample; with `batch`, it is of the B samples of a batch, and
     B |g|^power is averaged. Processes of a sharded model make their passes together, and raise gradients
     before they reduce them."""
-    batches = tqdm(probe, desc=label, disable=None, leave=False)
     if isinstance(model, FSDPModule):
-        sums, count = sum_sharded_powers(model, batches, measured, estimator=estimator, power=power)
+        sums, count = sum_sharded_powers(model, probe, measured, estimator=estimator, power=power)
     else:
-        sums, count = sum_powers(model, batches, measured, estimator=estimator, power=power)
+        sums, count = sum_powers(model, probe, measured, estimator=estimator, power=power)
     return {name: total / count.clamp_min(1) for name, total in sums.items()}
 
 

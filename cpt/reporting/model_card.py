@@ -17,6 +17,7 @@ from pandas import DataFrame
 
 from cpt.core.config import flatten, is_execution_key
 from cpt.core.files import replace
+from cpt.core.run_command import find_config_folders, find_program_words
 from cpt.core.secrets import is_secret
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import METRICS, TITLES
@@ -212,7 +213,9 @@ def list_card_settings(
 
 def describe_command(folder: Path, public_names: Collection[str]) -> str:
     """The command that repeats the run, without paths and without what only says how it was executed."""
-    words = ["python run.py"]
+    words = [" ".join(find_program_words())]
+    if find_config_folders(folder):
+        words.append("'--config-dir=<path>'")
     for override in read_yaml(folder / ".hydra" / "overrides.yaml") or []:
         key, equals, value = override.partition("=")
         name = key.lstrip("+~")

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from cpt.core.heartbeat import PROGRESS_FILE
 from cpt.core.messages import count_noun
+from cpt.core.run_command import find_config_folders, find_given_folder, find_program_words
 from cpt.evaluation.scores import Scores
 from cpt.reporting.formats import label_single_run, list_order
 from cpt.reporting.page import PageHead
@@ -93,4 +94,10 @@ def read_command(folder: Path) -> str:
         return ""
     if not isinstance(overrides, list):
         return ""
-    return shlex.join(["python", "run.py", *map(str, overrides)])
+    words = [
+        *find_program_words(),
+        *find_config_folders(folder),
+        *map(str, overrides),
+        *find_given_folder(folder),
+    ]
+    return shlex.join(words)

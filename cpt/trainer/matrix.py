@@ -12,6 +12,7 @@ import torch
 
 from cpt.adapters.domain_store import BASE
 from cpt.core.distributed import leave_together
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.scores import Scores
@@ -89,7 +90,7 @@ class MatrixEvaluator(Evaluator):
         row = "base" if number == 0 else self.data.domains[number - 1].name
         texts = self.missing_texts(number)
         if not is_new_row:
-            log.info("Scoring %d more texts after %s", len(texts), row)
+            log.info("Scoring %s after %s", count_noun(len(texts), "further text"), row)
 
         copied_from = self.find_unchanged(number, texts)
         changed_texts = [text for text in texts if text not in copied_from]
@@ -220,8 +221,8 @@ class MatrixEvaluator(Evaluator):
         if len(incomplete_rows) > MAX_ROWS:
             shown_rows += ", …"
         log.info(
-            "Missing cells of the matrix: %d, in the rows %s: "
-            "the weights after these stages were not kept (save_all_stages=true keeps them for later)",
+            "Missing cells of the matrix: %d, after %s, whose weights were not kept "
+            "(save_all_stages=true keeps those of later stages)",
             num_missing,
             shown_rows,
         )

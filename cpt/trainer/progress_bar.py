@@ -8,7 +8,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
-from cpt.core.heartbeat import HEARTBEAT, is_terminal, progress_bar
+from cpt.core.heartbeat import DELAY, HEARTBEAT, is_terminal, progress_bar
 from cpt.core.memory import peak
 from cpt.evaluation.monitor import CHAT_LOSSES
 from cpt.trainer.costs import CostMonitor
@@ -45,7 +45,7 @@ class ProgressBar(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         num_batches = int(sum(trainer.num_val_batches))
-        self.bar = progress_bar(self.label, total=num_batches, hidden=not trainer.is_global_zero)
+        self.bar = progress_bar(self.label, total=num_batches, hidden=not trainer.is_global_zero, delay=DELAY)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self.rate = optimizer.param_groups[0]["lr"]  # the scheduler changes it before the end of the batch

@@ -1,12 +1,13 @@
 """Near-duplicates against an exact comparison of all pairs of documents."""
 
+import doctest
 import random
 import tracemalloc
 from types import SimpleNamespace
 
 import pytest
 
-from cpt.data import near_duplicates
+from cpt.data import corpora, near_duplicates
 from cpt.data.corpora import Corpora
 from cpt.data.near_duplicates import MIN_SIMILARITY, SPAN, count_near_duplicates, normalized_bytes
 from cpt.data.sources.base import TextOptions
@@ -124,10 +125,15 @@ def test_the_share_is_in_the_log_and_the_facts_of_a_text(tmp_path, caplog):
         text_options=TextOptions(),
         read=lambda name: documents[name],
     )
-    corpora = Corpora.read(source, ["a"], cache=tmp_path)
-    assert corpora.by_name["a"].facts["near_duplicates"] == {"found": 10, "compared": 21, "train_share": 1.0}
-    assert corpora.general.facts["near_duplicates"]["found"] == 0
+    read_corpora = Corpora.read(source, ["a"], cache=tmp_path)
+    assert read_corpora.by_name["a"].facts["near_duplicates"] == {
+        "found": 10,
+        "compared": 21,
+        "train_share": 1.0,
+    }
+    assert read_corpora.general.facts["near_duplicates"]["found"] == 0
     assert "with a near-duplicate in their domain's training text bias the losses: 10 of 21" in caplog.text
+    assert doctest.testmod(corpora).failed == 0
     # The line is also that of text which was read before.
     caplog.clear()
     Corpora.read(source, ["a"], cache=tmp_path)

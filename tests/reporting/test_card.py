@@ -86,10 +86,14 @@ def test_a_card_shows_no_paths_accounts_or_secrets(tmp_path):
     for name in (".hydra", "model"):
         (folder / name).mkdir()
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    sources = [{"provider": "command-line", "path": "/srv/alice/conf"}]
+    (folder / ".hydra" / "hydra.yaml").write_text(
+        yaml.safe_dump({"hydra": {"runtime": {"config_sources": sources}}})
+    )
     page = write_model_card(folder, scores).read_text()
     assert cells(page, "law") == ["accuracy", "space", "50.00"] and "| nan |" not in page
     assert "alice" not in page and "hf_1" not in page
-    command = "python run.py method=kd 'order=[a/b,c]' 'domains.root=<path>' model.name_or_path=own/er"
+    command = "python run.py '--config-dir=<path>' method=kd 'order=[a/b,c]' 'domains.root=<path>' model.name_or_path=own/er"
     assert f"{command} '+domains.catalogue.x=<path>'\n" in page
     assert cells(page, "method.beta") == ["0.5"] and cells(page, "optim") == ["Step"]
     assert cells(page, "method.files") == ["&lt;path>"] and cells(page, "model.mlm_probability") == ["0.15"]

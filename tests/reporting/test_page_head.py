@@ -43,6 +43,12 @@ def test_the_head_says_model_size_data_date_machine_and_command(tmp_path):
         "cpt 0.2.0",
     ]
     assert head.command == "python run.py 'name=my run' method=ncl"
+    sources = [{"provider": "command-line", "path": "/srv/mine"}]
+    overrides = {"hydra": ["hydra.run.dir=my runs/1", "hydra.mode=RUN"]}
+    settings = {"hydra": {"runtime": {"config_sources": sources}, "overrides": overrides}}
+    (tmp_path / ".hydra" / "hydra.yaml").write_text(json.dumps(settings))
+    command = "python run.py --config-dir=/srv/mine 'name=my run' method=ncl 'hydra.run.dir=my runs/1'"
+    assert describe_run_head(tmp_path, scores).command == command
     assert list(head.links) == ["metrics.csv", "model"]
 
 

@@ -5,12 +5,16 @@ import logging
 import os
 import pty
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cpt.core.heartbeat import is_terminal
+from cpt.core import heartbeat
+from cpt.core.heartbeat import HEARTBEAT, is_terminal
+from cpt.data import datamodule
+from cpt.data.datamodule import ImportanceLoader
 from cpt.trainer import progress_bar
 from cpt.trainer.costs import CostMonitor
 from cpt.trainer.monitor import Monitor
@@ -151,3 +155,30 @@ def test_a_bar_in_a_terminal_has_what_a_line_has(monkeypatch):
     fit(trainer, bar)
     assert bar.bar.postfix.startswith("loss 3.551 · ewc 0.250 · lr 2.0e-2 · ")
     assert trainer.num_reads == 2
+
+
+def test_a_log_has_nothing_of_a_quick_evaluation(capsys, monkeypatch):
+    trainer = SimpleNamespace(num_val_batches=[2, 1], is_global_zero=True)
+    bar = ProgressBar("scoring after law")
+    bar.on_validation_start(trainer, None)
+    bar.on_validation_batch_end(trainer, None)
+    bar.teardown()
+    assert capsys.readouterr().err == ""
+
+    monkeypatch.setattr(progress_bar, "DELAY", 0.0)
+    bar.on_validation_start(trainer, None)
+    bar.teardown()
+    assert capsys.readouterr().err.startswith("scoring after law:   0%")
+
+
+def test_a_long_measurement_of_importances_is_shown_and_counts_no_steps(tmp_path, capsys, monkeypatch):
+    loader = ImportanceLoader([{"x": torch.ones(1)}] * 3, torch.device("cpu"), "law", 3, False)
+    assert len(list(loader)) == 3 and capsys.readouterr().err == ""
+
+    monkeypatch.setattr(datamodule, "DELAY", 0.0)
+    with heartbeat.heartbeat(tmp_path):
+        batches = iter(loader)
+        next(batches)
+        assert capsys.readouterr().err.startswith("measuring on law:   0%") and not HEARTBEAT.bars
+        batches.close()
+    assert list(replace(loader, is_silent=True)) and capsys.readouterr().err == ""

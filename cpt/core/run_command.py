@@ -1,0 +1,39 @@
+"""The command of a run: the words of the program, and what Hydra has stored of a start."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import cpt
+
+
+def find_program_words(root: Path | None = None) -> list[str]:
+    """The program as one types it: in a checkout `python run.py`, of an installed package `cpt`. The package
+    lies in the folder `root`."""
+    folder = root or Path(cpt.__file__).parents[1]
+    is_checkout = (folder / "run.py").is_file() and (folder / "pyproject.toml").is_file()
+    return ["python", "run.py"] if is_checkout else ["cpt"]
+
+
+def find_config_folders(run: Path) -> list[str]:
+    """The --config-dir of the command of a run."""
+    sources = read_hydra_settings(run).get("runtime", {}).get("config_sources", [])
+    return [f"--config-dir={source['path']}" for source in sources if source["provider"] == "command-line"]
+
+
+def find_given_folder(run: Path) -> list[str]:
+    """The `hydra.run.dir=…` of the command of a run; empty if the folder was named after the options."""
+    overrides = read_hydra_settings(run).get("overrides", {}).get("hydra", [])
+    return [override for override in overrides if override.startswith("hydra.run.dir=")]
+
+
+def read_hydra_settings(run: Path) -> dict[str, Any]:
+    """Hydra's own settings of the last start; empty if they are missing or damaged."""
+    try:
+        settings = yaml.safe_load((run / ".hydra" / "hydra.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    if not isinstance(settings, dict) or not isinstance(settings.get("hydra"), dict):
+        return {}
+    return settings["hydra"]

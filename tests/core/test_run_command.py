@@ -1,0 +1,34 @@
+"""The command of a run, as pages, cards and programs print it."""
+
+import pytest
+import yaml
+
+from cpt.core.run_command import find_config_folders, find_given_folder, find_program_words
+
+
+def test_a_checkout_has_run_py_and_an_installed_package_the_command_cpt(tmp_path):
+    assert find_program_words() == ["python", "run.py"]
+    assert find_program_words(tmp_path) == ["cpt"]
+    (tmp_path / "run.py").touch()  # somebody's own, next to an installed package
+    assert find_program_words(tmp_path) == ["cpt"]
+    (tmp_path / "pyproject.toml").touch()
+    assert find_program_words(tmp_path) == ["python", "run.py"]
+
+
+def test_a_command_has_the_folders_that_it_was_given(tmp_path):
+    assert find_config_folders(tmp_path) == find_given_folder(tmp_path) == []
+    sources = [{"provider": "main", "path": "conf"}, {"provider": "command-line", "path": "/srv/mine"}]
+    overrides = {"hydra": ["hydra.run.dir=runs/1", "hydra.mode=RUN"], "task": ["seed=1"]}
+    settings = {"hydra": {"runtime": {"config_sources": sources}, "overrides": overrides}}
+    (tmp_path / ".hydra").mkdir()
+    path = tmp_path / ".hydra" / "hydra.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    assert find_config_folders(tmp_path) == ["--config-dir=/srv/mine"]
+    assert find_given_folder(tmp_path) == ["hydra.run.dir=runs/1"]
+
+
+@pytest.mark.parametrize("text", ["", "[", "a: 1", "hydra: 1", "hydra: {}", "- hydra"])
+def test_without_settings_of_hydra_there_are_none(tmp_path, text):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "hydra.yaml").write_text(text)
+    assert find_config_folders(tmp_path) == find_given_folder(tmp_path) == []
