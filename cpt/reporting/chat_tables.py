@@ -139,7 +139,8 @@ def judge(change: ChatChange) -> str:
     if change.last is not None and change.num_newly_broken:
         words.append(f"broke {change.num_newly_broken} of {change.last['chats']} answers")
     if change.held_out.is_lower:
-        words.append("better on held-out answers" if words else "better")
+        # The number next to the words is of the base's own answers, where these were measured.
+        words.append("better" if change.base_answers is None else "better on held-out answers")
     if not words and all(loss.low is not None for loss in losses):
         words.append("no measurable change")
     return "; ".join(words)

@@ -57,7 +57,7 @@ WORDS = {
     (0.0, 0.1): "hurt",
     (-0.1, 0.1): "hurt; better on held-out answers",
     (0.1, 0.0): "hurt",
-    (-0.1, 0.0): "better",
+    (-0.1, 0.0): "better on held-out answers",
     (0.0, 0.0): "no measurable change",
     (0.0, -0.1): "no measurable change",
 }
@@ -71,6 +71,13 @@ def test_a_run_that_hurts_chats_says_so_whatever_perplexities_say(rises, word):
     assert (title, shown_word) == ("chat", word)
     assert float(mean.split()[0].replace("−", "-")) == pytest.approx(rises[1])
     assert interval.startswith("[") and word in format_scores(scores)
+
+
+def test_chats_without_answers_of_the_base_are_better_or_not_by_their_own_loss():
+    chats = chats_of(-0.1, 0.0)
+    del chats["base_answer_nll"]
+    (cells,) = list_chat_tiles(scores_with(chats))
+    assert cells[1] == "−0.100 nats" and cells[3] == "better"
 
 
 def test_a_broken_answer_is_named_in_page_console_and_card(tmp_path):
