@@ -49,28 +49,31 @@ def main(arguments: Sequence[str]) -> int:
     reasons: dict[Path, str] = {}
     for folder in folders:
         reasons.update(find_removable(folder, options.days, stages=options.stages))
+    total_size = 0
     for path, reason in sorted(reasons.items()):
-        size = format_bytes(count_freed_bytes(path))  # before it is removed
+        size = count_freed_bytes(path)  # before it is removed
+        total_size += size
         outcome = f"; {remove(path)}" if options.yes else describe_use(path)
-        print(f"{size:>12}  {path}: {reason}{outcome}")
-    print(format_summary(len(reasons), removed=options.yes))
+        print(f"{format_bytes(size):>12}  {path}: {reason}{outcome}")
+    print(format_summary(len(reasons), total_size, removed=options.yes))
     return 0
 
 
-def format_summary(count: int, *, removed: bool) -> str:
-    """How many entries there were, and how one removes them.
+def format_summary(count: int, size: int, *, removed: bool) -> str:
+    """How many entries there were, what they take together, and how one removes them. Of entries that were to
+    be removed some may have been in use: each has its own line.
 
-    >>> format_summary(0, removed=False)
+    >>> format_summary(0, 0, removed=False)
     'Nothing to remove'
-    >>> format_summary(1, removed=False)
-    '1 entry; add --yes to remove'
-    >>> format_summary(3, removed=True)
+    >>> format_summary(1, 900, removed=False)
+    '1 entry, 900 B; add --yes to remove'
+    >>> format_summary(3, 900, removed=True)
     '3 entries'
     """
     if count == 0:
         return "Nothing to remove"
     text = "1 entry" if count == 1 else f"{count:,} entries"
-    return text if removed else f"{text}; add --yes to remove"
+    return text if removed else f"{text}, {format_bytes(size)}; add --yes to remove"
 
 
 def count_freed_bytes(path: Path) -> int:

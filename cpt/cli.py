@@ -251,7 +251,8 @@ def check_flags(arguments: Sequence[str]) -> list[str]:
     for argument in unknown:
         if not argument.startswith("-"):
             raise ValueError(
-                f"{argument} is invalid between flags. Allowed: flags before or after all options"
+                f"{argument} is invalid: a flag is between it and other options. "
+                f"Allowed: flags before or after all options, like -m name=NAME {argument}"
             )
         name = argument.lstrip("-").partition("=")[0]
         raise ValueError(

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from cpt.core.cache import CACHED
 from cpt.core.files import check_archive, find_damage, read_checked_json, read_checksums
+from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
 from cpt.evaluation.chat_files import load_answers, load_losses
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         for line in damage[path]:
             print(line)
             num_damaged += 1
-    print(f"{len(damage)} folders: {num_damaged} damaged")
+    print(f"{count_noun(len(damage), 'folder')}: {num_damaged} damaged")
     return 1 if num_damaged else 0
 
 

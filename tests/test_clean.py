@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from cpt import clean, verify
 from cpt.core.cache import locked
 from cpt.core.cache_use import USES, end_uses, record_use
+from cpt.reporting.formats import format_bytes
 
 
 def permissions(path):
@@ -36,7 +37,10 @@ def test_it_frees_what_no_run_has_used_and_a_run_makes_it_again(run, start, tmp_
     for path in [partial, *artifacts]:
         os.utime(path, (days_ago, days_ago))
     assert clean.main([str(cache)]) == 0
-    assert f"{len(artifacts) + 1} entries; add --yes" in capsys.readouterr().out and partial.exists()
+    shown_lines = capsys.readouterr().out.splitlines()
+    total_size = sum(map(clean.count_freed_bytes, [partial, *artifacts]))
+    summary = f"{len(artifacts) + 1} entries, {format_bytes(total_size)}; add --yes to remove"
+    assert shown_lines[-1] == summary and partial.exists()
 
     locked_artifact = artifacts[0]
     with locked(locked_artifact):

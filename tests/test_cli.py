@@ -9,7 +9,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from cpt import __version__
-from cpt.cli import check_assignments, keep_text, to_hydra
+from cpt.cli import check_assignments, check_flags, keep_text, to_hydra
 from cpt.core.output import UNREAD
 from tests.conftest import ROOT
 from tests.support.forked_scripts import run_script
@@ -86,6 +86,12 @@ def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch)
     assert groups - set(words) == {"hydra", "routing", "trainer"}
     assert "\n  cpt -m method=" in process.stdout
     assert call("--version", cwd=tmp_path).stdout == f"cpt {__version__}\n"
+
+
+def test_a_flag_between_options_is_named():
+    with pytest.raises(ValueError, match="^seed=1 is invalid: a flag is between it and other options"):
+        check_flags(["name=a", "-m", "seed=1"])
+    assert check_flags(["-m", "name=a", "seed=1"]) == check_flags(["name=a", "seed=1", "-m"])
 
 
 def test_closed_streams_end_no_program(tmp_path):

@@ -144,10 +144,11 @@ def init_wandb(
     labels: WandbLabels,
     config: Mapping[str, Any],
     settings: wandb.Settings | None = None,
+    way_out: str = "logger.mode=offline keeps the run in its folder",
 ) -> wandb.Run:
     """A W&B run with its files below the folder, or below WANDB_DIR; an existing one of this identifier is
-    continued. `settings`: more of wandb.Settings. Raises ValueError for what W&B refuses, ConnectionError
-    where it cannot be reached or keeps no such run."""
+    continued. `settings`: more of wandb.Settings. `way_out`: the end of an error message. Raises ValueError
+    for what W&B refuses, ConnectionError where it cannot be reached or keeps no such run."""
     too_long = [tag for tag in labels.tags if not 0 < len(tag) <= LONGEST_TAG]
     if too_long:
         raise ValueError(f"tags={too_long} is invalid. Allowed: 1 to {LONGEST_TAG} characters each")
@@ -178,7 +179,7 @@ def init_wandb(
         is_refused = isinstance(error, wandb.errors.AuthenticationError)
         is_unreachable = isinstance(error, wandb.errors.CommError) and not is_refused
         kind = ConnectionError if is_unreachable else ValueError
-        raise kind(f"W&B: {reason(error)}; logger.mode=offline keeps the run in its folder") from None
+        raise kind(f"W&B: {reason(error).rstrip('.')}; {way_out}") from None
     for axis, patterns in AXES.items():
         run.define_metric(axis)
         for names in patterns:

@@ -183,6 +183,25 @@ def test_a_run_is_online_for_a_logged_in_user_if_the_server_answers(tmp_path, mo
         assert modes[-2:] == ["online", "offline"] and "timed out" in caplog.text
 
 
+def test_a_refusal_of_wandb_ends_with_what_the_program_offers(tmp_path, monkeypatch):
+    import wandb
+
+    def refuse(**options):
+        raise wandb.errors.AuthenticationError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    labels = WandbLabels(name="ncl", group="g", job_type="ncl")
+    options = {"mode": "online", "destination": WandbPlace(mode="online"), "labels": labels, "config": {}}
+    message = "W&B: No API key configured; logger.mode=offline keeps the run in its folder"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        wandb_run.init_wandb("a", tmp_path, **options)
+
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    scores = make_scores()
+    with pytest.raises(ValueError, match="^W&B: No API key configured; --mode=offline writes RUN/rebuilt"):
+        sync_runs({tmp_path: scores}, project="p", entity=None, mode="online")
+
+
 def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_to_wandb(tmp_path):
     import wandb
 

@@ -75,7 +75,7 @@ def test_a_run_that_hurts_chats_says_so_whatever_perplexities_say(rises, word):
 
 def test_chats_without_answers_of_the_base_are_better_or_not_by_their_own_loss():
     chats = chats_of(-0.1, 0.0)
-    del chats["base_answer_nll"]
+    chats["base_answer_nll"], chats["base_answer_rise"] = collect_losses([None, None, None])
     (cells,) = list_chat_tiles(scores_with(chats))
     assert cells[1] == "−0.100 nats" and cells[3] == "better"
 

@@ -301,6 +301,7 @@ def rebuild(
         labels=labels,
         config=config,
         settings=wandb.Settings(**SETTINGS),
+        way_out=f"--mode=offline writes RUN/{REBUILT}/wandb for wandb sync",
     )
 
     # Whatever happens from here on, W&B's run has to end: one that is left open is shown as running.
