@@ -26,7 +26,7 @@ from cpt.core.secrets import is_same_setting, redact
 from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
-KEYS_BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "init_from")
+KEYS_BY_CONTENT = ("order", "domains.orders", "domains.root", "domains.only", "domains.by", "init_from")
 # Endings of a stage's file and of its folders. A stage counts by its file: written last, removed first.
 STAGE_FILE = "pt"
 STAGE_FOLDERS = ("shards", "linked")

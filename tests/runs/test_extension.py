@@ -63,6 +63,20 @@ def test_two_domains_and_then_one_more_are_three_at_once(method, start, small, t
     assert times(tmp_path / "two") == before
 
 
+def test_orders_that_the_config_has_in_addition_change_nothing(start, small, tmp_path):
+    start(small("order=0", "domains.orders=[[law,food]]", FEW), tmp_path / "two")
+    longer = ["domains.orders=[[law,food,space],[space,law,food]]", FEW]
+    start(small("order=0", *longer, f"extend={tmp_path / 'two'}"), tmp_path / "three")
+    assert scores_of(tmp_path / "three").rows == ["base", "law", "food", "space"]
+    # The same run with further orders is finished; another order of the same number is another run.
+    start(
+        small("order=0", "domains.orders=[[law,food,space]]", FEW, f"extend={tmp_path / 'two'}"),
+        tmp_path / "three",
+    )
+    with pytest.raises(ValueError, match="order"):
+        start(small("order=1", *longer, f"extend={tmp_path / 'two'}"), tmp_path / "three")
+
+
 def test_the_source_is_needed_at_the_first_start_alone(start, small, killing, tmp_path, caplog, capsys):
     """A killed extended run resumes within its new domain, is known as done, and is extended itself."""
     caplog.set_level(logging.INFO)
