@@ -186,7 +186,8 @@ def test_a_plan_in_json_has_the_standard_output_for_itself(tmp_path):
     (tmp_path / "texts" / "law").mkdir(parents=True)
     (tmp_path / "texts" / "law" / "all.txt").write_text("A court decides.\n\n" * 50)
     options = ["domains=texts", "domains.root=texts", "order=[law]", "model=tiny_gpt2", "cache_dir=cache"]
-    process = call(*options, "trainer.steps=2", "plan=json", "plan_device=h100", cwd=tmp_path)
+    options += ["trainer.steps=2", "plan=json", "plan_device=h100"]
+    process = run_script(ROOT / "run.py", *options, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["figures"] == "computed"
     assert "General text: docstrings of Python's standard library" in process.stderr

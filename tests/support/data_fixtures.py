@@ -153,4 +153,10 @@ def list_documents(packed: Packed) -> list[list[int]]:
 
 def fake_trainer(*, rank: int = 0, world: int = 1, step: int = 0) -> SimpleNamespace:
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    return SimpleNamespace(global_rank=rank, world_size=world, global_step=step, strategy=strategy)
+    return SimpleNamespace(
+        global_rank=rank,
+        is_global_zero=rank == 0,
+        world_size=world,
+        global_step=step,
+        strategy=strategy,
+    )
