@@ -22,6 +22,8 @@ class NumberWriter:
     def __init__(self, folder: Path, name: str, number_type: np.dtype) -> None:
         self.number_type = number_type
         self.path = folder / f"{name}.{number_type.name}"
+        for stale_path in folder.glob(f"{name}.*"):  # of a start that was stopped, perhaps of another type
+            stale_path.unlink()
         self.file = self.path.open("wb")
 
     def write(self, numbers: np.ndarray) -> None:

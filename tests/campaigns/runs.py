@@ -25,7 +25,7 @@ from tests.support.method_fixtures import NEED_EXAMPLES
 
 METHODS = sorted({path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} - NEED_EXAMPLES)
 FEATURES = ("bf16 weights", "8-bit optimizer", "quantized base", "chats", "streamed replay")
-OF_A_CHECKPOINT = ("quantized base", "chats")  # without a base that the run pre-trains
+OF_A_CHECKPOINT = ("quantized base", "chats", *NEED_EXAMPLES)  # without a base that the run pre-trains
 CASES = (*METHODS, *sorted(NEED_EXAMPLES), *FEATURES)  # of trials, in turn
 OF_NEW_MODELS = ("model.vocab_size", "model.config", "model.pretraining")  # which a checkpoint does not take
 DDP = ("strategy=ddp", "trainer.accelerator=cpu")

@@ -151,3 +151,10 @@ def test_numbers_are_stored_in_the_smallest_type(tmp_path, monkeypatch):
     with NumberWriter(tmp_path, "none", np.dtype(np.uint16)) as writer:
         writer.write(np.zeros(0))
     assert map_numbers(tmp_path, "none").tolist() == []
+
+
+def test_numbers_that_a_stopped_start_left_in_another_type_are_replaced(tmp_path):
+    (tmp_path / "ends.uint8").write_bytes(bytes([1, 2]))
+    with NumberWriter(tmp_path, "ends", np.dtype(np.int64)) as writer:
+        writer.write(np.array([3, 300]))
+    assert map_numbers(tmp_path, "ends").tolist() == [3, 300]
