@@ -15,7 +15,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
@@ -349,12 +349,13 @@ def naming_others(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def check_encodings(paths: Sequence[Path]) -> None:
-    """Raises EncodingError where one of the first .txt and .md files is not UTF-8 by its first lines: found
-    before a run loads its libraries, and at once also where there are a million files."""
+    """Raises EncodingError where one of the first .txt and .md files is not UTF-8 by its first lines, and
+    ValueError where it is damaged: found before a run loads its libraries, and at once also where there are a
+    million files."""
     plain_paths = [path for path in paths if kind(path) in PLAIN_SUFFIXES]
     with naming_others(plain_paths):
         for path in plain_paths[:NUM_CHECKED_FILES]:
-            with suppress(OSError):  # a damaged file has its own message
+            with naming_file(path):
                 read_first_lines(path)
 
 

@@ -394,3 +394,11 @@ def test_a_data_set_skips_rows_without_text_and_names_splits_that_are_not_read(t
     assert source.skipped["news"]["a row that cannot be read"]["count"] == 2
     assert "Leaving out splits of" in caplog.text and "eval, unsupervised" in caplog.text
     assert "1 byte order marks removed" in caplog.text and "2 blank documents left out" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_a_packed_file_that_ends_early_is_named_before_it_is_read_whole(suffix, tmp_path):
+    packed = PACKERS[suffix](b"One line of text.\n" * 5000)
+    write(tmp_path / "a" / f"x.txt{suffix}", packed[:-20])
+    with pytest.raises(ValueError, match=f"x.txt{suffix}"):
+        open_texts(tmp_path).check(["a"])
