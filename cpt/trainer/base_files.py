@@ -52,9 +52,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, *, base: str, folder: Pat
     tokenizer.save_pretrained(folder)
     change_tokenizer_config(folder)
     if describe_difference(tokenizer, folder) is not None and (folder / "tokenizer.json").is_file():
-        change_tokenizer_config(
-            folder, tokenizer_class=VERBATIM
-        )  # other classes may build another normalizer
+        # Other classes may build another normalizer.
+        change_tokenizer_config(folder, tokenizer_class=VERBATIM)
     cause = describe_difference(tokenizer, folder)
     if cause is not None:
         raise ValueError(f"the tokenizer in {folder} is not that of training: {cause}")
