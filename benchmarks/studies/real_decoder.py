@@ -88,8 +88,20 @@ FACTORS = {
     "lora, rank 2": ["method=lora", "method.r=2"],
     "lora, rank 64": ["method=lora", "method.r=64"],
 }
-# Further seeds of the rows that the findings rest on.
+# The same trials for each: three rates. At which rate is what it keeps no longer what a lower rate keeps?
+RATES = {
+    "ncl, rate 5e-5": ["optim.lr=5e-5"],
+    "ncl, rate 2e-4": ["optim.lr=2e-4"],
+    "lora, rate 3e-4": ["method=lora", "optim.lr=3e-4"],
+    "lora, rate 1e-3": ["method=lora", "optim.lr=1e-3"],
+    "10 % chats, rate 3e-5": [*METHODS["10 % chats"], "optim.lr=3e-5"],
+    "10 % chats, rate 3e-4": [*METHODS["10 % chats"], "optim.lr=3e-4"],
+    "migu, rate 3e-4": ["method=migu", "optim.lr=3e-4"],
+    "wise_ft, rate 3e-4": ["method=wise_ft", "optim.lr=3e-4"],
+}
+# Further seeds, and the opposite order, of the rows that the findings rest on.
 REPEATED = ("ncl", "10 % chats", "10 % each of past, general, chats", "lora", "kd")
+OPPOSITE_ORDER = "order=[foldoc,kernel,debian,news]"
 
 # The prompts that the model answers: other ones than the held-out chats.
 PROMPT_FORMS = (
@@ -121,14 +133,16 @@ def main() -> None:
 
 
 def list_sweeps() -> Iterator[list[str]]:
-    """One sweep for each row of the methods, for the further seeds of REPEATED, and for each factor: a
-    stopped study has what matters first."""
+    """One sweep for each row of the methods, for the further seeds of REPEATED, for each rate and factor, and
+    for REPEATED in the opposite order: a stopped study has what matters first."""
     for overrides in METHODS.values():
         yield ["seed=0", *overrides]
     for name in REPEATED:
         yield ["seed=1,2", *METHODS[name]]
-    for overrides in FACTORS.values():
+    for overrides in [*RATES.values(), *FACTORS.values()]:
         yield ["seed=0", *overrides]
+    for name in REPEATED:
+        yield ["seed=0", OPPOSITE_ORDER, *METHODS[name]]
 
 
 def prepare_data(corpora: Path, root: Path, model: str) -> None:
