@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from cpt.core.cache import PARTIAL
 from cpt.core.heartbeat import ACTIVE, PROGRESS_FILE, Heartbeat, ProcessId, age_s, utc_now
-from cpt.core.messages import count_noun, truncate
+from cpt.core.messages import count_noun, format_duration, truncate
 from cpt.core.output import run_program
 from cpt.evaluation.row_files import find_row_files
 
@@ -196,7 +196,7 @@ def format_status(run: RunStatus) -> str:
     if beat is not None:
         age = format_age(age_s(beat.written))
         if is_active and beat.run_eta_s is not None:
-            remaining = format_time(beat.run_eta_s)
+            remaining = format_duration(beat.run_eta_s)
         if run.state != "finished":
             phase = format_phase(beat, is_active=is_active)
 
@@ -218,7 +218,7 @@ def format_phase(beat: Heartbeat, *, is_active: bool) -> str:
     if beat.step is not None and beat.steps:
         phase += f" {math.floor(100 * beat.step / beat.steps)} %"
     if is_active and beat.phase_eta_s is not None:
-        phase += f", {format_time(beat.phase_eta_s)}"
+        phase += f", {format_duration(beat.phase_eta_s)}"
     return phase
 
 
@@ -228,15 +228,6 @@ def format_age(seconds: float) -> str:
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
     return "0 s"
-
-
-def format_time(seconds: float) -> str:
-    """`0:12`, `1:02:03`, `3 d 4 h`."""
-    minutes, remainder = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24} d {hours % 24} h"
-    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
 def printable(text: object) -> str:

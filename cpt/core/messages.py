@@ -1,4 +1,4 @@
-"""Messages: abbreviated names, truncated lines, nouns in the plural, and lines that are logged once."""
+"""Messages: abbreviated names, truncated lines, durations, plurals of nouns, lines that are logged once."""
 
 from __future__ import annotations
 
@@ -54,6 +54,19 @@ def find_similar_path(path: Path) -> str:
         return ""
     matches = difflib.get_close_matches(path.name, names, n=1)
     return str(path.parent / matches[0]) if matches else ""
+
+
+def format_duration(seconds: float) -> str:
+    """Minutes and seconds, from an hour on with hours, from a day on in days and hours.
+
+    >>> format_duration(35.2), format_duration(3700), format_duration(100_000)
+    ('0:35', '1:01:40', '1 d 3 h')
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 def count_noun(count: int, noun: str) -> str:

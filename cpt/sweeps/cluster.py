@@ -23,6 +23,7 @@ from cpt.core.messages import count_noun
 from cpt.core.preemption import GO_ON
 from cpt.sweeps.cluster_task import ANSWER_TIMEOUT_S, JobEnd, job_state
 from cpt.sweeps.jobs import CONTINUES, Job, is_finished_already
+from cpt.sweeps.progress import JobProgress
 
 log = logging.getLogger(__name__)
 POLL_S = 1.0  # between looks for results, which are files
@@ -287,6 +288,7 @@ class Collector:
     jobs: Sequence[ClusterJob]
     queue: Queue
     received: list[int]
+    progress: JobProgress
     unsubmitted: int = 0  # jobs that a signal came before
     is_silent: bool = field(default=False, init=False)  # whether the scheduler did not answer last
 
@@ -302,7 +304,10 @@ class Collector:
             for cluster_job in list(open_jobs):
                 if self.has_ended(cluster_job):
                     open_jobs.remove(cluster_job)
-                    cluster_job.job.log_end("finished")
+                    self.progress.note_end(cluster_job.job)
+                    cluster_job.job.log_end("finished", self.progress.describe())
+            if open_jobs and self.progress.is_line_due():
+                log.info("Waiting for %s: %s", count_noun(len(open_jobs), "job"), self.progress.describe())
             if open_jobs and not self.received:
                 time.sleep(POLL_S)
         if self.received and (open_jobs or self.unsubmitted):

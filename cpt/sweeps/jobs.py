@@ -111,11 +111,12 @@ class Job:
         """Whether its run is finished, now or before this sweep began."""
         return self.state.startswith("finished")
 
-    def start(self, command: Sequence[str], *, env: Mapping[str, str]) -> None:
+    def start(self, command: Sequence[str], *, env: Mapping[str, str], ordinal: str) -> None:
+        """Starts the process of the job, which is the `ordinal` of its sweep: `2 of 4`."""
         self.start_time = time.monotonic()
         self.start_date = utc_now()
         self.process, self.offset = start_process([*command, *self.arguments], self.console, env=env)
-        log.info("Job %s: started, %s", self, self.console)
+        log.info("Job %s: started (%s), %s", self, ordinal, self.console)
 
     def kill(self, number: int) -> None:
         """Sends a signal to every process of the job, its data workers and ranks included."""
@@ -123,21 +124,21 @@ class Job:
             os.killpg(self.process.pid, number)
 
     def end(self) -> None:
-        """Logs how the process ended, kills its remaining processes and notes a failure in progress.json."""
+        """Kills the remaining processes of one that has ended, and notes a failure in progress.json."""
         self.kill(signal.SIGKILL)
         self.code = self.process.returncode
-        self.log_end(f"finished in {time.monotonic() - self.start_time:.0f} s")
         if not self.is_complete:
             state: State = "preempted" if self.state == "preempted" else "failed"
             record_exit(
                 self.folder, state, self.failure().removeprefix(f"{state} "), run_start=self.start_date
             )
 
-    def log_end(self, finished: str) -> None:
+    def log_end(self, finished: str, progress: str) -> None:
+        """Logs how the job ended, `finished` if it is complete, and how far the sweep is."""
         if self.is_complete:
-            log.info("Job %s: %s", self, finished)
+            log.info("Job %s: %s (%s)", self, finished, progress)
         else:
-            log.error("Job %s: %s", self, self.failure())
+            log.error("Job %s: %s (%s)", self, self.failure(), progress)
 
     def failure(self) -> str:
         """How it ended and its last error or line of output: `failed (exit 1): ValueError: …`."""

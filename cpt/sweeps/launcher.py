@@ -34,7 +34,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's name)
 from cpt.core.errors import readable, unknown_choice
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.messages import count_noun
+from cpt.core.messages import count_noun, format_duration
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent, is_one_of_several
 from cpt.core.resolved import JOB_NUMBER, RUN_FOLDER
@@ -67,6 +67,7 @@ from cpt.sweeps.jobs import (
     summarize_jobs,
 )
 from cpt.sweeps.optuna import OptunaSweeper
+from cpt.sweeps.progress import JobProgress
 from cpt.sweeps.signals import forward_signals, signal_handlers
 from cpt.sweeps.tune import TuneSweeper
 
@@ -237,10 +238,12 @@ class SubmititLauncher(JobLauncher):
         submissions = SubmissionLog(Path(self.config.hydra.sweep.dir) / ".jobs" / "submitted.jsonl")
         queue: Queue = SlurmQueue() if self.cluster == "slurm" else LocalQueue()
         queued, queued_with_other_options = find_queued(waiting, submissions.latest(), queue)
+        progress = JobProgress(num_jobs=len(waiting))
         for job, submission in queued_with_other_options.items():
             job.code = GO_ON
             job.loss_reason = f"job {submission.job} of an earlier start, with other options, uses its folder"
-            job.log_end("finished")
+            progress.note_end(job)
+            job.log_end("finished", progress.describe())
 
         # A signal while jobs are submitted is acted on when their numbers are known.
         received: list[int] = []
@@ -248,9 +251,12 @@ class SubmititLauncher(JobLauncher):
             cluster_jobs = [self.find(job, submission) for job, submission in queued.items()]
             new_jobs = [job for job in waiting if job not in queued and job not in queued_with_other_options]
             while new_jobs and not received:
-                cluster_jobs += self.submit(new_jobs[:MAX_ARRAY_JOBS], submissions, is_first=not cluster_jobs)
+                array = new_jobs[:MAX_ARRAY_JOBS]
+                submitted = self.submit(array, submissions, is_first=not cluster_jobs)
+                progress.num_ended += len(array) - len(submitted)  # those that were refused
+                cluster_jobs += submitted
                 new_jobs = new_jobs[MAX_ARRAY_JOBS:]
-            Collector(cluster_jobs, queue, received, unsubmitted=len(new_jobs)).wait()
+            Collector(cluster_jobs, queue, received, progress, unsubmitted=len(new_jobs)).wait()
 
     def find(self, job: Job, submission: Submission) -> ClusterJob:
         """The job of the cluster that an earlier start of the sweep submitted for `job`."""
@@ -359,10 +365,13 @@ class ClusterLauncher(JobLauncher):
             raise ValueError(f"hydra.launcher.options={options} is invalid: {error}") from error
 
     def run(self, waiting: Sequence[Job], jobs: Sequence[Job], first: int) -> None:
+        log.info("Submitting %s; python -m cpt.status shows them", count_noun(len(waiting), "job"))
+        progress = JobProgress(num_jobs=len(waiting))
         results = self.launch_jobs(waiting, first)
         for job, result in zip(waiting, results, strict=True):
             note_result(job, result)
-            job.log_end("finished")
+            progress.note_end(job)
+            job.log_end("finished", progress.describe())
 
     def launch_jobs(self, jobs: Sequence[Job], first: int) -> Sequence[JobReturn]:
         """Has the other launcher run the jobs. Gives for each what `run_job` returned, or an exception; where
@@ -420,6 +429,7 @@ def run_all(
     free = list(environments)
     received: list[int] = []
     last_received = -math.inf
+    progress = JobProgress(num_jobs=len(jobs), num_places=len(environments))
     log.info(
         "Running %s, %d in parallel; python -m cpt.status shows them",
         count_noun(len(jobs), "job"),
@@ -441,13 +451,21 @@ def run_all(
                 for job in ended:
                     free.append(running.pop(job))
                     job.end()
+                    progress.note_end(job)
+                    duration = format_duration(time.monotonic() - job.start_time)
+                    job.log_end(f"finished in {duration}", progress.describe(running))
                     bar.update()
 
                 while waiting and free:
                     job = waiting.popleft()
                     environment = free.pop(0)
-                    job.start(command, env={**without_task(os.environ), **environment})
+                    ordinal = f"{len(jobs) - len(waiting)} of {len(jobs)}"
+                    job.start(command, env={**without_task(os.environ), **environment}, ordinal=ordinal)
                     running[job] = environment
+                    progress.note_line()
+
+                if bar.disable and progress.is_line_due():  # no terminal
+                    log.info("Running %s: %s", count_noun(len(running), "job"), progress.describe(running))
                 bar.refresh()
                 time.sleep(POLL_S)
         finally:

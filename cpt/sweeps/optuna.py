@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from cpt.core.config import is_execution_key
 from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.messages import count_noun, format_duration
 from cpt.core.preemption import GO_ON
 from cpt.core.schema import Count, Natural, OneOrMore, Text, check_value
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
@@ -182,10 +184,15 @@ class OptunaSweeper(Sweeper):
 
         distributions = {key: self.distribution(key, override) for key, override in space.items()}
         overrides_by_run = self.list_runs()
-        while num_missing > 0:
-            batch = self.ask_trials(study, min(self.n_jobs, num_missing), distributions)
+        num_complete = len(study.get_trials(states=[self.optuna.trial.TrialState.COMPLETE]))
+        num_trials = num_complete + num_missing
+        start_time = time.monotonic()
+        num_ended = 0
+        while num_ended < num_missing:
+            batch = self.ask_trials(study, min(self.n_jobs, num_missing - num_ended), distributions)
             overrides = []
-            for trial in batch:
+            for ordinal, trial in enumerate(batch, start=num_complete + num_ended + 1):
+                log.info("%s: starting (%d of %d)", format_trial(trial), ordinal, num_trials)
                 for run in overrides_by_run:
                     overrides.append([*fixed, *to_overrides(trial.params), *run])
             returned = self.launcher.launch(
@@ -197,7 +204,12 @@ class OptunaSweeper(Sweeper):
                 if not any(is_preempted(result) for result in results):  # else it stays under way
                     self.tell_trial(study, trial, results)
             end_if_preempted(returned)
-            num_missing -= len(batch)
+
+            num_ended += len(batch)
+            duration = (time.monotonic() - start_time) / num_ended
+            remaining_s = duration * (num_missing - num_ended)
+            counts = f"{num_complete + num_ended} of {count_noun(num_trials, 'trial')} ended"
+            log.info("%s, about %s left of this search", counts, format_duration(remaining_s))
 
         self.report_best(study, folder, objective)
         return study
@@ -371,7 +383,7 @@ class OptunaSweeper(Sweeper):
         """Tells Optuna the objective of a trial, the mean over its runs; it fails where a run failed or has
         no finite objective."""
         study.set_user_attr(f"{FOLDERS} {trial.number}", [str(result.working_dir) for result in returned])
-        label = f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
+        label = format_trial(trial)
         values = []
         for result in returned:
             value = result._return_value
@@ -431,6 +443,11 @@ def to_overrides(params: Mapping[str, Any]) -> list[str]:
         rounded = float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
         overrides.append(f"{key}={rounded}")
     return overrides
+
+
+def format_trial(trial: optuna.trial.FrozenTrial) -> str:
+    """A trial's number and values: `Trial 3, lr=0.01 steps=10`."""
+    return f"Trial {trial.number}, {' '.join(to_overrides(trial.params))}"
 
 
 def values_of(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:

@@ -84,7 +84,8 @@ class TuneSweeper(OptunaSweeper):
             candidates, runs = self.read_candidates(lines)
             self.params = {}
             results = {}
-            for candidate in candidates:
+            for number, candidate in enumerate(candidates, start=1):
+                log.info("Method %d of %d: %s", number, len(candidates), candidate.label)
                 results[candidate.label] = self.search_candidate(candidate, runs, name=name)
 
             finals, failures = self.run_finals(candidates, results, runs, name=name)
@@ -135,6 +136,7 @@ class TuneSweeper(OptunaSweeper):
             for run in itertools.product(*runs):
                 owners.append((candidate, " ".join(run or fixed)))
                 jobs.append([*fixed, *run, *evaluation])
+        log.info("Starting %s on test text", count_noun(len(jobs), "final run"))
         returned: Sequence[JobReturn] = self.launcher.launch(jobs, 0)
         end_if_preempted(returned)
 

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from cpt.core.heartbeat import DELAY, HEARTBEAT, is_terminal, progress_bar
 from cpt.core.memory import peak
+from cpt.core.messages import format_duration
 from cpt.evaluation.monitor import CHAT_LOSSES
 from cpt.trainer.costs import CostMonitor
 from cpt.trainer.monitor import Monitor
@@ -160,14 +161,3 @@ def describe_remaining() -> list[str]:
     if beat.run_eta_s is not None:
         parts.append(f"{format_duration(beat.run_eta_s)} of run")
     return [", ".join(parts)] if parts else []
-
-
-def format_duration(seconds: float) -> str:
-    """Minutes and seconds, from an hour on with hours.
-
-    >>> format_duration(35.2), format_duration(3700)
-    ('0:35', '1:01:40')
-    """
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -33,6 +33,7 @@ from cpt.sweeps.cluster import (
 from cpt.sweeps.cluster_task import ClusterTask, JobEnd, parse_job
 from cpt.sweeps.jobs import BASIC_SWEEPER, Job, summarize_jobs
 from cpt.sweeps.launcher import SubmititLauncher
+from cpt.sweeps.progress import JobProgress
 from tests.conftest import ROOT, SMALL
 
 submitit = pytest.importorskip("submitit")
@@ -89,7 +90,7 @@ def submitted(tmp_path, monkeypatch):
 
 
 def wait(queue, *cluster_jobs):
-    Collector(cluster_jobs, queue, []).wait()
+    Collector(cluster_jobs, queue, [], JobProgress(num_jobs=len(cluster_jobs))).wait()
     return [cluster_job.job for cluster_job in cluster_jobs]
 
 
@@ -172,6 +173,7 @@ def test_a_job_that_is_queued_again_is_waited_for_and_told_once(submitted, caplo
     cluster.GONE_S = 10.0
     wait(queue, job)
     lines = [record.getMessage() for record in caplog.records]
+    assert lines[-1] == "Job #0 x=0: failed (exit 1): (no output) (1 of 1 job ended)"
     assert lines[:-1] == [
         "Job #0 x=0: running (38_0), run-0/console.log",
         "Job #0 x=0: queued again (38_0)",
@@ -189,7 +191,7 @@ def test_a_job_that_nobody_knows_is_not_waited_for_and_silence_is_no_end(submitt
 def test_a_signal_leaves_the_jobs_in_the_queue_and_names_them(submitted, caplog):
     jobs = [submitted(number) for number in (0, 1, 2, 5)]
     with pytest.raises(SystemExit) as system_exit:
-        Collector(jobs, FakeQueue({}), [signal.SIGINT]).wait()
+        Collector(jobs, FakeQueue({}), [signal.SIGINT], JobProgress(num_jobs=4)).wait()
     assert system_exit.value.code == GO_ON
     assert caplog.messages == [
         "Stopping on SIGINT; 4 jobs still in the queue: 38_[0-2,5]; scancel 38 ends them; "

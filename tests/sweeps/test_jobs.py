@@ -3,11 +3,13 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from omegaconf import OmegaConf, open_dict
 from cpt import cli
 from cpt.cli import to_hydra
 from cpt.core import resolved
-from cpt.core.heartbeat import Heartbeat
+from cpt.core.heartbeat import Heartbeat, utc_now
 from cpt.core.preemption import GO_ON
 from cpt.sweeps.jobs import (
     BASIC_SWEEPER,
@@ -35,6 +37,7 @@ from cpt.sweeps.jobs import (
     visible_gpus,
 )
 from cpt.sweeps.launcher import ClusterLauncher, ProcessLauncher, forward_signals, run_all
+from cpt.sweeps.progress import JobProgress
 from cpt.trainer.preflight import check_process_start
 from tests.conftest import ROOT, SMALL
 from tests.support.forked_scripts import is_alive, wait_for
@@ -351,7 +354,10 @@ def make_job(number):
 
 
 @pytest.mark.slow
-def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places(tmp_path, monkeypatch):
+def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places(
+    tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
     monkeypatch.chdir(tmp_path)
     jobs = [make_job(number) for number in range(5)]
     command = [sys.executable, "-S", "-c", PROGRAM]
@@ -363,6 +369,14 @@ def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places
     for job in jobs[:2]:
         heartbeat = Heartbeat.load(job.folder)
         assert f"{heartbeat.state} {heartbeat.why}" == job.failure()
+
+    # A log says of each job that it started and how it ended, as which of how many, and the time left.
+    assert "Job #0 x=0: started (1 of 5), 0/console.log" in caplog.messages
+    assert "Job #4 x=4: started (5 of 5), 4/console.log" in caplog.messages
+    lines = "\n".join(caplog.messages)
+    assert "failed (exit 1): RuntimeError: boom (" in lines
+    assert re.search(r"finished in 0:0\d \(4 of 5 jobs ended, about 0:0\d left\)\n", lines)
+    assert lines.endswith(" (5 of 5 jobs ended)")
 
     # Two run at once: the second begins beside the first, the third when one of them has ended.
     times = []
@@ -380,6 +394,29 @@ def test_failed_jobs_stop_no_other_and_no_more_run_at_once_than_there_are_places
     # A second start appends to the same console, whose last line is no reason of its failure.
     run_all(jobs[1:2], command=command, environments=[{"QUIET": "1"}], grace=1)
     assert jobs[1].failure() == f"{killed}: (no output)" and jobs[1].console.read_text() == "begun 1\n"
+
+
+def test_the_time_left_is_what_runs_say_of_themselves_and_else_that_of_other_jobs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    first, second = (make_job(number) for number in range(2))
+    for job in (first, second):
+        job.start_time = 900.0
+        job.start_date = utc_now()
+    progress = JobProgress(num_jobs=5, num_places=2)
+    assert progress.describe([first, second]) == "0 of 5 jobs ended"
+    assert JobProgress(num_jobs=5).describe() == "0 of 5 jobs ended"  # of a cluster
+
+    # A run that has begun at this start says 300 s, of 400 s in all. The other takes as long, then three more.
+    Heartbeat(state="running", began=utc_now(), run_eta_s=300.0).write(first.folder)
+    assert progress.estimate_s([first, second]) == 300 + 2 * 400
+    Heartbeat(state="running", began="2020-01-01T00:00:00Z", run_eta_s=1.0).write(second.folder)
+    assert progress.estimate_s([first, second]) == 300 + 2 * 400
+
+    # Others took 200 s.
+    progress.durations = [150.0, 250.0]
+    progress.num_ended = 2
+    assert progress.describe([first, second]) == "2 of 5 jobs ended, about 5:00 left"
 
 
 SWEEP = """

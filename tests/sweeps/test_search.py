@@ -193,9 +193,13 @@ def test_failures_stop_nothing_and_are_tried_again_by_the_same_command(
     def fail_three(values):
         return {"1": HydraException("boom"), "2": None, "3": math.nan}.get(values["steps"], 1.0)
 
+    caplog.set_level("INFO")
     jobs = search_grid(fail_three, "steps=range(0,5)")
     assert jobs == [[f"steps={steps}"] for steps in range(5)]
     assert read_results(folder)["finished"] == 2 and "boom" in caplog.text
+    assert "Trial 1, steps=1: starting (2 of 5)" in caplog.messages
+    assert "4 of 5 trials ended, about 0:00 left of this search" in caplog.messages
+
     # They fail for the second time, then run; what is finished is not run again.
     for objective, num_finished in ((fail_three, 2), (lambda values: 0.5, 5)):
         jobs = search_grid(objective, "steps=range(0,5)")
