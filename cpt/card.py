@@ -122,7 +122,7 @@ def read_license_choices(options: argparse.Namespace, run: RunDir, scores: Score
     stored = load_license_choices(run.path)
     model_license = stored.model
     if options.license is not None:
-        model_license = read_identifier(options.license, option="--license")
+        model_license = read_license_identifier(options.license, option="--license")
 
     text_licenses = dict(stored.texts)
     trained_texts = list_trained_texts(run.stored_config(), scores)
@@ -131,7 +131,7 @@ def read_license_choices(options: argparse.Namespace, run: RunDir, scores: Score
         if not equals or text not in trained_texts:
             allowed = f"TEXT=ID with a TEXT of {', '.join(trained_texts)}"
             raise InvalidOptionError("--data-license", entry, allowed=allowed)
-        identifier = read_identifier(text_license, option=f"--data-license {text}")
+        identifier = read_license_identifier(text_license, option=f"--data-license {text}")
         if identifier:
             text_licenses[text] = identifier
         else:
@@ -139,7 +139,7 @@ def read_license_choices(options: argparse.Namespace, run: RunDir, scores: Score
     return LicenseChoices(model=model_license, texts=text_licenses)
 
 
-def read_identifier(text: str, *, option: str) -> str:
+def read_license_identifier(text: str, *, option: str) -> str:
     """The identifier that an option gives; empty for `none`. Raises ValueError for one that the Hub does not
     list."""
     return "" if text == NONE else check_identifier(text, option=option)

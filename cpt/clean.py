@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     for path, reason in sorted(reasons.items()):
         size = count_freed_bytes(path)  # before it is removed
         total_size += size
-        outcome = f"; {remove(path)}" if options.yes else describe_use(path)
+        outcome = f"; {remove(path)}" if options.yes else describe_users(path)
         print(f"{format_bytes(size):>12}  {path}: {reason}{outcome}")
     print(format_summary(len(reasons), total_size, removed=options.yes))
     return 0
@@ -153,7 +153,7 @@ def describe_loss(stage_folder: Path) -> str:
     return ", with which extend adds domains and cpt.withdraw gives back those that were added since"
 
 
-def describe_use(path: Path) -> str:
+def describe_users(path: Path) -> str:
     """`; in use by process 17 on node1` of a cached folder, else nothing."""
     processes = find_users(path) if is_cached(path) else []
     names = [f"process {process.pid} on {process.host}" for process in processes]
@@ -180,7 +180,7 @@ def remove(path: Path) -> str:
             # Moved away first: a process records its use before it looks for the artifact.
             removed_path = path.with_name(f"{path.name}.removed{PARTIAL}")
             os.replace(path, removed_path)
-            use = describe_use(path)
+            use = describe_users(path)
             if use:
                 os.replace(removed_path, path)
                 return use.removeprefix("; ")

@@ -15,7 +15,13 @@ from cpt.core.errors import readable
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.output import run_program
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.chat_answers import ChatAnswer, describe_faults, find_newly_broken, find_rise, mean_losses
+from cpt.evaluation.chat_answers import (
+    ChatAnswer,
+    describe_faults,
+    find_chat_rise,
+    find_newly_broken,
+    mean_losses,
+)
 from cpt.evaluation.chat_files import ANSWERS, BASE_LOSSES, LOSSES, find_chat_file, load_answers, load_losses
 from cpt.evaluation.metrics import Change, Losses, compare_losses
 from cpt.evaluation.run_folders import choose_run
@@ -114,7 +120,7 @@ def judge_chats(run: RunDir, scores: Scores, *, start_row: int, limit: float) ->
         )
         if before.digest != after.digest:
             raise ValueError(f"{run.path}/chats has other chats in two rows; give the run again")
-        _, low, high = find_rise(before.losses, after.losses)
+        _, low, high = find_chat_rise(before.losses, after.losses)
         changes.append(
             BoundedChange(
                 text=name,

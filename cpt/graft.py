@@ -43,7 +43,7 @@ from cpt.models.residual import (
     join_vocabularies,
     open_checkpoint,
     sum_tensors,
-    write_shards,
+    write_weight_files,
 )
 from cpt.reporting.derived_card import write_derived_card
 from cpt.reporting.license_choices import load_license_choices
@@ -174,7 +174,7 @@ class Graft:
             tensors = sum_tensors(
                 self.run, self.base, self.instruct, weight=self.weight, tables=self.tables, rows=rows
             )
-            num_tensors = write_shards(folder, tensors, max_bytes=MAX_SHARD_BYTES)
+            num_tensors = write_weight_files(folder, tensors, max_bytes=MAX_SHARD_BYTES)
             self.write_config(folder)
             self.write_tokenizer(folder)
         return num_tensors

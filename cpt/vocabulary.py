@@ -136,7 +136,7 @@ def add_vocabulary(options: argparse.Namespace) -> None:
     with new_folder(options.output) as folder:
         write_tokenizer(own_tokenizer, definition, folder, options)
         tokenizer = load_tokenizer(folder)
-        measurement = measure(own_tokenizer, tokenizer, held_out)
+        measurement = measure_held_out(own_tokenizer, tokenizer, held_out)
 
     print(f"{options.corpus}: {document_count}, {len(held_out.documents):,} more held out")
     if words.dropped:
@@ -265,7 +265,7 @@ def describe_loaded(
     return ""
 
 
-def measure(
+def measure_held_out(
     own_tokenizer: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, held_out: HeldOutText
 ) -> Measurement:
     """Encodes the held-out text with both tokenizers. Raises ValueError where a text without a new token has
@@ -324,10 +324,10 @@ def print_report(
     longest = sorted(texts.values(), key=lambda text: (-len(text), text))[:MAX_SHOWN]
     print(f"Most frequent: {' '.join(map(repr, frequent))}")
     print(f"Longest: {' '.join(map(repr, longest))}")
-    print(f"Use it: {describe_use(options)}")
+    print(f"Use it: {format_usage(options)}")
 
 
-def describe_use(options: argparse.Namespace) -> str:
+def format_usage(options: argparse.Namespace) -> str:
     """The command line of a run with the new tokenizer."""
     folder = folder_of(options.corpus)
     has_files = any(path.is_file() for path in folder.iterdir())

@@ -53,8 +53,8 @@ from cpt.trainer.withdrawal import (
     find_run_with_stage,
     find_withdrawal,
     is_constant,
-    leave_out,
     list_kept_rows,
+    remove_domain_modules,
     subtract,
 )
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
             is_written = options.output is not None and not options.dry_run
             if is_written:
                 is_begun = begun_form is not None
-                give_back(withdrawal, texts, module, form=form, folder=options.output, is_begun=is_begun)
+                write_result(withdrawal, texts, module, form=form, folder=options.output, is_begun=is_begun)
             elif form == "continued":
                 print(describe_cost(withdrawal, options.output))
     return 0
@@ -145,7 +145,7 @@ def choose_form(withdrawal: Withdrawal, form: str | None) -> str:
     return form or possible_forms[0]
 
 
-def give_back(
+def write_result(
     withdrawal: Withdrawal,
     texts: RunTexts,
     module: ContinualMethod,
@@ -169,7 +169,7 @@ def give_back(
                 with new_folder(folder) as partial_folder:
                     write_rewound(withdrawal, partial_folder)
             print(f"{folder}: the run before {withdrawal.domain}")
-        print(describe_command(withdrawal, folder))
+        print(format_withdraw_command(withdrawal, folder))
         return
 
     if not is_begun:
@@ -208,7 +208,7 @@ def write_left_out(withdrawal: Withdrawal, module: ContinualMethod, folder: Path
         domain=withdrawal.domain, order=withdrawal.remaining, rows=rows, keeps_cell=keeps_cell
     )
     reduced_run = write_reduced_run(folder, withdrawal.run, scores, reduction)
-    leave_out(module, index=withdrawal.number - 1, num_domains=len(scores.run["order"]))
+    remove_domain_modules(module, index=withdrawal.number - 1, num_domains=len(scores.run["order"]))
     path = reduced_run.stage_path(len(rows) - 1)
     path.parent.mkdir()
     save_stage(module, path)
@@ -277,7 +277,7 @@ def write_subtracted(
 
 def describe_cost(withdrawal: Withdrawal, folder: Path | None) -> str:
     """What continuing costs, as plan=true estimates it, and the command."""
-    command = describe_command(withdrawal, folder)
+    command = format_withdraw_command(withdrawal, folder)
     if withdrawal.is_last:
         return f"Cost: no training; {command}"
     with tempfile.TemporaryDirectory(dir=withdrawal.run.path.parent) as name:
@@ -299,7 +299,7 @@ def format_cost(cost: dict[str, Any]) -> str:
     return f"{count_noun(steps, 'step')}, {count_noun(tokens, 'token')}, {time} on this machine"
 
 
-def describe_command(withdrawal: Withdrawal, folder: Path | None) -> str:
+def format_withdraw_command(withdrawal: Withdrawal, folder: Path | None) -> str:
     """The command that gives the domain back by continuing: this program, and unless the domain is the last
     the command of the run with the domains that are left."""
     run = withdrawal.run.path
@@ -311,11 +311,11 @@ def describe_command(withdrawal: Withdrawal, folder: Path | None) -> str:
         )
         if withdrawal.is_last:
             return withdraw_command
-        return f"{withdraw_command} && {describe_run_command(withdrawal, target)}"
-    return describe_run_command(withdrawal, target)
+        return f"{withdraw_command} && {format_run_command(withdrawal, target)}"
+    return format_run_command(withdrawal, target)
 
 
-def describe_run_command(withdrawal: Withdrawal, folder: Path) -> str:
+def format_run_command(withdrawal: Withdrawal, folder: Path) -> str:
     run = withdrawal.run.path
     overrides_file = run / ".hydra" / "overrides.yaml"
     if not overrides_file.exists():

@@ -17,7 +17,7 @@ from common.stage import StepTimer, TimingOptions
 from common.variants import QUICK
 from lightning.pytorch.callbacks import Callback
 
-from cpt.core.memory import keep_free
+from cpt.core.memory import keep_freed_blocks
 from cpt.data.collate import inputs_of
 from cpt.data.options import Domain
 from cpt.loggers.loggers import LoggedRun, track
@@ -86,7 +86,7 @@ def fit(
     checkpoint of the last step is written when `callbacks` have heard of it, as others write none. `keeping`
     says whether the heap keeps what a step frees, as it does there."""
     if keeping:
-        keep_free()
+        keep_freed_blocks()
     options = workload.plan.trainer
     guard = NanGuard()
     workload.data.enter(domain)

@@ -37,7 +37,7 @@ from torch import Tensor
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.core.cache import make_once
 from cpt.core.distributed import to_local
-from cpt.core.memory import forget_peak, give_back, peak
+from cpt.core.memory import forget_peak, peak, trim_heap
 from cpt.models import loading
 from cpt.trainer.base_model import make_base
 from cpt.trainer.build import build_data, build_method, read_corpora
@@ -223,7 +223,7 @@ def train(checkpoint: Path, changes: list[str], options: argparse.Namespace) -> 
     monitor = StepMonitor(overrides)
     arguments = machine.lightning_arguments(plan.trainer)
     trainer = make_trainer(arguments, label="steps", steps=NUM_STEPS, callbacks=[monitor])
-    give_back()
+    trim_heap()
     forget_peak(CPU)
     trainer.fit(method, datamodule=data)
     drop_optimizer(trainer)

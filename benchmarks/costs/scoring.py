@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cpt.core.memory import keep_free
+from cpt.core.memory import keep_freed_blocks
 from cpt.trainer.lightning import make_trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/
@@ -87,7 +87,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     prepare(options.threads)
-    keep_free()
+    keep_freed_blocks()
     workload = build_workload(
         options.cache,
         "domains=tasks",

@@ -21,7 +21,7 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.nn.functional import linear_cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cpt.core.memory import forget_peak, give_back, keep_free, peak
+from cpt.core.memory import forget_peak, keep_freed_blocks, peak, trim_heap
 from cpt.data.collate import Batch, label_batch
 from cpt.models import chunked_head
 from cpt.models.chunked_head import WeightedLoss, make_nll
@@ -149,7 +149,7 @@ def run_pass(model: LlamaForCausalLM, batch: Batch, name: str, *, kind: str, is_
 
 def measure(options: Any, vocabulary: int, name: str) -> dict[str, Any]:
     """The peaks of a pass and its rounds, in turns; in a process of its own, whose heap has no holes yet."""
-    keep_free()  # as a run does
+    keep_freed_blocks()  # as a run does
     torch.set_num_threads(options.threads)
     model = build_model(vocabulary, options.width)
     num_tokens = int(options.tokens * PASSES[name].share)
@@ -199,7 +199,7 @@ def measure_peak(
     batch = make_batch(vocabulary, tokens)
     processor = torch.device("cpu")
     model.zero_grad()
-    give_back()
+    trim_heap()
     forget_peak(processor)
     before = peak(processor)
     run_pass(model, batch, name, kind=kind, is_16_bit=options.bf16)

@@ -34,7 +34,7 @@ def without_tuners(
             copy.get_parameter(name).copy_(values)
 
     # Found before the first layer is unwrapped: a tied head has to be seen with its embedding.
-    shared = find_shared(copy)
+    shared = find_shared_parameters(copy)
     dtype = hidden_dtype(copy)
     for name in tuner_layers(copy):
         layer = copy.get_submodule(name)
@@ -48,7 +48,7 @@ def without_tuners(
     return copy.requires_grad_(True)
 
 
-def find_shared(model: nn.Module) -> set[int]:
+def find_shared_parameters(model: nn.Module) -> set[int]:
     """The ids of the parameters that several modules have."""
     num_owners = Counter[int]()
     for module in model.modules():
@@ -245,7 +245,7 @@ def shares_adapted(model: PreTrainedModel) -> bool:
     is_configured_tied = head is not None and model.config.tie_word_embeddings
     if is_configured_tied and head.weight is not model.get_input_embeddings().weight:
         return True
-    shared = find_shared(model)
+    shared = find_shared_parameters(model)
     for name in tuner_layers(model):
         if any(id(parameter) in shared for parameter in model.get_submodule(name).parameters()):
             return True

@@ -88,14 +88,14 @@ LOST_LOADER = re.compile(
 def reason(error: BaseException) -> str:
     """An error's message on one line; of an error inside a Hydra instantiation or a loader's process, the
     cause's."""
-    lines = [line.strip() for line in explain(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in explain_error(error).splitlines() if line.strip()]
     if lines and re.match(r"Caught \w+ in DataLoader worker process", lines[0]):
         _, _, message = lines[-1].partition(": ")
         lines = [message or lines[-1]]
     return " ".join(lines) or type(error).__name__
 
 
-def explain(error: BaseException) -> str:
+def explain_error(error: BaseException) -> str:
     """An error's message. Those of Hydra and OmegaConf that speak of nodes and of merging are replaced by one
     that names the option and what is allowed."""
     if isinstance(error, HydraException):
@@ -172,7 +172,7 @@ def unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
     meant = foreign_names.find_choice(group, name)
     if meant not in choices:
         meant = ""
-    if not meant and is_path(name):
+    if not meant and is_path_or_repository(name):
         meant = option_of_path(group, name)
 
     message = unknown_name(f"{group}={name}", choices, meant=meant)
@@ -181,7 +181,7 @@ def unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
     return f"{message}; {group}=? describes them"
 
 
-def is_path(name: str) -> bool:
+def is_path_or_repository(name: str) -> bool:
     """Whether the name of an unknown choice is a folder or a file, or the name of a repository of the Hub."""
     return "/" in name or name.startswith("~") or Path(name).exists()
 

@@ -113,10 +113,10 @@ VALUES = {
 }
 
 
-def normalize(name: str) -> str:
+def normalize_choice(name: str) -> str:
     """A name in lower case, with _ for signs.
 
-    >>> normalize("A-GEM"), normalize("DER++")
+    >>> normalize_choice("A-GEM"), normalize_choice("DER++")
     ('a_gem', 'der')
     """
     return re.sub(r"\W+", "_", name.lower()).strip("_")
@@ -124,7 +124,7 @@ def normalize(name: str) -> str:
 
 def find_choice(group: str, name: str) -> str:
     """The choice of a group for which a name is in use; empty for any other name."""
-    return CHOICES.get(group, {}).get(normalize(name), "")
+    return CHOICES.get(group, {}).get(normalize_choice(name), "")
 
 
 def find_value(option: str, value: str) -> str:

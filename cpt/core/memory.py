@@ -19,12 +19,12 @@ M_MMAP_THRESHOLD = -3
 ANY_SIZE = 1 << 30
 LARGE = 1 << 25
 SMALL = 1 << 20
-kept_size: int | None = None  # the size in bytes up to which blocks are kept, if `keep_free` has been called
+kept_size: int | None = None  # bytes up to which blocks are kept, once `keep_freed_blocks` was called
 returns_large = False  # whether blocks of LARGE bytes are returned for now
 
 
-def keep_free(*, up_to: int = ANY_SIZE) -> None:
-    """Has the C heap keep the blocks of less than `up_to` bytes that a step frees, until `give_back`, where
+def keep_freed_blocks(*, up_to: int = ANY_SIZE) -> None:
+    """Has the C heap keep the blocks of less than `up_to` bytes that a step frees, until `trim_heap`, where
     its library can (glibc). Else it maps each large tensor again and returns it at once, and the system fills
     every page with zeros again: a tenth of a small model's step (`benchmarks/throughput.py --shape given`).
 
@@ -39,10 +39,10 @@ def keep_free(*, up_to: int = ANY_SIZE) -> None:
             kept_size = up_to
 
 
-def keep_for_run(*, is_checkpointed: bool) -> None:
-    """Sets `keep_free` as a run needs it: blocks of any size are kept, with activation checkpointing small
-    ones alone."""
-    keep_free(up_to=SMALL if is_checkpointed else ANY_SIZE)
+def keep_blocks_for_run(*, is_checkpointed: bool) -> None:
+    """Calls `keep_freed_blocks` as a run needs it: for blocks of any size, with activation checkpointing for
+    small ones alone."""
+    keep_freed_blocks(up_to=SMALL if is_checkpointed else ANY_SIZE)
 
 
 @contextmanager
@@ -67,15 +67,15 @@ def return_large_in_backward(output: Tensor, inputs: Tensor) -> None:
 
 
 def set_returns_large(is_returned: bool) -> None:
-    """From now on, blocks of LARGE bytes or more are returned when they are freed, or kept as `keep_free`
-    said."""
+    """From now on, blocks of LARGE bytes or more are returned when they are freed, or kept as
+    `keep_freed_blocks` said."""
     global returns_large
     if kept_size is not None and kept_size > LARGE:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE if is_returned else kept_size)
         returns_large = is_returned
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Returns what is free on the C heap to the system, where its library can (glibc): the holes between what
     lives long add up from stage to stage (`benchmarks/costs/flat.py` shows it)."""
     if LINUX:

@@ -185,7 +185,7 @@ def with_template(tokenizer_hash: str, tokenizer: PreTrainedTokenizerBase) -> st
 
 def log_shared(corpora: Mapping[str, Corpus]) -> None:
     """Warns of held-out documents of a text that are in the training text of another."""
-    pairs = find_shared(corpora)
+    pairs = find_shared_documents(corpora)
     if not pairs or not is_first_process():
         return
     first_pairs = ", ".join(
@@ -241,7 +241,7 @@ class SharedDocuments:
     count: int
 
 
-def find_shared(corpora: Mapping[str, Corpus]) -> list[SharedDocuments]:
+def find_shared_documents(corpora: Mapping[str, Corpus]) -> list[SharedDocuments]:
     """The pairs of texts that share documents, the most first; of a document that several texts hold out one
     is counted."""
     names = list(corpora)

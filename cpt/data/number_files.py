@@ -39,7 +39,7 @@ class NumberWriter:
         self.file.close()
 
 
-def find_numbers(folder: Path, name: str) -> Path:
+def find_number_file(folder: Path, name: str) -> Path:
     """FOLDER/NAME.TYPE."""
     (path,) = folder.glob(f"{name}.*")
     return path
@@ -47,7 +47,7 @@ def find_numbers(folder: Path, name: str) -> Path:
 
 def map_numbers(folder: Path, name: str) -> np.ndarray:
     """The numbers of FOLDER/NAME.TYPE, [numbers], memory-mapped and read-only."""
-    path = find_numbers(folder, name)
+    path = find_number_file(folder, name)
     # Arrow's map keeps no file open, unlike numpy's: a run may have hundreds of texts.
     with pa.memory_map(str(path)) as file:
         return np.frombuffer(file.read_buffer(), number_type(path))
@@ -56,7 +56,7 @@ def map_numbers(folder: Path, name: str) -> np.ndarray:
 def read_numbers(folder: Path, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
     """The numbers of FOLDER/NAME.TYPE, or those from `begin` to `end`, in memory: pages of a map that are
     read one after another would count as memory, too."""
-    path = find_numbers(folder, name)
+    path = find_number_file(folder, name)
     count = -1 if end is None else end - begin
     offset = begin * number_type(path).itemsize
     return np.fromfile(path, number_type(path), count, offset=offset)
@@ -68,7 +68,7 @@ def number_type(path: Path) -> np.dtype:
 
 def narrow_numbers(folder: Path, name: str, maximum: int) -> None:
     """Replaces FOLDER/NAME.TYPE by a file of the smallest type that holds numbers up to `maximum`."""
-    path = find_numbers(folder, name)
+    path = find_number_file(folder, name)
     narrow_type = smallest_type(maximum)
     if narrow_type == number_type(path):
         return

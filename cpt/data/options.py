@@ -56,11 +56,11 @@ class Budget:
         return max(1, math.ceil(samples / self.batch_size))
 
 
-def list_micro_batches(batch_size: int, *, world: int) -> list[int]:
+def list_micro_batch_sizes(batch_size: int, *, world: int) -> list[int]:
     """The samples that a micro-batch of a process may have: the divisors of its share of a step, ascending;
     none where the batch does not divide among the processes.
 
-    >>> list_micro_batches(24, world=2)
+    >>> list_micro_batch_sizes(24, world=2)
     [1, 2, 3, 4, 6, 12]
     """
     if batch_size % world:
@@ -71,7 +71,7 @@ def list_micro_batches(batch_size: int, *, world: int) -> list[int]:
 
 def count_micro_batches(batch_size: int, *, micro_batch: int, world: int) -> int:
     """The micro-batches of a process and step; raises ValueError if the batch does not divide evenly."""
-    possible = list_micro_batches(batch_size, world=world)
+    possible = list_micro_batch_sizes(batch_size, world=world)
     if micro_batch not in possible:
         raise InvalidOptionError(
             "trainer.micro_batch",

@@ -124,7 +124,7 @@ def pack_chats(
             NumberWriter(folder, CHATS, np.dtype(np.int64)) as rows,
             NumberWriter(folder, ENDS, np.dtype(np.int64)) as ends,
         ):
-            for packed in pack_blocks(packer, chats.rows):
+            for packed in pack_examples(packer, chats.rows):
                 rows.write(np.searchsorted(begins, packed.pieces["begin"]))
                 ends.write(num_packed + np.cumsum(packed.num_pieces))
                 num_packed += len(packed.pieces)
@@ -145,7 +145,7 @@ def pack_chats(
     )
 
 
-def pack_blocks(packer: DocumentPacker, examples: ArrowRows) -> list[PackedRows]:
+def pack_examples(packer: DocumentPacker, examples: ArrowRows) -> list[PackedRows]:
     """The rows of examples, BATCH at a time."""
     blocks = []
     for begin in range(0, len(examples), BATCH):

@@ -141,7 +141,7 @@ def pack(
         )
         num_with_bos = 0
         with writer:
-            for rows in pack_blocks(packer, tokens):
+            for rows in pack_tokens(packer, tokens):
                 writer.write(rows)
                 num_with_bos += count_starts(rows, format.tokenizer.bos_token_id)
         (folder / FACTS).write_text(json.dumps({"rows_with_bos": num_with_bos}))
@@ -163,7 +163,7 @@ def pack(
     )
 
 
-def pack_blocks(packer: Packer, tokens: StoredTokens) -> Iterator[PackedRows]:
+def pack_tokens(packer: Packer, tokens: StoredTokens) -> Iterator[PackedRows]:
     """The rows of a text, some at a time."""
     for block in tokens.blocks():
         yield packer.add(block.ids, block.sizes)

@@ -99,7 +99,7 @@ def option_attributes(value: Any) -> dict[str, Any]:
     return {
         name: entry
         for name, entry in vars(value).items()
-        if not (name in IRRELEVANT_ATTRIBUTES or "cache" in name or is_path(entry))
+        if not (name in IRRELEVANT_ATTRIBUTES or "cache" in name or is_existing_path(entry))
     }
 
 
@@ -113,7 +113,7 @@ def describe_object(value: Any) -> str:
     return type(value).__name__
 
 
-def is_path(value: Any) -> bool:
+def is_existing_path(value: Any) -> bool:
     """Whether an attribute is the path of an existing file or folder."""
     if not isinstance(value, str | Path) or "/" not in str(value):
         return False

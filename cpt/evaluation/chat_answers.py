@@ -93,7 +93,7 @@ def collect_losses(losses_by_row: Sequence[Array | None]) -> tuple[list[Any], li
     for number, losses in enumerate(losses_by_row):
         base_losses = losses_by_row[0] if number > 0 else None
         nll.append(None if losses is None else float(mean_losses(losses).mean()))
-        rise.append(None if losses is None or base_losses is None else find_rise(base_losses, losses))
+        rise.append(None if losses is None or base_losses is None else find_chat_rise(base_losses, losses))
     return nll, rise
 
 
@@ -103,7 +103,7 @@ def collect_answers(answers_by_row: Sequence[Sequence[ChatAnswer] | None]) -> li
     summaries: list[dict[str, Any] | None] = []
     for number, answers in enumerate(answers_by_row):
         base_answers = answers_by_row[0] if number > 0 else None
-        summaries.append(None if answers is None else summarise_answers(answers, base_answers))
+        summaries.append(None if answers is None else summarise_chat_answers(answers, base_answers))
     return summaries
 
 
@@ -113,20 +113,20 @@ def mean_losses(losses: Array) -> Array:
     return nats / num_tokens
 
 
-def find_rise(before: Array, after: Array) -> list[float | None]:
+def find_chat_rise(before: Array, after: Array) -> list[float | None]:
     """The mean rise of the loss over chats in nats per token, and its 95 % interval: mean, low, high."""
     differences = mean_losses(after) - mean_losses(before)
-    return describe_change(differences)
+    return estimate_mean_change(differences)
 
 
-def describe_change(differences: Array) -> list[float | None]:
+def estimate_mean_change(differences: Array) -> list[float | None]:
     """The mean of paired differences and its 95 % interval, None for fewer than three: mean, low, high."""
     low, high = intervals_of_means(differences[None])[0].tolist()
     mean = float(differences.mean())
     return [mean, None, None] if math.isnan(low) else [mean, low, high]
 
 
-def summarise_answers(
+def summarise_chat_answers(
     answers: Sequence[ChatAnswer], base_answers: Sequence[ChatAnswer] | None
 ) -> dict[str, Any]:
     """The measures of a row's answers, their changes since the base, and how many answers are broken that
@@ -134,14 +134,14 @@ def summarise_answers(
     measures: dict[str, float | None] = {}
     changes: dict[str, list[float | None]] = {}
     for measure in ANSWER_MEASURES:
-        values = find_values(answers, measure)
+        values = find_answer_values(answers, measure)
         is_known = np.isfinite(values)
         measures[measure] = float(values[is_known].mean()) if is_known.any() else None
         if base_answers is not None:
-            differences = values - find_values(base_answers, measure)
+            differences = values - find_answer_values(base_answers, measure)
             differences = differences[np.isfinite(differences)]
             if len(differences):
-                changes[measure] = describe_change(differences)
+                changes[measure] = estimate_mean_change(differences)
     num_newly_broken = None if base_answers is None else len(find_newly_broken(answers, base_answers))
     return {
         "chats": len(answers),
@@ -151,7 +151,7 @@ def summarise_answers(
     }
 
 
-def find_values(answers: Sequence[ChatAnswer], measure: str) -> Array:
+def find_answer_values(answers: Sequence[ChatAnswer], measure: str) -> Array:
     """A measure of each answer, [chats], nan where it is not known."""
     values = [getattr(answer, measure) for answer in answers]
     return np.array([math.nan if value is None else float(value) for value in values])

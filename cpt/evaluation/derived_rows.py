@@ -75,7 +75,7 @@ def describe_tuned_chats(row: DerivedRow) -> str:
         return ""
     return (
         f"Loss on the assistant's turns of {row.chats['chats']} held-out chats: {row.chats['nll']:.4f} nats "
-        f"per token, the tuned model's {row.chats['tuned_nll']:.4f} ({format_change(row.chats['rise'])})"
+        f"per token, the tuned model's {row.chats['tuned_nll']:.4f} ({format_mean_rise(row.chats['rise'])})"
     )
 
 
@@ -86,12 +86,12 @@ def describe_run_chats(row: DerivedRow) -> list[str]:
         return []
     sentences = [
         f"Loss on the run's {chats['chats']} held-out chats: {chats['nll']:.4f} nats per token "
-        f"(since the run's base {format_change(chats['rise'])})"
+        f"(since the run's base {format_mean_rise(chats['rise'])})"
     ]
     if chats["base_answer_nll"] is not None:
         sentences.append(
             f"Loss on the answers of the run's base: {chats['base_answer_nll']:.4f} nats per token "
-            f"({format_change(chats['base_answer_rise'])})"
+            f"({format_mean_rise(chats['base_answer_rise'])})"
         )
     if chats["answers"] is not None:
         chat_count = count_noun(chats["answers"]["chats"], "chat")
@@ -102,7 +102,7 @@ def describe_run_chats(row: DerivedRow) -> list[str]:
     return sentences
 
 
-def format_change(change: Sequence[float | None]) -> str:
+def format_mean_rise(change: Sequence[float | None]) -> str:
     """`+0.1460 [+0.1000, +0.2000]`, without an interval for too few chats."""
     mean, low, high = change
     interval = "" if low is None else f" [{low:+.4f}, {high:+.4f}]"

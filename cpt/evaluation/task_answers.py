@@ -54,14 +54,14 @@ def score_choices(
 
     nll_by_pair: dict[tuple[int, int], float] = {}
     for batch_pairs in batches[rank::num_processes]:
-        row_nll = sum_losses(model, objective, join_choices(questions, batch_pairs))
+        row_nll = sum_row_losses(model, objective, join_choices(questions, batch_pairs))
         nll_by_pair.update(zip(batch_pairs, row_nll, strict=True))
         step(len(batch_pairs))
     return nll_by_pair
 
 
 @torch.no_grad()
-def sum_losses(model: PreTrainedModel, objective: Objective, rows: Rows) -> list[float]:
+def sum_row_losses(model: PreTrainedModel, objective: Objective, rows: Rows) -> list[float]:
     """The loss of each row in nats, summed over the tokens that are scored."""
     batch, _ = objective.batch(rows)
     on_device = {name: cast(Tensor, tensor).to(model.device) for name, tensor in batch.items()}

@@ -78,7 +78,7 @@ def gate_gradients(
         return torch.cat(torch.autograd.grad(total, list(gates.values())), dim=1)
 
 
-def normalize(scores: Tensor, normalization: str) -> Tensor:
+def normalize_scores(scores: Tensor, normalization: str) -> Tensor:
     """The scores [units] of one layer and kind in [0, 1]; 0 if all equal. `tanh_abs` is the paper's
     |tanh(z)| of the z-score, high for units far below the mean too; `tanh_relu` is max(0, tanh(z))."""
     if scores.max() <= scores.min():
@@ -229,7 +229,7 @@ class SoftMask(UnitMask):
     ) -> Tensor:
         """The normalized importances [units] of the model on batches."""
         scores = measure_importance(model, self.groups, batches, losses, passes=passes)
-        return torch.cat([normalize(part, self.normalize) for part in scores.split(self.sizes)])
+        return torch.cat([normalize_scores(part, self.normalize) for part in scores.split(self.sizes)])
 
     def set_importance(self, scores: Tensor) -> None:
         self.last.copy_(scores)

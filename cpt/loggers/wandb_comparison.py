@@ -22,7 +22,7 @@ from cpt.loggers.wandb_environment import (
     WandbPlace,
     draw_identifier,
     files_in,
-    read_identifier,
+    read_run_identifier,
     store_identifier,
 )
 from cpt.loggers.wandb_run import LARGEST_REPORT, check_settings, describe_place, open_wandb
@@ -47,7 +47,7 @@ def log_comparison(
     Raises ValueError for what W&B refuses."""
     check_settings(destination)
     identifier_file = f"{page.stem}.wandb_id"
-    identifier = read_identifier(page.parent, file_name=identifier_file) or draw_identifier()
+    identifier = read_run_identifier(page.parent, file_name=identifier_file) or draw_identifier()
     store_identifier(page.parent, identifier, file_name=identifier_file)
 
     groups: list[str] = []
@@ -85,7 +85,7 @@ def list_compared(sections: Sequence[RunSection]) -> list[str]:
     identifiers = []
     for section in sections:
         for run in section.runs:
-            identifier = read_identifier(run.folder)
+            identifier = read_run_identifier(run.folder)
             if identifier:
                 identifiers.append(identifier)
     return identifiers

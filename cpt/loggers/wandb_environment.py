@@ -95,7 +95,7 @@ def choose_identifier(folder: Path) -> str:
     It is drawn at the first start. So a moved or resumed run remains the same W&B run, and no two runs are
     one. WANDB_RUN_ID is taken instead at the first start, and within a sweep of W&B's, whose agent chooses
     it, at every start; not by the jobs of a sweep of cpt, which all have the same variable."""
-    stored = read_identifier(folder)
+    stored = read_run_identifier(folder)
     requested = os.environ.get("WANDB_RUN_ID") or ""
     if requested and "WANDB_SWEEP_ID" in os.environ:
         identifier = requested
@@ -112,7 +112,7 @@ def choose_identifier(folder: Path) -> str:
     return identifier
 
 
-def read_identifier(folder: Path, *, file_name: str = ID_FILE) -> str:
+def read_run_identifier(folder: Path, *, file_name: str = ID_FILE) -> str:
     """The stored identifier of a run folder's W&B run; empty without one, or if its file is damaged."""
     path = folder / file_name
     stored = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""

@@ -83,7 +83,7 @@ def drop_entries(task_vector: Tensor, parameter: Tensor, *, p: float, seed: int)
     return task_vector * is_retained / (1 - p)
 
 
-def gather_rows(rows: Tensor, parameter: Tensor) -> Tensor:
+def gather_parameter_rows(rows: Tensor, parameter: Tensor) -> Tensor:
     """All rows of a tensor of which each process has those that it has of a parameter. A collective."""
     [sharded] = with_rows([rows], [parameter])
     return full_tensor(sharded)
@@ -205,7 +205,7 @@ class Merged(nn.Module):
         # A threshold is a quantile of all rows: each process would find another in the rows that it has.
         magnitudes = {}
         for name, task_vector in task_vectors.items():
-            magnitudes[name] = gather_rows(task_vector.abs(), domain.parameters[name])
+            magnitudes[name] = gather_parameter_rows(task_vector.abs(), domain.parameters[name])
 
         # One threshold for the entries of the whole model, or one for those of each tensor.
         thresholds: dict[str, Tensor] = {}

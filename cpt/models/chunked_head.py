@@ -407,19 +407,19 @@ def make_nll(batch: Batch) -> TokenLoss:
     return lambda logits, positions: token_nll(logits, batch, positions)
 
 
-def count_rows(vocabulary: int, max_logits: int | None) -> int:
-    """The positions of a chunk, at most; `max_logits` of None is MAX_LOGITS."""
-    return max(1, (max_logits or MAX_LOGITS) // vocabulary)
+def count_chunk_positions(num_entries: int, max_logits: int | None) -> int:
+    """The most positions of a chunk with logits of `num_entries` each; `max_logits` of None is MAX_LOGITS."""
+    return max(1, (max_logits or MAX_LOGITS) // num_entries)
 
 
 def count_loss_bytes(model: PreTrainedModel, num_positions: int, *, max_logits: int | None) -> int:
     """Bytes of the logits at some positions, their log-probabilities and their gradient, in 32 bits."""
-    entries = count_entries(model)
-    return 3 * 4 * entries * min(num_positions, count_rows(entries, max_logits))
+    num_entries = count_head_entries(model)
+    return 3 * 4 * num_entries * min(num_positions, count_chunk_positions(num_entries, max_logits))
 
 
-def count_entries(model: PreTrainedModel) -> int:
-    """The numbers that a model computes at a position."""
+def count_head_entries(model: PreTrainedModel) -> int:
+    """The logits that a model computes at a position: the rows of its head."""
     layer = model.get_output_embeddings() or model.get_input_embeddings()
     return cast(int, layer.weight.shape[0])
 
@@ -434,7 +434,7 @@ def run_model(
 ) -> tuple[Result, Tensor]:
     """What becomes of the logits [K, V] at K positions of the flattened inputs [B, T], and the last hidden
     states [B, T, D] at all; the decoder's, where there is one."""
-    max_rows = count_rows(count_entries(model), max_logits)
+    max_rows = count_chunk_positions(count_head_entries(model), max_logits)
     if len(positions) <= max_rows:
         logits, hidden = logits_and_hidden(model, inputs, positions=positions)
         return use(WholeLogits(logits, hidden)), hidden

@@ -53,7 +53,7 @@ def find_misfits(tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreTrainedTo
     special = special_tokens_of(tokenizer)
     ordinary = [token for token in own_special if token not in special]
     if ordinary:
-        yield f"{len(ordinary)} special tokens of the checkpoint are not special, {name_tokens(ordinary)}"
+        yield f"{len(ordinary)} special tokens of the checkpoint are not special, {format_tokens(ordinary)}"
 
     if tokenizer.is_fast:
         definition = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -69,7 +69,7 @@ def find_vocabulary_misfits(
     own_tokens = sorted(own_vocabulary, key=own_vocabulary.__getitem__)
     missing = [token for token in own_tokens if token not in vocabulary]
     if missing:
-        yield f"{len(missing)} tokens of the checkpoint are missing, {name_tokens(missing)}"
+        yield f"{len(missing)} tokens of the checkpoint are missing, {format_tokens(missing)}"
         return
     moved_tokens = [token for token in own_tokens if vocabulary[token] != own_vocabulary[token]]
     if moved_tokens:
@@ -115,7 +115,7 @@ def find_model_misfits(model: Mapping[str, Any], own_model: Mapping[str, Any]) -
         scores = dict(map(tuple, model["vocab"]))
         rescored = [piece for piece, score in own_model["vocab"] if scores.get(piece) != score]
         if rescored:
-            yield f"{len(rescored)} pieces of the checkpoint have other scores, {name_tokens(rescored)}"
+            yield f"{len(rescored)} pieces of the checkpoint have other scores, {format_tokens(rescored)}"
 
 
 def first_lost_merge(
@@ -130,7 +130,7 @@ def first_lost_merge(
     return None
 
 
-def name_tokens(tokens: Sequence[str]) -> str:
+def format_tokens(tokens: Sequence[str]) -> str:
     """`like 'a', 'b', 'c', …`: the first tokens of a list."""
     names = [repr(token) for token in tokens[:MAX_SHOWN]]
     if len(tokens) > MAX_SHOWN:

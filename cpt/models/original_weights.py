@@ -33,8 +33,10 @@ def original_weights(model: PreTrainedModel, files: Iterable[Path]) -> Iterator[
                 file = stack.enter_context(safe_open(path, "pt"))
                 opened.update(dict.fromkeys(file.keys(), file))
         for name, layer in layers.items():
-            stored_name = find_stored_name(model, name, layer, opened)
-            layer.read_original = partial(read_weight, opened[stored_name], stored_name, layer.plain_class)
+            stored_name = find_weight_name(model, name, layer, opened)
+            layer.read_original = partial(
+                read_layer_weight, opened[stored_name], stored_name, layer.plain_class
+            )
         try:
             yield
         finally:
@@ -42,7 +44,7 @@ def original_weights(model: PreTrainedModel, files: Iterable[Path]) -> Iterator[
                 layer.read_original = None
 
 
-def find_stored_name(
+def find_weight_name(
     model: PreTrainedModel, name: str, layer: QuantizedLinear, opened: Mapping[str, Any]
 ) -> str:
     """The name of a layer's weight in the files. Raises MissingWeightError where they have none."""
@@ -64,7 +66,7 @@ def find_stored_name(
     raise MissingWeightError(parameter_name)
 
 
-def read_weight(file: Any, name: str, plain_class: type) -> Tensor:
+def read_layer_weight(file: Any, name: str, plain_class: type) -> Tensor:
     """The weight [outputs, inputs] of a layer in an open file."""
     weight = cast(Tensor, file.get_tensor(name))
     return weight.T if issubclass(plain_class, Conv1D) else weight

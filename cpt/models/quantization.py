@@ -56,7 +56,7 @@ def read_stored_config(config: PretrainedConfig) -> dict[str, Any]:
     return {}
 
 
-def plain_config(config: PretrainedConfig) -> PretrainedConfig:
+def drop_quantization(config: PretrainedConfig) -> PretrainedConfig:
     """A configuration without what it says of the quantization of a checkpoint; itself where it says
     nothing."""
     if not read_stored_config(config):

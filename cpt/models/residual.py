@@ -387,7 +387,7 @@ def sum_tensors(
         yield name, total
 
 
-def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> int:
+def write_weight_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> int:
     """Writes tensors as the weights of a folder, in files of up to `max_bytes` or of one tensor, and an index
     of several. Only the tensors of one file are in memory. Returns their number."""
     names_by_shard: list[list[str]] = []

@@ -142,7 +142,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def is_stack(layers: Sequence[tuple[str, nn.Module]]) -> bool:
     """Whether named layers are the blocks of a model: each holds an attention, or in a hybrid some do, and
     the others hold a mixer, as the short convolutions of LFM 2."""
-    block_layers = [group_layers(*layer) for layer in layers]
+    block_layers = [group_block_layers(*layer) for layer in layers]
     has_attention = any(block.attentions for block in block_layers)
     return has_attention and all(block.attentions or block.mixers for block in block_layers)
 
@@ -155,7 +155,7 @@ def find_sublayers(
     for mixtures."""
     sublayers = []
     for name, block in find_blocks(model):
-        linear_layers = group_layers(name, block)
+        linear_layers = group_block_layers(name, block)
         if "heads" in kinds:
             for attention, layers in linear_layers.attentions.items():
                 sublayers.append(find_sublayer(model, attention, "heads", layers))
@@ -183,7 +183,7 @@ def find_mixer_outs(model: PreTrainedModel) -> list[Projection]:
     mixer without one."""
     outs = []
     for name, block in find_blocks(model):
-        for mixer, layers in group_layers(name, block).mixers.items():
+        for mixer, layers in group_block_layers(name, block).mixers.items():
             out = find_out(layers, model.config.hidden_size)
             if out is None:
                 raise ValueError(f"{mixer} has no output projection; found {list_matrices(block, name)}")
@@ -199,7 +199,7 @@ def find_mixer_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
         return {}
     weights = {}
     for name, block in blocks:
-        prefixes = tuple(f"{mixer}." for mixer in group_layers(name, block).mixers)
+        prefixes = tuple(f"{mixer}." for mixer in group_block_layers(name, block).mixers)
         for key, parameter in block.named_parameters(name):
             if parameter.ndim > 1 and key.startswith(prefixes):
                 weights[key] = parameter
@@ -238,7 +238,7 @@ def find_mixture_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     for name, block in blocks:
         if not has_experts(block):
             continue
-        linear_layers = group_layers(name, block)
+        linear_layers = group_block_layers(name, block)
         prefixes = tuple(f"{module}." for module in (*linear_layers.attentions, *linear_layers.mixers))
         for key, parameter in block.named_parameters(name):
             if parameter.ndim > 1 and not key.startswith(prefixes):
@@ -459,7 +459,7 @@ def scale_features(x: Tensor, gate: Tensor) -> Tensor:
     return (by_sample * factors.unsqueeze(1)).view(x.shape)
 
 
-def group_layers(name: str, block: nn.Module) -> BlockLayers:
+def group_block_layers(name: str, block: nn.Module) -> BlockLayers:
     """A block's linear layers by the attention or the mixer that holds them."""
     attentions: dict[str, list[Projection]] = {}
     outside: list[Projection] = []

@@ -158,7 +158,7 @@ def group_values(section: RunSection) -> dict[str, ValuesByGroup]:
     return values
 
 
-def find_values(section: RunSection, key: str) -> ValuesByGroup:
+def find_group_values(section: RunSection, key: str) -> ValuesByGroup:
     """A value by the name of the group, and by the order and seed of the run."""
     return group_values(section).get(key, {})
 
@@ -167,7 +167,7 @@ def find_values(section: RunSection, key: str) -> ValuesByGroup:
 def contrast_groups(section: RunSection, key: str) -> DataFrame:
     """A row for each group that shares an order and a seed with its baseline: its name as the index, and the
     columns of `PairedContrast`, group less baseline."""
-    values_by_group = find_values(section, key)
+    values_by_group = find_group_values(section, key)
     differences = {}
     for group_name, baseline in section.baselines.items():
         values = values_by_group.get(group_name, {})
@@ -196,7 +196,7 @@ def rank_groups(section: RunSection) -> DataFrame:
     groups have. Groups with a single pair are left out where another has more."""
     rows = []
     for measure in select_measured(section, TESTED_MEASURES):
-        values = find_values(section, measure.key)
+        values = find_group_values(section, measure.key)
         # Groups of one model (and of one order, if each order is a group) are ranked together.
         comparable: dict[tuple, ValuesByGroup] = defaultdict(dict)
         for group in section.groups:
@@ -229,7 +229,7 @@ def group_by_sequence(section: RunSection) -> dict[tuple, list[RunGroup]]:
 def find_best(section: RunSection, groups: Sequence[RunGroup], measure: ComparedMeasure) -> BestGroup | None:
     """The group with the best mean over the pairs of order and seed that all groups have; None if no group
     has the measure. Without common pairs each mean is over all pairs of the group."""
-    values = find_values(section, measure.key)
+    values = find_group_values(section, measure.key)
     measured = [group for group in groups if group.name in values]
     if not measured:
         return None

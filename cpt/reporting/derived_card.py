@@ -50,14 +50,16 @@ def write_derived_card(
         license=format_license(license, licenses),
         scores=scores,
         conditions=describe_conditions(conditions(scores)),
-        table=make_markdown_table(["text", "base", scores.rows[-1], row.row], list_losses(scores, row)),
+        table=make_markdown_table(
+            ["text", "base", scores.rows[-1], row.row], list_derived_losses(scores, row)
+        ),
     )
     path = folder / "README.md"
     replace(path, f"{card}\n")
     return path
 
 
-def list_losses(scores: Scores, row: DerivedRow) -> list[list[str]]:
+def list_derived_losses(scores: Scores, row: DerivedRow) -> list[list[str]]:
     """By text, the perplexity of the base, of the run's last model and of the derived one."""
     rows = []
     for column, text in enumerate(scores.domains):

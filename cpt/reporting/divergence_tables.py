@@ -27,10 +27,10 @@ def describe_divergence(scores: Scores) -> str:
     if not kl or just_trained is None:
         return ""
     num_stages = sum(1 for estimates in kl[1:] if estimates)
-    last = [f"{format_mean(estimate)} {text}" for text, estimate in kl[-1].items()]
+    last = [f"{format_mean_divergence(estimate)} {text}" for text, estimate in kl[-1].items()]
     ending = f"; at the end {list_names(last)}" if last else ""
     return (
-        f"KL(base || model), nats per token: {format_estimate(just_trained)} on the text just trained, "
+        f"KL(base || model), nats per token: {format_divergence(just_trained)} on the text just trained, "
         f"mean of {count_noun(num_stages, 'stage')}{ending}."
     )
 
@@ -41,17 +41,17 @@ def format_divergences(scores: Scores) -> Cells:
     measured = scores.divergence.get("kl") or []  # of an unfinished run, its first rows
     for name, estimates in zip(scores.rows, measured, strict=False):
         if estimates:
-            cells.append([name, *(format_estimate(estimates.get(text)) for text in scores.domains)])
+            cells.append([name, *(format_divergence(estimates.get(text)) for text in scores.domains)])
     return cells
 
 
-def format_estimate(estimate: Sequence[float | None] | None) -> str:
+def format_divergence(estimate: Sequence[float | None] | None) -> str:
     """A mean with its interval, in nats per token; a dash where nothing was measured."""
     if estimate is None:
         return MISSING
     _, low, high = estimate
-    return format_mean(estimate) + format_interval(low, high, format_decimals)
+    return format_mean_divergence(estimate) + format_interval(low, high, format_decimals)
 
 
-def format_mean(estimate: Sequence[float | None]) -> str:
+def format_mean_divergence(estimate: Sequence[float | None]) -> str:
     return format_or_dash(estimate[0], format_decimals)

@@ -162,7 +162,7 @@ def list_metrics(scores: Scores) -> ReportedValues:
         yield ReportedValue(metric="optimized_metric", value=value, key="optimized_metric")
 
 
-def list_losses(scores: Scores) -> ReportedValues:
+def list_matrix_losses(scores: Scores) -> ReportedValues:
     """Every cell of the matrix, in each of UNITS."""
     matrix_by_unit = in_units(scores.matrix, layout=scores)
     cells_by_unit = {unit: matrix.tolist() for unit, matrix in matrix_by_unit.items()}
@@ -506,7 +506,7 @@ VALUE_KINDS: dict[str, Callable[[Scores], ReportedValues]] = {  # kind of value:
     "text": list_texts,
     "task": list_task_means,
     "cost": list_costs,
-    "loss": list_losses,
+    "loss": list_matrix_losses,
     "endtask": list_endtasks,
     "answer": list_answers,
     "score": list_answer_means,

@@ -12,8 +12,8 @@ import numpy as np
 from cpt.reporting.compare import format_p, format_spread, list_topics, make_table
 from cpt.reporting.contrasts import (
     find_contrasts,
+    find_group_values,
     find_spreads,
-    find_values,
     group_by_sequence,
     is_ranked,
 )
@@ -193,7 +193,7 @@ def has_final_model(group: RunGroup, key: str) -> bool:
 
 def tabulate_pairs(section: RunSection) -> Block:
     """The final perplexity of each run, by its order and seed; of many, the first MAX_PAIRS."""
-    values_by_group = find_values(section, FINAL.key)
+    values_by_group = find_group_values(section, FINAL.key)
     order_names = name_orders(section.runs)
     measured_pairs: set[Pair] = set()
     for by_pair in values_by_group.values():

@@ -21,7 +21,7 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from cpt.core.messages import log_once
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
-from cpt.reporting.license_terms import KINDS, OTHER, StatedLicense, normalize
+from cpt.reporting.license_terms import KINDS, OTHER, StatedLicense, normalize_identifier
 
 log = logging.getLogger(__name__)
 CARD = "README.md"
@@ -121,7 +121,7 @@ def find_model_license(
 ) -> StatedLicense:
     """What is stated of a checkpoint: a folder, or a name on the Hub."""
     if Path(checkpoint).is_dir():
-        return read_folder(Path(checkpoint), source=source, is_model=True)
+        return read_folder_license(Path(checkpoint), source=source, is_model=True)
     card = find_hub_card(checkpoint, repo_type="model", revision=revision, is_online=is_online)
     if card is None:
         return StatedLicense(source=source, is_model=True)
@@ -143,7 +143,7 @@ def find_text_license(settings: Mapping[str, Any], text: str, *, is_online: bool
         card = find_hub_card(str(data_set), repo_type="dataset", revision=None, is_online=is_online)
         return StatedLicense(source=text) if card is None else read_card(card, source=text)
     for folder in list_text_folders(settings, text, data_set):
-        license = read_folder(folder, source=text)
+        license = read_folder_license(folder, source=text)
         if license.identifier:
             return license
     return StatedLicense(source=text)
@@ -160,9 +160,9 @@ def find_source_license(settings: Mapping[str, Any], name: str, *, is_online: bo
 
     local_path = Path(os.path.expanduser(path))
     if local_path.is_dir():
-        return read_folder(local_path, source=source)
+        return read_folder_license(local_path, source=source)
     if local_path.is_file():
-        return read_folder(local_path.parent, source=source)
+        return read_folder_license(local_path.parent, source=source)
     card = find_hub_card(path, repo_type="dataset", revision=None, is_online=is_online)
     return StatedLicense(source=source) if card is None else read_card(card, source=source)
 
@@ -184,7 +184,7 @@ def list_text_folders(settings: Mapping[str, Any], text: str, data_set: Any) -> 
             yield folder
 
 
-def read_folder(folder: Path, *, source: str, is_model: bool = False) -> StatedLicense:
+def read_folder_license(folder: Path, *, source: str, is_model: bool = False) -> StatedLicense:
     """What a folder states: its card, or else a license file in it."""
     card = folder / CARD
     if card.is_file():
@@ -229,7 +229,7 @@ def read_card(path: Path, *, source: str, is_model: bool = False) -> StatedLicen
     return StatedLicense(
         source=source,
         is_model=is_model,
-        identifier=", ".join(normalize(str(identifier)) for identifier in identifiers),
+        identifier=", ".join(normalize_identifier(str(identifier)) for identifier in identifiers),
         name=str(data.get("license_name") or ""),
         link=str(data.get("license_link") or ""),
         stated_in="its model card" if is_model else "its dataset card",
@@ -255,7 +255,7 @@ def recognize(text: str) -> str:
     ('cc-by-sa-4.0', 'mit')
     """
     tag = re.search(r"SPDX-License-Identifier:\s*(\S+)", text)
-    identifier = normalize(tag[1] if tag else text)
+    identifier = normalize_identifier(tag[1] if tag else text)
     if identifier in KINDS:
         return identifier
 

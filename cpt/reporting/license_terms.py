@@ -89,10 +89,10 @@ class LicenseDecision:
         return self.name or self.identifier
 
 
-def normalize(text: str) -> str:
+def normalize_identifier(text: str) -> str:
     """An identifier as the Hub has it, from one of the Hub or of SPDX.
 
-    >>> normalize("Apache-2.0"), normalize("GPL-3.0-or-later")
+    >>> normalize_identifier("Apache-2.0"), normalize_identifier("GPL-3.0-or-later")
     ('apache-2.0', 'gpl-3.0')
     """
     return re.sub(r"-(only|or-later)$", "", text.strip().lower())
@@ -100,7 +100,7 @@ def normalize(text: str) -> str:
 
 def check_identifier(text: str, *, option: str) -> str:
     """The identifier that an option gives. Raises ValueError for one that the Hub does not list."""
-    identifier = normalize(text)
+    identifier = normalize_identifier(text)
     if identifier not in KINDS:
         similar = difflib.get_close_matches(identifier, KINDS, n=1)
         hint = f". Did you mean {similar[0]}?" if similar else ""

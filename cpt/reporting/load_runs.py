@@ -311,7 +311,7 @@ def leave_out_tasks(runs: Sequence[MeasuredRun]) -> None:
         most_frequent = max(hashes, key=hashes.count, default="")
         for run, protocol in protocols.items():
             if protocol != most_frequent:
-                leave_out(run, prefixes, LeftOut(group, "another protocol"))
+                remove_values(run, prefixes, LeftOut(group, "another protocol"))
 
 
 def leave_out_means(runs: Sequence[MeasuredRun]) -> None:
@@ -325,7 +325,7 @@ def leave_out_means(runs: Sequence[MeasuredRun]) -> None:
         max_cells = max(num_cells.values(), default=0)
         for run in num_cells:
             if num_cells[run] < max_cells:
-                leave_out(run, (f"{metric}/",), LeftOut(metric, "fewer cells"))
+                remove_values(run, (f"{metric}/",), LeftOut(metric, "fewer cells"))
 
 
 def count_measured_cells(scores: Scores, metric: str) -> float:
@@ -337,7 +337,7 @@ def count_measured_cells(scores: Scores, metric: str) -> float:
     return num_measured
 
 
-def leave_out(run: MeasuredRun, prefixes: tuple[str, ...], left_out: LeftOut) -> None:
+def remove_values(run: MeasuredRun, prefixes: tuple[str, ...], left_out: LeftOut) -> None:
     """Takes values out of a run, by how their keys begin."""
     run.values = {key: value for key, value in run.values.items() if not key.startswith(prefixes)}
     run.left_out += (left_out,)

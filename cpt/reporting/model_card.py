@@ -111,7 +111,7 @@ def write_model_card(folder: Path, scores: Scores, *, is_online: bool = False) -
         loading=scores.loading if '"model"' in scores.loading else "",
         parts=read_parts(folder / "model"),
         serving=" ".join(describe_adapters(folder / "model")),
-        has_chat_template=has_chat_template(folder / "model"),
+        has_chat_template=has_exported_chat_template(folder / "model"),
         license=format_license(license, stated),
         settings=list_card_settings(settings, scores, public_names),
         source=settings.get("domains.name", "unknown"),
@@ -125,7 +125,7 @@ def write_model_card(folder: Path, scores: Scores, *, is_online: bool = False) -
         general=GENERAL in scores.domains,
         missing=count_missing(scores),
         withdrawals=load_withdrawals(folder),
-        command=describe_command(folder, public_names),
+        command=format_public_command(folder, public_names),
     )
     path = folder / "model" / "README.md"
     replace(path, f"{card}\n")
@@ -160,7 +160,7 @@ def describe_license(card: Path) -> str:
     return f"license: {section.splitlines()[0]}"
 
 
-def has_chat_template(model: Path) -> bool:
+def has_exported_chat_template(model: Path) -> bool:
     """Whether the tokenizer in a folder has a chat template, in a file of its own or in its config."""
     if (model / CHAT_TEMPLATE_FILE).is_file():
         return True
@@ -211,7 +211,7 @@ def list_card_settings(
     return rows
 
 
-def describe_command(folder: Path, public_names: Collection[str]) -> str:
+def format_public_command(folder: Path, public_names: Collection[str]) -> str:
     """The command that repeats the run, without paths and without what only says how it was executed."""
     words = [" ".join(find_program_words())]
     if find_config_folders(folder):

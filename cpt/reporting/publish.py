@@ -110,7 +110,7 @@ def push(publication: Publication, *, updates: bool) -> str:
     try:
         repository = api.create_repo(publication.name, private=publication.is_private, exist_ok=updates)
     except HUB_ERRORS as error:
-        raise explain(error, publication, step="the repository was not created") from error
+        raise make_upload_error(error, publication, step="the repository was not created") from error
     try:
         api.create_commit(
             repository.repo_id,
@@ -119,11 +119,11 @@ def push(publication: Publication, *, updates: bool) -> str:
         )
     except HUB_ERRORS as error:
         step = "the repository is there, its files were not uploaded: push again with --update"
-        raise explain(error, publication, step=step) from error
+        raise make_upload_error(error, publication, step=step) from error
     return str(repository)
 
 
-def explain(error: Exception, publication: Publication, *, step: str) -> ValueError:
+def make_upload_error(error: Exception, publication: Publication, *, step: str) -> ValueError:
     """A failure of the Hub or of the network as one line; `step` says what was not done."""
     response = getattr(error, "response", None)  # none where the Hub was not reached
     status = getattr(response, "status_code", None)

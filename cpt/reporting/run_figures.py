@@ -440,7 +440,7 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
     panels = figure.subplots(len(overlaps), 1, squeeze=False)[:, 0]
     means = []
     for (title, overlap), axes in zip(overlaps.items(), panels, strict=True):
-        for index, (kind, blocks) in enumerate(group_layers(overlap).items()):
+        for index, (kind, blocks) in enumerate(group_similarities(overlap).items()):
             similarities = np.array(list(blocks.values()))  # [block, pair of domains]
             similarities = similarities[:, np.isfinite(similarities).all(0)]
             if similarities.size == 0:
@@ -481,7 +481,7 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
     )
 
 
-def group_layers(overlap: Overlap) -> dict[str, dict[int, np.ndarray]]:
+def group_similarities(overlap: Overlap) -> dict[str, dict[int, np.ndarray]]:
     """The similarities [pair of domains] by kind of layer and number of the block."""
     pairs = np.triu_indices(len(overlap.names), 1)
     kinds: dict[str, dict[int, np.ndarray]] = defaultdict(dict)

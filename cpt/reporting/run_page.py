@@ -28,7 +28,7 @@ from cpt.reporting.chat_tables import (
     format_derived_chats,
     read_chat_answers,
 )
-from cpt.reporting.divergence_tables import describe_divergence, format_divergences, format_estimate
+from cpt.reporting.divergence_tables import describe_divergence, format_divergence, format_divergences
 from cpt.reporting.formats import (
     MAX_LISTED,
     MISSING,
@@ -315,7 +315,7 @@ def format_own_divergence(stage: Mapping[str, Any]) -> str:
     """The divergence from the base on each text of a stage's domain, at the weights that it kept."""
     index = find_evaluation(stage, stage.get("kept"))
     texts = stage.get("divergence", {})
-    estimates = [f"{text} {format_estimate(values[index])}" for text, values in texts.items()]
+    estimates = [f"{text} {format_divergence(values[index])}" for text, values in texts.items()]
     return list_names(estimates) or MISSING
 
 
@@ -647,7 +647,7 @@ def show_run(scores: Scores) -> Block:
     facts = {
         "method": label_run(run),
         "model": f"{run['model']} ({run['objective']})",
-        "base model": describe_origin(scores),
+        "base model": format_base_origin(scores),
         "perplexity": describe_conditions(conditions(scores)),
         "order": list_order(run["order"]),
         "extended after": list_order([scores.rows[row] for row in scores.grown]),
@@ -657,7 +657,7 @@ def show_run(scores: Scores) -> Block:
         "stored by the method": describe_storage(scores),
         "skipped steps, non-finite loss or gradient (on_nonfinite)": describe_skipped_steps(scores),
         "movement in the protected subspace": describe_movement(scores),
-        "numerics": describe_numerics(scores),
+        "numerics": format_numerics(scores),
         "domain of an input": "must be known to use the model"
         if scores.needs_domain
         else "need not be known",
@@ -669,7 +669,7 @@ def show_run(scores: Scores) -> Block:
     return Block(title="Run", head=["run", run["name"]], cells=cells, num_word_columns=2)
 
 
-def describe_origin(scores: Scores) -> str:
+def format_base_origin(scores: Scores) -> str:
     """Where the weights came from; empty for those that the run built."""
     if scores.base.get("origin") == "built":
         return ""
@@ -699,7 +699,7 @@ def describe_movement(scores: Scores) -> str:
     return f"at most {share:.2g} of a stage's squared movement; {random_share:.2g} of a random one"
 
 
-def describe_numerics(scores: Scores) -> str:
+def format_numerics(scores: Scores) -> str:
     """The precision and the implementation of attention."""
     if not scores.numerics:
         return ""

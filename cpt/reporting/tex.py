@@ -16,7 +16,7 @@ from cpt.core.files import replace
 from cpt.core.schema import Number, fits
 from cpt.evaluation.scores import describe_conditions
 from cpt.evaluation.statistics import SIGNIFICANCE_LEVEL
-from cpt.reporting.contrasts import find_contrasts, find_spreads, find_values, is_ranked
+from cpt.reporting.contrasts import find_contrasts, find_group_values, find_spreads, is_ranked
 from cpt.reporting.formats import MAX_LISTED, Format, format_percent, format_perplexity, strip_controls
 from cpt.reporting.frames import find_matrices
 from cpt.reporting.load_runs import MeasuredRun
@@ -223,7 +223,7 @@ def format_groups(section: RunSection, frame: DataFrame, by: str) -> DataFrame:
         for row in column_frame.to_dict("records"):
             group = groups[row["group"]]
             num_runs = count_runs(group, orders, order=row["order"])
-            column[group.name] = format_mean(row, measure, is_best=row["mean"] == best, num_runs=num_runs)
+            column[group.name] = format_tex_mean(row, measure, is_best=row["mean"] == best, num_runs=num_runs)
 
         order_title = "all orders" if name == "all" else f"order {name}"
         table[escape(measure.title if by == "measure" else order_title)] = column
@@ -235,13 +235,13 @@ def find_best_mean(section: RunSection, frame: DataFrame, measure: ComparedMeasu
     groups = {group.name: group for group in section.groups}
     means = frame.set_index("group")["mean"]
     ranked = means[[name for name in means.index if is_ranked(groups[name], measure.key)]]
-    values = find_values(section, measure.key)
+    values = find_group_values(section, measure.key)
     if len({frozenset(values.get(name, ())) for name in ranked.index}) != 1:
         return None
     return ranked.max() if measure.higher_is_better else ranked.min()
 
 
-def format_mean(row: Mapping[str, Any], measure: ComparedMeasure, *, is_best: bool, num_runs: int) -> str:
+def format_tex_mean(row: Mapping[str, Any], measure: ComparedMeasure, *, is_best: bool, num_runs: int) -> str:
     """`53.10 ± 0.30` as TeX, from a row of a frame; marks are of significant differences."""
     text = measure.format_value(row["mean"])
     if not np.isnan(row["sd"]):

@@ -51,8 +51,8 @@ def estimate_chat_seconds(
             num_scorings += is_due(plan.chats.when, number, stages=len(data))
             num_answerings += number in (0, len(data))
     with on_device(module.model_for(BASE), device) as model, set_mode(model, training=False):
-        score_batch(evaluator, model)  # the first call also prepares kernels
-        batch_s = time_call(lambda: score_batch(evaluator, model), device)
+        score_chat_batch(evaluator, model)  # the first call also prepares kernels
+        batch_s = time_call(lambda: score_chat_batch(evaluator, model), device)
         token_s = 0.0
         if evaluator.answered:
             first_s = time_call(lambda: answer_batch(evaluator, model, num_tokens=1), device)
@@ -67,7 +67,7 @@ def estimate_chat_seconds(
     return (scoring + answering) / world_size
 
 
-def score_batch(evaluator: ChatEvaluator, model: Any) -> None:
+def score_chat_batch(evaluator: ChatEvaluator, model: Any) -> None:
     batch_size = evaluator.options.batch_size
     score_chats(
         model,

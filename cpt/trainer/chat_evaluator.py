@@ -38,7 +38,7 @@ from cpt.evaluation.chat_files import (
 from cpt.evaluation.metrics import Array
 from cpt.evaluation.options import ChatOptions, is_due
 from cpt.evaluation.scores import Scores
-from cpt.evaluation.task_answers import generate_batches, pad_rows, sum_losses
+from cpt.evaluation.task_answers import generate_batches, pad_rows, sum_row_losses
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import set_mode
 from cpt.models.objectives import Objective
@@ -253,8 +253,8 @@ class ChatEvaluator(FileEvaluator):
         answers_by_row = [None if stored is None else stored.answers for stored in answers]
         measured = [stored for stored in (*losses, *base_answer_losses, *answers) if stored is not None]
 
-        nll, rise = collect_losses(list_losses(losses))
-        base_answer_nll, base_answer_rise = collect_losses(list_losses(base_answer_losses))
+        nll, rise = collect_losses(list_chat_losses(losses))
+        base_answer_nll, base_answer_rise = collect_losses(list_chat_losses(base_answer_losses))
         return {
             "set": self.digest,
             "chats": len(self.chats),
@@ -268,7 +268,7 @@ class ChatEvaluator(FileEvaluator):
         }
 
 
-def list_losses(stored_by_row: Sequence[StoredLosses | None]) -> list[Array | None]:
+def list_chat_losses(stored_by_row: Sequence[StoredLosses | None]) -> list[Array | None]:
     return [None if stored is None else stored.losses for stored in stored_by_row]
 
 
@@ -305,7 +305,7 @@ def score_chats(
         for index in batch:
             rows += rows_by_chat[index]
             chat_of_row += [index] * len(rows_by_chat[index])
-        for index, nats in zip(chat_of_row, sum_losses(model, objective, pad_rows(rows)), strict=True):
+        for index, nats in zip(chat_of_row, sum_row_losses(model, objective, pad_rows(rows)), strict=True):
             losses[index] = losses.get(index, 0.0) + nats
         on_batch_done(len(batch))
 

@@ -16,7 +16,7 @@ from cpt.core.messages import abbreviate, count_noun
 from cpt.core.processes import is_first_process
 from cpt.models import loading
 from cpt.models.extended_tokenizer import check_fit
-from cpt.models.quantization import MXFP4, OF_BITSANDBYTES, describe_stored, plain_config
+from cpt.models.quantization import MXFP4, OF_BITSANDBYTES, describe_stored, drop_quantization
 from cpt.models.stored_weights import (
     as_in_full,
     check_report,
@@ -234,7 +234,7 @@ def check_stored_weights(
     model = build_skeleton(config, objective, source=f"model.name_or_path={name_or_path}")
     if describe_stored(config):
         stored_weights = as_in_full(stored_weights, model)
-    report = compare_weights(type(model), plain_config(config), stored_weights, checkpoint=name_or_path)
+    report = compare_weights(type(model), drop_quantization(config), stored_weights, checkpoint=name_or_path)
     head_names = loading.find_head_parameters(model)
     check_report(
         report,

@@ -34,7 +34,7 @@ from cpt.models.block_attention import MASKABLE, check_isolation
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
 from cpt.models.parameter_groups import check_patterns, find_multipliers
-from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, plain_config
+from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, drop_quantization
 from cpt.models.rope import count_scaled_positions, scale_rope
 from cpt.models.router_loss import check_router_loss
 from cpt.models.trial import make_stand_in, try_model
@@ -94,7 +94,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
             options.name_or_path, stored_config, objective, head_steps=head_steps
         )
         check_stored_quantization(plan, stored_config)
-    config = plain_config(config)
+    config = drop_quantization(config)
     model = build_skeleton(config, objective, source=model_key)
     if has_other_head:  # as the loaded model has one
         head = model.get_output_embeddings()

@@ -29,7 +29,7 @@ from cpt.trainer.linked_weights import fill_linked
 from cpt.trainer.state_folders import (
     SHARDS,
     check_folders,
-    new_folder,
+    find_state_folder,
     newest_number,
     remove_folders,
     without_warnings,
@@ -159,7 +159,7 @@ def save_sharded(state: Mapping[str, Any], path: Path) -> None:
     whole_state = sharded.take_from(dict(state))
     folder = None
     if sharded.tensors:
-        folder = new_folder(path, all_reduce_max(1 + newest_number(path)), SHARDS)
+        folder = find_state_folder(path, all_reduce_max(1 + newest_number(path)), SHARDS)
         sums = write_shards(sharded.tensors, folder)
         whole_state[SHARDS] = {"folder": folder.name, "sums": sums, "places": sharded.key_paths}
     if is_first_process():

@@ -19,7 +19,7 @@ from cpt.trainer.computed_memory import (
     Memory,
     count_own_rows,
     find_memory,
-    find_peak,
+    find_peak_bytes,
     find_state_bytes,
     find_step_memory,
     is_divisible,
@@ -80,7 +80,7 @@ class ChangeSearch:
                     overrides.extend(name_differences(simulated.plan, layout, fitting_layout))
                     return PlanChange(
                         tuple(overrides),
-                        peak=find_peak(find_memory(simulated, fitting_layout)),
+                        peak=find_peak_bytes(find_memory(simulated, fitting_layout)),
                         seconds=find_seconds(simulated, fitting_layout, find_rates(simulated)),
                     )
         return None
@@ -119,13 +119,13 @@ class ChangeSearch:
         does: what trainer.micro_batch=auto chooses."""
         divided = self.find_division(simulated, layout, limit=limit)
         if divided is None:
-            *_, divided = list_micro_batches(simulated.plan, layout)
+            *_, divided = list_divided_layouts(simulated.plan, layout)
         return divided
 
     def find_division(self, simulated: SimulatedPlan, layout: Layout, *, limit: int) -> Layout | None:
         """The layout with as many micro-batches as it takes for a step to fit; None if it never does."""
         return first_that_fits(
-            list_micro_batches(simulated.plan, layout),
+            list_divided_layouts(simulated.plan, layout),
             lambda candidate: {STEP: find_step_memory(simulated, candidate)},
             limit=limit,
         )
@@ -135,7 +135,7 @@ def first_that_fits(
     layouts: Iterator[Layout], find: Callable[[Layout], Memory], *, limit: int
 ) -> Layout | None:
     for layout in layouts:
-        if find_peak(find(layout)) <= limit:
+        if find_peak_bytes(find(layout)) <= limit:
             return layout
     return None
 
@@ -160,7 +160,7 @@ def can_be_sharded(plan: Plan) -> bool:
     return True
 
 
-def list_micro_batches(plan: Plan, layout: Layout) -> Iterator[Layout]:
+def list_divided_layouts(plan: Plan, layout: Layout) -> Iterator[Layout]:
     """The layout with more and more micro-batches, down to a row each."""
     for accumulate in range(layout.accumulate, plan.budget.batch_size // layout.num_devices + 1):
         divided = replace(layout, accumulate=accumulate)
@@ -170,7 +170,7 @@ def list_micro_batches(plan: Plan, layout: Layout) -> Iterator[Layout]:
 
 def divide_most(plan: Plan, layout: Layout) -> Layout:
     """The layout with as many micro-batches as there are rows, and evaluation in single rows."""
-    *_, most_divided = list_micro_batches(plan, layout)
+    *_, most_divided = list_divided_layouts(plan, layout)
     return replace(most_divided, eval_batch_size=1)
 
 

@@ -56,7 +56,7 @@ def is_divisible(plan: Plan, layout: Layout) -> bool:
     return plan.budget.batch_size % (layout.num_devices * layout.accumulate) == 0
 
 
-def count_rows(plan: Plan, layout: Layout) -> int:
+def count_micro_batch_rows(plan: Plan, layout: Layout) -> int:
     """The rows of a micro-batch of a device, replayed ones included."""
     return add_replayed(plan, count_own_rows(plan, layout))
 
@@ -106,7 +106,7 @@ def find_step_memory(simulated: SimulatedPlan, layout: Layout) -> dict[str, int]
     """Bytes of a device by use, at the peak of a step."""
     plan = simulated.plan
     state = simulated.find_last_state()
-    num_rows = count_rows(plan, layout)
+    num_rows = count_micro_batch_rows(plan, layout)
     steps = simulated.find_steps(
         num_rows, is_checkpointed=layout.is_checkpointed, num_micro_batches=layout.accumulate
     )
@@ -168,6 +168,6 @@ def find_memory_around(simulated: SimulatedPlan, layout: Layout) -> dict[str, di
     return memory
 
 
-def find_peak(memory: Memory) -> int:
+def find_peak_bytes(memory: Memory) -> int:
     """The most bytes of any phase."""
     return max(sum(by_use.values()) for by_use in memory.values())

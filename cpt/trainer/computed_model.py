@@ -11,7 +11,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.models import loading
 from cpt.models.block_attention import MASKABLE
 from cpt.models.objectives import Objective
-from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, plain_config
+from cpt.models.quantization import OF_BITSANDBYTES, describe_stored, drop_quantization
 from cpt.trainer.auto import Machine, choose_attention, choose_precision
 from cpt.trainer.base_dtype import NARROW_DTYPES
 from cpt.trainer.check_model import change_config, check_objective, make_stand_in_objective
@@ -30,7 +30,7 @@ def read_computed_config(plan: Plan) -> PretrainedConfig:
     lacks sizes."""
     options = plan.model
     if options.name_or_path is not None:
-        config = plain_config(loading.load_config(options.name_or_path))
+        config = drop_quantization(loading.load_config(options.name_or_path))
         stored, _ = PretrainedConfig.get_config_dict(options.name_or_path)
         check_sizes(config, stored, key="model.name_or_path", value=options.name_or_path)
     else:

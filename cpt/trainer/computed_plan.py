@@ -36,9 +36,9 @@ from cpt.trainer.computed_memory import (
     Layout,
     Memory,
     count_importance_rows,
-    count_rows,
+    count_micro_batch_rows,
     find_memory,
-    find_peak,
+    find_peak_bytes,
     find_state_bytes,
     is_divisible,
     make_layout,
@@ -205,13 +205,13 @@ def estimate_layout(
 ) -> Estimate:
     """What a run needs in a layout. On a CPU `process_bytes` of its memory are taken before any tensor is."""
     memory = find_memory(simulated, layout)
-    peak = find_peak(memory)
+    peak = find_peak_bytes(memory)
     holes = count_heap_holes(simulated.kind, layout, memory)
     limit = find_limit(simulated.kind, layout) - process_bytes - holes
     return Estimate(
         devices=layout.num_devices,
         strategy=layout.strategy,
-        micro_batch=count_rows(simulated.plan, layout),
+        micro_batch=count_micro_batch_rows(simulated.plan, layout),
         memory=memory,
         peak=peak,
         holes=holes,
@@ -334,7 +334,7 @@ def list_not_included(simulated: SimulatedPlan, layouts: Sequence[Layout]) -> li
     return [*not_included, *list_excluded_options(simulated.plan)]
 
 
-def describe_device(device: Mapping[str, Any]) -> str:
+def format_device(device: Mapping[str, Any]) -> str:
     """The name of a device and its memory, which the name of a GPU has."""
     if device["name"] in {gpu.description for gpu in GPUS.values()}:
         return str(device["name"])
@@ -353,9 +353,9 @@ def format_computed(cost: Mapping[str, Any]) -> str:
         f"Model: {cost['model_type']}, {cost['parameters']:,} parameters, "
         f"{cost['trained_parameters']:,} trained; {count_noun(cost['stages'], 'domain')} of {shown_steps}, "
         f"{count_noun(cost['tokens_per_step'], 'token')} a step",
-        f"Device: {describe_device(device)} ({device['source']})",
+        f"Device: {format_device(device)} ({device['source']})",
         format_estimates(cost["estimates"], cost["process"]),
-        *[format_change(estimate) for estimate in cost["estimates"] if estimate["free"] < 0],
+        *[format_fitting_change(estimate) for estimate in cost["estimates"] if estimate["free"] < 0],
         f"Computed, not measured: memory of allocated tensors, time of {format_rates(device)}.",
         f"Not included: {', '.join(cost['not_included'])}.",
     ]
@@ -417,7 +417,7 @@ def format_column(estimate: Mapping[str, Any], process_bytes: int) -> dict[str, 
     return cells
 
 
-def format_change(estimate: Mapping[str, Any]) -> str:
+def format_fitting_change(estimate: Mapping[str, Any]) -> str:
     """The line that says what makes a run fit."""
     devices = f"{estimate['devices']} x {estimate['strategy']}"
     change = estimate["change"]

@@ -15,9 +15,9 @@ from functools import cache
 
 import torch
 
-from cpt.core.memory import keep_for_run
+from cpt.core.memory import keep_blocks_for_run
 from cpt.data.sources.base import GENERAL
-from cpt.trainer.computed_memory import Layout, count_importance_rows, count_rows
+from cpt.trainer.computed_memory import Layout, count_importance_rows, count_micro_batch_rows
 from cpt.trainer.computed_work import Work
 from cpt.trainer.device_kinds import SHARE_OF_LARGE, SHARE_OF_SMALL, SMALL_MODEL, DeviceKind
 from cpt.trainer.kernel_calls import KernelCall, KernelTimer, time_calls
@@ -66,10 +66,10 @@ def find_rates(simulated: SimulatedPlan) -> Rates:
 
     dtype = torch.bfloat16 if is_16_bit else torch.float32
     share = SHARE_OF_SMALL if simulated.num_parameters < SMALL_MODEL else SHARE_OF_LARGE
-    peak = find_peak(kind, dtype)
+    peak = find_peak_flops(kind, dtype)
     flops = {name_type(dtype): peak * share}
     if has_muon:
-        flops[name_type(torch.bfloat16)] = find_peak(kind, torch.bfloat16) * share
+        flops[name_type(torch.bfloat16)] = find_peak_flops(kind, torch.bfloat16) * share
     return Rates(flops, peak=peak, share=share)
 
 
@@ -78,7 +78,7 @@ def name_type(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def find_peak(kind: DeviceKind, dtype: torch.dtype) -> float:
+def find_peak_flops(kind: DeviceKind, dtype: torch.dtype) -> float:
     """Operations per second of a GPU's products: of its data sheet, or measured on this machine's."""
     peak = kind.peak_flops.get(name_type(dtype))
     return measure_products(torch.device("cuda"), dtype) if peak is None else peak
@@ -89,7 +89,7 @@ def measure_cpu(
 ) -> Rates:
     """What this CPU does in a second in a run with such options, in as many threads as torch has. It takes
     about two seconds."""
-    keep_for_run(is_checkpointed=is_checkpointed)
+    keep_blocks_for_run(is_checkpointed=is_checkpointed)
     dtypes = [torch.float32, torch.bfloat16] if has_16_bit_products else [torch.float32]
     flops = {name_type(dtype): measure_products(CPU, dtype) for dtype in dtypes}
     num_bytes = measure_moved_bytes()
@@ -183,7 +183,7 @@ def find_call_seconds(call: KernelCall, rates: Rates) -> float:
 
 def count_step_work(simulated: SimulatedPlan, layout: Layout) -> Work:
     """The work of a device in a step, its update included; the mean of steps that differ."""
-    num_rows = count_rows(simulated.plan, layout)
+    num_rows = count_micro_batch_rows(simulated.plan, layout)
     steps = simulated.find_steps(
         num_rows, is_checkpointed=layout.is_checkpointed, num_micro_batches=layout.accumulate
     )

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers import PreTrainedModel
 
 from cpt.core.distributed import is_sharded, to_local
-from cpt.core.memory import forget_peak, give_back, peak
+from cpt.core.memory import forget_peak, peak, trim_heap
 from cpt.core.processes import rank_and_world
 from cpt.data.collate import Batch
 from cpt.evaluation.scores import StageCosts
@@ -205,7 +205,7 @@ class CostMonitor(Callback):
         self.excluded_flops += self.counter.total - total_before
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        give_back()
+        trim_heap()
         forget_peak(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -338,7 +338,7 @@ def format_table(cost: Mapping[str, Any]) -> str:
         format_counts(cost["stages"]),
     ]
     if has_cost:
-        sections.extend(format_estimate(cost))
+        sections.extend(format_run_cost(cost))
     return "\n\n".join(sections)
 
 
@@ -365,7 +365,7 @@ def format_counts(rows: Sequence[Mapping[str, Any]]) -> str:
     return cells.replace("nan", "–").to_string(index=False)
 
 
-def format_estimate(cost: Mapping[str, Any]) -> list[str]:
+def format_run_cost(cost: Mapping[str, Any]) -> list[str]:
     """The paragraphs of a dry run that say the memory, disk space and time of a run, how they were measured,
     and what they leave out."""
     memory = pd.DataFrame(cost["memory"])

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from cpt.core import files
 from cpt.core.errors import reason
 from cpt.core.heartbeat import set_phase
-from cpt.core.memory import give_back
+from cpt.core.memory import trim_heap
 from cpt.core.preemption import check_signals
 from cpt.core.processes import is_first_process
 from cpt.data.datamodule import DomainSequence
@@ -153,7 +153,7 @@ def release_weights(module: ContinualMethod) -> None:
     """Frees the memory of a method's weights and state, with which nothing is computed any more."""
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.new_empty(0)
-    give_back()
+    trim_heap()
 
 
 def find_recorded_losses(run: RunDir, scores: Scores, sample: HeldOutSample) -> np.ndarray | None:

@@ -54,21 +54,21 @@ def make_initial_scores(
             name: describe_text(name, corpora, data, score_on=plan.source.score_on) for name in data.held_out
         },
         conditions=find_loss_conditions(plan, corpora, base, data),
-        base=describe_origin(plan, base),
+        base=find_base_origin(plan, base),
         similarity=describe_similarity(plan),
         config_hash=plan.config_hash,
-        numerics=describe_numerics(machine, base) | describe_speed(plan, machine),
+        numerics=find_numerics(machine, base) | describe_speed(plan, machine),
         versions=find_versions(),
     )
 
 
-def describe_numerics(machine: Machine, base: Base) -> dict[str, str]:
+def find_numerics(machine: Machine, base: Base) -> dict[str, str]:
     """The precision, the implementation of attention, the devices, and what the base is quantized to, if it
     is."""
     numerics = {
         "precision": str(machine.precision),
         "attention": machine.attn_implementation,
-        "device": describe_device(machine),
+        "device": name_devices(machine),
     }
     quantization = base.find_quantization()
     if quantization != "none":
@@ -88,7 +88,7 @@ def describe_speed(plan: Plan, machine: Machine) -> dict[str, str]:
     return described
 
 
-def describe_device(machine: Machine) -> str:
+def name_devices(machine: Machine) -> str:
     """`4 × NVIDIA H200`, `2 CPU cores`, or the kind of another device."""
     if machine.device.type == "cpu":
         return count_noun(cores(), "CPU core")
@@ -177,7 +177,7 @@ def find_loss_conditions(plan: Plan, corpora: Corpora, base: Base, data: DomainS
     return conditions
 
 
-def describe_origin(plan: Plan, base: Base) -> dict[str, Any]:
+def find_base_origin(plan: Plan, base: Base) -> dict[str, Any]:
     """Where the base comes from, how it was adapted, and the domains that an earlier run has taught it."""
     checkpoint = plan.model.name_or_path
     if checkpoint is None:

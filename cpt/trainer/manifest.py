@@ -102,7 +102,7 @@ class Manifest:
             if facts["digest"] == self.texts[name]["digest"]:
                 self.texts[name]["stamp"] = stamp
             else:
-                yield describe_change(name, self.texts[name], facts)
+                yield describe_text_change(name, self.texts[name], facts)
 
     def compare_base(self, plan: Plan, touched_files: Sequence[str]) -> Iterator[str]:
         """Yields how files of a checkpoint differ now: of those that were touched or, with
@@ -226,7 +226,7 @@ def reject_changes(run: RunDir, changes: Sequence[str]) -> None:
         )
 
 
-def describe_change(name: str, stored_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def describe_text_change(name: str, stored_facts: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     return f"the text of {name} changed: {describe_contents(stored_facts)} -> {describe_contents(facts)}"
 
 
@@ -321,7 +321,7 @@ def find_differences(stored: Manifest, manifest: Manifest) -> Iterator[str]:
     """Yields how contents differ from the stored ones, as messages."""
     for name, facts in stored.texts.items():
         if facts["digest"] != manifest.texts[name]["digest"]:
-            yield describe_change(name, facts, manifest.texts[name])
+            yield describe_text_change(name, facts, manifest.texts[name])
     for name, entry in stored.base.items():
         if name not in manifest.base or has_other_hash(manifest.base[name], entry):
             yield f"the base model changed: {name}"

@@ -22,7 +22,7 @@ from cpt.core.memory import find_total_memory
 from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.data.corpora import Corpora
-from cpt.data.options import count_micro_batches, list_micro_batches
+from cpt.data.options import count_micro_batches, list_micro_batch_sizes
 from cpt.reporting.formats import format_bytes
 from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base
@@ -79,7 +79,7 @@ def choose_micro_batch(plan: Plan, machine: Machine, corpora: Corpora, base: Bas
                 allowed="a number",
             )
     else:
-        choice = find_choice(plan, machine, corpora, base, limit=int(TRIED_SHARE * limit))
+        choice = find_fitting_micro_batch(plan, machine, corpora, base, limit=int(TRIED_SHARE * limit))
 
     if is_first_process():
         num_micro_batches = plan.budget.batch_size // (machine.world_size * choice.micro_batch)
@@ -126,7 +126,7 @@ def with_stored_micro_batch(plan: Plan, machine: Machine, path: Path) -> Plan:
     """The plan with the micro-batch that a run has stored. With more processes than at its start it may be
     more than each of them has of a step; then it is the largest smaller one that divides their share."""
     stored = read_stored(path)
-    possible = list_micro_batches(plan.budget.batch_size, world=machine.world_size)
+    possible = list_micro_batch_sizes(plan.budget.batch_size, world=machine.world_size)
     micro_batch = max(number for number in possible if number <= stored)
     if is_first_process():
         log.info(
@@ -179,7 +179,7 @@ def compute_choice(plan: Plan, machine: Machine, *, limit: int) -> FittingMicroB
     try:
         simulated = SimulatedPlan(plan, kind)
         layout = make_layout(plan, machine.world_size)
-        for micro_batch in reversed(list_micro_batches(plan.budget.batch_size, world=machine.world_size)):
+        for micro_batch in reversed(list_micro_batch_sizes(plan.budget.batch_size, world=machine.world_size)):
             num_micro_batches = plan.budget.batch_size // (machine.world_size * micro_batch)
             memory = find_step_memory(simulated, replace(layout, accumulate=num_micro_batches))
             choice = FittingMicroBatch(micro_batch, sum(memory.values()), "computed")
@@ -191,7 +191,7 @@ def compute_choice(plan: Plan, machine: Machine, *, limit: int) -> FittingMicroB
     return choice
 
 
-def find_choice(
+def find_fitting_micro_batch(
     plan: Plan, machine: Machine, corpora: Corpora, base: Base, *, limit: int
 ) -> FittingMicroBatch:
     """The largest micro-batch whose steps were tried and took at most `limit` bytes; the computed one is
@@ -200,7 +200,7 @@ def find_choice(
     # What the plan builds needs some number of micro-batches; each trial divides its own steps.
     trial_plan = with_micro_batch(plan, 1, world_size=machine.world_size)
     choice = search(
-        list_micro_batches(plan.budget.batch_size, world=machine.world_size),
+        list_micro_batch_sizes(plan.budget.batch_size, world=machine.world_size),
         partial(try_micro_batch, trial_plan, machine, corpora, base),
         first=1 if computed is None else computed.micro_batch,
         limit=limit,

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_e
 from cpt.core.memory import forget_peak, peak
 from cpt.core.messages import count_noun
 from cpt.data.corpora import Corpora
-from cpt.models.chunked_head import count_entries
+from cpt.models.chunked_head import count_head_entries
 from cpt.models.fast_kernels import use_quick_dropout
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.auto import Machine
@@ -75,7 +75,7 @@ def measure_peak(plan: Plan, machine: Machine, corpora: Corpora, base: Base, mic
         base.objective,
         num_rows=add_replayed(plan, micro_batch),
         length=plan.model.max_seq_length,
-        num_entries=count_entries(module.model),
+        num_entries=count_head_entries(module.model),
         has_examples=plan.source.encoding is not None,
     )
     profiles = [Profile()]  # of the base, which is not trained

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from cpt.core.exceptions import InvalidOptionError, format_value
-from cpt.core.memory import keep_for_run
+from cpt.core.memory import keep_blocks_for_run
 from cpt.core.messages import count_noun
 from cpt.core.processes import (
     cores,
@@ -55,7 +55,7 @@ class Preflight:
 def prepare_run(plan: Plan, run: RunDir) -> Preflight:
     """Prepares the process, and what needs no text. Raises ValueError for a plan that cannot be run."""
     quiet()
-    keep_for_run(is_checkpointed=plan.trainer.gradient_checkpointing)
+    keep_blocks_for_run(is_checkpointed=plan.trainer.gradient_checkpointing)
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     check_target(run.model)
     config = check_model(plan)

@@ -76,7 +76,7 @@ def write_reduced_run(folder: Path, run: RunDir, scores: Scores, reduction: Redu
     folder.mkdir(exist_ok=True)
     for name in ("threads", MICRO_BATCH_FILE, ".hydra"):
         copy_entry(run.path / name, folder / name)
-    write_order(reduced_run, load_config(run), reduction.order)
+    write_order(reduced_run, load_stored_config(run), reduction.order)
     write_overrides(folder / ".hydra" / "overrides.yaml", reduction.order)
 
     manifest = Manifest.load(run)
@@ -92,7 +92,7 @@ def write_reduced_run(folder: Path, run: RunDir, scores: Scores, reduction: Redu
     return reduced_run
 
 
-def load_config(run: RunDir) -> DictConfig:
+def load_stored_config(run: RunDir) -> DictConfig:
     """The stored config, whose texts are as they are written. Raises ValueError for a damaged one."""
     run.stored_config()
     config = OmegaConf.load(run.config)

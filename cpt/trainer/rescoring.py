@@ -26,7 +26,7 @@ from cpt.trainer.auto import Machine
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method, read_corpora
 from cpt.trainer.chat_date import date_chats
-from cpt.trainer.initial_scores import describe_numerics, find_loss_conditions, find_versions
+from cpt.trainer.initial_scores import find_loss_conditions, find_numerics, find_versions
 from cpt.trainer.manifest import check_manifest
 from cpt.trainer.matrix import MatrixEvaluator, TextScore, check_losses
 from cpt.trainer.plan import Plan, make_plan
@@ -155,7 +155,7 @@ class RunTexts:
             scored=list(self.scores.scored),
             nll=[text_scores[text].nll for text in self.scores.domains],
             conditions=dict(self.scores.conditions),
-            numerics=describe_numerics(self.machine, replace(self.base, quantization="none")),
+            numerics=find_numerics(self.machine, replace(self.base, quantization="none")),
             versions=find_versions(),
             chats=dict(chats or {}),
             run_chats=dict(run_chats or {}),

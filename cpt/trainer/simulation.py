@@ -27,7 +27,7 @@ from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod
 from cpt.models import chunked_head, loading
 from cpt.models.activation_checkpointing import checkpoint_activations, stop_checkpointing
-from cpt.models.chunked_head import count_entries
+from cpt.models.chunked_head import count_head_entries
 from cpt.models.fast_kernels import pad_head, use_quick_dropout
 from cpt.models.forward import set_mode, set_temporarily
 from cpt.models.narrow_layers import make_narrow
@@ -312,7 +312,7 @@ class Simulation:
     def choose_num_rows(self) -> int:
         """A number of rows that divides no size of the model, and so tells apart what grows with the rows."""
         sizes = {self.plan.model.max_seq_length}
-        sizes.update(find_numbers(self.method.model.config.to_dict()))
+        sizes.update(find_whole_numbers(self.method.model.config.to_dict()))
         for parameter in self.method.parameters():
             sizes.update(parameter.shape)
         for prime in PRIMES:
@@ -327,13 +327,13 @@ class Simulation:
             self.objective,
             num_rows=num_rows,
             length=self.plan.model.max_seq_length,
-            num_entries=count_entries(self.method.model),
+            num_entries=count_head_entries(self.method.model),
             has_examples=self.plan.source.encoding is not None,
         )
 
     def record(self, run: Callable[[], object], *, is_chunked: bool) -> Pass:
         """The pass over the batch that a function makes, with its logits divided into chunks or not."""
-        num_entries = count_entries(self.method.model)
+        num_entries = count_head_entries(self.method.model)
         weights = {weight.untyped_storage()._cdata for weight in self.method.model.parameters()}
 
         def find_use(operation: Any, first_argument: Any, result: Tensor) -> str:
@@ -375,7 +375,7 @@ class Simulation:
     def grows_with_rows(self, tensor: Tensor) -> bool:
         """Whether the bytes of a tensor grow with the rows of the batch. Those of logits do, although a chunk
         of them may have a number of positions that the number of rows does not divide."""
-        has_logits = tensor.ndim > 1 and tensor.shape[-1] == count_entries(self.method.model)
+        has_logits = tensor.ndim > 1 and tensor.shape[-1] == count_head_entries(self.method.model)
         return has_logits or tensor.numel() % self.num_rows == 0
 
     def count_positions(self, num_rows: int) -> int:
@@ -385,8 +385,8 @@ class Simulation:
     def count_logit_rows(self, num_rows: int) -> int:
         """The positions of a chunk of logits."""
         num_positions = self.count_positions(num_rows)
-        num_entries = count_entries(self.method.model)
-        max_rows = chunked_head.count_rows(num_entries, self.objective.max_logits)
+        num_entries = count_head_entries(self.method.model)
+        max_rows = chunked_head.count_chunk_positions(num_entries, self.objective.max_logits)
         num_chunks = ceil(num_positions / max_rows)
         return ceil(num_positions / num_chunks)
 
@@ -600,7 +600,7 @@ def sum_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def find_numbers(values: Any) -> list[int]:
+def find_whole_numbers(values: Any) -> list[int]:
     """The whole numbers in a configuration."""
     if isinstance(values, bool):
         return []
@@ -611,5 +611,5 @@ def find_numbers(values: Any) -> list[int]:
     numbers = []
     if isinstance(values, list | tuple):
         for value in values:
-            numbers.extend(find_numbers(value))
+            numbers.extend(find_whole_numbers(value))
     return numbers

@@ -59,7 +59,7 @@ def newest_number(path: Path) -> int:
     return max((int(folder.name.split(".")[-2]) for folder in find_folders(path)), default=0)
 
 
-def new_folder(path: Path, number: int, kind: str) -> Path:
+def find_state_folder(path: Path, number: int, kind: str) -> Path:
     """The path of a folder next to a small file; `kind` is SHARDS or LINKS."""
     return path.with_name(f"{path.stem}.{number}.{kind}")
 

@@ -86,7 +86,7 @@ def find_withdrawal(
     last = len(scores.rows) - 1
     has_last_stage = run.stage_path(last).exists()
     if has_last_stage:
-        load_stage(module, run, last)
+        restore_module(module, run, last)
     missing = "" if has_last_stage else "the file of the last stage was removed"
     return Withdrawal(
         run=run,
@@ -101,7 +101,7 @@ def find_withdrawal(
     )
 
 
-def load_stage(module: ContinualMethod, run: RunDir, number: int) -> None:
+def restore_module(module: ContinualMethod, run: RunDir, number: int) -> None:
     """Loads the state after a stage from its file. Raises ValueError for a damaged one."""
     path = run.stage_path(number)
     check_stage(path, remedy=REMEDY)
@@ -151,7 +151,7 @@ def is_source(sources: Tensor, index: int) -> bool:
     return index in sources[index + 1 :].tolist()
 
 
-def leave_out(module: ContinualMethod, *, index: int, num_domains: int) -> None:
+def remove_domain_modules(module: ContinualMethod, *, index: int, num_domains: int) -> None:
     """Removes the modules of a domain, by its place in the order; those of later domains move up. The model
     has the modules of the last domain that is left."""
     domain_params = module.domain_params
@@ -241,7 +241,7 @@ def read_merged(module: ContinualMethod, run: RunDir, number: int) -> dict[str, 
     """The weights after a stage, with its adapters merged, in at least 32 bits; 0 is the base, as which the
     module was built."""
     if number > 0:
-        load_stage(module, run, number)
+        restore_module(module, run, number)
     if isinstance(module, LoRA):
         lora.merge_newest(module.model)
     return {name: precise(weight).clone() for name, weight in find_merged(module).items()}

@@ -10,7 +10,7 @@ from hydra.errors import HydraException, OverrideParseException
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.core import foreign_names
 from cpt.core.config import CONF, flatten
-from cpt.core.errors import choices_with, explain, unknown_choice
+from cpt.core.errors import choices_with, explain_error, unknown_choice
 from cpt.core.schema import unknown_name
 
 HINT = ". Allowed: key=value, with the value in quotes: "
@@ -19,7 +19,7 @@ HINT = ". Allowed: key=value, with the value in quotes: "
 def explain_override(override):
     with pytest.raises(OverrideParseException) as error:
         OverridesParser.create().parse_overrides([override])
-    return explain(error.value)
+    return explain_error(error.value)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_is_probably_meant_comes_before_what_is_allowed(overrides, beginnin
     with initialize_config_dir(str(CONF), version_base="1.3"):
         with pytest.raises(HydraException) as error:
             compose("config", overrides=overrides.split())
-        message = explain(error.value)
+        message = explain_error(error.value)
     assert message.startswith(beginning) and message.count("Did you mean") <= 1
 
 
@@ -134,7 +134,7 @@ def test_names_of_other_libraries_and_papers_stand_for_what_exists_under_another
     for group, choices in foreign_names.CHOICES.items():
         existing = {path.stem for path in (CONF / group).glob("*.yaml")}
         assert set(choices.values()) <= existing and not existing & choices.keys()
-        assert all(foreign_names.normalize(name) == name for name in choices)
+        assert all(foreign_names.normalize_choice(name) == name for name in choices)
 
 
 def test_a_suggestion_shortens_the_list():

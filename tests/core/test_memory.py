@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpt.core import memory
-from cpt.core.memory import ANY_SIZE, SMALL, forget_peak, give_back, peak, return_large_in_backward
+from cpt.core.memory import ANY_SIZE, SMALL, forget_peak, peak, return_large_in_backward, trim_heap
 from tests.conftest import ROOT
 
 
@@ -17,7 +17,7 @@ def test_free_memory_is_given_back_and_the_peak_is_of_what_comes():
     pieces = [torch.ones(2**14) for _ in range(2000)]  # of 64 KiB each, small enough for the heap
     del pieces[:-1]  # the heap ends where the last one lies: nothing is given back by itself
     resident_bytes = psutil.Process().memory_info().rss
-    give_back()
+    trim_heap()
     assert resident_bytes - psutil.Process().memory_info().rss > 2**26
 
     cpu = torch.device("cpu")
@@ -25,7 +25,7 @@ def test_free_memory_is_given_back_and_the_peak_is_of_what_comes():
     first_peak = peak(cpu)
     torch.ones(50_000_000)
     assert peak(cpu) >= first_peak + 190_000_000
-    give_back()  # a run in this process has set that large blocks are kept
+    trim_heap()  # a run in this process has set that large blocks are kept
     forget_peak(cpu)
     assert peak(cpu) < first_peak + 100_000_000
 
@@ -33,9 +33,9 @@ def test_free_memory_is_given_back_and_the_peak_is_of_what_comes():
 # In a process of its own, whose heap has no holes yet: every second tensor of 2 MiB is freed.
 SCRIPT = """
 import psutil, sys, torch
-from cpt.core.memory import keep_free, return_large
+from cpt.core.memory import keep_freed_blocks, return_large
 
-keep_free(up_to=int(sys.argv[1]))
+keep_freed_blocks(up_to=int(sys.argv[1]))
 with return_large():
     tensors = [torch.ones(2**19) for _ in range(64)]
 resident_bytes = psutil.Process().memory_info().rss

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus
-from cpt.data.corpora import Corpora, SharedDocuments, find_shared
+from cpt.data.corpora import Corpora, SharedDocuments, find_shared_documents
 from cpt.data.corpus import SPLITS, assign, read_documents
 from cpt.data.sources.base import TextOptions
 from tests.support.data_fixtures import HELD_OUT, TEXT_SOURCE, make_prose
@@ -164,7 +164,7 @@ def test_held_out_documents_in_the_training_text_of_another_domain_are_told(tmp_
     source.fingerprint = lambda name: name
     source.read = lambda name: documents[name]
     corpora = Corpora.read(source, ["a", "b"], cache=tmp_path)
-    assert find_shared(corpora.by_name) == [SharedDocuments("a", "b", 4)]
+    assert find_shared_documents(corpora.by_name) == [SharedDocuments("a", "b", 4)]
     assert "bias the losses: 4 of a in b" in caplog.text
 
 

@@ -17,7 +17,7 @@ from cpt.gradient_masks.soft import (
     SoftMask,
     gate_gradients,
     measure_importance,
-    normalize,
+    normalize_scores,
     sample_means,
 )
 from cpt.models.forward import set_dropout
@@ -109,13 +109,13 @@ def test_importances_and_gated_passes_are_those_of_the_authors_code(kind):
         scaled = ours.view(theirs.shape) / batch["attention_mask"].sum()
         assert_near(scaled, theirs, atol=1e-6 * float(np.abs(theirs).max()))
     raw = torch.from_numpy(golden_importances[f"raw_one_batch_{kind}"])
-    normalized = torch.stack([normalize(layer, "tanh_abs") for layer in raw])
+    normalized = torch.stack([normalize_scores(layer, "tanh_abs") for layer in raw])
     assert_near(normalized, golden_importances[f"norm_one_batch_{kind}"])
 
     soft = mask_over(model, KINDS[kind], normalize="tanh_abs")
     for number in range(3):
         layers = torch.from_numpy(golden_stages[f"in{number}_{kind}"])
-        soft.update_max(torch.cat([normalize(layer, "tanh_abs") for layer in layers]))
+        soft.update_max(torch.cat([normalize_scores(layer, "tanh_abs") for layer in layers]))
     assert_near(soft.importance, golden_stages[f"acc_{kind}"].flatten())
 
     group_names = [group.name for group in groups]
@@ -189,7 +189,7 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
     proxy = Proxy(model, Text(), compared=compared, rate=None)
     soft = mask_over(model, "heads", "neurons")
     assert not Proxy(model, Text(), compared=None, rate=None).measure(soft, [batch]).any()
-    monkeypatch.setattr(module, "normalize", lambda scores, normalization: scores)
+    monkeypatch.setattr(module, "normalize_scores", lambda scores, normalization: scores)
     torch.manual_seed(3)
     scores = proxy.measure(soft, [batch])
     assert torch.equal(seen_ids[0], (batch["input_ids"] - 1).clamp_min(4).repeat(2, 1))
@@ -233,11 +233,11 @@ def test_normalisations_by_hand():
         "rank": [0.0, 1 / 3, 2 / 3, 1.0],
     }
     for normalization, values in by_hand.items():
-        assert normalize(scores, normalization).tolist() == pytest.approx(values)
-        of_small_scores = normalize(scores * 1e-6, normalization)
+        assert normalize_scores(scores, normalization).tolist() == pytest.approx(values)
+        of_small_scores = normalize_scores(scores * 1e-6, normalization)
         torch.testing.assert_close(of_small_scores, torch.tensor(values), rtol=1e-4, atol=1e-5)
-        assert not normalize(torch.full((5,), 0.3), normalization).any()
-        assert not normalize(torch.ones(1), normalization).any()
+        assert not normalize_scores(torch.full((5,), 0.3), normalization).any()
+        assert not normalize_scores(torch.ones(1), normalization).any()
 
 
 def test_importances_are_normalised_within_a_layer_and_kind(monkeypatch):
@@ -247,7 +247,7 @@ def test_importances_are_normalised_within_a_layer_and_kind(monkeypatch):
     assert len(sizes) >= 4  # heads and neurons of two layers
     scores = [10.0**number * torch.rand(size) for number, size in enumerate(sizes)]
     monkeypatch.setattr(module, "measure_importance", lambda *arguments, **options: torch.cat(scores))
-    expected = torch.cat([normalize(group_scores, soft.normalize) for group_scores in scores])
+    expected = torch.cat([normalize_scores(group_scores, soft.normalize) for group_scores in scores])
     measured = soft.measure(model, [], domain_losses)
     torch.testing.assert_close(measured, expected)
     for group_scores in measured.split(sizes):

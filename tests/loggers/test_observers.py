@@ -23,7 +23,7 @@ from cpt.loggers.wandb_environment import (
     check_environment,
     choose_identifier,
     files_in,
-    read_identifier,
+    read_run_identifier,
 )
 from cpt.loggers.wandb_run import FINISH_TIMEOUT_S, check_settings
 from cpt.trainer.callbacks import make_loggers
@@ -303,7 +303,9 @@ def test_an_identifier_is_drawn_once_and_moves_with_the_folder(tmp_path, no_vari
         identifiers[name] = choose_identifier(tmp_path / name)
     assert len({*identifiers.values()}) == 3 and random.getstate() == state
     shutil.move(tmp_path / "a", tmp_path / "moved")
-    assert choose_identifier(tmp_path / "moved") == identifiers["a"] == read_identifier(tmp_path / "moved")
+    assert (
+        choose_identifier(tmp_path / "moved") == identifiers["a"] == read_run_identifier(tmp_path / "moved")
+    )
     shutil.rmtree(tmp_path / "b")
     (tmp_path / "b").mkdir()  # deleted and begun again: W&B refuses deleted ids
     assert choose_identifier(tmp_path / "b") != identifiers["b"]
@@ -311,7 +313,7 @@ def test_an_identifier_is_drawn_once_and_moves_with_the_folder(tmp_path, no_vari
 
 def test_a_damaged_identifier_is_drawn_anew(tmp_path, no_variables):
     (tmp_path / wandb_environment.ID_FILE).write_text("a/b\n")
-    assert choose_identifier(tmp_path) == read_identifier(tmp_path) != "a/b"
+    assert choose_identifier(tmp_path) == read_run_identifier(tmp_path) != "a/b"
 
 
 def test_wandb_run_id_is_taken_once_and_not_by_the_jobs_of_a_sweep(

@@ -15,7 +15,7 @@ from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
 from cpt.evaluation.scores import COST_COLUMNS, Scores
 from cpt.loggers import wandb_run
 from cpt.loggers.loggers import LoggedRun, log_scores, log_stage, track
-from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, read_identifier
+from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, read_run_identifier
 from cpt.loggers.wandb_run import Curves
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.train import train
@@ -227,7 +227,7 @@ def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_
     wandb.teardown()
 
     starts = of_kind(folder, "run")  # else `wandb sync` counts the second's steps from 0
-    assert [(run.run_id, run.resume) for run in starts] == [(read_identifier(folder), True)] * 2
+    assert [(run.run_id, run.resume) for run in starts] == [(read_run_identifier(folder), True)] * 2
     assert [end.exit_code for end in of_kind(folder, "exit")] == [1, 0]
     assert not (set(summarize_scores(scores)) - set(choose_headlines(scores))) & set(summary(folder))
     assert [row["stage"] for row in history(folder) if "ppl/law" in row] == [2, 3]

@@ -368,9 +368,9 @@ def test_in_16_bits_chunks_round_no_more_than_whole_logits(family, in_chunks):
 
 
 def test_chunks_begin_where_logits_would_be_too_many_and_depend_on_the_vocabulary_alone():
-    assert chunked_head.count_rows(151_936, None) == 883
-    assert chunked_head.count_rows(32_000, None) == 4_194
-    assert chunked_head.count_rows(2**30, None) == 1
-    assert chunked_head.count_rows(1_000, 2_500) == 2
+    assert chunked_head.count_chunk_positions(151_936, None) == 883
+    assert chunked_head.count_chunk_positions(32_000, None) == 4_194
+    assert chunked_head.count_chunk_positions(2**30, None) == 1
+    assert chunked_head.count_chunk_positions(1_000, 2_500) == 2
     slices = chunked_head.divide(1_000, 883)
     assert [part.stop - part.start for part in slices] == [500, 500]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from cpt.core.memory import forget_peak, give_back, peak
+from cpt.core.memory import forget_peak, peak, trim_heap
 from cpt.models.fast_kernels import pad_head
 from cpt.models.loading import load_model
 from cpt.models.narrow_layers import (
@@ -157,7 +157,7 @@ def test_loading_holds_no_copy_in_32_bits_at_any_moment(tmp_path):
     peaks = {}
     for dtype in (torch.bfloat16, torch.float32):
         gc.collect()
-        give_back()
+        trim_heap()
         resident_bytes = psutil.Process().memory_info().rss
         forget_peak(cpu)
         model = load_model(tmp_path, "causal", dtype=dtype)

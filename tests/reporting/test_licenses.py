@@ -12,7 +12,7 @@ from cpt.reporting.license_sources import (
     find_licenses,
     find_model_license,
     list_trained_texts,
-    read_folder,
+    read_folder_license,
     recognize,
 )
 from cpt.reporting.license_terms import (
@@ -116,19 +116,19 @@ def test_license_files_are_recognized(text, identifier):
 
 def test_a_folder_states_its_license_in_a_card_or_else_in_a_file(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="cpt")
-    assert read_folder(tmp_path, source="law").identifier == ""
+    assert read_folder_license(tmp_path, source="law").identifier == ""
     (tmp_path / "LICENSE.txt").write_text("All rights reserved.")
-    unknown = read_folder(tmp_path, source="law")
+    unknown = read_folder_license(tmp_path, source="law")
     assert unknown.identifier == "other" and "does not recognize" in unknown.stated_in
     (tmp_path / "LICENSE.txt").write_text("SPDX-License-Identifier: MIT")
-    assert read_folder(tmp_path, source="law").stated_in == "LICENSE.txt"
+    assert read_folder_license(tmp_path, source="law").stated_in == "LICENSE.txt"
     (tmp_path / "README.md").write_text("No YAML here.\n")
-    assert read_folder(tmp_path, source="law").identifier == "mit"
+    assert read_folder_license(tmp_path, source="law").identifier == "mit"
     (tmp_path / "README.md").write_text("---\nlicense: [mit, gpl-3.0]\n---\n# x\n")
-    assert read_folder(tmp_path, source="law").identifier == "mit, gpl-3.0"
+    assert read_folder_license(tmp_path, source="law").identifier == "mit, gpl-3.0"
     (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")  # damaged YAML states nothing
     for _ in range(2):
-        assert read_folder(tmp_path, source="law").identifier == "mit"
+        assert read_folder_license(tmp_path, source="law").identifier == "mit"
     [line] = caplog.messages
     assert line.startswith(
         f"The license of law counts as not stated: {tmp_path / 'README.md'} has damaged YAML"

@@ -14,7 +14,7 @@ from cpt.trainer.computed_memory import (
     BUCKETS,
     GATHERED,
     find_memory,
-    find_peak,
+    find_peak_bytes,
     find_state_bytes,
     make_layout,
 )
@@ -252,7 +252,7 @@ def find_least(changes, layout, change=None, **of_layout):
     """The peak in rows of their own, with a change and other choices of the layout."""
     simulated = changes.simulate(change or {})
     smallest = dataclasses.replace(divide_most(simulated.plan, layout), **of_layout)
-    return find_peak(find_memory(simulated, smallest))
+    return find_peak_bytes(find_memory(simulated, smallest))
 
 
 def test_the_smallest_change_is_named(search, config_only):
@@ -267,7 +267,7 @@ def test_the_smallest_change_is_named(search, config_only):
     # With the named options the plan says the same.
     changed = make_plan(config_only("plan_device=h100", *LONG, *change.overrides))
     simulated = SimulatedPlan(changed, GPUS["h100"])
-    assert find_peak(find_memory(simulated, make_layout(changed, 1))) == change.peak
+    assert find_peak_bytes(find_memory(simulated, make_layout(changed, 1))) == change.peak
 
 
 def test_the_divergence_adds_the_weights_that_training_changes_to_an_evaluation(config_only):
@@ -431,10 +431,10 @@ def test_a_model_of_a_config_on_the_command_line(composed, tmp_path, capsys):
 
 def test_a_gpu_is_shown_with_its_memory_once():
     assert (
-        computed_plan.describe_device({"name": GPUS["l4"].description, "memory": 24 * 10**9})
+        computed_plan.format_device({"name": GPUS["l4"].description, "memory": 24 * 10**9})
         == "NVIDIA L4, 24 GB"
     )
-    assert computed_plan.describe_device({"name": "a CPU", "memory": 8 * 10**9}) == "a CPU, 8,000 MB"
+    assert computed_plan.format_device({"name": "a CPU", "memory": 8 * 10**9}) == "a CPU, 8,000 MB"
 
 
 def test_device_kinds_are_those_of_their_data_sheets():

@@ -170,7 +170,7 @@ def test_the_rates_of_this_cpu_are_numbers(monkeypatch):
     monkeypatch.setattr(computed_time, "TIMED_SECONDS", 1e-4)
     monkeypatch.setattr(computed_time, "MATRIX_SIZE", 16)
     monkeypatch.setattr(computed_time, "QUANTIZED_SIZE", 64)
-    monkeypatch.setattr(computed_time, "keep_for_run", lambda is_checkpointed: None)
+    monkeypatch.setattr(computed_time, "keep_blocks_for_run", lambda is_checkpointed: None)
     rates = computed_time.measure_cpu(
         has_16_bit_products=True, is_quantized=True, is_checkpointed=False, has_8bit_moments=True
     )

@@ -68,11 +68,15 @@ def test_auto_is_the_largest_that_fits_and_the_run_is_that_of_the_number(
 def test_a_resumed_run_keeps_its_micro_batch_on_a_device_with_more_memory(
     small, start, killing, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(micro_batch, "find_choice", lambda *args, **kwargs: FittingMicroBatch(2, 1, "tried"))
+    monkeypatch.setattr(
+        micro_batch, "find_fitting_micro_batch", lambda *args, **kwargs: FittingMicroBatch(2, 1, "tried")
+    )
     cfg = small(TWO_DOMAINS, AUTO)
     start(cfg, tmp_path / "whole")
     killed(start, killing, cfg, tmp_path / "run", step=5, domain="food")
-    monkeypatch.setattr(micro_batch, "find_choice", lambda *args, **kwargs: FittingMicroBatch(8, 1, "tried"))
+    monkeypatch.setattr(
+        micro_batch, "find_fitting_micro_batch", lambda *args, **kwargs: FittingMicroBatch(8, 1, "tried")
+    )
     start(cfg, tmp_path / "run")
     assert_same_bits(tmp_path / "run", tmp_path / "whole")
 

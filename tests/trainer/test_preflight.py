@@ -413,7 +413,7 @@ def test_small_blocks_alone_are_kept_with_gradient_checkpointing(small, tmp_path
             )
             assert memory.kept_size == size
     finally:
-        memory.keep_free()
+        memory.keep_freed_blocks()
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_build_of_torch(unread, small):

@@ -288,11 +288,11 @@ def find_drift(
     drift = {}
     for name in bounds:
         if texts_by_bound[name]:  # the first stage has no past texts
-            drift[name] = find_rise(texts_by_bound[name], initial, current)
+            drift[name] = find_loss_rise(texts_by_bound[name], initial, current)
     return drift
 
 
-def find_rise(texts: Sequence[str], initial: Losses, current: Losses) -> tuple[float, float]:
+def find_loss_rise(texts: Sequence[str], initial: Losses, current: Losses) -> tuple[float, float]:
     """The mean rise of the losses on texts, and the upper end of its interval: a value of `find_drift`."""
 
     def mean_rise(means: np.ndarray) -> dict[str, dict[str, np.ndarray]]:  # [draw, before or after, text]

@@ -383,7 +383,7 @@ class TextWriter(ReplaySource):
         """Writes the rows to replay: ended texts one after another, one that was broken off in a row of its
         own; returns counts."""
         source = sample_file(folder, job.text, "jsonl")
-        sizes, nll, _, _ = measure(source)
+        sizes, nll, _, _ = measure_samples(source)
         num_replayed = choose_texts(
             sizes,
             nll,
@@ -604,7 +604,7 @@ class ExampleWriter(TextWriter):
             pairs.append(self.encode_pair(example, job.text) if sample.ended else [])
 
         is_valid = np.array([bool(pair) for pair in pairs])
-        sizes, nll, _, _ = measure(source)
+        sizes, nll, _, _ = measure_samples(source)
         num_replayed = choose_texts(
             sizes,
             nll,
@@ -728,7 +728,7 @@ def read_samples(path: Path) -> Iterator[Sample]:
             yield Sample(**json.loads(line))
 
 
-def measure(source: Path) -> list[np.ndarray]:
+def measure_samples(source: Path) -> list[np.ndarray]:
     """Four arrays [n] over the n samples of a file: their tokens, nll, real tokens, and bytes."""
     rows = []
     for sample in read_samples(source):
@@ -768,7 +768,7 @@ def choose_texts(
 def count_texts(source: Path, num_replayed: np.ndarray) -> dict[str, Any]:
     """Counts for the report. `num_replayed` [n], as of `choose_texts`: how many tokens of each sample are
     replayed, 0 of one that is left out, -1 of one after the tokens to write."""
-    _, nll, num_real, num_bytes = measure(source)
+    _, nll, num_real, num_bytes = measure_samples(source)
     is_replayed = num_replayed > 0
     is_left_out = num_replayed == 0
     # The first that is replayed; if none is, the first of all.

@@ -32,7 +32,7 @@ from cpt.loggers.wandb_environment import (
     WandbPlace,
     draw_identifier,
     files_in,
-    read_identifier,
+    read_run_identifier,
     store_identifier,
 )
 from cpt.loggers.wandb_run import AXES, TRAINING, Curves, init_wandb, publish
@@ -265,7 +265,7 @@ def choose_destination(
 
 def find_identifier(path: Path) -> str:
     """The identifier of a run folder's W&B run; a new one, which the folder stores, of a run without W&B."""
-    identifier = read_identifier(path)
+    identifier = read_run_identifier(path)
     if not identifier:
         identifier = draw_identifier()
         try:

@@ -169,7 +169,7 @@ def read_turn(message: Mapping[str, Any], where: str, ignored_keys: Counter[str]
             raise BadExampleError(f"{where}: {key!r} is not text: {value!r:.60}", f"{key} that is not text")
         details[key] = value
 
-    is_scored = read_weight(message, where)
+    is_scored = is_trained_message(message, where)
     if role != ASSISTANT:
         if any(message.get(key) for key in WEIGHT_KEYS):
             ignored_keys[f"weight of {role}"] += 1
@@ -211,7 +211,7 @@ def text_of_part(part: Any, where: str) -> str:
     )
 
 
-def read_weight(message: Mapping[str, Any], where: str) -> bool:
+def is_trained_message(message: Mapping[str, Any], where: str) -> bool:
     """Whether a message is trained on, as its `weight` (0 or 1) and `train` (false or true) say."""
     is_scored = True
     for key in WEIGHT_KEYS:

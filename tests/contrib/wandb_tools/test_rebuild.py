@@ -4,7 +4,7 @@ import pytest
 from filelock import FileLock
 
 from cpt.contrib.wandb_tools import rebuild
-from cpt.loggers.wandb_environment import read_identifier, store_identifier
+from cpt.loggers.wandb_environment import read_run_identifier, store_identifier
 from tests.support import wandb_files
 from tests.support.example_runs import DOMAINS, make_endtasks, make_scores
 
@@ -48,7 +48,7 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(tmp_pa
     wandb.teardown()  # only then are W&B's files whole: its service writes them
     for name, code in (("done", 0), ("cut", 1)):
         (run,) = wandb_files.of_kind(root / name, "run")
-        assert (run.run_id, run.project, run.entity) == (read_identifier(root / name), "p", "me")
+        assert (run.run_id, run.project, run.entity) == (read_run_identifier(root / name), "p", "me")
         assert [end.exit_code for end in wandb_files.of_kind(root / name, "exit")] == [code]
         assert run.run_id == "of-its-own-start" or name == "cut"
     assert (run.run_group, run.job_type, list(run.tags)) == ("trial", "das", ["nice"])
