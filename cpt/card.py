@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import CHECKSUMS, read_checksums, write_checksums
 from cpt.core.output import run_program
@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
-    with readable():
+    with readable_errors():
         run = RunDir(choose_run(options.run))
         check_push_options(options)
         scores = load_exported_scores(run)

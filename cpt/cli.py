@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt import __version__
 from cpt.core.config import CONF
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.output import closing_output
 from cpt.core.processes import SPINS, is_one_of_several, is_submitit_job
 from cpt.train import train
@@ -75,7 +75,7 @@ def start() -> None:
     sys.path.append(os.getcwd())  # last: no file there hides a library
     utils.run_and_report = run_step  # type: ignore[assignment]
     sys.argv = to_hydra(sys.argv)
-    with closing_output(), readable():  # --help is not a step of Hydra's
+    with closing_output(), readable_errors():  # --help is not a step of Hydra's
         if "--version" in sys.argv:
             print(f"cpt {__version__}")
         elif FLAG in sys.argv:
@@ -95,13 +95,13 @@ def app(cfg: DictConfig) -> Any:
         # submitit hands an exception on to the sweep, which reports it. It would wait for the result of a
         # job that has exited, without SLURM's accounting for ever.
         return train(cfg, run_dir=run_dir)
-    with readable():  # inside Hydra's own report of an error in a run
+    with readable_errors():  # inside Hydra's own report of an error in a run
         return train(cfg, run_dir=run_dir)
 
 
 def run_step(step: Callable[[], Any]) -> Any:
     """Replaces Hydra's function of this kind, which reports in many lines what cannot be composed."""
-    return report_errors(closing_output()(readable()(step)))
+    return report_errors(closing_output()(readable_errors()(step)))
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Override]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.output import run_program
 from cpt.data.sources.base import GENERAL
@@ -217,7 +217,7 @@ class Judgement:
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
-    with readable(code=UNKNOWN):
+    with readable_errors(code=UNKNOWN):
         run = RunDir(choose_run(options.run))
         judgement = check_run(run, options)
     if options.json:

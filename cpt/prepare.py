@@ -263,13 +263,13 @@ def prepare_das6(folder: Path, out: Path) -> Iterator[PreparedText]:
 
 def split_corpus(path: Path, out: Path) -> dict[str, int]:
     """The authors hold out the first lines and never use them; here these are halved into valid and test."""
-    num_lines = sum(1 for _ in readers.lines(path))
+    num_lines = sum(1 for _ in readers.read_lines(path))
     num_held_out = round(num_lines * HELD_OUT / 100)
     num_valid = num_held_out // 2
     sizes = {"valid": num_valid, "test": num_held_out - num_valid, "train": None}  # None: all that follow
 
     # One iterator for all splits: each takes up where the one before has ended.
-    lines = readers.lines(path)
+    lines = readers.read_lines(path)
     return {split: write_lines(out / f"{split}.txt", islice(lines, size)) for split, size in sizes.items()}
 
 
@@ -390,7 +390,7 @@ def read_domain(folder: Path) -> dict[str, Iterable[str]]:
     """The documents of each split: lines of its files, or of those in SPLIT/, or of a saved data set."""
     if not any((folder / name).is_file() for name in hub.SAVED_DATASET_FILES):
         paths = [*folder.glob("SPLIT/*.txt"), *folder.glob("*.txt")]
-        return {path.stem: readers.lines(path) for path in paths if path.stem in M2D2_SPLITS}
+        return {path.stem: readers.read_lines(path) for path in paths if path.stem in M2D2_SPLITS}
 
     names, load = hub.open_set({"path": str(folder)}, streaming=False)
     splits: dict[str, Iterable[str]] = {}

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from cpt.core.cache import check_all
 from cpt.core.cache_use import end_uses
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.heartbeat import heartbeat
 from cpt.core.messages import find_similar_path
@@ -230,7 +230,7 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
     try:
         plan = load_cached_order(make_plan(cfg, run=run))
     except HydraException as error:
-        raise ValueError(reason(error)) from error
+        raise ValueError(find_reason(error)) from error
     if plan is None:  # the order depends on texts that have not been read yet
         return False
 

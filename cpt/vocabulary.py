@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from cpt.core.errors import readable, reason
+from cpt.core.errors import find_reason, readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import new_folder, writing
 from cpt.core.heartbeat import DELAY, progress_bar
@@ -98,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
-    with readable():
+    with readable_errors():
         add_vocabulary(options)
     return 0
 
@@ -172,7 +172,7 @@ def load_own_tokenizer(base: str) -> PreTrainedTokenizerBase:
         raise InvalidOptionError(
             "--base",
             base,
-            reason=f"{absent}{reason(error).rstrip('.')}",
+            reason=f"{absent}{find_reason(error).rstrip('.')}",
             allowed="a folder, or a name on the Hub",
         ) from error
 
@@ -258,7 +258,7 @@ def describe_loaded(
     try:
         check_fit(tokenizer, own_tokenizer, name=str(options.output), checkpoint=options.base)
     except ValueError as error:
-        return reason(error)
+        return find_reason(error)
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     if model != definition["model"]:
         return "other entries or merges"

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import check_output, new_folder, writing
 from cpt.core.messages import count_noun
@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
-    with readable():
+    with readable_errors():
         run = RunDir(choose_run(options.run))
         scores = load_finished_scores(run)
         check_domain(options.domain, scores)

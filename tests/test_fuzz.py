@@ -25,7 +25,7 @@ from yaml import YAMLError
 
 from cpt import status, verify
 from cpt.cli import check_command_line
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.heartbeat import Heartbeat, utc_now
 from cpt.data.sources.texts import Texts
 from cpt.evaluation.finetune_tasks import plan_endtasks
@@ -50,7 +50,7 @@ VALUES = st.recursive(
 
 def refused(error: BaseException, *names: str) -> None:
     """Raises AssertionError for an error that does not say in a line what it is about, by a name."""
-    message = reason(error)
+    message = find_reason(error)
     assert message and "\n" not in message, repr(message)
     assert not names or any(name in message for name in names), f"{message!r} names none of {names}"
 

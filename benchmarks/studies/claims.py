@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cpt.evaluation.statistics import MAX_EXACT_PAIRS, SIGNIFICANCE_LEVEL, Difference, compare_pairs
-from cpt.evaluation.task_metrics import cube, pick_final
+from cpt.evaluation.task_metrics import pick_final, score_array
 from cpt.reporting.contrasts import PairedContrast, correct_differences, read_contrasts
 from cpt.reporting.load_runs import MeasuredRun, Pair
 from cpt.reporting.sections import RunGroup, RunSection
@@ -169,7 +169,9 @@ def mean_accuracy(run: MeasuredRun, *, late: bool) -> float | None:
     names = order[-NUM_END_DOMAINS:] if late else order[:NUM_END_DOMAINS]
     if not endtasks or not {*names} <= {*endtasks["tasks"]}:
         return None
-    by_task = dict(zip(endtasks["tasks"], pick_final(cube(endtasks, "accuracy")).mean(-1), strict=True))
+    by_task = dict(
+        zip(endtasks["tasks"], pick_final(score_array(endtasks, "accuracy")).mean(-1), strict=True)
+    )
     return float(sum(by_task[name] for name in names) / NUM_END_DOMAINS)
 
 

@@ -14,7 +14,7 @@ import bag_of_words
 import claims
 import study
 
-from cpt.evaluation.task_metrics import headline, pick_final
+from cpt.evaluation.task_metrics import headline_scores, pick_final
 from cpt.reporting.page import Block, markdown
 from cpt.reporting.sections import RunGroup, RunSection
 
@@ -97,7 +97,7 @@ def mean_final_scores(group: RunGroup) -> dict[str, float]:
     by_task: dict[str, list[float]] = {}
     for run in group.runs:
         endtasks = run.scores.endtasks
-        finals = pick_final(headline(endtasks)).mean(-1)
+        finals = pick_final(headline_scores(endtasks)).mean(-1)
         for task, final in zip(endtasks["tasks"], finals, strict=True):
             by_task.setdefault(task, []).append(final)
     return {task: fmean(finals) for task, finals in by_task.items()}

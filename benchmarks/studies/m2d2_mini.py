@@ -15,7 +15,7 @@ import numpy as np
 import study
 
 from cpt.evaluation.statistics import compare_pairs
-from cpt.reporting.drawing import literal, make_figure, make_png, series_style
+from cpt.reporting.drawing import escape_label, make_figure, make_png, series_style
 from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import Block, markdown
 from cpt.reporting.sections import RunGroup, RunSection
@@ -255,7 +255,7 @@ def draw_places(groups: Mapping[str, Studied]) -> bytes:
             axes.plot(
                 np.arange(len(moving_mean)) + SMOOTHED // 2 + 1,
                 moving_mean,
-                label=literal(name, width=30),
+                label=escape_label(name, width=30),
                 color=series_style(number).colour,
                 linestyle=series_style(number).dashes,
             )

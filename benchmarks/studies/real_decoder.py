@@ -26,7 +26,7 @@ from linux_texts import split_documents, write_lines
 
 from cpt.core.config import CONF
 from cpt.reporting.chat_tables import count_broken, find_chat_change
-from cpt.reporting.drawing import literal, make_figure, make_png, series_style
+from cpt.reporting.drawing import escape_label, make_figure, make_png, series_style
 from cpt.reporting.formats import MISSING, format_interval, format_signed
 from cpt.reporting.load_runs import MeasuredRun
 from cpt.reporting.page import Block, markdown
@@ -392,7 +392,7 @@ def draw_changes(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
                 axes.plot([change.low, change.high], [position, position], color=colour, linewidth=1.5)
         axes.axvline(0, color="0.6", linewidth=0.8)
         axes.set(title=title, xlabel="nats per token")
-    panels[0].set_yticks(range(len(names)), labels=[literal(name, width=40) for name in names])
+    panels[0].set_yticks(range(len(names)), labels=[escape_label(name, width=40) for name in names])
     means = "; ".join(f"{name}: {measured[name]:+.3f}" for name in reversed(names))
     return make_png(figure, description=f"Changes of each run; rise of the loss on chat, in nats: {means}")
 

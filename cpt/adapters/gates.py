@@ -38,12 +38,12 @@ class _Compensated(torch.autograd.Function):
         return gradient * (ctx.s_max * sigmoid * (1 - sigmoid)), None, None  # s_max sigmoid'(e)
 
 
-def soft(e: Tensor, s: float, *, s_max: float) -> Tensor:
+def soft_gates(e: Tensor, s: float, *, s_max: float) -> Tensor:
     """The gates in training, sigmoid(s e), of e's shape, with the compensated gradient."""
     return _Compensated.apply(e, s, s_max)
 
 
-def hard(e: Tensor) -> Tensor:
+def hard_gates(e: Tensor) -> Tensor:
     """The gates in evaluation, exactly 0 or 1, of e's shape and dtype."""
     return (e > 0).to(e)
 
@@ -73,7 +73,7 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         is_hard = self.s is None or not self.training
-        gates = hard(self.e) if is_hard else soft(self.e, cast(float, self.s), s_max=self.s_max)
+        gates = hard_gates(self.e) if is_hard else soft_gates(self.e, cast(float, self.s), s_max=self.s_max)
         gates = gates.to(x.dtype)
         if x.shape[-1] == len(gates):
             return x * gates
@@ -104,11 +104,11 @@ class Gates:
 
     def soft(self, s: float) -> Tensor:
         """The gates in training, [units]."""
-        return soft(self.e(), s, s_max=self.s_max)
+        return soft_gates(self.e(), s, s_max=self.s_max)
 
     def hard(self, weights: Mapping[str, Tensor]) -> Tensor:
         """The gates of stored parameters, by name, [units]."""
-        return hard(torch.cat([weights[name] for name in self.names]))
+        return hard_gates(torch.cat([weights[name] for name in self.names]))
 
     def set(self, s: float | None) -> None:
         """Sets how soft the gates are in train mode; None: hard."""

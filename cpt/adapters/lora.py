@@ -34,7 +34,7 @@ from cpt.adapters.export import own_storage
 from cpt.adapters.plain_model import save_without_tuners, tuner_layers, untie, without_tuners
 from cpt.adapters.saved_modules import saved_tensors
 from cpt.core.distributed import shard_like
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.schema import unknown_name
 from cpt.models.forward import find_token_side
@@ -662,7 +662,7 @@ def attach_tuner(
             inject_adapter_in_model(config, model, adapter_name=NEWEST)
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
         raise ValueError(
-            f"method.tuner={setting} is invalid for a {model.config.model_type}: {reason(error)}"
+            f"method.tuner={setting} is invalid for a {model.config.model_type}: {find_reason(error)}"
         ) from error
 
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -755,7 +755,7 @@ def check_mergeable(model: PreTrainedModel, plain_names: Set[str], setting: str)
         raise InvalidOptionError(
             "method.tuner",
             setting,
-            reason=f"it cannot be merged at the export: {reason(error).rstrip('.')}",
+            reason=f"it cannot be merged at the export: {find_reason(error).rstrip('.')}",
             allowed="arguments that peft merges into the model's own weights",
         ) from error
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.preemption import check_signals, children, leave_all, notice
 from cpt.core.processes import is_distributed, rank_and_world
 
@@ -108,14 +108,14 @@ def barrier() -> None:
 
 
 @contextmanager
-def telling_errors() -> Iterator[None]:
+def sharing_errors() -> Iterator[None]:
     """Puts an error inside the context into the store, so that processes that `wait_for_all` end as well:
     SLURM would leave them waiting."""
     try:
         yield
     except Exception as error:
         if is_distributed():
-            message = f"process {distributed.get_rank()} has failed: {reason(error)}"
+            message = f"process {distributed.get_rank()} has failed: {find_reason(error)}"
             process_store().set(FAILED_KEY, message)
         raise
 
@@ -129,7 +129,7 @@ def wait_for_all(key: str) -> None:
     """Waits until every process has called this with `key`: a barrier without the time limit of a collective.
     Each wait needs a new key, whose counter in the store is the number of processes that have come.
 
-    Raises ValueError if a process has failed within `telling_errors`."""
+    Raises ValueError if a process has failed within `sharing_errors`."""
     if not is_distributed():
         return
     store = process_store()

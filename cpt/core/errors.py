@@ -85,7 +85,7 @@ LOST_LOADER = re.compile(
 )
 
 
-def reason(error: BaseException) -> str:
+def find_reason(error: BaseException) -> str:
     """An error's message on one line; of an error inside a Hydra instantiation or a loader's process, the
     cause's."""
     lines = [line.strip() for line in explain_error(error).splitlines() if line.strip()]
@@ -320,7 +320,7 @@ def choices_of(group: str) -> list[str]:
 
 
 @contextmanager
-def readable(code: int = 1) -> Iterator[None]:
+def readable_errors(code: int = 1) -> Iterator[None]:
     """Bad input ends in one line and an exit code; in a traceback only with HYDRA_FULL_ERROR=1."""
     try:
         yield
@@ -332,7 +332,7 @@ def readable(code: int = 1) -> Iterator[None]:
         # In this order: a loader that the system killed for its memory is out of memory, not lost.
         line = describe_oom(error) or describe_lost_loader(error) or describe_full_disk(error)
         if not line and isinstance(error, INPUT_ERRORS):
-            line = reason(error)
+            line = find_reason(error)
         if not line or os.environ.get("HYDRA_FULL_ERROR"):
             raise
         print(f"cpt: {redact_text(line)}", file=sys.stderr, flush=True)
@@ -352,7 +352,7 @@ def describe_oom(error: BaseException | None) -> str:
     while error is not None:
         if isinstance(error, MemoryError | SystemError) or FAILED_ALLOCATION.search(str(error)):
             advice = "rerun the same command to resume, with more memory or less memory use: docs/plan.md"
-            return f"out of memory ({reason(error)}); {advice}"
+            return f"out of memory ({find_reason(error)}); {advice}"
         error = error.__cause__ or error.__context__
     return ""
 

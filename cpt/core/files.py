@@ -59,7 +59,7 @@ def replacing(path: Path) -> Iterator[Path]:
         sync(path.parent)
 
 
-def replace(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Writes a text file atomically."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -173,7 +173,7 @@ def write_checksums(folder: Path, paths: Iterable[Path], *, unread: ChecksumTabl
     for path in (*paths, *{path.parent for path in paths}):
         sync(path)
     table = (unread or {}) | hash_files(folder, paths)
-    replace(folder / CHECKSUMS, json.dumps({"files": table}, indent=0))
+    write_atomically(folder / CHECKSUMS, json.dumps({"files": table}, indent=0))
 
 
 def read_checksums(folder: Path) -> ChecksumTable:
@@ -216,7 +216,7 @@ def find_damage(folder: Path, table: ChecksumTable, *, full: bool) -> Iterator[s
 def write_checked_json(path: Path, value: Any) -> None:
     """Writes a JSON value with its hash, atomically."""
     digest = xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
-    replace(path, json.dumps({"kept": value, "own": digest}))
+    write_atomically(path, json.dumps({"kept": value, "own": digest}))
 
 
 def read_checked_json(path: Path, *, remedy: str) -> Any:

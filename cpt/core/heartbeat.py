@@ -418,8 +418,8 @@ def progress_bar(
 
 def format_error(error: BaseException) -> str:
     """One line: the message of a foreseen error, with its type for any other."""
-    from cpt.core.errors import reason  # imports Hydra, for which cpt.status does not wait
+    from cpt.core.errors import find_reason  # imports Hydra, for which cpt.status does not wait
     from cpt.core.secrets import redact_text
 
-    message = redact_text(reason(error))
+    message = redact_text(find_reason(error))
     return message if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {message}"

@@ -67,7 +67,7 @@ OneOrMore = Annotated[Subset[T], MinLen(1)]
 PerDomain = Annotated[T | tuple[T, ...], Predicate(lambda value: value != ())]  # the last: all further ones
 
 
-def allowed(kind: Any) -> str:
+def describe_allowed(kind: Any) -> str:
     """What a type allows, in words; nothing for Any."""
     base = kind
     limits: list[Any] = []
@@ -99,7 +99,7 @@ def allowed(kind: Any) -> str:
 
 
 def allowed_list(item: Any, *, is_required: bool) -> str:
-    choices = allowed(item)
+    choices = describe_allowed(item)
     if get_origin(item) is not Literal:
         return f"a list, each {choices}"
     return f"one or more of {choices}" if is_required else f"some of {choices}, or []"
@@ -125,7 +125,7 @@ def allowed_number(bounds: Mapping[type, Any]) -> str:
 
 
 def allowed_union(kinds: Sequence[Any]) -> str:
-    words = [allowed(kind) for kind in kinds if kind is not NoneType]
+    words = [describe_allowed(kind) for kind in kinds if kind is not NoneType]
     if NoneType in kinds:
         words.insert(0, "null")
     separator = "; or " if words[-1].startswith("a list, each") else " or "
@@ -204,7 +204,7 @@ def wrong_value(key: str, value: Any, kind: Any) -> InvalidOptionError:
     is_too_large = isinstance(value, int | float) and value >= 2**63
     limit = ", below 2^63" if is_too_large else ""
     return InvalidOptionError(
-        key, value, meant=suggest_value(key, value, kind), allowed=f"{allowed(kind)}{limit}"
+        key, value, meant=suggest_value(key, value, kind), allowed=f"{describe_allowed(kind)}{limit}"
     )
 
 

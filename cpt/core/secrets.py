@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
 
-from cpt.core.files import replace
+from cpt.core.files import write_atomically
 
 HIDDEN = "(hidden)"  # stands where a secret was
 NO_DEFAULT = object()
@@ -222,7 +222,7 @@ def redact_file(path: Path) -> None:
     tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     redacted = redact(redact_overrides(tree))
     if redacted != tree:
-        replace(path, OmegaConf.to_yaml(OmegaConf.create(redacted)))
+        write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(redacted)))
 
 
 def redact_overrides(tree: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from cpt.core.config import CHOICE_KEYS
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.schema import Options, Read, Text, check_names, check_value, join, option_types, read_options
 
@@ -66,8 +66,8 @@ def describe_import_error(error: BaseException) -> str:
     """The message of an error that a module raised while it was imported; of another kind than a missing name
     with its class, as its message alone may be a word."""
     if isinstance(error, ImportError | AttributeError | ValueError):
-        return reason(error)
-    return f"{type(error).__name__} while it is imported: {reason(error)}"
+        return find_reason(error)
+    return f"{type(error).__name__} while it is imported: {find_reason(error)}"
 
 
 @dataclass(frozen=True)

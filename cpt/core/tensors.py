@@ -166,7 +166,7 @@ class PreciseTensors(NamedTensors):
     """Tensors in at least 32 bits, which stay so where the module is cast to something coarser."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, persistent: bool = True) -> None:
-        super().__init__({name: precise(tensor) for name, tensor in tensors.items()}, persistent=persistent)
+        super().__init__({name: upcast(tensor) for name, tensor in tensors.items()}, persistent=persistent)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NamedTensors:
         return super()._apply(partial(move_uncast, fn), recurse)
@@ -180,7 +180,7 @@ def move_uncast(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:
     return fn(buffer.view(bits)).view(buffer.dtype)
 
 
-def precise(values: Tensor) -> Tensor:
+def upcast(values: Tensor) -> Tensor:
     """The values, detached, in at least 32 bits."""
     return values.detach().to(torch.promote_types(values.dtype, torch.float32))
 

@@ -410,7 +410,9 @@ class RenderedChat:
         prompt_position = text.rfind(end_of_prompt) if begin >= 0 else -1
         answer_begin = prompt_position + len(end_of_prompt)
         answer = text[answer_begin:]
-        if prompt_position < 0 or condense(self.messages[number]["content"]) not in condense(answer):
+        if prompt_position < 0 or remove_blanks(self.messages[number]["content"]) not in remove_blanks(
+            answer
+        ):
             raise BadExampleError(
                 f"the chat template of {self.encoder.name} changes earlier turns or its generation prompt "
                 f"(in example {self.example.id}). Allowed: "
@@ -464,8 +466,8 @@ class RenderedChat:
             text = text_of_answer.get(answer) or self.render(answer + 1)
             # An answer has to be there, but for blanks. Other turns a template may cut or reformat: it is
             # enough that another text in their place changes what is rendered.
-            content = condense(self.messages[number]["content"])
-            if content not in condense(text):
+            content = remove_blanks(self.messages[number]["content"])
+            if content not in remove_blanks(text):
                 is_scored = number in text_of_answer
                 if is_scored or not self.is_changed_by(number, answer, content=OTHER_TEXT):
                     self.refuse_unused(
@@ -530,6 +532,6 @@ class RenderedChat:
         return chat
 
 
-def condense(text: str) -> str:
+def remove_blanks(text: str) -> str:
     """A text without its blanks, which templates trim."""
     return "".join(text.split())

@@ -134,7 +134,7 @@ def labels_of(batch: Batch) -> Tensor:
     return labels.view_as(output_ids(batch))
 
 
-def single(batch: Batch, row: int) -> Batch:
+def select_row(batch: Batch, row: int) -> Batch:
     """One row of a batch as a batch, without a weight."""
     is_of_row = batch["rows"] == row
     length = output_ids(batch).shape[1]

@@ -157,7 +157,7 @@ def swap_halves(order: Sequence[str]) -> list[str]:
     return [*order[middle:], *order[:middle]]
 
 
-def by_texts(order: int | str | Sequence[str]) -> bool:
+def is_decided_by_texts(order: int | str | Sequence[str]) -> bool:
     """Whether the similarity of the texts decides an order."""
     return isinstance(order, str) and split_word(order)[0] in TEXT_ORDERS
 

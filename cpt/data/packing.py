@@ -99,7 +99,7 @@ class Packed:
         return self.rows.documents(rows).padded(self.length, PADDING)
 
 
-def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[str, Packed]:
+def balance_texts(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[str, Packed]:
     """Texts by name, each cut to `tokens`, None: those of the smallest; `documents` and `bytes` are still of
     the whole. The rows are drawn by the name."""
     sizes = {name: int(text.row_lengths.sum()) for name, text in texts.items()}

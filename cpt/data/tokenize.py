@@ -23,7 +23,7 @@ from datasets import Features, List, Value, disable_progress_bars, enable_progre
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
-from cpt.core.files import file_hash, replace, sync
+from cpt.core.files import file_hash, sync, write_atomically
 from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.preemption import ignore_signals
 from cpt.core.processes import cores
@@ -142,7 +142,7 @@ def tokenize_shard(
     )
     enable_progress_bars()
     sync(path)
-    replace(checksum, file_hash(path))
+    write_atomically(checksum, file_hash(path))
     return path
 
 

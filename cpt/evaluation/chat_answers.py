@@ -97,7 +97,7 @@ def collect_losses(losses_by_row: Sequence[Array | None]) -> tuple[list[Any], li
     return nll, rise
 
 
-def collect_answers(answers_by_row: Sequence[Sequence[ChatAnswer] | None]) -> list[dict[str, Any] | None]:
+def summarise_rows(answers_by_row: Sequence[Sequence[ChatAnswer] | None]) -> list[dict[str, Any] | None]:
     """The summary of the answers by row, with their changes since the base, which is row 0; None where a row
     was not asked."""
     summaries: list[dict[str, Any] | None] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cpt.core.files import replace
+from cpt.core.files import write_atomically
 from cpt.core.schema import check_types
 from cpt.evaluation.chat_answers import ChatAnswer
 from cpt.evaluation.metrics import Array
@@ -60,7 +60,7 @@ def save_losses(path: Path, stored: StoredLosses) -> None:
         "nats": nats,
         "tokens": [int(count) for count in num_tokens],
     }
-    replace(path, json.dumps(content, indent=1) + "\n")
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def load_losses(path: Path) -> StoredLosses:
@@ -82,7 +82,7 @@ def save_answers(path: Path, stored: StoredAnswers) -> None:
     seconds = json.dumps(stored.seconds)
     lines = [json.dumps(answer.to_json(), ensure_ascii=False) for answer in stored.answers]
     answers = ",\n".join(lines)  # an answer on each line
-    replace(path, f'{{"digest": {digest}, "seconds": {seconds}, "answers": [\n{answers}\n]}}\n')
+    write_atomically(path, f'{{"digest": {digest}, "seconds": {seconds}, "answers": [\n{answers}\n]}}\n')
 
 
 def load_answers(path: Path) -> StoredAnswers:

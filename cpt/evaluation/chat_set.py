@@ -53,7 +53,7 @@ def find_chat_files(options: ChatOptions) -> list[Path]:
     else:
         raise make_path_error(path, reason="it is missing")
     for chat_file in paths:
-        if files.kind(chat_file) in OTHER_SUFFIXES:
+        if files.find_suffix(chat_file) in OTHER_SUFFIXES:
             raise make_path_error(path, reason=f"{chat_file.name} is no file of JSON lines")
     return paths
 

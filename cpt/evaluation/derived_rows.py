@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from cpt.core.exceptions import DamagedFileError
-from cpt.core.files import check_archive, replace
+from cpt.core.files import check_archive, write_atomically
 from cpt.core.messages import count_noun
 from cpt.core.schema import check_types
 from cpt.evaluation.metrics import Array, Change, compare_losses
@@ -45,7 +45,7 @@ class DerivedRow:
     run_chats: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        replace(folder / ROW_FILE, f"{encode(asdict(self))}\n")
+        write_atomically(folder / ROW_FILE, f"{encode(asdict(self))}\n")
 
     @classmethod
     def load(cls, path: Path) -> DerivedRow:

@@ -135,7 +135,7 @@ def split_rows(rows: np.ndarray, size: int) -> list[np.ndarray]:
     return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
-def longest(model: PreTrainedModel, length: int) -> int:
+def find_max_length(model: PreTrainedModel, length: int) -> int:
     """The tokens of an example that a model takes, `length` at most: a prompt has positions too."""
     max_positions = find_max_positions(model)
     if max_positions is None:

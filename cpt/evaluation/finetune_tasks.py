@@ -329,7 +329,7 @@ class FileTasks(TaskSource):
         files = []
         with text_files.naming_file(folder):
             for path in sorted(folder.iterdir()):
-                is_table = text_files.kind(path) in text_files.TABLE_SUFFIXES
+                is_table = text_files.find_suffix(path) in text_files.TABLE_SUFFIXES
                 if is_table and text_files.split_of(Path(path.name)) == FILE_SPLITS[split]:
                     files.append(path)
 
@@ -452,7 +452,9 @@ class HubTasks(TaskSource):
         try:
             rows = datasets.load_dataset(path, options.get("name"), split=hub_split)
         except (datasets.exceptions.DatasetsError, OSError, ValueError, pa.ArrowException) as error:
-            raise ValueError(f"endtask.tasks.{name}, path={path}: {text_files.cause(error)}") from error
+            raise ValueError(
+                f"endtask.tasks.{name}, path={path}: {text_files.find_cause_message(error)}"
+            ) from error
 
         columns = options["columns"]
         label_column = columns["label"]
@@ -491,7 +493,7 @@ def parse_example(where: str, row: Any, *, columns: Mapping[str, Any], default_i
     values = {}
     for name, column in columns.items():
         if column is not None:
-            cell = readers.cell(row, column, where, f"endtask.columns.{name}")
+            cell = readers.read_cell(row, column, where, f"endtask.columns.{name}")
             values[name] = replace_invalid(cell)
 
     texts = []

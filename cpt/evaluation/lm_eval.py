@@ -28,7 +28,7 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.config import digest
-from cpt.core.errors import reason, unknown_name
+from cpt.core.errors import find_reason, unknown_name
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.evaluation.options import LMEvalOptions
 from cpt.models.forward import set_mode
@@ -205,7 +205,7 @@ def load_columns(options: LMEvalOptions) -> dict[str, Column]:
             loaded = manager.load([name])
         except Exception as error:  # what the harness, a task's code or the reader of its data raises
             raise ValueError(
-                f"benchmark.tasks={name} is invalid: {reason(error)}; "
+                f"benchmark.tasks={name} is invalid: {find_reason(error)}; "
                 "bring its data into the cache of Hugging Face while there is a network"
             ) from error
 

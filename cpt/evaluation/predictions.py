@@ -22,7 +22,7 @@ from cpt.core.files import replacing
 from cpt.core.messages import log_once
 from cpt.core.schema import check_types
 from cpt.evaluation.metrics import Array
-from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, head_of, headline, last_measured
+from cpt.evaluation.task_metrics import MEASURES, TaskAnswers, head_of, headline_scores, last_measured
 
 log = logging.getLogger(__name__)
 KEY = b"cpt"
@@ -173,7 +173,7 @@ def load_correctness(
     if not endtasks:
         return {}
     is_right = {}
-    last_rows = last_measured(headline(endtasks)[: len(rows)])
+    last_rows = last_measured(headline_scores(endtasks)[: len(rows)])
     for task, row in zip(endtasks["tasks"], last_rows, strict=True):
         if row is None:
             continue

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import numpy as np
 
 from cpt.core.config import digest
-from cpt.core.files import check_archive, replace
+from cpt.core.files import check_archive, write_atomically
 from cpt.core.schema import check_types
 from cpt.evaluation import score_schema as schema
 from cpt.evaluation.metrics import (
@@ -26,7 +26,7 @@ from cpt.evaluation.metrics import (
 from cpt.evaluation.options import FULL_POLICY
 from cpt.evaluation.row_files import read_row_files, remove_row_files, write_row_file
 from cpt.evaluation.score_schema import VERSION, ByColumn, ByRow, ByText, Key, Loss, closed, entry, key_of
-from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
+from cpt.evaluation.task_metrics import ENDTASK_METRICS, score_array
 
 # What takes time in a run; "start" is what precedes the stages.
 ACTIVITIES = (
@@ -199,7 +199,7 @@ class Scores(MatrixLayout):
             if self.endtasks[key].keys() != set(tasks):
                 raise ValueError(f"endtasks are not of the tasks {tasks}")
         for metric in (*ENDTASK_METRICS, *self.endtasks["metric"].values()):
-            if len(cube(self.endtasks, metric)) > len(self.rows):
+            if len(score_array(self.endtasks, metric)) > len(self.rows):
                 raise ValueError(f"endtasks have more than {len(self.rows)} rows")
 
     @property
@@ -363,7 +363,7 @@ class Scores(MatrixLayout):
         files are removed, as this file has all rows."""
         self.seconds = self.sum_seconds()
         lines = [f'"{key_of(column)}": {encode(getattr(self, column.name))}' for column in fields(self)]
-        replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
+        write_atomically(path, "{\n" + ",\n".join(lines) + "\n}\n")
         remove_row_files(path.parent)
 
     def sum_seconds(self) -> float:
@@ -476,7 +476,7 @@ def gather_documents(rows: Sequence[Losses], scores: Scores) -> tuple[list[Array
     return sums, counts
 
 
-def conditions(scores: Scores) -> dict[str, str]:
+def find_conditions(scores: Scores) -> dict[str, str]:
     """What a perplexity depends on except the model, in words; runs in which all of it is equal are
     comparable. `texts` is a hash of all of them, `scored` and `cap` are tokens."""
     recorded = scores.conditions

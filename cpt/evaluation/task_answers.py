@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from cpt.data.collate import Batch, Rows
 from cpt.data.tokenized_tasks import TaskPrompt
-from cpt.evaluation.finetune import longest
+from cpt.evaluation.finetune import find_max_length
 from cpt.models.forward import set_temporarily, supports_kv_cache
 from cpt.models.generation import pad_prompts
 from cpt.models.objectives import Objective
@@ -180,7 +180,9 @@ def generate_batches(
         ids, mask = pad_prompts(prompts, padding=padding, on_the_left=not is_seq2seq)
         width = ids.shape[1]
         # A causal model's answer takes positions after the prompt's.
-        num_tokens = max_new_tokens if is_seq2seq else max(1, longest(model, width + max_new_tokens) - width)
+        num_tokens = (
+            max_new_tokens if is_seq2seq else max(1, find_max_length(model, width + max_new_tokens) - width)
+        )
         generation = GenerationConfig(
             max_new_tokens=num_tokens,
             do_sample=False,

@@ -48,18 +48,18 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
-def cube(endtasks: Mapping[str, Any], metric: str) -> Array:
+def score_array(endtasks: Mapping[str, Any], metric: str) -> Array:
     """Scores in 0..1 as [row, task, seed]; nan where not measured."""
     scores = np.array(endtasks["scores"][metric], dtype=float)
     return scores.reshape(-1, len(endtasks["tasks"]), len(endtasks["seeds"]))
 
 
-def headline(endtasks: Mapping[str, Any]) -> Array:
+def headline_scores(endtasks: Mapping[str, Any]) -> Array:
     """Each task in its own metric, as micro-F1 for ChemProt: [row, task, seed]; nan where not measured."""
     columns = []
     for column, task in enumerate(endtasks["tasks"]):
         metric = endtasks["metric"][task]
-        columns.append(cube(endtasks, metric)[:, column])
+        columns.append(score_array(endtasks, metric)[:, column])
     return np.stack(columns, axis=1)
 
 
@@ -136,12 +136,12 @@ def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict
     `when: diagonal`, which measures no last model."""
     if not endtasks:
         return {}
-    scores = over_seeds(headline(endtasks))
+    scores = over_seeds(headline_scores(endtasks))
     tasks = endtasks["tasks"]
 
     summary = {}
     if endtasks["when"] != "diagonal":
-        accuracy = over_seeds(cube(endtasks, "accuracy"))
+        accuracy = over_seeds(score_array(endtasks, "accuracy"))
         summary["MF1"] = pick_final(scores).mean()
         summary["Acc"] = pick_final(accuracy).mean()
     summary["forward"] = pick_just_learned(scores, rows, tasks).mean()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cpt.core.exceptions import DamagedFileError
-from cpt.core.files import replace
+from cpt.core.files import write_atomically
 from cpt.core.schema import check_types
 
 WITHDRAWN_FILE = "withdrawn.json"
@@ -14,7 +14,7 @@ WITHDRAWN_FILE = "withdrawn.json"
 def record_withdrawal(folder: Path, source: Path, record: Mapping[str, str]) -> None:
     """Writes the withdrawals of a run that was made of the `source` run: those of the source and one more."""
     records = [*load_withdrawals(source), dict(record)]
-    replace(folder / WITHDRAWN_FILE, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(folder / WITHDRAWN_FILE, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
 
 
 def load_withdrawals(folder: Path) -> list[dict[str, str]]:

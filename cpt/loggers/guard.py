@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyExperiment
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.processes import is_first_process
 from cpt.loggers.metric_names import MetricNames
 
@@ -43,7 +43,7 @@ class LoggerFailures:
 def warn_of_failure(label: str, error: BaseException, consequence: str) -> None:
     """The warning of a logger's failure, once for all processes."""
     if is_first_process():
-        log.warning("%s failed (%s: %s); %s", label, type(error).__name__, reason(error), consequence)
+        log.warning("%s failed (%s: %s); %s", label, type(error).__name__, find_reason(error), consequence)
 
 
 def report_failures(logger: Logger) -> None:

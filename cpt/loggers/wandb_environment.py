@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cpt.core.files import replace as replace_file
+from cpt.core.files import write_atomically as replace_file
 from cpt.core.naming import LONGEST_TAG
 from cpt.core.processes import JOB
 from cpt.core.schema import unknown_name

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 from pydantic import ValidationError
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.naming import LONGEST_TAG
-from cpt.evaluation.scores import Scores, conditions, describe_conditions
+from cpt.evaluation.scores import Scores, describe_conditions, find_conditions
 from cpt.loggers.stage_logger import StageLogger
 from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, choose_entity, choose_project
 from cpt.reporting import frames, run_figures
@@ -95,7 +95,7 @@ def explain_refusal(error: Exception) -> str:
     """What W&B, or pydantic in its name, says of a value."""
     if isinstance(error, ValidationError):
         return str(error.errors()[0]["msg"])
-    return reason(error)
+    return find_reason(error)
 
 
 def is_logged_in() -> bool:
@@ -179,7 +179,7 @@ def init_wandb(
         is_refused = isinstance(error, wandb.errors.AuthenticationError)
         is_unreachable = isinstance(error, wandb.errors.CommError) and not is_refused
         kind = ConnectionError if is_unreachable else ValueError
-        raise kind(f"W&B: {reason(error).rstrip('.')}; {way_out}") from None
+        raise kind(f"W&B: {find_reason(error).rstrip('.')}; {way_out}") from None
     for axis, patterns in AXES.items():
         run.define_metric(axis)
         for names in patterns:
@@ -279,7 +279,7 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     texts and versions; end tasks, chats and divergences over the stages, tables, the report and its pictures.
     The numbers come first: if a picture cannot be drawn, they are there."""
     base_hash = read_base_hash(folder)
-    measured = conditions(scores) | {"base": base_hash or "unknown"}
+    measured = find_conditions(scores) | {"base": base_hash or "unknown"}
     name = label_run(scores.run)
     description = describe_conditions(measured)
     if base_hash:

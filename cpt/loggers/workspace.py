@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.output import run_program
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from cpt.loggers.wandb_run import is_logged_in  # a second to import
 
-    with readable():
+    with readable_errors():
         if find_spec("wandb_workspaces") is None:
             raise ValueError("needed is the package wandb-workspaces; pip install -e '.[dashboard]'")
         if not is_logged_in():

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from cpt.adapters import lora
 from cpt.core.distributed import dot, full_tensor, local_rows, to_local, total_norm, with_rows
 from cpt.core.randomness import torch_seed
-from cpt.core.tensors import NamedTensors, PreciseTensors, precise
+from cpt.core.tensors import NamedTensors, PreciseTensors, upcast
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.lora import LoRA
@@ -275,9 +275,9 @@ class Merging(nn.Module):
             # Rounded as the domain has started from it: the model's precision may be coarser than that of
             # the merged weights, and tau must not have the rounding in it.
             origin = self.origin.on_module_device(to_local(origins[name])).to(weight.dtype)
-            start_weights[name] = precise(origin)
-            end_weights[name] = precise(to_local(weight))
-        fishers = {name: precise(to_local(fisher[name])) for name in weights if name in fisher}
+            start_weights[name] = upcast(origin)
+            end_weights[name] = upcast(to_local(weight))
+        fishers = {name: upcast(to_local(fisher[name])) for name in weights if name in fisher}
         self.merged.add(
             FinishedDomain(
                 parameters=weights,

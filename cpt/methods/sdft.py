@@ -30,7 +30,7 @@ from cpt.core.processes import is_first_process
 from cpt.core.randomness import draws, key, sample_keys
 from cpt.data.collate import Batch, inputs_of, output_ids
 from cpt.data.demonstrations import Demonstration
-from cpt.evaluation.finetune import longest
+from cpt.evaluation.finetune import find_max_length
 from cpt.evaluation.task_answers import pad_rows
 from cpt.methods.base import ContinualMethod, MethodContext
 from cpt.methods.options import SDFTOptions
@@ -141,7 +141,7 @@ class SDFT(ContinualMethod):
             shown_prompt = self.demonstration.insert(question.prompt, question.answer)
             shown_prompts.append(shown_prompt)
             # The teacher reads the answer after the longer prompt, so that this one leaves the limit.
-            max_length = longest(self.model, len(shown_prompt) + self.options.max_new_tokens)
+            max_length = find_max_length(self.model, len(shown_prompt) + self.options.max_new_tokens)
             limit = max_length - len(shown_prompt)
             if limit > self.options.skipped_tokens:
                 groups[limit, question.end].append(index)

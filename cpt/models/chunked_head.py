@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from cpt.core.memory import return_large, return_large_in_backward
-from cpt.core.tensors import precise
+from cpt.core.tensors import upcast
 from cpt.data.collate import Batch
 from cpt.models.fast_kernels import PaddedHead
 from cpt.models.forward import (
@@ -163,7 +163,7 @@ class Head:
         for stack, output_type in self.stacks.items():
             output = output_type(last_hidden_state=hidden[None])
             # What torch calls in place of a module's forward pass and hooks.
-            changes.append((stack, "_compiled_call_impl", partial(give, output)))
+            changes.append((stack, "_compiled_call_impl", partial(return_output, output)))
         with set_temporarily(*changes), use_weights(self.weights), self.autocast():
             return cast(Tensor, self.model.forward(**self.arguments).logits[0])
 
@@ -189,7 +189,7 @@ class Head:
         ]
 
 
-def give(output: Any, *args: Any, **kwargs: Any) -> Any:
+def return_output(output: Any, *args: Any, **kwargs: Any) -> Any:
     """The output, whatever the arguments."""
     return output
 
@@ -376,7 +376,7 @@ class GradientTotals:
     def total(self, weight: Tensor) -> Tensor:
         """The total of a weight, 0 at first, in at least 32 bits."""
         if id(weight) not in self.totals:
-            self.totals[id(weight)] = torch.zeros_like(precise(weight))
+            self.totals[id(weight)] = torch.zeros_like(upcast(weight))
         return self.totals[id(weight)]
 
     def of(self, weight: Tensor) -> Tensor | None:

@@ -13,8 +13,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.core.distributed import all_reduce_max, all_reduce_sum
-from cpt.core.tensors import precise
-from cpt.data.collate import Batch, idle_batch, single
+from cpt.core.tensors import upcast
+from cpt.data.collate import Batch, idle_batch, select_row
 from cpt.models.fsdp import named_weights, raised_gradients
 from cpt.models.objectives import Objective
 from cpt.models.units import find_blocks
@@ -61,7 +61,7 @@ def sum_powers(
     these passes."""
     weights = {}
     for name, parameter in model.named_parameters():
-        weights[name] = precise(parameter).requires_grad_(parameter.requires_grad)
+        weights[name] = upcast(parameter).requires_grad_(parameter.requires_grad)
     sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     count = next(iter(sums.values())).new_zeros(())
 
@@ -123,7 +123,7 @@ def split_batch(batch: Batch, estimator: str) -> list[Batch]:
     if estimator != "per_sample":
         parts = [batch]
     else:
-        parts = [single(batch, row) for row in range(len(batch["input_ids"]))]
+        parts = [select_row(batch, row) for row in range(len(batch["input_ids"]))]
     return [part for part in parts if len(part["positions"])]
 
 

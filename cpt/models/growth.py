@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.models.activation_checkpointing import CHECKPOINTING
 from cpt.models.fast_kernels import COMPILE_OPTIONS
 from cpt.models.loading import is_tied, make_skeleton
@@ -69,7 +69,7 @@ def adjust_config(model: PreTrainedModel, grown_part: str) -> Iterator[Callable[
             return make_skeleton(model)
         except Exception as error:  # whatever a configuration raises
             raise ValueError(
-                f"{grown_part} of a {model.config.model_type} can not be grown: {reason(error)}"
+                f"{grown_part} of a {model.config.model_type} can not be grown: {find_reason(error)}"
             ) from error
 
     yield make_grown_skeleton

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from cpt.core.distributed import gather_objects, is_sharded, to_local
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_first_process
 from cpt.data.collate import Sharing
@@ -222,7 +222,7 @@ def load_config(checkpoint: str) -> PretrainedConfig:
         raise InvalidOptionError(
             "model.name_or_path",
             checkpoint,
-            reason=f"its config.json is refused by transformers ({reason(error)})",
+            reason=f"its config.json is refused by transformers ({find_reason(error)})",
             allowed="a config.json as the class of the model reads it",
         ) from error
 

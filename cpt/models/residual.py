@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.messages import abbreviate
 from cpt.models.loading import load_config, load_tokenizer
@@ -87,7 +87,7 @@ def open_tokenizer(option: str, name: str) -> PreTrainedTokenizerBase:
         raise InvalidOptionError(
             option,
             name,
-            reason=f"its tokenizer is not loaded: {reason(error).rstrip('.')}",
+            reason=f"its tokenizer is not loaded: {find_reason(error).rstrip('.')}",
             allowed="a model with the files of its tokenizer",
         ) from error
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 
 KEY = "model.rope_parameters"
@@ -139,7 +139,7 @@ def refusing_warnings(requested: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # KeyErrors for missing keys, TypeErrors for values
-        messages.insert(0, reason(error).strip("'\""))
+        messages.insert(0, find_reason(error).strip("'\""))
     finally:
         logger.removeFilter(keep_message)
         logger.setLevel(previous_level)

@@ -23,7 +23,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.messages import abbreviate
 
@@ -100,7 +100,7 @@ def find_weight_files(checkpoint: str, config: PretrainedConfig) -> list[Path]:
             raise InvalidOptionError(
                 "model.name_or_path",
                 checkpoint,
-                reason=f"{name} was not loaded from the Hub ({reason(error)})",
+                reason=f"{name} was not loaded from the Hub ({find_reason(error)})",
                 allowed=supported,
             ) from error
         if file is not None:
@@ -117,7 +117,7 @@ def read_stored_weights(files: Iterable[Path]) -> StoredWeights:
             stored = load_state_dict(path, map_location="meta")
         except Exception as error:  # safetensors and torch have exceptions of their own
             raise ValueError(
-                f"{path} is truncated or damaged ({reason(error)}); copy or download it again"
+                f"{path} is truncated or damaged ({find_reason(error)}); copy or download it again"
             ) from error
         for name, tensor in stored.items():
             if not isinstance(tensor, Tensor):

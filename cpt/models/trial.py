@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.core.distributed import gather_objects
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import format_value
 from cpt.core.processes import is_first_process
 from cpt.data.collate import Batch
@@ -118,7 +118,7 @@ def try_model(
             return
         raise ValueError(
             f"{source} is invalid: {type(model).__name__} does not run with model.objective={name} "
-            f"({reason(error)}). Allowed: another model"
+            f"({find_reason(error)}). Allowed: another model"
         ) from error
     if fault:
         raise ValueError(f"{source} is invalid: {fault}")

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from cpt.core.distributed import add_up, is_sharded, shard_like, to_local, with_rows
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.tensor_files import open_tensors
-from cpt.core.tensors import NamedTensors, PreciseTensors, precise
+from cpt.core.tensors import NamedTensors, PreciseTensors, upcast
 from cpt.models.forward import set_mode
 from cpt.models.fsdp import named_weights, reshard
 from cpt.models.options import Freeze
@@ -90,7 +90,7 @@ class PreciseSnapshot(Snapshot, PreciseTensors):
     """A copy in at least 32 bits, which many small moves add up in."""
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        super().update({name: precise(tensor) for name, tensor in tensors.items()})
+        super().update({name: upcast(tensor) for name, tensor in tensors.items()})
 
     @contextmanager
     def teaching(self, model: nn.Module) -> Iterator[None]:

@@ -231,7 +231,7 @@ def read_typed_optimizer(section: Section, target: str, kind: type[Options]) -> 
     return Choice(target, arguments)
 
 
-def carried(value: bool | CarryName) -> CarryName:
+def resolve_carry(value: bool | CarryName) -> CarryName:
     """`optim.state_across_domains` as none, moments or all; true is moments, false none."""
     if isinstance(value, bool):
         return "moments" if value else "none"

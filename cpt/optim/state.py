@@ -106,7 +106,7 @@ def log_differences(names: Sequence[str], description: str) -> None:
         )
 
 
-def lie_as(values: Tensor, like: Tensor) -> Tensor:
+def match_strides(values: Tensor, like: Tensor) -> Tensor:
     """The values with the strides of another tensor of their shape."""
     # A count of steps is a scalar, and of a sharded parameter the rows are laid out already.
     if is_sharded(like) or values.shape != like.shape or values.stride() == like.stride():
@@ -119,7 +119,7 @@ def lay_out_moments(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and name not in ROW_MAJOR:
-                state[name] = lie_as(value, parameter)
+                state[name] = match_strides(value, parameter)
 
 
 def unfuse_mixed(optimizer: Optimizer) -> None:

@@ -126,10 +126,10 @@ def list_chat_tiles(scores: Scores) -> Cells:
     loss = change.base_answers or change.held_out
     meaning = HELD_OUT_MEANING if change.base_answers is None else CHAT_MEANING
     interval = format_interval(loss.low, loss.high, format_thousandths).strip() or "no interval"
-    return [["chat", f"{format_thousandths(loss.rise)} nats", interval, judge(change), meaning]]
+    return [["chat", f"{format_thousandths(loss.rise)} nats", interval, judge_change(change), meaning]]
 
 
-def judge(change: ChatChange) -> str:
+def judge_change(change: ChatChange) -> str:
     """The words for a change: hurt if the loss on the base's own answers or on the held-out ones has risen,
     or answers are broken that were not; and if the held-out ones are predicted better, this too."""
     losses = [loss for loss in (change.base_answers, change.held_out) if loss is not None]

@@ -26,9 +26,9 @@ from cpt.reporting.drawing import (
     Picture,
     SeriesStyle,
     draw_heat_maps,
+    escape_label,
     label_logarithm,
     list_descriptions,
-    literal,
     make_figure,
     make_png,
     scale_around_zero,
@@ -204,7 +204,7 @@ def draw_curves(section: RunSection) -> Picture | None:
         mark_stages(axes, orders[order].stages)
         name_stages(axes, orders[order].stages)
         axes.set_ylabel("training loss (nats)", fontsize=9)
-        title = f"order {literal(order, width=60)}" if has_several_orders else ""
+        title = f"order {escape_label(order, width=60)}" if has_several_orders else ""
         axes.set_title(title, fontsize=10)
 
     panels[-1].set_xlabel("tokens read by the optimizer steps, all stages")
@@ -238,7 +238,7 @@ def select_lowest(ends: Mapping[str, float]) -> list[str]:
 
 def label_group(name: str, *, num_runs: int) -> str:
     """The label of a group's line, with the number of its runs if there are several."""
-    label = literal(name, width=44)
+    label = escape_label(name, width=44)
     return f"{label} ({num_runs})" if num_runs > 1 else label
 
 
@@ -558,7 +558,7 @@ def draw_levels(axes: Axes, levels: Mapping[str, float], styles: Mapping[str, Se
     low, high = axes.get_ylim()
     margin = 0.6 * (high - low)
     for name, level in levels.items():
-        label = f"{literal(name, width=30)}: {format_perplexity(level)}"
+        label = f"{escape_label(name, width=30)}: {format_perplexity(level)}"
         colour = styles[name].colour
         if is_empty or low - margin <= level <= high + margin:
             line = axes.axhline(level, label=label, color=colour, linewidth=1.4, linestyle="-.")

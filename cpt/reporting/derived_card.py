@@ -8,9 +8,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from cpt.core.files import replace
+from cpt.core.files import write_atomically
 from cpt.evaluation.derived_rows import DerivedRow
-from cpt.evaluation.scores import Scores, conditions, describe_conditions
+from cpt.evaluation.scores import Scores, describe_conditions, find_conditions
 from cpt.reporting.formats import MISSING, format_decimals, format_or_dash, format_perplexity, strip_controls
 from cpt.reporting.license_terms import StatedLicense, decide_license
 from cpt.reporting.model_card import PIPELINES, format_license, make_markdown_table
@@ -49,13 +49,13 @@ def write_derived_card(
         facts=facts,
         license=format_license(license, licenses),
         scores=scores,
-        conditions=describe_conditions(conditions(scores)),
+        conditions=describe_conditions(find_conditions(scores)),
         table=make_markdown_table(
             ["text", "base", scores.rows[-1], row.row], list_derived_losses(scores, row)
         ),
     )
     path = folder / "README.md"
-    replace(path, f"{card}\n")
+    write_atomically(path, f"{card}\n")
     return path
 
 

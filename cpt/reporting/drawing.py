@@ -102,7 +102,7 @@ def series_style(index: int) -> SeriesStyle:
     )
 
 
-def literal(name: str, *, width: int) -> str:
+def escape_label(name: str, *, width: int) -> str:
     """The name as matplotlib shows it unchanged: a dollar sign would start a formula."""
     return shorten(name, width=width).replace("$", r"\$")
 
@@ -114,7 +114,7 @@ def set_ticks(axis: Axis, names: Sequence[str], *, is_small: bool, rotation: int
     if names:
         last = len(names) - 1
         positions = [*range(0, last - step // 2, step), last]
-    labels = [literal(names[position], width=22) for position in positions]
+    labels = [escape_label(names[position], width=22) for position in positions]
     fontsize = 9 if is_small else 7
     if 0 < rotation < 90:
         axis.set_ticks(
@@ -233,7 +233,7 @@ def draw_heat_maps(
             vmin=scale.low,
             vmax=scale.high,
         )
-        axes.set_title(literal(title, width=34), fontsize=9)
+        axes.set_title(escape_label(title, width=34), fontsize=9)
         axes.set(xlabel=axis_names[0], ylabel=axis_names[1])
         if is_single or is_small:
             set_ticks(axes.xaxis, heat_map.columns, is_small=is_small, rotation=35 if is_small else 90)

@@ -213,7 +213,7 @@ def list_endtasks(scores: Scores) -> ReportedValues:
     if not endtasks:
         return
     for metric in task_metrics.ENDTASK_METRICS:
-        cube = task_metrics.cube(endtasks, metric)
+        cube = task_metrics.score_array(endtasks, metric)
         for stage, task, seed in np.argwhere(np.isfinite(cube)).tolist():
             yield ReportedValue(
                 metric=metric,
@@ -237,7 +237,7 @@ def list_task_means(scores: Scores) -> ReportedValues:
     yield ReportedValue(metric="seconds", value=endtasks["seconds"], unit="s", key="endtask/seconds")
 
     for metric in task_metrics.ENDTASK_METRICS:
-        cube = task_metrics.cube(endtasks, metric)
+        cube = task_metrics.score_array(endtasks, metric)
         means = task_metrics.over_seeds(cube)
         deviations = task_metrics.sd_over_seeds(cube)
         final = task_metrics.pick_final(means)
@@ -534,7 +534,7 @@ def find_matrices(scores: Scores) -> dict[str, DataFrame]:
         matrices["answers"] = label_matrix(task_metrics.matrix_of(answers), scores, list(answers["tasks"]))
     endtasks = scores.endtasks
     if endtasks:
-        shares = task_metrics.over_seeds(task_metrics.headline(endtasks))
+        shares = task_metrics.over_seeds(task_metrics.headline_scores(endtasks))
         matrices["endtasks"] = label_matrix(shares, scores, endtasks["tasks"])
     return matrices
 

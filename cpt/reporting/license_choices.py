@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cpt.core.exceptions import DamagedFileError
-from cpt.core.files import replace
+from cpt.core.files import write_atomically
 from cpt.core.schema import check_types
 
 LICENSES_FILE = "licenses.json"
@@ -44,4 +44,4 @@ def save_license_choices(folder: Path, choices: LicenseChoices) -> None:
     if choices == LicenseChoices():
         path.unlink(missing_ok=True)
         return
-    replace(path, json.dumps(asdict(choices), indent=1, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(asdict(choices), indent=1, ensure_ascii=False) + "\n")

@@ -132,11 +132,13 @@ def decide_license(stated: Sequence[StatedLicense]) -> LicenseDecision:
         return LicenseDecision(reason=f"{shorten_list(labels)} may each apply to the model, and differ")
     if passing_on:
         license = passing_on[0]
-        return claim(license, f"its terms ({license.kind}) may apply to what is made of {license.source}")
+        return make_decision(
+            license, f"its terms ({license.kind}) may apply to what is made of {license.source}"
+        )
 
     permissive = list_distinct(stated)
     if stated[0].is_model or len(permissive) == 1:
-        return claim(stated[0], "all stated licenses are permissive")
+        return make_decision(stated[0], "all stated licenses are permissive")
     labels = [license.label for license in permissive]
     return LicenseDecision(reason=f"{shorten_list(labels)} are permissive, and none is of a base model")
 
@@ -152,7 +154,7 @@ def choose_license(stated: Sequence[StatedLicense], identifier: str) -> LicenseD
     return LicenseDecision(identifier=identifier, reason=reason)
 
 
-def claim(license: StatedLicense, reason: str) -> LicenseDecision:
+def make_decision(license: StatedLicense, reason: str) -> LicenseDecision:
     return LicenseDecision(identifier=license.identifier, name=license.name, link=license.link, reason=reason)
 
 

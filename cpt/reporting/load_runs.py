@@ -19,7 +19,7 @@ from cpt.core.config import NEUTRAL_VALUES, digest, flatten
 from cpt.core.exceptions import InvalidOptionError
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
-from cpt.evaluation.scores import Scores, conditions
+from cpt.evaluation.scores import Scores, find_conditions
 from cpt.evaluation.task_metrics import describe_task
 from cpt.reporting.comparability import read_base_hash, select_result_settings
 from cpt.reporting.formats import split_variant
@@ -80,7 +80,7 @@ class MeasuredRun:
     @cached_property
     def conditions(self) -> dict[str, str]:
         """What a perplexity depends on except the model: see cpt.evaluation.conditions."""
-        return conditions(self.scores)
+        return find_conditions(self.scores)
 
     @property
     def comparability(self) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from pandas import DataFrame
 
 from cpt.core.config import flatten, is_execution_key
-from cpt.core.files import replace
+from cpt.core.files import write_atomically
 from cpt.core.run_command import find_config_folders, find_program_words
 from cpt.core.secrets import is_secret
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import METRICS, TITLES
-from cpt.evaluation.scores import Scores, conditions, describe_conditions
+from cpt.evaluation.scores import Scores, describe_conditions, find_conditions
 from cpt.evaluation.withdrawals import load_withdrawals
 from cpt.reporting.chat_tables import describe_chats
 from cpt.reporting.divergence_tables import describe_divergence
@@ -115,7 +115,7 @@ def write_model_card(folder: Path, scores: Scores, *, is_online: bool = False) -
         license=format_license(license, stated),
         settings=list_card_settings(settings, scores, public_names),
         source=settings.get("domains.name", "unknown"),
-        conditions=describe_conditions(conditions(scores)),
+        conditions=describe_conditions(find_conditions(scores)),
         matrix=format_card_matrix(perplexities),
         quantization=describe_quantization(scores),
         chats=" ".join(describe_chats(scores)),
@@ -128,7 +128,7 @@ def write_model_card(folder: Path, scores: Scores, *, is_online: bool = False) -
         command=format_public_command(folder, public_names),
     )
     path = folder / "model" / "README.md"
-    replace(path, f"{card}\n")
+    write_atomically(path, f"{card}\n")
     return path
 
 

@@ -153,7 +153,7 @@ def render_html(
         style=Markup(style),
         script=Markup(script),
         digest=script_hash,
-        inline=inline,
+        inline=render_inline,
         split=separate_interval,
         cell_class=choose_cell_class,
         group_topics=group_topics,
@@ -199,7 +199,7 @@ def write_pictures(blocks: Sequence[Block], *, stem: Path, vectors: bool) -> lis
     return names
 
 
-def inline(line: str) -> Markup:
+def render_inline(line: str) -> Markup:
     """A line of Markdown, with text between backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(line))))
 

@@ -24,9 +24,9 @@ from cpt.reporting.drawing import (
     HeatMap,
     Picture,
     draw_heat_maps,
+    escape_label,
     label_logarithm,
     list_descriptions,
-    literal,
     make_figure,
     make_png,
     scale_around_zero,
@@ -109,7 +109,7 @@ def draw_text_curves(scores: Scores, perplexities: DataFrame) -> Picture:
                 color=SERIES[index % NUM_COLOURS],
                 marker=".",
                 linestyle=DASHES[index // NUM_COLOURS],
-                label=literal(domains[index], width=30),
+                label=escape_label(domains[index], width=30),
             )
             add_spots(axes, range(len(scores.rows)), domain_curves[index], texts[index])
     if GENERAL in scores.domains:
@@ -228,7 +228,7 @@ def draw_parts(axes: Axes, terms: Sequence[str], training: Mapping[str, DataFram
                 curve = table[term].dropna()
                 xs += [*curve.index, math.nan]
                 ys += [*curve, math.nan]
-        label = literal(term.removeprefix(PART_PREFIX), width=18)
+        label = escape_label(term.removeprefix(PART_PREFIX), width=18)
         axes.plot(xs, ys, color=SERIES[number % len(SERIES)], linewidth=1.1, marker=".", label=label)
     axes.legend(fontsize=7, loc="upper right")
     axes.set_ylabel("loss by part (nats)", fontsize=9)
@@ -270,7 +270,7 @@ def name_stages(axes: Axes, stages: Mapping[str, Borders]) -> None:
     """The names of the stages above the axes, at most MAX_LISTED of them at equal steps."""
     top_axis = axes.secondary_xaxis("top")
     step = math.ceil(len(stages) / MAX_LISTED)
-    labels = [literal(name, width=18) for name in list(stages)[::step]]
+    labels = [escape_label(name, width=18) for name in list(stages)[::step]]
     middles = [sum(borders) / 2 for borders in stages.values()]
     top_axis.set_xticks(middles[::step], labels, fontsize=8)
     top_axis.tick_params(length=0)
@@ -301,7 +301,7 @@ def draw_monitor(stages: Sequence[MonitoredStage]) -> Picture:
 
     axes.axhline(0, color="0.6", linewidth=0.8)
     step = 1 if len(middles) <= MAX_LISTED else math.ceil(len(middles) / 30)
-    names = [literal(stage.name, width=18) for stage in stages[::step]]
+    names = [escape_label(stage.name, width=18) for stage in stages[::step]]
     axes.set_xticks(middles[::step], names, rotation=30, ha="right", fontsize=9 if step == 1 else 7)
     axes.set_ylabel("change in nats per token\nsince the stage's first evaluation")
     axes.set_xlabel("steps of the stage")
@@ -450,7 +450,7 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
             axes.plot(
                 numbers,
                 similarities.mean(1),
-                label=literal(kind, width=30),
+                label=escape_label(kind, width=30),
                 markersize=5,
                 color=style.colour,
                 marker=style.marker,
@@ -513,11 +513,11 @@ def draw_distributions(distributions: Mapping[str, Distribution]) -> Picture:
         texts = zip(distribution.texts, distribution.shares, strict=True)
         for index, (text, shares) in enumerate(texts):
             heights = [100 * shares[units].mean() for units in neighbours]
-            label = literal(text, width=30)
+            label = escape_label(text, width=30)
             axes.plot(ranks, heights, color=SERIES[index], linewidth=0.8, label=label)
         axes.set(yscale="log", ylabel="share of the\nlayer's sum, %")
         label_logarithm(axes.yaxis, 100 * first.shares)
-        model = "base" if row == "base" else f"model after {literal(row, width=30)}"
+        model = "base" if row == "base" else f"model after {escape_label(row, width=30)}"
         axes.set_title(f"{distribution.layer}, {model}", fontsize=9)
         axes.grid(axis="y", color="0.92")
         largest.append(f"{row} {100 * distribution.shares.max(1).mean():.2f} %")

@@ -17,7 +17,7 @@ from cpt.evaluation import task_metrics
 from cpt.evaluation.derived_rows import describe_tuned_chats, find_derived_rows
 from cpt.evaluation.metrics import METRICS
 from cpt.evaluation.monitor import CHAT_LOSSES
-from cpt.evaluation.scores import Scores, conditions, describe_conditions
+from cpt.evaluation.scores import Scores, describe_conditions, find_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import run_figures
 from cpt.reporting.chat_tables import (
@@ -444,7 +444,7 @@ def show_endtask_matrix(scores: Scores, shares: DataFrame) -> Block:
     """The end tasks after each stage, in the task's own metric, with deviations over seeds."""
     endtasks = scores.endtasks
     is_measured = np.isfinite(shares).any(axis=1)
-    deviations = task_metrics.sd_over_seeds(task_metrics.headline(endtasks))[is_measured]
+    deviations = task_metrics.sd_over_seeds(task_metrics.headline_scores(endtasks))[is_measured]
     cells = format_cells(shares.dropna(how="all"), format_percent, deviations)
     picture = None
     caption = ""
@@ -648,7 +648,7 @@ def show_run(scores: Scores) -> Block:
         "method": label_run(run),
         "model": f"{run['model']} ({run['objective']})",
         "base model": format_base_origin(scores),
-        "perplexity": describe_conditions(conditions(scores)),
+        "perplexity": describe_conditions(find_conditions(scores)),
         "order": list_order(run["order"]),
         "extended after": list_order([scores.rows[row] for row in scores.grown]),
         "seed": str(run["seed"]),

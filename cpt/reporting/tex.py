@@ -12,7 +12,7 @@ import numpy as np
 from pandas import DataFrame, concat
 
 from cpt.core.config import digest
-from cpt.core.files import replace
+from cpt.core.files import write_atomically
 from cpt.core.schema import Number, fits
 from cpt.evaluation.scores import describe_conditions
 from cpt.evaluation.statistics import SIGNIFICANCE_LEVEL
@@ -326,6 +326,6 @@ def write_tables(sections: Sequence[RunSection], folder: Path) -> list[Path]:
                 column_format=r"lp{0.7\linewidth}" if table.name == "settings" else f"l{number_columns}",
                 position="t",
             )
-            replace(folder / f"{stem}.tex", f"% needs \\usepackage{{booktabs}}\n{text}")
+            write_atomically(folder / f"{stem}.tex", f"% needs \\usepackage{{booktabs}}\n{text}")
             paths.append(folder / f"{stem}.tex")
     return paths

@@ -22,9 +22,9 @@ from cpt.reporting.compare import format_spread
 from cpt.reporting.contrasts import measure_spreads
 from cpt.reporting.drawing import (
     Picture,
+    escape_label,
     label_logarithm,
     list_descriptions,
-    literal,
     make_figure,
     make_png,
     series_style,
@@ -366,8 +366,8 @@ def draw_search(axes: Axes, method: TunedMethod, key: str, *, best: Trial | None
     add_spots(axes, positions, scores, texts)
     mark_trial(axes, method, positions, method.first, marker="s", size=70, colour="none")
     mark_trial(axes, method, positions, best, marker="*", size=160, colour="#D55E00")
-    axes.set_title(literal(method.name, width=30), fontsize=9)
-    axes.set_xlabel(literal(key, width=34), fontsize=8)
+    axes.set_title(escape_label(method.name, width=30), fontsize=9)
+    axes.set_xlabel(escape_label(key, width=34), fontsize=8)
 
 
 def place_values(axes: Axes, method: TunedMethod, key: str) -> np.ndarray:
@@ -376,7 +376,7 @@ def place_values(axes: Axes, method: TunedMethod, key: str) -> np.ndarray:
     space = method.space[key]
     if "choice" in space:
         choices = list(dict.fromkeys(values))
-        axes.set_xticks(range(len(choices)), [literal(choice, width=12) for choice in choices])
+        axes.set_xticks(range(len(choices)), [escape_label(choice, width=12) for choice in choices])
         return np.array([choices.index(value) for value in values], float)
 
     interval = re.search(r"interval\(([^(),]+),([^(),]+)\)", space)

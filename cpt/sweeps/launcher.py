@@ -32,7 +32,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's name)
-from cpt.core.errors import readable, unknown_choice
+from cpt.core.errors import readable_errors, unknown_choice
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.messages import count_noun, format_duration
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
@@ -93,7 +93,7 @@ class JobLauncher(Launcher):
         each how it ended. `first` is the number of the first of all jobs."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        with readable():
+        with readable_errors():
             self.check()
             batch_size = config.hydra.sweeper.get("max_batch_size")
             if batch_size is not None:
@@ -112,7 +112,7 @@ class JobLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """The results in the order of `job_overrides`; equal ones are run once, finished ones not at all."""
-        with readable():
+        with readable_errors():
             redact_file(Path(self.config.hydra.sweep.dir) / "multirun.yaml")
             jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
             waiting = [job for job in jobs if not job.before]

@@ -28,7 +28,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from cpt.core.config import is_execution_key
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun, format_duration
 from cpt.core.preemption import GO_ON
@@ -77,7 +77,7 @@ class OptunaSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Reports a wrong option, or that Optuna is missing."""
-        with readable():
+        with readable_errors():
             self.check_options()
             try:
                 import optuna
@@ -113,7 +113,7 @@ class OptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         """Runs what the search still lacks, and gives its study; one process at a time may work on it."""
-        with readable():
+        with readable_errors():
             space, fixed = self.read_overrides(arguments)
             self.check_averaged(space, fixed)
             cfg = self.loader.load_sweep_config(self.config, fixed)

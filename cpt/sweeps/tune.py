@@ -20,7 +20,7 @@ from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf
 
 from cpt.core.config import SEARCH, flatten
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import count_noun
 from cpt.core.naming import UNSAFE, quote
@@ -71,7 +71,7 @@ class TuneSweeper(OptunaSweeper):
         return self.config.get("optimized_metric") in ENDTASK_MEANINGS
 
     def sweep(self, arguments: list[str]) -> None:
-        with readable():
+        with readable_errors():
             metric = self.config.get("optimized_metric")
             name = str(self.config.name)
             if not isinstance(metric, str):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.tokenizer_files import TOKENIZER_FILES
 from cpt.models.loading import load_tokenizer
 from cpt.trainer.run_dir import checkpoint_files
@@ -161,7 +161,7 @@ def describe_difference(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str
     try:
         loaded = load_tokenizer(folder)
     except Exception as error:  # whatever a class raises for files that it does not take
-        return reason(error)
+        return find_reason(error)
     if loaded.get_vocab() != tokenizer.get_vocab():
         return f"number of entries {len(loaded)}, not {len(tokenizer)}, or other ids"
     if loaded.special_tokens_map != tokenizer.special_tokens_map:

@@ -14,7 +14,7 @@ from cpt.core.tensors import NamedTensors
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.mixture import MixedText
-from cpt.data.packing import Packed, balance
+from cpt.data.packing import Packed, balance_texts
 from cpt.data.sources.base import GENERAL, TEXT
 from cpt.data.text_checks import check_training_text, report_texts
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -251,7 +251,7 @@ def build_data(
     mixed_texts = {f"replay.sources.{name}": part.text for name, part in mixed.items()}
     check_training_texts(train | general | mixed_texts, base)
     if source.balanced is not False and train:
-        train = balance(train, tokens=None if source.balanced is True else source.balanced)
+        train = balance_texts(train, tokens=None if source.balanced is True else source.balanced)
 
     validation: dict[str, Packed] = {}
     if plan.has_monitor:

@@ -21,7 +21,7 @@ from cpt.core.messages import log_once
 from cpt.core.preemption import Preempted
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.data.datamodule import DomainSequence
-from cpt.evaluation.chat_answers import ChatAnswer, collect_answers, collect_losses, judge_answer
+from cpt.evaluation.chat_answers import ChatAnswer, collect_losses, judge_answer, summarise_rows
 from cpt.evaluation.chat_encoding import EncodedChat
 from cpt.evaluation.chat_files import (
     ANSWERS,
@@ -263,7 +263,7 @@ class ChatEvaluator(FileEvaluator):
             "rise": rise,
             "base_answer_nll": base_answer_nll,
             "base_answer_rise": base_answer_rise,
-            "answers": collect_answers(answers_by_row),
+            "answers": summarise_rows(answers_by_row),
             "seconds": sum(stored.seconds for stored in measured),
         }
 

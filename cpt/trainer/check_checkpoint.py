@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cpt.adapters.export import PARTS_INDEX
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.messages import abbreviate, count_noun
 from cpt.core.processes import is_first_process
@@ -106,7 +106,7 @@ def read_tokenizer(
         raise InvalidOptionError(
             "model.tokenizer",
             name,
-            reason=f"{absent}{reason(error).rstrip('.')}",
+            reason=f"{absent}{find_reason(error).rstrip('.')}",
             allowed="null, or a folder or a name on the Hub, of a tokenizer with added tokens",
         ) from error
 
@@ -142,7 +142,7 @@ def check_safetensors(path: Path) -> None:
         with safe_open(path, "pt"):
             pass
     except Exception as error:  # safetensors has its own exception, which is not an OSError
-        raise ValueError(f"{path} is truncated or damaged ({reason(error)}); {ADVICE}") from error
+        raise ValueError(f"{path} is truncated or damaged ({find_reason(error)}); {ADVICE}") from error
 
 
 def check_pickle(path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from cpt.adapters.domain_store import find_domain_params, load_mapped
 from cpt.core.distributed import all_reduce_max, barrier, gather_objects, is_sharded, shard_as
-from cpt.core.errors import FAILED_ALLOCATION, reason
+from cpt.core.errors import FAILED_ALLOCATION, find_reason
 from cpt.core.files import hash_files, sync
 from cpt.core.processes import is_distributed, is_first_process, rank_and_world
 from cpt.core.shards import INDEX, ShardReader, read_index
@@ -90,7 +90,7 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
     except RuntimeError as error:  # other names or shapes
         if FAILED_ALLOCATION.search(str(error)):
             raise
-        cause = reason(error)[:MAX_CAUSE_LENGTH]
+        cause = find_reason(error)[:MAX_CAUSE_LENGTH]
         raise ValueError(
             f"{path} is of another model or method ({cause}); restore it from a backup"
         ) from error

@@ -17,7 +17,7 @@ from cpt.core.distributed import (
     barrier,
     check_all_signals,
     leave_together,
-    telling_errors,
+    sharing_errors,
     wait_for_all,
 )
 from cpt.core.exceptions import InvalidOptionError
@@ -120,7 +120,7 @@ class FileEvaluator(Evaluator):
         requests = self.missing_requests(number)
         label = f"{self.LABEL} after {self.stage_name(number)}"
         barrier()  # nobody works before all have looked
-        with suppress(Preempted), telling_errors():  # the other processes are waited for
+        with suppress(Preempted), sharing_errors():  # the other processes are waited for
             self.measure_requests(number, requests, device, label)
         wait_for_all(f"cpt/{self.KIND}/{number}")
         leave_together(f"in the {label}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from cpt.adapters.domain_store import BASE
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.messages import abbreviate
 from cpt.data.collate import Batch
 from cpt.data.datamodule import DomainSequence
@@ -183,7 +183,7 @@ def check_export(
                 losses = module.objective.nll(model, sample.held_out.batch).double()
                 spread_losses = module.objective.nll(model, sample.spread.batch).double()
         except Exception as error:
-            raise wrong_export_error(folder, reason(error)) from error
+            raise wrong_export_error(folder, find_reason(error)) from error
 
     # The exported weights against those in memory, which differ by nothing but the dtype of the file.
     rounding = TOLERANCES_BY_DTYPE[model.dtype]

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
 from cpt.core import files
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.heartbeat import set_phase
 from cpt.core.memory import trim_heap
 from cpt.core.preemption import check_signals
@@ -178,7 +178,7 @@ def write_pages(folder: Path, scores: Scores) -> None:
     try:
         run_page.write_report(folder, scores)
     except Exception as error:  # of a font, a picture, a template
-        cause = f"{type(error).__name__}: {reason(error)}"
+        cause = f"{type(error).__name__}: {find_reason(error)}"
         log.warning("The report could not be made (%s); the same command makes it again", cause)
 
     has_stages = len(scores.rows) > 1
@@ -187,7 +187,7 @@ def write_pages(folder: Path, scores: Scores) -> None:
     try:
         write_model_card(folder, scores)
     except Exception as error:
-        cause = f"{type(error).__name__}: {reason(error)}"
+        cause = f"{type(error).__name__}: {find_reason(error)}"
         log.warning(
             "The model card could not be made (%s); python -m cpt.card %s makes it again", cause, folder
         )

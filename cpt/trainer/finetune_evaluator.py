@@ -139,7 +139,7 @@ class FinetuneEvaluator(FileEvaluator):
     def find_job(self, name: str, model: PreTrainedModel) -> finetune.FinetuneJob:
         """The encoded examples and settings of a task, made once for all seeds and stages."""
         task = self.tasks[name]
-        length = finetune.longest(model, task.settings.max_seq_length)
+        length = finetune.find_max_length(model, task.settings.max_seq_length)
         if (name, length) not in self.jobs:
             # Token types tell the texts of a pair apart, in models that have more than one.
             num_types = getattr(model.config, "type_vocab_size", None) or 0

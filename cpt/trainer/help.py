@@ -16,7 +16,7 @@ from cpt.core.config import CONF
 from cpt.core.errors import CONFIG_GROUPS
 from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.naming import CONFIG
-from cpt.core.schema import Options, allowed, join, option_types
+from cpt.core.schema import Options, describe_allowed, join, option_types
 from cpt.core.sections import options_class, to_python
 from cpt.data.sources.base import HeldOut
 from cpt.evaluation.finetune_tasks import FinetuneOptions, FinetuneProtocol
@@ -193,7 +193,7 @@ def list_options(cfg: DictConfig, section: str) -> list[OptionHelp]:
                     key=join(section, field.name),
                     value=REQUIRED if is_required else format_value(to_python(node[field.name])),
                     description=field.metadata["help"],
-                    allowed=allowed(option_types(kind)[field.name]),
+                    allowed=describe_allowed(option_types(kind)[field.name]),
                 )
             )
     return sorted(options, key=lambda option: not option.is_required)

@@ -8,7 +8,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.resolved import resolve_once, resolve_sweep_folder
 from cpt.core.secrets import redact_file
@@ -22,7 +22,7 @@ class ConfigCheck(Callback):
     """Rejects an invalid config before a folder is made for it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with readable():
+        with readable_errors():
             check_working_folder(config)
             resolve_once(config)
             with explaining_missing(config):
@@ -38,7 +38,7 @@ class ConfigCheck(Callback):
                 redact_file(folder / name)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with readable():
+        with readable_errors():
             check_working_folder(config)
             resolve_sweep_folder(config)
             with suppress(MissingMandatoryValue, InterpolationToMissingValueError):  # jobs may have it

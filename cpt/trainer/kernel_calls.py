@@ -79,20 +79,20 @@ def describe_call(
     """A call without its tensors, and what it computes and moves."""
     return KernelCall(
         kernel,
-        describe(arguments),
-        describe(list(keywords.items())),
+        describe_argument(arguments),
+        describe_argument(list(keywords.items())),
         num_flops=num_flops,
         flops_type=flops_type,
         num_bytes=num_bytes,
     )
 
 
-def describe(value: Any) -> Any:
+def describe_argument(value: Any) -> Any:
     """An argument with shapes in the place of tensors, and tuples in that of lists."""
     if isinstance(value, Tensor):
         return TensorShape(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, tuple | list):
-        return tuple(describe(part) for part in value)
+        return tuple(describe_argument(part) for part in value)
     return value
 
 

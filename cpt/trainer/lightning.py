@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cpt.core.distributed import barrier
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import MessageError
 from cpt.core.processes import is_distributed
 from cpt.core.slurm import is_slurm_task, is_started_by_torchrun, requested_tasks
@@ -65,7 +65,7 @@ def make_trainer(
 
     `preemption` saves a stage on a signal; without it, a fit is not left between two steps. Raises ValueError
     for options that Lightning rejects."""
-    quiet()
+    silence_libraries()
     options = dict(options)
     frees_weights = options.pop("reshard_after_forward", None) is not False
     if options.get("strategy") == "fsdp":
@@ -141,7 +141,7 @@ def drop_optimizer(trainer: Trainer) -> None:
     trainer.strategy.lr_scheduler_configs = []
 
 
-def quiet() -> None:
+def silence_libraries() -> None:
     """Silences notices of Lightning, transformers' bars, and the warnings in NOISE."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -158,7 +158,7 @@ def naming_cause(section: str) -> Iterator[None]:
         yield
     except Exception as error:
         # The error may name the section already; its class stays, for those who handle it.
-        message = f"{section} is invalid: {reason(error).removeprefix('trainer is invalid: ')}"
+        message = f"{section} is invalid: {find_reason(error).removeprefix('trainer is invalid: ')}"
         if isinstance(error, MessageError):
             raise error.with_message(message) from error
         raise ValueError(message) from error

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.adapters.domain_store import BASE
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.files import replace as replace_file
+from cpt.core.files import write_atomically as replace_file
 from cpt.core.messages import log_once
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation import predictions

@@ -75,7 +75,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
         with time_phase(start_seconds, "count operations"):
             plan = match_operations(plan, machine, corpora, base, stored=run.matched)
             if is_first_process() and not run.matched.exists():
-                files.replace(run.matched, json.dumps(asdict(plan.budget)))
+                files.write_atomically(run.matched, json.dumps(asdict(plan.budget)))
     with time_phase(start_seconds, "make the base"):
         sharding = None
         if machine.strategy == "fsdp":  # the processes load the model together, and have to want the same one
@@ -183,7 +183,7 @@ def keep_num_threads(path: Path, *, num_processes: int) -> None:
     if int(stored_text) != num_threads:
         log.info("Computing with %s threads, as this run began, not with %d", stored_text, num_threads)
     if is_first_process() and not path.exists():
-        files.replace(path, stored_text)
+        files.write_atomically(path, stored_text)
 
     torch.set_num_threads(int(stored_text))
     os.environ["OMP_NUM_THREADS"] = stored_text  # for the processes that Lightning starts

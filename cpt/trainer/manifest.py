@@ -60,7 +60,7 @@ class Manifest:
             ) from None
 
     def save(self, run: RunDir) -> None:
-        files.replace(run.manifest, json.dumps(asdict(self), indent=1))
+        files.write_atomically(run.manifest, json.dumps(asdict(self), indent=1))
 
     def find_touched(self, plan: Plan) -> tuple[list[str], list[str]]:
         """The texts, and the files of a checkpoint, that have other sizes or times now."""

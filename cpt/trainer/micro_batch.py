@@ -110,7 +110,7 @@ def agree_on_micro_batch(plan: Plan, machine: Machine, *, stored: Path) -> Plan:
     own_choice = plan.budget.batch_size // (machine.world_size * plan.trainer.accumulate_grad_batches)
     smallest = min(gather_objects(own_choice))
     if is_first_process():
-        files.replace(stored, json.dumps({"micro_batch": smallest}))
+        files.write_atomically(stored, json.dumps({"micro_batch": smallest}))
     return with_micro_batch(plan, smallest, world_size=machine.world_size)
 
 

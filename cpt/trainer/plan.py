@@ -26,7 +26,7 @@ from cpt.evaluation.scores import Scores
 from cpt.evaluation.task_metrics import run_objective
 from cpt.gradient_masks.options import MomentumFilterOptions
 from cpt.models.options import ModelOptions
-from cpt.optim.options import KINDS, OptimizerKind, carried
+from cpt.optim.options import KINDS, OptimizerKind, resolve_carry
 from cpt.trainer.check_quantization import check_quantization
 from cpt.trainer.read_config import Sections, read_sections
 from cpt.trainer.run_dir import RunDir, has_chat_template
@@ -59,7 +59,7 @@ class Plan(Sections):
     @property
     def is_ordered_by_texts(self) -> bool:
         """Whether the domains' texts decide their order."""
-        return orders.by_texts(self.run.order)
+        return orders.is_decided_by_texts(self.run.order)
 
     @property
     def is_computed(self) -> bool:
@@ -178,7 +178,7 @@ def make_plan(cfg: DictConfig, *, run: RunDir | None = None) -> Plan:
         budget=Budget(
             steps=trainer.steps, epochs=trainer.epochs, tokens=trainer.tokens, batch_size=trainer.batch_size
         ),
-        carry=carried(settings["optim"].get("state_across_domains", "none")),
+        carry=resolve_carry(settings["optim"].get("state_across_domains", "none")),
         rounding=rounding,
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_hash=digest(identity(redact(settings))),

@@ -33,7 +33,7 @@ from cpt.trainer.base_dtype import choose_base_dtype
 from cpt.trainer.callbacks import make_callbacks, make_loggers
 from cpt.trainer.check_model import check_model
 from cpt.trainer.check_optimizer import check_optimizer
-from cpt.trainer.lightning import make_trainer, naming_cause, quiet
+from cpt.trainer.lightning import make_trainer, naming_cause, silence_libraries
 from cpt.trainer.options import Precision, Strategy, TrainerOptions
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -54,10 +54,10 @@ class Preflight:
 
 def prepare_run(plan: Plan, run: RunDir) -> Preflight:
     """Prepares the process, and what needs no text. Raises ValueError for a plan that cannot be run."""
-    quiet()
+    silence_libraries()
     keep_blocks_for_run(is_checkpointed=plan.trainer.gradient_checkpointing)
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
-    check_target(run.model)
+    check_export_folder(run.model)
     config = check_model(plan)
     base_dtype = choose_base_dtype(plan, config)
 
@@ -96,7 +96,7 @@ def prepare_run(plan: Plan, run: RunDir) -> Preflight:
     return Preflight(machine, loggers, callbacks, make_harness(plan, machine.precision))
 
 
-def check_target(folder: Path) -> None:
+def check_export_folder(folder: Path) -> None:
     """Raises ValueError where the exported model could not be written: found after all training otherwise."""
     exists = folder.exists() or folder.is_symlink()
     if exists and not folder.is_dir():

@@ -128,7 +128,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         trainer=read_trainer(read("trainer")),
         export=read("export").read(ExportOptions),
         logger=read_logger(read("logger")),
-        callbacks=check_targets(read("callbacks").values, "callbacks"),
+        callbacks=select_targets(read("callbacks").values, "callbacks"),
     )
 
 
@@ -210,7 +210,7 @@ def read_source(section: Section) -> Source:
 
 def read_masks(read: Callable[[str], Section]) -> tuple[Choice, ...]:
     """The masks in their order; `read` gives the section of a name."""
-    names = check_targets(read("mask").values, "mask")
+    names = select_targets(read("mask").values, "mask")
     return tuple(read(f"mask.{name}").choose() for name in names)
 
 
@@ -241,11 +241,11 @@ def read_trainer(section: Section) -> TrainerOptions:
 def read_logger(section: Section) -> LoggerOptions:
     """The options of cpt's loggers; further entries are loggers of Lightning or of the user."""
     options, entries = section.split(LoggerOptions)
-    custom_loggers = check_targets(entries, "logger")
+    custom_loggers = select_targets(entries, "logger")
     return replace(section, values={**options, "others": custom_loggers}).read(LoggerOptions)
 
 
-def check_targets(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+def select_targets(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     """The entries that are not null; raises ValueError for one without a `_target_`."""
     chosen = {name: entry for name, entry in entries.items() if entry is not None}
     for name, entry in chosen.items():

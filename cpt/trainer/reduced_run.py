@@ -103,7 +103,7 @@ def load_stored_config(run: RunDir) -> DictConfig:
 def write_order(reduced_run: RunDir, config: DictConfig, order: Sequence[str]) -> None:
     config.order = list(order)
     config.extend = None
-    files.replace(reduced_run.config, OmegaConf.to_yaml(config))
+    files.write_atomically(reduced_run.config, OmegaConf.to_yaml(config))
 
 
 def write_overrides(path: Path, order: Sequence[str]) -> None:
@@ -111,7 +111,7 @@ def write_overrides(path: Path, order: Sequence[str]) -> None:
     if not path.exists():
         return
     overrides = yaml.safe_load(path.read_text(encoding="utf-8")) or []
-    files.replace(path, yaml.safe_dump(replace_order(overrides, order)))
+    files.write_atomically(path, yaml.safe_dump(replace_order(overrides, order)))
 
 
 def replace_order(overrides: Sequence[str], order: Sequence[str]) -> list[str]:

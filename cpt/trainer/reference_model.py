@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.methods.base import ContinualMethod
 from cpt.methods.stage_module import REFERENCE
@@ -28,7 +28,9 @@ def check_reference(folder: str, tokenizer: PreTrainedTokenizerBase | None, obje
         config = load_config(folder)
         vocabulary = load_tokenizer(folder).get_vocab()
     except Exception as error:  # whatever the classes raise for files that they do not take
-        raise InvalidOptionError(key, folder, reason=reason(error).rstrip("."), allowed=ALLOWED) from error
+        raise InvalidOptionError(
+            key, folder, reason=find_reason(error).rstrip("."), allowed=ALLOWED
+        ) from error
 
     if objective not in find_objectives(config):
         raise InvalidOptionError(

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from cpt.adapters.domain_store import BASE
-from cpt.evaluation.chat_answers import ChatAnswer, collect_answers, collect_losses
+from cpt.evaluation.chat_answers import ChatAnswer, collect_losses, summarise_rows
 from cpt.evaluation.chat_files import ANSWERS, BASE_LOSSES, LOSSES, StoredAnswers, chat_file, save_answers
 from cpt.methods.base import ContinualMethod
 from cpt.models.forward import set_mode
@@ -61,7 +61,7 @@ def measure_run_chats(
         base_answer_rise = both_rises[1]
 
         new_answers = ask(evaluator, module, texts)
-        answers = collect_answers([base_answers.answers, new_answers])[1]
+        answers = summarise_rows([base_answers.answers, new_answers])[1]
         stored = StoredAnswers(digest=evaluator.digest, seconds=0.0, answers=new_answers)
         save_answers(chat_file(folder, ANSWERS), stored)
     return {

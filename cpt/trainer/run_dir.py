@@ -18,7 +18,7 @@ from yaml import YAMLError
 from cpt.core import files
 from cpt.core.cache import SMALL, discard
 from cpt.core.config import flatten, identity, plain_config
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import DamagedFileError
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
@@ -98,7 +98,7 @@ class RunDir:
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         config = OmegaConf.create(escape_interpolations(redact(settings)))
-        files.replace(self.config, OmegaConf.to_yaml(config))
+        files.write_atomically(self.config, OmegaConf.to_yaml(config))
 
     def check_config(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError for a directory that was made with another config, or with a damaged one."""
@@ -118,7 +118,7 @@ class RunDir:
             return dict(flatten(plain_config(config)))
         except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
             raise DamagedFileError(
-                self.config, reason=reason(error), remedy="restore it from a backup"
+                self.config, reason=find_reason(error), remedy="restore it from a backup"
             ) from error
 
     def find_config_changes(

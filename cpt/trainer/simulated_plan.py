@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TypeVar
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
 from cpt.trainer.base_dtype import check_base_dtype
 from cpt.trainer.computed_model import (
@@ -73,7 +73,7 @@ class SimulatedPlan:
                 "method",
                 self.plan.names["method"],
                 context=f"for a computed plan of a {self.config.model_type}",
-                reason=f"what it computes depends on weights or text ({reason(error)})",
+                reason=f"what it computes depends on weights or text ({find_reason(error)})",
                 allowed="plan=true without plan_device, with the weights and texts; or another method",
             ) from error
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.models import loading
 
 
@@ -33,7 +33,7 @@ def build_skeleton(config: PretrainedConfig, objective: str, *, source: str) -> 
 
 def describe_cause(error: Exception, config: PretrainedConfig) -> str:
     """An error's message. A KeyError says a value alone, to which its key in the configuration is added."""
-    cause = reason(error)
+    cause = find_reason(error)
     for key, value in config.to_dict().items():
         if cause == repr(value):
             cause = f"{key}={value}"

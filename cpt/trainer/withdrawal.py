@@ -20,7 +20,7 @@ from torch import Tensor
 from cpt.adapters import lora
 from cpt.adapters.domain_store import DomainParams, Router
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.tensors import precise
+from cpt.core.tensors import upcast
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualMethod
 from cpt.methods.experts import CopyingMethod
@@ -214,7 +214,7 @@ def subtract(module: ContinualMethod, start: ContinualMethod, run: RunDir, *, nu
     after = read_merged(start, run, number)
     weights = find_merged(module)
     for name, weight in weights.items():
-        current = precise(weight)
+        current = upcast(weight)
         task_vector = after[name] - before[name]
         if isinstance(module, Merge | MergeLoRA) and module.options.rule == "average":
             # A model that joins a mean moves it by (theta_k - mean) / n, n with the model itself. So theta_k
@@ -244,7 +244,7 @@ def read_merged(module: ContinualMethod, run: RunDir, number: int) -> dict[str, 
         restore_module(module, run, number)
     if isinstance(module, LoRA):
         lora.merge_newest(module.model)
-    return {name: precise(weight).clone() for name, weight in find_merged(module).items()}
+    return {name: upcast(weight).clone() for name, weight in find_merged(module).items()}
 
 
 def remove_pair(module: IncLoRA, index: int, *, num_domains: int) -> None:

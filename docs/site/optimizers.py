@@ -23,7 +23,7 @@ import support  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 
 from cpt.core.config import CONF  # noqa: E402
-from cpt.core.errors import reason  # noqa: E402
+from cpt.core.errors import find_reason  # noqa: E402
 
 DOCS = SITE.parent
 RESULTS, PAGE = DOCS / "optimizers.json", DOCS / "optimizers.md"
@@ -105,9 +105,9 @@ def try_pair(row: str, column: str, *, texts: Path, cache: Path, folder: Path) -
     try:
         train(cfg, run_dir=folder)
     except ValueError as error:
-        return reason(error)
+        return find_reason(error)
     except Exception as error:  # of a library, shown as what it is
-        return f"{type(error).__name__}: {reason(error)}"
+        return f"{type(error).__name__}: {find_reason(error)}"
     return "" if (folder / "model" / "config.json").exists() else "nothing was exported"
 
 

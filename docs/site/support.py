@@ -26,7 +26,7 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 
 import cpt.core.naming  # noqa: E402, F401  (registers the resolvers)
 from cpt.core.config import CONF  # noqa: E402
-from cpt.core.errors import reason  # noqa: E402
+from cpt.core.errors import find_reason  # noqa: E402
 
 RESULTS, PAGE = DOCS / "support.json", DOCS / "support.md"
 WORDS = {
@@ -205,9 +205,9 @@ def try_pair(row: str, family: str, *, texts: Path, cache: Path, folder: Path) -
     try:
         train(cfg, run_dir=folder)
     except ValueError as error:
-        return reason(error)
+        return find_reason(error)
     except Exception as error:  # of a library, shown as what it is
-        return f"{type(error).__name__}: {reason(error)}"
+        return f"{type(error).__name__}: {find_reason(error)}"
     is_exported = row == "none" or (folder / "model" / "config.json").exists()
     return "" if is_exported else "nothing was exported"
 
@@ -249,7 +249,7 @@ def try_documents(
         model = make_family(family, attention=attention)
         try_isolation(model, documents=True, causal=is_causal)
     except (ValueError, ImportError) as error:
-        return shorten(reason(error))
+        return shorten(find_reason(error))
     if compiled:
         for _, block in find_blocks(model):
             block.compile()
@@ -292,7 +292,7 @@ def try_checkpointing(family: str) -> str:
             if is_checkpointed:
                 checkpoint_activations(model)
         except ValueError as error:
-            return reason(error)
+            return find_reason(error)
         torch.manual_seed(0)  # of dropout
         model(**inputs, **cache_arguments(model)).logits.logsumexp(-1).sum().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.adapters.gates import Gate, anneal, attach_gates, bottleneck_units, regulariser, soft
+from cpt.adapters.gates import Gate, anneal, attach_gates, bottleneck_units, regulariser, soft_gates
 from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.models.units import find_units
 from tests.models.test_units import build, inputs_of, logits
@@ -14,7 +14,7 @@ from tests.models.test_units import build, inputs_of, logits
 def test_the_gradient_is_compensated_exactly(s):
     e = torch.linspace(-6, 6, 25, dtype=torch.float64, requires_grad=True)
     weight = torch.linspace(1, 3, 25, dtype=torch.float64)
-    [gradient] = torch.autograd.grad((soft(e, s, s_max=400) * weight).sum(), e)
+    [gradient] = torch.autograd.grad((soft_gates(e, s, s_max=400) * weight).sum(), e)
     [plain] = torch.autograd.grad((torch.sigmoid(s * e) * weight).sum(), e)
     paper = plain * 400 * (torch.cosh(s * e) + 1) / (s * (torch.cosh(e) + 1))
     safe = (s * e).abs() < 20

@@ -9,7 +9,7 @@ import torch
 
 from cpt.cli import to_hydra
 from cpt.core.config import identity, plain_config
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.naming import LONGEST, RunIdentity, describe_variant, distinguish_runs, name_run
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
@@ -71,7 +71,7 @@ ENDING = {
 
 @pytest.mark.parametrize(("error", "message"), ENDING.values(), ids=ENDING)
 def test_an_error_of_the_user_or_of_memory_ends_in_one_line(error, message, capsys):
-    with pytest.raises(SystemExit) as raised, readable():
+    with pytest.raises(SystemExit) as raised, readable_errors():
         raise error
     assert raised.value.code == 1 and re.fullmatch(f"cpt: {message}\n", capsys.readouterr().err)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from cpt.core.errors import readable
-from cpt.core.files import LOCK, new_folder, replace, replacing, writing
+from cpt.core.errors import readable_errors
+from cpt.core.files import LOCK, new_folder, replacing, write_atomically, writing
 from cpt.core.tensors import save_state
 
 FULL = Path("/dev/full")  # whose every write fails as on a full disk
@@ -43,7 +43,7 @@ WRITERS = [write_arrow, write_safetensors, write_state, write_without_a_name]
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_full_disk_is_one_line_with_the_free_bytes(write, tmp_path, capsys):
-    with pytest.raises(SystemExit), readable():
+    with pytest.raises(SystemExit), readable_errors():
         write(tmp_path / "file")
     message = capsys.readouterr().err
     assert MESSAGE.fullmatch(message)
@@ -54,14 +54,14 @@ def test_a_full_disk_is_one_line_with_the_free_bytes(write, tmp_path, capsys):
 
 def test_atomic_writes_tell_their_path_and_leave_the_old_file(tmp_path, monkeypatch, capsys):
     path = tmp_path / "state.json"
-    replace(path, "old")
+    write_atomically(path, "old")
 
     def refuse(descriptor):
         raise OSError(122, "Disk quota exceeded")
 
     monkeypatch.setattr("os.fsync", refuse)
-    for write in (lambda: replace(path, "new"), lambda: save_state({}, path)):
-        with pytest.raises(SystemExit), readable():
+    for write in (lambda: write_atomically(path, "new"), lambda: save_state({}, path)):
+        with pytest.raises(SystemExit), readable_errors():
             write()
         message = capsys.readouterr().err
         assert MESSAGE.fullmatch(message) and f"{path} cannot be written: Disk quota exceeded" in message

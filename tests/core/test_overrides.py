@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from cpt.core.config import CONF
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.core.overrides import FULL_MAPPINGS, OPEN_MAPPINGS
 
 EXPERIMENT = """# @package _global_
@@ -71,7 +71,7 @@ def test_keys_of_the_users_own_are_added_and_changed_by_their_names(compose_mine
     # Not below a mapping with defaults, where it is rather a mistyped one of these.
     with pytest.raises(HydraException) as raised:
         compose_mine("domains.columns.label=text", domains="tasks")
-    assert reason(raised.value).endswith("to add it: +domains.columns.label=VALUE")
+    assert find_reason(raised.value).endswith("to add it: +domains.columns.label=VALUE")
 
 
 def test_a_mapping_with_defaults_is_changed_key_by_key(compose_mine):
@@ -86,7 +86,7 @@ def test_other_keys_of_a_mapping_with_defaults_are_refused_with_what_replaces_it
     domains = "installed_docs" if key.startswith("domains") else "texts"
     with pytest.raises(HydraException) as raised:
         compose_mine(f"{key}={{mine: [5]}}", domains=domains)
-    message = reason(raised.value)
+    message = find_reason(raised.value)
     replacing = f"~{key} '+{key}={{…}}'"
     assert message.startswith(f"{key}.mine is invalid: ") and message.endswith(
         f"; to replace all: {replacing}"

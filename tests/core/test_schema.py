@@ -8,7 +8,7 @@ import pytest
 
 from cpt.core import schema
 from cpt.core.exceptions import format_value
-from cpt.core.schema import Options, allowed, check_value, config, fits, option, wrong_value
+from cpt.core.schema import Options, check_value, config, describe_allowed, fits, option, wrong_value
 from cpt.core.sections import load_target, options_class
 from cpt.trainer.options import Precision
 
@@ -26,7 +26,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("kind", "good", "bad", "words"), KINDS)
 def test_a_type_says_what_it_allows(kind, good, bad, words):
-    assert allowed(kind).startswith(words)
+    assert describe_allowed(kind).startswith(words)
     assert all(fits(value, kind) for value in good)
     for value in bad:
         with pytest.raises(ValueError) as raised:

@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.secrets import (
     HIDDEN,
     hide_environment,
@@ -113,6 +113,6 @@ def test_another_value_of_a_variable_is_another_run_and_another_secret_the_same(
 
 
 def test_an_error_shows_no_secret(capsys):
-    with pytest.raises(SystemExit), readable():
+    with pytest.raises(SystemExit), readable_errors():
         raise ValueError("logger.x.chat_token=canary is invalid. Allowed: a class")
     assert capsys.readouterr().err == f"cpt: logger.x.chat_token={HIDDEN} is invalid. Allowed: a class\n"

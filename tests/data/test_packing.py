@@ -16,7 +16,7 @@ from cpt.core.randomness import key, sample_keys
 from cpt.data import corpus, packing, tokenize
 from cpt.data.corpora import Corpora
 from cpt.data.packers import NUM_OPEN_ROWS, PACKERS
-from cpt.data.packing import balance
+from cpt.data.packing import balance_texts
 from cpt.data.replay import Samples
 from cpt.data.sampler import stack_rows
 from cpt.data.separator import terminator
@@ -313,7 +313,7 @@ def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():
         "b": make_rows(7, last=3, seed=7),
         "c": make_rows(25, last=1, seed=25),
     }
-    balanced = balance(texts)
+    balanced = balance_texts(texts)
     tokens = {name: int(text.row_lengths.sum()) for name, text in balanced.items()}
     assert tokens["b"] == 6 * 8 + 3 and all(51 <= count < 51 + 8 for count in tokens.values())
 
@@ -326,7 +326,7 @@ def test_every_balanced_domain_has_the_tokens_of_the_smallest_but_for_a_row():
     assert balanced["a"].text_tokens.tolist() == text.text_tokens[rows].tolist()
 
     # With the last row, which is short, fewer tokens are drawn than the rows could have.
-    drawn = balance({"a": make_rows(9, last=2, seed=9)}, tokens=57)["a"]
+    drawn = balance_texts({"a": make_rows(9, last=2, seed=9)}, tokens=57)["a"]
     assert len(drawn) < 9 and drawn.row_lengths[-1] == 2
 
 

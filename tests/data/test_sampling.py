@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cpt.core.randomness import key, sample_keys
-from cpt.data.collate import UNSCORED, label_batch, labels_of, single
+from cpt.data.collate import UNSCORED, label_batch, labels_of, select_row
 from cpt.data.datamodule import DomainSequence
 from cpt.data.options import Budget, Domain
 from cpt.data.replay import NO_REPLAY
@@ -241,7 +241,7 @@ def test_places_targets_and_rows_are_those_of_the_labels_and_a_row_is_a_batch():
     for row in range(3):
         expected = label_batch(ids[[row]], labels[[row]], is_token[[row]])
         expected.setdefault("attention_mask", torch.ones(1, 4, dtype=torch.long))
-        assert are_equal([single(batch, row)], [expected])
+        assert are_equal([select_row(batch, row)], [expected])
 
 
 DOMAINS = [Domain("a", 0, ("a",)), Domain("b", 1, ("b",)), Domain("c", 2, ("c",))]

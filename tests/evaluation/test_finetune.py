@@ -183,9 +183,9 @@ def test_pairs_are_encoded_by_the_tokenizers_own_template_and_the_longer_text_is
     assert len(encoded.ids[2]) == 16 and encoded.ids[2].tolist()[1 : 1 + len(short)] == short
     assert encoded.labels.tolist() == [0, 1, 1]
     prompted = model("gpt2", words)  # it has 48 positions, of which a prompt takes 5
-    assert finetune.longest(prompted, 400) == 48 and finetune.longest(prompted, 24) == 24
+    assert finetune.find_max_length(prompted, 400) == 48 and finetune.find_max_length(prompted, 24) == 24
     prompt.attach_prompt(prompted, tokens=5, causal=True)
-    assert finetune.longest(prompted, 400) == 43
+    assert finetune.find_max_length(prompted, 400) == 43
 
 
 def test_predictions_stand_in_the_order_of_the_file(words):

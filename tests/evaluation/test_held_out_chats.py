@@ -9,12 +9,12 @@ from scipy import stats
 
 from cpt.evaluation.chat_answers import (
     ChatAnswer,
-    collect_answers,
     collect_losses,
     describe_faults,
     find_newly_broken,
     find_repeated_share,
     judge_answer,
+    summarise_rows,
 )
 from cpt.evaluation.chat_encoding import choose_chat_length, encode_held_out_chats, find_answer_ends
 from cpt.evaluation.chat_files import (
@@ -144,7 +144,7 @@ def test_changes_are_paired_by_chat_with_the_interval_of_student():
 
     base_answers = [answer(), answer(), answer(right=True)]
     last_answers = [answer(complete=False, tokens=8), answer(), answer(right=False)]
-    before, between, after = collect_answers([base_answers, None, last_answers])
+    before, between, after = summarise_rows([base_answers, None, last_answers])
     assert between is None and before["changes"] == {} and before["newly_broken"] is None
     assert (
         after["measures"]["complete"] == pytest.approx(2 / 3) and after["measures"]["other_language"] is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpt.adapters.gates import anneal, hard, regulariser, soft
+from cpt.adapters.gates import anneal, hard_gates, regulariser, soft_gates
 from cpt.gradient_masks.soft import ClaimedUnits
 from cpt.models.units import Part, Units, share_members
 from tests.conftest import GOLDEN, needs_golden
@@ -212,9 +212,9 @@ def test_gates_their_gradients_and_what_is_taken_are_those_of_the_released_code(
 
     for name, mask in masks.items():
         e = e_by_domain[name]
-        torch.testing.assert_close(soft(e[domain], s, s_max=400), mask[0], rtol=1e-4, atol=1e-6)
-        assert torch.equal(hard(e[0]), first[name][0].round())
-        after_second = torch.maximum(first[name][0], soft(e[1], 400.0, s_max=400))
+        torch.testing.assert_close(soft_gates(e[domain], s, s_max=400), mask[0], rtol=1e-4, atol=1e-6)
+        assert torch.equal(hard_gates(e[0]), first[name][0].round())
+        after_second = torch.maximum(first[name][0], soft_gates(e[1], 400.0, s_max=400))
         torch.testing.assert_close(after_second, second[name][0], rtol=1e-4, atol=1e-6)
 
     gates = join(masks)
@@ -230,7 +230,7 @@ def test_gates_their_gradients_and_what_is_taken_are_those_of_the_released_code(
             slope = s * torch.sigmoid(s * e) * torch.sigmoid(-s * e)
             is_sure = ((s * e).abs() < 12) & (plain[domain].abs() > 1e-12)
             learned = e.clone().requires_grad_()
-            soft(learned, s, s_max=400).backward(torch.where(is_sure, plain[domain] / slope, 0))
+            soft_gates(learned, s, s_max=400).backward(torch.where(is_sure, plain[domain] / slope, 0))
             expected = compensated.get(name, plain)[domain].double()
             atol = 1e-5 * expected.abs().max().item()
             torch.testing.assert_close(learned.grad[is_sure], expected[is_sure], rtol=1e-3, atol=atol)

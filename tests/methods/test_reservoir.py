@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from cpt.core.randomness import sample_keys
-from cpt.data.collate import UNSCORED, Rows, labels_of, single
+from cpt.data.collate import UNSCORED, Rows, labels_of, select_row
 from cpt.data.sampler import TrainStream
 from cpt.methods.reservoir import AGEM, Reference, Reservoir, inner_product, solve
 from cpt.models.objectives import Span
@@ -186,8 +186,8 @@ def test_source_and_target_come_back_with_their_lengths():
     assert torch.equal(memory.outputs_of(torch.arange(4)), outputs)
 
     for row in range(4):
-        expected = single(batch, row)
-        sample = single(replayed, row)
+        expected = select_row(batch, row)
+        sample = select_row(replayed, row)
         assert torch.equal(expected["targets"], sample["targets"])
         for name in ("input_ids", "decoder_input_ids"):
             assert torch.equal(sample[name][:, : expected[name].shape[1]], expected[name])

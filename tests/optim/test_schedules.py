@@ -8,7 +8,7 @@ from torch import nn
 
 from cpt.optim import schedulers
 from cpt.optim.schedulers import WSD, Cosine, Infinite, Progress, ReciprocalRoot, Rewarm, Schedule
-from cpt.optim.state import CarriedState, lay_out_moments, lie_as
+from cpt.optim.state import CarriedState, lay_out_moments, match_strides
 from tests.support.method_fixtures import ORDER, StepRecorder, build_method_fixture, equal_tensors
 
 STEPS = (10, 10, 20)
@@ -151,7 +151,7 @@ def test_a_matrix_by_columns_learns_as_one_by_rows():
         parameter = nn.Parameter(weight.clone())
         optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
         for gradient in gradients:
-            parameter.grad = lie_as(gradient, parameter)
+            parameter.grad = match_strides(gradient, parameter)
             optimizer.step()
             if laid is not None:
                 state = optimizer.state_dict()

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from cpt.evaluation.chat_answers import ChatAnswer, collect_answers, collect_losses
+from cpt.evaluation.chat_answers import ChatAnswer, collect_losses, summarise_rows
 from cpt.evaluation.chat_files import ANSWERS, StoredAnswers, find_chat_file, save_answers
-from cpt.reporting.chat_tables import describe_chats, find_chat_change, judge, list_chat_tiles
+from cpt.reporting.chat_tables import describe_chats, find_chat_change, judge_change, list_chat_tiles
 from cpt.reporting.console import format_scores
 from cpt.reporting.frames import chat_points, summarize_scores
 from cpt.reporting.load_runs import measure_run
@@ -40,7 +40,7 @@ def chats_of(held_out_rise, own_rise, *, answers_now=None):
         by_row = [losses_of(1.0, 0.0), None, losses_of(1.0 + rise, 0.01)]
         rows[f"{key}nll"], rows[f"{key}rise"] = collect_losses(by_row)
     base_answers = [answer()] * 4
-    answers = collect_answers([base_answers, None, answers_now or base_answers])
+    answers = summarise_rows([base_answers, None, answers_now or base_answers])
     return {"set": "s", "chats": 4, "tokens": 43, **rows, "answers": answers, "seconds": 1.0, "hash": "h"}
 
 
@@ -86,7 +86,7 @@ def test_a_broken_answer_is_named_in_page_console_and_card(tmp_path):
     folder = tmp_path / "run"
     scores = save_scores(folder, config={}, nll=[[5.0, 5.2, 4.9], [4.6, 5.1, 5.0], [4.7, 4.2, 5.1]], order=["law", "food"], chats=chats)  # fmt: skip
     change = find_chat_change(scores)
-    assert judge(change) == "hurt; broke 1 of 4 answers"
+    assert judge_change(change) == "hurt; broke 1 of 4 answers"
     sentences = describe_chats(scores)
     assert (
         sentences[-1]

@@ -10,7 +10,7 @@ from html import unescape
 import pytest
 
 from cpt.reporting.formats import strip_controls
-from cpt.reporting.page import Block, align_columns, group_topics, inline, markdown, write_page
+from cpt.reporting.page import Block, align_columns, group_topics, markdown, render_inline, write_page
 
 NAMES = ["law\n\\input{/etc/passwd}\n", "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a|b"]
 NAMES += ["a\\|b", "ends with \\", "=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "＝1+1"]
@@ -93,4 +93,6 @@ def test_a_page_has_no_element_from_a_name(tmp_path):
         return {*re.findall(r"<(\w+)", html)}
 
     assert tags([*NAMES, "</script>", "<i>"]) - {"code"} == tags(["n"] * (len(NAMES) + 2)) - {"code"}
-    assert inline("`one` and `a<b`, not <b>") == "<code>one</code> and <code>a&lt;b</code>, not &lt;b&gt;"
+    assert (
+        render_inline("`one` and `a<b`, not <b>") == "<code>one</code> and <code>a&lt;b</code>, not &lt;b&gt;"
+    )

@@ -7,7 +7,7 @@ import torch
 from cpt.trainer import kernel_calls
 from cpt.trainer.computed_time import Rates, find_work_seconds
 from cpt.trainer.computed_work import Work, WorkRecorder
-from cpt.trainer.kernel_calls import KernelTimer, TensorShape, describe, describe_call, time_kernel
+from cpt.trainer.kernel_calls import KernelTimer, TensorShape, describe_argument, describe_call, time_kernel
 from cpt.trainer.simulation import Simulation
 from tests.support.simulated import simulate, write_config
 
@@ -41,9 +41,9 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_described_tensor_is_made_again_with_its_layout(name):
     tensor = TENSORS[name]
-    copy = describe(tensor).make()
+    copy = describe_argument(tensor).make()
     assert (copy.shape, copy.stride(), copy.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
-    assert describe(tensor).num_bytes == copy.untyped_storage().nbytes()
+    assert describe_argument(tensor).num_bytes == copy.untyped_storage().nbytes()
 
 
 def test_indices_of_a_made_tensor_are_valid():

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from cpt.core import memory
 from cpt.core.config import identity, plain_config
-from cpt.core.errors import reason
+from cpt.core.errors import find_reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build_model, find_sentinel_ids, is_tied, load_model, train_tokenizer
 from cpt.train import check_base_folder
@@ -46,7 +46,7 @@ def unread(monkeypatch, start, tmp_path):
     def refusal(cfg):
         with pytest.raises(ValueError) as raised:
             start(cfg, tmp_path / "run")
-        return reason(raised.value)
+        return find_reason(raised.value)
 
     monkeypatch.setattr(Corpora, "read", None)
     return refusal
@@ -350,7 +350,7 @@ CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.y
 def read_complaint(read) -> str:
     with pytest.raises((ValueError, HydraException)) as raised:
         read()
-    return reason(raised.value)
+    return find_reason(raised.value)
 
 
 @pytest.mark.parametrize("options", AT_ONCE)

@@ -33,7 +33,7 @@ from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
 from cpt.core.config import digest
 from cpt.core.distributed import barrier, gather_objects, leave_together
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.files import read_checked_json, replace, write_checked_json
+from cpt.core.files import read_checked_json, write_atomically, write_checked_json
 from cpt.core.heartbeat import progress_bar
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.randomness import draws, key, permute, sample_keys
@@ -259,7 +259,7 @@ class TextWriter(ReplaySource):
 
         if files is not None:
             facts = {job.text: self.write_rows(partial_folder, job) for job in jobs}
-            replace(partial_folder / "facts.json", json.dumps(facts, indent=1))
+            write_atomically(partial_folder / "facts.json", json.dumps(facts, indent=1))
             files.finish()
             discard(folder)
             finish_artifact(partial_folder, folder)
@@ -695,7 +695,7 @@ class GrowingFiles:
             os.fsync(file.fileno())
         sizes = {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
         commit = {"form": self.form, "sizes": sizes, "place": value}
-        replace(self.folder / COMMIT_FILE, json.dumps(commit))
+        write_atomically(self.folder / COMMIT_FILE, json.dumps(commit))
 
     def close(self) -> None:
         for file in self.files.values():

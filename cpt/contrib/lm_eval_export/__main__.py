@@ -13,7 +13,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 from cpt.core.config import CONF
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.output import run_program
 from cpt.trainer.plan import make_plan
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
 
-    with readable():
+    with readable_errors():
         # If the folder is missing, argparse takes the first override, KEY=VALUE, as FOLDER.
         if options.folder is None or "=" in options.folder:
             raise ValueError(f"FOLDER={options.folder} is invalid. Allowed: {NEEDED}")

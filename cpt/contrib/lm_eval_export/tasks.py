@@ -14,7 +14,7 @@ from urllib.parse import quote
 import yaml
 
 from cpt.core import naming
-from cpt.core.files import replace
+from cpt.core.files import write_atomically
 from cpt.core.messages import count_noun
 from cpt.data.corpora import Corpora
 from cpt.data.tokenized_tasks import Encoder, TaskPrompt, read_examples
@@ -143,21 +143,21 @@ def export_task(
 
     stem = quote(task, safe="")
     examples = (folder / f"{stem}.jsonl").resolve()
-    replace(examples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_atomically(examples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     content = {
         "task": PREFIX + stem,
         **TASK,
         "dataset_kwargs": {"data_files": {"test": str(examples)}},
         "target_delimiter": texts.delimiter,
     }
-    replace(folder / f"{stem}.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    write_atomically(folder / f"{stem}.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return Exported(PREFIX + stem, len(rows), differing)
 
 
 def export_group(folder: Path, exported: Sequence[Exported]) -> str:
     """Writes the group of all tasks, whose accuracy is their mean; gives its name."""
     content = {**GROUP, "task": [task.name for task in exported]}
-    replace(folder / "_all.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    write_atomically(folder / "_all.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return str(GROUP["group"])
 
 

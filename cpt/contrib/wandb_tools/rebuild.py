@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from cpt.core.errors import readable, reason
+from cpt.core.errors import find_reason, readable_errors
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.loggers.loggers import run_name
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     """Sends the runs below folders; gives the exit code: 1 if one could not be read or sent."""
     options = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    with readable():
+    with readable_errors():
         runs, damaged, _ = find_runs(options.folders)
         for line in damaged:
             print(line, file=sys.stderr)
@@ -129,11 +129,11 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
                 send_run(path.resolve(), scores, project=project, entity=entity, mode=mode)
             except (UnreadableError, ConnectionError) as error:
                 num_failed += 1
-                log.error("Failed to send %s: %s", path, reason(error))
+                log.error("Failed to send %s: %s", path, find_reason(error))
                 # A refusal may concern this run alone, or a moment without network: so the first ones do not
                 # end the program.
                 if num_failed >= MAX_REFUSALS and not num_sent and isinstance(error, ConnectionError):
-                    raise ValueError(f"W&B took none of {num_failed} runs; {reason(error)}") from None
+                    raise ValueError(f"W&B took none of {num_failed} runs; {find_reason(error)}") from None
             else:
                 num_sent += 1
     return num_failed
@@ -169,7 +169,7 @@ def translate_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, csv.Error, yaml.YAMLError) as error:
-        raise UnreadableError(f"{type(error).__name__}: {reason(error)}") from error
+        raise UnreadableError(f"{type(error).__name__}: {find_reason(error)}") from error
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def find_identifier(path: Path) -> str:
             store_identifier(path, identifier)
         except OSError as error:  # a folder that may only be read can still be sent
             message = "%s cannot store its W&B identifier (%s): another rebuild will make another W&B run"
-            log.warning(message, path, reason(error))
+            log.warning(message, path, find_reason(error))
     return identifier
 
 

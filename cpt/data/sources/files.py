@@ -74,12 +74,12 @@ def naming_file(path: Path) -> Iterator[None]:
         csv.Error,
         pa.ArrowException,
     ) as error:
-        raise ValueError(f"{path} cannot be read: {cause(error)}") from error
+        raise ValueError(f"{path} cannot be read: {find_cause_message(error)}") from error
 
 
-def cause(error: BaseException) -> str:
+def find_cause_message(error: BaseException) -> str:
     """The message of the error at the end of a chain of causes, on one line."""
-    return " ".join(str(error).split()) if error.__cause__ is None else cause(error.__cause__)
+    return " ".join(str(error).split()) if error.__cause__ is None else find_cause_message(error.__cause__)
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -95,13 +95,13 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     return values
 
 
-def kind(path: Path) -> str:
+def find_suffix(path: Path) -> str:
     """The suffix of a file in lower case, without that of its compression."""
-    name = Path(path.stem) if packing(path) else path
+    name = Path(path.stem) if find_compression(path) else path
     return name.suffix.lower()
 
 
-def packing(path: Path) -> str:
+def find_compression(path: Path) -> str:
     """The suffix of a file's compression in lower case; empty for none."""
     suffix = path.suffix.lower()
     return suffix if suffix in COMPRESSED_SUFFIXES else ""
@@ -109,7 +109,7 @@ def packing(path: Path) -> str:
 
 def bare_name(path: Path) -> str:
     """A file's name without its suffixes of kind and compression."""
-    return Path(path.stem).stem if packing(path) else path.stem
+    return Path(path.stem).stem if find_compression(path) else path.stem
 
 
 def split_words(name: str) -> list[str]:
@@ -159,11 +159,13 @@ class FolderFiles:
             "about the data": self.about_data,
             "not part of a saved data set": self.not_listed,
         }
-        parts = [f"{len(paths)} {reason} ({shown(paths)})" for reason, paths in groups.items() if paths]
+        parts = [
+            f"{len(paths)} {reason} ({format_file_names(paths)})" for reason, paths in groups.items() if paths
+        ]
         return "; ".join(parts)
 
 
-def shown(paths: Iterable[Path]) -> str:
+def format_file_names(paths: Iterable[Path]) -> str:
     """The first names of files, each once, and an ellipsis for more."""
     names = list(dict.fromkeys(path.name for path in paths))
     return ", ".join([*names[:MAX_SHOWN], "…"] if len(names) > MAX_SHOWN else names)
@@ -236,7 +238,7 @@ def patterns_of(paths: Sequence[Path]) -> list[str]:
     """The patterns that leave out files and others of their kinds, most often several."""
     patterns = []
     for path in paths:
-        suffix = "".join(path.suffixes[-2:]) if packing(path) else path.suffix
+        suffix = "".join(path.suffixes[-2:]) if find_compression(path) else path.suffix
         patterns.append(f"*{suffix}" if suffix else glob.escape(path.name))
     return list(dict.fromkeys(patterns))
 
@@ -260,14 +262,14 @@ def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = No
     files = FolderFiles()
     paths = sorted(walk(folder, ignored=ignored, hidden=files.hidden))
     listed = saved_files(paths)
-    has_tables = any(kind(path) in TABLE_SUFFIXES for path in paths)
+    has_tables = any(find_suffix(path) in TABLE_SUFFIXES for path in paths)
     unknown_kinds: list[Path] = []
 
     for path in paths:
-        is_text = kind(path) in SUFFIXES
+        is_text = find_suffix(path) in SUFFIXES
         listed_names = listed.get(path.parent)  # None: not a folder that save_to_disk has written
         # README.txt is a document where there is nothing but plain text, and a dataset card next to tables.
-        is_plain_next_to_tables = has_tables and kind(path) in PLAIN_SUFFIXES
+        is_plain_next_to_tables = has_tables and find_suffix(path) in PLAIN_SUFFIXES
         is_no_document = not is_text or is_plain_next_to_tables
         is_about_data = is_no_document and ABOUT_DATA.fullmatch(path.name) is not None
         is_saved_state = listed_names is not None and path.name == SAVED_STATE
@@ -367,7 +369,6 @@ def describe_named_splits(folder: Path, paths: Iterable[Path]) -> str:
     if num_unnamed and examples:
         parts.append(f"{num_unnamed} of train have no split in the name")
     if ambiguous:
-        parts.append(
-            f"{len(ambiguous)} have several splits in the name and are held out ({shown(ambiguous)})"
-        )
+        names = format_file_names(ambiguous)
+        parts.append(f"{len(ambiguous)} have several splits in the name and are held out ({names})")
     return ", ".join(parts)

@@ -18,7 +18,7 @@ from cpt.core.schema import Count, Options, Text, config, option, read_options
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import log_general_docs, read_docs, stamp_docs
 from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
-from cpt.data.sources.files import cause, splits_by_name, stamps
+from cpt.data.sources.files import find_cause_message, splits_by_name, stamps
 from cpt.data.sources.readers import Oddities, clean_documents, column_texts
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Hub(Source):
             yield from self.read_entry(name, entry)
         except (datasets.exceptions.DatasetsError, *READ_ERRORS) as error:
             raise ValueError(
-                f"domains.catalogue.{name}.path={entry['path']} is invalid: {cause(error)}"
+                f"domains.catalogue.{name}.path={entry['path']} is invalid: {find_cause_message(error)}"
             ) from error
 
     def read_entry(self, name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -114,7 +114,7 @@ class Hub(Source):
                 "Allowed: what datasets.load_dataset takes"
             ) from error
         except ValueError as error:  # a configuration that is missing or unknown
-            raise ValueError(f"domains.catalogue.{name} is invalid: {cause(error)}") from error
+            raise ValueError(f"domains.catalogue.{name} is invalid: {find_cause_message(error)}") from error
 
         # Splits that are named are taken as they are; of those that are chosen it is said which are not.
         splits = entry.get("splits") or choose_splits(path, split_names)

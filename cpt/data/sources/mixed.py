@@ -32,9 +32,9 @@ from cpt.data.sources.files import (
     PLAIN_SUFFIXES,
     SUFFIXES,
     NoTextFileError,
-    cause,
+    find_cause_message,
+    find_suffix,
     find_text_files,
-    kind,
     naming_file,
     split_of,
     stamps,
@@ -87,7 +87,9 @@ class MixedSource(Options):
     )
 
     def __post_init__(self) -> None:
-        if not self.is_local and (kind(Path(self.path)) in SUFFIXES or not HUB_NAME.fullmatch(self.path)):
+        if not self.is_local and (
+            find_suffix(Path(self.path)) in SUFFIXES or not HUB_NAME.fullmatch(self.path)
+        ):
             raise InvalidOptionError(
                 "path",
                 self.path,
@@ -203,14 +205,14 @@ class MixedReader:
             return
 
         paths = self.find_files()
-        unit = choose_unit([path for path in paths if kind(path) == ".txt"])
+        unit = choose_unit([path for path in paths if find_suffix(path) == ".txt"])
         for path in paths:
             with naming_file(path):
                 yield from documents_of(
                     path,
                     column=options.column,
                     column_option=f"{self.section}.column",
-                    unit="file" if kind(path) == ".md" else unit,
+                    unit="file" if find_suffix(path) == ".md" else unit,
                     oddities=oddities,
                     reject=reject,
                 )
@@ -244,7 +246,7 @@ class MixedReader:
             yield from self.hub_rows()
             return
         for path in self.find_files():
-            if kind(path) in PLAIN_SUFFIXES:
+            if find_suffix(path) in PLAIN_SUFFIXES:
                 raise ValueError(f"{path} is no table of chats. Allowed: JSON lines with {MESSAGES}, parquet")
             with naming_file(path):
                 yield from table_rows(path, reject=partial(reject_record, bad))
@@ -298,7 +300,7 @@ class MixedReader:
             raise InvalidOptionError(
                 f"{self.section}.path",
                 options.path,
-                reason=cause(error),
+                reason=find_cause_message(error),
                 allowed="a file, a folder, or a data set of the Hub",
             ) from error
 

@@ -32,11 +32,11 @@ from cpt.data.sources.files import (
     LFS_POINTER,
     PLAIN_SUFFIXES,
     describe_named_splits,
+    find_compression,
+    find_suffix,
     find_text_files,
-    kind,
+    format_file_names,
     naming_file,
-    packing,
-    shown,
     split_of,
 )
 
@@ -102,7 +102,7 @@ class EncodingError(MessageError):
         message = f"{path} is not UTF-8: {reason}"
         if further_paths:
             files = count_noun(len(further_paths), "file")
-            message += f"; not UTF-8 either: {files} ({shown(further_paths)})"
+            message += f"; not UTF-8 either: {files} ({format_file_names(further_paths)})"
         command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(path.name)}"
         super().__init__(f"{message}. Allowed: UTF-8, for example by {command}")
 
@@ -134,7 +134,7 @@ def read_folder(
     plain_unit = document
     if document == "auto":
         with naming_others(files.text):
-            plain_unit = choose_unit([path for path in files.text if kind(path) == ".txt"])
+            plain_unit = choose_unit([path for path in files.text if find_suffix(path) == ".txt"])
     oddities = Oddities()
     sizes = [estimate_bytes(path) for path in files.text]
     ends = list(accumulate(sizes))  # of each file, on the progress bar
@@ -143,7 +143,7 @@ def read_folder(
     ) as progress:
         for path, end in zip(files.text, ends, strict=True):
             split = split_of(path.relative_to(folder)) or "train"
-            unit = "file" if kind(path) == ".md" and document == "auto" else plain_unit
+            unit = "file" if find_suffix(path) == ".md" and document == "auto" else plain_unit
             with naming_file(path), naming_others(files.text):
                 for text in documents_of(path, column=column, unit=unit, oddities=oddities, reject=reject):
                     progress.update(len(text))
@@ -158,7 +158,7 @@ def read_folder(
 def estimate_bytes(path: Path) -> int:
     """The size of a file's text; a compressed one is taken as three times its size."""
     size = path.stat().st_size
-    return 3 * size if packing(path) else size
+    return 3 * size if find_compression(path) else size
 
 
 def log_files(folder: Path, name: str, paths: Sequence[Path]) -> None:
@@ -171,13 +171,15 @@ def log_files(folder: Path, name: str, paths: Sequence[Path]) -> None:
     repeated = [path for path, count in real_paths.items() if count > 1]
     if repeated:
         message = "Reading %s of %s more than once, through links (%s): duplicates are left out"
-        log.warning(message, count_noun(len(repeated), "file"), name, shown(repeated))
+        log.warning(message, count_noun(len(repeated), "file"), name, format_file_names(repeated))
 
-    about_data = [path for path in paths if kind(path) in PLAIN_SUFFIXES and ABOUT_DATA.fullmatch(path.name)]
+    about_data = [
+        path for path in paths if find_suffix(path) in PLAIN_SUFFIXES and ABOUT_DATA.fullmatch(path.name)
+    ]
     if about_data:
         message = "Reading files of %s as text that look like no text of it: %s (domains.ignore=[%s])"
         patterns = ",".join(dict.fromkeys(path.name for path in about_data))
-        log.warning(message, name, shown(about_data), patterns)
+        log.warning(message, name, format_file_names(about_data), patterns)
 
 
 def choose_unit(paths: Sequence[Path]) -> str:
@@ -193,7 +195,7 @@ def choose_unit(paths: Sequence[Path]) -> str:
     paragraph_lines: list[int] = []
     for path in paths:
         with naming_file(path):
-            paragraph_lines = count_paragraph_lines(islice(lines(path), NUM_FIRST_LINES))
+            paragraph_lines = count_paragraph_lines(islice(read_lines(path), NUM_FIRST_LINES))
         if paragraph_lines:
             break
 
@@ -242,13 +244,13 @@ def documents_of(
 ) -> Iterator[str]:
     """The documents of a file that are not blank, without byte order marks; `unit` is what a document of a
     .txt or .md file is: file, paragraph or line. `column_option` names the column, for messages."""
-    if kind(path) in PLAIN_SUFFIXES:
-        texts = split_units(lines(path, oddities), unit)
+    if find_suffix(path) in PLAIN_SUFFIXES:
+        texts = split_units(read_lines(path, oddities), unit)
     else:
         rows = table_rows(path, columns=[column], oddities=oddities, reject=reject)
         texts = column_texts(rows, column, reject, option=column_option)
 
-    are_blank_usual = kind(path) in PLAIN_SUFFIXES  # lines
+    are_blank_usual = find_suffix(path) in PLAIN_SUFFIXES  # lines
     yield from clean_documents(texts, path.name, oddities=oddities, counts_blank=not are_blank_usual)
 
 
@@ -274,7 +276,7 @@ def clean_documents(
 
 def open_packed(path: Path) -> Any:
     """A binary file, decompressed as its suffix says."""
-    match packing(path):
+    match find_compression(path):
         case ".zst":
             return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
         case ".gz":
@@ -308,7 +310,7 @@ def split_lines(file: IO[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
+def read_lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
     """The lines of a file, unpacked and ended by line feeds, without byte order marks at their beginnings.
     ValueError for one that is not UTF-8, that has control characters as binary files, UTF-16 and the NULs of
     a file that was not written to its end, and for a pointer of Git LFS."""
@@ -341,7 +343,7 @@ def naming_others(paths: Sequence[Path]) -> Iterator[None]:
     try:
         yield
     except EncodingError as error:
-        plain_paths = [path for path in paths if kind(path) in PLAIN_SUFFIXES and path != error.path]
+        plain_paths = [path for path in paths if find_suffix(path) in PLAIN_SUFFIXES and path != error.path]
         further_paths = [path for path in plain_paths if has_other_encoding(path)]
         raise EncodingError(
             error.path, reason=error.reason, encoding=error.encoding, further_paths=further_paths
@@ -352,7 +354,7 @@ def check_encodings(paths: Sequence[Path]) -> None:
     """Raises EncodingError where one of the first .txt and .md files is not UTF-8 by its first lines, and
     ValueError where it is damaged: found before a run loads its libraries, and at once also where there are a
     million files."""
-    plain_paths = [path for path in paths if kind(path) in PLAIN_SUFFIXES]
+    plain_paths = [path for path in paths if find_suffix(path) in PLAIN_SUFFIXES]
     with naming_others(plain_paths):
         for path in plain_paths[:NUM_CHECKED_FILES]:
             with naming_file(path):
@@ -361,7 +363,7 @@ def check_encodings(paths: Sequence[Path]) -> None:
 
 def read_first_lines(path: Path) -> None:
     """Raises ValueError for a file whose first lines are not UTF-8, or no text."""
-    for _ in islice(lines(path), NUM_FIRST_LINES):
+    for _ in islice(read_lines(path), NUM_FIRST_LINES):
         pass
 
 
@@ -433,7 +435,7 @@ def table_rows(
 ) -> Iterator[Row]:
     """The rows of a file of any kind but plain text; those of parquet and Arrow files with only `columns`
     if they are given and all there."""
-    match kind(path):
+    match find_suffix(path):
         case ".parquet":
             return parquet_rows(path, columns)
         case ".arrow":
@@ -455,7 +457,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=parse_object)
 def json_rows(path: Path, *, oddities: Oddities | None = None, reject: Reject = stop) -> Iterator[Row]:
     """The values of a file with one on each line, or with a single array of them. `reject` is called for a
     line that is no JSON; a damaged array is always an error."""
-    numbered = enumerate(lines(path, oddities), start=1)
+    numbered = enumerate(read_lines(path, oddities), start=1)
     is_first = True
     for number, line in numbered:
         if not line.strip():
@@ -498,7 +500,7 @@ def csv_rows(
     # The module's own limit is shorter than documents are. It is that of the process, and stays: several
     # files may be read in turn, and the first to end would restore it for the others.
     csv.field_size_limit(2**31 - 1)
-    text = lines(path, oddities)
+    text = read_lines(path, oddities)
     first_line = next(text, "")
     delimiter = choose_delimiter(first_line, columns)
     reader = csv.reader(chain([first_line], text), delimiter=delimiter, strict=True)
@@ -590,14 +592,14 @@ def column_texts(
     that names the column, for messages."""
     for position, row in rows:
         try:
-            text = text_of(position, column, cell(row, column, position, option))
+            text = text_of(position, column, read_cell(row, column, position, option))
         except ValueError as error:
             reject(error)
             continue
         yield text or ""
 
 
-def cell(row: Any, column: str, where: str, option: str) -> Any:
+def read_cell(row: Any, column: str, where: str, option: str) -> Any:
     """The value of a column; raises ValueError, with the option to change, if it is missing or twice."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} has no column {column!r}; it has {row!r:.60} ({option})")

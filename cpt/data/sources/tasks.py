@@ -145,10 +145,10 @@ def find_in_folders(root: Path, layout: str) -> Iterator[tuple[str, str | None, 
     for entry in sorted(path for path in root.iterdir() if path.name[0] != "."):
         if entry.is_dir():
             for path in sorted(text_files.walk(entry)):
-                if text_files.kind(path) in suffixes_of(layout):
+                if text_files.find_suffix(path) in suffixes_of(layout):
                     text_files.refuse_unreadable(path)
                     yield entry.name, named_split(str(path.relative_to(entry))), path
-        elif text_files.kind(entry) in suffixes_of(layout):
+        elif text_files.find_suffix(entry) in suffixes_of(layout):
             if is_split_file(entry):
                 raise ValueError(
                     f"{entry} is in no task's folder. Allowed: {root}/TASK/{entry.name}, or files of one "
@@ -212,7 +212,7 @@ def list_counts(counts: Counter[str]) -> str:
 
 def read_tsv(path: Path, *, bad: BadExamples) -> Iterator[RawExample]:
     """The rows of a file with a text, a tab and a label on each line."""
-    for number, line in enumerate(readers.lines(path), start=1):
+    for number, line in enumerate(readers.read_lines(path), start=1):
         if line.isspace():
             continue
         text, tab, label = line.rstrip("\n").rpartition("\t")
@@ -264,13 +264,13 @@ def as_text(value: Any, where: str) -> str:
 
 def text_field(row: Any, column: str, where: str, option: str = "domains.format") -> str:
     """The text of a column; raises ValueError, with the option to change, if it is missing."""
-    return as_text(readers.cell(row, column, where, option), f"{where}: {column!r}")
+    return as_text(readers.read_cell(row, column, where, option), f"{where}: {column!r}")
 
 
 def read_json(path: Path) -> Any:
     with text_files.naming_file(path):
         try:
-            return json.loads("".join(readers.lines(path)))
+            return json.loads("".join(readers.read_lines(path)))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {error.lineno} is not JSON: {error.msg}") from error
 
@@ -525,7 +525,7 @@ class Tasks(Source):
         ignored = []
         for path in text_files.walk(root):
             is_of_task = path.relative_to(root).parts[0] not in skipped_entries
-            if is_of_task and text_files.kind(path) not in suffixes:
+            if is_of_task and text_files.find_suffix(path) not in suffixes:
                 ignored.append(path)
         if ignored:
             log.info(
@@ -533,7 +533,7 @@ class Tasks(Source):
                 count_noun(len(ignored), "file"),
                 " or ".join(suffixes),
                 self.format,
-                text_files.shown(ignored),
+                text_files.format_file_names(ignored),
             )
 
     @property

@@ -25,11 +25,11 @@ from cpt.data.sources.files import (
     UnknownKindError,
     UnusableFileError,
     files_of,
+    find_suffix,
+    format_file_names,
     format_ignore,
-    kind,
     naming_file,
     refuse_dangling,
-    shown,
     split_of,
     split_words,
     stamps,
@@ -77,7 +77,8 @@ class Texts(Source):
         if not self.names:
             reason = "it has no sub-folder of a domain"
             if self.loose_text:
-                reason += f", but {count_noun(len(self.loose_text), 'text file')} ({shown(self.loose_text)})"
+                num_files = count_noun(len(self.loose_text), "text file")
+                reason += f", but {num_files} ({format_file_names(self.loose_text)})"
             raise InvalidOptionError("root", self.root, reason=reason, allowed=self.describe_layout())
         check_names(self.columns or (), (*self.names, GENERAL), section="columns")
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
@@ -107,7 +108,9 @@ class Texts(Source):
     def loose_text(self) -> list[Path]:
         """The text files next to the domains, which are in none."""
         paths = [path for path in self.entries.values() if not path.is_dir()]
-        return [path for path in paths if kind(path) in SUFFIXES and not ABOUT_DATA.fullmatch(path.name)]
+        return [
+            path for path in paths if find_suffix(path) in SUFFIXES and not ABOUT_DATA.fullmatch(path.name)
+        ]
 
     def entries_of(self, name: str) -> tuple[str, ...]:
         return (f"columns.{name}",)
@@ -179,12 +182,12 @@ class Texts(Source):
             folder = self.folder_of(name)
             if folder is not None:
                 paths = walk(folder, ignored=self.ignored)
-                num_bytes += sum(path.stat().st_size for path in paths if kind(path) in SUFFIXES)
+                num_bytes += sum(path.stat().st_size for path in paths if find_suffix(path) in SUFFIXES)
         num_loose_bytes = sum(path.stat().st_size for path in self.loose_text)
         if num_loose_bytes <= num_bytes:
             return
 
-        files = f"{count_noun(len(self.loose_text), 'text file')} ({shown(self.loose_text)})"
+        files = f"{count_noun(len(self.loose_text), 'text file')} ({format_file_names(self.loose_text)})"
         raise InvalidOptionError(
             "domains.root",
             self.root,
@@ -221,14 +224,16 @@ class Texts(Source):
                 "Ignoring %s of %s in no domain's folder: %s",
                 count_noun(len(texts), "text file"),
                 self.corpora,
-                shown(texts),
+                format_file_names(texts),
             )
         if other_files:
-            log.info("Ignoring files of %s in no domain's folder: %s", self.corpora, shown(other_files))
+            log.info(
+                "Ignoring files of %s in no domain's folder: %s", self.corpora, format_file_names(other_files)
+            )
         with naming_file(self.corpora):
             hidden = [path for path in sorted(self.corpora.glob(".*")) if path.is_dir()]
         if hidden:
-            log.info("Ignoring hidden folders of %s: %s", self.corpora, shown(hidden))
+            log.info("Ignoring hidden folders of %s: %s", self.corpora, format_file_names(hidden))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         folder = self.folder_of(name)

@@ -199,9 +199,9 @@ LINE_ENDS = {
 def test_lines_end_as_in_python(name, chunk, tmp_path, monkeypatch):
     content, expected = LINE_ENDS[name]
     write(tmp_path / "a" / "x.txt", content)
-    lines = list(readers.lines(tmp_path / "a" / "x.txt"))
+    lines = list(readers.read_lines(tmp_path / "a" / "x.txt"))
     monkeypatch.setattr(readers, "CHUNK", chunk)
-    assert list(readers.lines(tmp_path / "a" / "x.txt")) == lines
+    assert list(readers.read_lines(tmp_path / "a" / "x.txt")) == lines
     assert read_texts(tmp_path, document="line") == expected
     write(tmp_path / "b" / "x.jsonl", format_lines("One.", "Two.").replace("\n", "\r"))
     assert read_texts(tmp_path, "b") == ["One.", "Two."]
