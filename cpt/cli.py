@@ -32,7 +32,7 @@ HYDRA_FORMS = {  # of what a user types
     # The group has a choice already, null: for Hydra a plus would choose it twice.
     re.compile(r"\+(experiment=.*)"): r"\1",
     re.compile(r"([+~]*)method\.routing(=[\w,]+|=\?)"): r"\1routing@method.routing\2",
-    # A file or a folder of chats, which is no choice of the group.
+    # A file or a folder of chats, which is not a choice of the group.
     re.compile(r"chats=(?!(none|default)$)([^,]+)"): r"chats.path=\2",
     # `plan` is a value, which has no options of its own in Hydra.
     re.compile(r"\+*plan\.device(=.*)"): r"plan_device\1",
@@ -202,7 +202,7 @@ def quote_number(text: str, *, is_list: bool) -> str:
 
 def check_command_line(arguments: Sequence[str]) -> None:
     """Raises ValueError for an unknown or wrong flag, an argument that assigns no value, and a choice of a
-    group that is no name: Hydra takes many lines to report these, or names what only its grammar knows."""
+    group that is not a name: Hydra takes many lines to report these, or names what only its grammar knows."""
     check_assignments(check_flags(arguments))
     for argument, override in parse_arguments(arguments).items():
         group = override.key_or_group

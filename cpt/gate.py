@@ -265,7 +265,7 @@ def check_run(run: RunDir, options: argparse.Namespace) -> Judgement:
     if options.max_broken_answers is not None and not has_answers(scores):
         unmeasured.append("answers to chats")
 
-    # The page is no part of what is released.
+    # The page is not part of what is released.
     outputs = run.find_damaged_outputs(full=True)
     damage = [line for line in outputs if not line.startswith("report.")]
     return Judgement(

@@ -84,8 +84,10 @@ def main(arguments: Sequence[str]) -> int:
         if is_made_already(folder, config_hash=scores.config_hash, description=description):
             finish_report(run, scores, folder)
             return 0
+
         check_output(folder)
         check_model_folder(run)
+
         with run.locked():
             # Texts are read first: nothing is written for a run that cannot be scored.
             texts = open_run_texts(run, scores, needs_base=False)

@@ -229,7 +229,7 @@ def describe_differences(texts: Sequence[PreparedText]) -> Iterator[str]:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> int:
-    """Writes the lines that are not blank. Gives their number."""
+    """Writes the lines that are not blank. Returns their number."""
     count = 0
     with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         for line in lines:
@@ -274,7 +274,7 @@ def split_corpus(path: Path, out: Path) -> dict[str, int]:
 
 
 def split_endtask(folder: Path, task: ReleasedTask, out: Path) -> dict[str, int]:
-    """Writes the files of an end task with the field `das_split`. Gives the examples by it."""
+    """Writes the files of an end task with the field `das_split`. Returns the examples by it."""
     pool: list[tuple[str, dict[str, Any]]] = []
     for file, split in task.train_files.items():
         pool += [(split, example) for example in read_labelled(folder / file)]

@@ -67,7 +67,7 @@ def report_parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Gives the exit code: 1 if something is wrong or could not be read, 2 without a finished run."""
+    """Returns the exit code: 1 if something is wrong or could not be read, 2 without a finished run."""
     try:
         return compare_folders(report_parser().parse_args(arguments))
     except BrokenPipeError:  # cpt.core.output
@@ -192,7 +192,8 @@ def check_baseline(baseline: str | None, sections: Sequence[RunSection]) -> None
 def build_comparison_blocks(
     sections: Sequence[RunSection], *, curve: str | None
 ) -> tuple[list[Block], list[str]]:
-    """The blocks of the page, section by section, and messages of runs whose examples cannot be read."""
+    """The blocks of the page, section by section, and a message for each run whose examples cannot be
+    read."""
     blocks = []
     failed: list[str] = []
     for number, section in enumerate(sections, start=1):
@@ -274,7 +275,7 @@ def print_errors(lines: Sequence[str]) -> None:
 
 
 def export_figures(runs: Sequence[MeasuredRun], sections: Sequence[RunSection], folder: Path) -> int:
-    """Writes RUN-NAME and comparison-NAME as PNG, SVG and PDF. Gives the exit code."""
+    """Writes RUN-NAME and comparison-NAME as PNG, SVG and PDF. Returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     pages = {}
     for name, run in zip(distinct_names(runs), runs, strict=True):

@@ -85,10 +85,12 @@ def main(arguments: Sequence[str]) -> int:
             if is_made_already(options.output, config_hash=scores.config_hash, description=description):
                 finish_report(run, scores, options.output)
                 return 0
+
         if options.output is not None:
             begun_form = find_begun_form(run, scores, domain=options.domain, output=options.output)
             if begun_form is None:
                 check_output(options.output)
+
         with run.locked():
             texts = open_run_texts(run, scores, needs_base=True)
             module = texts.build_method()
@@ -97,6 +99,7 @@ def main(arguments: Sequence[str]) -> int:
             if begun_form not in (None, form):
                 check_output(options.output)
             print("\n".join(describe_forms(withdrawal)))
+
             is_written = options.output is not None and not options.dry_run
             if is_written:
                 is_begun = begun_form is not None
@@ -128,7 +131,8 @@ def find_begun_form(run: RunDir, scores: Scores, *, domain: str, output: Path) -
 
 
 def choose_form(withdrawal: Withdrawal, form: str | None) -> str:
-    """Raises ValueError where the form, or every form, cannot give the domain back."""
+    """The form to use: the requested one, or the first possible one. Raises ValueError if it is not possible,
+    or if none is."""
     possible_forms = withdrawal.possible_forms
     if not possible_forms:
         reasons = [f"{name}: {reason}" for name, reason in withdrawal.why_not.items()]
@@ -154,8 +158,8 @@ def write_result(
     folder: Path,
     is_begun: bool,
 ) -> None:
-    """Writes the result of a form, and prints what was done. `is_begun`: the folder has the run of an earlier
-    start, and what it lacks is added."""
+    """Writes the result of a form and prints what was done. With `is_begun` the folder has the run of an
+    earlier start, which is completed."""
     if form == "subtracted":
         row = write_subtracted(withdrawal, texts, module, folder)
         rewrite_report(withdrawal.run, withdrawal.scores)
@@ -251,12 +255,14 @@ def write_subtracted(
         text_scores = texts.score(module, row=ROW)
         run_chats = measure_run_chats(texts, module, partial_folder, config=module.model.config)
         loading = module.export(partial_folder, withdrawal.scores.run["order"])
+
         base = texts.base
         save_tokenizer(base.tokenizer, base=base.tokenizer_files, folder=partial_folder)
         copy_generation_config(base=base.checkpoint, folder=partial_folder)
         dtype = withdrawal.scores.exported.get("dtype", "float32")
         if dtype in DTYPES:
             convert_files(partial_folder, DTYPES[dtype])
+
         description = describe_form(withdrawal.domain, "subtracted")
         row = texts.store(partial_folder, text_scores, row=ROW, description=description, run_chats=run_chats)
         write_derived_card(
@@ -300,8 +306,8 @@ def format_cost(cost: dict[str, Any]) -> str:
 
 
 def format_withdraw_command(withdrawal: Withdrawal, folder: Path | None) -> str:
-    """The command that gives the domain back by continuing: this program, and unless the domain is the last
-    the command of the run with the domains that are left."""
+    """The command that withdraws the domain by continuing: this program and, unless the domain is the last
+    one, the command of the run with the remaining domains."""
     run = withdrawal.run.path
     target = folder or Path("FOLDER")
     # This program writes what comes before the domain, unless it has done so: not the base before the first.

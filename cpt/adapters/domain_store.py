@@ -105,7 +105,7 @@ class DomainParams(NamedTensors):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> "DomainParams":
-        # What is mapped from a file stays there, whatever device the others go to.
+        # Parameters that are mapped from a file stay there, whatever device the others move to.
         names = list(self._buffers)
         mapped = {name: self._buffers.pop(name) for name in self.mapped_names}
         super()._apply(fn, recurse)

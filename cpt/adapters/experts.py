@@ -66,7 +66,7 @@ class Dispatch:
     counts: list[int]  # of each expert's rows
     row_positions: Tensor  # [N k]: where the rows of each token are, token after token
     gates: Tensor  # [N, k]
-    is_text: Tensor | None  # [N k] bool: which rows are no padding; None: all
+    is_text: Tensor | None  # [N k] bool: which rows are not padding; None: all
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Rows [..., N k, F] by experts."""

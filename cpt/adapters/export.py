@@ -94,8 +94,8 @@ def plain_weights(model: PreTrainedModel, changed_weights: Mapping[str, Tensor])
 
 def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
     """The model of an exported folder with the parameters of a domain, None for the last, in eval mode.
-    ValueError for a folder or domain without parts, and for a function that is not an `attach…` of one of the
-    TRUSTED_PACKAGES."""
+    Raises ValueError for a folder or domain without parts, and for a function that is not an `attach…` of one
+    of the TRUSTED_PACKAGES."""
     folder = Path(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model_class = getattr(transformers, config.architectures[0])
@@ -142,6 +142,6 @@ def own_storage(tensor: Tensor) -> Tensor:
 
 
 def part_file(folder: Path, name: str) -> Path:
-    """The file of a part; characters of its name that are no letters or digits are escaped."""
+    """The file of a part; characters of its name that are not letters or digits are escaped."""
     escaped = re.sub(r"[^\w .-]", lambda character: quote(character[0], safe=""), name)
     return folder / "parts" / f"{escaped}.safetensors"

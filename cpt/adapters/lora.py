@@ -108,7 +108,7 @@ def attach_lora(
 ) -> Scope:
     """Adds an adapter to each linear layer of the targets (`find_targets`), to each expert in the
     `parameters` (`find_target_parameters`), and to the `embeddings`: a head that is tied to them gets a
-    frozen one of its own. ValueError for embeddings of an encoder-decoder.
+    frozen one of its own. Raises ValueError for embeddings of an encoder-decoder.
 
     With `use_dora` layers are DoRA's (Liu et al., ICML 2024), h = m (W + alpha / r B A) x / ||W + alpha / r
     B A|| with a norm for each output. An `initialization` of pissa (Meng et al., NeurIPS 2024) begins with
@@ -211,7 +211,7 @@ class AdapterReach:
 def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
     """What the tuners in a model adapt; None of a model without any. Experts are one parameter in
     transformers 5, and no layer that `all-linear` finds."""
-    # The weights that have a tuner, and the tuners' own, which are no part of the model.
+    # The weights that have a tuner, and the tuners' own, which are not part of the model.
     adapted_ids = set[int]()
     tuner_ids = set[int]()
     for layer in model.modules():
@@ -229,7 +229,7 @@ def adapter_reach(model: PreTrainedModel) -> AdapterReach | None:
 
     num_quantized = count_stored(model)
 
-    # Not counted: embeddings and head. Convolutions may have three axes too, and are no experts.
+    # Not counted: embeddings and head. Convolutions may have three axes too, and are not experts.
     head = model.get_output_embeddings()
     outside_ids = set[int]()
     if head is not None:
@@ -290,7 +290,7 @@ def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Modul
 
 
 def find_kernel_layers(model: nn.Module) -> list[str]:
-    """The names of the linear layers that fused kernels of Mamba read the weights of."""
+    """The names of the linear layers whose weights the fused kernels of Mamba read."""
     names = []
     for name, module in model.named_modules():
         parameter_names = [key for key, _ in module.named_parameters(recurse=False)]
@@ -688,12 +688,15 @@ def default_arguments(model: PreTrainedModel, tuner: str, targets: Targets) -> d
     if targets == "auto" and tuner == "ln_tuning":
         norms = [name for name, module in model.named_modules() if type(module).__name__.endswith("Norm")]
         return {"target_modules": norms}
+
     layers = find_targets(model, "all-linear" if targets == "auto" else targets)
     settings: dict[str, Any] = {"target_modules": list(layers)}
+
     # GPT-2's Conv1D has its weight transposed; only these tuners of peft have an option for it.
     has_conv = any(isinstance(module, Conv1D) for module in layers.values())
     if has_conv and tuner in ("dora", "ia3", "vera"):
         settings["fan_in_fan_out"] = True
+
     if tuner == "dora":
         settings["use_dora"] = True
     if tuner == "fourierft":

@@ -49,7 +49,7 @@ def without_tuners(
 
 
 def find_shared_parameters(model: nn.Module) -> set[int]:
-    """The ids of the parameters that several modules have."""
+    """The ids of the parameters that several modules share."""
     num_owners = Counter[int]()
     for module in model.modules():
         num_owners.update(id(parameter) for parameter in module.parameters(recurse=False))

@@ -226,7 +226,7 @@ class SampleRouter(nn.Module):
             self.weigh_adapters(output)
 
     def weights_at(self, features: Tensor) -> Tensor:
-        """a [..., t] for a layer's features [N, T', f], [B T, f] or [B, 1, T', f]; ValueError for
+        """a [..., t] for a layer's features [N, T', f], [B T, f] or [B, 1, T', f]; raises ValueError for
         unidentified samples."""
         assert self.log_weights is not None
         weights = self.log_weights.exp()
@@ -283,8 +283,8 @@ def attach_routed(
     initialization: bool | str = True,
 ) -> Scope:
     """Adds a LoRA adapter to each linear layer of the targets within the model's body, and a router that
-    weights it and those of earlier domains for each sample. ValueError for targets without a layer in the
-    body."""
+    weights it and those of earlier domains for each sample. Raises ValueError for targets without a layer in
+    the body."""
     # Not in the head, which sees scored positions alone: whose samples they are is not known there.
     maps = [name for name in lora.find_targets(model, targets) if find_token_side(model, name) is not None]
     if not maps:

@@ -71,8 +71,8 @@ class PromptVectors(nn.Module):
         return torch.cat([values[:, : self.num_before], columns, values[:, self.num_before :]], dim=1)
 
     def widen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The pre-hook of the body: its inputs with n more positions in each row, all by keyword. ValueError
-        for inputs that a prompt does not go with."""
+        """The pre-hook of the body: its inputs with n more positions in each row, all by keyword. Raises
+        ValueError for inputs that a prompt does not go with."""
         inputs = dict(zip(self.argument_names, args, strict=False)) | kwargs
         inputs = {name: value for name, value in inputs.items() if value is not None}
         self.check_inputs(inputs)
@@ -153,7 +153,8 @@ class PromptVectors(nn.Module):
     def restore_prompt(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """The decoder's pre-hook: it attends to the prompt too. ValueError for another encoder's output."""
+        """The decoder's pre-hook: it attends to the prompt too. Raises ValueError for another encoder's
+        output."""
         states = kwargs.get("encoder_hidden_states")
         if states is None or states not in STATES_WITH_PROMPT:
             raise ValueError("a decoder takes a prompt from its encoder; to generate: num_beams=1")

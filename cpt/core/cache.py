@@ -93,7 +93,7 @@ def naming_cache(cache: Path) -> Iterator[None]:
 
 
 def describe_owner(path: Path) -> str:
-    """` (owner 1000, mode 0700)` of a path, or of the nearest folder above it that can be looked at."""
+    """` (owner 1000, mode 0700)` of a path, or of the nearest readable folder above it."""
     for ancestor in (path, *path.parents):
         try:
             stat = ancestor.stat()
@@ -162,7 +162,7 @@ def give_head_start(folder: Path, lock: FileLock) -> None:
     while time.monotonic() < deadline and not folder.exists():
         try:
             with lock.acquire(timeout=0):
-                pass  # nobody builds it yet
+                pass  # no process builds it yet
         except Timeout:
             return
         time.sleep(0.02)

@@ -93,7 +93,7 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
 }
 # The options of a monitor that only measures: it neither ends a stage nor chooses its weights.
 PASSIVE_MONITOR = {"monitor.stop": None, "monitor.patience": None, "monitor.keep": "last"}
-# Keys of a choice that are no options of its class: its name, its learning rate over the model's, and what
+# Keys of a choice that are not options of its class: its name, its learning rate over the model's, and what
 # cpt.tune searches.
 SEARCH = "search"
 CHOICE_KEYS = ("name", "lr_multiplier", SEARCH)

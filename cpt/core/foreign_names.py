@@ -1,5 +1,5 @@
 """What other libraries and papers call the options, choices and values of cpt: error messages suggest the
-name that they have here. They are no second names, as a run would then have two."""
+name that they have here. They are not aliases: a run would then have two names."""
 
 import re
 from dataclasses import dataclass

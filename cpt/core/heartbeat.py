@@ -42,7 +42,7 @@ def utc_now() -> str:
 
 
 def age_s(time_utc: str) -> float:
-    """Seconds since a time, 0 for one in the future. Raises ValueError if it is no time or has no zone."""
+    """Seconds since a time, 0 for one in the future. Raises ValueError if it is not a time or has no zone."""
     time_read = datetime.fromisoformat(time_utc)
     if time_read.tzinfo is None:
         raise ValueError(f"{time_utc} has no time zone")
@@ -58,7 +58,7 @@ State = Literal["running", "waiting", "finished", "preempted", "failed"]
 
 
 def check_time(text: str) -> str:
-    """The text; raises ValueError if it is no time."""
+    """The text. Raises ValueError if it is not a time."""
     age_s(text)
     return text
 
@@ -90,7 +90,8 @@ class ProcessId:
         if (self.host, self.namespace) != (current.host, current.namespace):
             return None
         try:
-            # Another process may have got the pid; a zombie has ended, but nobody has asked how.
+            # Another process may have the pid by now. A zombie has ended, although its exit code was not
+            # collected yet.
             is_same = abs(start_time(self.pid) - self.start_time) < CLOCK_S
             return is_same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except (psutil.NoSuchProcess, ValueError, OverflowError):
@@ -132,7 +133,8 @@ class Heartbeat:
 
     @property
     def alive(self) -> bool:
-        """Whether its process is at work; one of another host is as long as it is heard of."""
+        """Whether its process is alive. A process of another host counts as alive while its heartbeat is
+        fresh."""
         if not self.active:
             return False
         is_alive = self.process.is_alive()
@@ -158,7 +160,7 @@ class Heartbeat:
             return None
         except ValidationError as error:
             first = error.errors()[0]
-            key = ".".join(map(str, first["loc"])) or "its form"  # no key: it is no JSON object
+            key = ".".join(map(str, first["loc"])) or "its form"  # no key: it is not a JSON object
             raise ValueError(f"{PROGRESS_FILE} cannot be read: {key}: {first['msg']}") from None
         except OSError as error:
             raise ValueError(f"{PROGRESS_FILE} cannot be read: {error}") from None

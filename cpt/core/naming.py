@@ -18,7 +18,7 @@ from cpt.core.secrets import redact
 from cpt.core.slurm import step_nodes, tasks_per_node
 
 CONFIG = "config"  # the primary config, of our own conf/ and of a user's
-# Options that are shown by themselves, and where text lies: they are no part of a run's variant.
+# Options that are shown by themselves, and where text lies: they are not part of a run's variant.
 OUTSIDE_VARIANT = (
     "method",
     "mask",
@@ -60,7 +60,7 @@ def make_safe(part: str) -> str:
 
 
 def shorten_path(value: str, *, num_parts: int) -> str:
-    """The last parts of a path, with dots between them; of an exported model also the run that it is of."""
+    """The last parts of a path, with dots between them; for an exported model also its run."""
     path = Path(value)
     if path.name == "model":
         num_parts = max(2, num_parts)
@@ -126,7 +126,7 @@ def as_patterns(value: str) -> str:
 
 
 def unescape(value: str) -> str:
-    """A value without the backslashes before characters that Hydra has another use for."""
+    """A value without the backslashes before characters that are special to Hydra."""
     return HYDRA_ESCAPE.sub(r"\1", value)
 
 

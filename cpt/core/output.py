@@ -32,7 +32,8 @@ def open_streams() -> None:
 
 @contextmanager
 def closing_output() -> Iterator[None]:
-    """Ends the program without a traceback, by the exit code UNREAD, if nobody reads its output any more."""
+    """Ends the program without a traceback, by the exit code UNREAD, if no program reads its output any
+    more."""
     try:
         yield
         sys.stdout.flush()

@@ -15,7 +15,7 @@ from omegaconf.resolvers import oc
 
 from cpt.core.files import write_atomically
 
-HIDDEN = "(hidden)"  # stands where a secret was
+HIDDEN = "(hidden)"  # replaces a secret
 NO_DEFAULT = object()
 # The last words of a key, joined by _: `slackToken` and `X-Slack-Token` are slack_token.
 SECRET_ENDS = (
@@ -182,7 +182,7 @@ def is_secret(key: str) -> bool:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A config, as it is shown, without secrets by their keys and by their form."""
+    """A config for display: values whose key or form is that of a secret are hidden."""
     if isinstance(value, Mapping):
         return {name: redact(entry, str(name)) for name, entry in value.items()}
     if isinstance(value, list):
@@ -215,8 +215,8 @@ def redact_override(override: str) -> str:
 
 
 def redact_file(path: Path) -> None:
-    """Hides secrets in a YAML file of Hydra's, which has the config and the command line as they were
-    written. A file without any, or none, is left as it is."""
+    """Hides secrets in a YAML file that Hydra has written, with the config and the command line. A missing
+    file, or one without secrets, is left unchanged."""
     if not path.exists():
         return
     tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)

@@ -184,7 +184,7 @@ class Section:
         if kind is None and not target.startswith("cpt."):  # a library's class or a user's without Options
             return Choice(target, arguments.values or Options())
 
-        # A class of cpt without Options takes none: whatever stands there is refused as an unknown option.
+        # A class of cpt without Options takes none: every entry is refused as an unknown option.
         options = arguments.read(kind or Options)
         is_own_options = kind is not None and target.endswith(f".{kind.__name__}")
         return options if is_own_options else Choice(target, options)

@@ -100,6 +100,6 @@ def step_nodes() -> int:
 
 
 def without_task(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a process that is no task: a job of a sweep that runs inside an allocation."""
+    """An environment for a process that is not a task: a job of a sweep that runs inside an allocation."""
     dropped = {*TASK, *(name for name in environment if name.startswith("SLURM_STEP"))}
     return {name: value for name, value in environment.items() if name not in dropped}

@@ -192,15 +192,18 @@ class ChatEncoder:
             return []
         if any(MARK.search(text) for text in texts):
             return [self.ids_of_marked(text) for text in texts]
+
         sections_by_text = [self.sections(text) for text in texts]
         different = list(dict.fromkeys(chain.from_iterable(sections_by_text)))
         ids_of_section = dict(zip(different, self.ids_of(different), strict=True))
+
         joined = []
         for sections in sections_by_text:
             ids: list[int] = []
             for section in sections:
                 ids += ids_of_section[section]
             joined.append(ids)
+
         longest = max(range(len(texts)), key=lambda index: len(texts[index]))
         if joined[longest] == self.ids_of([texts[longest]])[0]:
             return joined
@@ -464,6 +467,7 @@ class RenderedChat:
             while turns[answer].role != ASSISTANT:
                 answer += 1
             text = text_of_answer.get(answer) or self.render(answer + 1)
+
             # An answer has to be there, but for blanks. Other turns a template may cut or reformat: it is
             # enough that another text in their place changes what is rendered.
             content = remove_blanks(self.messages[number]["content"])
@@ -473,6 +477,7 @@ class RenderedChat:
                     self.refuse_unused(
                         f"the text of turn {number + 1} ({turn.role})", f"a turn of {turn.role}"
                     )
+
             # What a template does not print, no model learns: names and ids are noted, all else is an error.
             for key in turn.details:
                 if self.is_changed_by(number, answer, removed_key=key):
@@ -480,6 +485,7 @@ class RenderedChat:
                 if key not in LABEL_KEYS:
                     self.refuse_unused(f"{key!r} of turn {number + 1} ({turn.role})", key)
                 unused_keys.append(key)
+
         if self.tools:
             count = last + 1
             if self.render(count) == self.render_messages(self.messages[:count], None):

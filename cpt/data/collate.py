@@ -182,7 +182,7 @@ class SharedRows:
         return cls(rows, begins, num_rows=int(rows.max()) + 1, width=int((begins + lengths).max()))
 
     def layout(self, is_token: np.ndarray) -> np.ndarray:
-        """The `layout` [R, W] of a batch whose places `is_token` [B, T] says are no padding."""
+        """The `layout` [R, W] of a batch whose places `is_token` [B, T] says are not padding."""
         # What stays free in the shared rows is filled with a place of padding, here the first.
         padding_place = np.argmin(is_token)
         layout = np.full((self.num_rows, self.width), padding_place)

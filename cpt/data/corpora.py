@@ -242,8 +242,8 @@ class SharedDocuments:
 
 
 def find_shared_documents(corpora: Mapping[str, Corpus]) -> list[SharedDocuments]:
-    """The pairs of texts that share documents, the most first; of a document that several texts hold out one
-    is counted."""
+    """The pairs of texts that share documents, those with most first. A document that several texts hold out
+    counts once."""
     names = list(corpora)
     held_out_keys = [corpora[name].keys("valid", "test") for name in names]
     train_keys = [corpora[name].keys("train") for name in names]

@@ -301,7 +301,7 @@ def assign(
     """The split of each document, [documents] int8; DROPPED for copies, which have the same key, SPARED for
     held-out documents beyond the maximum. Of equal documents the first stays, in train rather than in valid
     or test. A split that the source does not have is held out of train, by hashes; with an empty `held_out`
-    none is. `keys` are by default the hashes. ValueError for an empty split."""
+    none is. `keys` are by default the hashes. Raises ValueError for an empty split."""
     if not len(hashes):
         raise ValueError(f"domain {name} has no text: its files are empty")
     if keys is None:
@@ -340,7 +340,7 @@ def assign(
 
 
 def find_originals(keys: np.ndarray, source_splits: np.ndarray) -> np.ndarray:
-    """The positions of the documents that are no copies: the first of each key, of train before valid before
+    """The positions of the documents that are not copies: the first of each key, of train before valid before
     test."""
     order = np.argsort(source_splits, kind="stable")
     order = order[np.argsort(keys[order], kind="stable")]

@@ -51,7 +51,8 @@ class ImportanceLoader:
                 device_batch = {name: value.to(self.device) for name, value in batch.items()}
                 yield cast(Batch, device_batch)
                 bar.update()
-                # Some processes may have a batch more than others, which nobody would meet after it.
+                # Some processes may have one batch more than others: a collective after it would wait for
+                # ever.
                 if number < self.num_common:
                     leave_together(f"in the probe of {self.domain}")
 

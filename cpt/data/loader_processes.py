@@ -88,8 +88,8 @@ def prepare_loader_processes() -> None:
 
 
 def raise_first_error(number: int, frame: FrameType | None) -> None:
-    """The handler of SIGCHLD: raises RuntimeError for the first loader process that failed. Those that end
-    because the run ends would interrupt what is written last."""
+    """The handler of SIGCHLD: raises RuntimeError for the first loader process that failed. Later ones are
+    ignored: they end with the run, and an error would interrupt its last writes."""
     try:
         raise_every_error(number, frame)
     except RuntimeError:

@@ -209,7 +209,7 @@ def learn_merges(
 
 
 def repeat_words(words: Mapping[tuple[int, ...], int], signs: Mapping[int, str]) -> Iterator[str]:
-    """Text in which each word stands as often as it was counted, one sign for each of its tokens."""
+    """Text with each word as often as it was counted, as one sign for each of its tokens."""
     for word, count in words.items():
         text = "".join(signs[token_id] for token_id in word) + " "
         while count > 0:
@@ -232,6 +232,7 @@ def name_merges(
     entry_of: dict[tuple[int, ...], str] = {(token_id,): entry for entry, token_id in vocabulary.items()}
     new_entries: dict[str, None] = {}  # in order
     new_merges: dict[tuple[str, str], None] = {}
+
     for first, second in merges:
         if first not in entry_of or second not in entry_of:
             continue

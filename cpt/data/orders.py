@@ -34,8 +34,8 @@ def resolve_order(
     seed: int,
 ) -> list[str]:
     """The domains to train on: a named order by its number, a word about the first one, one domain, or a
-    list. Orders by similarity are the first one until `arrange_domains`. ValueError for an unknown order or
-    domain."""
+    list. Orders by similarity are the first one until `arrange_domains`. Raises ValueError for an unknown
+    order or domain."""
     named_orders = number_orders(orders or [sorted(names)])
     domains: list[str] | None = None
     if isinstance(order, int):

@@ -59,7 +59,7 @@ def sizes_in_row(pieces: np.ndarray) -> np.ndarray:
 
 
 class Cutter:
-    """Cuts documents into pieces that fill rows of `length` tokens. `special` ids are no text. With
+    """Cuts documents into pieces that fill rows of `length` tokens. `special` ids are not text. With
     `row_start` a piece begins with this id, which is inserted where it does not."""
 
     def __init__(self, length: int, special: Sequence[int], row_start: int | None) -> None:

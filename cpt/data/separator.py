@@ -85,7 +85,7 @@ def choose_separator(
     tokenizer: PreTrainedTokenizerBase, requested: str = AUTO, *, model_ends: Sequence[int] = ()
 ) -> Separator:
     """The separator of `domains.separator=requested`; `model_ends` are the eos ids in the checkpoint's
-    configuration and generation configuration. Raises ValueError for a text that is no token, and where a
+    configuration and generation configuration. Raises ValueError for a text that is not a token, and where a
     tokenizer has none that could separate documents."""
     if requested == NONE:
         return Separator(ids=(), description="none")

@@ -315,12 +315,14 @@ class Encoder:
                 rendered_answer = self.tokenizer.decode(reference, skip_special_tokens=True).strip()
                 example = replace(example, target=rendered_answer or example.target)
             return TaskPrompt(example=example, ids=row.ids[:begin], choices=[], reference=reference)
+
         (question,) = self.ids_of([example.source])
         texts = [*example.choices, example.target]
         joint_ids = self.together([(example.source, text) for text in texts])
         answers = []
         for text, ids in zip(texts, joint_ids, strict=True):
             answers.append(self.answer_of(text, question, ids))
+
         *choices, reference = answers
         prompt, _ = self.fit(example, question, reference)
         return TaskPrompt(example=example, ids=prompt, choices=choices, reference=reference)

@@ -98,8 +98,8 @@ def collect_losses(losses_by_row: Sequence[Array | None]) -> tuple[list[Any], li
 
 
 def summarise_rows(answers_by_row: Sequence[Sequence[ChatAnswer] | None]) -> list[dict[str, Any] | None]:
-    """The summary of the answers by row, with their changes since the base, which is row 0; None where a row
-    was not asked."""
+    """The summary of each row's answers, with their changes since row 0, the base; None for a row without
+    answers."""
     summaries: list[dict[str, Any] | None] = []
     for number, answers in enumerate(answers_by_row):
         base_answers = answers_by_row[0] if number > 0 else None

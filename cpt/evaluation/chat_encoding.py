@@ -78,8 +78,8 @@ def encode_held_out_chats(
 def find_answer_ends(
     tokenizer: PreTrainedTokenizerBase, chats: Sequence[EncodedChat], model_ends: Sequence[int]
 ) -> list[int]:
-    """The tokens that end an answer: those after the chats' own answers, the end of the tokenizer, and the
-    ends that the files of the model say."""
+    """The tokens that end an answer: the last ones of the chats' own answers, the tokenizer's EOS, and
+    `model_ends`, the EOS ids in the files of the model."""
     ends = [chat.prompt.reference[-1] for chat in chats]
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)

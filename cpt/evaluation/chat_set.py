@@ -81,8 +81,8 @@ def stamp_chats(options: ChatOptions) -> str:
 
 
 def read_chats(options: ChatOptions) -> list[HeldOutChat]:
-    """The chats of all files, in their order. Raises ValueError for a row that is no chat, by file and line,
-    and for files without any."""
+    """The chats of all files, in their order. Raises ValueError for a row that is not a chat, by file and
+    line, and for files without any."""
     paths = find_chat_files(options)
     chats: list[HeldOutChat] = []
     for path in paths:

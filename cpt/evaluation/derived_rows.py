@@ -116,8 +116,8 @@ def find_derived_rows(run_folder: Path) -> Iterator[tuple[Path, DerivedRow]]:
 
 
 def load_derived_documents(folder: Path) -> dict[str, Array]:
-    """The losses by document of a derived row, by text [2, documents]: nats, scored tokens. ValueError for
-    damage."""
+    """The losses by document of a derived row, by text [2, documents]: nats, scored tokens. Raises ValueError
+    for a damaged file."""
     path = folder / DOCUMENTS_FILE
     check_archive(path, remedy=REMEDY)
     with np.load(path) as archive:

@@ -273,7 +273,8 @@ def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[AdamW, Lam
 def train_epoch(
     classifier: Classifier, job: FinetuneJob, optimizer: AdamW, schedule: LambdaLR, *, seed: int, epoch: int
 ) -> Iterator[None]:
-    """An epoch, step by step; ValueError where loss or gradient are not finite: no step is made then."""
+    """An epoch, step by step; raises ValueError where loss or gradient are not finite: no step is made
+    then."""
     device = classifier.out.weight.device
     first_failed = torch.full((), math.inf, device=device)  # the first step that was not made
     classifier.train()

@@ -219,7 +219,8 @@ class TaskSource(FinetuneOptions, FinetuneProtocol, ABC):
 
     @abstractmethod
     def read(self, name: str, split: str) -> list[LabelledExample]:
-        """The examples of train, dev or test; none for a missing dev. ValueError for what can not be read."""
+        """The examples of train, dev or test; none for a missing dev. Raises ValueError for what can not be
+        read."""
 
     @abstractmethod
     def fingerprint(self, name: str) -> Any:

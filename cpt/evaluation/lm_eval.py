@@ -275,8 +275,8 @@ def find_common(values: set[Any]) -> Any:
 
 @contextmanager
 def silence() -> Iterator[list[str]]:
-    """Within, the harness prints nothing and starts no processes of its own; gives the list to which the
-    warnings that it logs are added."""
+    """Inside the context the harness prints nothing and starts no processes of its own. Yields the list to
+    which the warnings that it logs are added."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

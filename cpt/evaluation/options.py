@@ -38,7 +38,7 @@ CAP = 200_000  # tokens of each text that are scored where eval.max_tokens is no
 EVERY = re.compile(r"every:([1-9]\d*)")
 SOME = re.compile(r"(near|sample):([1-9]\d*)")
 # Measures that a task may be reported by, and whether each is of what the model writes.
-KNOWN_BY = {
+MAIN_MEASURES = {
     "accuracy_ranked": False,
     "accuracy_ranked_mean": False,
     "exact_match": True,
@@ -148,20 +148,20 @@ class TaskEvalOptions(StageOptions):
     )
 
     def __post_init__(self) -> None:
-        for task, measure in self.known_by.items():
-            if measure not in KNOWN_BY:
-                raise ValueError(unknown_name(f"metrics.{task}={measure}", KNOWN_BY))
-            if KNOWN_BY[measure] and not self.written:
+        for task, measure in self.metric_of_task.items():
+            if measure not in MAIN_MEASURES:
+                raise ValueError(unknown_name(f"metrics.{task}={measure}", MAIN_MEASURES))
+            if MAIN_MEASURES[measure] and not self.written:
                 raise InvalidOptionError(
                     f"metrics.{task}",
                     measure,
                     reason="written=false generates no answers",
-                    allowed=", ".join(name for name, is_written in KNOWN_BY.items() if not is_written),
+                    allowed=", ".join(name for name, is_written in MAIN_MEASURES.items() if not is_written),
                 )
 
     @property
-    def known_by(self) -> Mapping[str, str]:
-        """The measure that is asked for of each of some tasks."""
+    def metric_of_task(self) -> Mapping[str, str]:
+        """The metric of each task that does not have its default one."""
         return self.metrics or {}
 
 

@@ -169,7 +169,7 @@ def load_correctness(
     folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]
 ) -> dict[tuple[str, int], Array]:
     """{(task, seed): whether each test example was right}, bool [example], in the last row in which the task
-    was measured; without what has no file. ValueError if a file is damaged."""
+    was measured; without what has no file. Raises ValueError if a file is damaged."""
     if not endtasks:
         return {}
     is_right = {}

@@ -449,7 +449,8 @@ def documents_file(folder: Path, row: int) -> Path:
 
 
 def load_documents(folder: Path, rows: Iterable[int]) -> list[dict[str, Array]]:
-    """The losses of some rows, by text [2, documents]: nats, scored tokens. ValueError for damage."""
+    """The losses of some rows, by text [2, documents]: nats, scored tokens. Raises ValueError for a damaged
+    file."""
     losses = []
     for row in rows:
         path = documents_file(folder, row)
@@ -477,8 +478,8 @@ def gather_documents(rows: Sequence[Losses], scores: Scores) -> tuple[list[Array
 
 
 def find_conditions(scores: Scores) -> dict[str, str]:
-    """What a perplexity depends on except the model, in words; runs in which all of it is equal are
-    comparable. `texts` is a hash of all of them, `scored` and `cap` are tokens."""
+    """What a perplexity depends on besides the model, in words: runs with equal conditions are comparable.
+    `texts` is a hash of all texts; `scored` and `cap` are in tokens."""
     recorded = scores.conditions
     objective = scores.run["objective"]
     is_causal = objective == "causal"

@@ -328,18 +328,18 @@ class AnswerSummary:
     examples: int
     chance: float | None  # what a guess among the choices reaches; None where there are none
     majority: float | None  # what the most frequent answer reaches
-    means: Mapping[str, float | None]  # of every measure; the task is known by the first
+    means: Mapping[str, float | None]  # of every measure; the first is the task's main one
     head: Array  # [examples]: that one, by example
     seconds: float
 
 
 def summarise_answers(
-    answers: TaskAnswers, *, seconds: float = 0.0, known_by: str | None = None
+    answers: TaskAnswers, *, seconds: float = 0.0, main_measure: str | None = None
 ) -> AnswerSummary:
-    """What answers come to in the measures of choices, or of free text; the first is the one that the task is
-    known by, which may be asked for. A mean is over the examples that count, None where none does. Raises
-    ValueError for a measure without answers."""
-    values = compute_measures(answers, known_by=known_by)
+    """The means of the measures of choices, or of free text. The first is the task's main measure:
+    `main_measure`, or else the default. A mean is over the examples with a value, None where none has one.
+    Raises ValueError for a main measure that the answers do not have."""
+    values = compute_measures(answers, main_measure=main_measure)
     means: dict[str, float | None] = {}
     for name, by_example in values.items():
         finite = by_example[np.isfinite(by_example)]
@@ -356,11 +356,11 @@ def summarise_answers(
     return AnswerSummary(num_examples, chance, majority, means, head, seconds)
 
 
-def compute_measures(answers: TaskAnswers, *, known_by: str | None) -> dict[str, Array]:
-    """Each measure whose answers there are, by example; `known_by`, if it is asked for, is the first.
+def compute_measures(answers: TaskAnswers, *, main_measure: str | None) -> dict[str, Array]:
+    """Each measure that the answers have, by example; `main_measure`, if given, is the first.
 
-    Raises ValueError where that needs answers of another kind."""
-    names = [] if known_by is None else [known_by]
+    Raises ValueError for a main measure that needs answers of another kind."""
+    names = [] if main_measure is None else [main_measure]
     names.extend(OPEN if answers.ranked is None else CLOSED)
 
     available = {name for name, column in vars(answers).items() if column is not None}
@@ -368,8 +368,8 @@ def compute_measures(answers: TaskAnswers, *, known_by: str | None) -> dict[str,
     for name in dict.fromkeys(names):
         if available >= set(MEASURES[name].needs):
             values[name] = MEASURES[name].compute(answers)
-    if known_by is not None and known_by not in values:
-        raise ValueError(f"{known_by} needs answers of another kind. Allowed: {', '.join(values)}")
+    if main_measure is not None and main_measure not in values:
+        raise ValueError(f"{main_measure} needs answers of another kind. Allowed: {', '.join(values)}")
     return values
 
 

@@ -49,7 +49,7 @@ class MomentumFilter(Constraint):
         super().__init__(apply_to="update")
         self.share = options.share
         self.is_released = options.form == "released"
-        self.watched: list[nn.Module] = []  # in a list: it is no part of the mask
+        self.watched: list[nn.Module] = []  # in a list: it is not part of the mask
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         self.watched = [model]
@@ -91,7 +91,7 @@ class MomentumFilter(Constraint):
 
 
 def find_momentum(parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
-    """The momentum of a parameter in an optimizer's state; ValueError for an optimizer without one."""
+    """The momentum of a parameter in an optimizer's state; raises ValueError for an optimizer without one."""
     state = optimizer.state[parameter]
     for name in MOMENTA:
         if isinstance(state.get(name), Tensor):

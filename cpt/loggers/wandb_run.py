@@ -152,11 +152,13 @@ def init_wandb(
     too_long = [tag for tag in labels.tags if not 0 < len(tag) <= LONGEST_TAG]
     if too_long:
         raise ValueError(f"tags={too_long} is invalid. Allowed: 1 to {LONGEST_TAG} characters each")
+
     settings = settings or wandb.Settings()
     if not os.environ.get("WANDB_SILENT"):
         settings.silent = True
     if not os.environ.get("WANDB_CONSOLE"):
         keep_log_lines(settings)
+
     limit_finish(settings)
     try:
         run = wandb.init(
@@ -188,7 +190,7 @@ def init_wandb(
 
 
 def keep_log_lines(settings: wandb.Settings) -> None:
-    """Lets W&B keep cpt's log lines, and nothing else that is written to the console: bars are no lines."""
+    """Lets W&B keep cpt's log lines, and nothing else that is written to the console: bars are not lines."""
     if "capture_loggers" in wandb.Settings.model_fields:
         settings.console = "off"
         settings.capture_loggers = CAPTURED_LOGGERS

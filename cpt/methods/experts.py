@@ -267,7 +267,7 @@ class LifelongMoE(CopyingMethod):
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
         if self.mixtures:
             source = self.choose_source(importance_batches, range(self.domain.index), base=True)
-            reshard(self.model)  # after passes weights may be gathered: what is copied into those is lost
+            reshard(self.model)  # passes leave weights gathered, and copies into gathered weights are lost
             for mixture in self.mixtures:
                 mixture.copy_group(source)
         # f_{t-1}, as the dense parts are trained in place; earlier experts keep their bits.

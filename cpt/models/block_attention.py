@@ -107,12 +107,14 @@ def make_block_masks(model: PreTrainedModel, segments: Tensor, *, causal: bool) 
     distances = columns[:, None] - columns
     if causal:
         is_seen = is_seen & (distances >= 0)
+
     masks = {"full_attention": is_seen}
     if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
         # A causal window counts the token itself, an encoder's the tokens on each side.
         window = model.config.sliding_window
         is_near = distances < window if causal else distances.abs() <= window
         masks["sliding_attention"] = is_seen & is_near
+
     # Eager attention adds a mask to its scores, others take it as truth values.
     if model.config._attn_implementation == "eager":
         dtype = hidden_dtype(model)

@@ -162,7 +162,7 @@ class Head:
         changes = []
         for stack, output_type in self.stacks.items():
             output = output_type(last_hidden_state=hidden[None])
-            # What torch calls in place of a module's forward pass and hooks.
+            # The body returns these states: torch calls this attribute in place of forward pass and hooks.
             changes.append((stack, "_compiled_call_impl", partial(return_output, output)))
         with set_temporarily(*changes), use_weights(self.weights), self.autocast():
             return cast(Tensor, self.model.forward(**self.arguments).logits[0])

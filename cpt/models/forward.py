@@ -123,7 +123,7 @@ def set_dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
 
 def check_dropout(model: nn.Module, rate: float | None, *, option: str, alternative: str) -> None:
     """Raises ValueError if two passes in train mode with dropout at a `rate` could not differ; `alternative`
-    is the setting with which nobody needs that they do."""
+    is the setting that does not need them to differ."""
     rates = [module_rate for *_, module_rate in find_dropout(model)]
     has_dropout = any(rates) if rate is None else bool(rates and rate)
     if not has_dropout:

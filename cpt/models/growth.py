@@ -159,7 +159,7 @@ def add_bias_columns(attention: nn.Module, heads: Tensor, *, count: int) -> None
 
 
 def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
-    """Adds copies of each stack's last blocks that contribute nothing. ValueError for too many."""
+    """Adds copies of each stack's last blocks that contribute nothing. Raises ValueError for too many."""
     if num_copies == 0:
         return
     depths = Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
@@ -283,8 +283,8 @@ def copy_block(block: nn.Module, origin: nn.Module) -> nn.Module:
     origin_tensors = dict(origin.named_parameters()) | dict(origin.named_buffers())
     first_parameter = next(origin.parameters())
 
-    # What the origin lacks, as a layer that comes in some blocks only, starts like a norm's weight at 1, and
-    # its bias at 0.
+    # A parameter that the origin lacks, as some blocks have layers of their own, starts as that of a norm:
+    # the weight at 1, the bias at 0.
     block.to_empty(device=first_parameter.device)
     for name, tensor in (*block.named_parameters(), *block.named_buffers()):
         start = 0.0 if name.endswith("bias") else 1.0

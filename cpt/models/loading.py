@@ -290,10 +290,12 @@ def load_model(
         config = scale_rope(config, rope)
     if num_hidden_layers is not None:
         config = truncate_config(config, num_hidden_layers)
+
     if sharding is not None and not is_quantized:
         sharded_model = load_shards(checkpoint, config, objective, dtype=dtype, rows=rows, sharding=sharding)
         if sharded_model is not None:
             return sharded_model
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model_class: Any = AUTO_MODELS[objective]
@@ -308,6 +310,7 @@ def load_model(
             device_map={"": "cpu"} if is_quantized else None,
             trust_remote_code=False,
         )
+
     if is_quantized:
         replace_layers(model)
         if dtype != torch.float32:

@@ -24,7 +24,7 @@ class MissingWeightError(LookupError):
 @contextmanager
 def original_weights(model: PreTrainedModel, files: Iterable[Path]) -> Iterator[None]:
     """Inside the context the quantized layers of a model have the weights of a checkpoint's files. Raises
-    MissingWeightError where they are no safetensors, or store a weight in another form."""
+    MissingWeightError where they are not safetensors, or store a weight in another form."""
     layers = quantized_layers(model)
     with ExitStack() as stack:
         opened = {}  # by the name of a tensor, the open file that holds it

@@ -74,8 +74,8 @@ def find_multipliers(
     model: PreTrainedModel, options: ParameterOptions, trained: Iterable[nn.Parameter]
 ) -> dict[nn.Parameter, float]:
     """The factor on the learning rate of each trained parameter that has one. Raises ValueError for a
-    parameter that two patterns give different factors: their order must not decide, as it is no part of what
-    makes a run the same run."""
+    parameter that two patterns give different factors: the order of patterns is not part of a run's identity,
+    and must not decide."""
     factors = options.lr_multipliers or {}
     multipliers: dict[nn.Parameter, float] = {}
     first_patterns: dict[nn.Parameter, str] = {}

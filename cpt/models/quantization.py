@@ -196,8 +196,8 @@ class Linear4Bit(QuantizedLinear):
                 blocksize=self.nested_block_size,
                 dtype=torch.float32,
             )
-        # As one row: with AVX-512 the kernel of 0.50.2 takes wrong scales for rows that are no multiple of a
-        # block.
+        # As one row: with AVX-512 the kernel of 0.50.2 takes wrong scales for rows that are not a multiple of
+        # a block.
         state = QuantState(
             absmax=self.scales,
             shape=torch.Size((1, self.num_weights)),

@@ -57,7 +57,7 @@ class Checkpoint:
 
 def open_checkpoint(option: str, name: str) -> Checkpoint:
     """Reads the config, the tokenizer, and the names and shapes of the tensors of a model. Raises ValueError
-    for what is no checkpoint, has no tokenizer, or is stored in few bits."""
+    for what is not a checkpoint, has no tokenizer, or is stored in few bits."""
     try:
         config = load_config(name)
         files = find_weight_files(name, config)
@@ -418,7 +418,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def name_shards(folder: Path, names_by_shard: Sequence[Sequence[str]], total_bytes: int) -> None:
-    """Gives the files of weights the names that transformers looks for."""
+    """Renames the files of weights as transformers expects them."""
     if len(names_by_shard) == 1:
         shard_path(folder, 0).rename(folder / SAFE_WEIGHTS_NAME)
         return

@@ -58,7 +58,7 @@ def make_sharded_class(
             slices = {}
             for path in files:
                 file = stack.enter_context(safe_open(path, "pt"))
-                for key in file.keys():  # noqa: SIM118  (it is no mapping)
+                for key in file.keys():  # noqa: SIM118  (it is not a mapping)
                     slices[key] = file.get_slice(key)
             loader = ShardLoader(model, slices, load_config)
             return loader.load(sharding, rows), None

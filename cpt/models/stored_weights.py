@@ -189,7 +189,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         yield from load_state_dict(path, map_location="cpu").items()
         return
     with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118  (it is no mapping)
+        for name in file.keys():  # noqa: SIM118  (it is not a mapping)
             yield name, file.get_tensor(name)
 
 

@@ -123,8 +123,8 @@ def weight_shape(module: nn.Module) -> torch.Size:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated layers that hold an attention, or in a hybrid a mixer, in order; ValueError if
-    there are none."""
+    """The outermost repeated layers that hold an attention, or in a hybrid a mixer, in order; raises
+    ValueError if there are none."""
     blocks: list[tuple[str, nn.Module]] = []
     stack_prefixes: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -170,7 +170,7 @@ def find_sublayers(
                 continue
             raise ValueError(f"{name} has a mixture of experts in place of a feed-forward network")
         feed_forward = linear_layers.feed_forward
-        # What is no linear layer must not be overlooked: with it, nothing is identified.
+        # What is not a linear layer must not be overlooked: with it, nothing is identified.
         outside = [*linear_layers.attentions, *linear_layers.mixers]
         if len(feed_forward) != count_matrices(block, name, outside=outside):
             feed_forward = []

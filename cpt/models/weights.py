@@ -87,7 +87,7 @@ class Snapshot(NamedTensors):
 
 
 class PreciseSnapshot(Snapshot, PreciseTensors):
-    """A copy in at least 32 bits, which many small moves add up in."""
+    """A copy in at least 32 bits, so that many small changes add up."""
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         super().update({name: upcast(tensor) for name, tensor in tensors.items()})
@@ -259,7 +259,7 @@ def find_outer_embeddings(model: nn.Module, blocks: Sequence[nn.Module]) -> list
 
 
 def find_all_trainable(model: nn.Module, trainable: str | Sequence[str]) -> set[nn.Parameter]:
-    """The parameters of one or several entries; ValueError for an entry that finds nothing."""
+    """The parameters of one or several entries; raises ValueError for an entry that finds nothing."""
     entries = [trainable] if isinstance(trainable, str) else trainable
     trained = set[nn.Parameter]()
     for entry in entries:

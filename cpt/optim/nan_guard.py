@@ -73,7 +73,8 @@ class NanGuard(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # the GradScaler of float16; else None
 
         # One reduction checks loss and gradient: the sum of two numbers is finite only if both are. With a
-        # scaler a gradient that is not finite is no failure: the scaler skips the step and lowers its scale.
+        # scaler a gradient that is not finite is not a failure: the scaler skips the step and lowers its
+        # scale.
         checked_number = loss
         if scaler is None:
             checked_number = loss + norm

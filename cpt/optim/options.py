@@ -127,7 +127,7 @@ class AdamW8bitOptions(ParameterOptions):
 
 @config
 class MuonWithAdamWOptions(ParameterOptions):
-    """Options of Muon, and of AdamW for what is no matrix of a block."""
+    """Options of Muon, and of AdamW for what is not a matrix of a block."""
 
     lr: NonNegative = option("peak learning rate of both")
     momentum: BelowOne = option("Muon: decay rate of the momentum")

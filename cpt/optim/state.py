@@ -55,7 +55,8 @@ class CarriedState(NamedTensors):
             carried.setdefault(name, {})[key] = int(value) if is_whole_number else value
         names = {parameter: name for name, parameter in named_parameters}
 
-        # By number, as a state_dict has it. What remains in `carried` belongs to no parameter any more.
+        # By index, as in a state_dict. The entries that remain in `carried` are of parameters that no longer
+        # exist.
         loaded: dict[int, dict[str, Any]] = {}
         new_names = []
         for index, parameter in enumerate(parameters_of(optimizer)):

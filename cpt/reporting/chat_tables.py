@@ -197,7 +197,7 @@ def format_chats(scores: Scores) -> Cells:
 
 
 def format_derived_chats(folder: Path) -> Cells:
-    """The cells of CHAT_HEAD for the models in folders of the run that were made of its last one."""
+    """The cells of CHAT_HEAD for the models in the run's folders that were derived from its last model."""
     cells = []
     for model_folder, row in find_derived_rows(folder):
         chats = row.run_chats

@@ -358,8 +358,8 @@ class StageAverages:
 
 
 def average_stages(groups: Mapping[str, Sequence[Scores]]) -> StageAverages:
-    """The averages of each group over its runs: a curve, or else a level, of its runs that learned no
-    sequence. Groups without a finite number have neither."""
+    """The averages of each group over its runs: a curve by stage, or a level where no run learned a sequence.
+    A group without a finite number has neither."""
     curves = {}
     levels = {}
     for name, runs in groups.items():

@@ -38,7 +38,8 @@ MAX_SHOWN = 9  # rows or columns; of more the first and last four
 
 
 def format_scores(scores: Scores) -> str:
-    """Tiles, perplexities, headlines; of many domains the first and last."""
+    """The report of a run for the console: tiles, perplexities, metrics, and what else was measured. Of many
+    domains it has the first and last columns."""
     matrices = find_matrices(scores)
     num_shown = len(select_ends(len(scores.domains)))
     tiles = [row[:4] for row in list_tiles(scores)]
@@ -55,24 +56,30 @@ def format_scores(scores: Scores) -> str:
         align_ends(perplexities, format_cells(perplexities, format_perplexity)),
         align_columns(Block(head=["", *UNITS], cells=metrics)),
     ]
+
     chats = describe_chats(scores)
     if chats:
         parts.append("\n".join(chats))
+
     divergence = describe_divergence(scores)
     if divergence:
         parts.append(divergence)
+
     quantization = describe_quantization(scores)
     if quantization:
         parts.append(quantization)
+
     if scores.endtasks:
         numbers = format_percents(task_metrics.summarise_endtasks(scores.endtasks, scores.rows))
         if numbers:
             parts.append(f"end tasks ({len(scores.endtasks['tasks'])}): {numbers}")
+
     if "answers" in matrices:
         line = f"answers to {len(scores.answers['tasks'])} tasks, in %"
         numbers = format_percents(scores.answers["metrics"])
         parts.append(f"{line}: {numbers}" if numbers else line)
         parts.append(align_ends(matrices["answers"], format_answers(scores, matrices["answers"])))
+
     benchmarks = describe_benchmarks(scores)
     if benchmarks:
         parts.append(f"benchmarks: {list_names(benchmarks)}")

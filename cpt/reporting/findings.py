@@ -205,18 +205,21 @@ def describe_versions(section: RunSection) -> list[str]:
 
 
 def build_tiles(section: RunSection) -> Block:
-    """The best group in each of TILES with its difference from the baseline, named as leading only if it is
-    significantly better than another; the interval of a single run is over its documents."""
+    """The best group of each measure in TILES, with its difference from the baseline. It is named as leading
+    only if it is significantly better than another group."""
     groups_by_model = group_by_sequence(section)
+    has_several_models = len(groups_by_model) > 1
     cells = []
     for (model, _), groups in groups_by_model.items():
         for measure, meaning in TILES:
             best = find_best(section, groups, measure)
             if best is None:
                 continue
-            cells.append(describe_tile(section, best, measure, meaning, is_only_group=len(groups) == 1))
-            if len(groups_by_model) > 1:
-                cells[-1][-1] += f"; {model}"
+            tile = describe_tile(section, best, measure, meaning, is_only_group=len(groups) == 1)
+            if has_several_models:
+                tile[-1] += f"; {model}"
+            cells.append(tile)
+
     head = ["best", "mean", "95 % interval", "test", "meaning"]
     lines = []
     if len(section.groups) > 1 and has_single_runs(section):

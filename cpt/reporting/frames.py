@@ -322,6 +322,7 @@ def list_chats(scores: Scores) -> ReportedValues:
                 key = key_of_chats(rise_key, stage, chats[rise_key])
                 mean, low, high = rise
                 yield chat_value(scores, stage, rise_key, mean, unit="nats", key=key, low=low, high=high)
+
     for stage, answers in enumerate(chats.get("answers", ())):
         if answers is None:
             continue
@@ -358,6 +359,7 @@ def chat_value(
     low: float | None = None,
     high: float | None = None,
 ) -> ReportedValue:
+    """A value of the held-out chats in the row of a stage."""
     return ReportedValue(
         metric=metric,
         value=value,

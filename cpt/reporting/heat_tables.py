@@ -274,7 +274,8 @@ def make_heat_table(
 def find_advantage(
     section: RunSection, group: RunGroup, values: Mapping[str, ValuesByColumn], column: HeatColumn
 ) -> float:
-    """How much better a group is than its baseline in a column: above 0 is better. 0 without both values."""
+    """How much better a group is than its baseline in a column, as a difference or the log of a ratio: above
+    0 is better. 0 unless both have a value."""
     baseline = section.baselines.get(group.name)
     if baseline is None:
         return 0.0

@@ -189,7 +189,7 @@ def read_folder_license(folder: Path, *, source: str, is_model: bool = False) ->
     card = folder / CARD
     if card.is_file():
         license = read_card(card, source=source, is_model=is_model)
-        if license.link and not URL.match(license.link):  # a file that nobody else has
+        if license.link and not URL.match(license.link):  # a file that is not shared
             license = replace(license, link="")
         if license.identifier:
             return license
@@ -222,6 +222,7 @@ def read_card(path: Path, *, source: str, is_model: bool = False) -> StatedLicen
             log_once(
                 log, f"The license of {source} counts as not stated: {path} has damaged YAML ({first_line})"
             )
+
     if not isinstance(data, Mapping) or not data.get("license"):
         return StatedLicense(source=source, is_model=is_model)
     stated = data["license"]
@@ -238,7 +239,7 @@ def read_card(path: Path, *, source: str, is_model: bool = False) -> StatedLicen
 
 def find_hub_card(name: str, *, repo_type: str, revision: str | None, is_online: bool) -> Path | None:
     """The card of a name on the Hub: in the cache, or if it `is_online` downloaded. None without one."""
-    with suppress(ValueError):  # it is no name of the Hub
+    with suppress(ValueError):  # it is not a name of the Hub
         cached = try_to_load_from_cache(name, CARD, revision=revision, repo_type=repo_type)
         if isinstance(cached, str):
             return Path(cached)

@@ -216,7 +216,8 @@ def filter_runs(runs: Sequence[MeasuredRun], where: Sequence[str]) -> list[Measu
 
 
 def measure_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """Copies of the runs with their values; intransigence is against `one` in the same conditions."""
+    """Copies of the runs with their values. Intransigence compares a run with its reference, `one` in the
+    same conditions."""
     references = [run for run in runs if is_reference(run)]
     measured = []
     for run in runs:

@@ -66,7 +66,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class PageHead:
-    """What stands below the title of a page."""
+    """The lines below the title of a page."""
 
     facts: Sequence[str] = ()  # what was run
     command: str = ""  # that made the run, with a button to copy it

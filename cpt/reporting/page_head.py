@@ -69,7 +69,7 @@ def count_exported_parameters(folder: Path) -> int:
     for path in folder.glob("*.safetensors"):
         try:
             with safe_open(path, framework="np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                for name in tensors.keys():  # noqa: SIM118 - it is not a mapping
                     count += math.prod(tensors.get_slice(name).get_shape())
         except (OSError, SafetensorError):
             return 0

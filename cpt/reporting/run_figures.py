@@ -445,6 +445,7 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
             similarities = similarities[:, np.isfinite(similarities).all(0)]
             if similarities.size == 0:
                 continue
+
             numbers = list(blocks)
             style = series_style(index)
             axes.plot(
@@ -456,6 +457,7 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
                 marker=style.marker,
                 linestyle=style.dashes,
             )
+
             texts = [
                 f"{kind}, block {number}: {mean:.2f}"
                 for number, mean in zip(numbers, similarities.mean(1), strict=True)
@@ -470,11 +472,13 @@ def draw_layers(overlaps: Mapping[str, Overlap]) -> Picture:
                 linewidth=0,
             )
             means.append(f"{title}, {kind} {similarities.mean():.2f}")
+
         axes.set(ylim=(0, 1.02), ylabel="similarity of\ntwo domains", xlabel="block")
         axes.set_title(title, fontsize=9)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(color="0.92")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+
     return make_png(
         figure,
         description=f"Mean similarity of two domains, over all blocks: {list_descriptions(means)}",

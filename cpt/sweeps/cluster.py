@@ -93,7 +93,7 @@ class Queue(Protocol):
         scheduler does not answer."""
 
     def final_state(self, job: str) -> str:
-        """How a job that is no longer active ended, like CANCELLED; empty if nobody knows."""
+        """How a job that is no longer active ended, like CANCELLED; empty if the scheduler does not know."""
 
     def cancel_command(self, jobs: Sequence[str]) -> str:
         """The command that ends jobs."""
@@ -314,7 +314,7 @@ class Collector:
             self.leave(open_jobs, self.received[0])
 
     def ask_queue(self, open_jobs: Sequence[ClusterJob]) -> None:
-        """Notes the states of jobs, and since when one is out of the queue."""
+        """Records the state of each job, or since when it has been missing from the queue."""
         active = self.queue.active()
         is_silent = active is None
         if is_silent != self.is_silent:
@@ -322,6 +322,7 @@ class Collector:
         self.is_silent = is_silent
         if active is None:
             return
+
         for cluster_job in open_jobs:
             if cluster_job.number in active:
                 state, _folder = active[cluster_job.number]

@@ -216,7 +216,7 @@ class OptunaSweeper(Sweeper):
 
     def enqueue_new_trials(self, study: optuna.Study, space: Mapping[str, Override]) -> int:
         """Enqueues the first trials of a new study, and the points that one of a grid lacks, in the order of
-        a plain sweep. Gives how many trials the study lacks."""
+        a plain sweep. Returns how many trials the study lacks."""
         states = self.optuna.trial.TrialState
         if not study.trials:
             for params in self.first_trials:

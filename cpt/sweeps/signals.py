@@ -20,7 +20,8 @@ SAVING_S = 100.0  # for a job to save after the cluster's warning; less than sig
 def signal_handlers(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[Mapping[int, Any]]:
-    """Within, a function handles the signals that are not ignored (nohup). Gives the handlers before."""
+    """Inside the context a function handles the signals that are not ignored (nohup). Returns the handlers
+    before."""
     previous_handlers = {number: signal.getsignal(number) for number in numbers}
     handled = [number for number, previous in previous_handlers.items() if previous != signal.SIG_IGN]
     for number in handled:
@@ -34,8 +35,8 @@ def signal_handlers(
 
 @contextmanager
 def forward_signals(process: Popen[bytes], *, saving_s: float = SAVING_S) -> Iterator[list[int]]:
-    """Forwards the first signal to a job's process as SIGTERM, waits up to `saving_s` seconds for it to
-    save and end, and calls the cluster's own handler (submitit's queues the job again and exits). Gives the
+    """Forwards the first signal to a job's process as SIGTERM, waits up to `saving_s` seconds for it to save
+    and end, and calls the cluster's own handler (submitit's queues the job again and exits). Returns the
     numbers of the signals that came.
 
     Further signals are not forwarded: a scheduler sends several, and a second one would end a run that

@@ -64,6 +64,7 @@ def build_method(
     model = base.model(machine.base_dtype, sharding=sharding)
     loaded_names = find_loaded_names(plan, base, model)
     pad_head(model)
+
     if machine.attn_implementation != "auto":
         model.set_attn_implementation(machine.attn_implementation)
     if machine.attn_implementation in ("auto", *MASKABLE):  # others run on GPUs only
@@ -80,6 +81,7 @@ def build_method(
             try_shards(model, partial(trial, is_stand_in=True))
         else:
             trial(model)
+
     shares_rows = base.objective.isolated or base.objective.sharing is not None
     if shares_rows and uses_flash_attention(model):
         length_trial = partial(try_lengths, documents=base.objective.isolated)
@@ -87,9 +89,11 @@ def build_method(
             try_shards(model, length_trial)
         else:
             length_trial(model)
+
     reference = None
     if plan.needs_reference:
         reference = make_reference(plan, base, model)  # before the method adds to the model
+
     method = assemble_method(
         plan, machine, model, base.objective, loaded_names=loaded_names, tokenizer=base.tokenizer
     )

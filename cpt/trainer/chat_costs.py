@@ -68,12 +68,13 @@ def estimate_chat_seconds(
 
 
 def score_chat_batch(evaluator: ChatEvaluator, model: Any) -> None:
+    """Scores a batch of chats; the losses are discarded."""
     batch_size = evaluator.options.batch_size
     score_chats(
         model,
         evaluator.objective,
         evaluator.make_rows(LOSSES)[:batch_size],
-        {},
+        losses={},
         batch_size=batch_size,
         on_batch_done=lambda count: None,
         share=(0, 1),
@@ -81,12 +82,12 @@ def score_chat_batch(evaluator: ChatEvaluator, model: Any) -> None:
 
 
 def answer_batch(evaluator: ChatEvaluator, model: Any, *, num_tokens: int) -> None:
-    """Answers a batch of chats in at most `num_tokens` tokens each."""
+    """Answers a batch of chats in at most `num_tokens` tokens each; the answers are discarded."""
     answer_chats(
         model,
         evaluator.tokenizer,
         evaluator.answered[: evaluator.options.batch_size],
-        {},
+        answers={},
         ends=evaluator.ends,
         options=replace(evaluator.options, max_new_tokens=num_tokens),
         on_batch_done=lambda count: None,

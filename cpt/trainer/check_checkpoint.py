@@ -234,6 +234,7 @@ def check_stored_weights(
     model = build_skeleton(config, objective, source=f"model.name_or_path={name_or_path}")
     if describe_stored(config):
         stored_weights = as_in_full(stored_weights, model)
+
     report = compare_weights(type(model), drop_quantization(config), stored_weights, checkpoint=name_or_path)
     head_names = loading.find_head_parameters(model)
     check_report(
@@ -243,6 +244,7 @@ def check_stored_weights(
         needs_head=head_steps is None,
         checkpoint=name_or_path,
     )
+
     if is_first_process():
         log_unused(report, stored_weights, name_or_path)
         if any(name in head_names for name in report.missing):

@@ -13,7 +13,7 @@ from cpt.trainer.lightning import naming_cause
 
 
 def check_optimizer(section: str, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a `_target_` that is no optimizer, or does not take its options."""
+    """Raises ValueError for a `_target_` that is not an optimizer, or does not take its options."""
     target = load_target(options["_target_"], section=section)
     if isinstance(target, type) and not issubclass(target, torch.optim.Optimizer):
         raise InvalidOptionError(

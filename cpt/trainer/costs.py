@@ -169,8 +169,8 @@ class CostMonitor(Callback):
         self.tokens_per_s = 0.0  # of this process up to that point; 0 before the second one
 
     def stage_costs(self, trainer: Trainer) -> StageCosts:
-        """What is measured here of a stage's costs: sums of all processes, memory of the one that needs most.
-        Every process has to call it."""
+        """The measured part of a stage's costs: sums over all processes, and the memory of the process that
+        needs most. Every process has to call it."""
         flops = self.flops["before"] + self.flops["step"] * trainer.global_step + self.flops["after"]
         # float64: exact up to 2^53 tokens, and to 16 digits beyond.
         counts = torch.tensor([self.tokens, flops], dtype=torch.float64, device=trainer.strategy.root_device)

@@ -119,8 +119,10 @@ class FileEvaluator(Evaluator):
     def measure(self, number: int, device: torch.device) -> None:
         requests = self.missing_requests(number)
         label = f"{self.LABEL} after {self.stage_name(number)}"
-        barrier()  # nobody works before all have looked
-        with suppress(Preempted), sharing_errors():  # the other processes are waited for
+        # No process writes a result before all have listed the missing ones.
+        barrier()
+        # A process with a signal waits for the others too: they leave together.
+        with suppress(Preempted), sharing_errors():
             self.measure_requests(number, requests, device, label)
         wait_for_all(f"cpt/{self.KIND}/{number}")
         leave_together(f"in the {label}")

@@ -23,7 +23,7 @@ from cpt.evaluation.chat_encoding import (
     encode_held_out_chats,
     find_answer_ends,
 )
-from cpt.evaluation.options import KNOWN_BY, ChatOptions, TaskEvalOptions
+from cpt.evaluation.options import MAIN_MEASURES, ChatOptions, TaskEvalOptions
 from cpt.evaluation.predictions import SOURCE
 from cpt.methods.base import ContinualMethod
 from cpt.models.loading import find_end_ids
@@ -176,13 +176,13 @@ def read_questions(
         )
         prompts = list(encoder.prompts(examples))
         has_choices = all(prompt.example.choices for prompt in prompts)
-        measure = options.known_by.get(task)
+        measure = options.metric_of_task.get(task)
         if measure in task_metrics.RANKED and not has_choices:
             raise InvalidOptionError(
                 f"answers.metrics.{task}",
                 measure,
                 reason="the answers are open, not choices",
-                allowed=", ".join(name for name in KNOWN_BY if name not in task_metrics.RANKED),
+                allowed=", ".join(name for name in MAIN_MEASURES if name not in task_metrics.RANKED),
             )
         # Open answers can only be written, choices can be ranked as well.
         if has_choices or options.written:

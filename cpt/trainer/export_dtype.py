@@ -62,7 +62,7 @@ def convert_file(path: Path, dtype: torch.dtype) -> bool:
     layout: dict[str, Tensor] = {}  # of the rounded file
     is_changed = False
     with open_tensors(path) as opened:
-        for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+        for name in opened.keys():  # noqa: SIM118  (it is not a mapping)
             tensor = opened.get_tensor(name)
             layout[name] = torch.empty_like(tensor, device="meta")
             if tensor.is_floating_point() and tensor.dtype != dtype:

@@ -132,15 +132,15 @@ class KernelTimer:
         self.seconds: dict[KernelCall, float | None] = {}
 
     def find_seconds(self, call: KernelCall) -> float | None:
-        """The seconds of CPU time of a call; None of one that cannot be made here, as its tensors do not fit
-        into memory, or as it needs other values than those that it is made with."""
+        """The seconds of CPU time of a call. None for a call that cannot be repeated here: its tensors do not
+        fit into memory, or it fails with the values that `make_argument` chooses."""
         if call not in self.seconds:
             self.seconds[call] = time_kernel(call)
         return self.seconds[call]
 
 
 def time_kernel(call: KernelCall) -> float | None:
-    """The seconds of CPU time of a call, as `KernelTimer.find_seconds` gives them."""
+    """The seconds of CPU time of a call; None where `KernelTimer.find_seconds` has none."""
     # A result may be as large as all arguments together.
     num_bytes = 2 * count_argument_bytes((call.arguments, call.keywords))
     if num_bytes > MAX_MEMORY_SHARE * psutil.virtual_memory().available:
@@ -151,7 +151,7 @@ def time_kernel(call: KernelCall) -> float | None:
     try:
         with torch.no_grad():
             return time_calls(lambda: call.kernel(*arguments, **keywords), at_least=CALL_SECONDS)
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    except (RuntimeError, IndexError, ValueError, TypeError):  # it needs other values in its arguments
         return None
 
 

@@ -124,7 +124,7 @@ def join_processes(options: Mapping[str, Any]) -> None:
 
 
 def join_for_shards(options: Mapping[str, Any]) -> Sharding | None:
-    """Makes the process group with strategy=fsdp, and starts the other processes if nobody else does:
+    """Makes the process group with strategy=fsdp, and starts the other processes unless a launcher has:
     together they load the model. None for one process."""
     strategy: Any = make_trainer(options, label="", steps=1).strategy
     if strategy.launcher is not None:

@@ -85,7 +85,7 @@ def hash_exported(model: Path) -> tuple[dict[Any, FileAndKey], set[int]]:
     sizes: set[int] = set()
     for file in sorted(model.rglob("*.safetensors")):
         with open_tensors(file) as opened:
-            for key in opened.keys():  # noqa: SIM118  (it is no mapping)
+            for key in opened.keys():  # noqa: SIM118  (it is not a mapping)
                 tensor = opened.get_tensor(key)
                 exported[hash_tensor(tensor)] = (file.relative_to(model).as_posix(), key)
                 sizes.add(tensor.nbytes)

@@ -262,6 +262,7 @@ def log_muon(plan: Plan, module: ContinualMethod) -> None:
     """Logs how many weights optim=muon trains with Muon, and how many with AdamW."""
     if plan.optim.load() is not MuonWithAdamW:
         return
+
     matrices = set(find_block_matrices(module.model))
     frozen = set(module.frozen)
     num_muon = 0
@@ -273,6 +274,7 @@ def log_muon(plan: Plan, module: ContinualMethod) -> None:
             num_muon += parameter.numel()
         else:
             num_adamw += parameter.numel()
+
     if num_muon:
         log.info(
             "Optimizer (optim=muon): Muon for %s weights, the matrices of the blocks; AdamW for the other %s",

@@ -120,6 +120,7 @@ class Manifest:
                 option = f"loss.reference={plan.reference_folder}"
             elif plan.model.name_or_path is None:
                 continue
+
             if name not in paths:
                 yield f"{option} has no {file_name} any more"
                 continue

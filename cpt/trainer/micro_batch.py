@@ -175,6 +175,7 @@ def compute_choice(plan: Plan, machine: Machine, *, limit: int) -> FittingMicroB
     kind = DeviceKind(str(machine.device), limit, peak_flops={}, source="", is_gpu=is_gpu)
     # A simulation needs some number of micro-batches, which each layout below replaces.
     plan = with_micro_batch(plan, 1, world_size=machine.world_size)
+
     choice = None
     try:
         simulated = SimulatedPlan(plan, kind)

@@ -121,7 +121,7 @@ class Monitor(Callback):
             self.observer.finish()
 
     def evaluate(self, trainer: Trainer, module: ContinualMethod) -> None:
-        """Evaluates the model as it is now, has the observer act, and stores the losses."""
+        """Evaluates the current model, lets the observer act, and stores the losses."""
         measured: Mapping[str, Tensor] = self.measure(trainer, module)
         is_first = not self.initial_losses
         if is_first:
@@ -200,7 +200,8 @@ class Monitor(Callback):
 
     @contextmanager
     def evaluation_mode(self, trainer: Any, module: ContinualMethod) -> Iterator[None]:
-        """A context for passes that are no training: their time, the mode, the precision."""
+        """A context for passes outside of training, which sets the mode and the precision and measures their
+        time."""
         mode = set_mode(module, training=False)
         with self.cost_monitor.excluded(), mode, trainer.precision_plugin.val_step_context():
             yield

@@ -341,16 +341,16 @@ def why_not_extendable(plan: Plan) -> str:
 
 
 def check_evaluations(plan: Plan) -> None:
-    """Raises ValueError for a benchmark that is not installed, for files that are no chats, and for measures
-    of an unknown task."""
+    """Raises ValueError for a benchmark that is not installed, for invalid files of chats, for held-out chats
+    that are replayed, and for the metric of an unknown task."""
     if plan.benchmark is not None:
         plan.benchmark.check_installed()
-    if plan.chats is not None and plan.chats.path is not None:
-        read_chats(plan.chats)
     if plan.chats is not None:
+        if plan.chats.path is not None:
+            read_chats(plan.chats)
         check_separate_chats(plan, plan.chats)
     if plan.answers is not None:
-        for task in plan.answers.known_by:
+        for task in plan.answers.metric_of_task:
             if task not in plan.source.domains:
                 raise ValueError(unknown_name(f"answers.metrics.{task}", plan.source.domains, name=task))
 
@@ -389,10 +389,12 @@ def check_conflicts(plan: Plan) -> None:
             reason="a masked model writes no answers",
             allowed="a causal model, or an encoder-decoder",
         )
+
     if plan.has_branches:
         check_branches(plan)
     if plan.model.quantization != "none":
         check_quantized_checkpoint(plan)
+
     plan.mixture.check_conflicts(
         has_examples=plan.source.encoding is not None,
         has_chats=plan.source.chats,
@@ -400,6 +402,7 @@ def check_conflicts(plan: Plan) -> None:
         batch_size=plan.budget.batch_size,
         is_sharded=is_sharded,
     )
+
     if plan.observer.is_active:
         plan.observer.check_conflicts(
             monitor=plan.monitor,
@@ -408,6 +411,7 @@ def check_conflicts(plan: Plan) -> None:
             has_branches=plan.has_branches,
             is_sharded=is_sharded,
         )
+
     if plan.monitor.chats:
         check_monitored_chats(plan)
     if plan.needs_base_weights:
@@ -601,6 +605,7 @@ def check_sharding(plan: Plan) -> None:
                 reason=f"{label} does not support sharded weights (docs/distributed.md)",
                 allowed="single, ddp",
             )
+
     if plan.loss is not None and plan.needs_reference:
         raise InvalidOptionError(
             "loss._target_",
@@ -619,6 +624,7 @@ def check_sharding(plan: Plan) -> None:
         )
     if plan.monitor.keep == "best":
         raise InvalidOptionError("monitor.keep", "best", context="with strategy=fsdp", allowed="last")
+
     if plan.evaluation_groups:
         group = plan.evaluation_groups[0]
         raise ValueError(

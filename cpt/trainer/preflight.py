@@ -97,7 +97,8 @@ def prepare_run(plan: Plan, run: RunDir) -> Preflight:
 
 
 def check_export_folder(folder: Path) -> None:
-    """Raises ValueError where the exported model could not be written: found after all training otherwise."""
+    """Raises ValueError where the exported model could not be written, which would fail only after all
+    training."""
     exists = folder.exists() or folder.is_symlink()
     if exists and not folder.is_dir():
         raise ValueError(f"{folder} is not a folder, but the exported model is written there; move it away")
@@ -154,7 +155,7 @@ def check_gpu(options: TrainerOptions) -> None:
 
 
 def warn_of_cpu_processes(options: TrainerOptions, trainer: Trainer) -> None:
-    """Warns of several processes on CPUs that nobody asked for: a GPU may not have been found."""
+    """Warns of several processes on CPUs that were not requested: a GPU may not have been found."""
     is_on_cpu = trainer.strategy.root_device.type == "cpu"
     if is_on_cpu and options.accelerator == "auto" and trainer.num_devices > 1 and is_first_process():
         log.warning(

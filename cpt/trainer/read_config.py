@@ -246,7 +246,7 @@ def read_logger(section: Section) -> LoggerOptions:
 
 
 def select_targets(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
-    """The entries that are not null; raises ValueError for one without a `_target_`."""
+    """The entries that are not null. Raises ValueError for one without a `_target_`."""
     chosen = {name: entry for name, entry in entries.items() if entry is not None}
     for name, entry in chosen.items():
         if not isinstance(entry, Mapping) or not fits(entry.get("_target_"), Text):

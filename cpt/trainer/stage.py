@@ -206,6 +206,7 @@ class StageTrainer:
         uses = {use.name: use for use in self.data.find_uses(domain)}
         asked_shares = self.data.find_asked_shares(domain)
         rows, tokens, scored = monitor.counts.tolist()
+
         record = {}
         parts = []
         for index, name in enumerate(self.data.mixture.part_names):
@@ -220,6 +221,7 @@ class StageTrainer:
                 token_share = tokens[index] / max(1, sum(tokens))
                 row_share = rows[index] / max(1, sum(rows))
                 parts.append(describe_part(name, token_share, row_share, asked_share=asked_shares[name]))
+
         self.scores.mixture[domain.name] = record
         if is_first_process():
             log.info("Shares of the tokens read in %s: %s", domain.name, ", ".join(parts))

@@ -81,7 +81,7 @@ class TaskEvaluator(FileEvaluator):
             table, metadata = stored
             self.summaries[number, request] = task_metrics.summarise_answers(
                 predictions.answers_of(table, metadata),
-                known_by=self.options.known_by.get(request),
+                main_measure=self.options.metric_of_task.get(request),
                 seconds=metadata["seconds"],
             )
         return self.summaries[number, request]
@@ -247,6 +247,6 @@ def has_choices(questions: Sequence[TaskPrompt]) -> bool:
 
 def needs_sources(options: TaskEvalOptions, task: str) -> bool:
     """Whether the measure that a task is known by is of the texts that were asked about."""
-    if task not in options.known_by:
+    if task not in options.metric_of_task:
         return False
-    return "sources" in task_metrics.MEASURES[options.known_by[task]].needs
+    return "sources" in task_metrics.MEASURES[options.metric_of_task[task]].needs

@@ -292,7 +292,7 @@ class TextWriter(ReplaySource):
                     tokens_before = progress.tokens[job.text]
                     local_block = self.write_block(model, job, progress.blocks[job.text] + rank)
                     for block in gather_objects(local_block):
-                        # One process would have stopped here: blocks of others beyond are not used.
+                        # Blocks beyond are not used, so that the text is the same with one process.
                         if progress.tokens[job.text] >= job.tokens_to_write:
                             break
                         progress.add(job.text, block)
@@ -348,7 +348,7 @@ class TextWriter(ReplaySource):
         return packed.ids(long_rows)[:, :prefix].tolist()
 
     def read_memory(self, text: str) -> Any:
-        """What was kept of a domain; ValueError if it is missing or damaged."""
+        """What was kept of a domain; raises ValueError if it is missing or damaged."""
         remedy = f"restore it from a backup, or delete {self.folder.parent} to start again"
         return read_checked_json(sample_file(self.folder / "kept", text, "json"), remedy=remedy)
 
@@ -422,7 +422,7 @@ class TextWriter(ReplaySource):
 
 
 class GeneratedRows:
-    """Rows of texts that a model wrote, of at most `length` tokens. `special` ids are no text; with
+    """Rows of texts that a model wrote, of at most `length` tokens. `special` ids are not text; with
     `row_start` each row begins with this id."""
 
     def __init__(self, length: int, special: Sequence[int], row_start: int | None) -> None:

@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Sends the runs below folders; gives the exit code: 1 if one could not be read or sent."""
+    """Sends the runs below folders; returns the exit code: 1 if one could not be read or sent."""
     options = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with readable_errors():
@@ -115,8 +115,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str | None, mode: str) -> int:
     """Sends the runs to W&B (`online`), or writes RUN/rebuilt/wandb for `wandb sync` (`offline`); a run that
-    W&B knows gets what is missing, one that is still training is skipped. Gives the number of failures, which
-    are logged. Raises ValueError if W&B refuses, or accepts none."""
+    W&B knows gets what is missing, one that is still training is skipped. Returns the number of failures,
+    which are logged. Raises ValueError if W&B refuses, or accepts none."""
     num_failed = 0
     num_sent = 0
     with logging_redirect_tqdm():
@@ -173,7 +173,7 @@ def translate_errors() -> Iterator[None]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config of a run, empty without the file. Raises ValueError if it is no mapping."""
+    """The config of a run, empty without the file. Raises ValueError if it is not a mapping."""
     if not path.exists():
         return {}
     config = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -279,7 +279,7 @@ def read_tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], .
 
 def read_template_options(row: Mapping[str, Any], where: str, ignored_keys: Counter[str]) -> dict[str, Any]:
     """The further variables that a row gives to the chat template, like `enable_thinking`. Counts those that
-    cpt sets itself in `ignored_keys`. Raises BadExampleError where they are no object."""
+    cpt sets itself in `ignored_keys`. Raises BadExampleError where they are not an object."""
     options = parsed_json(row.get(TEMPLATE_OPTIONS) or {})
     if not isinstance(options, Mapping):
         raise BadExampleError(
@@ -297,7 +297,7 @@ def read_template_options(row: Mapping[str, Any], where: str, ignored_keys: Coun
 
 
 def parsed_json(value: Any) -> Any:
-    """What a text holds as JSON; anything else, also a text that is no JSON, as it is."""
+    """What a text holds as JSON; anything else, also a text that is not JSON, as it is."""
     if not isinstance(value, str):
         return value
     try:

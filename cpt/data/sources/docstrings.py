@@ -190,7 +190,8 @@ def package_roots(package: str) -> list[Path]:
 
 
 def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """The module (pandas.core.frame) and the paragraphs of each file, each once; ValueError as `modules`."""
+    """The module (pandas.core.frame) and the paragraphs of each file, each once; raises ValueError as
+    `modules`."""
     # Many docstrings may have the same paragraph: it counts where it is read first.
     seen_paragraphs: set[str] = set()
     sources = {package: modules(package) for package in packages}  # all of them, before any is read
@@ -253,7 +254,7 @@ def prose(text: str) -> list[str]:
 
 
 def running_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Lines of a docstring; empty for what is no running text: code blocks, doctests and tables (until a
+    """Lines of a docstring; empty for what is not running text: code blocks, doctests and tables (until a
     blank line), literal blocks and directives (but notes, warnings and version changes), headings,
     references."""
     text_lines = blank_blocks(blank_tables(lines))

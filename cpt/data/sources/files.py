@@ -113,7 +113,7 @@ def bare_name(path: Path) -> str:
 
 
 def split_words(name: str) -> list[str]:
-    """The splits that a name says, in its order: those of datasets' words between characters that are no
+    """The splits that a name says, in its order: those of datasets' words between characters that are not
     letters."""
     return [SPLIT_WORDS[word.lower()] for word in SPLIT_WORD.findall(name)]
 
@@ -255,9 +255,9 @@ def format_ignore(patterns: Iterable[str]) -> str:
 def find_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> FolderFiles:
     """The text files below a folder, links followed, and what is left out.
 
-    Raises UnknownKindError for files that are no text and have no known purpose, UnusableFileError for a
-    link to nothing and for an empty file of a format that has a header, NoTextFileError for a folder
-    without text."""
+    Raises UnknownKindError for files that are not text and have no known purpose, UnusableFileError for a
+    link to nothing and for an empty file of a format that has a header, NoTextFileError for a folder without
+    text."""
     # What is not text is left out only where its purpose is known: else data would be missing unnoticed.
     files = FolderFiles()
     paths = sorted(walk(folder, ignored=ignored, hidden=files.hidden))
@@ -313,8 +313,8 @@ def saved_files(paths: Iterable[Path]) -> dict[Path, set[str]]:
 
 
 def refuse_unreadable(path: Path) -> None:
-    """Raises UnusableFileError for what is no plain file, and for 0 bytes of a format that has a header: most
-    often a download that failed."""
+    """Raises UnusableFileError for what is not a plain file, and for 0 bytes of a format that has a header:
+    most often a download that failed."""
     with naming_file(path):
         if not path.is_file():
             raise UnusableFileError(

@@ -162,7 +162,7 @@ def estimate_bytes(path: Path) -> int:
 
 
 def log_files(folder: Path, name: str, paths: Sequence[Path]) -> None:
-    """Logs what files are taken as, which are the same, and which of them look like no text of the domain."""
+    """Logs the splits of the files, those that are read more than once, and those that look like metadata."""
     log.info(
         "Reading %s of %s: %s", count_noun(len(paths), "file"), name, describe_named_splits(folder, paths)
     )
@@ -183,7 +183,7 @@ def log_files(folder: Path, name: str, paths: Sequence[Path]) -> None:
 
 
 def choose_unit(paths: Sequence[Path]) -> str:
-    """What a document of .txt files is: the file where there are many that are no shards, else what blank
+    """What a document of .txt files is: the file where there are many that are not shards, else what blank
     lines separate in the first lines of the first file that is not empty, else the line."""
     # Many files are documents each, unless they are shards of one file, which say so by their names.
     whole_files = [path for path in paths if not SHARD.search(path.name)]
@@ -199,7 +199,7 @@ def choose_unit(paths: Sequence[Path]) -> str:
         if paragraph_lines:
             break
 
-    # A few blank lines in a long file of one document a line are no separators: their parts would be huge.
+    # A few blank lines in a long file of one document a line are not separators: their parts would be huge.
     num_paragraphs = len(paragraph_lines)
     num_lines = sum(paragraph_lines)
     is_separated = num_paragraphs > 1 and num_lines <= MAX_LINES_PER_PARAGRAPH * num_paragraphs
@@ -312,8 +312,8 @@ def split_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 def read_lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
     """The lines of a file, unpacked and ended by line feeds, without byte order marks at their beginnings.
-    ValueError for one that is not UTF-8, that has control characters as binary files, UTF-16 and the NULs of
-    a file that was not written to its end, and for a pointer of Git LFS."""
+    Raises ValueError for one that is not UTF-8, that has control characters as binary files, UTF-16 and the
+    NULs of a file that was not written to its end, and for a pointer of Git LFS."""
     num_marks = 0
     with explaining_zstd(path), open_packed(path) as file:
         for number, line in enumerate(split_lines(file), start=1):
@@ -456,7 +456,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=parse_object)
 
 def json_rows(path: Path, *, oddities: Oddities | None = None, reject: Reject = stop) -> Iterator[Row]:
     """The values of a file with one on each line, or with a single array of them. `reject` is called for a
-    line that is no JSON; a damaged array is always an error."""
+    line that is not JSON; a damaged array is always an error."""
     numbered = enumerate(read_lines(path, oddities), start=1)
     is_first = True
     for number, line in numbered:
@@ -600,7 +600,8 @@ def column_texts(
 
 
 def read_cell(row: Any, column: str, where: str, option: str) -> Any:
-    """The value of a column; raises ValueError, with the option to change, if it is missing or twice."""
+    """The value of a column. Raises ValueError, with the option to change, for a column that is missing or
+    twice in the row."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} has no column {column!r}; it has {row!r:.60} ({option})")
     if column not in row:

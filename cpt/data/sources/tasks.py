@@ -276,7 +276,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_date(text: str) -> None:
-    """Raises ValueError for a text that is no day of the calendar."""
+    """Raises ValueError for a text that is not a day of the calendar."""
     try:
         is_date = datetime.date.fromisoformat(text).isoformat() == text
     except ValueError:

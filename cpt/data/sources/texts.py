@@ -47,8 +47,8 @@ ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may
 @config
 class Texts(Source):
     """Sub-folders of text files. `document=auto` takes a .md file as one document, and of .txt files the file
-    where a domain has at least 20 that are no shards, else what blank lines separate, else (blank lines among
-    the first 10,000 of the first file are rarer than every 20th) the line."""
+    where a domain has at least 20 that are not shards, else what blank lines separate, else (blank lines
+    among the first 10,000 of the first file are rarer than every 20th) the line."""
 
     root: Folder = option("folder of all text, with a sub-folder for each domain")
     folder: Annotated[Text, Allowed("a folder below root")] = option("folder of the domains, below root")
@@ -142,7 +142,7 @@ class Texts(Source):
 
     def find_files(self, order: Sequence[str]) -> dict[Path, list[Path]]:
         """The text files of the folders of domains and general text. Raises ValueError for a folder without
-        any, and for what is no text, of which the message leaves out all kinds in all folders."""
+        any, and for what is not text, of which the message leaves out all kinds in all folders."""
         files: dict[Path, list[Path]] = {}
         unknown_kinds: list[Path] = []
         for name in (*order, GENERAL):
