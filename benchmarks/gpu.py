@@ -1,7 +1,7 @@
 """One GPU, in 8 minutes: how near to it a step comes, rung by rung, beside the Hugging Face Trainer; and
 every method's step over that of `ncl`.
 
-    python benchmarks/gpu.py            # --dry: the same on a processor, at toy size, to see that it runs
+    python benchmarks/gpu.py            # --dry: the same on a CPU, at toy size, to see that it runs
 
 Weights are random, of the published sizes; nothing is fetched. Subjects are processes that take turns. A part
 that fails, or for which no time is left, is told, and the others stand."""
@@ -260,9 +260,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="timed steps per chunk")
     parser.add_argument("--repeats", type=int, default=3, help="chunks per subject")
     parser.add_argument("--together", type=int, default=13, help="processes at once, 3 or more")
-    parser.add_argument(
-        "--dry", action="store_true", help="on a processor, at toy size; writes to --out alone"
-    )
+    parser.add_argument("--dry", action="store_true", help="on a CPU, at toy size; writes to --out alone")
     return parser.parse_args()
 
 
@@ -270,7 +268,7 @@ def main() -> None:
     options = parse_options()
     start_time = time.monotonic()
     if not options.dry and not torch.cuda.is_available():
-        sys.exit("there is no GPU; allowed: --dry, which tries the same on a processor at toy size")
+        sys.exit("there is no GPU; allowed: --dry, which tries the same on a CPU at toy size")
     device = "cpu" if options.dry else "cuda"
     prepare(options.threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

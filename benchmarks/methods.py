@@ -187,7 +187,7 @@ def compute_figures(run: Mapping[str, Any], *, chunk: int) -> dict[str, dict[str
 
 
 def compute_ratios(chunks: Chunks, rounds: list[int], name: str) -> dict[str, dict[str, float]]:
-    """A subject's time over that of each reference, by wall and by processor time."""
+    """A subject's time over that of each reference, by wall and by CPU time."""
     wall = collect_times(chunks, rounds, "wall")
     cpu = collect_times(chunks, rounds, "cpu")
     ratios = {}

@@ -41,8 +41,8 @@ def compare_losses(steps: dict[str, Any]) -> dict[str, Any]:
 
 
 def compute_speeds(chunks: Chunks, rounds: list[int], *, tokens: int, ours: str) -> dict[str, Any]:
-    """Tokens/s of each subject, how many times faster `ours` is than each other one, by wall and by processor
-    time, and how many cores other processes used, over some of the rounds. `tokens`: of a chunk."""
+    """Tokens/s of each subject, how many times faster `ours` is than each other one, by wall and by CPU time,
+    and how many cores other processes used, over some of the rounds. `tokens`: of a chunk."""
     wall = collect_times(chunks, rounds, "wall")
     cpu = collect_times(chunks, rounds, "cpu")
     foreign_cores = collect_times(chunks, rounds, "foreign_cores")

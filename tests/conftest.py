@@ -137,10 +137,10 @@ def composed() -> Iterator[Callable[..., DictConfig]]:
     from hydra import initialize_config_dir
 
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        yield with_values
+        yield compose_in_two_steps
 
 
-def with_values(*overrides: str) -> DictConfig:
+def compose_in_two_steps(*overrides: str) -> DictConfig:
     """The config as Hydra composes it, in its two steps: to choose from the groups takes 0.1 s and is done
     once for each choice, to set values takes almost no time."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -148,7 +148,7 @@ def with_values(*overrides: str) -> DictConfig:
 
     choices = tuple(override for override in overrides if is_choice(override))
     values = [override for override in overrides if override not in choices]
-    cfg = pickle.loads(composed_once(choices))  # a copy in a sixth of deepcopy's time
+    cfg = pickle.loads(compose_choices(choices))  # a copy in a sixth of deepcopy's time
     ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), cfg)
     return cfg
 
@@ -159,7 +159,7 @@ def is_choice(override: str) -> bool:
 
 
 @functools.cache
-def composed_once(choices: tuple[str, ...]) -> bytes:
+def compose_choices(choices: tuple[str, ...]) -> bytes:
     from hydra import compose
 
     import cpt.core.naming  # noqa: F401  (registers the resolvers)
@@ -184,7 +184,7 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return add_killer
 
 
-def sized(name: str, sizes: list[str]) -> Any:
+def make_config_fixture(name: str, sizes: list[str]) -> Any:
     """A fixture: the config of a run that takes a second: the small texts, a small model, a few steps."""
 
     @pytest.fixture(name=name)
@@ -195,9 +195,9 @@ def sized(name: str, sizes: list[str]) -> Any:
     return config
 
 
-small = sized("small", SMALL)
-small_gpt2 = sized("small_gpt2", SMALL_GPT2)  # a causal model
-small_t5 = sized("small_t5", SMALL_T5)  # of encoder and decoder
+small = make_config_fixture("small", SMALL)
+small_gpt2 = make_config_fixture("small_gpt2", SMALL_GPT2)  # a causal model
+small_t5 = make_config_fixture("small_t5", SMALL_T5)  # of encoder and decoder
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_a_domain_is_added_to_an_old_run(old, tmp_path):
     options += [*SMALL, f"hydra.run.dir={tmp_path / 'new'}", "name=old"]
     process = run_script(ROOT / "run.py", *options, cwd=ROOT)
     if "the base model changed: model.safetensors" in process.stderr:
-        pytest.skip("a base that is trained on this processor has other bits than that of the fixture")
+        pytest.skip("a base that is trained on this CPU has other bits than that of the fixture")
     assert process.returncode == 0, process.stderr
     assert f"Adding space after law, food, from a copy of {old}" in process.stdout
     assert load_run(tmp_path / "new").scores.rows == ["base", "law", "food", "space"]

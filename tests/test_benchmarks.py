@@ -1,4 +1,4 @@
-"""The benchmarks can at least begin: what they import of cpt is there; that of a GPU runs on a processor."""
+"""The benchmarks can at least begin: what they import of cpt is there; that of a GPU runs on a CPU."""
 
 import json
 import runpy

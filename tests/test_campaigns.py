@@ -39,7 +39,7 @@ def test_a_trial_of_each_campaign_is_fine(fault, folder):
     trial, number = TRIALS[fault]
     if "disk" in fault and os.geteuid() != 0:
         pytest.skip("a file system of one's own needs root")
-    if trial is slurm.trial and slurm.missing():
-        pytest.skip(slurm.missing())
+    if trial is slurm.trial and slurm.find_missing_programs():
+        pytest.skip(slurm.find_missing_programs())
     (outcome,) = frame.run_trials(trial, folder, [number], seed=0)
     assert outcome["fine"], outcome

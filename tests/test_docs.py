@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from cpt.cli import to_hydra
 from cpt.trainer.help import describe_choices, is_question
 from cpt.trainer.read_config import read_sections
-from tests.conftest import ROOT, with_values
+from tests.conftest import ROOT, compose_in_two_steps
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -62,11 +62,11 @@ def words(path: Path) -> list[str]:
     return [word.strip("'\"") for word in " ".join(spans(path)).split()]
 
 
-def missing(names, exists):
+def find_missing(names, exists):
     return {name for name in names if not exists(name)}
 
 
-def in_checkout(name):
+def is_in_checkout(name):
     return (ROOT / name).exists()
 
 
@@ -78,15 +78,15 @@ def test_tests_files_links_programs_and_extras_that_are_named_exist():
         text = read(path)
         quoted = [word.rstrip("/") for word in re.findall(r"`([^`\n]+)`", text)]
         tests = {name for name in quoted if re.fullmatch(r"test_\w+", name)}
-        assert missing(tests, lambda name: f"def {name}(" in all_tests) == set(), path
+        assert find_missing(tests, lambda name: f"def {name}(" in all_tests) == set(), path
         files = {name for name in quoted if re.fullmatch(r"(cpt|conf|tests|benchmarks|docs)/[\w/.]+", name)}
-        assert missing(files - WRITTEN_BY_THE_READER, in_checkout) == set(), path
+        assert find_missing(files - WRITTEN_BY_THE_READER, is_in_checkout) == set(), path
 
         links = re.findall(r"\]\(([^)#:\s]+)[^):]*\)", text)
-        assert missing(links, lambda link, folder=path.parent: (folder / link).exists()) == set(), path
+        assert find_missing(links, lambda link, folder=path.parent: (folder / link).exists()) == set(), path
         modules = set(re.findall(r"python -m ([\w.]+)", text))
-        assert missing(modules - OF_EXTRAS, find_spec) == set(), path
-        assert missing(re.findall(r"python ([\w/]+\.py)", text), in_checkout) == set(), path
+        assert find_missing(modules - OF_EXTRAS, find_spec) == set(), path
+        assert find_missing(re.findall(r"python ([\w/]+\.py)", text), is_in_checkout) == set(), path
         assert set(re.findall(r"pip install -e ['\"]\.\[(\w+)\]", text)) <= extras, path
 
 
@@ -114,20 +114,22 @@ def test_choices_exist_and_options_have_names_of_the_config():
             assert (CONF / group / f"{name}.yaml").exists(), (path, group, name)
         if path.name not in OF_PROGRAMS:
             options = find_options(path)
-            assert missing(options, lambda option: option.rpartition(".")[2] in config_keys) == set(), path
+            assert find_missing(options, lambda option: option.rpartition(".")[2] in config_keys) == set(), (
+                path
+            )
 
 
 def test_every_method_and_source_has_its_page():
     methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
     sources = {path.stem for path in (CONF / "domains").glob("*.yaml")}
-    assert missing(sources, lambda name: f"| `{name}`" in read(DOCS / "data.md")) == set()
+    assert find_missing(sources, lambda name: f"| `{name}`" in read(DOCS / "data.md")) == set()
     described = methods - {"ncl", "one", "joint", "none"}
     pages = "\n".join(map(read, sorted((DOCS / "fidelity").glob("*.md"))))
     fidelity = pages.lower().replace("-", "_").replace("++", "pp")
-    assert missing(described, fidelity.__contains__) == set()
+    assert find_missing(described, fidelity.__contains__) == set()
     defaults = read(DOCS / "fidelity.md").partition("## Is the default the paper's")[2]
     without_equation = {"replay", "peft", "merge_lora"}
-    assert missing(described - without_equation, lambda name: f"| `{name}` |" in defaults) == set()
+    assert find_missing(described - without_equation, lambda name: f"| `{name}` |" in defaults) == set()
 
 
 OF_HYDRA = {"-m", "--multirun", "--help", "--options", "--check"}
@@ -139,7 +141,7 @@ OF_ANOTHER += ("hydra.launcher.partition=", "hydra.launcher.timeout_min=")
 NO_FOLDER = re.compile(r"\.(root|path)=.*(there is no folder|no such (folder|file))")
 
 
-def one_of(override: str) -> str:
+def choose_one(override: str) -> str:
     (parsed,) = OverridesParser.create().parse_overrides([override])
     if not parsed.is_sweep_override():
         return override
@@ -162,13 +164,13 @@ def compose_run(arguments: list[str], configs: Path) -> None:
     flags = OF_HYDRA | {word for word in arguments if word.startswith(("--config-dir=", "$"))}
     words_of_run = [word.replace("…", "x") for word in arguments if word not in flags]
     overrides = to_hydra([word for word in words_of_run if not word.startswith(OF_ANOTHER)])
-    overrides = [one_of(override) for override in overrides]
+    overrides = [choose_one(override) for override in overrides]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         if any(OF_THE_READER.fullmatch(override) for override in overrides):
             path = f"hydra.searchpath=[file://{configs},file://{ROOT / 'docs' / 'examples'}]"
             cfg = compose("config", overrides=[*overrides, path])
         else:
-            cfg = with_values(*overrides)
+            cfg = compose_in_two_steps(*overrides)
     try:
         read_sections(cfg)
     except ValueError as error:

@@ -48,7 +48,7 @@ VALUES = st.recursive(
 )
 
 
-def refused(error: BaseException, *names: str) -> None:
+def check_refusal(error: BaseException, *names: str) -> None:
     """Raises AssertionError for an error that does not say in a line what it is about, by a name."""
     message = find_reason(error)
     assert message and "\n" not in message, repr(message)
@@ -96,7 +96,7 @@ def check_overrides(overrides: list[str]) -> None:
         check_command_line(overrides)
         make_plan(compose("config", overrides=overrides))
     except FORESEEN as error:
-        refused(error)
+        check_refusal(error)
 
 
 ROW = st.one_of(
@@ -158,7 +158,7 @@ def check_text(name: str, packed: str, content: bytes) -> None:
             for split, document in source.read("law"):
                 assert isinstance(document, str) and split is not None
         except FORESEEN as error:
-            refused(error, str(path))
+            check_refusal(error, str(path))
 
 
 def check_task(kind: str, content: bytes) -> None:
@@ -171,7 +171,7 @@ def check_task(kind: str, content: bytes) -> None:
         try:
             plan_endtasks(options("texts", root=Path(folder)), ["law"], ["law"]).source.task("law")
         except FORESEEN as error:
-            refused(error, folder, "law")
+            check_refusal(error, folder, "law")
 
 
 def change_value(raw: bytes, value: Any, fraction: float) -> bytes:

@@ -1,5 +1,5 @@
-"""What a GPU must give: every method learns there what it learns on a processor, a killed run ends with the
-same bits, what rests on the host changes none.
+"""What a GPU must give: every method learns there what it learns on a CPU, a killed run ends with the same
+bits, what rests on the host changes none.
 
     CUDA_VISIBLE_DEVICES=0 python -m pytest -m "" tests/test_gpu.py    # the other tests see no GPU
 """

@@ -162,6 +162,7 @@ def test_rows_are_matched_by_token_and_not_by_id(tmp_path, base):
     plan = graft.Graft.plan(RunDir(tmp_path / "run"), instruct=str(tuned), base=str(untuned), weight=1.0)
     (tmp_path / "graft").mkdir()
     plan.write(tmp_path / "graft")
+
     table = weights(tmp_path / "graft")[EMBEDDING]
     trained = weights(tmp_path / "run" / "model")[EMBEDDING]
     tuned_table = weights(tuned)[EMBEDDING]
@@ -170,6 +171,7 @@ def test_rows_are_matched_by_token_and_not_by_id(tmp_path, base):
     assert torch.equal(table[:size], trained[:size] + (tuned_table[:size] - base_table[:size]))
     assert torch.equal(table[size + 1], trained[size + 1] + (tuned_table[size + 1] - base_table[size]))
     assert torch.equal(table[[size, size + 2]], trained[[size, size + 2]])  # which the others lack
+
     assert f"{size + 1} rows summed, 2 as in the run" in plan.describe_rows()
     assert "1 token of the tuned model left out" in plan.describe_rows()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "graft")

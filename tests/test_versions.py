@@ -19,7 +19,7 @@ def versions():
 
 
 def make_pairs(ours: list[float], theirs: list[float]) -> dict[str, list[dict[str, float]]]:
-    """Processor times of both sides; the wall time of this one is twice as much."""
+    """CPU times of both sides; the wall time of this one is twice as much."""
     return {
         "ours": [{"cpu": seconds, "wall": 2 * seconds} for seconds in ours],
         "theirs": [{"cpu": seconds, "wall": seconds} for seconds in theirs],

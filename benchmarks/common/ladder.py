@@ -134,8 +134,8 @@ def list_rungs(setup: SizeSetup) -> dict[str, Subject]:
 
 
 def count_operations(setup: SizeSetup, *, dense: bool) -> int:
-    """Operations of a step, forward and backward, counted on one sample, on the device: on a processor a
-    billion weights take minutes."""
+    """Operations of a step, forward and backward, counted on one sample, on the device: on a CPU a billion
+    weights take minutes."""
     workload = setup.build_workload("trainer.batch_size=1", BF16)
     workload.module.to(setup.device)
     batch = move_data_to_device(next(iter(workload.loader())), torch.device(setup.device))

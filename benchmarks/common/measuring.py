@@ -23,7 +23,7 @@ QUIET_CORES = 0.1  # what all other processes may use together
 
 
 def read_busy_seconds() -> float:
-    """Seconds of processor time that all processes of the machine have used since it was started."""
+    """Seconds of CPU time that all processes of the machine have used since it was started."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     user, nice, system, _, _, interrupts, soft, stolen = fields
     return (user + nice + system + interrupts + soft + stolen) / TICKS
@@ -66,7 +66,7 @@ def rotate(items: Sequence[Any], turn: int) -> list[Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory and versions; no name of the host."""
+    """CPU, cores, memory and versions; no name of the host."""
     models = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
     ]

@@ -15,7 +15,7 @@ Times = dict[str, float]
 
 
 def read_clocks() -> Times:
-    """Seconds of wall time and of processor time, of this process with all its threads."""
+    """Seconds of wall time and of CPU time, of this process with all its threads."""
     return {"wall": time.monotonic(), "cpu": time.process_time()}
 
 

@@ -264,9 +264,9 @@ def make_setup(options: argparse.Namespace) -> TaskSetup:
     texts = Corpora.read(workload.plan.source, workload.plan.order, cache=Path(options.cache))
     encoder = texts.encoder(workload.start.tokenizer, workload.start.length, seq2seq=True)
     examples = read_examples(texts.by_name[workload.plan.order[0]], "test")
-    questions = [*map(encoder.prompt, examples)]
-    begin = copy_tensors(workload.module.model.state_dict())
-    return TaskSetup(workload, begin, questions, options.tokens, options.questions)
+    questions = [encoder.prompt(example) for example in examples]
+    initial_state = copy_tensors(workload.module.model.state_dict())
+    return TaskSetup(workload, initial_state, questions, options.tokens, options.questions)
 
 
 def parse_options() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""How attention is computed fastest on a processor: torch's own and eager, in 32 and in 16 bits, forward and
+"""How attention is computed fastest on a CPU: torch's own and eager, in 32 and in 16 bits, forward and
 backward, in turns.
 
     python benchmarks/costs/attention.py

@@ -4,7 +4,7 @@
 
 Documents are some lines of the standard library's prose with words exchanged. The tokenizer is a byte-level
 BPE that has learned from them: ids take 2 bytes, and 4 where its vocabulary is filled up to 70,000 entries,
-which no text has. Also the seconds of processor time of each step."""
+which no text has. Also the seconds of CPU time of each step."""
 
 import argparse
 import json

@@ -1,5 +1,5 @@
-"""How near a training step comes to what the processor can do: its operations over those that large matrix
-products reach in the same time, in 32 and in 16 bits, of cpt, the Hugging Face Trainer and a bare loop.
+"""How near a training step comes to what the CPU can do: its operations over those that large matrix products
+reach in the same time, in 32 and in 16 bits, of cpt, the Hugging Face Trainer and a bare loop.
 
     python benchmarks/costs/limit.py
 

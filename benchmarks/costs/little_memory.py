@@ -129,7 +129,7 @@ def try_killed_tokenization(
     code = wait_for_exit(process, seconds=runs.HANGS_S)
 
     words = runs.read_log(run)
-    have_ended = runs.have_left(members)
+    have_ended = runs.wait_until_gone(members)
     rerun = runs.run_again(arguments, run, expected)
     is_expected_end = code == 0 or (code == 1 and is_memory_named(words))
     return {
@@ -154,11 +154,11 @@ def try_killed_sweep(folder: Path, home: Path, number: int, draw: random.Random,
     jobs = runs.family(process.pid)[1:]
     kill_largest(jobs)
     code = wait_for_exit(process)
-    have_ended = runs.have_left(jobs)
+    have_ended = runs.wait_until_gone(jobs)
     words = log.read_text(errors="replace")
 
     rerun_code = wait_for_exit(start_script(ROOT / "run.py", *arguments, cwd=home, log=log))
-    unlike = runs.unlike(folder, home, methods)
+    unlike = runs.find_unlike(folder, home, methods)
     is_failed = (code == 1 and "memory" in words) or not jobs
     return {
         "methods": methods,

@@ -70,7 +70,7 @@ def list_choices() -> Iterator[tuple[str, str, int, int]]:
 
 
 def write_runs(top: Path, *, runs: int, domains: int, predictions: bool) -> int:
-    """Run folders with all that a comparison reads; gives how many."""
+    """Writes run folders with all that a comparison reads. Returns their number."""
     draw = np.random.default_rng(0)
     for number, (method, mask, order, seed) in enumerate(islice(list_choices(), runs)):
         folder = top / f"{number:03d}"

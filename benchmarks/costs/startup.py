@@ -21,7 +21,7 @@ TARGET_S = 3.0
 
 
 def time_command(command: list[str], *, code: int, folder: str) -> dict[str, float]:
-    """Wall and processor seconds of one start; raises RuntimeError for another exit code."""
+    """Wall and CPU seconds of one start; raises RuntimeError for another exit code."""
     before = os.times()
     start_time = time.perf_counter()
     process = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
@@ -46,7 +46,7 @@ def run_rounds(repeats: int, patience: float) -> dict[str, list[dict[str, float]
 
 
 def summarize(times: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Median, least and most of the wall and processor seconds of each command."""
+    """Median, least and most of the wall and CPU seconds of each command."""
     summary = {}
     for name, starts in times.items():
         summary[name] = {

@@ -1,5 +1,5 @@
-"""Tokenising and packing a text over the usual recipe of `datasets`: MB per second of processor time, and the
-most memory that is held.
+"""Tokenising and packing a text over the usual recipe of `datasets`: MB per second of CPU time, and the most
+memory that is held.
 
 The recipe is `map(tokenize, batched=True)` and `map(group_texts, batched=True)` as the language-modelling
 examples of transformers have them. All have the same documents and the same tokenizer (byte-level BPE), each
@@ -232,12 +232,13 @@ class MemoryWatch:
         self.thread.start()
 
     def watch(self) -> None:
+        """Updates the largest values until the process ends."""
         while self.process.poll() is None:
             sizes = {number: read_memory(number) for number in list_processes(self.process.pid)}
-            own_memory = sizes.pop(self.process.pid, (0, 0))
-            self.first = max(self.first, own_memory[0])
+            own_size, own_share = sizes.pop(self.process.pid, (0, 0))
+            self.first = max(self.first, own_size)
             self.other = max([self.other, *(size for size, _ in sizes.values())])
-            self.together = max(self.together, own_memory[1] + sum(share for _, share in sizes.values()))
+            self.together = max(self.together, own_share + sum(share for _, share in sizes.values()))
             time.sleep(POLL_INTERVAL_S)
 
 
@@ -329,9 +330,9 @@ def read_column(records: Sequence[dict[str, Any]], name: str) -> list[Any]:
 
 
 def format_lines(results: dict[str, Any]) -> Iterator[str]:
-    """The lines of the table of `summarize`, a subject each: median wall and processor seconds, MB of text
-    per processor second, how many times less processor time than the recipe (a dash without one), the most
-    memory of all processes together, and the most of a worker process."""
+    """The lines of the table of `summarize`, a subject each: median wall and CPU seconds, MB of text per CPU
+    second, how many times less CPU time than the recipe (a dash without one), the most memory of all
+    processes together, and the most of a worker process."""
     yield ROW.format("", "wall, s", "cpu, s", "MB/cpu s", "over recipe", "memory, MB", "a worker's")
     for name, figures in results.items():
         ratio = "–"
@@ -378,7 +379,7 @@ def main() -> None:
         for name in rotate(options.subjects, number):
             wait_until_quiet(options.patience)
             times[name].append(measure(name, text_folder, options))
-            print(f"{name}: {times[name][-1]['cpu']:.1f} s of processor time", flush=True)
+            print(f"{name}: {times[name][-1]['cpu']:.1f} s of CPU time", flush=True)
     results = summarize(times)
     print("\n".join(format_lines(results)))
     unsaid = ("cache", "out", "text", "subject", "place")

@@ -153,14 +153,14 @@ def make_environment(tree: Path) -> dict[str, str]:
 
 
 def wait_for_process(process: subprocess.Popen, start_time: float) -> Times:
-    """Waits until a process ends; its wall and processor time, with that of processes that it waited for."""
+    """Waits until a process ends; its wall and CPU time, with that of processes that it waited for."""
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return {"wall": time.monotonic() - start_time, "cpu": usage.ru_utime + usage.ru_stime}
 
 
 def add_times(times: Sequence[Times]) -> Times:
-    """The sum of wall times, and that of processor times."""
+    """The sum of wall times, and that of CPU times."""
     walls = [entry["wall"] for entry in times]
     cpus = [entry["cpu"] for entry in times]
     return {"wall": sum(walls), "cpu": sum(cpus)}
@@ -254,11 +254,18 @@ class Comparison:
         """Reading and packing a text: the script that each version has for it, with an empty cache."""
         for side in rotate(SIDES, turn):
             with tempfile.TemporaryDirectory() as cache:
-                command = [sys.executable, str(find_text_script(self.trees[side])), "--subject=cpt"]
-                sizes = [f"--megabytes={self.options.megabytes}", "--length=128"]
+                command = [
+                    sys.executable,
+                    str(find_text_script(self.trees[side])),
+                    "--subject=cpt",
+                    f"--megabytes={self.options.megabytes}",
+                    "--length=128",
+                    f"--place={text_folder}",
+                    f"--cache={cache}",
+                ]
                 start_time = time.monotonic()
                 process = subprocess.Popen(
-                    [*command, *sizes, f"--place={text_folder}", f"--cache={cache}"],
+                    command,
                     cwd=self.trees[side],
                     env=make_environment(self.trees[side]),
                     stdout=subprocess.PIPE,
@@ -269,6 +276,7 @@ class Comparison:
                 times = wait_for_process(process, start_time)
                 if process.returncode:
                     raise RuntimeError(f"exit code {process.returncode} of {command}")
+
             result = json.loads(output.splitlines()[-1])
             self.add("text", side, times)
             self.add("text, packing", side, {kind: result[kind] for kind in ("wall", "cpu")})
@@ -297,7 +305,7 @@ def summarize(pairs: Mapping[str, Pairs]) -> dict[str, Any]:
 
 
 def list_slower(summary: Mapping[str, Any]) -> list[str]:
-    """The rows whose processor time is above the tolerance, and whose interval excludes 1."""
+    """The rows whose CPU time is above the tolerance, and whose interval excludes 1."""
     return [
         name
         for name, figures in summary.items()

@@ -3,7 +3,7 @@
 A small Llama is trained and evaluated on the same batch in turns, with logits in chunks
 (cpt.models.chunked_head), with whole logits and, where it can, with torch's `linear_cross_entropy`. Its body
 is small, so that the head and the loss are most of a step. Memory is measured for several numbers of scored
-tokens. Times are those of the processor, so that other programs on the machine count little."""
+tokens. Times are CPU times, so that other programs on the machine count little."""
 
 import sys
 import time
@@ -197,13 +197,13 @@ def measure_peak(
 ) -> int:
     """Bytes that a pass adds to what the process holds."""
     batch = make_batch(vocabulary, tokens)
-    processor = torch.device("cpu")
+    device = torch.device("cpu")
     model.zero_grad()
     trim_heap()
-    forget_peak(processor)
-    before = peak(processor)
+    forget_peak(device)
+    bytes_before = peak(device)
     run_pass(model, batch, name, kind=kind, is_16_bit=options.bf16)
-    return peak(processor) - before
+    return peak(device) - bytes_before
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def assert_hooked(family, attach, hook_block) -> None:
     torch.testing.assert_close(logits(model, inputs_of(model)), logits(plain, inputs_of(model)))
 
 
-def added(part, h, activation="gelu"):
+def compute_bottleneck(part, h, activation="gelu"):
     down = part.down
     up = part.up
     return getattr(functional, activation)(h @ down.weight.T + down.bias) @ up.weight.T + up.bias
@@ -86,9 +86,9 @@ def test_bottlenecks_act_on_what_projections_write_and_pfeiffers_on_what_blocks_
 
     def add_bottleneck(part, module, args, output):
         if norm:
-            return module.forward(args[0] + added(part, output, activation))
+            return module.forward(args[0] + compute_bottleneck(part, output, activation))
         hidden = output if isinstance(output, torch.Tensor) else output[0]
-        hidden = hidden + added(part, hidden, activation)
+        hidden = hidden + compute_bottleneck(part, hidden, activation)
         return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
 
     def hook_block(model, plain, block):
@@ -112,7 +112,7 @@ def test_plugins_map_what_the_sub_layer_reads_to_what_it_writes(family, output_r
             inputs.append(args[0])
 
         def add_plugin(module, args, output):
-            extra = added(plugin, inputs.pop(), "relu")
+            extra = compute_bottleneck(plugin, inputs.pop(), "relu")
             return output + (extra.clamp(min=0) if output_relu else extra)
 
         entrance.register_forward_pre_hook(record_input)

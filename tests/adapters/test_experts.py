@@ -18,7 +18,7 @@ FFN = {  # how a block computes its FFN of x
 
 
 @torch.no_grad()
-def mixed(name: str, *, top_k: int = 2, groups=(2, 1)):
+def build_mixture_model(name: str, *, top_k: int = 2, groups=(2, 1)):
     """A model whose FFNs are mixtures of drawn experts beside its own, and plain copies of its blocks."""
     model = build(name)
     plain = deepcopy(dict(find_blocks(model)))
@@ -35,7 +35,7 @@ def mixed(name: str, *, top_k: int = 2, groups=(2, 1)):
 @pytest.mark.parametrize(("name", "top_k"), [*((name, 2) for name in FFN), ("gpt2", 1), ("t5", 9)])
 @torch.no_grad()
 def test_each_token_is_the_sum_of_its_experts_by_their_gates(name, top_k):
-    model, plain = mixed(name, top_k=top_k)
+    model, plain = build_mixture_model(name, top_k=top_k)
     recorded = {}
     for path, mixture in find_mixtures(model).items():
         record = recorded.setdefault(path, {})
@@ -75,13 +75,13 @@ def test_each_token_is_the_sum_of_its_experts_by_their_gates(name, top_k):
 @torch.no_grad()
 def test_one_expert_is_the_model_bit_for_bit(name):
     model = build(name)
-    mixture_model, _ = mixed(name, groups=())
+    mixture_model, _ = build_mixture_model(name, groups=())
     inputs = inputs_of(model)
     assert torch.equal(mixture_model(**inputs).logits, model(**inputs).logits)
 
 
 def test_new_experts_are_copies_of_those_of_a_group():
-    model, _ = mixed("gpt2")
+    model, _ = build_mixture_model("gpt2")
     (mixture, *_) = find_mixtures(model).values()
     mixture.grow(2)
     for source, experts in ((0, [1, 2]), (1, [3, 3]), (-1, [0, 0])):
@@ -96,7 +96,7 @@ def test_new_experts_are_copies_of_those_of_a_group():
 
 @torch.no_grad()
 def test_what_is_noted_of_a_pass_is_of_text_alone():
-    model, _ = mixed("t5")
+    model, _ = build_mixture_model("t5")
     inputs = inputs_of(model)
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, 4:] = 0

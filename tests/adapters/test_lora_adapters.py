@@ -141,6 +141,7 @@ def test_a_tuner_learns_and_is_merged(kind, tuner):
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert set(trained) == set(scope.names) and trained
     torch.testing.assert_close(model(**inputs).logits, first, rtol=1e-4, atol=1e-5)  # begins as the base
+
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
     for _ in range(3):
         optimizer.zero_grad()
@@ -149,12 +150,13 @@ def test_a_tuner_learns_and_is_merged(kind, tuner):
         optimizer.step()
     last = model(**inputs).logits
     assert (last - first).abs().max() > 1e-3
+
     plain = plain_model.without_tuners(model)
     assert set(plain.state_dict()) == names
     torch.testing.assert_close(plain.eval()(**inputs).logits, last, rtol=1e-3, atol=1e-4)
 
 
-def trained_plain(kind, *, tied, arguments):
+def make_plain_of_trained(kind, *, tied, arguments):
     """The inputs of a model whose tuner was moved, its logits, and the model without it."""
     model = test_units.build(kind, tie_word_embeddings=tied).float().eval()
     inputs = test_units.inputs_of(model)
@@ -187,7 +189,7 @@ BESIDE_ADAPTERS = [
 def test_what_peft_trains_beside_adapters_is_merged_and_loaded_again(
     kind, tied, arguments, stays_tied, tmp_path
 ):
-    inputs, logits, plain = trained_plain(kind, tied=tied, arguments=arguments)
+    inputs, logits, plain = make_plain_of_trained(kind, tied=tied, arguments=arguments)
     plain.save_pretrained(tmp_path)
     loaded, info = type(plain).from_pretrained(tmp_path, output_loading_info=True)
     torch.testing.assert_close(loaded.eval()(**inputs).logits, logits, rtol=1e-3, atol=1e-4)

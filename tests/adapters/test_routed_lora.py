@@ -18,7 +18,7 @@ CAUSAL = ["gpt2", "llama", "opt"]
 
 
 @torch.no_grad()
-def routed(name: str, form: dict[str, str] = SAPT):
+def build_routed(name: str, form: dict[str, str] = SAPT):
     model = build(name)
     settings = {"r": R, "alpha": ALPHA, "dropout": 0.0, "targets": "all-linear"}
     attach_routed(model, **settings, **form, bottleneck=4, scale=8.0, causal=name in CAUSAL)
@@ -32,7 +32,7 @@ def routed(name: str, form: dict[str, str] = SAPT):
     return model
 
 
-def summaries(model, inputs, form) -> torch.Tensor:
+def compute_queries(model, inputs, form) -> torch.Tensor:
     """e of each row, [B, 1, D], or at each place of a causal model, [B, T, D]."""
     if form["query"] == "embeddings":
         states = model.get_input_embeddings()(inputs["input_ids"])
@@ -47,7 +47,7 @@ def summaries(model, inputs, form) -> torch.Tensor:
 def weights_by_hand(model, inputs, form) -> torch.Tensor:
     """a [B, 1 or T, t]."""
     router = router_of(model)
-    means = summaries(model, inputs, form)
+    means = compute_queries(model, inputs, form)
     keys = torch.cat([router.earlier, router.key])
     if form["key"] == "cosine":
         return (8 * functional.cosine_similarity(means[..., None, :], keys, dim=-1)).softmax(-1)
@@ -56,7 +56,7 @@ def weights_by_hand(model, inputs, form) -> torch.Tensor:
     return (query @ keys.T / keys.shape[1] ** 0.5).softmax(-1)
 
 
-def through_maps(model, inputs):
+def record_layers(model, inputs):
     recorded = {}
     for layer in lora.lora_layers(model).values():
         layer.register_forward_hook(lambda module, args, output: recorded.update({module: (args[0], output)}))
@@ -65,7 +65,7 @@ def through_maps(model, inputs):
     return recorded.items()
 
 
-def summed(layer, x, pairs_a, pairs_b, weights) -> torch.Tensor:
+def sum_adapters(layer, x, pairs_a, pairs_b, weights) -> torch.Tensor:
     """The map with pairs, by their weights [..., pairs]."""
     expected = layer.get_base_layer()(x)
     for pair in range(PAIRS):
@@ -81,9 +81,9 @@ CASES = [*((name, SAPT) for name in FAMILIES), ("roberta", MOCL), ("gpt2", MOCL)
 @pytest.mark.parametrize(("name", "form"), CASES)
 @torch.no_grad()
 def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
-    model = routed(name, form)
+    model = build_routed(name, form)
     inputs = inputs_of(model)
-    recorded = through_maps(model, inputs)
+    recorded = record_layers(model, inputs)
     a = weights_by_hand(model, inputs, form)
     assert a.shape[2] == PAIRS and a.std(0).max() > 1e-3
     assert {layer.in_features == layer.out_features for layer, _ in recorded} == {True, False}
@@ -91,7 +91,7 @@ def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
         halves = zip(lora.factors_of(layer, "earlier"), lora.factors_of(layer), strict=True)
         pairs = [torch.cat(halves_of_pair, dim) for dim, halves_of_pair in enumerate(halves)]
         weights = a.expand(-1, 7, -1).flatten(0, 1) if x.ndim == 2 else a
-        torch.testing.assert_close(output, summed(layer, x, *pairs, weights), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(output, sum_adapters(layer, x, *pairs, weights), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
@@ -138,7 +138,7 @@ def test_latents_of_all_tokens_are_weighed_by_token_also_when_text_is_generated(
 @pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])
 @torch.no_grad()
 def test_padding_is_no_part_of_the_query_nor_what_comes_later_in_a_causal_model(form):
-    model = routed("gpt2", form)
+    model = build_routed("gpt2", form)
     mask = torch.ones(3, 7, dtype=torch.long)
     ids = inputs_of(model)["input_ids"]
     changed = ids.clone()
@@ -146,7 +146,7 @@ def test_padding_is_no_part_of_the_query_nor_what_comes_later_in_a_causal_model(
     changed[:, 4:] = (changed[:, 4:] + 1) % 30 + 3
     before, after = (model(input_ids=input_ids).logits for input_ids in (ids, changed))
     assert torch.equal(before[:, :4], after[:, :4]) and not torch.equal(before[:, 4], after[:, 4])
-    for routed_model in (model, routed("roberta", form)):
+    for routed_model in (model, build_routed("roberta", form)):
         routed_model(input_ids=ids, attention_mask=mask)
         padded = router_of(routed_model).row_log_weights[0].clone()
         routed_model(input_ids=ids[:1, :5])
@@ -154,7 +154,7 @@ def test_padding_is_no_part_of_the_query_nor_what_comes_later_in_a_causal_model(
 
 
 def test_gradients_go_through_the_frozen_pairs():
-    model = routed("roberta")
+    model = build_routed("roberta")
     layer = next(iter(lora.lora_layers(model).values()))
     inputs = inputs_of(model)
     step = 1e-6
@@ -181,9 +181,9 @@ def test_experts_are_summed_by_the_gates_of_each_token(name):
     for layer in lora.lora_layers(model).values():
         lora.factors_of(layer)[1].normal_(std=0.1)
         layer.router.weight.normal_()
-    for layer, (x, output) in through_maps(model, inputs_of(model)):
+    for layer, (x, output) in record_layers(model, inputs_of(model)):
         gates = torch.softmax(x @ layer.router.weight.T, -1)
-        expected = summed(layer, x, *lora.factors_of(layer), gates)
+        expected = sum_adapters(layer, x, *lora.factors_of(layer), gates)
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
         assert gates.std() > 0.01
     coarse = layer.router.bfloat16()

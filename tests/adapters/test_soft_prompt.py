@@ -16,7 +16,7 @@ CAUSAL = [name for name, family in FAMILIES.items() if "CausalLM" in family.auto
 MASKED = [name for name, family in FAMILIES.items() if "MaskedLM" in family.auto.__name__]
 
 
-def prompted(name: str, *, tokens: int = N, **changes):
+def build_prompted(name: str, *, tokens: int = N, **changes):
     model = build(name, **changes)
     [parameter] = attach_prompt(model, tokens=tokens, causal=name in CAUSAL).names
     part = model.get_submodule(parameter.rpartition(".")[0])
@@ -39,7 +39,7 @@ def close(tensor: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
 def test_it_is_the_model_of_the_widened_input(name):
-    model, part, none = prompted(name)
+    model, part, none = build_prompted(name)
     inputs = inputs_of(model)
     output = model.get_input_embeddings()(inputs["input_ids"])
     widened = torch.cat([output[:, :1], part.weight.expand(B, -1, -1), output[:, 1:]], dim=1)
@@ -53,7 +53,7 @@ def test_it_is_the_model_of_the_widened_input(name):
 
 @pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
 def test_a_padded_row_is_the_row_without_padding(name):
-    (model, *_) = prompted(name)
+    (model, *_) = build_prompted(name)
     batch = padded_batch()
     states = encode_batch(model, batch)
     assert states.shape == (B, T, 32)
@@ -64,7 +64,7 @@ def test_a_padded_row_is_the_row_without_padding(name):
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama"])
 def test_positions_that_are_given_count_on_through_the_prompt(name):
-    model, *_ = prompted(name)
+    model, *_ = build_prompted(name)
     ids = inputs_of(model)["input_ids"]
     first = 1 if name == "roberta" else 0
     positions = torch.arange(first, first + T).expand(B, T)
@@ -77,7 +77,7 @@ def test_positions_that_are_given_count_on_through_the_prompt(name):
 
 @pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
 def test_with_a_decoder_it_is_the_model_of_the_source_behind_the_prompt(name):
-    model, part, none = prompted(name)
+    model, part, none = build_prompted(name)
     target = torch.randint(3, V, (B, 4), generator=torch.Generator().manual_seed(4))
     batch = {**padded_batch(), "decoder_input_ids": target}
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}

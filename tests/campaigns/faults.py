@@ -50,17 +50,19 @@ def remount(at: Path, option: str) -> bool:
     return subprocess.run(["mount", "-o", f"remount,{option}", at], capture_output=True).returncode == 0
 
 
-def on_disk(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+def try_disk(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     which = [*MOST_KIB][number // 2 % len(MOST_KIB)]
     kind = draw.choice(("full", "full", "read-only"))
     home = folder / f"disk-{number}"
     at = home / which
     size = f"{draw.randint(4, MOST_KIB[which])}k" if kind == "full" else LARGE
     expected = runs.run_undisturbed(folder, GIVEN)
+
     cache = at / "cache" if which == "cache" else folder / "cache"
     run = (at if which == "outputs" else home) / "run"
     arguments = runs.command(folder, run, *GIVEN, cache=cache)
     log = home / "log"
+
     outcome: dict[str, Any] = {"fault": kind, "disk": which, "size": size}
     temporary = {"TMPDIR": str(at)} if which == "tmp" else {}
     try:
@@ -85,7 +87,7 @@ def on_disk(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     return outcome
 
 
-def half_done(folder: Path) -> Path:
+def make_half_done_run(folder: Path) -> Path:
     home = folder / "half"
     if not home.exists():
         arguments = runs.command(folder, home / "run", *GIVEN, cache=home / "cache")
@@ -98,17 +100,17 @@ def half_done(folder: Path) -> Path:
     return home
 
 
-def all_done(folder: Path) -> Path:
+def make_finished_run(folder: Path) -> Path:
     home = folder / "done"
     if not home.exists():
-        shutil.copytree(half_done(folder), home)
+        shutil.copytree(make_half_done_run(folder), home)
         arguments = runs.command(folder, home / "run", *GIVEN, cache=home / "cache")
         if runs.complete(arguments, home / "run"):
             raise RuntimeError(runs.read_log(home / "run"))
     return home
 
 
-def kinds(home: Path) -> dict[str, list[Path]]:
+def group_files(home: Path) -> dict[str, list[Path]]:
     """The files of a run and its cache, by kind: the name, with each number a star."""
     files_by_kind: dict[str, list[Path]] = {}
     for path in sorted(home.rglob("*")):
@@ -118,7 +120,7 @@ def kinds(home: Path) -> dict[str, list[Path]]:
     return files_by_kind
 
 
-def harm(path: Path, harm_kind: str, draw: random.Random) -> None:
+def damage_file(path: Path, harm_kind: str, draw: random.Random) -> None:
     if harm_kind == "gone":
         path.unlink()
         return
@@ -140,24 +142,26 @@ def verify(home: Path, path: Path) -> bool:
     return any(path.name in line or str(path.parent) in line for line in lines)
 
 
-def damaged(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    source = (half_done, all_done)[number // 2 % 2](folder)
+def try_damage(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    source = (make_half_done_run, make_finished_run)[number // 2 % 2](folder)
     expected = runs.run_undisturbed(folder, GIVEN)
     home = folder / f"damaged-{number}"
     shutil.copytree(source, home)
-    files_by_kind = kinds(home)
+    files_by_kind = group_files(home)
     kind = runs.shuffled(sorted(files_by_kind), number // 4)
     path = draw.choice(files_by_kind[kind])
     harm_kind = draw.choice(HARMS)
+
     original = path.read_bytes()
     log_size = len(runs.read_log(home / "run").encode())
-    harm(path, harm_kind, draw)
+    damage_file(path, harm_kind, draw)
     outcome: dict[str, Any] = {
         "fault": harm_kind,
         "kind": kind,
         "of": source.name,
         "verified": verify(home, path),
     }
+
     run = home / "run"
     arguments = runs.command(folder, home / "run", *GIVEN, cache=home / "cache")
     outcome["code"] = runs.complete(arguments, run)
@@ -165,6 +169,7 @@ def damaged(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     outcome["line"] = runs.one_line(words)
     of_stage = "stages" in path.parts
     is_detected = outcome["verified"] or not of_stage  # a finished run has no need of it
+
     if outcome["code"] or of_stage:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(original)
@@ -175,6 +180,7 @@ def damaged(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
         outcome |= runs.run_again(arguments, run, expected)
     else:
         outcome["same"] = runs.bits(run) == expected["bits"]
+
     outcome["fine"] = is_detected and outcome["same"]
     outcome["last"] = "" if outcome["fine"] else words[-1500:]
     shutil.rmtree(home, ignore_errors=True)
@@ -182,4 +188,4 @@ def damaged(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
 
 
 def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    return (damaged, on_disk)[number % 2](folder, number, draw)
+    return (try_damage, try_disk)[number % 2](folder, number, draw)

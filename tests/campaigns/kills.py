@@ -27,7 +27,7 @@ def kill_at(process: Any, moment: float, draw: random.Random) -> dict[str, Any]:
     rank = draw.randrange(len(members))
     start = time.monotonic()
     runs.kill(members[rank])
-    have_left = runs.have_left(members)
+    have_left = runs.wait_until_gone(members)
     seconds = round(time.monotonic() - start, 2)
 
     for member in members:
@@ -36,7 +36,7 @@ def kill_at(process: Any, moment: float, draw: random.Random) -> dict[str, Any]:
     return {"rank": rank, "of": len(members), "left": have_left, "left_after_s": seconds}
 
 
-def of_a_run(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+def try_run(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     case = runs.shuffled(runs.CASES, number)
     is_distributed = number % 3 == 2
     home = folder / f"kills-{number}"
@@ -75,7 +75,7 @@ def of_a_run(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     return outcome
 
 
-def of_a_sweep(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
+def try_sweep(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     methods = sorted({runs.shuffled(runs.METHODS, number + turn) for turn in (0, 5)})
     home = folder / f"sweep-{number}"
     log = home / "log"
@@ -95,12 +95,17 @@ def of_a_sweep(folder: Path, number: int, draw: random.Random) -> dict[str, Any]
         victim = draw.choice(members)
         runs.kill(victim)
         is_sweep = victim == process.pid  # which no job outlives; that of a job goes on with the others
-        have_left = runs.have_left(members) if is_sweep else True
+        have_left = runs.wait_until_gone(members) if is_sweep else True
         kills.append({"killed": "sweep" if is_sweep else "job", "of": len(members), "left": have_left})
         wait_for_exit(process)
 
     code = wait_for_exit(start_script(ROOT / "run.py", *arguments, cwd=home, log=log))
-    outcome = {"sweep": methods, "kills": kills, "code": code, "unlike": runs.unlike(folder, home, methods)}
+    outcome = {
+        "sweep": methods,
+        "kills": kills,
+        "code": code,
+        "unlike": runs.find_unlike(folder, home, methods),
+    }
     outcome["fine"] = not outcome["unlike"] and code == 0 and all(kill["left"] for kill in kills)
     outcome["last"] = "" if outcome["fine"] else log.read_text()[-1500:]
     if outcome["fine"]:
@@ -111,5 +116,5 @@ def of_a_sweep(folder: Path, number: int, draw: random.Random) -> dict[str, Any]
 
 
 def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    run_trial = of_a_sweep if number % 5 == 4 else of_a_run
+    run_trial = try_sweep if number % 5 == 4 else try_run
     return run_trial(folder, number, draw)

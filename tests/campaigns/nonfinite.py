@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are no numbers, at any step of any process: is a step made, is
+"""Losses, gradients and weights that are not finite, at any step of any process: is a step made, is
 anything kept?
 
 A trial puts NaN or an infinity into the loss, a gradient or a weight of one process, at one step of one
@@ -39,35 +39,36 @@ main()
 def spoil() -> None:
     """Patches the loop of every method in a process of a trial, as the variable CPT_SPOILT says.
 
-    It notes, at the end of each step: whether the number was put in (`met`), how often a weight changed in
-    that step (`moved`), and a digest of the weights (`weights`)."""
+    It writes to its notes, at the end of each step: whether the number was put in (`met`), how often a weight
+    changed in that step (`moved`), and a digest of the weights (`weights`)."""
     from cpt.methods.base import ContinualMethod
 
     plan = json.loads(os.environ["CPT_SPOILT"])
     notes = {"met": False, "moved": 0, "weights": ""}
-    training = ContinualMethod.training_step
-    step = ContinualMethod.optimizer_step
+    original_training_step = ContinualMethod.training_step
+    original_optimizer_step = ContinualMethod.optimizer_step
     value = float(plan["value"])
-    of_a_weight = plan["place"] == "weight"
+    is_in_weight = plan["place"] == "weight"
 
-    def digest(module: Any) -> str:
+    def hash_weights(module: Any) -> str:
         parameters_on_cpu = (parameter.detach().reshape(-1).contiguous() for parameter in module.parameters())
         weights = b"".join(parameter.view(torch.uint8).numpy().tobytes() for parameter in parameters_on_cpu)
         return hashlib.sha256(weights).hexdigest()
 
-    def keep(module: Any) -> None:
+    def write_notes(module: Any) -> None:
         Path(f"{plan['notes']}-{module.global_rank}.json").write_text(json.dumps(notes))
 
-    def is_here(module: Any) -> bool:
+    def is_chosen_step(module: Any) -> bool:
         stage = min(plan["stage"], len(module.trainer.datamodule.domains) - 1)
         return module.trainer.global_step == plan["step"] and module.domain.index == stage
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = training(self, batch, batch_idx)
-        if of_a_weight or not is_here(self) or self.global_rank != plan["rank"]:
+        loss = original_training_step(self, batch, batch_idx)
+        if is_in_weight or not is_chosen_step(self) or self.global_rank != plan["rank"]:
             return loss
+
         notes["met"] = True
-        keep(self)
+        write_notes(self)
         if plan["place"] == "gradient":
             loss.register_hook(lambda grad: grad * value)
             return loss
@@ -75,24 +76,26 @@ def spoil() -> None:
         return loss + value
 
     def optimizer_step(self: Any, *arguments: Any, **options: Any) -> None:
-        bad = is_here(self)
-        before = digest(self)
-        step(self, *arguments, **options)
-        if bad and not of_a_weight:
-            notes["moved"] += digest(self) != before
-        if bad and of_a_weight and self.global_rank == plan["rank"] and not notes["met"]:
+        is_chosen = is_chosen_step(self)
+        hash_before = hash_weights(self)
+        original_optimizer_step(self, *arguments, **options)
+
+        if is_chosen and not is_in_weight:
+            notes["moved"] += hash_weights(self) != hash_before
+        if is_chosen and is_in_weight and self.global_rank == plan["rank"] and not notes["met"]:
             notes["met"] = True
             trained = next(
                 parameter for parameter in self.parameters() if parameter.requires_grad and parameter.numel()
             )
             trained.data.view(-1)[0] = value
-        notes["weights"] = digest(self)
-        keep(self)
+        notes["weights"] = hash_weights(self)
+        write_notes(self)
 
-    ContinualMethod.training_step, ContinualMethod.optimizer_step = training_step, optimizer_step
+    ContinualMethod.training_step = training_step
+    ContinualMethod.optimizer_step = optimizer_step
 
 
-def spoilt(arguments: list[str], run: Path, plan: dict[str, Any]) -> int:
+def run_spoiled(arguments: list[str], run: Path, plan: dict[str, Any]) -> int:
     script = run.with_name("spoilt.py")
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(SCRIPT)
@@ -100,7 +103,7 @@ def spoilt(arguments: list[str], run: Path, plan: dict[str, Any]) -> int:
         return runs.complete(arguments, run, twin=plan["processes"] > 1, script=script)
 
 
-def finite(run: Path) -> bool:
+def has_finite_files(run: Path) -> bool:
     states = [load_stage(path) for path in run.glob("stages/*.pt")]
     states += [torch.load(path, weights_only=True)["state_dict"] for path in run.glob("checkpoints/*.ckpt")]
     for state in states:
@@ -113,7 +116,7 @@ def finite(run: Path) -> bool:
 def judge(run: Path, plan: dict[str, Any], code: int) -> dict[str, Any]:
     """What a spoilt start has left: by the notes of its processes, the scores and the weights."""
     notes = [json.loads(path.read_text()) for path in sorted(run.parent.glob("notes-*.json"))]
-    outcome = {"code": code, "met": any(note["met"] for note in notes), "finite": finite(run)}
+    outcome = {"code": code, "met": any(note["met"] for note in notes), "finite": has_finite_files(run)}
     outcome["moved"] = sum(note["moved"] for note in notes)
     outcome["alike"] = len({note["weights"] for note in notes}) <= 1
     log = runs.read_log(run)
@@ -151,7 +154,7 @@ def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     expected = runs.run_undisturbed(folder, options, twin=two)
     run = home / "run"
     arguments = runs.command(folder, run, *options)
-    outcome = plan | judge(run, plan, spoilt(arguments, run, plan))
+    outcome = plan | judge(run, plan, run_spoiled(arguments, run, plan))
     if outcome["code"]:
         outcome |= runs.run_again(arguments, run, expected, twin=two)
         outcome["fine"] = outcome["fine"] and outcome["same"]

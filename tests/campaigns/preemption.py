@@ -100,7 +100,7 @@ def leave(
     }
 
 
-def lost(run: Path, cache: Path, log: str) -> int | None:
+def count_lost_steps(run: Path, cache: Path, log: str) -> int | None:
     """Optimizer steps that were made and are in no checkpoint; None where no step was under way."""
     matches = [match for match in SAID.finditer(log) if match[1]]
     if not matches:
@@ -143,7 +143,7 @@ def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
 
         log = runs.read_log(run)
         num_lines = len(SAID.findall(log))
-        num_lost = lost(run, cache, log)
+        num_lost = count_lost_steps(run, cache, log)
         restarted = begin(arguments, run, setup, port=port + 1000, restarts=1)
         codes = [wait_for_exit(process, seconds=runs.HANGS_S) for process in restarted]
         is_same = not any(codes) and runs.bits(run) == expected["bits"]

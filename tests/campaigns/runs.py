@@ -183,7 +183,7 @@ def run_undisturbed(folder: Path, options: Sequence[str], *, twin: bool = False)
     return UNDISTURBED[key]
 
 
-def unlike(folder: Path, home: Path, methods: Sequence[str]) -> list[str]:
+def find_unlike(folder: Path, home: Path, methods: Sequence[str]) -> list[str]:
     """The methods of a sweep whose jobs have not ended with the bits of a run that nobody disturbed."""
     wrong = []
     for name in methods:  # a folder of a sweep has a method's name with dots
@@ -212,7 +212,7 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def have_left(pids: Sequence[int]) -> bool:
+def wait_until_gone(pids: Sequence[int]) -> bool:
     return wait_for(lambda: not any(map(is_alive, pids)), seconds=LEAVES_S)
 
 

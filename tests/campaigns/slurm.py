@@ -45,7 +45,7 @@ METHODS = ("ncl", "ewc")
 CLUSTERS: dict[Path, SlurmCluster] = {}
 
 
-def missing() -> str:
+def find_missing_programs() -> str:
     """Why the campaign cannot run here; empty if it can."""
     return missing_programs()
 
@@ -94,7 +94,7 @@ def preempt(cluster: SlurmCluster) -> None:
     cluster.submit("-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1")
 
 
-def disturb(cluster: SlurmCluster, event: str, job: str, run: Path) -> None:
+def apply_event(cluster: SlurmCluster, event: str, job: str, run: Path) -> None:
     """Does to a job what the event says."""
     if event == "script preempted":
         preempt(cluster)
@@ -114,7 +114,7 @@ def disturb(cluster: SlurmCluster, event: str, job: str, run: Path) -> None:
         cluster.start_node(node)
 
 
-def of_a_script(cluster: SlurmCluster, folder: Path, number: int, moment: float) -> dict[str, Any]:
+def try_script(cluster: SlurmCluster, folder: Path, number: int, moment: float) -> dict[str, Any]:
     event = EVENTS[number % len(EVENTS)]
     strategy = event.partition(" ")[0] if event.endswith(("by srun", "by srun requeued")) else ""
     steps = {"script at its time limit": LONG, "script on a failed node": SAVING}.get(event, STEPS)
@@ -133,7 +133,7 @@ def of_a_script(cluster: SlurmCluster, folder: Path, number: int, moment: float)
     job = cluster.submit("-o", str(runs.log_of(run)), "-D", str(run.parent), variables, str(script))
     wait_for_training(run)
     time.sleep(moment)
-    disturb(cluster, event, job, run)
+    apply_event(cluster, event, job, run)
 
     state = wait_for_end(cluster, job)
     outcome: dict[str, Any] = {"event": event, "moment": round(moment, 2), "state": state}
@@ -168,7 +168,7 @@ def is_training(home: Path) -> bool:
     return console.exists() and IN_A_STAGE.search(console.read_text().replace("\r", "\n")) is not None
 
 
-def of_a_sweep(cluster: SlurmCluster, folder: Path, number: int, moment: float) -> dict[str, Any]:
+def try_sweep(cluster: SlurmCluster, folder: Path, number: int, moment: float) -> dict[str, Any]:
     event = EVENTS[number % len(EVENTS)]
     expected = {name: runs.run_undisturbed(folder, [f"method={name}", *STEPS])["bits"] for name in METHODS}
     home = folder / f"slurm-{number}"
@@ -216,5 +216,5 @@ def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     cluster = cluster_in(folder)
     moment = draw.uniform(0, 1)
     if EVENTS[number % len(EVENTS)].startswith("sweep"):
-        return of_a_sweep(cluster, folder, number, moment)
-    return of_a_script(cluster, folder, number, moment)
+        return try_sweep(cluster, folder, number, moment)
+    return try_script(cluster, folder, number, moment)

@@ -91,7 +91,7 @@ def answer_query(body: str, *, port: int) -> dict[str, Any]:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
+def run_server() -> Iterator[Server]:
     server = Server()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -116,6 +116,7 @@ def start_and_lose(
     process = runs.begin(arguments, run)
     process.join(moment)
     had_event = process.is_alive()
+
     service = find_service(process.pid)
     if event == "server refuses":
         server.is_refusing = True
@@ -125,11 +126,13 @@ def start_and_lose(
         had_event = service is not None
         if service is not None:
             runs.kill(service)
+
     code = wait_for_exit(process, seconds=runs.HANGS_S)
     if event == "server refuses":
         had_event = server.num_refusals > 0
     elif event == "disk full":
         had_event = shutil.disk_usage(disk_folder).free < NEARLY_FULL
+
     return {
         "had_event": had_event,
         "code": code,
@@ -149,7 +152,7 @@ def attempt(
     variables = {"WANDB_API_KEY": KEY, "WANDB_FINISH_TIMEOUT": str(FINISH_TIMEOUT_S)}
     variables["WANDB_DIR" if event == "disk full" else "HOME"] = str(disk_folder)
     try:
-        with disk(disk_folder, size), serving() as server:
+        with disk(disk_folder, size), run_server() as server:
             variables["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.server_port}"
             with mock.patch.dict(os.environ, variables):
                 end = start_and_lose(
@@ -168,6 +171,7 @@ def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
     expected = runs.run_undisturbed(folder, options)
     moment = draw.uniform(0, 1.5 * expected["seconds"])  # W&B takes a few seconds of its own
     num_kib = draw.randint(MIN_KIB, 400)
+
     for attempt_number in range(MAX_ATTEMPTS):
         home = folder / f"tracking-{number}-{attempt_number}"
         size = f"{num_kib}k" if event == "disk full" else LARGE
@@ -181,6 +185,7 @@ def trial(folder: Path, number: int, draw: random.Random) -> dict[str, Any]:
         # The service lives from the start of the logger to the end of the run.
         moment = draw.uniform(0, expected["seconds"])
         num_kib = max(MIN_KIB, num_kib // 2)
+
     return {
         "event": event,
         "method": options[0],

@@ -8,7 +8,7 @@ import pytest
 from cpt.contrib.lm_eval_export.__main__ import main
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_task
 from cpt.data.sources.examples import Example
-from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples, write_tasks
+from tests.support.task_fixtures import LABELS, STYLES, encoder, make_examples, write_tasks
 
 
 def rows(folder, task):
@@ -19,7 +19,7 @@ def rows(folder, task):
 @pytest.mark.parametrize("style", STYLES)
 def test_the_tokens_of_every_style_are_ours_and_what_differs_is_told(style, seq2seq, tmp_path):
     task_encoder = encoder(STYLES[style](), seq2seq=seq2seq)
-    examples = some_examples(20)
+    examples = make_examples(20)
     texts = HarnessTexts(task_encoder)
     exported = export_task(tmp_path, "TC", map(task_encoder.prompt, examples), texts)
     assert (exported.name, exported.examples, exported.differing) == ("cpt_TC", 20, [])

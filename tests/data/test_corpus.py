@@ -53,7 +53,7 @@ def list_texts(text_corpus):
     return {split: list(text_corpus.documents(split)["text"]) for split in SPLITS}
 
 
-def as_train(texts):
+def mark_as_train(texts):
     return [("train", text) for text in texts]
 
 
@@ -107,10 +107,10 @@ def test_the_split_is_that_of_a_slow_loop(documents, max_documents):
 def test_copies_are_left_out_and_counted_and_text_that_is_no_unicode_is_mended(tmp_path):
     documents = [("test", text) for text in ("a", "v", "t")]
     documents += [("valid", text) for text in ("b", "v", "v")]
-    documents += as_train(["a", "b", "a"])
+    documents += mark_as_train(["a", "b", "a"])
     # No two of these are equal.
     similar = ["half \ud800 a pair", "nul \x00 byte", "🙂", "One.", "one.", "Öne.", "O\u0308ne."]
-    text_corpus = make_corpus(tmp_path, documents + as_train(similar))
+    text_corpus = make_corpus(tmp_path, documents + mark_as_train(similar))
     expected = {"train": ["a", "b", "half ? a pair", *similar[1:]], "valid": ["v"], "test": ["t"]}
     assert list_texts(text_corpus) == expected
     assert (text_corpus.facts["duplicates"], text_corpus.facts["held_out_copies"]) == (1, 4)
@@ -119,23 +119,23 @@ def test_copies_are_left_out_and_counted_and_text_that_is_no_unicode_is_mended(t
     assert text_corpus.facts["bytes"] == num_bytes
 
     # White space makes no other document.
-    plain = [*as_train(["a b", "c d", "e f", "g h"]), ("test", "i j"), ("test", "k l")]
+    plain = [*mark_as_train(["a b", "c d", "e f", "g h"]), ("test", "i j"), ("test", "k l")]
     copies = [("test", "a  b\n"), ("train", "c\u00a0d"), ("train", "\te f "), ("valid", "i\nj")]
     splits = read_documents(MemorySource(plain + copies), "x").splits
     assert splits.tolist() == [0, 0, 0, 0, -1, 2, -1, -1, -1, 1]
 
 
 def test_too_few_documents_are_refused_and_nothing_is_left(tmp_path):
-    for documents in ([], as_train("bcbc"), [("valid", "b"), ("test", "c")]):
+    for documents in ([], mark_as_train("bcbc"), [("valid", "b"), ("test", "c")]):
         with pytest.raises(ValueError, match="domain a has"):
             make_corpus(tmp_path, documents)
     assert not list((tmp_path / "corpora").glob("a-*[0-9a-f]"))
-    smallest = make_corpus(tmp_path, as_train(["b", "c", "d"]))
+    smallest = make_corpus(tmp_path, mark_as_train(["b", "c", "d"]))
     assert smallest.facts["documents"] == {"train": 1, "valid": 1, "test": 1}
 
 
 def test_a_source_is_read_once_and_again_where_it_or_the_split_changes(tmp_path):
-    source = MemorySource(as_train(make_prose(20)))
+    source = MemorySource(mark_as_train(make_prose(20)))
     first = corpus.make_corpus(source, "a", cache=tmp_path)
     assert corpus.make_corpus(source, "a", cache=tmp_path) == first
     assert source.num_reads == 1
@@ -152,9 +152,9 @@ def test_held_out_documents_in_the_training_text_of_another_domain_are_told(tmp_
     texts = make_prose(60)
     # The last five documents of a, which are held out, are the first of b.
     documents = {
-        "a": as_train(texts[:25]) + [("test", text) for text in texts[25:30]],
-        "b": as_train(texts[25:50]),
-        "general": as_train(texts[50:]),
+        "a": mark_as_train(texts[:25]) + [("test", text) for text in texts[25:30]],
+        "b": mark_as_train(texts[25:50]),
+        "general": mark_as_train(texts[50:]),
     }
     # A corpus needs a document in each split: one of the five is held out of b, too.
     for name, domain_documents in documents.items():
@@ -170,7 +170,7 @@ def test_held_out_documents_in_the_training_text_of_another_domain_are_told(tmp_
 
 def test_the_digest_is_that_of_the_text_and_its_splits_and_a_killed_reader_changes_nothing(tmp_path):
     texts = make_prose(20)
-    documents = [*as_train(texts[2:]), ("valid", texts[0]), ("test", texts[1])]
+    documents = [*mark_as_train(texts[2:]), ("valid", texts[0]), ("test", texts[1])]
     first_text = documents[0][1]
     changed = [
         documents[::-1],

@@ -15,7 +15,7 @@ from cpt.data.text_encoder import TextEncoder
 from cpt.data.text_format import TextFormat
 from cpt.data.tokenized_tasks import Encoder
 from tests.support.data_fixtures import wordpiece_tokenizer, write_corpus
-from tests.support.task_fixtures import CHATML, MARKED, STYLES, chat, encoder, some_examples
+from tests.support.task_fixtures import CHATML, MARKED, STYLES, chat, encoder, make_examples
 from tests.support.tokenizer_kinds import bert_legacy, lower_words, merged_end, unigram, word_level
 
 KINDS = {
@@ -56,7 +56,7 @@ def decode_text(tokenizer, ids):
 
 @pytest.mark.parametrize("seq2seq", [False, True])
 def test_what_is_marked_is_the_answer_and_its_end(tokenizer, seq2seq):
-    examples = some_examples(40)
+    examples = make_examples(40)
     rows = encoder(tokenizer, seq2seq=seq2seq).encode_all(examples)
     for example, row in zip(examples, rows, strict=True):
         answer = answer_ids(row)
@@ -80,15 +80,15 @@ def test_what_is_marked_is_the_answer_and_its_end(tokenizer, seq2seq):
 def test_a_row_has_one_frame_and_released_code_cuts_the_question_itself(tokenizer):
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    examples = some_examples(20)
-    for example in some_examples(3):
+    examples = make_examples(20)
+    for example in make_examples(3):
         examples.append(replace(example, source=f"<s></s> {example.source}", text_span=(0, 3)))
     for row in encoder(tokenizer).encode_all(examples):
         assert row.ids.count(eos) == 1
         if bos is not None and tokenizer("a")["input_ids"][0] == bos:
             assert row.ids[0] == bos and row.ids.count(bos) == 1
 
-    (example,) = some_examples(1, words=(60, 60))
+    (example,) = make_examples(1, words=(60, 60))
     row = encoder(tokenizer, length=70, truncate="released").encode(example)
     assert len(row.ids) <= 70 and "Answer:" not in decode_text(tokenizer, row.ids)
 
@@ -96,7 +96,7 @@ def test_a_row_has_one_frame_and_released_code_cuts_the_question_itself(tokenize
 @pytest.mark.parametrize("truncate", ["tail", "middle"])
 @pytest.mark.parametrize("seq2seq", [False, True])
 def test_a_cut_example_keeps_its_question_and_its_whole_answer(tokenizer, truncate, seq2seq):
-    examples = some_examples(20, words=(30, 60))
+    examples = make_examples(20, words=(30, 60))
     full_rows = encoder(tokenizer, length=4000, seq2seq=seq2seq).encode_all(examples)
     cut_rows = encoder(tokenizer, length=75, truncate=truncate, seq2seq=seq2seq).encode_all(examples)
     for example, row, full in zip(examples, cut_rows, full_rows, strict=True):
@@ -115,7 +115,7 @@ def test_a_cut_example_keeps_its_question_and_its_whole_answer(tokenizer, trunca
 
 def test_tokens_that_run_into_each_other_are_told_apart(monkeypatch):
     tokenizer = STYLES["opened"]()
-    (example,) = some_examples(1)
+    (example,) = make_examples(1)
     encode_together = Encoder.together
 
     def drop_first_token(self, pairs):
@@ -244,7 +244,7 @@ def test_a_cut_text_that_spells_special_tokens_keeps_what_is_around_it(truncate)
 
 
 def test_the_key_of_rows_of_examples_has_the_libraries_of_slow_tokenizers(tmp_path, monkeypatch):
-    corpus = write_corpus(tmp_path, [write_example(example) for example in some_examples(4)])
+    corpus = write_corpus(tmp_path, [write_example(example) for example in make_examples(4)])
     texts = Corpora({"law": corpus}, tmp_path, encoding=Encoding(truncate="released", scored_turns="all"))
     make_once = tokenized_tasks.make_once
 

@@ -234,6 +234,7 @@ def test_batches_have_their_shares_of_all_parts_and_count_them(mode, processes):
         {"a": 10, "b": 7}, {"a": {"ratio": 0.25}, "b": {"ratio": 0.125, "weight": 3}}, mode=mode
     )
     text = make_rows(31, seed=31)
+
     batches = []
     for rank in range(world):
         stream = TrainStream(
@@ -249,6 +250,7 @@ def test_batches_have_their_shares_of_all_parts_and_count_them(mode, processes):
             part_names=mixture.part_names,
         )
         batches.append([stream[number] for number in range(len(stream))])
+
     num_new = 64 if mode == "append" else 40
     counted = torch.zeros(5, dtype=torch.int64)
     for rank_batches in batches:

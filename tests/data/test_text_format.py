@@ -64,7 +64,7 @@ def chat_tokenizer(eos, *, special=(), template=None):
     return tokenizer
 
 
-def turns_end_in(token):
+def make_template(token):
     return "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + token + "{% endfor %}"
 
 
@@ -187,14 +187,14 @@ def test_spelled_tokens_of_many_chunks_are_counted_at_once(monkeypatch):
 @pytest.mark.parametrize(
     ("eos", "special", "template", "ends", "expected"),
     [
-        ("<|im_end|>", ["<|endoftext|>"], turns_end_in("<|im_end|>"), [], "<|endoftext|>"),
+        ("<|im_end|>", ["<|endoftext|>"], make_template("<|im_end|>"), [], "<|endoftext|>"),
         ("<|im_end|>", ["<|endoftext|>"], None, [], "<|endoftext|>"),  # without a template
-        ("<|eot_id|>", ["<|end_of_text|>"], turns_end_in("<|eot_id|>"), [], "<|end_of_text|>"),
-        ("<|eot|>", ["<eos>", "<end_of_turn>"], turns_end_in("<end_of_turn>"), [], "<eos>"),
-        ("<turn-end>", ["<doc-end>"], turns_end_in("<turn-end>"), ["<turn-end>", "<doc-end>"], "<doc-end>"),
-        ("<turn-end>", ["<x>"], turns_end_in("<turn-end>"), ["<turn-end>"], "<turn-end>"),  # not known
-        ("</s>", ["<|endoftext|>"], turns_end_in("</s>"), [], "</s>"),  # Mistral: also that of pre-training
-        ("<|endoftext|>", ["<|im_end|>"], turns_end_in("<|im_end|>"), [], "<|endoftext|>"),  # a base model
+        ("<|eot_id|>", ["<|end_of_text|>"], make_template("<|eot_id|>"), [], "<|end_of_text|>"),
+        ("<|eot|>", ["<eos>", "<end_of_turn>"], make_template("<end_of_turn>"), [], "<eos>"),
+        ("<turn-end>", ["<doc-end>"], make_template("<turn-end>"), ["<turn-end>", "<doc-end>"], "<doc-end>"),
+        ("<turn-end>", ["<x>"], make_template("<turn-end>"), ["<turn-end>"], "<turn-end>"),  # not known
+        ("</s>", ["<|endoftext|>"], make_template("</s>"), [], "</s>"),  # Mistral: also that of pre-training
+        ("<|endoftext|>", ["<|im_end|>"], make_template("<|im_end|>"), [], "<|endoftext|>"),  # a base model
         ("<stop>", ["<|endoftext|>"], None, [], "<stop>"),  # no chat: as it is
     ],
 )

@@ -87,7 +87,7 @@ def prediction_log(monkeypatch):
     return predictions
 
 
-def tuned(start, endtask_job, *, seed=3, step=list):
+def tune_on_job(start, endtask_job, *, seed=3, step=list):
     return finetune.fine_tune(start, endtask_job, seed=seed, device=CPU, step=step)
 
 
@@ -96,7 +96,7 @@ def test_a_task_that_a_word_tells_is_learned(words):
     steps = []
     start = model("roberta", words, dropout=0.1).bfloat16()
     assert {value.dtype for value in classifier(start).parameters()} == {torch.float32}
-    predicted_labels, epoch = tuned(start, endtask_job, step=lambda: steps.append(1))
+    predicted_labels, epoch = tune_on_job(start, endtask_job, step=lambda: steps.append(1))
     assert scores_of(torch.from_numpy(predicted_labels), endtask_job.test.labels, 2)["accuracy"] > 0.8
     assert (epoch, len(steps)) == (6, endtask_job.steps) == (6, 6 * 13)
 
@@ -104,7 +104,7 @@ def test_a_task_that_a_word_tells_is_learned(words):
 def test_fine_tuning_is_a_plain_loop(words, prediction_log):
     endtask_job = job(words, epochs=2, dropout=0.0)
     start = model("roberta", words)
-    tuned(start, endtask_job)
+    tune_on_job(start, endtask_job)
 
     with finetune.forked_generators(CPU, "end task", "law", 3):
         reference = classifier(start).train()
@@ -131,7 +131,7 @@ def test_the_same_seed_and_task_give_the_same_bits(words, prediction_log):
     start = model("roberta", words, dropout=0.1)
     for seed, name in [(3, "law"), (4, "law"), (3, "food"), (3, "law")]:
         torch.rand(7)
-        tuned(start, job(words, name=name, epochs=1), seed=seed)
+        tune_on_job(start, job(words, name=name, epochs=1), seed=seed)
     states = []
     for prediction in prediction_log:
         states.append(torch.cat([value.flatten() for value in prediction.model.state_dict().values()]))
@@ -140,7 +140,7 @@ def test_the_same_seed_and_task_give_the_same_bits(words, prediction_log):
 
 def test_frozen_trains_the_head_alone_and_otherwise_all_but_closed_gates(words, prediction_log):
     start = model("roberta", words, dropout=0.3)
-    tuned(start, job(words, epochs=1, freeze_encoder=True))
+    tune_on_job(start, job(words, epochs=1, freeze_encoder=True))
     (prediction,) = prediction_log
     tuned_model = prediction.model
     body = {f"roberta.{name}": value for name, value in tuned_model.body.state_dict().items()}
@@ -209,12 +209,14 @@ def test_predictions_stand_in_the_order_of_the_file(words):
 def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, prediction_log, monkeypatch):
     score = iter([0.2, 0.7, 0.7, 0.1])
     monkeypatch.setattr(finetune, "scores_of", lambda *_: {"macro_f1": next(score), "accuracy": 0.0})
-    _, epoch = tuned(model("roberta", words), job(words, dev=True, load_best_model_at_end=True, epochs=4))
+    _, epoch = tune_on_job(
+        model("roberta", words), job(words, dev=True, load_best_model_at_end=True, epochs=4)
+    )
     assert epoch == 2 and [prediction.num_examples for prediction in prediction_log] == [16] * 4 + [30]
     weights = [prediction.model.out.weight for prediction in prediction_log]
     assert torch.equal(weights[4], weights[1]) and not torch.equal(weights[4], weights[3])
     with pytest.raises(ValueError, match=r"end task law, seed 3, are not finite at step \d+ of epoch 1"):
-        tuned(model("roberta", words), job(words, lr=1e30))
+        tune_on_job(model("roberta", words), job(words, lr=1e30))
 
 
 def test_every_row_stands_in_one_batch_which_is_a_function_of_seed_and_epoch():

@@ -23,7 +23,7 @@ def row_of(**means):
     return {name: np.stack([mean * COUNTS, COUNTS]) for name, mean in means.items()}
 
 
-def compared(before, after, *, gain=0.05, first_row=1, rows=("base", "law", "food"), learned=()):
+def compare_rows(before, after, *, gain=0.05, first_row=1, rows=("base", "law", "food"), learned=()):
     names = [*(before | after)]
     nll = [[0.0] * len(names) for _ in rows]
     nll[first_row] = [0.0 if name in before else None for name in names]
@@ -37,7 +37,7 @@ def compared(before, after, *, gain=0.05, first_row=1, rows=("base", "law", "foo
 
 def test_what_the_run_of_init_from_learned_is_old_or_not_measured():
     rows = row_of(law=3.0, food=5.0, sea=2.0), row_of(law=3.0, food=4.9, sea=2.1)
-    changes, unmeasured = compared(*rows, learned=["sea", "sky"])
+    changes, unmeasured = compare_rows(*rows, learned=["sea", "sky"])
     assert changes["sea"].verdict == "forgotten" and unmeasured == ["sky"]
 
 
@@ -45,32 +45,32 @@ def test_what_the_run_of_init_from_learned_is_old_or_not_measured():
 def test_new_text_must_gain_and_old_text_may_lose_so_much(after, expected_failures):
     before = row_of(law=3.0, food=5.0, general=4.0)
     texts = ("law", "food", "general")
-    changes, unmeasured = compared(before, row_of(**dict(zip(texts, after, strict=True))))
+    changes, unmeasured = compare_rows(before, row_of(**dict(zip(texts, after, strict=True))))
     failed = {name: change.verdict for name, change in changes.items() if change.verdict not in gate.PASSES}
     assert failed == expected_failures and unmeasured == []
     limits = {"food": (True, -0.05), "law": (False, 0.02), "general": (False, 0.02)}
     assert {name: (change.is_new, change.limit) for name, change in changes.items()} == limits
     assert [changes[name].after for name in texts] == pytest.approx(after)
-    assert compared(row_of(law=3.0, food=5.0), before)[1] == ["general"]
+    assert compare_rows(row_of(law=3.0, food=5.0), before)[1] == ["general"]
 
 
 def test_what_the_documents_do_not_agree_on_is_not_shown():
     before = row_of(law=3.0, food=5.0)
     after = row_of(law=3.0, food=5.0)
     after["food"][0] += [-20.0, +2.0, 0.0, 1.0]
-    food = compared(before, after)[0]["food"]
+    food = compare_rows(before, after)[0]["food"]
     assert food.verdict == "inconclusive" and "inconclusive" not in gate.PASSES
     assert food.difference == pytest.approx(-17 / 60) and food.low < -0.3 and food.high > -0.05
     for count in (1, 2):  # documents, which are too few
         few_documents = [np.array([[10.0 * mean] * count, [10.0] * count]) for mean in (5, 3)]
-        changes, _ = compared(*(dict.fromkeys(("law", "food"), loss_sums) for loss_sums in few_documents))
+        changes, _ = compare_rows(*(dict.fromkeys(("law", "food"), loss_sums) for loss_sums in few_documents))
         assert {loss_sums.verdict for loss_sums in changes.values()} == {"inconclusive"}
     # Documents are drawn alike for both rows: they differ much, and by the same in both.
     before = row_of(law=3.0, food=5.0)
     after = row_of(law=3.0, food=4.0)
     for loss_sums in (before, after):
         loss_sums["food"][0] += [300.0, -100.0, 0.0, 9.0]
-    food = compared(before, after, gain=0.9)[0]["food"]
+    food = compare_rows(before, after, gain=0.9)[0]["food"]
     assert (food.low, food.high) == pytest.approx((-1.0, -1.0)) and food.verdict == "improved"
 
 
@@ -78,7 +78,7 @@ def test_since_the_base_all_that_was_learned_is_new():
     before = row_of(law=5.0, food=5.0, space=5.0, general=4.0)
     after = row_of(law=4.0, food=4.0, space=9.0, general=4.0)  # nothing is asked of space, not learned
     for rows in (("base", "law", "food"), ("base", "joint")):
-        changes, _ = compared(before, after, first_row=0, rows=rows)
+        changes, _ = compare_rows(before, after, first_row=0, rows=rows)
         assert {name: change.is_new for name, change in changes.items()} == {
             "law": True,
             "food": True,
@@ -122,6 +122,7 @@ def test_the_exit_code_is_the_answer_and_damage_or_a_missing_text_closes_it(smal
     assert "after food, compared with law" in output and output.splitlines()[-1].startswith("pass: ")
     assert gate.main([str(run), "--min-gain", "9", "--max-forgetting", "9"]) == 1
     assert "fail: food improved too little" in capsys.readouterr().out
+
     gate.main([str(run), "--json", "--since", "base"])  # for programs: the numbers of the matrix
     verdict = json.loads(capsys.readouterr().out)
     scores = json.loads((run / "scores.json").read_text())
@@ -131,15 +132,18 @@ def test_the_exit_code_is_the_answer_and_damage_or_a_missing_text_closes_it(smal
         ends = [scores["nll"][row][column] for row in (0, -1)]
         assert [change["before"], change["after"]] == pytest.approx(ends)
         assert change["low"] <= change["after"] - change["before"] <= change["high"]
+
     scores["nll"][-1][scores["domains"].index("general")] = None
     (run / "scores.json").write_text(json.dumps(scores))
     assert gate.main([str(run), "--min-gain", "-9", "--max-forgetting", "9"]) == 2
     assert "inconclusive: general not measured" in capsys.readouterr().out
+
     path = run / "model" / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert gate.main([str(run), "--min-gain", "-9", "--max-forgetting", "9"]) == 1
     assert "fail: model/model.safetensors differs from its checksum" in capsys.readouterr().out
+
     np.savez(run / "documents" / "002.npz", other=np.ones((2, 3)))
     with pytest.raises(SystemExit, match="2"):
         gate.main([str(run)])

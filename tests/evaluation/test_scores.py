@@ -61,7 +61,7 @@ def make_scores(*, nll=NLL, rows=("base", "a", "b", "c"), domains=TEXTS):
     return scores
 
 
-def measured(nll, **options):
+def measure_scores(nll, **options):
     return {
         name: float(value) for name, value in metrics.compute_means(nll, layout=layout(**options)).items()
     }
@@ -79,6 +79,7 @@ def test_an_interval_over_few_documents_covers_the_mean():
             hits += low <= 5 <= high
         assert hits / 400 > min_coverage
     assert np.isnan(bounds_of([sums[None, :2]], [counts[:2]], layout=one_cell)["ZS"]["nats"]).all()
+
     names = [*DOMAINS, "general"]  # and over few of many domains
     layout_of_twenty = MatrixLayout(rows=["base", "d0", "d1"], domains=names, tokens=[9] * 21, bytes=[9] * 21)
     draw = np.random.default_rng(0)
@@ -96,7 +97,9 @@ def test_an_interval_over_few_documents_covers_the_mean():
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 1, 3]])
 def test_each_metric_by_hand_whatever_the_order_of_columns(order):
     columns = [TEXTS[column] for column in order]
-    assert measured(NLL[:, order], domains=columns) == pytest.approx({k: v[0] for k, v in BY_HAND.items()})
+    assert measure_scores(NLL[:, order], domains=columns) == pytest.approx(
+        {k: v[0] for k, v in BY_HAND.items()}
+    )
     scores = make_scores(nll=NLL[:, order], domains=columns)
     medians = {name: metric["median"]["nats"] for name, metric in scores.metrics.items()}
     assert medians == pytest.approx({k: v[1] for k, v in BY_HAND.items()}) and set(medians) == set(METRICS)
@@ -119,9 +122,9 @@ def test_a_metric_without_its_terms_is_absent_and_general_text_is_in_no_average(
         for values in computed_metrics.values():
             assert all(np.isfinite(values[unit]) for unit in UNITS)
     nll = np.array([[1.0, 9.0, 9.0], [3.0, 9.0, 9.0], [2.8, 5.0, 9.0], [2.5, 5.5, 6.0]])
-    assert measured(nll, domains=["a", "b", "c"])["FG_max"] == pytest.approx((-0.3 + 0.5) / 2)
-    before = measured(NLL)
-    after = measured(NLL + np.array([0, 0, 0, 1.0]) * np.arange(4)[:, None])
+    assert measure_scores(nll, domains=["a", "b", "c"])["FG_max"] == pytest.approx((-0.3 + 0.5) / 2)
+    before = measure_scores(NLL)
+    after = measure_scores(NLL + np.array([0, 0, 0, 1.0]) * np.arange(4)[:, None])
     assert {name for name in METRICS if before[name] != after[name]} == {"general_drift"}
 
 
@@ -180,6 +183,7 @@ def test_what_is_missing_enters_no_mean_and_is_counted():
     sparse_means, full = (
         metrics.compute_means(matrix, layout=scores_layout) for matrix in (sparse_matrix, full_matrix)
     )
+
     for name in ("ZS", "CPT", "LC", "FG", "general_drift"):
         assert sparse_means[name] == pytest.approx(full[name])
     gained = np.mean([full_matrix[0, 2] - full_matrix[2, 2], full_matrix[0, 3] - full_matrix[3, 3]])
@@ -192,12 +196,14 @@ def test_what_is_missing_enters_no_mean_and_is_counted():
         min(full_matrix[2, 2], full_matrix[3, 2]),
     ]
     assert sparse_means["FG_max"] == pytest.approx(np.mean(full_matrix[4, :3] - best))
+
     summary = metrics.summarise_matrix(sparse_matrix, layout=scores_layout)
     assert (summary["FWT_zs"]["terms"], summary["FWT_gem"]["terms"]) == ([2, 6], [2, 3])
     assert "terms" not in summary["LC"]
     sums = [np.repeat(sparse_matrix[:, [column]], 5, axis=1) * 10 for column in range(5)]
     bounds = bounds_of(sums, [np.full(5, 10)] * 5, layout=scores_layout)["FWT_zs"]["nats"]
     assert bounds == pytest.approx([gained] * 2)
+
     sparse_matrix[2, 2] = sparse_matrix[3, 3] = np.nan
     assert np.isnan(metrics.compute_means(sparse_matrix, layout=scores_layout)["FWT_gem"])
     sparse_matrix[4, 0] = 800.0  # an overflow is not taken for a missing cell

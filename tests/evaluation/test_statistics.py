@@ -19,7 +19,7 @@ def interval(values):
     return tuple(intervals_of_means(np.array([values], float))[0].tolist())
 
 
-def against_nothing(values, **options):
+def compare_with_zeros(values, **options):
     return compare_pairs(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0), **options)
 
 
@@ -69,9 +69,9 @@ def test_the_p_value_of_all_signs():
         stats.ttest_rel(list(values.values()), list(baseline.values())).pvalue
     )
     draws = np.random.default_rng(2).normal(0.3, 1, 12).tolist()
-    assert against_nothing(draws).p == all_signs(draws), "up to twelve pairs it is exact"
+    assert compare_with_zeros(draws).p == all_signs(draws), "up to twelve pairs it is exact"
     rounded = [0.1, 0.1 * 3, 0.9, 0.1, 0.7]  # the sums of one sign differ in their last bit
-    assert against_nothing(rounded).p == 2 / 2**5
+    assert compare_with_zeros(rounded).p == 2 / 2**5
 
 
 def test_the_difference_is_over_what_both_have():
@@ -86,11 +86,11 @@ def test_the_difference_is_over_what_both_have():
 
 def test_many_pairs_are_flipped_at_random():
     draws = np.random.default_rng(1).normal(0.15, 1, 13).tolist()
-    difference = against_nothing(draws)
+    difference = compare_with_zeros(draws)
     assert difference.p == pytest.approx(all_signs(draws), abs=0.02) and difference.p != all_signs(draws)
-    assert against_nothing(draws) == difference
-    assert against_nothing(draws, seed=1).p != difference.p, "other signs are drawn"
-    assert against_nothing([1.0 + key for key in range(60)]).p == 1 / (NUM_RANDOM_FLIPS + 1)
+    assert compare_with_zeros(draws) == difference
+    assert compare_with_zeros(draws, seed=1).p != difference.p, "other signs are drawn"
+    assert compare_with_zeros([1.0 + key for key in range(60)]).p == 1 / (NUM_RANDOM_FLIPS + 1)
 
 
 def test_examples_as_plain_resampling():

@@ -76,7 +76,7 @@ def test_the_choice_is_that_of_the_largest_likelihood(kind):
 
 
 @torch.no_grad()
-def by_hand(model, tokenizer):
+def answer_by_hand(model, tokenizer):
     """What a loop over tokens writes to every question, at most six."""
     texts = {}
     for number, question in enumerate(questions()):
@@ -87,7 +87,7 @@ def by_hand(model, tokenizer):
     return texts
 
 
-def written_by(model, tokenizer, *, batch_size=4, max_new_tokens=6):
+def write_texts(model, tokenizer, *, batch_size=4, max_new_tokens=6):
     return write_answers(
         model,
         tokenizer,
@@ -104,9 +104,9 @@ def test_what_is_written_is_greedy_in_any_batch_whatever_the_checkpoint_says(kin
     differing = set()
     for seed in range(2):
         model = MODELS[kind][0](seed)
-        expected = by_hand(model, tokenizer)
+        expected = answer_by_hand(model, tokenizer)
         for batch_size in (1, 4, 20):
-            assert written_by(model, tokenizer, batch_size=batch_size) == expected
+            assert write_texts(model, tokenizer, batch_size=batch_size) == expected
         differing |= {*expected.values()}
         generation_config = model.generation_config  # many are saved with a penalty or a beam
         (
@@ -114,17 +114,17 @@ def test_what_is_written_is_greedy_in_any_batch_whatever_the_checkpoint_says(kin
             generation_config.forced_bos_token_id,
             generation_config.num_beams,
         ) = 5.0, 7, 3
-        assert written_by(model, tokenizer) == expected and model.generation_config is generation_config
+        assert write_texts(model, tokenizer) == expected and model.generation_config is generation_config
     assert len(differing) > 1
 
 
 def test_an_answer_ends_with_the_positions_of_the_model():
     tokenizer = framed_tokenizer()
     model = causal()
-    long_answers = written_by(model, tokenizer, max_new_tokens=40, batch_size=1)
+    long_answers = write_texts(model, tokenizer, max_new_tokens=40, batch_size=1)
     model.config.max_position_embeddings = 16
     model.transformer.wpe.weight.data = model.transformer.wpe.weight.data[:16]
     model.transformer.wpe.num_embeddings = 16
-    short = written_by(model, tokenizer, max_new_tokens=40, batch_size=1)
+    short = write_texts(model, tokenizer, max_new_tokens=40, batch_size=1)
     assert all(long_answers[number].startswith(text) for number, text in short.items())
     assert short != long_answers

@@ -37,17 +37,17 @@ def make_endtask_scores(
     }
 
 
-def summarised(matrix=A, *, rows=ROWS, **options):
+def summarise_scores(matrix=A, *, rows=ROWS, **options):
     return task_metrics.summarise_endtasks(make_endtask_scores(matrix, **options), rows)
 
 
 def test_the_numbers_by_hand():
     expected = {"MF1": 2.15 / 3, "Acc": 2.18 / 3, "forward": 2.3 / 3, "forget_rate": (0.05 + 0.10) / 2}
-    assert summarised() == pytest.approx(expected)
-    assert [*summarised()] == [*task_metrics.ENDTASK_MEANINGS]
+    assert summarise_scores() == pytest.approx(expected)
+    assert [*summarise_scores()] == [*task_metrics.ENDTASK_MEANINGS]
     assert task_metrics.summarise_endtasks({}, ROWS) == {}
     metric = {"law": "macro_f1", "food": "micro_f1", "space": "accuracy"}
-    assert summarised(metric=metric)["MF1"] == pytest.approx((0.75 + 0.52 + 0.91) / 3)
+    assert summarise_scores(metric=metric)["MF1"] == pytest.approx((0.75 + 0.52 + 0.91) / 3)
     cube = np.array([[[0.2, NAN, 0.4], [NAN] * 3]])  # seeds are averaged, those there are
     mean = task_metrics.over_seeds(cube)[0]
     deviation = task_metrics.sd_over_seeds(cube)[0]
@@ -70,15 +70,15 @@ def test_the_forget_rate_needs_a_later_stage_and_all_terms_and_the_last_column_n
 
 def test_the_final_score_is_that_of_the_last_row_measured_and_the_diagonal_goes_by_name():
     diagonal = np.where(np.eye(4, 3, -1) > 0, A, NAN)  # `one`: each domain from the base
-    assert summarised(diagonal, policy="last")["MF1"] == pytest.approx(2.3 / 3)
-    assert "forget_rate" not in summarised(diagonal, policy="last")
+    assert summarise_scores(diagonal, policy="last")["MF1"] == pytest.approx(2.3 / 3)
+    assert "forget_rate" not in summarise_scores(diagonal, policy="last")
     assert task_metrics.last_measured(A[:3]) == [2, 2, None] and np.isnan(task_metrics.pick_final(A[:3])[2])
     swapped = task_metrics.pick_just_learned(A[:, [1, 0, 2]], ROWS, ["food", "law", "space"])
     assert swapped == pytest.approx([0.60, 0.80, 0.90])
     assert np.isnan(task_metrics.pick_just_learned(A[:2], ROWS, TASKS)[1:]).all()
 
 
-def predicted(folder, row, task, seed, right, *, rows=ROWS):
+def write_predictions(folder, row, task, seed, right, *, rows=ROWS):
     """A file of predictions: 1 is right."""
     path = folder / "endtasks" / f"{row:03d}-{rows[row]}" / f"{task}-{seed}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def predicted(folder, row, task, seed, right, *, rows=ROWS):
 @pytest.mark.parametrize("harm", [lambda data: data[:-30], lambda data: data.replace(b"\0y", b"\0x")])
 def test_damaged_predictions_are_one_line_and_missing_ones_are_left_out(tmp_path, harm):
     for seed in (0, 1):
-        path = predicted(tmp_path, 3, "law", seed, [1, 0, 1, seed])
+        path = write_predictions(tmp_path, 3, "law", seed, [1, 0, 1, seed])
     correct_answers = {
         key: is_correct.tolist()
         for key, is_correct in load_correctness(tmp_path, ROWS, make_endtask_scores()).items()
@@ -112,7 +112,7 @@ def test_damaged_predictions_are_one_line_and_missing_ones_are_left_out(tmp_path
 CHOICES = ("World", "Sports", "Science or Technology")
 
 
-def answered(**changes):
+def make_answers(**changes):
     fields = {
         "references": ["World", "Sports", "World", "Sports"],
         "choices": [CHOICES] * 4,
@@ -124,11 +124,11 @@ def answered(**changes):
 
 
 def free(**changes):
-    return answered(choices=[()] * 4, ranked=None, ranked_mean=None, **changes)
+    return make_answers(choices=[()] * 4, ranked=None, ranked_mean=None, **changes)
 
 
 def values(measure, answers=None):
-    return MEASURES[measure].compute(answers or answered()).tolist()
+    return MEASURES[measure].compute(answers or make_answers()).tolist()
 
 
 def test_each_measure_by_hand():
@@ -138,12 +138,14 @@ def test_each_measure_by_hand():
     assert values("exact_match") == [1, 0, 0, 1] and values("invalid") == [0, 0, 1, 0]
     assert values("accuracy_valid")[:2] == [1, 0] and np.isnan(values("accuracy_valid")[2])
     assert values("accuracy_ranked") == [1, 0, 1, 1] and values("accuracy_ranked_mean") == [0, 1, 1, 1]
-    answers = answered(written=["abc", "", "kitten", ""], references=["abd", "", "sitting", "ab"])
+    answers = make_answers(written=["abc", "", "kitten", ""], references=["abd", "", "sitting", "ab"])
     assert values("edit_similarity", answers) == pytest.approx([2 / 3, 1, 1 - 3 / 7, 0])
-    answers = answered(written=["A. as", " B", "C", ""], references=["A since", "B", "D", "A"])
+    answers = make_answers(written=["A. as", " B", "C", ""], references=["A since", "B", "D", "A"])
     assert values("first_character", answers) == [1, 1, 0, 0]
     # Signs and decimal points tell answers apart.
-    answers = answered(choices=[("+1", "-1")] * 4, written=["-1"] * 4, references=["+1", "-1", "+1", "-1"])
+    answers = make_answers(
+        choices=[("+1", "-1")] * 4, written=["-1"] * 4, references=["+1", "-1", "+1", "-1"]
+    )
     assert values("exact_match", answers) == [0, 1, 0, 1] and values("invalid", answers) == [0, 0, 0, 0]
     answers = free(written=["3.5", "35", "Paris!", "-"], references=["3.5", "3.5", "paris", "+"])
     assert values("exact_match", answers) == [1, 0, 1, 0]
@@ -165,7 +167,7 @@ def test_rouge_l_is_the_f1_score_of_the_longest_common_subsequence(
 
 
 def test_a_summary_has_the_accuracy_of_a_guess_and_of_the_most_frequent_answer():
-    two_and_three_choices = answered(
+    two_and_three_choices = make_answers(
         choices=[CHOICES, CHOICES[:2]] * 2, references=["World", "World", "World", "Sports"]
     )
     summary = summarise_answers(two_and_three_choices)

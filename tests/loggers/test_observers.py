@@ -253,11 +253,11 @@ SIMILAR_NAMES = {
 }
 
 
-def mlflow_cleaned(name):
+def clean_for_mlflow(name):
     return re.sub("[^a-zA-Z0-9_/. -]+", "", name)
 
 
-def tensorboard_cleaned(name):
+def clean_for_tensorboard(name):
     return re.sub(r"[^-/\w\.]", "_", name).lstrip("/")
 
 
@@ -267,7 +267,7 @@ def test_texts_have_distinct_names_that_no_logger_changes(texts):
     logged = [names.logged(f"train/lm/{text}") for text in texts]
     assert len({name.casefold() for name in logged}) == len(texts)
     for name in logged:
-        assert mlflow_cleaned(name) == name == tensorboard_cleaned(name)
+        assert clean_for_mlflow(name) == name == clean_for_tensorboard(name)
         assert os.path.normpath(name) == name and len(name) <= 250
         assert names.logged(name) == name or name.split("/")[-1] in names.alike
 
@@ -286,7 +286,7 @@ def test_plain_names_stay_and_custom_loggers_get_one_value_for_each_text(tmp_pat
         log_stage(loggers, scores)
     (row,) = logger.metrics
     perplexities = [name for name in row if name.startswith("ppl/C")]
-    assert len({mlflow_cleaned(name) for name in perplexities}) == 3 and "ppl/C" in perplexities
+    assert len({clean_for_mlflow(name) for name in perplexities}) == 3 and "ppl/C" in perplexities
     assert "Names of 2 texts in mlflow: C++ is C_-" in caplog.text
     assert "ppl/C++" in (tmp_path / "metrics.csv").read_text()  # a CSV file has any name
 

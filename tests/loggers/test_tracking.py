@@ -19,10 +19,10 @@ from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, read_run_iden
 from cpt.loggers.wandb_run import Curves
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.train import train
-from tests.campaigns.tracking import KEY, serving
-from tests.conftest import ROOT, SMALL, with_values
+from tests.campaigns.tracking import KEY, run_server
+from tests.conftest import ROOT, SMALL, compose_in_two_steps
 from tests.support.example_runs import make_endtasks, make_scores
-from tests.support.wandb_files import config, history, of_kind, summary, table
+from tests.support.wandb_files import config, history, read_records_of_kind, summary, table
 
 pytestmark = pytest.mark.slow
 
@@ -42,12 +42,12 @@ def runs(corpora, cache, tmp_path_factory):
     level = loggers_log.level
     loggers_log.setLevel("INFO")
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        train(with_values(*options, "seed=0", "tags=[a,b]"), run_dir=folder / "s0")
+        train(compose_in_two_steps(*options, "seed=0", "tags=[a,b]"), run_dir=folder / "s0")
         rarely_logged = ["mask=migu", "trainer.log_every_n_steps=10"]
-        train(with_values(*options, "seed=1", *rarely_logged), run_dir=folder / "s1")
+        train(compose_in_two_steps(*options, "seed=1", *rarely_logged), run_dir=folder / "s1")
         diverging = ["optim.lr=1e30", "trainer.gradient_clip_val=null"]
         with pytest.raises(ValueError, match="the lm loss is"):
-            train(with_values(*options, *diverging), run_dir=folder / "failing")
+            train(compose_in_two_steps(*options, *diverging), run_dir=folder / "failing")
     wandb.teardown()  # only then are W&B's files whole: its service writes them
     loggers_log.removeHandler(handler)
     handler.close()
@@ -56,22 +56,22 @@ def runs(corpora, cache, tmp_path_factory):
 
 
 def test_every_run_is_one_run_with_its_own_id_and_group_and_shown_as_it_ended(runs):
-    records = of_kind(runs, "run")
+    records = read_records_of_kind(runs, "run")
     assert len({run.run_id for run in records}) == len(records) == 3
     assert {(run.run_group, run.job_type) for run in records} == {("default", "ncl")}
 
-    (first,) = of_kind(runs / "s0", "run")
-    (second,) = of_kind(runs / "s1", "run")
+    (first,) = read_records_of_kind(runs / "s0", "run")
+    (second,) = read_records_of_kind(runs / "s1", "run")
     assert list(first.tags) == ["a", "b"] and second.display_name == "ncl + migu order=law,food seed=1"
     assert config(runs / "s1")["trainer"]["steps"] == 4
     for name, code in {"s0": 0, "s1": 0, "failing": 1}.items():
-        assert [end.exit_code for end in of_kind(runs / name, "exit")] == [code]
+        assert [end.exit_code for end in read_records_of_kind(runs / name, "exit")] == [code]
     assert not Path("wandb").exists() and not (ROOT / "wandb").exists()
 
 
 def test_the_log_says_how_an_offline_run_is_sent_and_its_lines_are_kept_on_wandb(runs):
     (folder,) = (runs / "s0" / "wandb").glob("offline-run-*")
-    lines_on_wandb = [record.line for record in of_kind(runs / "s0", "output_logger")]
+    lines_on_wandb = [record.line for record in read_records_of_kind(runs / "s0", "output_logger")]
     assert any("Evaluated after food" in line for line in lines_on_wandb)
     log_file = runs / "log.txt"
     assert log_file.read_text().count(f"W&B: offline; send it with: wandb sync {folder}") == 2
@@ -226,9 +226,9 @@ def test_a_run_that_fails_after_its_first_stage_and_is_started_again_is_one_run_
         log_scores(loggers, scores, folder=folder)
     wandb.teardown()
 
-    starts = of_kind(folder, "run")  # else `wandb sync` counts the second's steps from 0
+    starts = read_records_of_kind(folder, "run")  # else `wandb sync` counts the second's steps from 0
     assert [(run.run_id, run.resume) for run in starts] == [(read_run_identifier(folder), True)] * 2
-    assert [end.exit_code for end in of_kind(folder, "exit")] == [1, 0]
+    assert [end.exit_code for end in read_records_of_kind(folder, "exit")] == [1, 0]
     assert not (set(summarize_scores(scores)) - set(choose_headlines(scores))) & set(summary(folder))
     assert [row["stage"] for row in history(folder) if "ppl/law" in row] == [2, 3]
 
@@ -250,7 +250,7 @@ def test_a_run_that_the_server_refuses_at_its_start_is_logged_offline(tmp_path, 
     import wandb
 
     labels = WandbLabels(name="r", group="g", job_type="ncl", tags=[])
-    with serving() as server:
+    with run_server() as server:
         server.is_refusing = True
         variables = {"WANDB_API_KEY": KEY, "WANDB_INIT_TIMEOUT": "3", "HOME": str(tmp_path)}
         for name, value in {**variables, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}.items():

@@ -12,7 +12,7 @@ from cpt.reporting.contrasts import find_contrasts
 from cpt.reporting.load_runs import find_runs, measure_runs
 from cpt.reporting.sections import build_sections
 from tests.support.example_runs import save_scores
-from tests.support.wandb_files import config, history, of_kind, summary
+from tests.support.wandb_files import config, history, read_records_of_kind, summary
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def test_a_comparison_is_a_run_with_its_tests_and_stays_that_run(swept, capsys):
         assert "W&B: offline; send it with: wandb sync" in capsys.readouterr().out
     wandb.teardown()
 
-    first, second = of_kind(swept / "wandb", "run")
+    first, second = read_records_of_kind(swept / "wandb", "run")
     assert first.run_id == second.run_id == (swept / "comparison.wandb_id").read_text().strip()
     assert (first.job_type, first.project, first.display_name) == ("comparison", "p", "comparison")
     assert len(config(swept / "wandb")["cpt"]["compared"]) == 21

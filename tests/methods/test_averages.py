@@ -139,7 +139,7 @@ def fill(value: float) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
 
 
-def square(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def square_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.square() for name, tensor in tensors.items()}
 
 
@@ -148,7 +148,7 @@ def subtract(end: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> di
 
 
 BASE, *ENDS = (draw(seed) for seed in range(4))
-FISHERS = [square(draw(seed)) for seed in (4, 5, 6)]
+FISHERS = [square_tensors(draw(seed)) for seed in (4, 5, 6)]
 ZERO = fill(0.0)
 ONE = fill(1.0)
 TASKS = [subtract(end, BASE) for end in ENDS]

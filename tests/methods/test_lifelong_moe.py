@@ -56,7 +56,7 @@ class First(Callback):
             self.look(module, batch)
 
 
-def of_group(run: MethodFixture, group: int) -> dict[str, torch.Tensor]:
+def select_group(run: MethodFixture, group: int) -> dict[str, torch.Tensor]:
     """The weights of a group of experts with its router, or (-1) of the base's own FFNs."""
     weights = run.weights()
     if group >= 0:
@@ -72,12 +72,16 @@ def of_group(run: MethodFixture, group: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("family", "dense"), [("causal", "frozen"), ("both", "trained")])
 def test_earlier_experts_and_their_rows_keep_their_bits(family, dense, moe):
     run = moe("method.num_experts=2", f"method.dense={dense}", *STRONG, on=family)
-    base = of_group(run, -1)
+    base = select_group(run, -1)
     run.learn(0)
-    first_group = of_group(run, 0)
+    first_group = select_group(run, 0)
     before = run.weights()
     run.learn(1)
-    assert base and equal_tensors(of_group(run, -1), base) and equal_tensors(of_group(run, 0), first_group)
+    assert (
+        base
+        and equal_tensors(select_group(run, -1), base)
+        and equal_tensors(select_group(run, 0), first_group)
+    )
 
     after = run.weights()
     changed = {name for name, weight in before.items() if not torch.equal(after[name], weight)}
@@ -86,7 +90,7 @@ def test_earlier_experts_and_their_rows_keep_their_bits(family, dense, moe):
         assert changed <= dense_names and len(changed) > 0.9 * len(dense_names)
     else:
         assert not changed
-    new_group = of_group(run, 1)
+    new_group = select_group(run, 1)
     assert set(new_group) == set(after) - set(before) and len(new_group) == len(first_group) > 4
 
 
@@ -99,7 +103,9 @@ def test_a_domain_begins_with_the_model_before_it(family, start, moe):
     copied_groups = []  # by domain, from the base's on
 
     def sums_of_group(group: int) -> set[float]:
-        return {float(weight.sum()) for name, weight in of_group(run, group).items() if "router" not in name}
+        return {
+            float(weight.sum()) for name, weight in select_group(run, group).items() if "router" not in name
+        }
 
     def compare(module, batch) -> None:
         newest = module.domain.index

@@ -24,7 +24,7 @@ def weights_outside_prompt(run) -> dict[str, torch.Tensor]:
     return {name: value for name, value in run.weights().items() if name != run.module.name}
 
 
-def links(run) -> list[torch.Tensor]:
+def find_stored_prompts(run) -> list[torch.Tensor]:
     named = run.module.domain_params.named()
     return [named[f"{domain}:{run.module.name}"] for domain in run.module.domain_params.domains]
 
@@ -61,12 +61,14 @@ def test_new_prompts_stand_in_front_and_learned_domains_keep_every_bit(prog, pro
         method_run.learn(0)
     nll_before = module.nll(batch, 0)[0]
     assert equal_tensors(run.weights(), plain.weights())
+
     run.learn(1)
-    first, second = links(run)
+    first, second = find_stored_prompts(run)
     assert not torch.equal(first, second) and torch.equal(second, module.prompt)
     assert torch.equal(module.nll(batch, 0)[0], nll_before) and equal_tensors(
         weights_outside_prompt(run), before
     )
+
     expected = token_nll(module.model, batch, weights={module.name: torch.cat([second, first])})
     assert torch.equal(module.nll(batch, 1)[0], expected)
     loss = module.losses(batch)["lm"]
@@ -80,12 +82,14 @@ def test_what_is_learned_through_maps_is_kept_without_them(prog):
     plain = prog()
     for method_run in (run, plain):
         method_run.learn(0)
-    [stored] = links(run)
+    [stored] = find_stored_prompts(run)
     down = run.module.residual[0].weight.clone()
     assert torch.equal(stored, run.module.residual_prompt()) and not torch.equal(stored, run.module.prompt)
-    assert not torch.equal(stored, links(plain)[0])
+    assert not torch.equal(stored, find_stored_prompts(plain)[0])
     run.learn(1)
-    assert torch.equal(links(run)[0], stored) and not torch.equal(run.module.residual[0].weight, down)
+    assert torch.equal(find_stored_prompts(run)[0], stored) and not torch.equal(
+        run.module.residual[0].weight, down
+    )
     [batch] = run.batches()
     chain = {run.module.name: torch.cat([run.module.residual_prompt(), stored])}
     assert torch.equal(run.module.nll(batch, 1)[0], token_nll(run.module.model, batch, weights=chain))
@@ -97,6 +101,6 @@ def test_a_prompt_of_the_chain_begins_as_the_newest_before_it(prog):
     begin = First(lambda module, batch: starts.append(module.prompt.detach().clone()))
     for number in range(3):
         run.learn(number, begin)
-    oldest, newer, _ = links(run)
+    oldest, newer, _ = find_stored_prompts(run)
     assert torch.equal(starts[1], oldest)
     assert torch.equal(starts[2], newer) and not torch.equal(newer, oldest)

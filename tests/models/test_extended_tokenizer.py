@@ -14,7 +14,7 @@ from tests.models.test_vocabulary import WORDS, check_rows, model_of, sub_tokens
 from tests.support.data_fixtures import bare_tokenizer, bos_tokenizer, wordpiece_tokenizer
 
 
-def rebuilt(tokenizer, change):
+def rebuild_tokenizer(tokenizer, change):
     """A tokenizer with another definition, to which `change` is applied."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
     change(definition)
@@ -68,7 +68,7 @@ def test_entries_that_merges_make_are_cut_by_the_merges_of_the_checkpoint():
         own_pieces = bare_tokenizer().tokenize(" bade")
         model["merges"] += [own_pieces, [entries[0], "ki"]]
 
-    tokenizer = rebuilt(bare_tokenizer(), change)
+    tokenizer = rebuild_tokenizer(bare_tokenizer(), change)
     own_tokenizer = bare_tokenizer()
     assert len(sub_tokens(" bade")) == 2 and tokenizer.tokenize(" badeki") == ["\u0120badeki"]
     assert find_sub_tokens(tokenizer, own_tokenizer) == {330: sub_tokens(" bade"), 331: sub_tokens(" badeki")}
@@ -132,7 +132,7 @@ def swap_merges(definition):
     merges.insert(3, merges.pop(4))
 
 
-def unspecial(definition):
+def make_ordinary(definition):
     definition["added_tokens"] = [token | {"special": False} for token in definition["added_tokens"]]
 
 
@@ -148,13 +148,13 @@ MISFITS = {
     ),
     "its BPE has ignore_merges=true instead of false": lambda d: d["model"].update(ignore_merges=True),
     "of the checkpoint is missing, or in another order": swap_merges,
-    "special tokens of the checkpoint are not special, like '": unspecial,
+    "special tokens of the checkpoint are not special, like '": make_ordinary,
 }
 
 
 @pytest.mark.parametrize("complaint", MISFITS)
 def test_a_tokenizer_that_does_not_fit_is_told_with_what_differs(complaint):
-    tokenizer = rebuilt(bare_tokenizer(), MISFITS[complaint])
+    tokenizer = rebuild_tokenizer(bare_tokenizer(), MISFITS[complaint])
     with pytest.raises(ValueError) as raised:
         check_fit(tokenizer, bare_tokenizer(), name="y", checkpoint="x")
     message = str(raised.value)
@@ -162,7 +162,12 @@ def test_a_tokenizer_that_does_not_fit_is_told_with_what_differs(complaint):
         "model.tokenizer=y is invalid: it is not the tokenizer of x with added tokens: "
     )
     assert complaint in message and "Allowed: null, or one with all tokens" in message
-    check_fit(rebuilt(bare_tokenizer(), lambda definition: None), bare_tokenizer(), name="y", checkpoint="x")
+    check_fit(
+        rebuild_tokenizer(bare_tokenizer(), lambda definition: None),
+        bare_tokenizer(),
+        name="y",
+        checkpoint="x",
+    )
 
 
 def test_other_roles_of_tokens_are_named_and_allowed():

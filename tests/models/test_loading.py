@@ -189,8 +189,8 @@ def test_a_head_stays_tied_or_untied(kind, tmp_path):
 
     larger_tokenizer = copy.deepcopy(tokenizer)
     assert larger_tokenizer.add_tokens(ADDED) == 3
-    model = enlarged(start, larger_tokenizer, seed=0)
-    second_model = enlarged(start, larger_tokenizer, seed=1)
+    model = enlarge_model(start, larger_tokenizer, seed=0)
+    second_model = enlarge_model(start, larger_tokenizer, seed=1)
     pairs = zip(model.state_dict().values(), second_model.state_dict().values(), strict=True)
     assert all(torch.equal(first, second) for first, second in pairs)  # whatever was drawn
     assert is_tied(model) == tied
@@ -213,7 +213,7 @@ def test_a_head_stays_tied_or_untied(kind, tmp_path):
     assert {*make_skeleton(loaded).state_dict()} == {*loaded.state_dict()}
 
 
-def enlarged(model, tokenizer, *, seed: int):
+def enlarge_model(model, tokenizer, *, seed: int):
     """A copy of a model with rows for a tokenizer's new tokens, after other numbers were drawn."""
     copied = copy.deepcopy(model)
     torch.manual_seed(seed)

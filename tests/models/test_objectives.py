@@ -19,7 +19,7 @@ from cpt.data.sources.examples import write_example
 from cpt.data.tokenized_tasks import encode_corpus
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Seq2SeqAnswers, Span, draw_composition
 from tests.support.data_fixtures import HELD_OUT, bos_tokenizer, make_rows
-from tests.support.task_fixtures import encoder, some_examples
+from tests.support.task_fixtures import encoder, make_examples
 
 SPECIAL = [0, 1, 2, 98]
 MASK = 2
@@ -119,7 +119,7 @@ def answered(tmp_path_factory):
     source = SimpleNamespace(held_out=HELD_OUT, class_limit=None, form=lambda name: EXAMPLES, skipped={})
     source.fingerprint = lambda name: 0
     source.members = lambda name: [name]
-    source.read = lambda name: [("train", write_example(example)) for example in some_examples(60)]
+    source.read = lambda name: [("train", write_example(example)) for example in make_examples(60)]
     corpus = make_corpus(source, "a", cache=tmp_path_factory.mktemp("corpus"))
     tokenizer = bos_tokenizer()
 
@@ -240,7 +240,7 @@ def draw_rows(lengths, *, key=5):
     return Rows(ids, lengths, sample_keys(key, np.arange(len(lengths))))
 
 
-def sides(batch):
+def split_sides(batch):
     """The source and the target of each row, without padding."""
     masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     sources = [ids[mask].tolist() for ids, mask in zip(batch["input_ids"], masks, strict=True)]
@@ -274,7 +274,7 @@ def test_counts_are_those_of_the_table_and_both_sides_joined_at_the_sentinels_ar
         rows = draw_rows([64, 33, 2, 64, 1, 7, 50])
         objective = span(rate, mean)
         batch, _ = objective.batch(rows)
-        for (source, target), ids, length in zip(sides(batch), rows.ids, rows.lengths, strict=True):
+        for (source, target), ids, length in zip(split_sides(batch), rows.ids, rows.lengths, strict=True):
             assert join(source, target) == ids[:length].tolist()
         restored = objective.restore(batch)
         assert torch.equal(restored["input_ids"], torch.from_numpy(rows.ids))
@@ -341,8 +341,8 @@ def test_a_place_is_that_of_the_hidden_token_or_of_the_hole_that_follows():
         assert columns[-1] == rows.lengths[row] - 1 and targets[-1] == END
     assert positions[batch["rows"] == 2].tolist() == [80, 80]
 
-    first, second, _ = sides(batch)  # a row is hidden alike in any batch
+    first, second, _ = split_sides(batch)  # a row is hidden alike in any batch
     permuted, _ = span().batch(rows.some(np.array([1, 0, 1])))
-    assert sides(permuted) == [second, first, second]
+    assert split_sides(permuted) == [second, first, second]
     of_other_key, _ = span().batch(draw_rows([40, 12, 1], key=6))
-    assert sides(of_other_key)[0] != first
+    assert split_sides(of_other_key)[0] != first

@@ -50,7 +50,7 @@ def quantized(checkpoint, kind):
     return load_model(checkpoint, "causal", quantization=kind).eval()
 
 
-def in_blocks(weight: torch.Tensor, kind: str) -> torch.Tensor:
+def divide_into_blocks(weight: torch.Tensor, kind: str) -> torch.Tensor:
     return weight.reshape(-1, 64) if kind == "nf4" else weight
 
 
@@ -63,8 +63,8 @@ def test_each_weight_but_embedding_and_head_is_the_nearest_value(checkpoint, kin
         original = plain.get_submodule(name).weight.detach()
         assert layer.plain_weight(torch.float32).shape == original.shape
         as_linear = original.T if original.shape[0] == layer.in_features and "h." in name else original
-        expected = in_blocks(as_linear.contiguous(), kind)
-        error = in_blocks(layer.dequantize(torch.float32), kind) - expected
+        expected = divide_into_blocks(as_linear.contiguous(), kind)
+        error = divide_into_blocks(layer.dequantize(torch.float32), kind) - expected
         assert error.abs().max() > 0
         assert (error.abs().amax(1) / expected.abs().amax(1)).max() < ERRORS[kind], name
         assert not layer.weight.requires_grad

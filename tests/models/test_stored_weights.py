@@ -102,13 +102,13 @@ def test_whole_checkpoints_of_every_format_are_accepted(kind, form, tmp_path, ca
     assert not own_records(caplog)
 
 
-def without(*parts):
+def leave_out_tensors(*parts):
     """Tensors but for those whose name has one of `parts`."""
     pattern = re.compile("|".join(map(re.escape, parts)))
     return lambda tensors: {n: t for n, t in tensors.items() if not pattern.search(n)}
 
 
-def renamed(rename):
+def rename_tensors(rename):
     return lambda tensors: {rename(name): tensor for name, tensor in tensors.items()}
 
 
@@ -117,7 +117,9 @@ def own_records(caplog):
 
 
 def test_a_body_without_some_of_its_tensors_is_refused(form, tmp_path):
-    message = refusal(checkpoint_of("qwen2", tmp_path, form, without("layers.1.mlp.up", "layers.0.input")))
+    message = refusal(
+        checkpoint_of("qwen2", tmp_path, form, leave_out_tensors("layers.1.mlp.up", "layers.0.input"))
+    )
     assert "lacks 2 tensors that config.json describes: model.layers.0.input_layernorm.weight, " in message
     edit_config(tmp_path, num_hidden_layers=5, layer_types=["full_attention"] * 5)
     assert "lacks 38 tensors" in refusal(tmp_path, head_steps=0)  # not for a model without a head alone
@@ -140,14 +142,14 @@ def test_a_head_with_other_values_is_apart_whatever_the_config_says(is_equal, fo
 
 def test_a_head_that_lacks_tensors_is_refused_unless_it_is_to_be_trained(form, tmp_path, caplog):
     caplog.set_level("INFO", logger="cpt")
-    checkpoint_of("bert", tmp_path, form, without("cls.predictions"))
+    checkpoint_of("bert", tmp_path, form, leave_out_tensors("cls.predictions"))
     assert "no language-model head (5 tensors). Allowed: model.pretraining" in refusal(tmp_path, "masked")
     assert refusal(tmp_path, "masked", head_steps=7) == ""
     assert "The language-model head, which" in caplog.text and "is trained for 7 steps" in caplog.text
-    checkpoint_of("bert", tmp_path, form, without("cls.predictions.transform.dense"))
+    checkpoint_of("bert", tmp_path, form, leave_out_tensors("cls.predictions.transform.dense"))
     message = refusal(tmp_path, "masked")
     assert "its language-model head lacks cls.predictions.transform.dense.bias, " in message
-    checkpoint_of("untied", tmp_path, form, without("lm_head"))
+    checkpoint_of("untied", tmp_path, form, leave_out_tensors("lm_head"))
     message = refusal(tmp_path)
     assert "no language-model head (1 tensors)" in message
     assert "tie_word_embeddings=true in config.json if the head is the embedding" in message
@@ -189,7 +191,7 @@ WRAPPED = {
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_the_prefix_of_a_wrapper_is_named(wrapper, form, tmp_path):
     kind, rename, prefix = WRAPPED[wrapper]
-    message = refusal(checkpoint_of(kind, tmp_path, form, renamed(rename)))
+    message = refusal(checkpoint_of(kind, tmp_path, form, rename_tensors(rename)))
     assert f"is invalid: {prefix!r}, of a wrapper of the model, is in the names" in message
 
 
@@ -203,7 +205,7 @@ def test_the_prefix_of_a_large_mixture_of_experts_is_found_in_seconds():
 
 
 def test_a_prefix_that_transformers_reads_right_is_accepted(form, tmp_path):
-    checkpoint_of("qwen2", tmp_path, form, renamed(lambda name: f"model.{name}"))
+    checkpoint_of("qwen2", tmp_path, form, rename_tensors(lambda name: f"model.{name}"))
     assert refusal(tmp_path) == ""
     loaded = loading.load_model(tmp_path, "causal").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in build("qwen2").state_dict().items())
@@ -221,7 +223,7 @@ def test_other_shapes_name_tensor_file_and_both(form, tmp_path):
 
 
 def test_experts_that_do_not_combine_are_refused(form, tmp_path):
-    checkpoint_of("mixtral", tmp_path, form, without("experts.3."))
+    checkpoint_of("mixtral", tmp_path, form, leave_out_tensors("experts.3."))
     assert "is 3 x " in refusal(tmp_path)
     shutil.rmtree(tmp_path)
 

@@ -21,7 +21,7 @@ def factor(schedule: Schedule, domain: int, step: int, steps: tuple[int, ...] = 
     return schedule(Progress(step, steps[domain], domain, len(steps), before + step, sum(steps), steps[0]))
 
 
-def infinite(anneal: float, form: str = "cosine") -> Infinite:
+def make_infinite(anneal: float, form: str = "cosine") -> Infinite:
     shape = {"warmup_ratio": 0.2, "cooldown": 0.6, "constant": 0.5, "final": 0.05, "annealed": "last"}
     return Infinite(**shape, form=form, anneal=anneal)
 
@@ -43,9 +43,9 @@ STABLE = {(0, 0): 0.5, (0, 1): 1, (0, 8): 1}
     (schedulers.Once(warmup_ratio=0.1, final=0.1), {(0, 0): 0.2, (0, 4): 1, (2, 2): 0.55, (2, 20): 0.1}),
     (schedulers.Decayed(warmup_ratio=0.2, final=0.25), {(0, 2): 1, (0, 6): 0.625, (2, 19): 0.25}),
     (schedulers.Autoregressive(warmup_ratio=0.2, final=0.1), {(1, 2): 0.55, (1, 6): 0.325, (2, 4): 0.55}),
-    (infinite(0), {(0, 0): 1 / 3, (0, 2): 1, (0, 5): 0.75, (0, 8): 0.5, (1, 0): 0.5, (2, 19): 0.5}),
-    (infinite(0, "inverse_square_root"), {(0, 5): 1 - 0.5 * FALLEN, (0, 8): 0.5, (2, 19): 0.5}),
-    (infinite(0.2), {(0, 5): 0.75, (1, 9): 0.5, (2, 16): 0.5, (2, 18): 0.5 * 0.1**0.5}),
+    (make_infinite(0), {(0, 0): 1 / 3, (0, 2): 1, (0, 5): 0.75, (0, 8): 0.5, (1, 0): 0.5, (2, 19): 0.5}),
+    (make_infinite(0, "inverse_square_root"), {(0, 5): 1 - 0.5 * FALLEN, (0, 8): 0.5, (2, 19): 0.5}),
+    (make_infinite(0.2), {(0, 5): 0.75, (1, 9): 0.5, (2, 16): 0.5, (2, 18): 0.5 * 0.1**0.5}),
     (WSD(**TENTH, form="root", branched=False), STABLE | {(0, 9): 1 - 0.9 * math.sqrt(0.5), (1, 0): 0.5}),
     (WSD(**TENTH, form="linear", branched=True), STABLE | {(0, 9): 0.55, (1, 0): 1, (1, 9): 0.55}),
     (ReciprocalRoot(**ROOT, across=False), BY_ROOT | {(1, 0): 0.25}),

@@ -76,10 +76,12 @@ def test_a_card_shows_no_paths_accounts_or_secrets(tmp_path):
     config = {"method": method | {"beta": 0.5}, "logger": {"entity": "alice"}}
     config |= {"model": {"name_or_path": "/srv/alice/base", "mlm_probability": 0.15, "max_seq_length": 64}}
     config |= {"optim": {"_target_": "alice.own.Step", "_partial_": True}}
+
     overrides = ["method=kd", "order=[a/b,c]", "+hub.token=hf_1", "domains.root=/srv/alice/x"]
     overrides += ["logger.entity=alice", "+callbacks.a._target_=alice.A", "model.name_or_path=own/er"]
     overrides += ["+domains.catalogue.x={path: /home/alice}"]
     base = {"origin": "hub", "revision": "0" * 40, "name": "own/er"}
+
     folder = tmp_path / "run"
     endtasks = make_endtasks([[0.5, 0.5, None]] * 4)
     scores = save_scores(folder, endtasks=endtasks, config=config, base=base, variant="x=/srv/alice")
@@ -90,6 +92,7 @@ def test_a_card_shows_no_paths_accounts_or_secrets(tmp_path):
     (folder / ".hydra" / "hydra.yaml").write_text(
         yaml.safe_dump({"hydra": {"runtime": {"config_sources": sources}}})
     )
+
     page = write_model_card(folder, scores).read_text()
     assert cells(page, "law") == ["accuracy", "space", "50.00"] and "| nan |" not in page
     assert "alice" not in page and "hf_1" not in page

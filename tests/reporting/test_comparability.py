@@ -16,7 +16,7 @@ from tests.support.example_runs import CONDITIONS, NLL, make_run, make_section, 
 OTHER_BASE = np.array(NLL) - np.array([[0.5], [0], [0], [0]])
 
 
-def with_base(folder, weights, **options):
+def save_run_of_base(folder, weights, **options):
     """A run whose folder names the hash of its base's weights."""
     measured = save_run(folder, **options)
     base = {"model.safetensors": [1, 2, weights], "config.json": [1, 2, str(folder)]}
@@ -74,14 +74,23 @@ def test_runs_of_bases_with_other_losses_are_in_sections_that_say_so(tmp_path):
 
 def test_hashes_tell_bases_apart_unless_they_are_the_same_weights_in_other_files(tmp_path):
     close_nll = np.array(NLL) + 1e-3
-    runs = [with_base(tmp_path / "a", "1"), with_base(tmp_path / "b", "2", method="das", nll=close_nll)]
+    runs = [
+        save_run_of_base(tmp_path / "a", "1"),
+        save_run_of_base(tmp_path / "b", "2", method="das", nll=close_nll),
+    ]
     assert names(sections(*runs)) == [["ncl"], ["das"]]
-    runs = [with_base(tmp_path / "c", "1"), with_base(tmp_path / "d", "2", method="das")]
+    runs = [save_run_of_base(tmp_path / "c", "1"), save_run_of_base(tmp_path / "d", "2", method="das")]
     assert len(sections(*runs)) == 1  # .bin and .safetensors
-    runs = [with_base(tmp_path / "e", "1"), with_base(tmp_path / "f", "1", method="das", nll=close_nll)]
+    runs = [
+        save_run_of_base(tmp_path / "e", "1"),
+        save_run_of_base(tmp_path / "f", "1", method="das", nll=close_nll),
+    ]
     assert len(sections(*runs)) == 1  # another device or precision
     assert read_base_hash(tmp_path / "a") == read_base_hash(tmp_path / "c") != read_base_hash(tmp_path / "b")
-    runs = [with_base(tmp_path / "g", "1"), with_base(tmp_path / "h", "1", method="das", nll=OTHER_BASE)]
+    runs = [
+        save_run_of_base(tmp_path / "g", "1"),
+        save_run_of_base(tmp_path / "h", "1", method="das", nll=OTHER_BASE),
+    ]
     assert len(sections(*runs)) == 2  # fewer blocks of the same file
 
 
@@ -98,7 +107,7 @@ def test_a_base_that_was_not_measured_is_compared_by_its_hash_or_not_at_all(tmp_
     assert (
         len(sections(make_run(nll=NLL), make_run(method="das", nll=[[5.0, None, None, None], *NLL[1:]]))) == 1
     )
-    unmeasured = [with_base(tmp_path / name, name, method=name, nll=rows) for name in ("ncl", "das")]
+    unmeasured = [save_run_of_base(tmp_path / name, name, method=name, nll=rows) for name in ("ncl", "das")]
     assert len(sections(*unmeasured)) == 2
 
 

@@ -16,7 +16,7 @@ from cpt.reporting.findings import build_findings, list_conditions
 from cpt.reporting.load_runs import measure_runs
 from cpt.reporting.measures import MEASURES
 from cpt.reporting.sections import build_sections
-from tests.evaluation.test_task_metrics import predicted
+from tests.evaluation.test_task_metrics import write_predictions
 from tests.support.example_runs import DOMAINS, make_endtasks, make_run, make_scores, make_section, save_run
 from tests.support.task_answers import choose_answers, save_answers
 
@@ -24,7 +24,7 @@ FG = "FG/nats"
 ROWS = ["base", *DOMAINS]
 
 
-def seeds(method, shifts, **options):
+def make_seeds(method, shifts, **options):
     runs = []
     for seed, shift in enumerate(shifts):
         runs.append(make_run(f"{method}-{seed}", method=method, seed=seed, shift=shift, **options))
@@ -34,16 +34,16 @@ def seeds(method, shifts, **options):
 def test_the_best_is_so_over_the_pairs_that_all_have():
     """ncl forgets less in each pair, but has another order in which all forget much."""
     shifts = np.linspace(0, 0.01, 8)
-    runs = seeds("ncl", shifts) + seeds("ewc", shifts + 0.05)
+    runs = make_seeds("ncl", shifts) + make_seeds("ewc", shifts + 0.05)
     for seed in range(8):
         runs.append(make_run(f"o{seed}", method="ncl", seed=seed, shift=2.0, order=DOMAINS[::-1]))
     line = next(line for line in build_findings(make_section(runs)).lines if "Forgets" in line)
     assert line.startswith("Forgets least: `ncl`") and "Distinguished from 1 of 1 others" in line
 
     measure = next(measure for measure in MEASURES if measure.key == FG)
-    kd_runs = seeds("kd", [-0.5, -0.5, -0.5])
+    kd_runs = make_seeds("kd", [-0.5, -0.5, -0.5])
     kd_runs[2].scores.metrics.pop("FG")  # it has diverged
-    section = make_section(seeds("ncl", [0, 0, 0]) + kd_runs)
+    section = make_section(make_seeds("ncl", [0, 0, 0]) + kd_runs)
     best = contrasts.find_best(section, make_section(runs).groups, measure)
     assert best.group.name == "ncl"
     assert build_findings(make_section([make_run()])).lines == []
@@ -65,7 +65,7 @@ def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
 
 
 def test_differences_are_paired_by_order_and_seed_and_corrected_by_holm():
-    runs = seeds("ncl", [0.0, 0.3, 0.6]) + seeds("das", [-0.1, 0.1, 0.3, 9.0])
+    runs = make_seeds("ncl", [0.0, 0.3, 0.6]) + make_seeds("das", [-0.1, 0.1, 0.3, 9.0])
     found_contrasts = contrasts.find_contrasts(make_section(runs), FG)
     assert set(found_contrasts) == {"das"}
     assert found_contrasts["das"].n == 3
@@ -89,12 +89,12 @@ DRAW = np.random.default_rng(0)
 NCL, DAS = (DRAW.random((2, 60)) < share for share in (0.4, 0.6))
 
 
-def answered(folder, last, **options):
+def make_answered_run(folder, last, **options):
     tasks = {task: [answers] * len(ROWS) for task, answers in last.items()}
     return make_run(folder, answers=save_answers(folder, tasks, rows=ROWS), **options)
 
 
-def records(compared):
+def contrast_by_task(compared):
     return {row["task"]: row for row in contrast_examples(compared).table.to_dict("records")}
 
 
@@ -107,7 +107,7 @@ def test_answers_to_a_task_and_to_all_by_hand_without_those_that_are_damaged_or_
             "space": choose_answers(right[0]),
             "sea": choose_answers(right[0]),
         }
-        runs.append(answered(tmp_path / method, answers, method=method))
+        runs.append(make_answered_run(tmp_path / method, answers, method=method))
     find_answers_file(tmp_path / "das", ROWS, 3, "sea").unlink()
     damaged = find_answers_file(tmp_path / "ncl", ROWS, 3, "space")
     damaged.write_text("damaged")
@@ -140,12 +140,12 @@ def test_seeds_are_averaged_by_example(tmp_path):
     for method, right in (("ncl", NCL), ("das", DAS)):
         for seed in (0, 1):
             answers = {"law": choose_answers(right[seed])}
-            runs.append(answered(tmp_path / f"{method}-{seed}", answers, method=method, seed=seed))
-    record = records(make_section(runs))[""]
+            runs.append(make_answered_run(tmp_path / f"{method}-{seed}", answers, method=method, seed=seed))
+    record = contrast_by_task(make_section(runs))[""]
     assert record["n"] == 60, "two seeds are no more examples"
     assert record["mean"] == pytest.approx((DAS * 1.0 - NCL).mean())
     assert record["only_group"] == (DAS & ~NCL).sum()
-    shared_seed_record = records(make_section([runs[0], *runs[2:]]))[""]
+    shared_seed_record = contrast_by_task(make_section([runs[0], *runs[2:]]))[""]
     assert shared_seed_record["only_group"] == (DAS[0] & ~NCL[0]).sum(), "only the seed that both have"
 
 
@@ -158,8 +158,8 @@ def test_end_tasks_are_compared_by_their_predictions(tmp_path):
             continue
         for task in DOMAINS:
             for seed in (7, 8):
-                predicted(tmp_path / method, 3, task, seed, right, rows=ROWS)
-    row_of_task = records(make_section(runs))
+                write_predictions(tmp_path / method, 3, task, seed, right, rows=ROWS)
+    row_of_task = contrast_by_task(make_section(runs))
     assert {row["group"] for row in row_of_task.values()} == {"das"}
     assert row_of_task[""]["mean"] == pytest.approx(0.5)
     assert row_of_task[""]["n"] == 12
@@ -169,7 +169,7 @@ NASTY = ["law\n", "=1+1", "+cmd|' /C calc'!A0", "\r\n=1", "a,b;\"c\"'d'"]
 
 
 def test_csv_has_every_number_of_each_run_and_names_are_no_formulas(tmp_path):
-    runs = [*seeds("ncl", [0.0, 0.2]), make_run(method="one", shift=-3.0)]
+    runs = [*make_seeds("ncl", [0.0, 0.2]), make_run(method="one", shift=-3.0)]
     runs += [make_run(method=name, order=[name, "food", "space"]) for name in NASTY]
     runs[1].scores.optimized_metric = 123.5
     export_csv(build_sections(measure_runs(runs)), tmp_path / "v1.5.csv")

@@ -29,7 +29,7 @@ from tests.support.example_runs import make_scores, save_scores
 BASE = "the base model tiny"
 
 
-def stated(base, *texts, name=""):
+def make_licenses(base, *texts, name=""):
     licenses = [] if base is None else [StatedLicense(source=BASE, is_model=True, identifier=base, name=name)]
     for number, identifier in enumerate(texts):
         licenses.append(StatedLicense(source=f"text{number}", identifier=identifier))
@@ -65,7 +65,7 @@ DECISIONS = [
 def test_the_strictest_of_what_is_stated_is_claimed_and_nothing_where_that_is_unclear(
     licenses, claimed, reason
 ):
-    decision = decide_license(stated(*licenses))
+    decision = decide_license(make_licenses(*licenses))
     assert decision.identifier == claimed and reason in decision.reason
 
 
@@ -82,10 +82,13 @@ def test_a_chosen_license_is_valid_and_what_speaks_against_it_is_said():
         check_identifier("apache2", option="--license")
     with pytest.raises(ValueError, match="--license=other is invalid"):
         check_identifier("other", option="--license")
-    assert choose_license(stated("mit", "mit"), "apache-2.0").reason == "chosen with --license"
-    reason = choose_license(stated("gemma", "mit"), "mit").reason
+    assert choose_license(make_licenses("mit", "mit"), "apache-2.0").reason == "chosen with --license"
+    reason = choose_license(make_licenses("gemma", "mit"), "mit").reason
     assert "what is stated speaks for gemma" in reason
-    assert "does not follow: no license is stated of text0" in choose_license(stated("mit", ""), "mit").reason
+    assert (
+        "does not follow: no license is stated of text0"
+        in choose_license(make_licenses("mit", ""), "mit").reason
+    )
 
 
 def test_each_identifier_has_one_kind():

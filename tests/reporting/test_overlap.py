@@ -78,6 +78,7 @@ def test_magnitudes_are_those_of_the_base_and_of_the_final_model_and_change_no_b
     killing(None)
     start(small(*options), tmp_path / "killed")
     start(small(*options, "mask.migu.magnitudes=false"), tmp_path / "without")
+
     scores, plain_scores = (Scores.load(tmp_path / name / "scores.json") for name in ("whole", "without"))
     assert plain_scores.nll == scores.nll
     folders = (tmp_path / name / "diagnostics" for name in ("whole", "killed", "without"))
@@ -87,6 +88,7 @@ def test_magnitudes_are_those_of_the_base_and_of_the_final_model_and_change_no_b
             (undisturbed[name] == killed[name]).all() for name in undisturbed
         )
         assert ("texts" in undisturbed) == (row != 1) and "texts" not in none
+
     distributions = read_distributions(read_diagnostics(tmp_path / "whole", scores), scores)
     base = distributions["base"]
     last = distributions["food"]

@@ -47,12 +47,12 @@ def test_neighbouring_columns_of_a_topic_share_a_head_and_the_first_column_is_al
     assert group_topics(Block(head=["a"], topics=[""], cells=[["1"]])) == []
 
 
-def rendered(text):
+def parse_markdown(text):
     markdown_it = pytest.importorskip("markdown_it")
     return markdown_it.MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text)
 
 
-def inner(tokens):
+def find_inline_types(tokens):
     types = set()
     for token in tokens:
         if token.type == "inline":
@@ -65,7 +65,7 @@ def test_markdown_shows_names_as_they_are():
         block = Block(title=f"T {name} T", head=["group", name], cells=[[name, f"1 {name}"], ["x", "2"]])
         text = markdown(block, picture="p.png")
         assert all(line.count("|") == 3 for line in text.splitlines() if line.startswith("|"))
-        cells = [token for token in rendered(text) if token.type == "inline"]
+        cells = [token for token in parse_markdown(text) if token.type == "inline"]
         cell_texts = []
         for cell in cells:
             cell_text = "".join(child.content for child in cell.children)
@@ -74,14 +74,14 @@ def test_markdown_shows_names_as_they_are():
         assert cell_texts == [
             re.sub(" +", " ", strip_controls(name_text)).strip() for name_text in expected_texts
         ]
-        assert inner(cells) <= {"text", "text_special"}
+        assert find_inline_types(cells) <= {"text", "text_special"}
         console_text = align_columns(Block(head=block.head, cells=block.cells))  # for a console
         assert len(console_text.splitlines()) == 3 and not re.search(
             r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", console_text
         )
-        tokens = rendered(markdown(Block(lines=[name, f"`one`: {name}"]), picture=""))
+        tokens = parse_markdown(markdown(Block(lines=[name, f"`one`: {name}"]), picture=""))
         assert {token.type for token in tokens} <= {"inline", "paragraph_open", "paragraph_close"}
-        assert inner(tokens) <= {"text", "text_special", "code_inline"}
+        assert find_inline_types(tokens) <= {"text", "text_special", "code_inline"}
 
 
 def test_a_page_has_no_element_from_a_name(tmp_path):

@@ -80,6 +80,7 @@ def test_the_numbers_of_tables_are_those_of_the_frames_and_marks_those_of_the_te
     kinds = itertools.product(("perplexity", "endtasks"), ("ncl", "das"), "01")
     matrices = {f"matrix-{kind}-{method}-{order}" for kind, method, order in kinds}
     assert set(tex) == {"main", "endtasks", "orders-MF1", "orders-LC", "settings"} | matrices
+
     frames = load_tables(swept)
     law = frames["endtasks"].query("measure == 'task/law'").set_index("group")
     das = [0.7, 0.711, 0.7, 0.7]
@@ -89,10 +90,12 @@ def test_the_numbers_of_tables_are_those_of_the_frames_and_marks_those_of_the_te
     assert [law["mean"]["ncl"], law["sd"]["ncl"]] == pytest.approx([mean, sd])
     assert law["p_t_holm"]["das"] == pytest.approx(ttest_rel(das, ncl).pvalue) and law["n"]["das"] == 4
     assert f"\nncl & {100 * mean:.2f} $\\pm$ {100 * sd:.2f} & " in tex["endtasks"]
+
     best = frames["main"].query("measure == 'LC/perplexity' and group == 'das'").squeeze()
     assert best["p_holm"] == 0.125 and best["p_t_holm"] < 0.05  # of 4 pairs no p of signs is below 0.125
     cell = f"\\textbf{{{best['mean']:.2f} $\\pm$ {best['sd']:.2f}}}\\textsuperscript{{$\\dagger$}}"
     assert f"\ndas & {cell} & " in tex["main"] and "das & strength~=~5 \\\\" in tex["settings"]
+
     orders = frames["orders"].query("measure == 'endtask/MF1' and group == 'das'").set_index("order")["mean"]
     assert orders["all"] == pytest.approx((orders["0"] + orders["1"]) / 2)
 

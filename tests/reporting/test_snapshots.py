@@ -252,7 +252,7 @@ def test_a_report_of_a_run_that_lacks_something(tmp_path, options):
     assert not any(f"## {title}" in markdown for title in ("Modules", "Training", "End tasks", "Answers"))
 
 
-def of_two(*tasks):
+def make_scores_of_two(*tasks):
     examined = make_endtasks([[None] * 2, [0.7, None], [0.5, 0.8]], tasks=tasks, when="each")
     return make_scores(
         nll=[[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]], order=tasks, endtasks=examined
@@ -260,7 +260,7 @@ def of_two(*tasks):
 
 
 def test_every_value_is_a_finite_number_however_little_was_measured():
-    scores = of_two("law", "food")
+    scores = make_scores_of_two("law", "food")
     scores.nll[-1] = [float("nan"), 900.0, 4.0]
     scores.measure()
     scores.metrics["ZS"]["nats"] = None  # as a file has what is not finite
@@ -273,8 +273,8 @@ def test_every_value_is_a_finite_number_however_little_was_measured():
 
 @pytest.mark.parametrize("pair", [("law", "law/macro_f1"), ("MF1", "forward"), ("a/b", "a%2Fb")])
 def test_no_two_numbers_share_a_key(pair):
-    plain = of_two("law", "food")
-    odd = of_two(*pair)
+    plain = make_scores_of_two("law", "food")
+    odd = make_scores_of_two(*pair)
     names = dict(zip(("law", "food"), map(escape_name, pair), strict=True))
     renamed = set()
     for key in summarize_scores(plain):

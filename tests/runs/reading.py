@@ -61,7 +61,9 @@ def times(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in paths}
 
 
-def killed(start: Any, killing: Any, cfg: Any, folder: Path, *, step: int, domain: str | None = None) -> None:
+def start_and_kill(
+    start: Any, killing: Any, cfg: Any, folder: Path, *, step: int, domain: str | None = None
+) -> None:
     killing(Killer(step=step, domain=domain))
     with pytest.raises(KilledError):
         start(cfg, folder)

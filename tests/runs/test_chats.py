@@ -48,11 +48,13 @@ def test_chats_are_learned_and_answered(composed, corpora, cache, start, tmp_pat
         "logger=none",
         f"cache_dir={cache}",
     ]
+
     start(composed("domains=instructions", "model=hf", *options), tmp_path / "run")
     scores = read_scores(tmp_path / "run")
     assert scores["run"]["finished"] and scores["run"]["objective"] == "causal"
     assert scores["domains"] == [*DOMAINS, "general"]
     assert all(scores["nll"][2][column] < scores["nll"][0][column] - 1 for column in (0, 1))
+
     answers = scores["answers"]["tasks"]
     files = answers_of(tmp_path / "run")
     assert answers["law"]["measures"]["rouge_l"][-1] > 0.3 > answers["law"]["measures"]["rouge_l"][0]

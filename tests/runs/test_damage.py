@@ -16,7 +16,7 @@ from cpt.trainer import loop
 from cpt.trainer.loop import ContinualTrainer
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.stage import StageTrainer
-from tests.runs.reading import assert_same_bits, killed, read_scores, scores_of, times
+from tests.runs.reading import assert_same_bits, read_scores, scores_of, start_and_kill, times
 from tests.support.campaign import run_few
 from tests.support.kill_callback import KilledError
 
@@ -51,7 +51,7 @@ def copied_run(shared_folder, finished_run, tmp_path):
 @pytest.fixture
 def begun_run(shared_folder, finished_run, config, start, killing, tmp_path):
     if not (shared_folder / "begun").exists():
-        killed(start, killing, config(), shared_folder / "begun", step=3, domain="food")
+        start_and_kill(start, killing, config(), shared_folder / "begun", step=3, domain="food")
     return shutil.copytree(shared_folder / "begun", tmp_path / "begun")
 
 
@@ -94,16 +94,19 @@ def test_a_damaged_file_of_a_run_is_made_again_or_refused(
     assert verify.main([str(run)]) == 1 or not binary or (harm, name) in UNSEEN
     if of == "finished":
         monkeypatch.setattr(StageTrainer, "train", None)
+
     before = {path: time for path, time in times(run).items() if "identity" not in path}
     refused = (of, name) == (
         "finished",
         "model/model.safetensors",
     ) and harm != "gone"  # the stage's file, too
+
     try:
         start(config("verify_inputs=full"), run)
     except ValueError as error:
         assert "\n" not in str(error) and str((run / name).parent) in str(error)
         assert before.items() <= times(run).items()
+
         assert not refused or "run/stages/002.1.linked" in str(error)
         return
     assert not refused
@@ -150,7 +153,7 @@ def test_a_run_continues_from_a_row_that_scores_json_does_not_have(
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(loop, "is_file_of_all_rows_due", lambda *_, num_rows, num_stored: num_stored == 0)
-        killed(start, killing, config(), run, step=3, domain="food")
+        start_and_kill(start, killing, config(), run, step=3, domain="food")
     assert read_scores(run)["rows"] == ["base"] and scores_of(run).rows == ["base", "law"]
     start(config(), run)
     assert_same_bits(run, finished_run)

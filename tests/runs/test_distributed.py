@@ -251,7 +251,7 @@ def test_two_processes_agree_and_are_as_one(method, small, start, launched, tmp_
             assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
 
 
-def unpadded(rows: list) -> list:
+def remove_padding(rows: list) -> list:
     """Rows without what fills them up, 0 or 1: a process pads to its own longest."""
     unpadded_rows = []
     for ids, labels in rows:
@@ -272,7 +272,7 @@ def test_two_processes_learn_and_answer_as_one_whether_killed_or_not(cache, tmp_
     assert launch(shared_run, shared_run / "second", *options, *DDP) == 0, (
         shared_run / "second" / "log"
     ).read_text()
-    assert_learned_alike(single_run, shared_run, normalize=unpadded)
+    assert_learned_alike(single_run, shared_run, normalize=remove_padding)
     shared_answers = answers_of(shared_run / "run")
     assert len(shared_answers) == 6 and shared_answers == answers_of(single_run / "run")
     shared_record = read_scores(shared_run / "run")["answers"]

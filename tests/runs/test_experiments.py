@@ -30,7 +30,7 @@ NEEDS |= {
 }
 
 
-def swept(*overrides):
+def read_search_space(*overrides):
     loader = GlobalHydra.instance().config_loader()
     config = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
     lines = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
@@ -58,7 +58,7 @@ def test_an_experiment_has_a_plan_with_each_value_it_sweeps_and_the_commands_it_
     assert text.startswith("# @package _global_\n# ")
     assert name == "smoke" or f"experiment={name}" in text
     needs = [f"experiment={name}", *NEEDS.get(name, [])]
-    for key, values in ({"seed": ["0"]} | swept(*needs)).items():
+    for key, values in ({"seed": ["0"]} | read_search_space(*needs)).items():
         for value in values:
             order_of(composed(*needs, f"{key}={value}"))
     commands = re.findall(r"^# .*?python run\.py ([^(;&\n]*?)[.:]?(?: &&.*)?$", text, re.MULTILINE)
@@ -87,7 +87,7 @@ def test_the_rows_of_the_page_of_papers_compose_and_it_prepares_known_layouts(co
 
 def test_the_methods_table_has_every_method(composed):
     methods = {path.stem for path in (ROOT / "conf/method").glob("*.yaml")}
-    params = swept("experiment=methods_table")
+    params = read_search_space("experiment=methods_table")
     # migu is ncl, none learns nothing, and sdft needs questions with answers, which these domains have not.
     assert set(params["method"]) == methods - {"migu", "none", "sdft"}
     assert (params["mask"], params["seed"]) == (["none", "migu"], ["0", "1", "2"])

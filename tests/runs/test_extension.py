@@ -14,7 +14,7 @@ from cpt.train import is_done
 from cpt.trainer.extension import check_extension, list_further_entries
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
-from tests.runs.reading import assert_same_bits, die, killed, same_state, scores_of, state_of, times
+from tests.runs.reading import assert_same_bits, die, same_state, scores_of, start_and_kill, state_of, times
 from tests.support.campaign import run_few
 from tests.support.hook_methods import overrides_for
 from tests.support.kill_callback import KilledError
@@ -82,7 +82,7 @@ def test_the_source_is_needed_at_the_first_start_alone(start, small, killing, tm
     caplog.set_level(logging.INFO)
     start(small(ONE), tmp_path / "one")
     two = small(TWO, f"extend={tmp_path / 'one'}")
-    killed(start, killing, two, tmp_path / "two", step=3, domain="food")
+    start_and_kill(start, killing, two, tmp_path / "two", step=3, domain="food")
     assert f"Adding food after law, from a copy of {tmp_path / 'one'}" in caplog.text
     assert not scores_of(tmp_path / "two").run["finished"] and not is_done(two, tmp_path / "two")
     shutil.rmtree(tmp_path / "one")
@@ -180,7 +180,7 @@ def test_a_source_that_cannot_be_extended_is_refused_with_one_line(start, small,
     two = tmp_path / "two"
     new = tmp_path / "new"
     start(small(TWO, FEW), two)
-    killed(start, killing, small(TWO), tmp_path / "half", step=3, domain="food")
+    start_and_kill(start, killing, small(TWO), tmp_path / "half", step=3, domain="food")
 
     def refused(*options, source=two, order=THREE, folder=new) -> str:
         with pytest.raises(ValueError) as error:

@@ -9,7 +9,7 @@ import pytest
 from cpt.methods.ncl import NCL
 from cpt.trainer import stage
 from tests.conftest import ROOT, SMALL_GPT2
-from tests.runs.reading import assert_same_bits, killed, read_scores
+from tests.runs.reading import assert_same_bits, read_scores, start_and_kill
 from tests.support.campaign import run_few
 from tests.support.chat_decoder import write_checkpoint
 from tests.support.task_fixtures import write_tasks
@@ -70,7 +70,7 @@ def test_a_killed_run_has_the_same_bits_and_counts_and_other_text_is_refused(
         "trainer.checkpoint_every_n_steps=2",
     ]
     start(config(*options), tmp_path / "whole")
-    killed(start, killing, config(*options), tmp_path / "killed", step=3, domain="food")
+    start_and_kill(start, killing, config(*options), tmp_path / "killed", step=3, domain="food")
     start(config(*options), tmp_path / "killed")
     assert_same_bits(tmp_path / "whole", tmp_path / "killed")
     mixture = read_scores(tmp_path / "whole")["mixture"]
@@ -135,7 +135,7 @@ def test_methods_read_sources_and_resume_with_the_same_bits(
         options += ["method.strength=0.5", "method.max_new_tokens=8"]
     cfg = small_gpt2("order=[law,food]", *QUICK, f"model.name_or_path={decoder}", sources, *options)
     start(cfg, tmp_path / "whole")
-    killed(start, killing, cfg, tmp_path / "killed", step=3, domain="food")
+    start_and_kill(start, killing, cfg, tmp_path / "killed", step=3, domain="food")
     start(cfg, tmp_path / "killed")
     assert_same_bits(tmp_path / "killed", tmp_path / "whole")
     mixture = read_scores(tmp_path / "whole")["mixture"]

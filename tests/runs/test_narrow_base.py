@@ -4,7 +4,7 @@ and extended, in two processes and sharded."""
 import pytest
 import torch
 
-from tests.runs.reading import assert_same_bits, command, killed
+from tests.runs.reading import assert_same_bits, command, start_and_kill
 from tests.runs.test_distributed import DDP, launch
 from tests.runs.test_extension import assert_same_runs
 from tests.support.quantized_models import SMALL_HF
@@ -35,7 +35,7 @@ def test_a_killed_run_has_the_bits_of_one_in_32_bits_also_where_the_type_changes
 ):
     options = ["order=[law]", "trainer.gradient_checkpointing=true", "domains.packing=document_mask"]
     start(config(*options, WIDE), tmp_path / "wide")
-    killed(start, killing, config(*options), tmp_path / "killed", step=3, domain="law")
+    start_and_kill(start, killing, config(*options), tmp_path / "killed", step=3, domain="law")
     start(config(*options), tmp_path / "killed")
     assert_same_bits(tmp_path / "killed", tmp_path / "wide")
 

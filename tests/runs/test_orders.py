@@ -10,7 +10,7 @@ from cpt.train import is_done
 from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.plan import make_plan
 from tests.conftest import VOCABULARIES, sentences
-from tests.runs.reading import killed, scores_of
+from tests.runs.reading import scores_of, start_and_kill
 from tests.support.method_fixtures import build_method_fixture
 
 KINDS = {"law": "law", "eats": "food", "sky": "space"}
@@ -42,6 +42,7 @@ def test_domains_of_one_kind_are_learned_one_after_another(of_pairs, monkeypatch
     assert sorted(similar_order.order) == plan.order != similar_order.order
     matrix = similar_order.similarity.matrix
     assert np.allclose(np.diagonal(matrix), 1) and (matrix == matrix.T).all()
+
     monkeypatch.setattr("cpt.trainer.domain_order.write_similarity", None)  # of the same texts it is known
     tree, far, swapped = (
         order_domains(make_plan(of_pairs(f"order={order_name}"))).order
@@ -52,8 +53,10 @@ def test_domains_of_one_kind_are_learned_one_after_another(of_pairs, monkeypatch
         assert groups(close)[::2] == groups(close)[1::2]
     assert far[0] == similar_order.order[0] and groups(far)[0] != groups(far)[1]
     assert swapped == [*similar_order.order[3:], *similar_order.order[:3]]
+
     for option in ("domains.embedding_samples=5", "domains.held_out.seed=1"):
         assert load_cached_order(make_plan(of_pairs("order=similar", option))) is None
+
     monkeypatch.undo()
     (file,) = (tmp_path / "cache" / "similarity").glob("*/similarity.json")
     file.write_text(file.read_text()[:-20])
@@ -65,8 +68,9 @@ def test_a_run_keeps_its_order_and_similarity_also_after_a_kill(start, of_pairs,
     run = tmp_path / "run"
     cache = tmp_path / "cache"
     order = order_domains(make_plan(cfg)).order
-    killed(start, killing, cfg, run, step=1, domain=order[2])
+    start_and_kill(start, killing, cfg, run, step=1, domain=order[2])
     start(cfg, run)
+
     scores = scores_of(run)
     similarity = scores.similarity
     assert similarity["names"] == scores.run["order"] == scores.domains[:-1] == order
@@ -76,6 +80,7 @@ def test_a_run_keeps_its_order_and_similarity_also_after_a_kill(start, of_pairs,
         sorted(similarity["names"]), matrix, np.array(similarity["general"])[by_name]
     )
     assert arrange_domains("similar", stored_similarity) == order and similarity["embedding"] == "tfidf"
+
     assert is_done(cfg, run) and not is_done(of_pairs("order=dissimilar"), run)
     shutil.rmtree(cache / "similarity")
     assert not is_done(cfg, run)  # as far as is known without reading

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from cpt import status
 from cpt.core.preemption import GO_ON
 from tests.conftest import ROOT, SMALL
-from tests.runs.reading import command, killed, read_scores
+from tests.runs.reading import command, read_scores, start_and_kill
 from tests.support.campaign import run_few
 from tests.support.forked_scripts import send_signal, start_script, wait_for, wait_for_exit
 
@@ -32,7 +32,7 @@ def begin(words, folder, *, condition, twin=False):
     return process
 
 
-def stopped(words, folder, *, condition, number, rank=0, twin=False):
+def start_and_stop(words, folder, *, condition, number, rank=0, twin=False):
     """Starts a run, sends it a signal as soon as `condition()`; gives its exit code and what it said."""
     process = begin(words, folder, condition=condition, twin=twin)
     send_signal(process, number, rank=rank)
@@ -41,7 +41,7 @@ def stopped(words, folder, *, condition, number, rank=0, twin=False):
     return code, lines
 
 
-def finished(words, folder, *, twin=False):
+def start_and_finish(words, folder, *, twin=False):
     process = start_script(ROOT / "run.py", *words, cwd=folder, log=folder / "log", twin=twin)
     assert wait_for_exit(process, seconds=120) == 0, (folder / "log").read_text()[-2000:]
     scores = read_scores(run_folder(folder))
@@ -64,7 +64,7 @@ def run_command(corpora, cache):
 
 @pytest.fixture(scope="module")
 def undisturbed(run_command, tmp_path_factory):
-    return finished(run_command, tmp_path_factory.mktemp("whole"))
+    return start_and_finish(run_command, tmp_path_factory.mktemp("whole"))
 
 
 def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(undisturbed, run_command, tmp_path):
@@ -74,7 +74,8 @@ def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(undisturbed, r
     process.join()
     killed = status.read_status(run_folder(tmp_path))
     assert (running.state, running.process.pid, killed.state) == ("running", process.pid, "killed")
-    code, lines = stopped(
+
+    code, lines = start_and_stop(
         run_command, tmp_path, condition=log_says(tmp_path, "food (2/2)"), number=signal.SIGINT
     )
     assert (code, [line[1] for line in lines]) == (GO_ON, ["SIGINT"])
@@ -88,7 +89,8 @@ def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(undisturbed, r
         == run_status.heartbeat.step
         == int(step_match[1])
     )
-    scores, weights = finished(run_command, tmp_path)
+
+    scores, weights = start_and_finish(run_command, tmp_path)
     expected, expected_weights = undisturbed
     assert scores == expected and all(
         torch.equal(weights[name], value) for name, value in expected_weights.items()
@@ -99,10 +101,12 @@ def test_killed_and_told_to_leave_a_run_says_so_and_loses_nothing(undisturbed, r
 def test_all_processes_leave_and_go_on_together(rank, undisturbed, run_command, tmp_path):
     start = [*run_command, *DDP]
     condition = log_says(tmp_path, "law (1/2)")
-    code, lines = stopped(start, tmp_path, condition=condition, number=signal.SIGTERM, rank=rank, twin=True)
+    code, lines = start_and_stop(
+        start, tmp_path, condition=condition, number=signal.SIGTERM, rank=rank, twin=True
+    )
     assert code == GO_ON
     assert len(lines) == 1 and re.fullmatch(r"after step \d+ of 50 of law", lines[0][2])
-    (nll, _), _ = finished(start, tmp_path, twin=True)
+    (nll, _), _ = start_and_finish(start, tmp_path, twin=True)
     assert all(
         row == pytest.approx(expected_row, rel=1e-3)
         for row, expected_row in zip(nll, undisturbed[0][0], strict=True)
@@ -202,7 +206,7 @@ def test_a_run_keeps_the_threads_that_it_began_with(small, start, killing, tmp_p
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
     try:
-        killed(start, killing, cfg, tmp_path, step=3, domain="law")
+        start_and_kill(start, killing, cfg, tmp_path, step=3, domain="law")
         torch.set_num_threads(1)
         start(cfg, tmp_path)
         assert torch.get_num_threads() == 2

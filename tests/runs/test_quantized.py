@@ -16,7 +16,7 @@ from cpt.trainer import check_quantization
 from cpt.trainer.dry_run import estimate
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
-from tests.runs.reading import assert_same_bits, command, killed, read_scores, scores_of, state_of
+from tests.runs.reading import assert_same_bits, command, read_scores, scores_of, start_and_kill, state_of
 from tests.runs.test_distributed import DDP, assert_agree, assert_scored_alike, launch
 from tests.runs.test_extension import assert_same_runs
 from tests.support.campaign import run_few
@@ -88,7 +88,7 @@ def test_a_killed_run_resumes_to_the_bit_and_exports_a_plain_model(
 ):
     cfg = config(TWO, *METHODS[method], LR, f"model.quantization={kind}")
     start(cfg, tmp_path / "whole")
-    killed(start, killing, cfg, tmp_path / "killed", step=3, domain="food")
+    start_and_kill(start, killing, cfg, tmp_path / "killed", step=3, domain="food")
     start(cfg, tmp_path / "killed")
     assert_same_bits(tmp_path / "killed", tmp_path / "whole")
     # Nothing of few bits is in a stage: the checkpoint gives it again.

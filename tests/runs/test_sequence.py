@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM
 from cpt.adapters.domain_store import DomainParams
 from cpt.trainer import stage
 from cpt.trainer.loop import ContinualTrainer
-from tests.runs.reading import killed, read_scores, same_state, scores_of, state_of, times
+from tests.runs.reading import read_scores, same_state, scores_of, start_and_kill, state_of, times
 from tests.support.campaign import run_few
 from tests.support.kill_callback import KilledError
 from tests.support.method_fixtures import build_method_fixture
@@ -41,24 +41,29 @@ def test_the_scores_keep_the_contract_beside_a_plain_model(finished_run, corpora
     assert [len(row) for row in scores["nll"]] == [3] * 3 == [len(size) for size in sizes]
     seconds = sum(sum(stages.values()) for stages in scores["phases"].values())
     assert 0 < scores["seconds"] == pytest.approx(seconds)
+
     for metric in ("ZS", "CPT", "LC", "FG", "FWT_gem", "BWT_gem", "general_drift"):
         low, high = scores["metrics"][metric]["interval"]["nats"]
         assert low <= scores["metrics"][metric]["nats"] <= high
+
     nll = scores["nll"]
     assert scores["metrics"]["FG"]["nats"] == pytest.approx(nll[2][0] - nll[1][0])
     assert scores["texts"]["law"]["documents"] == {"train": 108, "valid": 6, "test": 6}
     assert scores["bytes"][0] == scores["texts"]["law"]["bytes"]["test"]
     lines = (corpora / "law" / "all.txt").read_text().splitlines()
     assert sum(scores["texts"]["law"]["bytes"].values()) == sum(len(line.encode()) for line in lines)
+
     model = AutoModelForMaskedLM.from_pretrained(finished_run / "model")
     state = state_of(finished_run)
     trained = sum(parameter.numel() for parameter in model.parameters())
     assert (scores["trained"], scores["stored"]) == ([0, trained, trained], [0, 0, 0])
     assert scores["modules"] == [{}, {}, {}] and not scores["needs_domain"]
+
     monkeypatch.chdir(finished_run)
     assert eval(scores["loading"]).config.model_type == "modernbert"
     for name in ("config.yaml", "report.md", "report.html"):
         assert (finished_run / name).stat().st_size > 0
+
     assert not (finished_run / "checkpoints").exists()
     assert {path.name for path in (finished_run / "stages").iterdir()} == {"002.pt", "002.1.linked"}
     (weights,) = (finished_run / "stages").glob("*.linked/*")  # which are on the disk once
@@ -97,16 +102,19 @@ def test_a_checkpoint_or_a_run_is_the_base_of_another(finished_run, small, small
     further = small("order=[space]", "method=ewc", f"init_from={finished_run}")
     start(further, tmp_path / "second")
     first = scores_of(finished_run)
+
     second = scores_of(tmp_path / "second")
     assert second.matrix[0, -1] == pytest.approx(first.matrix[-1, -1], abs=1e-6)
     assert second.run["model"] == f"{first.run['model']} from run" and second.run["method"] == "ewc"
     start(further, tmp_path / "second")  # finished already
     with pytest.raises(ValueError, match=r"with other contents \(model.safetensors"):
         start(small("order=[space]", "method=ewc", f"init_from={other_run}"), tmp_path / "second")
+
     with pytest.raises(ValueError, match="causal"):
         start(small_gpt2(ORDER, f"init_from={finished_run}"), tmp_path / "run")
     with pytest.raises(ValueError, match="is invalid: no finished run"):
         start(small("init_from=no"), tmp_path / "run")
+
     shutil.copytree(finished_run, tmp_path / "damaged")
     weights = tmp_path / "damaged" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
@@ -136,6 +144,7 @@ def test_a_policy_that_is_widened_fills_what_is_missing_also_after_a_kill(
     assert np.array_equal(sparse.matrix[is_measured], full_scores.matrix[is_measured])
     assert is_measured.sum() == 12
     assert sparse.metrics["LC"] == full_scores.metrics["LC"] and sparse.metrics["FWT_zs"]["nats"] is None
+
     save = ContinualTrainer.save_scores
     saved = []
 
@@ -150,8 +159,10 @@ def test_a_policy_that_is_widened_fills_what_is_missing_also_after_a_kill(
         start(small(THREE), tmp_path / "few")
     start(small(THREE), tmp_path / "few")
     assert len(saved) == 2  # the first start filled one row, the second the other
+
     widened = scores_of(tmp_path / "few")
     assert widened.nll == full_scores.nll and widened.metrics == full_scores.metrics
+
     start(small(*FEW), tmp_path / "unkept")  # whose stages' weights are gone
     before = scores_of(tmp_path / "unkept").nll
     start(small(THREE), tmp_path / "unkept")
@@ -189,7 +200,7 @@ def assert_alike(run: Path, other_run: Path) -> None:
     assert all(same_state(state_of(run, stage), state_of(other_run, stage)) for stage in range(3))
 
 
-def mapped(tensor: torch.Tensor) -> bool:
+def is_mapped_from_stage(tensor: torch.Tensor) -> bool:
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, _, end = line.split()[0].partition("-")
         if int(begin, 16) <= tensor.data_ptr() < int(end, 16):
@@ -208,12 +219,12 @@ def test_what_rests_on_disk_is_what_rests_in_memory(start, small, killing, tmp_p
         map_stored(module, path)
         for child in module.modules():
             if isinstance(child, DomainParams):
-                rested.append([mapped(tensor) for tensor in child._buffers.values()])
+                rested.append([is_mapped_from_stage(tensor) for tensor in child._buffers.values()])
 
     start(small(*options, "modules.storage=memory"), tmp_path / "memory")
     monkeypatch.setattr(stage, "map_stored", watched)
     on_disk = small(*options, "modules.storage=disk")
-    killed(start, killing, on_disk, tmp_path / "disk", step=1, domain="space")
+    start_and_kill(start, killing, on_disk, tmp_path / "disk", step=1, domain="space")
     start(on_disk, tmp_path / "disk")
     assert_alike(tmp_path / "disk", tmp_path / "memory")
     assert len(rested) >= 3 and all(module_part and all(module_part) for module_part in rested)

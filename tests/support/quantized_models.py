@@ -88,6 +88,7 @@ def save_mxfp4(folder: Path, plain_folder: Path) -> dict[str, Tensor]:
         state[f"{name}_scales"] = exponents.to(torch.uint8)
         values = torch.cat([FP4_VALUES, -FP4_VALUES])[codes] * 2.0 ** (exponents[..., None] - 127)
         experts[name] = values.flatten(2).transpose(1, 2)
+
     folder.mkdir()
     for path in plain.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())

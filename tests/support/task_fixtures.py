@@ -55,7 +55,7 @@ def metaspace() -> PreTrainedTokenizerFast:
     )
 
 
-def prefixed() -> PreTrainedTokenizerFast:
+def prefix_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = bare_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     return tokenizer
@@ -67,11 +67,11 @@ STYLES = {
     "closed": eos_tokenizer,
     "framed": framed_tokenizer,
     "metaspace": metaspace,
-    "prefixed": prefixed,
+    "prefixed": prefix_tokenizer,
 }
 
 
-def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)) -> list[Example]:
+def make_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)) -> list[Example]:
     """Questions on a text with one of LABELS as the answer; the text alone may be truncated."""
     generator = random.Random(seed)
     examples = []

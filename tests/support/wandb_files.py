@@ -10,7 +10,7 @@ FILE_HEADER = 7
 PART_HEADER = 7
 
 
-def records(folder: Path) -> Iterator[tuple[Path, Any]]:
+def read_records(folder: Path) -> Iterator[tuple[Path, Any]]:
     """The records of offline W&B files below a folder: a 7-byte header, then LevelDB log blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -43,8 +43,8 @@ def read_chunks(data: bytes) -> Iterator[bytes]:
             content = b""
 
 
-def of_kind(folder: Path, kind: str) -> list[Any]:
-    kinds = [(record, record.WhichOneof("record_type")) for _, record in records(folder)]
+def read_records_of_kind(folder: Path, kind: str) -> list[Any]:
+    kinds = [(record, record.WhichOneof("record_type")) for _, record in read_records(folder)]
     return [getattr(record, kind) for record, record_kind in kinds if record_kind == kind]
 
 
@@ -53,12 +53,12 @@ def pairs(items: Any) -> dict[str, Any]:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    return [pairs(record.item) for record in of_kind(folder, "history")]
+    return [pairs(record.item) for record in read_records_of_kind(folder, "history")]
 
 
 def summary(folder: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for record in of_kind(folder, "summary"):
+    for record in read_records_of_kind(folder, "summary"):
         values.update(pairs(record.update))
     return values
 
@@ -66,9 +66,9 @@ def summary(folder: Path) -> dict[str, Any]:
 def config(folder: Path) -> dict[str, Any]:
     """The config at the start of a run, with its later changes."""
     values: dict[str, Any] = {}
-    for record in of_kind(folder, "run"):
+    for record in read_records_of_kind(folder, "run"):
         values.update(pairs(record.config.update))
-    for record in of_kind(folder, "config"):
+    for record in read_records_of_kind(folder, "config"):
         values.update(pairs(record.update))
     return values
 

@@ -14,7 +14,7 @@ from cpt.evaluation.monitor import MonitorOptions, MonitorRecord
 from cpt.gradient_masks.base import GradientMask
 from cpt.trainer.callbacks import CustomCallbacks, shorten_requirements
 from cpt.trainer.protected_movement import protected_shares
-from tests.runs.reading import assert_same_bits, killed, read_scores, same_state, state_of
+from tests.runs.reading import assert_same_bits, read_scores, same_state, start_and_kill, state_of
 from tests.support.method_fixtures import DROPOUT, load_model_weights
 
 TWO = "order=[law,food]"
@@ -113,7 +113,7 @@ SOFT = "method=das method.units=[heads,neurons,outputs,tokens] method.contrast=0
 @pytest.mark.parametrize("method", [SOFT, "method=osf"], ids=["das", "osf"])
 def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, start, killing, small, tmp_path):
     options = [*FEW, *method.split()]
-    killed(start, killing, small(*options), tmp_path / "ours", step=4, domain="food")
+    start_and_kill(start, killing, small(*options), tmp_path / "ours", step=4, domain="food")
     start(small(*options), tmp_path / "ours")
     start(small(*options, "method.apply_to=gradient"), tmp_path / "theirs")
     ours = read_scores(tmp_path / "ours")["protected_movement"]
@@ -221,7 +221,7 @@ def test_a_stage_that_ended_early_is_the_same_after_any_kill(small, start, killi
     last = undisturbed["monitor"]["food"]["steps"][-1]
     assert last < 12 and undisturbed["monitor"]["food"]["ended"] and undisturbed["run"]["finished"]
     for step in (1, last):
-        killed(start, killing, small(*options), tmp_path / "killed", step=step, domain="food")
+        start_and_kill(start, killing, small(*options), tmp_path / "killed", step=step, domain="food")
     start(small(*options), tmp_path / "killed")
     resumed = read_scores(tmp_path / "killed")
     for name in ("nll", "monitor", "seen", "flops", "rates", "metrics"):

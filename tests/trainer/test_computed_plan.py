@@ -57,7 +57,7 @@ def computed(config_only, capsys, tmp_path):
     return compute
 
 
-def by_devices(cost):
+def group_by_devices(cost):
     return {estimate["devices"]: estimate for estimate in cost["estimates"]}
 
 
@@ -67,7 +67,7 @@ def test_a_folder_with_a_config_alone_is_enough(computed, tmp_path):
     assert cost["precision"] == "bf16-mixed" and cost["stages"] == 3
     assert not (tmp_path / "run").exists()
 
-    estimates = by_devices(cost)
+    estimates = group_by_devices(cost)
     assert [*estimates] == [1, 2, 4, 8]  # strategy=fsdp has two devices by default
     step = estimates[1]["memory"]["step"]
     assert step["weights"] == pytest.approx(4 * cost["parameters"], rel=0.01)
@@ -91,7 +91,7 @@ def test_chats_of_a_source_need_no_tokenizer(computed, tmp_path):
 
 
 def test_ddp_has_whole_weights_and_buckets(computed):
-    estimates = by_devices(computed("method=ncl"))
+    estimates = group_by_devices(computed("method=ncl"))
     step = estimates[1]["memory"]["step"]
     assert estimates[4]["strategy"] == "ddp"
     assert estimates[4]["memory"]["step"]["weights"] == step["weights"]
@@ -340,7 +340,7 @@ def test_weights_that_are_not_here_or_do_not_fit_are_computed(config_only, capsy
     cost = json.loads(capsys.readouterr().out)
     assert cost["cause"].endswith("model has no weights")
     assert cost["device"]["name"] == "CPU of this machine" and cost["precision"] == "32-true"
-    assert [*by_devices(cost)] == [1]
+    assert [*group_by_devices(cost)] == [1]
 
     plan = make_plan(config_only("method=ncl"))
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
@@ -351,7 +351,7 @@ def test_weights_that_are_not_here_or_do_not_fit_are_computed(config_only, capsy
 
 
 def test_processes_of_a_cpu_share_its_memory(computed, monkeypatch):
-    estimates = by_devices(computed("plan_device=cpu", "strategy=ddp", "method=ncl"))
+    estimates = group_by_devices(computed("plan_device=cpu", "strategy=ddp", "method=ncl"))
     assert [*estimates] == [1, 2]
     cost = computed("plan_device=cpu", "method=ncl")
     memory = cost["device"]["memory"]

@@ -97,7 +97,7 @@ BACKWARD = 2 * 2 * 6 * 4 + 2 * 5 * (2 * 2 * 2 * 2)
 ONE = FORWARD + BACKWARD
 
 
-def fitted(*, steps=3, accumulate=1, **passes):
+def measure_costs(*, steps=3, accumulate=1, **passes):
     compute = CostMonitor()
     module = Counted({"before": 0, "step": 1, "after": 0} | passes)
     options = {"accelerator": "cpu", "accumulate_grad_batches": accumulate}
@@ -117,7 +117,7 @@ def fitted(*, steps=3, accumulate=1, **passes):
     ],
 )
 def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(passes, flops):
-    stage_costs = fitted(**passes)
+    stage_costs = measure_costs(**passes)
     assert stage_costs.flops == flops
     assert stage_costs.tokens_read == (3 * (10 + 12) if "accumulate" in passes else 10 + 12 + 10)
 
@@ -144,10 +144,10 @@ def test_of_steps_that_differ_the_mean_of_a_period_is_counted(monkeypatch):
         return sum(self.net(batch["input_ids"]) for _ in range(passes))
 
     monkeypatch.setattr(Counted, "training_step", alternating)
-    assert fitted(steps=4).flops == 4 * 3 * ONE
+    assert measure_costs(steps=4).flops == 4 * 3 * ONE
     monkeypatch.setattr(Counted, "period", 2)
-    assert fitted(steps=4).flops == 4 * 2 * ONE
-    assert fitted(steps=1).flops == 3 * ONE
+    assert measure_costs(steps=4).flops == 4 * 2 * ONE
+    assert measure_costs(steps=1).flops == 3 * ONE
 
 
 def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(monkeypatch):
@@ -156,9 +156,9 @@ def test_a_first_step_that_is_not_like_the_others_does_not_stand_for_them(monkey
 
     monkeypatch.setattr(Counted, "training_step", growing)
     monkeypatch.setattr(Counted, "settled", 1)
-    assert fitted(steps=4).flops == 4 * 2 * ONE
-    assert fitted(steps=4, before=2).flops == 4 * 2 * ONE + 2 * FORWARD
-    assert fitted(steps=1).flops == ONE
+    assert measure_costs(steps=4).flops == 4 * 2 * ONE
+    assert measure_costs(steps=4, before=2).flops == 4 * 2 * ONE + 2 * FORWARD
+    assert measure_costs(steps=1).flops == ONE
 
 
 WORKERS = """

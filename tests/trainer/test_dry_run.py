@@ -13,7 +13,7 @@ from cpt.core.preemption import Preempted
 from cpt.models.units import find_block_matrices
 from cpt.trainer import profiling
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
-from tests.runs.reading import assert_same_bits, killed, read_scores, scores_of, times
+from tests.runs.reading import assert_same_bits, read_scores, scores_of, start_and_kill, times
 from tests.support.campaign import run_few
 from tests.support.chat_decoder import write_checkpoint
 from tests.support.method_fixtures import NEED_EXAMPLES, build_method_fixture
@@ -68,6 +68,7 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(
     cfg = composed(*data_options, *SMALL, *FEW, *option.split(), "save_all_stages=true")
     estimate = planned(cfg, tmp_path / "said")
     start(cfg, tmp_path / "done")
+
     scores = scores_of(tmp_path / "done")
     assert [stage["stage"] for stage in estimate["stages"]] == scores.rows
     stored = [stage["stored"] for stage in estimate["stages"]]
@@ -76,12 +77,14 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(
     pairs = zip(stored, scores.stored, strict=True)
     assert all(low == size or method in GROWING and low < size for low, size in pairs)
     assert estimate["lower_bound"] == (method in ("elle", "lifelong_moe"))
+
     if len(scores.rows) == 1:
         return
     assert estimate["trained_parameters"] == max(scores.trained[:4]) and estimate["step_seconds"] > 0
     files = sum(path.stat().st_size for path in (tmp_path / "done" / "stages").glob("*.pt"))
     expected = estimate["disk"]["all stage files (save_all_stages=true)"]
     assert expected == pytest.approx(files, rel=0.03) or (estimate["lower_bound"] and expected < files)
+
     if option in COMPOSED:
         return
     assert estimate["memory"]["first"]["gradients"] == 4 * scores.trained[1]  # of parameters in 32 bits
@@ -107,7 +110,7 @@ def test_no_more_steps_are_measured_than_the_run_has(
     assert measured == [num_measured] * 2 and estimate["step_seconds"] > 0
 
 
-def remaining(estimate: dict) -> dict[str, tuple[int, int]]:
+def find_remaining(estimate: dict) -> dict[str, tuple[int, int]]:
     return {
         stage["stage"]: (stage["left_steps"], stage["left_scored_tokens"]) for stage in estimate["stages"]
     }
@@ -145,15 +148,15 @@ def test_a_plan_that_a_signal_ends_leaves_no_folder(small, start, tmp_path, monk
 
 def test_what_is_left_of_a_run_that_was_killed_or_is_to_have_more(start, small, planned, killing, tmp_path):
     cfg = small(THREE, "eval.columns=seen", "save_all_stages=true")
-    killed(start, killing, cfg, tmp_path / "run", step=5, domain="food")
+    start_and_kill(start, killing, cfg, tmp_path / "run", step=5, domain="food")
     before = times(tmp_path / "run")
     estimate = planned(cfg, tmp_path / "run")
     assert times(tmp_path / "run") == before and estimate["state"] == "unfinished, last measured: law"
-    steps = {name: steps for name, (steps, _) in remaining(estimate).items()}
+    steps = {name: steps for name, (steps, _) in find_remaining(estimate).items()}
     assert steps == {"base": 0, "law": 0, "food": 2, "space": 6}  # a checkpoint after 4 of 6 steps
-    assert remaining(estimate)["law"][1] == 0 < remaining(estimate)["food"][1]
+    assert find_remaining(estimate)["law"][1] == 0 < find_remaining(estimate)["food"][1]
     start(cfg, tmp_path / "run")
-    wider = remaining(planned(small(THREE, "save_all_stages=true"), tmp_path / "run"))
+    wider = find_remaining(planned(small(THREE, "save_all_stages=true"), tmp_path / "run"))
     assert wider["law"][1] > wider["food"][1] > wider["base"][1] == wider["space"][1] == 0
     assert not any(steps for steps, _ in wider.values())
 
@@ -178,7 +181,9 @@ def test_a_matched_run_takes_the_operations_of_ncl(method, start, small, tmp_pat
 def test_it_is_the_run_of_these_steps_also_if_it_was_killed(start, small, killing, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     kd = [*FEW_CELLS, "method=kd"]
-    killed(start, killing, small(*kd, "trainer.match=ncl"), tmp_path / "matched", step=7, domain="food")
+    start_and_kill(
+        start, killing, small(*kd, "trainer.match=ncl"), tmp_path / "matched", step=7, domain="food"
+    )
     steps = re.search(r"trainer.steps=(\d+)", "".join(caplog.messages))[1]
     caplog.clear()
     start(small(*kd, "trainer.match=ncl"), tmp_path / "matched")

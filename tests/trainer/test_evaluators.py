@@ -265,6 +265,7 @@ def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, roo
     plain = small(*options)
     cfg_with_endtasks = small(*options, *endtask_overrides(root, "each"))
     assert is_done(plain, root / "run") and not is_done(cfg_with_endtasks, root / "run")
+
     measured_tasks.deadly = {(2, "food")}
     with pytest.raises(KeyError):
         run("save_all_stages=true", policy="each")
@@ -272,12 +273,14 @@ def test_end_tasks_are_added_to_a_finished_run_and_change_nothing_of_it(run, roo
     lost, damaged = (root / "run" / "endtasks").rglob("*.parquet")
     lost.unlink()
     damaged.write_bytes(damaged.read_bytes()[:200])
+
     measured_tasks.deadly = ()
     after = run("save_all_stages=true", policy="each")
     assert files(root) == EACH and [name for name, _ in measured_tasks.asked] == ["law"] * 4 + ["food"]
     for key in ("rows", "nll", "metrics", "trained", "seen", "flops", "optimized_metric", "run"):
         assert after[key] == before[key], key
     assert is_done(cfg_with_endtasks, root / "run") and is_done(plain, root / "run")
+
     run("save_all_stages=true", policy="diagonal", lr=0.01)  # other settings
     assert [name for name, _ in measured_tasks.asked[5:]] == ["law", "food"]
     assert weight(root, EACH[0]) != weight(root, EACH[2])

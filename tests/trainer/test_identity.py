@@ -9,7 +9,7 @@ import pytest
 from cpt.data.sources import texts as module
 from cpt.train import is_done
 from cpt.trainer import preflight
-from tests.runs.reading import killed, read_scores
+from tests.runs.reading import read_scores, start_and_kill
 
 ORDER = "order=[law,food]"
 
@@ -45,20 +45,24 @@ def test_changed_text_is_refused_by_name_whether_finished_or_not(
     folder = tmp_path / "run"
     food = texts / "food" / "all.txt"
     law = texts / "law" / "all.txt"
-    killed(start, killing, config("order=0"), folder, step=1, domain="law")
+    start_and_kill(start, killing, config("order=0"), folder, step=1, domain="law")
+
     original = food.read_bytes()
     food.write_bytes(original + b"one more document of eight words stands here.\n")
     with pytest.raises(ValueError, match="the text of food changed: 120 documents, .* -> 121 documents"):
         run("order=0")
     food.write_bytes(original)
+
     scores = run("order=0")
     assert scores["rows"] == ["base", "food", "law"] and is_done(config("order=0"), folder)
+
     edit(food)
     assert not is_done(config("order=0"), folder)  # which a sweep asks
     with pytest.raises(ValueError, match=r"the text of food changed: 120 documents, .* -> 120 documents"):
         run("order=0")
     food.write_bytes(original)
     assert run("order=0") == scores
+
     before = law.stat()
     edit(law)
     os.utime(law, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -82,7 +86,7 @@ def test_text_that_only_looks_changed_goes_on_and_texts_may_move(
 
 def test_new_and_vanished_domains_are_told_by_name(run, config, start, killing, texts, corpora, tmp_path):
     folder = tmp_path / "run"
-    killed(start, killing, config("order=0"), folder, step=1, domain="law")
+    start_and_kill(start, killing, config("order=0"), folder, step=1, domain="law")
     shutil.copytree(corpora / "space", texts / "art")  # the first by name: not one more at the end
     with pytest.raises(ValueError, match=r"\(new: art\); 'order=\[food,law\]' "):
         run("order=0")
@@ -98,7 +102,7 @@ def test_a_checkpoint_that_changed_is_told_by_its_file(run, config, killing, tmp
     start(small("order=[law]", "trainer.steps=1"), tmp_path / "first")
     base = tmp_path / "first" / "model"
     options = [ORDER, f"model.name_or_path={base}"]
-    killed(start, killing, config(*options), tmp_path / "run", step=1, domain="food")
+    start_and_kill(start, killing, config(*options), tmp_path / "run", step=1, domain="food")
     for path in base.iterdir():
         os.utime(path, ns=(1, 1))
     scores = run(*options)
@@ -124,7 +128,7 @@ def test_text_that_changes_while_it_is_read_is_told(
         patched.setattr(module, "read_folder", slowly)
         with pytest.raises(ValueError, match="the text of law changed while it was read; start again"):
             run("order=[law]")
-    killed(start, killing, config(ORDER), tmp_path / "run", step=1, domain="law")
+    start_and_kill(start, killing, config(ORDER), tmp_path / "run", step=1, domain="law")
 
     def late(*arguments):
         edit(texts / "law" / "all.txt")

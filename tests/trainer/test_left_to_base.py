@@ -8,7 +8,7 @@ import torch
 from cpt.core.tensors import load_tensors
 from cpt.models.vocabulary import vocabulary_tables
 from cpt.trainer.build import find_loaded_names
-from tests.runs.reading import killed
+from tests.runs.reading import start_and_kill
 from tests.support.campaign import run_few
 from tests.support.frozen_bases import KEEPING, REWRITING
 from tests.support.method_fixtures import ORDER, build_method_fixture, equal_tensors
@@ -66,7 +66,7 @@ def test_a_whole_state_as_0_1_0_has_it_is_loaded(small):
 
 def test_stages_and_checkpoints_have_no_base_and_a_branch_copies_none(small, start, killing, tmp_path):
     options = ["method=prompt", "lr_scheduler=wsd", "lr_scheduler.decay=0.5"]
-    killed(start, killing, small(ORDER, *options), tmp_path, step=5, domain="food")
+    start_and_kill(start, killing, small(ORDER, *options), tmp_path, step=5, domain="food")
     [checkpoint] = (tmp_path / "checkpoints").glob("*.ckpt")
     stage = load_tensors(tmp_path / "stages" / "001.pt")
     for state in (load_tensors(checkpoint)["state_dict"], stage):

@@ -24,7 +24,7 @@ from cpt.trainer.micro_batch import FittingMicroBatch, agree_on_micro_batch, cho
 from cpt.trainer.micro_batch_trial import try_micro_batch
 from cpt.trainer.plan import make_plan
 from cpt.trainer.simulated_plan import SimulatedPlan
-from tests.runs.reading import assert_same_bits, killed, read_scores
+from tests.runs.reading import assert_same_bits, read_scores, start_and_kill
 from tests.support.method_fixtures import one_process
 
 AUTO = "trainer.micro_batch=auto"
@@ -73,7 +73,7 @@ def test_a_resumed_run_keeps_its_micro_batch_on_a_device_with_more_memory(
     )
     cfg = small(TWO_DOMAINS, AUTO)
     start(cfg, tmp_path / "whole")
-    killed(start, killing, cfg, tmp_path / "run", step=5, domain="food")
+    start_and_kill(start, killing, cfg, tmp_path / "run", step=5, domain="food")
     monkeypatch.setattr(
         micro_batch, "find_fitting_micro_batch", lambda *args, **kwargs: FittingMicroBatch(8, 1, "tried")
     )

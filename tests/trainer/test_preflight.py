@@ -59,19 +59,19 @@ def test_what_only_the_libraries_know_is_told_before_any_text_is_read(size, opti
     assert is_refused(option, message), message
 
 
-def some_tokenizer():
+def train_small_tokenizer():
     lines = ["the court finds that a party must pay damages"] * 5
     return train_tokenizer(iter(lines), vocabulary=300, objective="masked")
 
 
-def saved(folder, *parts):
+def save_parts(folder, *parts):
     for part in parts:
         part.save_pretrained(folder)
     return folder
 
 
 def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(small, start, tmp_path):
-    tokenizer = some_tokenizer()
+    tokenizer = train_small_tokenizer()
     config = AutoConfig.for_model(
         "bart",
         d_model=32,
@@ -89,7 +89,7 @@ def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(small, s
         eos_token_id=tokenizer.eos_token_id,
         decoder_start_token_id=tokenizer.eos_token_id,
     )
-    bart = saved(tmp_path / "bart", AutoModelForSeq2SeqLM.from_config(config), tokenizer)
+    bart = save_parts(tmp_path / "bart", AutoModelForSeq2SeqLM.from_config(config), tokenizer)
     options = [f"model.name_or_path={bart}", "model.mean_span=3", "order=[law]", "trainer.steps=2"]
     start(small(*options), tmp_path / "run")
 
@@ -104,9 +104,9 @@ def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(small, s
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    tokenizer = some_tokenizer()
+    tokenizer = train_small_tokenizer()
     config = {"model_type": "roberta", **SIZES, "max_position_embeddings": 64}
-    return saved(tmp_path / "checkpoint", build_model(config, tokenizer, "masked", seed=0), tokenizer)
+    return save_parts(tmp_path / "checkpoint", build_model(config, tokenizer, "masked", seed=0), tokenizer)
 
 
 def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small, unread, tmp_path):
@@ -159,7 +159,7 @@ def test_what_transformers_loads_and_does_not_save_is_told(
 ):
     tokenizer = train_tokenizer(iter(["the court finds that"] * 5), vocabulary=300, objective="causal")
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    folder = saved(tmp_path / "base", build_model(config, tokenizer, "causal", seed=0), tokenizer)
+    folder = save_parts(tmp_path / "base", build_model(config, tokenizer, "causal", seed=0), tokenizer)
     path = folder / file
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     option = f"model.name_or_path={folder}"
@@ -172,9 +172,9 @@ def test_what_transformers_loads_and_does_not_save_is_told(
 
 def test_a_head_that_is_stored_apart_has_a_rate_of_its_own(small_gpt2, unread, tmp_path):
     """config.json ties it to the embedding, but transformers leaves it as it is stored."""
-    tokenizer = some_tokenizer()
+    tokenizer = train_small_tokenizer()
     config = {"model_type": "llama", **SIZES, "max_position_embeddings": 64, "tie_word_embeddings": False}
-    folder = saved(tmp_path / "apart", build_model(config, tokenizer, "causal", seed=0), tokenizer)
+    folder = save_parts(tmp_path / "apart", build_model(config, tokenizer, "causal", seed=0), tokenizer)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
     options = [f"model.name_or_path={folder}", "optim.lr_multipliers={embeddings: 0.1, head: 0.5}"]
@@ -266,10 +266,10 @@ def test_a_tokenizer_without_a_token_that_is_needed_is_told(checkpoint, small, u
 @pytest.fixture
 def headless(tmp_path):
     """A tiny MPNet of two blocks as sentence-transformers save it: without a language-model head."""
-    tokenizer = some_tokenizer()
+    tokenizer = train_small_tokenizer()
     config = {"model_type": "mpnet", **SIZES, "max_position_embeddings": 40}
     model = build_model(config, tokenizer, "masked", seed=3)
-    return saved(tmp_path / "headless", model.base_model, tokenizer)
+    return save_parts(tmp_path / "headless", model.base_model, tokenizer)
 
 
 def test_a_checkpoint_without_a_head_is_refused(headless, small, unread):
@@ -293,16 +293,19 @@ def test_a_head_is_trained_once_on_the_general_text_and_blocks_are_kept(
     ]
     options += [f"+model.pretraining.head_layers={upper}"]
     start(small(*options), tmp_path / "run")
+
     (completed_folder,) = (path for path in (cache / "base").glob("headless-*") if path.is_dir())
     base = AutoModelForMaskedLM.from_pretrained(completed_folder).state_dict()
     headless_state = AutoModelForMaskedLM.from_pretrained(headless).state_dict()
     random = load_model(headless, "masked").state_dict()
     changed = {name for name in base if not torch.equal(base[name], random[name])}
+
     blocks = 1 + upper
     assert {name.split(".")[3] for name in base if ".layer." in name} == {*map(str, range(blocks))}
     trained = {name for name in base if "lm_head" in name and "decoder.weight" not in name}
     trained |= {name for name in base if ".layer.1." in name}  # the last block, with head_layers=1
     assert changed == trained and all(torch.equal(base[n], headless_state[n]) for n in {*base} - trained)
+
     monkeypatch.setattr("cpt.trainer.base_model.pretrain", None)  # another run takes it from the cache
     start(small(*options, "seed=1"), tmp_path / "other")
     assert read_scores(tmp_path / "other")["nll"][0] == read_scores(tmp_path / "run")["nll"][0]

@@ -32,7 +32,7 @@ from cpt.verify import find_damage_in_run
 from tests.runs.reading import same_state
 
 
-def killed(*args, **options):
+def interrupt(*args, **options):
     raise KeyboardInterrupt
 
 
@@ -118,8 +118,8 @@ def test_shards_are_written_once_and_read_as_what_is_stored_shared_out(mesh, tmp
     module = Method(1).share_out(mesh)
     expected = Method(1).state_dict()
     with monkeypatch.context() as patch:
-        patch.setattr(DTensor, "full_tensor", killed)
-        patch.setattr(DTensor, "redistribute", killed)
+        patch.setattr(DTensor, "full_tensor", interrupt)
+        patch.setattr(DTensor, "redistribute", interrupt)
         save_stage(module, path)
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["001.1.shards", "001.pt"]
     stored = load_tensors(path)
@@ -140,6 +140,7 @@ def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
     for step in (1, 2):
         save_sharded({"loops": step, "state_dict": {"w": table}, "optimizer_states": [optimizer]}, path)
     assert [shards.name for shards in tmp_path.glob("*.shards")] == ["001-l[aw].2.shards"]
+
     checkpoint = load_stage(path)
     moments = optimizer["state"][0]
     (optimizer_state,) = checkpoint["optimizer_states"]
@@ -147,6 +148,7 @@ def test_of_a_checkpoint_what_is_nested_is_shared_out_too(mesh, tmp_path):
     assert torch.equal(optimizer_state["state"][0].pop("exp_avg"), moments["exp_avg"].full_tensor())
     assert optimizer_state == {**optimizer, "state": {0: {"step": moments["step"], "seen": 3}}}
     assert checkpoint["loops"] == 2 and torch.equal(checkpoint["state_dict"]["w"], weight)
+
     [file] = tmp_path.glob("*.shards/*.distcp")
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"\.shards: .*distcp has \d+ bytes, .*; delete .*001-l.*\.ckpt"):
@@ -179,7 +181,7 @@ def test_a_stage_that_is_half_written_is_none_and_one_is_replaced_as_a_whole(
     for number in (1, 2):
         module = Method(number).share_out(mesh)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(f"cpt.trainer.checkpoint.{function}", killed)
+            patch.setattr(f"cpt.trainer.checkpoint.{function}", interrupt)
             save_stage(module, path)
         assert same_state(load_stage(path), before) if before else not path.exists()
         save_stage(module, path)  # the same process again
@@ -207,6 +209,7 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
     save_stage(Method(1).share_out(mesh) if shared else Method(1), path)
     export(Method(1), model)
     link_weights(path, model)
+
     (folder,) = (entry for entry in path.parent.iterdir() if entry != path)  # no shards
     stored = load_tensors(path)
     linked = stored.pop(LINKS)
@@ -221,6 +224,7 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
     assert all(stored[name] is None for name in linked["tensors"])
     assert (folder / "model.safetensors").samefile(model / "model.safetensors")
     assert same_state(load_stage(path), expected)
+
     for _ in range(2):
         for rests in (True, False):
             restored = Method(2)
@@ -234,6 +238,7 @@ def test_what_an_exported_model_holds_is_not_stored_twice(shared, mesh, tmp_path
         names = [entry.name for entry in path.parent.iterdir()]
         assert len(names) == 2 and "001.pt" in names
         assert same_state(load_stage(path), expected)
+
     export(Method(3), model)
     (model / "parts" / "law.safetensors").unlink()
     link_weights(path, model)  # which shares nothing with the stage
@@ -259,7 +264,7 @@ def test_a_kill_while_weights_are_linked_leaves_the_stage_whole(function, tmp_pa
     save_stage(Method(1), path)
     export(Method(1), run.model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(linked_weights, function, killed)
+        patch.setattr(linked_weights, function, interrupt)
         link_weights(path, run.model)
     assert same_state(load_stage(path), expected)
     link_weights(path, run.model)

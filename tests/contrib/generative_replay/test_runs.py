@@ -122,15 +122,18 @@ def test_a_run_killed_while_it_writes_goes_on_with_the_same_bits(
     with pytest.raises(KilledError):
         start(small_gpt2(TWO, *FEW), tmp_path / "killed")
     assert (tmp_path / "killed/generated/002-food.partial").is_dir()
+
     blocks["written"], blocks["deadly"] = 0, 0
     killing(Killer(step=3, domain="food"))
     with pytest.raises(KilledError):
         start(small_gpt2(TWO, *FEW), tmp_path / "killed")
     killing(None)
     num_blocks = blocks["written"] + 2  # what was whole is not written again
+
     shutil.copytree(tmp_path / "killed", tmp_path / "cut")
     path = tmp_path / "cut/generated/002-food/law.arrow"
     path.write_bytes(path.read_bytes()[:-40])
+
     for name, anew in (("killed", False), ("cut", True)):
         blocks["written"] = 0
         start(small_gpt2(TWO, *FEW), tmp_path / name)

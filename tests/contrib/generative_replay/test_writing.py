@@ -204,7 +204,7 @@ def numbers(count):
     return torch.from_numpy(draws(sample_keys(key("texts"), np.arange(count)), 20, stream=key("tokens")))
 
 
-def by_hand(model, context, uniforms, sampling):
+def sample_by_hand(model, context, uniforms, sampling):
     """A text, token by token, by whole forward passes in double precision."""
     ids = list(context)
     nll = []
@@ -231,7 +231,7 @@ def test_texts_are_those_of_a_walk_by_hand_in_any_batch(model, temperature, top_
     samples = sample_texts(model, CONTEXTS, uniforms, sampling=sampling)
     assert any(END in ids for ids, _ in samples) and len({len(ids) for ids, _ in samples}) > 1
     for (ids, nll), context, row in zip(samples[:8], CONTEXTS, uniforms, strict=False):
-        expected, mean = by_hand(model, context, row, sampling)
+        expected, mean = sample_by_hand(model, context, row, sampling)
         assert ids == expected and nll == pytest.approx(mean, abs=1e-4)
 
     samples_in_batches = []

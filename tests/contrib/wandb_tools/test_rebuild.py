@@ -47,9 +47,9 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(tmp_pa
         failed = rebuild.sync_runs(runs, project="p", entity="me", mode="offline")
     wandb.teardown()  # only then are W&B's files whole: its service writes them
     for name, code in (("done", 0), ("cut", 1)):
-        (run,) = wandb_files.of_kind(root / name, "run")
+        (run,) = wandb_files.read_records_of_kind(root / name, "run")
         assert (run.run_id, run.project, run.entity) == (read_run_identifier(root / name), "p", "me")
-        assert [end.exit_code for end in wandb_files.of_kind(root / name, "exit")] == [code]
+        assert [end.exit_code for end in wandb_files.read_records_of_kind(root / name, "exit")] == [code]
         assert run.run_id == "of-its-own-start" or name == "cut"
     assert (run.run_group, run.job_type, list(run.tags)) == ("trial", "das", ["nice"])
     assert run.display_name == "das order=law,food,space seed=0"

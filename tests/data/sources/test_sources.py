@@ -69,7 +69,7 @@ def open_hub(entry, *, streaming=True, on_bad_example="stop"):
     )
 
 
-def put(path, content):
+def write_packed(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = content.encode() if isinstance(content, str) else content
     path.write_bytes(PACK.get(path.suffix, bytes)(raw))
@@ -121,17 +121,19 @@ FORMATS = {
 
 def test_every_kind_of_table_gives_its_documents_without_the_empty_ones_of_the_column_asked_for(tmp_path):
     for name, format_table in FORMATS.items():
-        put(tmp_path / name / name, format_table(DOCUMENTS, "body"))
+        write_packed(tmp_path / name / name, format_table(DOCUMENTS, "body"))
         assert read_texts(tmp_path, name, column="body") == DOCUMENTS, name
-    put(tmp_path / "a" / "a.jsonl", '{"text": null}\n{"text": ""}\n{"text": " \\n"}\n{"text": "b", "n": 1}\n')
-    put(tmp_path / "a" / "b.csv", 'text,id\n"",1\n" ",2\n\nc,3\n')
-    put(tmp_path / "a" / "c.parquet", format_parquet([None, "", "d"], "text"))
-    put(tmp_path / "a" / "d.csv", "")
-    put(tmp_path / "a" / "h.json", '\n\n[{"text": "One."},\n{"text": "Two."}]')
+    write_packed(
+        tmp_path / "a" / "a.jsonl", '{"text": null}\n{"text": ""}\n{"text": " \\n"}\n{"text": "b", "n": 1}\n'
+    )
+    write_packed(tmp_path / "a" / "b.csv", 'text,id\n"",1\n" ",2\n\nc,3\n')
+    write_packed(tmp_path / "a" / "c.parquet", format_parquet([None, "", "d"], "text"))
+    write_packed(tmp_path / "a" / "d.csv", "")
+    write_packed(tmp_path / "a" / "h.json", '\n\n[{"text": "One."},\n{"text": "Two."}]')
     assert read_texts(tmp_path) == [*"bcd", "One.", "Two."]
 
     # A domain can have a column of its own.
-    put(tmp_path / "law" / "a.jsonl", format_lines(["d"], "body"))
+    write_packed(tmp_path / "law" / "a.jsonl", format_lines(["d"], "body"))
     source = open_texts(tmp_path, columns={"law": "body"})
     assert list(source.read("law")) == [("train", "d")]
     assert source.fingerprint("law") != open_texts(tmp_path).fingerprint("law")
@@ -155,24 +157,24 @@ SPLIT_OF = {
 
 def test_what_a_document_of_a_text_file_is_and_its_split_by_its_name(tmp_path):
     for end in ("txt", "txt.gz", "txt.zst"):
-        put(tmp_path / end / f"b.{end}", PLAIN)
-        put(tmp_path / end / "a.txt", "")  # an empty file says nothing of paragraphs
+        write_packed(tmp_path / end / f"b.{end}", PLAIN)
+        write_packed(tmp_path / end / "a.txt", "")  # an empty file says nothing of paragraphs
         for document, expected in [*UNITS.items(), ("auto", UNITS["paragraph"])]:
             assert read_texts(tmp_path, end, document=document) == expected
     for split, names in SPLIT_OF.items():
         for number, name in enumerate(names.split()):
-            put(tmp_path / f"{split}{number}" / name, '{"text": "b"}\n')
+            write_packed(tmp_path / f"{split}{number}" / name, '{"text": "b"}\n')
             assert read_documents(tmp_path, f"{split}{number}") == [(split, "b")]
 
 
 def test_files_are_read_in_order_with_whatever_names_they_have_and_streamed(tmp_path):
     names = ["[1].txt", "a b.txt", "a%20b::c.txt", "a*?.txt", "sub/deep/x.txt"]
     for name in reversed(names):
-        put(tmp_path / "a" / name, f"{name}\n")
+        write_packed(tmp_path / "a" / name, f"{name}\n")
     for hidden in (".b.txt", ".cache/c.txt", "readme.md"):
-        put(tmp_path / "a" / hidden, "hidden\n")
+        write_packed(tmp_path / "a" / hidden, "hidden\n")
     assert read_texts(tmp_path, ignore=["*.md"]) == names
-    put(tmp_path / "b" / "a.txt", b"One.\nTwo.\n\xff\n")
+    write_packed(tmp_path / "b" / "a.txt", b"One.\nTwo.\n\xff\n")
     documents = open_texts(tmp_path, document="line").read("b")
     assert [next(documents), next(documents)] == [("train", "One."), ("train", "Two.")]
     with pytest.raises(ValueError, match="line 3, byte 1"):
@@ -205,14 +207,14 @@ def test_a_broken_file_is_named_on_one_line(tmp_path, name):
 
 def test_a_sub_folder_with_text_is_a_domain_and_what_is_no_text_is_named_and_may_be_left_out(tmp_path):
     for name in ("zoo", "b.c", "1", "ä b", "general", ".git", "data"):
-        put(tmp_path / name / "train.txt", "One.\n")
-    put(tmp_path / "loose.txt", "One.\n")
+        write_packed(tmp_path / name / "train.txt", "One.\n")
+    write_packed(tmp_path / "loose.txt", "One.\n")
     assert open_texts(tmp_path).names == ["1", "b.c", "data", "zoo", "ä b"]
     assert list(open_texts(tmp_path, general="zoo").read(GENERAL)) == [("train", "One.")]
-    put(tmp_path / "1" / "deep" / "a.jsonl.lz4", b"?")
-    put(tmp_path / "1" / "deep" / "b.pdf", b"?")
-    put(tmp_path / "b.c" / "odd [1].docx", b"?")
-    put(tmp_path / "b.c" / "~$old (2)", b"?")
+    write_packed(tmp_path / "1" / "deep" / "a.jsonl.lz4", b"?")
+    write_packed(tmp_path / "1" / "deep" / "b.pdf", b"?")
+    write_packed(tmp_path / "b.c" / "odd [1].docx", b"?")
+    write_packed(tmp_path / "b.c" / "~$old (2)", b"?")
 
     # All kinds of all domains, in addition to those that are left out already.
     message = r"a.jsonl.lz4 and 3 more \(1 .lz4, 1 .pdf, 1 .docx, 1 ~\$old \(2\)\) are not files of text"
@@ -236,10 +238,10 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path):
         fingerprints.add(json.dumps(open_texts(tmp_path, **options).fingerprint("a")))
         return len(fingerprints)
 
-    put(path, "One.\n")
+    write_packed(path, "One.\n")
     assert count_fingerprints() == 1
     # Files of other domains are no part of it.
-    put(tmp_path / "b" / "b.txt", "One.\n")
+    write_packed(tmp_path / "b" / "b.txt", "One.\n")
     assert count_fingerprints() == 1
     # Time, size and name of a file are.
     os.utime(path, ns=(1, 1))
@@ -259,7 +261,9 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path):
 def dataset(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for split in ("train", "validation", "test"):
-        put(tmp_path / "news" / f"{split}.jsonl", format_lines([f"{split} {number}" for number in range(3)]))
+        write_packed(
+            tmp_path / "news" / f"{split}.jsonl", format_lines([f"{split} {number}" for number in range(3)])
+        )
     return tmp_path / "news"
 
 
@@ -307,7 +311,7 @@ def test_of_a_large_set_no_file_is_opened_after_the_one_with_the_last_document(t
     shard = [{"text": f"Document {number}."} for number in range(30)]
     Dataset.from_list(shard).to_parquet(tmp_path / "train-00000-of-00003.parquet")
     Dataset.from_list(shard).to_parquet(tmp_path / "train-00001-of-00003.parquet")
-    put(tmp_path / "train-00002-of-00003.parquet", "no parquet")
+    write_packed(tmp_path / "train-00002-of-00003.parquet", "no parquet")
     entry = {"path": str(tmp_path), "max_documents": 40}
     caplog.set_level("INFO")
     documents = list(open_hub(entry, streaming=False).read("news"))
@@ -332,7 +336,7 @@ def test_splits_that_do_not_say_which_is_read_and_scripts_are_refused(names, tmp
     DatasetDict({name: Dataset.from_dict({"text": [name]}) for name in names}).save_to_disk(tmp_path)
     with pytest.raises(ValueError, match=f"has the splits {', '.join(names)}. Allowed: train, test, and one"):
         list(open_hub({"path": str(tmp_path)}).read("news"))
-    put(tmp_path / "news" / "news.py", "import datasets")
+    write_packed(tmp_path / "news" / "news.py", "import datasets")
     with pytest.raises(ValueError, match="domains.catalogue.news.path=.* is invalid: Dataset scripts are"):
         list(open_hub({"path": str(tmp_path / "news")}).read("news"))
 
@@ -342,9 +346,9 @@ def test_a_configuration_that_is_missing_or_unknown_is_refused_with_the_entry_an
     named, tmp_path
 ):
     files = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("law", "art"))
-    put(tmp_path / "README.md", f"---\nconfigs:\n{files}---\n")
+    write_packed(tmp_path / "README.md", f"---\nconfigs:\n{files}---\n")
     for name in ("law", "art"):
-        put(tmp_path / f"{name}.jsonl", '{"text": "One."}\n')
+        write_packed(tmp_path / f"{name}.jsonl", '{"text": "One."}\n')
     with pytest.raises(ValueError, match=r"domains.catalogue.news is invalid: .*\['law', 'art'\]"):
         list(open_hub({"path": str(tmp_path), **named}).read("news"))
     assert list(open_hub({"path": str(tmp_path), "name": "art"}).read("news")) == [("train", "One.")]
@@ -352,7 +356,7 @@ def test_a_configuration_that_is_missing_or_unknown_is_refused_with_the_entry_an
 
 def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its_fine_ones(tmp_path):
     for name in ("cs.AI", "cs.CL", "cs_l1", "math.AG", "math.AC", "hep-th", GENERAL):
-        put(tmp_path / name / "all.txt", "".join(f"{name} {number}.\n" for number in range(40)))
+        write_packed(tmp_path / name / "all.txt", "".join(f"{name} {number}.\n" for number in range(40)))
     fine = ["cs.AI", "cs.CL", "hep-th", "math.AC", "math.AG"]
     assert open_texts(tmp_path, by="fine").domains == fine
     assert open_texts(tmp_path).domains == sorted([*fine, "cs_l1"])
@@ -371,7 +375,7 @@ def test_fine_leaves_the_coarse_ones_out_and_a_coarse_domain_has_the_text_of_its
     assert stamp_of(source, "cs") != stamp and stamp.startswith("cs-")
 
     # Folders that M2D2 names as no domains are refused where fine ones are asked for.
-    put(tmp_path / NOT_DOMAINS[0] / "all.txt", "One.\n")
+    write_packed(tmp_path / NOT_DOMAINS[0] / "all.txt", "One.\n")
     with pytest.raises(ValueError, match="is in M2D2's list"):
         _ = open_texts(tmp_path, by="fine").domains
     assert NOT_DOMAINS[0] in open_texts(tmp_path).domains
@@ -388,7 +392,9 @@ def test_the_layout_of_das6(tmp_path):
     domains = ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
     for folder in [*(f"corpora/{name}" for name in domains), "general"]:
         for split in ("test", "train", "valid"):
-            put(tmp_path / "das6" / folder / f"{split}.jsonl.gz", format_lines([f"{folder} {split}"]))
+            write_packed(
+                tmp_path / "das6" / folder / f"{split}.jsonl.gz", format_lines([f"{folder} {split}"])
+            )
     settings = OmegaConf.load(ROOT / "conf" / "domains" / "das6.yaml")
     settings.root = str(tmp_path / "das6")
     del settings["name"]
