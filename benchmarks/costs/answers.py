@@ -52,7 +52,7 @@ class TaskSetup:
     """What is learned and asked."""
 
     workload: Workload
-    begin: Mapping[str, Tensor]  # the weights that each learns from
+    initial_state: Mapping[str, Tensor]  # the weights that each starts from
     questions: Sequence[TaskPrompt]
     max_tokens: int  # tokens of an answer
     batch: int  # questions at once
@@ -84,7 +84,7 @@ def learn_ours(setup: TaskSetup) -> tuple[PreTrainedModel, Times]:
             ends.append(read_clocks())
 
     workload = setup.workload
-    workload.module.model.load_state_dict(setup.begin)
+    workload.module.model.load_state_dict(setup.initial_state)
     fit(workload, workload.data.domain, steps=workload.steps, callbacks=[StepCallback()])
     return workload.module.model, subtract_times(ends[0], ends[-1])
 
@@ -100,7 +100,7 @@ def learn_theirs(setup: TaskSetup) -> tuple[PreTrainedModel, Times]:
     workload = setup.workload
     stream = workload.stream()
     model = deepcopy(workload.module.model).train()
-    model.load_state_dict(setup.begin)
+    model.load_state_dict(setup.initial_state)
     batches = [stream[number] for number in range(len(stream))]
     max_norm = workload.plan.trainer.gradient_clip_val
     trainer = Seq2SeqTrainer(
@@ -218,7 +218,7 @@ def compare_weights(setup: TaskSetup) -> dict[str, float]:
     targets = [question.example.target for question in setup.questions]
     return {
         "apart": largest_difference(ours.weights, theirs.weights),
-        "moved": largest_difference(ours.weights, setup.begin),
+        "moved": largest_difference(ours.weights, setup.initial_state),
         "same_texts": statistics.mean(map(eq, ours.texts, theirs.texts)),
         "different_texts": len(set(ours.texts)),
         "right": statistics.mean(map(eq, ours.texts, targets)),

@@ -26,15 +26,13 @@ TARGETS = {"seconds": 10, "html_bytes": 5_000_000}
 def main() -> None:
     options = parse_options()
     with tempfile.TemporaryDirectory() as top:
-        folders = write_runs(
-            Path(top), runs=options.runs, domains=options.domains, predictions=options.predictions
-        )
+        write_runs(Path(top), runs=options.runs, domains=options.domains, predictions=options.predictions)
         foreign = measure_foreign_cores()
         seconds = [time_report(Path(top)) for _ in range(options.repeats)]
         page = Path(top) / "comparison.html"
         sizes = {path.suffix[1:]: path.stat().st_size for path in sorted(page.parent.glob("comparison.*"))}
     results = {
-        "work": {"runs": folders, "domains": options.domains, "predictions": options.predictions},
+        "work": {"runs": options.runs, "domains": options.domains, "predictions": options.predictions},
         "seconds": {**summarize_times(seconds), "raw": seconds},
         "bytes": sizes,
         "targets": TARGETS,
@@ -69,8 +67,8 @@ def list_choices() -> Iterator[tuple[str, str, int, int]]:
         yield method, mask, order, seed
 
 
-def write_runs(top: Path, *, runs: int, domains: int, predictions: bool) -> int:
-    """Writes run folders with all that a comparison reads. Returns their number."""
+def write_runs(top: Path, *, runs: int, domains: int, predictions: bool) -> None:
+    """Writes so many run folders, with all that a comparison reads."""
     draw = np.random.default_rng(0)
     for number, (method, mask, order, seed) in enumerate(islice(list_choices(), runs)):
         folder = top / f"{number:03d}"
@@ -82,7 +80,6 @@ def write_runs(top: Path, *, runs: int, domains: int, predictions: bool) -> int:
         (folder / "config.yaml").write_text(make_config(order=order, seed=seed, method=method))
         if predictions:
             write_predictions(folder, scores, draw=draw)
-    return runs
 
 
 def make_scores(
