@@ -241,7 +241,7 @@ def check_run(run: RunDir, options: argparse.Namespace) -> Judgement:
         raise InvalidOptionError("--max-broken-answers", options.max_broken_answers, allowed="0 or more")
     scores = load_finished(run)
     *earlier, last = scores.rows
-    if scores.alone or not earlier:
+    if scores.trains_from_base or not earlier:
         method = scores.run["method"]
         raise ValueError(f"{run.path}: method={method} has no model that continues from another's")
     if options.since not in (None, *earlier):

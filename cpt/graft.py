@@ -182,8 +182,8 @@ class Graft:
         return num_tensors
 
     def write_config(self, folder: Path) -> None:
-        """The config.json of the run, with the rows of the new vocabulary and, if that has all tokens of the
-        tuned model, with the ids of its special tokens."""
+        """Writes the run's config.json with the size of the new vocabulary and, if it has all tokens of the
+        tuned model, with the ids of that model's special tokens."""
         config = json.loads((Path(self.run.name) / CONFIG_NAME).read_text(encoding="utf-8"))
         section = config.get("text_config", config)
         if self.vocabulary.rows is not None:
@@ -198,8 +198,8 @@ class Graft:
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
     def write_tokenizer(self, folder: Path) -> None:
-        """The tuned model's tokenizer where it has the run's ids, else the run's, with the tuned model's chat
-        template if all of its tokens are there."""
+        """Writes the tuned model's tokenizer if it has the run's ids, else the run's, which gets the chat
+        template if it has all tokens of the tuned model. Copies the generation configuration."""
         if self.vocabulary.is_of_instruct:
             save_tokenizer(self.instruct.tokenizer, base=self.instruct.name, folder=folder)
         else:

@@ -203,8 +203,8 @@ def describe_form(domain: str, form: str) -> str:
 
 
 def write_left_out(withdrawal: Withdrawal, module: ContinualMethod, folder: Path) -> None:
-    """The finished run without the modules of a domain. Cells of the matrix that these may have decided are
-    left out, and those of the last row measured again."""
+    """Writes the finished run without the modules of a domain. Cells of the matrix that depend on these
+    modules are left out; those of the last row are measured again."""
     scores = withdrawal.scores
     rows = list_kept_rows(scores, withdrawal.number, until_stage=False)
     keeps_cell = partial(is_constant, withdrawal.plan, scores, number=withdrawal.number)
@@ -220,7 +220,7 @@ def write_left_out(withdrawal: Withdrawal, module: ContinualMethod, folder: Path
 
 
 def write_rewound(withdrawal: Withdrawal, folder: Path) -> None:
-    """The run as it was before a domain, whose order has the domains that followed."""
+    """Writes the run as it was before a domain, with the later domains in its order."""
     number = withdrawal.number
     scores = withdrawal.scores
     reduction = Reduction(
@@ -247,7 +247,7 @@ def record(withdrawal: Withdrawal, folder: Path, form: str) -> None:
 def write_subtracted(
     withdrawal: Withdrawal, texts: RunTexts, module: ContinualMethod, folder: Path
 ) -> DerivedRow:
-    """A model of its own with its row, which no run can continue."""
+    """Writes a model with its row, which no run can continue."""
     last = len(withdrawal.scores.rows) - 1
     subtract(module, texts.build_method(), withdrawal.run, number=withdrawal.number, last=last)
     with new_folder(folder) as partial_folder, writing(folder):
@@ -337,7 +337,7 @@ def format_run_command(withdrawal: Withdrawal, folder: Path) -> str:
 
 
 def print_losses(scores: Scores, losses: dict[str, float | None]) -> None:
-    """The losses of the run's last row, and those without the domain."""
+    """Prints the losses of the run's last row, and those without the domain."""
     print(f"{'text':24}{'run':>9}{'without':>9}{'change':>9}  nats per token")
     for text, before in zip(scores.domains, scores.nll[-1], strict=True):
         after = losses.get(text)

@@ -240,10 +240,10 @@ def dot(firsts: Sequence[Tensor], seconds: Sequence[Tensor]) -> Tensor:
     products = []
     for first, second in zip(firsts, seconds, strict=True):
         products.append(torch.dot(to_local(first).flatten(), to_local(second).flatten()))
-    return add_up(products, firsts)
+    return sum_over_processes(products, firsts)
 
 
-def add_up(terms: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
+def sum_over_processes(terms: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
     """The sum of scalars over all processes; term i is computed from the local rows of `likes[i]`. A term of
     a tensor that is not sharded is equal in all processes, and counts once."""
     plain_terms: list[Tensor] = []

@@ -171,14 +171,14 @@ class DocumentHashes:
         self.sizes = array("q")  # bytes
 
     def add_text(self, split: str, raw: bytes) -> None:
-        """A document of text in UTF-8. Equal are texts of the same words."""
+        """Adds a document of text in UTF-8. Texts with the same words are equal."""
         self.documents.append(hash_bytes(raw))
         self.keys.append(hash_bytes(" ".join(raw.decode().split()).encode()))
         self.splits.append(SPLITS.index(split))
         self.sizes.append(len(raw))
 
     def add_example(self, split: str, raw: bytes) -> None:
-        """An example as a document in UTF-8. Equal are examples of the same question."""
+        """Adds an example as a document in UTF-8. Examples with the same question are equal."""
         example = read_example(raw.decode())
         self.documents.append(hash_bytes(raw))
         self.keys.append(hash_bytes(example.question.encode()))

@@ -138,7 +138,9 @@ class Scores(MatrixLayout):
         "similarity of the domains' texts, if it decided the order", default=dict
     )
     needs_domain: bool = entry("whether the domain of a text must be known at test time", default=False)
-    alone: bool = entry("whether each domain was trained from the base", default=False)
+    trains_from_base: bool = entry(
+        "whether each domain was trained from the base", default=False, name="alone"
+    )
     loading: str = entry("Python expression that loads the exported model", default="")
     exported: Annotated[dict[str, Any], Key(measured=schema.ExportedKeys)] = entry(
         "the exported model, as it was loaded again", default=dict

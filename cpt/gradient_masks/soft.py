@@ -237,7 +237,7 @@ class SoftMask(UnitMask):
         self.cached_factors = None
 
     def update_max(self, scores: Tensor) -> None:
-        """The maximum of the importances so far and these, [units] (eq. 4)."""
+        """Takes the maximum of the importances so far and these, [units] (eq. 4)."""
         self.set_importance(torch.maximum(self.importance, scores))
         self.last.copy_(scores)
 

@@ -41,7 +41,7 @@ class LoggerFailures:
 
 
 def warn_of_failure(label: str, error: BaseException, consequence: str) -> None:
-    """The warning of a logger's failure, once for all processes."""
+    """Warns of a logger's failure, once for all processes."""
     if is_first_process():
         log.warning("%s failed (%s: %s); %s", label, type(error).__name__, find_reason(error), consequence)
 

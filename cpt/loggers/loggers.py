@@ -157,7 +157,7 @@ def enter_domain(loggers: Sequence[Logger], domain: str, *, stage: int, tokens: 
 
 @rank_zero_only
 def log_stage(loggers: Sequence[Logger], scores: Scores) -> None:
-    """The last row of the matrix and what the run has cost, over `stage`."""
+    """Logs the last row of the matrix and the costs of the run so far, by `stage`."""
     row = len(scores.rows) - 1
     points = {name: value for name, value in stage_points(scores, row).items() if name != "stage"}
     for logger in loggers:
@@ -170,7 +170,7 @@ def log_stage(loggers: Sequence[Logger], scores: Scores) -> None:
 
 @rank_zero_only
 def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path) -> None:
-    """All that the report contains for W&B, METRIC/UNIT for custom loggers."""
+    """Logs all values of the report to W&B, and METRIC/UNIT to custom loggers."""
     numbers = summarize_scores(scores, ["metric"])
     metrics = {key: value for key, value in numbers.items() if key.rpartition("/")[2] in UNITS}
     for logger in loggers:

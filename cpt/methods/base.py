@@ -35,7 +35,9 @@ class ContinualMethod(StageModule):
 
     requires_all_domains = False  # whether all domains must be known before the first one starts
     ends_domains = False  # whether the next domain has to start from what the end of one makes of the weights
-    alone = False  # whether each domain starts from the base, so that its model is of that domain only
+    trains_from_base = (
+        False  # whether each domain starts from the base, so that its model is of that domain only
+    )
     needs_examples = False  # whether training text has to be questions with answers, read by a causal model
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
     # Whether what no stage trains stays as it was loaded, but for `rewritten`: files of a run leave it out.

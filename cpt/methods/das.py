@@ -147,7 +147,7 @@ class DGA(ContrastMethod):
 
     The formulas are those of DAS (cpt.gradient_masks.soft, cpt.methods.das)."""
 
-    alone = True
+    trains_from_base = True
     options: DGAOptions
 
     def __init__(self, options: DGAOptions, context: MethodContext) -> None:

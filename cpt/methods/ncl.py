@@ -25,7 +25,7 @@ class One(ContinualMethod):
 
     Its diagonal is domain-adaptive pre-training (Gururangan et al., ACL 2020)."""
 
-    alone = True
+    trains_from_base = True
 
     def __init__(self, options: Options, context: MethodContext) -> None:
         super().__init__(options, context)

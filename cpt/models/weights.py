@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
-from cpt.core.distributed import add_up, is_sharded, shard_like, to_local, with_rows
+from cpt.core.distributed import is_sharded, shard_like, sum_over_processes, to_local, with_rows
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.tensor_files import open_tensors
 from cpt.core.tensors import NamedTensors, PreciseTensors, upcast
@@ -120,7 +120,7 @@ class _QuadraticPenalty(torch.autograd.Function):
         else:
             terms, scaled = penalize_at_once(local_parameters, local_anchors, local_weights)
         ctx.gradients = with_rows(scaled, parameters)
-        return add_up(terms, parameters) / 2
+        return sum_over_processes(terms, parameters) / 2
 
     @staticmethod
     @once_differentiable

@@ -36,7 +36,7 @@ from cpt.reporting.drawing import (
 )
 from cpt.reporting.formats import MAX_LISTED, format_perplexity, list_names
 from cpt.reporting.frames import mean_so_far
-from cpt.reporting.page import PICTURES, Block, show_picture
+from cpt.reporting.page import PICTURES, Block, build_picture_block
 from cpt.reporting.run_figures import CHANGE_LABEL, map_change, mark_stages, name_stages
 from cpt.reporting.sections import RunGroup, RunSection, name_orders
 from cpt.reporting.svg import PageFigure, add_spots, assign_front, assign_group, share_groups
@@ -82,16 +82,16 @@ def build_figures(section: RunSection) -> list[Block]:
             f"Means over the runs of a group that have its most frequent order; at most {MAX_PANELS} groups. "
             f"{PICTURES['matrix']['caption']}"
         )
-        blocks.append(show_picture("matrices", matrices, caption=caption))
+        blocks.append(build_picture_block("matrices", matrices, caption=caption))
 
     scores_by_group = {}
     for group in section.groups:
         scores_by_group[group.name] = [run.scores for run in group.runs]
     picture = draw_stages(scores_by_group, style_indices=section.style_indices)
-    blocks.append(show_picture("averages", picture))
+    blocks.append(build_picture_block("averages", picture))
     curves = draw_curves(section)
     if curves is not None:
-        blocks.append(show_picture("curves", curves))
+        blocks.append(build_picture_block("curves", curves))
 
     for key, plane in PLANES.items():
         points: dict[str, tuple[Values, Values]] = {}
@@ -110,7 +110,7 @@ def build_figures(section: RunSection) -> list[Block]:
                 is_logarithmic=plane.is_logarithmic,
                 style_indices=section.style_indices,
             )
-            blocks.append(show_picture(key, picture))
+            blocks.append(build_picture_block(key, picture))
     return blocks
 
 
@@ -485,7 +485,7 @@ def build_setting_curve(sections: Sequence[RunSection], section: RunSection, key
         lines=lines,
         style_indices=style_indices,
     )
-    return show_picture("strengths", picture, title=f"Learned against forgotten over {key}")
+    return build_picture_block("strengths", picture, title=f"Learned against forgotten over {key}")
 
 
 def check_curve(sections: Sequence[RunSection], key: str) -> None:
@@ -569,7 +569,7 @@ def draw_levels(axes: Axes, levels: Mapping[str, float], styles: Mapping[str, Se
 
 
 def add_legend(figure: Figure, axes: Axes) -> None:
-    """The legend, right of the axes."""
+    """Adds the legend, right of the axes."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         legend = figure.legend(

@@ -292,7 +292,7 @@ def frame_cells(axes: Axes, heat_map: HeatMap, *, is_small: bool) -> None:
 def write_numbers(
     axes: Axes, image: AxesImage, heat_map: HeatMap, format_value: Format, *, fontsize: float
 ) -> None:
-    """The numbers in the cells, white where the colour is dark."""
+    """Writes the numbers into the cells, in white where the colour is dark."""
     colours = np.asarray(image.cmap(image.norm(heat_map.values)))[..., :3]
     luminance = colours @ np.array([0.299, 0.587, 0.114])
     for row, column in np.argwhere(~np.isnan(heat_map.written)).tolist():
@@ -330,7 +330,7 @@ def add_colour_bar(
     label: str,
     scale: ColourScale,
 ) -> None:
-    """The colour bar; small with several panels."""
+    """Adds the colour bar, a small one to several panels."""
     extend = "both" if scale.has_pointed_ends else "neither"
     if len(panels) == 1:
         figure.colorbar(image, ax=panels, label=label, extend=extend)

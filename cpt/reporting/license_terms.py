@@ -114,24 +114,27 @@ def check_identifier(text: str, *, option: str) -> str:
 
 
 def decide_license(stated: Sequence[StatedLicense]) -> LicenseDecision:
-    """The license of a model that was made of a base and of texts; the base, if there is one, is first."""
+    """The license of a model that was made from a base and texts. The base, if there is one, is the first of
+    `stated`."""
     missing = [license.source for license in stated if not license.identifier]
     if missing or not stated:
         return LicenseDecision(reason=f"no license is stated of {shorten_list(missing) or 'anything'}")
     unclear = [f"{license.label} ({license.source})" for license in stated if not license.kind]
     if unclear:
         return LicenseDecision(reason=f"cpt does not know the terms of {shorten_list(unclear)}")
-    closed = [f"{license.label} ({license.source})" for license in stated if license.kind == NO_DERIVATIVES]
-    if closed:
-        return LicenseDecision(reason=f"{shorten_list(closed)} does not allow changed versions")
+    forbidding = [
+        f"{license.label} ({license.source})" for license in stated if license.kind == NO_DERIVATIVES
+    ]
+    if forbidding:
+        return LicenseDecision(reason=f"{shorten_list(forbidding)} does not allow changed versions")
 
-    # What is not permissive applies to the model, too: with two of these no single license is right.
-    passing_on = list_distinct(license for license in stated if license.kind != PERMISSIVE)
-    if len(passing_on) > 1:
-        labels = [f"{license.label} ({license.source})" for license in passing_on]
+    # A license that is not permissive applies to the model, too: of two, neither covers it alone.
+    restrictive = list_distinct(license for license in stated if license.kind != PERMISSIVE)
+    if len(restrictive) > 1:
+        labels = [f"{license.label} ({license.source})" for license in restrictive]
         return LicenseDecision(reason=f"{shorten_list(labels)} may each apply to the model, and differ")
-    if passing_on:
-        license = passing_on[0]
+    if restrictive:
+        license = restrictive[0]
         return make_decision(
             license, f"its terms ({license.kind}) may apply to what is made of {license.source}"
         )

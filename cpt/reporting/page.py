@@ -76,7 +76,7 @@ class PageHead:
 NO_HEAD = PageHead()
 
 
-def show_picture(
+def build_picture_block(
     key: str,
     picture: Picture,
     *,

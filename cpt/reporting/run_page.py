@@ -49,7 +49,7 @@ from cpt.reporting.formats import (
 from cpt.reporting.frames import ReportedValue, find_matrices, list_costs, list_values, tidy_scores
 from cpt.reporting.monitoring import MonitoredStage, find_evaluation, read_monitor
 from cpt.reporting.overlap import LARGEST_ROWS, measure_overlap, read_diagnostics, read_distributions
-from cpt.reporting.page import LEGENDS, Block, show_picture, write_page
+from cpt.reporting.page import LEGENDS, Block, build_picture_block, write_page
 from cpt.reporting.page_head import describe_run_head
 from cpt.reporting.run_tables import (
     METRIC_HEAD,
@@ -78,45 +78,48 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
 def build_blocks(folder: Path, scores: Scores) -> list[Block]:
     """The sections of a run page: what came out first, pictures, then tables, and how the run was made."""
     matrices = find_matrices(scores)
-    blocks = [show_tiles(scores)]
+    blocks = [build_tiles_block(scores)]
     if "answers" in matrices:
-        blocks.append(show_answer_matrix(scores, matrices["answers"]))
+        blocks.append(build_answer_matrix_block(scores, matrices["answers"]))
     if scores.rows:
-        blocks += show_matrix(scores, matrices["perplexity"])
+        blocks += build_matrix_blocks(scores, matrices["perplexity"])
     blocks += [
-        *show_chats(scores, folder),
-        show_divergence(scores),
-        show_training(scores, folder),
-        show_mixture(scores),
-        show_monitor(scores),
-        show_modules(scores),
-        show_similarity(scores),
-        *show_overlap(scores, folder),
-        show_derived(scores, folder),
-        show_metrics(scores),
+        *build_chat_blocks(scores, folder),
+        build_divergence_block(scores),
+        build_training_block(scores, folder),
+        build_mixture_block(scores),
+        build_monitor_block(scores),
+        build_modules_block(scores),
+        build_similarity_block(scores),
+        *build_overlap_blocks(scores, folder),
+        build_derived_block(scores, folder),
+        build_metrics_block(scores),
     ]
     if "answers" in matrices:
-        blocks += [show_answer_means(scores), show_last_answers(scores)]
+        blocks += [build_answer_means_block(scores), build_last_answers_block(scores)]
     if "endtasks" in matrices:
-        blocks += [show_endtask_matrix(scores, matrices["endtasks"]), show_endtask_means(scores)]
+        blocks += [
+            build_endtask_matrix_block(scores, matrices["endtasks"]),
+            build_endtask_means_block(scores),
+        ]
     blocks += [
-        show_benchmarks(scores),
-        show_costs(scores),
-        show_texts(scores),
-        show_run(scores),
-        show_config(scores, folder),
+        build_benchmarks_block(scores),
+        build_costs_block(scores),
+        build_texts_block(scores),
+        build_run_block(scores),
+        build_config_block(scores, folder),
     ]
     return blocks
 
 
-def show_tiles(scores: Scores) -> Block:
+def build_tiles_block(scores: Scores) -> Block:
     return Block(head=TILES_HEAD, cells=list_tiles(scores), is_tiles=True, num_word_columns=5)
 
 
-def show_matrix(scores: Scores, perplexities: DataFrame) -> list[Block]:
+def build_matrix_blocks(scores: Scores, perplexities: DataFrame) -> list[Block]:
     """The matrix of perplexities, and the same as curves over the stages."""
     quantization = describe_quantization(scores)
-    matrix = show_picture(
+    matrix = build_picture_block(
         "matrix",
         run_figures.draw_matrix(scores, perplexities),
         lines=[quantization] if quantization else [],
@@ -124,10 +127,10 @@ def show_matrix(scores: Scores, perplexities: DataFrame) -> list[Block]:
         cells=format_cells(perplexities, format_perplexity),
         fold_label=f"{len(scores.rows)} x {len(scores.domains)} perplexities",
     )
-    return [matrix, show_picture("stages", run_figures.draw_text_curves(scores, perplexities))]
+    return [matrix, build_picture_block("stages", run_figures.draw_text_curves(scores, perplexities))]
 
 
-def show_derived(scores: Scores, folder: Path) -> Block:
+def build_derived_block(scores: Scores, folder: Path) -> Block:
     """The perplexities of models that were made of the run's, in folders of its own, below those of its last
     model."""
     last_row = dict(zip(scores.domains, scores.nll[-1], strict=True)) if scores.rows else {}
@@ -158,11 +161,11 @@ def format_losses(losses: Mapping[str, float | None], texts: Sequence[str]) -> l
     return formatted
 
 
-def show_chats(scores: Scores, folder: Path) -> list[Block]:
+def build_chat_blocks(scores: Scores, folder: Path) -> list[Block]:
     """The loss on held-out chats after each stage, and what the base and the last model answer."""
     if not scores.chats.get("chats"):
         return []
-    losses = show_picture(
+    losses = build_picture_block(
         "chats",
         run_figures.draw_chat_losses(scores),
         lines=[LEGENDS["chats"]],
@@ -180,7 +183,7 @@ def show_chats(scores: Scores, folder: Path) -> list[Block]:
     return [losses, answered]
 
 
-def show_divergence(scores: Scores) -> Block:
+def build_divergence_block(scores: Scores) -> Block:
     """How far the model has gone from the base on each text, after each stage."""
     cells = format_divergences(scores)
     if not cells:
@@ -193,7 +196,7 @@ def show_divergence(scores: Scores) -> Block:
     )
 
 
-def show_training(scores: Scores, folder: Path) -> Block:
+def build_training_block(scores: Scores, folder: Path) -> Block:
     """Curves over the tokens of the whole run; of a short one without curves the losses in a sentence."""
     training = read_training(folder / "metrics.csv", scores)
     if not training:
@@ -209,10 +212,12 @@ def show_training(scores: Scores, folder: Path) -> Block:
             "more steps, or a smaller `trainer.log_every_n_steps`.",
         )
         return Block(title="Training", lines=lines)
-    return show_picture("training", run_figures.draw_training(training, find_stages(scores)), lines=lines)
+    return build_picture_block(
+        "training", run_figures.draw_training(training, find_stages(scores)), lines=lines
+    )
 
 
-def show_mixture(scores: Scores) -> Block:
+def build_mixture_block(scores: Scores) -> Block:
     """What the stages have read of new text, past domains, general text and each source of replay."""
     part_names: list[str] = []  # those that some stage was to read
     for record in scores.mixture.values():
@@ -255,7 +260,7 @@ def format_part(stage: str, name: str, record: Mapping[str, Mapping[str, Any]]) 
     ]
 
 
-def show_monitor(scores: Scores) -> Block:
+def build_monitor_block(scores: Scores) -> Block:
     """What training did to other text, and what the observer of the stages reports."""
     if not scores.monitor:
         return Block()
@@ -281,7 +286,7 @@ def show_monitor(scores: Scores) -> Block:
     head += titles
     for row, report in zip(cells, reports, strict=True):
         row += [report.get(title, MISSING) for title in titles]
-    return show_picture(
+    return build_picture_block(
         "monitor",
         run_figures.draw_monitor(stages),
         head=head,
@@ -319,14 +324,14 @@ def format_own_divergence(stage: Mapping[str, Any]) -> str:
     return list_names(estimates) or MISSING
 
 
-def show_modules(scores: Scores) -> Block:
+def build_modules_block(scores: Scores) -> Block:
     """Which module scored which text."""
     if len(scores.rows) <= 1 or not any(scores.modules):
         return Block()
-    return show_picture("modules", run_figures.draw_modules(scores))
+    return build_picture_block("modules", run_figures.draw_modules(scores))
 
 
-def show_similarity(scores: Scores) -> Block:
+def build_similarity_block(scores: Scores) -> Block:
     """The cosine of mean embeddings of the domains' texts, where it decided their order."""
     similarity = scores.similarity
     if not similarity:
@@ -346,10 +351,10 @@ def show_similarity(scores: Scores) -> Block:
     domains = similarity["names"]
     picture = run_figures.draw_similarity(with_general, domains, [*domains, GENERAL], description)
     caption = f"{description} Embedding: {similarity['embedding']}."
-    return show_picture("similarity", picture, caption=caption)
+    return build_picture_block("similarity", picture, caption=caption)
 
 
-def show_overlap(scores: Scores, folder: Path) -> list[Block]:
+def build_overlap_blocks(scores: Scores, folder: Path) -> list[Block]:
     """How far domains share what a method keeps of them, also by layer, and MIGU's product magnitudes."""
     diagnostics = read_diagnostics(folder, scores)
     by_text = {}
@@ -366,17 +371,17 @@ def show_overlap(scores: Scores, folder: Path) -> list[Block]:
 
     blocks = []
     if by_domain:
-        blocks.append(show_picture("overlap", run_figures.draw_overlap(by_domain)))
+        blocks.append(build_picture_block("overlap", run_figures.draw_overlap(by_domain)))
     if layered:
-        blocks.append(show_picture("overlap_by_layer", run_figures.draw_layers(layered)))
+        blocks.append(build_picture_block("overlap_by_layer", run_figures.draw_layers(layered)))
     if by_text:
-        blocks.append(show_picture("largest_rows", run_figures.draw_overlap(by_text)))
+        blocks.append(build_picture_block("largest_rows", run_figures.draw_overlap(by_text)))
     if distributions:
-        blocks.append(show_picture("magnitudes", run_figures.draw_distributions(distributions)))
+        blocks.append(build_picture_block("magnitudes", run_figures.draw_distributions(distributions)))
     return blocks
 
 
-def show_metrics(scores: Scores) -> Block:
+def build_metrics_block(scores: Scores) -> Block:
     """The metrics of the loss matrix [model after a stage, test text], in each unit, with their intervals."""
     lines = [LEGENDS["metrics"]]
     if any("terms" in metric for metric in scores.metrics.values()):
@@ -399,7 +404,7 @@ def find_shown_columns(head: Sequence[str], *, hidden: Sequence[str]) -> list[in
     return [column for column, name in enumerate(head) if name not in hidden]
 
 
-def show_answer_matrix(scores: Scores, shares: DataFrame) -> Block:
+def build_answer_matrix_block(scores: Scores, shares: DataFrame) -> Block:
     """The answers to each task after each stage, in the task's own measure."""
     measures = {task: head_of(answers) for task, answers in scores.answers["tasks"].items()}
     return Block(
@@ -412,17 +417,19 @@ def show_answer_matrix(scores: Scores, shares: DataFrame) -> Block:
     )
 
 
-def show_answer_means(scores: Scores) -> Block:
+def build_answer_means_block(scores: Scores) -> Block:
     """AP, LA, BWT, F and FWT."""
     answers = scores.answers
     meanings = {}
     for name, (_, meaning, formula) in task_metrics.ANSWER_METRICS.items():
         meanings[name] = meaning, formula
     timing = f"answers.when={answers['when']}, {answers['seconds']:,.1f} seconds."
-    return show_task_means("score", scores, meanings, title="Scores", lines=[LEGENDS["answers"], timing])
+    return build_task_means_block(
+        "score", scores, meanings, title="Scores", lines=[LEGENDS["answers"], timing]
+    )
 
 
-def show_last_answers(scores: Scores) -> Block:
+def build_last_answers_block(scores: Scores) -> Block:
     """Every measure of the last model's answers."""
     tasks = scores.answers["tasks"]
     measured: set[str] = set()
@@ -440,7 +447,7 @@ def show_last_answers(scores: Scores) -> Block:
     )
 
 
-def show_endtask_matrix(scores: Scores, shares: DataFrame) -> Block:
+def build_endtask_matrix_block(scores: Scores, shares: DataFrame) -> Block:
     """The end tasks after each stage, in the task's own metric, with deviations over seeds."""
     endtasks = scores.endtasks
     is_measured = np.isfinite(shares).any(axis=1)
@@ -461,7 +468,7 @@ def show_endtask_matrix(scores: Scores, shares: DataFrame) -> Block:
     )
 
 
-def show_endtask_means(scores: Scores) -> Block:
+def build_endtask_means_block(scores: Scores) -> Block:
     """MF1, accuracy and the forget rate."""
     endtasks = scores.endtasks
     seeds = list_names([str(seed) for seed in endtasks["seeds"]])
@@ -470,7 +477,9 @@ def show_endtask_means(scores: Scores) -> Block:
         f"{len(endtasks['tasks'])} tasks, seeds {seeds}, endtask.when={endtasks['when']}, "
         f"{endtasks['seconds']:,.1f} seconds.",
     ]
-    return show_task_means("task", scores, task_metrics.ENDTASK_MEANINGS, title="End tasks", lines=lines)
+    return build_task_means_block(
+        "task", scores, task_metrics.ENDTASK_MEANINGS, title="End tasks", lines=lines
+    )
 
 
 def describe_measures(measures: Mapping[str, str]) -> str:
@@ -481,7 +490,7 @@ def describe_measures(measures: Mapping[str, str]) -> str:
     return f"each in its own: {list_names(by_task)}"
 
 
-def show_task_means(
+def build_task_means_block(
     kind: str,
     scores: Scores,
     meanings: Mapping[str, tuple[str, str]],
@@ -512,7 +521,7 @@ def format_share(reported: ReportedValue) -> str:
     return text + format_interval(reported.low, reported.high, format_percent)
 
 
-def show_benchmarks(scores: Scores) -> Block:
+def build_benchmarks_block(scores: Scores) -> Block:
     """Each task of the harness in every row that was measured, and chance where the harness gives it."""
     tasks = scores.benchmarks.get("tasks")
     if not tasks:
@@ -564,7 +573,7 @@ COST_COLUMNS: dict[str, tuple[str, Format]] = {  # title: one of frames.COST_UNI
 COUNTED_COSTS = ("tokens", "flops", "memory", "trained", "stored")  # a row has all of these or is left out
 
 
-def show_costs(scores: Scores) -> Block:
+def build_costs_block(scores: Scores) -> Block:
     """The table of COST_COLUMNS: a row for each stage in which all of COUNTED_COSTS were counted, and one for
     the whole run."""
     costs_by_row: dict[str, dict[str, float | None]] = {}
@@ -600,7 +609,7 @@ def format_costs(costs: Mapping[str, float | None]) -> list[str]:
     return [format_or_dash(costs[name], format_value) for name, format_value in COST_COLUMNS.values()]
 
 
-def show_texts(scores: Scores) -> Block:
+def build_texts_block(scores: Scores) -> Block:
     """The table of test texts. Near-duplicates are a column where a text has been compared for them, the
     share of unknown tokens where the tokenizer does not know all of a text."""
     is_compared = any("near_duplicates" in facts for facts in scores.texts.values())
@@ -641,7 +650,7 @@ def describe_documents(facts: Mapping[str, Any]) -> str:
     return description
 
 
-def show_run(scores: Scores) -> Block:
+def build_run_block(scores: Scores) -> Block:
     """The facts of a run, without those that do not apply."""
     run = scores.run
     facts = {
@@ -717,7 +726,7 @@ def describe_exported(scores: Scores) -> str:
     return f"{exported['dtype']}: {losses}, with the run's weights {exported['run_nll']:.4f}"
 
 
-def show_config(scores: Scores, folder: Path) -> Block:
+def build_config_block(scores: Scores, folder: Path) -> Block:
     """The config as it was written."""
     path = folder / "config.yaml"
     if not path.exists():

@@ -87,7 +87,7 @@ def list_tiles(scores: Scores) -> Cells:
 
         interval = format_interval(low, high, format_thousandths).strip() or NO_INTERVAL
         word = ""
-        if scores.alone and name == "FG":
+        if scores.trains_from_base and name == "FG":
             # Each domain's model starts from the base and learns nothing after its domain: "no measurable
             # forgetting" would praise the method for what is so by construction.
             word = "a model per domain"

@@ -249,7 +249,7 @@ def make_group(
         runs=runs,
         order=order,
         method=facts["method"],
-        trains_from_base=runs[0].scores.alone,
+        trains_from_base=runs[0].scores.trains_from_base,
         needs_domain=any(run.scores.needs_domain for run in runs),
         size=describe_size(runs),
     )

@@ -38,7 +38,7 @@ from cpt.reporting.formats import (
     format_perplexity,
     list_names,
 )
-from cpt.reporting.page import Block, align_columns, show_picture, write_page
+from cpt.reporting.page import Block, align_columns, build_picture_block, write_page
 from cpt.reporting.svg import add_spots
 from cpt.reporting.tex import escape
 
@@ -142,7 +142,7 @@ def write_tuning(
 
     blocks = [Block(lines=lines, head=table.head, cells=table.cells, num_word_columns=table.num_word_columns)]
     if any(method.trials for method in methods):
-        blocks.append(show_picture("searches", draw_searches(methods, metric=metric, sign=sign)))
+        blocks.append(build_picture_block("searches", draw_searches(methods, metric=metric, sign=sign)))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = write_page(blocks, title="Tuned methods", stem=stem, vectors=True)
     stem.with_suffix(".tex").write_text(format_tex(table), encoding="utf-8")

@@ -219,9 +219,9 @@ def start_process(
 
 
 def take_out_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The arguments of a job without secrets, which any user of the machine could see in its list of
-    processes; and the environment variables that have them."""
-    shown = []
+    """The arguments of a job without secrets, and the environment variables that hold them: every user of the
+    machine can see the arguments of a process."""
+    public_arguments = []
     variables: dict[str, str] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -231,8 +231,8 @@ def take_out_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str
             (override,) = OverridesParser.create().parse_overrides([argument])
             variables[name] = str(override.value())
             argument = f"{key}{equals}${{oc.env:{name}}}"
-        shown.append(argument)
-    return shown, variables
+        public_arguments.append(argument)
+    return public_arguments, variables
 
 
 def read_scores(folder: Path) -> dict[str, Any]:

@@ -417,8 +417,8 @@ def choose_endtasks(cfg: DictConfig, space: Mapping[str, Override], fixed: Seque
     if not has_tasks or is_on_dev:
         return list(fixed)
     log.info("Skipping end tasks (endtask=%s) in trials: their scores are of test text", endtask.name)
-    others = [line for line in fixed if not line.lstrip("+~").startswith("endtask")]
-    return [*others, "endtask=none"]
+    remaining = [line for line in fixed if not line.lstrip("+~").startswith("endtask")]
+    return [*remaining, "endtask=none"]
 
 
 def cut_incomplete_record(path: Path) -> None:

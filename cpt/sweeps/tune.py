@@ -203,9 +203,9 @@ class TuneSweeper(OptunaSweeper):
         fixed_keys = {line.lstrip("+").partition("=")[0] for line in fixed}
         space = {key: override for key, override in find_space(cfg).items() if key not in fixed_keys}
         space.update(searched)
-        others = [choice for choice in choices if not choice.startswith("method=")]
+        other_choices = [choice for choice in choices if not choice.startswith("method=")]
         return Candidate(
-            label=" ".join([str(cfg.method.name), *others]),
+            label=" ".join([str(cfg.method.name), *other_choices]),
             overrides=[*fixed, *choices],
             space=space,
             defaults=find_defaults(cfg, space, grid=self.sampler == "grid"),

@@ -46,11 +46,11 @@ def check_quantization(
 def check_method(method: Choice, name: str, *, context: str) -> None:
     """Raises ValueError for a method or options of it that need weights in full."""
     options = method.options
-    # A user's class may set the attribute, too.
-    is_possible = method.load().takes_quantized
+    method_class = method.load()
     if isinstance(options, PeftOptions):
         check_tuner(options, context=context)
-    if not is_possible:
+
+    if not method_class.takes_quantized:
         raise InvalidOptionError(
             "method",
             name,

@@ -173,8 +173,8 @@ def find_recorded_losses(run: RunDir, scores: Scores, sample: HeldOutSample) -> 
 
 
 def write_pages(folder: Path, scores: Scores) -> None:
-    """The report of a finished run and the card of its model. They show the results and do not decide whether
-    the run is finished: one that cannot be made is a warning."""
+    """Writes the report of a finished run and the card of its model. They do not decide whether the run is
+    finished: a failure is a warning."""
     try:
         run_page.write_report(folder, scores)
     except Exception as error:  # of a font, a picture, a template

@@ -64,7 +64,7 @@ class FinetuneEvaluator(FileEvaluator):
             return set(self.tasks)
 
         # Each domain is measured only by the model of the stage that has just learned it.
-        is_trained_from_base = self.module.alone
+        is_trained_from_base = self.module.trains_from_base
         if is_trained_from_base or self.when == "diagonal":
             if number == 0:
                 return set()

@@ -103,7 +103,7 @@ def train_run(plan: Plan, run: RunDir) -> Scores:
 
     scores = load_or_create_scores(plan, machine, run, corpora, base, data)
     scores.needs_domain = method.needs_domain
-    scores.alone = method.alone
+    scores.trains_from_base = method.trains_from_base
     for step, seconds in start_seconds.items():  # other starts of the run have added theirs
         step_seconds = scores.activity_seconds["start"]
         step_seconds[step] = step_seconds.get(step, 0.0) + seconds

@@ -271,7 +271,7 @@ def why_not_continued(plan: Plan, run: RunDir, scores: Scores, *, number: int) -
     reason = why_not_extendable(plan)
     if reason:
         return reason
-    if scores.alone:
+    if scores.trains_from_base:
         return f"method={plan.names['method']} trains each domain from the base: a new run leaves it out"
     if find_run_with_stage(run, scores, number - 1) is None:
         return f"no file of stage {number - 1} ({KEEP_STAGES})"

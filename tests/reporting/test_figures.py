@@ -88,7 +88,7 @@ def test_training_curves_are_means_over_seeds_by_order_and_what_is_not_trained_h
 def test_stages_of_one_point_have_a_sentence_instead_of_panels(monkeypatch, tmp_path):
     training = {"law": pandas.DataFrame({"lm": [3.5]}, index=[640.0])}
     monkeypatch.setattr(run_page, "read_training", lambda *arguments: training)
-    block = run_page.show_training(make_scores(), tmp_path)
+    block = run_page.build_training_block(make_scores(), tmp_path)
     assert block.picture is None and block.lines[0].startswith(
         "Loss at the only point of each stage: law 3.500"
     )

@@ -69,7 +69,7 @@ def make_scores(
         seconds=20.0,
         modules=[{} for _ in row_names],
         endtasks=endtasks or {},
-        alone=run["method"] in FROM_BASE,
+        trains_from_base=run["method"] in FROM_BASE,
         **fields,
     )
     scores.measure()

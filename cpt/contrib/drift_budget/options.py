@@ -52,7 +52,7 @@ class DriftBudget(ObserverConfig):
         has_branches: bool,
         is_sharded: bool,
     ) -> None:
-        if method.alone:
+        if method.trains_from_base:
             raise self.conflict(f"method={method_name}, which trains each domain from the base")
         if self.past is not None and method.requires_all_domains:
             raise self.conflict(f"method={method_name}, which has no past")
