@@ -26,7 +26,15 @@ NEEDS = {name: [DATA] for name in [*OF_DATA.split(), "m2d2", "m2d2_mini"]}
 MODEL = "model.name_or_path=model"
 NEEDS |= {
     name: [DATA, MODEL]
-    for name in ("llama_code", "das6_mpnet", "linux_texts", "long_context", "real_decoder")
+    for name in (
+        "llama_code",
+        "das6_mpnet",
+        "linux_texts",
+        "long_context",
+        "real_decoder",
+        "m2d2_decoder",
+        "standard_cl_decoder",
+    )
 }
 
 
