@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,6 +90,7 @@ FACTORS = {
 }
 # The same trials for each: three rates. At which rate is what it keeps no longer what a lower rate keeps?
 RATES = {
+    "ncl, rate 1e-5": ["optim.lr=1e-5"],
     "ncl, rate 5e-5": ["optim.lr=5e-5"],
     "ncl, rate 2e-4": ["optim.lr=2e-4"],
     "lora, rate 3e-4": ["method=lora", "optim.lr=3e-4"],
@@ -98,6 +99,12 @@ RATES = {
     "10 % chats, rate 3e-4": [*METHODS["10 % chats"], "optim.lr=3e-4"],
     "migu, rate 3e-4": ["method=migu", "optim.lr=3e-4"],
     "wise_ft, rate 3e-4": ["method=wise_ft", "optim.lr=3e-4"],
+}
+# The rows of one method over its rates, for the picture. Learning and change are 0 at a rate of 0.
+RATE_CURVES = {
+    "ncl": ("ncl, rate 1e-5", "rate 3e-5", "ncl, rate 5e-5", "ncl", "ncl, rate 2e-4", "rate 3e-4"),
+    "10 % chats": ("10 % chats, rate 3e-5", "10 % chats", "10 % chats, rate 3e-4"),
+    "lora": ("lora", "lora, rate 3e-4", "lora, rate 1e-3"),
 }
 # Further seeds, and the opposite order, of the rows that the findings rest on.
 REPEATED = ("ncl", "10 % chats", "10 % each of past, general, chats", "lora", "kd")
@@ -203,6 +210,7 @@ MEASURES = {
     "chat/broken": ("broken answers, %", 1),
 }
 PICTURE = "real-decoder.png"
+RATE_PICTURE = "real-decoder-rates.png"
 MIN_RUNS = 12  # of which R² is shown
 # Runs by what tells them apart: `study.identify` of their scores, or `study.describe_job` of their overrides.
 Runs = Mapping[tuple[object, ...], MeasuredRun]
@@ -226,6 +234,13 @@ def write_parts(section: RunSection) -> Iterator[str]:
     ncl_run = methods.get("ncl")
     yield tabulate_runs(methods, ncl_run=ncl_run, title="Methods and replay, seed 0")
     yield tabulate_runs(factors, ncl_run=ncl_run, title="One factor at a time, seed 0")
+
+    rates = select_runs(runs, RATES)
+    compared = methods | factors | rates
+    yield tabulate_runs(rates, ncl_run=ncl_run, title="Other rates, seed 0")
+    yield tabulate_at_equal_learning(compared)
+    (study.IMAGES / RATE_PICTURE).write_bytes(draw_rates(compared))
+
     yield from tabulate_seeds(section)
     yield from tabulate_predictors(section)
 
@@ -325,19 +340,30 @@ def measure_movement(run: MeasuredRun) -> LossChange | None:
     return LossChange(distance, None, None)
 
 
+def measure_divergence(run: MeasuredRun, text: str) -> LossChange | None:
+    """KL(base || last model) on a text; None where it was not measured."""
+    if not run.scores.divergence:
+        return None
+    estimate = run.scores.divergence["kl"][-1].get(text)
+    if estimate is None or estimate[0] is None:
+        return None
+    return LossChange(*estimate)
+
+
 def tabulate_predictors(section: RunSection) -> Iterator[str]:
     """What chat and earlier domains lost over all runs of the study, by what can be known without them."""
     predictors = {
         "movement of the weights": measure_movement,
         "learned": CHANGES["learned"],
         "general text": CHANGES["general text"],
+        "divergence on the last domain": lambda run: measure_divergence(run, run.scores.domains[-1]),
+        "divergence on general text": lambda run: measure_divergence(run, "general"),
     }
     cells = []
     for outcome, (name, predictor) in product(("chat", "forgot"), predictors.items()):
         points = collect_points(section.runs, predictor, CHANGES[outcome])
-        if len(points) < MIN_RUNS:
-            return
-        cells.append([outcome, name, str(len(points)), *format_fit(points)])
+        if len(points) >= MIN_RUNS:
+            cells.append([outcome, name, str(len(points)), *format_fit(points)])
     yield markdown(
         Block(
             title="What predicts the loss on chat, and on earlier domains?",
@@ -397,13 +423,94 @@ def draw_changes(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
     return make_png(figure, description=f"Changes of each run; rise of the loss on chat, in nats: {means}")
 
 
+def trace_curve(runs_by_row: Mapping[str, MeasuredRun], curve: str, outcome: str) -> np.ndarray:
+    """[runs, 2]: what was learned and the outcome, one of CHANGES, of the rows of a curve that are there, in
+    the order of what was learned; the first is no training."""
+    points = [(0.0, 0.0)]
+    for row in RATE_CURVES[curve]:
+        if row in runs_by_row:
+            learned = CHANGES["learned"](runs_by_row[row])
+            change = CHANGES[outcome](runs_by_row[row])
+            if learned is not None and change is not None:
+                points.append((learned.mean, change.mean))
+    return np.array(sorted(points))
+
+
+def tabulate_at_equal_learning(runs_by_row: Mapping[str, MeasuredRun]) -> str:
+    """Each run beside plain training at the rate at which that would have learned as much."""
+    curves = {outcome: trace_curve(runs_by_row, "ncl", outcome) for outcome in ("chat", "forgot")}
+    most_learned = curves["chat"][-1, 0]
+    rows = []
+    for name, run in runs_by_row.items():
+        learned = CHANGES["learned"](run)
+        if name in ("base", *RATE_CURVES["ncl"]) or learned is None or learned.mean > most_learned:
+            continue
+        numbers = [learned.mean]
+        for outcome, curve in curves.items():
+            change = CHANGES[outcome](run)
+            assert change is not None  # of every run that learned
+            plain_change = float(np.interp(learned.mean, *curve.T))
+            numbers += [change.mean, change.mean - plain_change]
+        rows.append((name, numbers))
+
+    rows.sort(key=lambda row: row[1][2])
+    cells = [[name, *map(format_signed, numbers)] for name, numbers in rows]
+    return markdown(
+        Block(
+            title="At equal learning",
+            lines=[
+                "The differences are from plain training at the rate at which it learns as much: "
+                "interpolated between the rates of `ncl` that were run, and no training. Single runs, "
+                "so no intervals."
+            ],
+            head=["run", "learned", "chat", "chat, difference", "forgot", "forgot, difference"],
+            cells=cells,
+        ),
+        picture="",
+    )
+
+
+def draw_rates(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
+    """Two panels over what was learned, chat and earlier domains: a line for each of RATE_CURVES, a point for
+    each of the other METHODS."""
+    figure = make_figure((13, 5.5))
+    panels = figure.subplots(1, 2)
+    on_curves = set(chain.from_iterable(RATE_CURVES.values()))
+    for axes, outcome in zip(panels, ("chat", "forgot"), strict=True):
+        for number, curve in enumerate(RATE_CURVES):
+            points = trace_curve(runs_by_row, curve, outcome)
+            colour = series_style(number).colour
+            axes.plot(*points.T, marker="o", markersize=5, color=colour, label=f"{curve}, by rate")
+
+        for number, (name, run) in enumerate(runs_by_row.items()):
+            learned = CHANGES["learned"](run)
+            change = CHANGES[outcome](run)
+            if name in METHODS and name not in on_curves and learned is not None and change is not None:
+                style = series_style(number)
+                axes.plot(
+                    learned.mean,
+                    change.mean,
+                    marker=style.marker,
+                    color=style.colour,
+                    linestyle="",
+                    label=literal(name, width=40),
+                )
+        axes.axhline(0, color="0.6", linewidth=0.8)
+        axes.set(title=outcome, xlabel="learned, nats per token")
+    panels[0].set_ylabel("nats per token")
+    panels[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return make_png(
+        figure, description="What chat and earlier domains lost over what was learned, by rate and method"
+    )
+
+
 def tabulate_seeds(section: RunSection) -> Iterator[str]:
     """Means and standard deviations of the groups with several seeds, and their differences from ncl."""
     repeated_groups = [group for group in section.groups if len(group.runs) > 1]
     if repeated_groups:
         repeated = replace(section, groups=repeated_groups)
-        yield study.tabulate(repeated, MEASURES, title="Several seeds")
-        yield study.tabulate_contrasts(repeated, MEASURES, title="Differences from ncl over seeds")
+        yield study.tabulate(repeated, MEASURES, title="Several seeds and orders")
+        yield study.tabulate_contrasts(repeated, MEASURES, title="Differences from ncl over seeds and orders")
 
 
 if __name__ == "__main__":

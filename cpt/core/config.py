@@ -84,6 +84,7 @@ NEUTRAL_VALUES: Mapping[str, Any] = {
     "method.protected_rank": 0,
     "method.init_lora_weights": True,
     "monitor.chats": False,
+    "answers.ranked": True,
     "replay.sources": None,
     "replay.sources_ratio": None,
     "replay.sources_temperature": 1,

@@ -140,6 +140,7 @@ class TaskEvalOptions(StageOptions):
     """How the held-out examples of a task are asked."""
 
     written: bool = option("evaluate generated answers (greedy decoding) as well as ranked choices")
+    ranked: bool = option("rank the choices of closed tasks as well as evaluating generated answers")
     max_new_tokens: Count = option("maximum number of tokens per generated answer")
     max_documents: Count | None = option("examples per task, a fixed random draw; null: all held-out")
     batch_size: Count = option("questions per forward pass")
@@ -148,15 +149,27 @@ class TaskEvalOptions(StageOptions):
     )
 
     def __post_init__(self) -> None:
+        if not self.written and not self.ranked:
+            raise InvalidOptionError(
+                "ranked", False, reason="written=false, so nothing would be asked", allowed="true"
+            )
         for task, measure in self.metric_of_task.items():
             if measure not in MAIN_MEASURES:
                 raise ValueError(unknown_name(f"metrics.{task}={measure}", MAIN_MEASURES))
-            if MAIN_MEASURES[measure] and not self.written:
+            is_of_written = MAIN_MEASURES[measure]
+            if is_of_written and not self.written:
                 raise InvalidOptionError(
                     f"metrics.{task}",
                     measure,
                     reason="written=false generates no answers",
                     allowed=", ".join(name for name, is_written in MAIN_MEASURES.items() if not is_written),
+                )
+            if not is_of_written and not self.ranked:
+                raise InvalidOptionError(
+                    f"metrics.{task}",
+                    measure,
+                    reason="ranked=false ranks no choices",
+                    allowed=", ".join(name for name, is_written in MAIN_MEASURES.items() if is_written),
                 )
 
     @property

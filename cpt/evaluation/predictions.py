@@ -141,7 +141,7 @@ def mark_answers(path: Path, measure: str) -> pd.DataFrame:
     """The answers of a file in a measure. Raises FileNotFoundError, and ValueError for a damaged file."""
     table, metadata = load_predictions(path, ANSWER_COLUMNS, optional=[SOURCE])
     answers = answers_of(table, metadata)
-    for name in MEASURES[measure].needs:
+    for name in MEASURES[measure].fields:
         if getattr(answers, name) is None:
             raise ValueError(f"{path} has no column of the {name}, which {measure} is of; {REMEDY}")
     return mark_examples(table["id"].to_pylist(), answers.references, MEASURES[measure].compute(answers))

@@ -156,7 +156,7 @@ class TaskAnswers:
     references: Sequence[str]
     choices: Sequence[Sequence[str]]  # of each example; none where any text may be right
     written: Sequence[str] | None  # by greedy decoding; None where that was not asked for
-    ranked: Sequence[str] | None  # the choice of the largest likelihood; None where there are no choices
+    ranked: Sequence[str] | None  # the choice of the largest likelihood; None where none was asked for
     ranked_mean: Sequence[str] | None  # the same by the mean over the choice's tokens
     sources: Sequence[str] | None = None  # the texts that were asked about, where a measure is of them
 
@@ -293,11 +293,6 @@ class AnswerMeasure:
     fields: tuple[str, ...]
     is_closed: bool = False  # whether it is of tasks with choices only
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The fields that may be None; where choices are ranked there are some."""
-        return (*self.fields, "ranked") if self.is_closed else self.fields
-
     def compute(self, answers: TaskAnswers) -> Array:
         """[examples]."""
         columns = [getattr(answers, name) for name in self.fields]
@@ -361,13 +356,15 @@ def compute_measures(answers: TaskAnswers, *, main_measure: str | None) -> dict[
 
     Raises ValueError for a main measure that needs answers of another kind."""
     names = [] if main_measure is None else [main_measure]
-    names.extend(OPEN if answers.ranked is None else CLOSED)
+    has_choices = all(answers.choices)
+    names.extend(CLOSED if has_choices else OPEN)
 
     available = {name for name, column in vars(answers).items() if column is not None}
     values: dict[str, Array] = {}
     for name in dict.fromkeys(names):
-        if available >= set(MEASURES[name].needs):
-            values[name] = MEASURES[name].compute(answers)
+        measure = MEASURES[name]
+        if available >= set(measure.fields) and (has_choices or not measure.is_closed):
+            values[name] = measure.compute(answers)
     if main_measure is not None and main_measure not in values:
         raise ValueError(f"{main_measure} needs answers of another kind. Allowed: {', '.join(values)}")
     return values

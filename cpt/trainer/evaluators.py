@@ -185,7 +185,7 @@ def read_questions(
                 allowed=", ".join(name for name in MAIN_MEASURES if name not in task_metrics.RANKED),
             )
         # Open answers can only be written, choices can be ranked as well.
-        if has_choices or options.written:
+        if options.written or (options.ranked and has_choices):
             questions[task] = prompts
         else:
             skipped.append(task)
@@ -201,6 +201,8 @@ def hash_answers(
     """By task, a hash of all that its answers depend on besides the model."""
     settings = asdict(replace(options, when="each"))  # when they are asked changes no answer
     del settings["metrics"]  # nor do these, except that a file may have to hold the sources
+    if options.ranked:
+        del settings["ranked"]  # as in the files of versions without that option
 
     hashes = {}
     for task in tasks:

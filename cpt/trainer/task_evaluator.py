@@ -106,8 +106,13 @@ class TaskEvaluator(FileEvaluator):
     def count_answers(self, task: str) -> int:
         """The choices that are ranked and the texts that are written for a task."""
         questions = self.questions[task]
+        num_choices = sum(len(question.choices) for question in questions) if self.ranks(task) else 0
         num_texts = len(questions) if self.options.written else 0
-        return sum(len(question.choices) for question in questions) + num_texts
+        return num_choices + num_texts
+
+    def ranks(self, task: str) -> bool:
+        """Whether the choices of a task are ranked."""
+        return self.options.ranked and has_choices(self.questions[task])
 
     def ask(
         self, number: int, task: str, model: PreTrainedModel, *, on_batch_done: Callable[[int], object]
@@ -144,7 +149,7 @@ class TaskEvaluator(FileEvaluator):
         options = self.options
         # The data declare their objective as a Collator, which is all that they call of it.
         objective = cast(Objective, self.data.objective)
-        if has_choices(questions):
+        if self.ranks(task):
             answers.choice_nll.update(
                 score_choices(
                     model,
@@ -174,7 +179,7 @@ class TaskEvaluator(FileEvaluator):
         examples = [question.example for question in questions]
         ranked: list[str] | None = None
         ranked_mean: list[str] | None = None
-        if has_choices(questions):
+        if self.ranks(task):
             ranked, ranked_mean = select_likeliest_choices(questions, answers.choice_nll)
         written_texts: list[str] | None = None
         if self.options.written:
@@ -249,4 +254,4 @@ def needs_sources(options: TaskEvalOptions, task: str) -> bool:
     """Whether the measure that a task is known by is of the texts that were asked about."""
     if task not in options.metric_of_task:
         return False
-    return "sources" in task_metrics.MEASURES[options.metric_of_task[task]].needs
+    return "sources" in task_metrics.MEASURES[options.metric_of_task[task]].fields

@@ -44,6 +44,8 @@ mask=migu mask.migu.top_p=0.9 | mask=migu mask.migu.backend=backward mask.migu.i
 replay=generated strategy=fsdp | model.vocab_size=null | domains=texts domains.root=nowhere
 domains=tasks domains.packing=concat | order=similar_tree | domains=hub
 domains=tasks answers.metrics={a:sari} answers.written=false
+domains=tasks answers.written=false answers.ranked=false
+domains=tasks answers.metrics={a:accuracy_ranked} answers.ranked=false
 domains=tasks model=tiny_gpt2 answers.metrics={nosuch:sari} | domains=tasks model.objective=masked
 order=9 | trainer.accumulate_grad_batches=5 | trainer.epochs=2
 method=lifelong_moe method.num_experts=0 method.dense=frozen | method=merge_lora method.export_format=peft

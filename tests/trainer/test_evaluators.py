@@ -114,6 +114,16 @@ def test_stages_that_are_not_due_are_missing(run_with_answers, tmp_path):
         assert [value is None for value in summary["measures"]["accuracy_ranked"]] == [False, True, False]
 
 
+def test_without_ranking_a_closed_task_is_known_by_its_generated_answers(run_with_answers, tmp_path):
+    complete = run_with_answers(tmp_path / "complete")["answers"]
+    written = run_with_answers(tmp_path / "written", "answers.ranked=false")["answers"]
+    for task, summary in written["tasks"].items():
+        assert list(summary["measures"]) == ["exact_match", "invalid", "accuracy_valid"]
+        for measure, values in summary["measures"].items():
+            assert values == complete["tasks"][task]["measures"][measure]
+        assert summary["chance"] == complete["tasks"][task]["chance"]
+
+
 def test_a_part_answers_its_own_task_and_the_base_what_has_not_been_learned(run_with_answers, tmp_path):
     run_with_answers(tmp_path, "method=lora", "method.per_domain=true", "optim.lr=0.05")
     rows = [tmp_path / "answers" / name for name in ("000-base", "001-food", "002-law")]
