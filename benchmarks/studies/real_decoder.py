@@ -493,7 +493,7 @@ def draw_rates(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
                     marker=style.marker,
                     color=style.colour,
                     linestyle="",
-                    label=literal(name, width=40),
+                    label=escape_label(name, width=40),
                 )
         axes.axhline(0, color="0.6", linewidth=0.8)
         axes.set(title=outcome, xlabel="learned, nats per token")
