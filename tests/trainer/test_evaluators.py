@@ -116,8 +116,8 @@ def test_stages_that_are_not_due_are_missing(run_with_answers, tmp_path):
 
 def test_without_ranking_a_closed_task_is_known_by_its_generated_answers(run_with_answers, tmp_path):
     complete = run_with_answers(tmp_path / "complete")["answers"]
-    written = run_with_answers(tmp_path / "written", "answers.ranked=false")["answers"]
-    for task, summary in written["tasks"].items():
+    without_ranking = run_with_answers(tmp_path / "generated", "answers.ranked=false")["answers"]
+    for task, summary in without_ranking["tasks"].items():
         assert list(summary["measures"]) == ["exact_match", "invalid", "accuracy_valid"]
         for measure, values in summary["measures"].items():
             assert values == complete["tasks"][task]["measures"][measure]
