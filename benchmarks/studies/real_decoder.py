@@ -4,12 +4,15 @@ docs/studies/real-decoder.md.
 
 FOLDER of --corpora has news-articles (with their site as `label`), debian-descriptions, kernel-docs and
 foldoc as JSON lines; --model is an instruct decoder with a chat template. The text is split into NEW_FOLDER
-once, and the model answers 200 prompts into NEW_FOLDER-chats.jsonl, for the replay of chats. One seed of all
-comparisons first, then further seeds of the most important ones. It may be stopped at any time: rerun the
-same command to resume; `--report-only` writes the page of what is there."""
+once, and the model answers 200 prompts into NEW_FOLDER-chats.jsonl, for the replay of chats. NEW_FOLDER-tasks
+has a task of the lm-evaluation-harness (`pip install -e '.[lm-eval]'`): which term of the last domain has a
+given definition. One seed of all comparisons first, then further seeds of the most important ones. It may be
+stopped at any time: rerun the same command to resume; `--report-only` writes the page of what is there."""
 
 import json
 import math
+import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +26,7 @@ import study
 from divergence import draw_interval, r_squared, spearman
 from hydra import compose, initialize_config_dir
 from linux_texts import split_documents, write_lines
+from omegaconf import OmegaConf
 
 from cpt.core.config import CONF
 from cpt.reporting.chat_tables import count_broken, find_chat_change
@@ -110,6 +114,20 @@ RATE_CURVES = {
 REPEATED = ("ncl", "10 % chats", "10 % each of past, general, chats", "lora", "kd")
 OPPOSITE_ORDER = "order=[foldoc,kernel,debian,news]"
 
+# A held-out document of FOLDOC: `8250 <hardware> A {UART} that can operate at ...`.
+DICTIONARY_ENTRY = re.compile(r"(?P<term>[^<>.]{1,40}) <[^>]+> (?P<definition>.+)", re.DOTALL)
+TERM_TASK = "foldoc_terms"
+NO_BRACES = str.maketrans("", "", "{}")  # of links
+NUM_CHOICES = 4
+MAX_DEFINITION_WORDS = 40
+MAX_QUESTIONS = 200
+# It is asked of the further seeds: of one seed its interval is wider than what methods differ by.
+TERM_BENCHMARK = (
+    "benchmark=lm_eval",
+    f"benchmark.tasks=[{TERM_TASK}]",
+    "benchmark.include='${domains.root}-tasks'",
+)
+
 # The prompts that the model answers: other ones than the held-out chats.
 PROMPT_FORMS = (
     "What is {topic}?",
@@ -145,7 +163,7 @@ def list_sweeps() -> Iterator[list[str]]:
     for overrides in METHODS.values():
         yield ["seed=0", *overrides]
     for name in REPEATED:
-        yield ["seed=1,2", *METHODS[name]]
+        yield ["seed=1,2", *METHODS[name], *TERM_BENCHMARK]
     for overrides in [*RATES.values(), *FACTORS.values()]:
         yield ["seed=0", *overrides]
     for name in REPEATED:
@@ -153,9 +171,13 @@ def list_sweeps() -> Iterator[list[str]]:
 
 
 def prepare_data(corpora: Path, root: Path, model: str) -> None:
-    """Writes root/<domain>/{train,valid,test}.jsonl and root-chats.jsonl, where they are missing."""
+    """Writes root/<domain>/{train,valid,test}.jsonl, root-tasks/ and root-chats.jsonl, where they are
+    missing."""
     if not root.exists():
         split_corpora(corpora, root)
+    task_folder = root.with_name(f"{root.name}-tasks")
+    if not task_folder.exists():
+        write_term_task(root / "foldoc" / "test.jsonl", task_folder)
     chat_file = root.with_name(f"{root.name}-chats.jsonl")
     if not chat_file.exists():
         answer_prompts(model, root.with_name(f"{root.name}-prompts.txt"), chat_file)
@@ -182,6 +204,46 @@ def split_corpora(corpora: Path, root: Path) -> None:
 
 def read_lines(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def write_term_task(document_file: Path, folder: Path) -> None:
+    """Writes questions of held-out entries of the dictionary, each with four of their terms, as a task of the
+    lm-evaluation-harness."""
+    entries = []
+    for document in read_lines(document_file):
+        entry = DICTIONARY_ENTRY.fullmatch(document["text"])
+        if entry is not None and entry["term"].lower() not in entry["definition"].lower():
+            entries.append(entry)
+
+    generator = random.Random(0)
+    generator.shuffle(entries)
+    questions = []
+    for right_entry in entries[:MAX_QUESTIONS]:
+        other_entries = [entry for entry in entries if entry["term"] != right_entry["term"]]
+        choices = [entry["term"] for entry in generator.sample(other_entries, NUM_CHOICES - 1)]
+        answer = generator.randrange(NUM_CHOICES)
+        choices.insert(answer, right_entry["term"])
+        words = right_entry["definition"].translate(NO_BRACES).split()[:MAX_DEFINITION_WORDS]
+        questions.append({"definition": " ".join(words), "choices": choices, "answer": answer})
+
+    folder.mkdir()
+    question_file = folder / f"{TERM_TASK}.jsonl"
+    write_lines(question_file, questions)
+    accuracy = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
+    task = {
+        "task": TERM_TASK,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(question_file.absolute())}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "Definition: {{definition}}\nTerm:",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "num_fewshot": 0,
+        "metric_list": [accuracy],
+        "metadata": {"version": 1.0},
+    }
+    OmegaConf.save(OmegaConf.create(task), folder / f"{TERM_TASK}.yaml")
 
 
 def answer_prompts(model: str, prompt_file: Path, chat_file: Path) -> None:
