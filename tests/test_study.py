@@ -1,10 +1,13 @@
 """The studies' common code tells runs apart by what was chosen for them, as the runs themselves say it."""
 
+import json
 import runpy
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
 from cpt.core.config import CONF
@@ -55,6 +58,50 @@ def test_the_options_of_a_published_run_give_the_same_run_again(study, job):
 def compose_config(overrides):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("config", ["domains=texts", "domains.root=FOLDER", "order=[law]", *overrides])
+
+
+@pytest.fixture
+def real_decoder(study):
+    yield __import__("real_decoder")
+    sys.modules.pop("real_decoder")
+
+
+def test_a_question_on_a_term_has_its_entry_and_three_others_and_does_not_name_it(real_decoder, tmp_path):
+    texts = [f"word{number} <jargon> Meaning number {number} of {{links}}." for number in range(6)]
+    texts.append("named <jargon> Whatever is named so.")  # its definition has the term
+    documents = [json.dumps({"text": text}) for text in [*texts, "A text without a field."]]
+    (tmp_path / "test.jsonl").write_text("\n".join(documents))
+    real_decoder.write_term_task(tmp_path / "test.jsonl", tmp_path / "tasks")
+
+    questions = real_decoder.read_lines(tmp_path / "tasks" / "foldoc_terms.jsonl")
+    assert len(questions) == 6
+    for question in questions:
+        number = question["choices"][question["answer"]].removeprefix("word")
+        assert question["definition"] == f"Meaning number {number} of links."
+        assert len(set(question["choices"])) == 4
+    assert len({question["answer"] for question in questions}) > 1
+    task = yaml.safe_load((tmp_path / "tasks" / "foldoc_terms.yaml").read_text())
+    assert Path(task["dataset_kwargs"]["data_files"]["test"]).exists()
+
+
+def test_a_run_is_compared_with_plain_training_that_learns_as_much(real_decoder, monkeypatch):
+    def select(name):
+        return lambda run: real_decoder.LossChange(run[name], None, None)
+
+    names = ("learned", "chat", "forgot")
+    monkeypatch.setattr(real_decoder, "CHANGES", {name: select(name) for name in names})
+    changes_by_row = {
+        "rate 3e-5": {"learned": 0.2, "chat": 0.1, "forgot": -0.1},
+        "ncl": {"learned": 0.4, "chat": 0.5, "forgot": 0.1},
+        "lora": {"learned": 0.1, "chat": 0.2, "forgot": 0.0},
+        "kd": {"learned": 0.3, "chat": 0.1, "forgot": 0.0},
+        "further than any rate": {"learned": 0.5, "chat": 0.0, "forgot": 0.0},
+    }
+    rows = real_decoder.tabulate_at_equal_learning(changes_by_row).splitlines()[-2:]
+    assert rows == [
+        "| kd | +0.300 | +0.100 | −0.200 | +0.000 | +0.000 |",
+        "| lora | +0.100 | +0.200 | +0.150 | +0.000 | +0.050 |",
+    ]
 
 
 @pytest.mark.slow
