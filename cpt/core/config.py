@@ -136,9 +136,7 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     Left out are options of how a run is carried out, options at a neutral value, the section `loss` where it
     weighs no token, and the sections of budget and monitor in runs that they do not change."""
     leaves = {key: canonical(key, value) for key, value in flatten(settings) if not is_execution_key(key)}
-    for key, neutral_value in NEUTRAL_VALUES.items():
-        if key in leaves and leaves[key] == neutral_value:
-            del leaves[key]
+    leaves = drop_neutral_values(leaves)
 
     if leaves.get("loss._target_") is None:
         leaves = drop_section(leaves, "loss")
@@ -149,6 +147,15 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     if is_monitor_passive(leaves):
         leaves = drop_section(leaves, "monitor")
     return leaves
+
+
+def drop_neutral_values(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a config without options at a neutral value: those of a version without these options."""
+    kept_leaves = {}
+    for key, value in leaves.items():
+        if key not in NEUTRAL_VALUES or value != NEUTRAL_VALUES[key]:
+            kept_leaves[key] = value
+    return kept_leaves
 
 
 def drop_section(leaves: Mapping[str, Any], section: str) -> dict[str, Any]:

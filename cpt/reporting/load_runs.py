@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from cpt.core.cache import PARTIAL
-from cpt.core.config import NEUTRAL_VALUES, digest, flatten
+from cpt.core.config import NEUTRAL_VALUES, digest, drop_neutral_values, flatten
 from cpt.core.exceptions import InvalidOptionError
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
@@ -121,7 +121,7 @@ class MeasuredRun:
         if group == "chats":  # a file of chats may have another name; what it holds counts
             return {"set": self.scores.chats.get("set")}
         protocol = {}
-        for key, value in self.config.items():
+        for key, value in drop_neutral_values(self.config).items():
             is_of_training = key == "answers.batch_size"  # of an end task it would be that of fine-tuning
             if (
                 key.startswith(f"{group}.")

@@ -64,6 +64,15 @@ def test_what_was_measured_otherwise_is_left_out_and_said(tmp_path):
     assert "Not compared: FWT_zs (fewer cells) of ncl." in condition_lines
 
 
+def test_an_answer_protocol_of_before_an_option_is_that_of_its_neutral_value(tmp_path):
+    protocols = []
+    for name, option in {"old": {}, "new": {"ranked": True}, "other": {"ranked": False}}.items():
+        config = {"seed": 0, "answers": {"when": "last", **option}}
+        run = save_run(tmp_path / name, config=config, seed=0)
+        protocols.append(run.task_protocol("answers"))
+    assert protocols[0] == protocols[1] != protocols[2]
+
+
 def test_differences_are_paired_by_order_and_seed_and_corrected_by_holm():
     runs = make_seeds("ncl", [0.0, 0.3, 0.6]) + make_seeds("das", [-0.1, 0.1, 0.3, 9.0])
     found_contrasts = contrasts.find_contrasts(make_section(runs), FG)
