@@ -93,6 +93,7 @@ def test_the_answers_that_a_model_ends_are_chats_that_can_be_mixed_in(tmp_path):
     process = run_script(EXAMPLES / "write_chats.py", *arguments, cwd=tmp_path)
     assert "0 chats in chats.jsonl; 2 answers did not end and were left out" in process.stdout
     assert (tmp_path / "chats.jsonl").read_text() == ""
+    assert "answering 2 prompts: " in process.stderr and " 256/256 " in process.stderr
 
     # Now any token ends it: its first.
     config_file = tmp_path / "model" / "generation_config.json"

@@ -5,12 +5,18 @@ r of w has batches r, r + w, … So the answers do not change with the number of
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from cpt.data.collate import Batch, Rows
 from cpt.data.tokenized_tasks import TaskPrompt
@@ -124,8 +130,7 @@ def write_answers(
 ) -> dict[int, str]:
     """The answers that the model writes by greedy decoding, by the index of the question, for the share of
     the questions that this process has. An answer has at most `max_new_tokens` tokens, ends at the token that
-    ends answers, and is without special tokens. `step` is called after each batch with its number of
-    questions."""
+    ends answers, and is without special tokens. `step` is called as `generate_batches` says."""
     answers: dict[int, str] = {}
     batches = generate_batches(
         model,
@@ -134,13 +139,13 @@ def write_answers(
         ends=[questions[0].reference[-1]],
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
+        step=step,
         share=share,
     )
     for batch, output in batches:
         texts = tokenizer.batch_decode(output, skip_special_tokens=True)
         for question_index, text in zip(batch, texts, strict=True):
             answers[question_index] = text.strip()
-        step(len(batch))
     return answers
 
 
@@ -153,13 +158,17 @@ def generate_batches(
     ends: Sequence[int],
     max_new_tokens: int,
     batch_size: int,
+    step: Callable[[int], object],
     share: tuple[int, int],
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Yields indices of questions and what the model writes after them by greedy decoding, [B, at most
     `max_new_tokens`] tokens: an answer ends at one of the tokens `ends`, and padding follows.
 
     Prompts are padded on the left for a causal model, on the right for an encoder. A model without a
-    key-value cache takes no padding: a batch has prompts of one length."""
+    key-value cache takes no padding: a batch has prompts of one length.
+
+    `step` is called with numbers of questions that are done, also while a batch is written, which can take
+    minutes: of its questions as many count as done as it has of its tokens. What `step` raises ends all."""
 
     def length(question_index: int) -> int:
         return len(questions[question_index].ids)
@@ -192,12 +201,45 @@ def generate_batches(
             pad_token_id=padding,
             decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
         )
+        parts = PartsDone(len(batch), max_new_tokens=num_tokens, step=step)
         with set_temporarily((model, "generation_config", generation)):  # and not the checkpoint's own
-            output = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
+            output = model.generate(
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                stopping_criteria=StoppingCriteriaList([parts]),
+            )
+        parts.finish()
 
         if not is_seq2seq:  # it repeats the prompt
             output = output[:, width:]
         yield batch, output
+
+
+class PartsDone(StoppingCriteria):
+    """Stops nothing: calls `step` while a batch of questions is answered. After each new token, as large a
+    share of them is done as of the tokens that answers may have."""
+
+    def __init__(self, num_questions: int, *, max_new_tokens: int, step: Callable[[int], object]) -> None:
+        self.num_questions = num_questions
+        self.max_new_tokens = max_new_tokens
+        self.step = step
+        self.num_tokens = 0  # of each answer so far
+        self.num_done = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self.num_tokens += 1
+        self.advance(self.num_questions * self.num_tokens // self.max_new_tokens)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def finish(self) -> None:
+        """All are done: answers may end early."""
+        self.advance(self.num_questions)
+
+    def advance(self, num_done: int) -> None:
+        """Calls `step` where more questions are done than before."""
+        if num_done > self.num_done:
+            self.step(num_done - self.num_done)
+            self.num_done = num_done
 
 
 def split_by_length(batches: Sequence[Sequence[int]], length: Callable[[int], int]) -> list[list[int]]:

@@ -322,7 +322,8 @@ def answer_chats(
     share: tuple[int, int],
 ) -> None:
     """Adds what the model answers to `answers`, by the index of the chat: of the share of the batches that
-    this process has. `on_batch_done` may raise Preempted."""
+    this process has. `on_batch_done` is called with numbers of chats, also within a batch, and may raise
+    Preempted."""
     batches = generate_batches(
         model,
         tokenizer,
@@ -330,6 +331,7 @@ def answer_chats(
         ends=ends,
         max_new_tokens=options.max_new_tokens,
         batch_size=options.batch_size,
+        step=on_batch_done,
         share=share,
     )
     for batch, output in batches:
@@ -342,4 +344,3 @@ def answer_chats(
                 text=str(tokenizer.decode(ids, skip_special_tokens=True)).strip(),
                 complete=bool(end_positions),
             )
-        on_batch_done(len(batch))

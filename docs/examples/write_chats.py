@@ -29,8 +29,23 @@ model = AutoModelForCausalLM.from_pretrained(folder).eval()
 ends_of_answers = torch.tensor(model.generation_config.eos_token_id).flatten()
 prompts = [line for line in prompt_file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
+# A batch can take a minute, so that its tokens are counted: a line of a log every ten seconds.
+seconds_between_states = 0.2 if sys.stderr.isatty() else 10.0
+progress = tqdm(
+    total=len(prompts) * MAX_NEW_TOKENS,
+    desc=f"answering {len(prompts)} prompts",
+    unit="token",
+    mininterval=seconds_between_states,
+)
+
+
+def count_tokens(token_ids: torch.Tensor, scores: torch.Tensor, **options: object) -> torch.Tensor:
+    """Advances the bar by one token of each answer. Says of no answer that it ends here."""
+    progress.update(len(token_ids))
+    return torch.zeros(len(token_ids), dtype=torch.bool)
+
+
 rows = []
-progress = tqdm(total=len(prompts), desc="answering prompts", unit="prompt")
 for first in range(0, len(prompts), BATCH_SIZE):
     batch = prompts[first : first + BATCH_SIZE]
     chats = [[{"role": "user", "content": prompt}] for prompt in batch]
@@ -38,7 +53,9 @@ for first in range(0, len(prompts), BATCH_SIZE):
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
     with torch.inference_mode():
-        outputs = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        outputs = model.generate(
+            **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, stopping_criteria=[count_tokens]
+        )
     new_tokens = outputs[:, inputs["input_ids"].shape[1] :]
     answers = tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
     has_ended = torch.isin(new_tokens, ends_of_answers).any(dim=1).tolist()
@@ -47,7 +64,7 @@ for first in range(0, len(prompts), BATCH_SIZE):
             continue
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
         rows.append({"messages": turns})
-    progress.update(len(batch))
+    progress.update((first + len(batch)) * MAX_NEW_TOKENS - progress.n)  # answers that ended early
 progress.close()
 chat_file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 print(f"{len(rows)} chats in {chat_file}; {len(prompts) - len(rows)} answers did not end and were left out")

@@ -1,9 +1,12 @@
 """A model asked: against its own losses, one question after another, and a loop over tokens."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from cpt.core.preemption import Preempted
 from cpt.data.sources.examples import Example
 from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.evaluation.task_answers import score_choices, select_likeliest_choices, write_answers
@@ -116,6 +119,22 @@ def test_what_is_written_is_greedy_in_any_batch_whatever_the_checkpoint_says(kin
         ) = 5.0, 7, 3
         assert write_texts(model, tokenizer) == expected and model.generation_config is generation_config
     assert len(differing) > 1
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_questions_of_a_batch_are_done_one_by_one_and_a_signal_ends_it(kind):
+    """A batch of long answers takes minutes."""
+    model = MODELS[kind][0](0)
+    write_batch = partial(write_answers, model, framed_tokenizer(), questions(), batch_size=20)
+    counts = []
+    write_batch(max_new_tokens=20, step=counts.append)
+    assert sum(counts) == len(questions()) and len(counts) > 1
+
+    def preempt(count):
+        raise Preempted(15)
+
+    with pytest.raises(Preempted):
+        write_batch(max_new_tokens=20, step=preempt)
 
 
 def test_an_answer_ends_with_the_positions_of_the_model():
