@@ -29,6 +29,7 @@ from cpt.reporting.tex import write_tables
 
 BASELINE = "ncl"
 LC_COLUMNS = 8  # of the differences in a console: up to those of LC
+RUN_PAGE = "report.html"
 MAX_NAME = 80  # characters of a file's name that say which runs are in it
 
 
@@ -118,22 +119,26 @@ def compare_folders(options: argparse.Namespace) -> int:
         further_blocks.append(tabulate_published(sections, published))
     unread = Block(title="Runs that could not be read", lines=[*runs.damaged, *failed])
 
-    stem = (options.out or existing[0]) / (options.name or comparison_name(options.where))
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    page = write_page(
-        [*heading, *blocks, *further_blocks, unread],
-        title="Comparison of runs",
-        stem=stem,
-        head=describe_comparison_head(sections, stem=stem.name),
-        vectors=True,
-    )
-    if sections:
-        export_csv(sections, stem.with_name(f"{stem.name}.csv"))
+    if is_one_run(existing) and not asks_for_comparison(options):
+        page = existing[0] / RUN_PAGE
+    else:
+        stem = (options.out or existing[0]) / (options.name or comparison_name(options.where))
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        page = write_page(
+            [*heading, *blocks, *further_blocks, unread],
+            title="Comparison of runs",
+            stem=stem,
+            head=describe_comparison_head(sections, stem=stem.name),
+            vectors=True,
+        )
+        if sections:
+            export_csv(sections, stem.with_name(f"{stem.name}.csv"))
     if options.tex:
         write_tables(sections, options.tex)
 
     print_blocks([*heading, *build_summary(sections), *further_blocks])
-    print(page)
+    if page.exists():
+        print(page)
     if options.tex:
         print(options.tex)
     if options.wandb and sections:
@@ -145,6 +150,16 @@ def compare_folders(options: argparse.Namespace) -> int:
         print(f"no finished run below {', '.join(map(str, options.folders))}: {counted}", file=sys.stderr)
         return 2
     return int(bool(problems))
+
+
+def is_one_run(folders: Sequence[Path]) -> bool:
+    """Whether the folders are that of one run, which has a page of its own and nothing to compare it with."""
+    return len(folders) == 1 and (folders[0] / "scores.json").is_file()
+
+
+def asks_for_comparison(options: argparse.Namespace) -> bool:
+    """Whether an option is of the files of a comparison: where they are, or what is in them."""
+    return any([options.out, options.name, options.curve, options.published, options.wandb])
 
 
 def check_wandb_options(options: argparse.Namespace) -> None:

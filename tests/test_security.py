@@ -175,6 +175,7 @@ def test_the_config_of_a_run_from_others_is_text(tmp_path, monkeypatch, capsys):
     for row in range(len(scores.rows)):  # what the release check compares
         RunDir(run).save_documents(row, dict.fromkeys(scores.domains, np.ones((2, 7))))
 
+    report.main([str(run), "--name", "comparison"])
     for program in (report, status, verify, gate, card):
         program.main([str(run)])
     assert load_run(run).config["method"]["strength"] == "${oc.env:MY_WORD}"

@@ -72,6 +72,19 @@ def test_runs_are_compared_all_and_those_that_are_asked_for(swept, tmp_path, cap
     assert rows["ncl"][:2] == ["das", "2"]
 
 
+def test_one_run_has_its_own_page_and_gets_no_comparison_beside_it(swept, tmp_path, capsys, no_figures):
+    run = swept / "das-0-0"
+    (run / "report.html").write_text("its page")
+    before = sorted(path.name for path in run.iterdir())
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"{run}/report.html")
+    assert sorted(path.name for path in run.iterdir()) == before
+    # A comparison that is asked for, and one of a folder with runs, are written.
+    assert main([str(run), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "comparison.html").is_file()
+    assert main([str(run), str(swept / "ncl-0-0")]) == 0 and (run / "comparison.html").is_file()
+
+
 def test_the_numbers_of_tables_are_those_of_the_frames_and_marks_those_of_the_tests(
     swept, tmp_path, no_figures
 ):
