@@ -261,7 +261,15 @@ def test_turns_of_weight_0_are_not_scored():
 WRONG = [
     ([user("a"), assistant("b", weight=0.5)], "weight=0.5 of a message"),
     ([user("a"), assistant("b", train="no")], "train='no' of a message"),
-    ([user("a"), assistant("b", weight=0)], "has no turn of the assistant to train on"),
+    ([], "no turn of the assistant to train on or to score: its list of messages is empty"),
+    (
+        [user("a"), {"role": "model", "content": "b"}],
+        "to score: its roles are user, model. Allowed: .*role=assist",
+    ),
+    (
+        [user("a"), assistant("b", weight=0)],
+        "to score: all have weight=0 or train=false. Allowed: .*weight=1",
+    ),
     ([user("a"), assistant(" ")], "an answer of the assistant is empty"),
     ([user("a"), assistant(""), user("b"), assistant("c")], "an answer of the assistant is empty"),
     ([user("a"), assistant(None)], "'content' is not text: None"),

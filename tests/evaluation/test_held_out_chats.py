@@ -83,7 +83,10 @@ def test_files_of_chats_are_read_in_their_order_and_a_bad_row_is_named(tmp_path)
 
     bad_rows = {
         "[]": "line 2 is not an object",
-        row("only a question"): "line 2 has no turn of the assistant",
+        row("only a question"): "line 2 has no turn of the assistant .* its roles are user. Allowed: ",
+        row("a", "b").replace(
+            '"content": "b"', '"content": "b", "weight": 0'
+        ): "line 2 .*: all have weight=0 or",
         row("a", "b", expect=[1]): r"line 2: expect=\[1\] is invalid. Allowed: a text, or a list of texts",
         row("a", "b", expect=""): "line 2: expect=",
         row("a", "b", language="French"): "line 2: language='French' is invalid: .* Allowed: de, en, es, fr,",

@@ -4,10 +4,11 @@ with its `completion`. Here they become turns that chat templates of transformer
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cpt.core.messages import abbreviate
 from cpt.data.sources.examples import ASSISTANT, USER, BadExampleError, RawExample, Turn
 
 SYSTEM, TOOL = "system", "tool"
@@ -58,14 +59,12 @@ def read_chat(row: Any, where: str, ignored_keys: IgnoredKeys) -> RawExample:
         raise BadExampleError(f"{where} is not an object. Allowed: {MESSAGES_FORM}", "not an object")
 
     # What follows the last answer is a prompt without one.
-    turns = list(read_turns(row, where, ignored_keys.of_messages))
+    all_turns = list(read_turns(row, where, ignored_keys.of_messages))
+    turns = list(all_turns)
     while turns and not turns[-1].is_answer:
         turns.pop()
     if not turns:
-        raise BadExampleError(
-            f"{where} has no turn of the {ASSISTANT} to train on. Allowed: {MESSAGES_FORM}",
-            f"no turn of the {ASSISTANT}",
-        )
+        raise make_unanswered_error(all_turns, where, is_prompt_apart="prompt" in turn_keys(row))
     for turn in turns:
         if turn.is_answer and not turn.content.strip() and not turn.details:
             raise BadExampleError(
@@ -86,6 +85,27 @@ def read_chat(row: Any, where: str, ignored_keys: IgnoredKeys) -> RawExample:
         str(key) for key, value in row.items() if key not in read_keys and value not in EMPTY
     )
     return RawExample({}, target, turns=tuple(turns), tools=tools, template_options=template_options)
+
+
+def make_unanswered_error(turns: Sequence[Turn], where: str, *, is_prompt_apart: bool) -> BadExampleError:
+    """The error of a chat of which no turn is trained on or scored, with what its turns are instead."""
+    roles = list(dict.fromkeys(turn.role for turn in turns))
+    kind = f"no turn of the {ASSISTANT}"
+    if not turns:
+        reason = "its list of messages is empty"
+    elif ASSISTANT not in roles:
+        reason = f"its roles are {abbreviate(roles)}"
+    elif is_prompt_apart:
+        reason = "all are in 'prompt', or have weight=0 or train=false"
+        kind = "answers that do not count alone"
+    else:
+        reason = "all have weight=0 or train=false"
+        kind = "answers that do not count alone"
+    return BadExampleError(
+        f"{where} has no turn of the {ASSISTANT} to train on or to score: {reason}. Allowed: {MESSAGES_FORM} "
+        f"with role={ASSISTANT} in one at least, without a weight or with weight=1",
+        kind,
+    )
 
 
 def turn_keys(row: Mapping[str, Any]) -> set[str]:
