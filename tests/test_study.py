@@ -55,6 +55,11 @@ def test_the_options_of_a_published_run_give_the_same_run_again(study, job):
     assert compose_config(study.list_overrides(run)) == config
 
 
+def test_what_an_experiment_chooses_is_part_of_a_job(study):
+    config = compose_config(["method=ewc", "mask=migu", "replay=past"])
+    assert study.describe_job(["seed=0"], config)[:3] == ("ewc", "migu", "past")
+
+
 def compose_config(overrides):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("config", ["domains=texts", "domains.root=FOLDER", "order=[law]", *overrides])

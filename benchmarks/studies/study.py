@@ -27,6 +27,7 @@ from cpt.reporting.contrasts import find_contrasts, find_spreads
 from cpt.reporting.load_runs import MeasuredRun, find_runs, measure_runs
 from cpt.reporting.page import Block, markdown
 from cpt.reporting.sections import RunSection, build_sections
+from cpt.trainer.plan import choose_names
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks/
 from common.measuring import ROOT
@@ -164,12 +165,12 @@ def expand_sweep(override: str) -> list[str]:
 
 def describe_job(job: Sequence[str], cfg: DictConfig) -> tuple[Any, ...]:
     """What `identify` gives for the run of a job."""
-    choices = dict(override.split("=", 1) for override in job)
+    names = choose_names(cfg)  # also of what the experiment chooses
 
     run = {
-        "method": choices.get("method", "ncl"),
-        "mask": choices.get("mask", "none"),
-        "replay": choices.get("replay", "none"),
+        "method": names["method"],
+        "mask": names["mask"],
+        "replay": names["replay"],
         "variant": naming.describe_variant(job),
         "seed": cfg.seed,
         "order": cfg.domains.orders[cfg.order] if isinstance(cfg.order, int) else cfg.order,
