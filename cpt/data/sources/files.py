@@ -24,6 +24,8 @@ SUFFIXES = (*PLAIN_SUFFIXES, *TABLE_SUFFIXES)
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 # Formats of which no file has 0 bytes.
 SUFFIXES_WITH_HEADER = (*COMPRESSED_SUFFIXES, ".parquet", ".arrow")
+# What stands at both ends of a file. Arrow streams, which have the same suffix, begin otherwise.
+MARKS_OF_BOTH_ENDS = {".parquet": b"PAR1", ".arrow": b"ARROW1"}
 # The words of datasets.data_files.SPLIT_KEYWORDS, which takes seconds to import.
 SPLIT_WORDS = {
     "train": "train",
@@ -313,8 +315,8 @@ def saved_files(paths: Iterable[Path]) -> dict[Path, set[str]]:
 
 
 def refuse_unreadable(path: Path) -> None:
-    """Raises UnusableFileError for what is not a plain file, and for 0 bytes of a format that has a header:
-    most often a download that failed."""
+    """Raises UnusableFileError for what is not a plain file, for 0 bytes of a format that has a header, and
+    for a table without its end: most often a download that failed."""
     with naming_file(path):
         if not path.is_file():
             raise UnusableFileError(
@@ -328,6 +330,21 @@ def refuse_unreadable(path: Path) -> None:
                 f"{path} is damaged: it has 0 bytes. Allowed: a complete {suffix} file",
                 patterns=[glob.escape(path.name)],
             )
+        mark = MARKS_OF_BOTH_ENDS.get(suffix)
+        if mark is not None and lacks_end(path, mark):
+            raise UnusableFileError(
+                f"{path} is damaged: its end is missing. Allowed: a complete {suffix} file",
+                patterns=[glob.escape(path.name)],
+            )
+
+
+def lacks_end(path: Path, mark: bytes) -> bool:
+    """Whether a file begins with a mark and does not end with it."""
+    with path.open("rb") as file:
+        if file.read(len(mark)) != mark:
+            return False
+        file.seek(-len(mark), os.SEEK_END)
+        return file.read() != mark
 
 
 def refuse_dangling(path: Path, *, remedy: str) -> None:

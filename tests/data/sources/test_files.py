@@ -6,6 +6,7 @@ import json
 import logging
 import lzma
 import os
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -396,9 +397,29 @@ def test_a_data_set_skips_rows_without_text_and_names_splits_that_are_not_read(t
     assert "1 byte order marks removed" in caplog.text and "2 blank documents left out" in caplog.text
 
 
-@pytest.mark.parametrize("suffix", PACKERS)
+@pytest.mark.parametrize("suffix", [*PACKERS, ".zst"])
 def test_a_packed_file_that_ends_early_is_named_before_it_is_read_whole(suffix, tmp_path):
-    packed = PACKERS[suffix](b"One line of text.\n" * 5000)
+    compress = PACKERS.get(suffix, partial(pa.compress, codec="zstd", asbytes=True))
+    packed = compress(b"One line of text.\n" * 5000)
     write(tmp_path / "a" / f"x.txt{suffix}", packed[:-20])
     with pytest.raises(ValueError, match=f"x.txt{suffix}"):
         open_texts(tmp_path).check(["a"])
+
+
+def test_a_table_without_its_end_is_refused_before_anything_is_read(tmp_path):
+    table = pa.table({"text": ["One."] * 500})
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    pq.write_table(table, tmp_path / "a" / "x.parquet")
+    with pa.ipc.new_file(tmp_path / "b" / "x.arrow", table.schema) as writer:
+        writer.write_table(table)
+    for path in (tmp_path / "a" / "x.parquet", tmp_path / "b" / "x.arrow"):
+        content = path.read_bytes()
+        for cut in (content[:-20], content[: len(content) // 2], content[:7]):
+            path.write_bytes(cut)
+            with pytest.raises(
+                ValueError, match=f"{path.name} is damaged: its end is missing. Allowed: a comp"
+            ):
+                open_texts(tmp_path).check([path.parent.name])
+        path.write_bytes(content)
+        open_texts(tmp_path).check([path.parent.name])
