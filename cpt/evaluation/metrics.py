@@ -13,7 +13,7 @@ Yildiz et al. 2024 (arXiv 2402.17400): ZS, CPT, LC, transfer relative to zero-sh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ Losses = Mapping[str, np.ndarray]  # by text [2, documents]: nats and scored tok
 ByMetricAndUnit = dict[str, dict[str, Array]]
 Intervals = dict[str, dict[str, list[float]]]  # by metric and unit: [low, high]
 CHANGE_REPLICATES = 2000
+PERPLEXITY = "perplexity"
+LEAST_LOSS = {"nats": 0.0, PERPLEXITY: 1.0, "bits_per_byte": 0.0}  # by unit
 MIN_ITEMS = 3  # documents that an interval needs
 MIN_BOOTSTRAP_ITEMS = 30  # documents of which the percentiles of a bootstrap are wide enough
 MIN_ITEMS_PER_COLUMN = 20  # the same in each of many columns
@@ -349,14 +351,21 @@ def find_intervals(
             raise ValueError(f"{name}: none of {len(count)} documents has a scored token, one is needed")
         samples.append((np.asarray(sums, float)[..., is_scored], np.asarray(count, float)[is_scored]))
 
-    return bootstrap(
+    levels = [name for name, metric in METRICS.items() if metric.is_level]
+    intervals = bootstrap(
         samples,
         partial(compute_values, layout=layout),
         replicates=replicates,
         seed=seed,
         adjusted=True,
         averaged_columns=find_averaged_columns(layout),
+        levels=levels,
     )
+    # Student's interval of few documents would reach below what a loss can be.
+    for name in levels:
+        for unit, (low, high) in intervals.get(name, {}).items():
+            intervals[name][unit] = [low if math.isnan(low) else max(low, LEAST_LOSS[unit]), high]
+    return intervals
 
 
 def find_averaged_columns(layout: MatrixLayout) -> dict[str, list[int]]:
@@ -377,7 +386,7 @@ def find_averaged_columns(layout: MatrixLayout) -> dict[str, list[int]]:
     return averaged_columns
 
 
-@np.errstate(invalid="ignore")
+@np.errstate(invalid="ignore", over="ignore")
 def bootstrap(
     samples: Sequence[Sequence[Array]],
     compute: Callable[[Array], ByMetricAndUnit],
@@ -386,6 +395,7 @@ def bootstrap(
     seed: int = 0,
     adjusted: bool = False,
     averaged_columns: Mapping[str, Sequence[int]] | None = None,
+    levels: Collection[str] = (),
 ) -> Intervals:
     """The 2.5 and 97.5 percentiles of what is computed of a matrix [..., row, column] of means, over draws of
     what the means are of: per column sums [row, item] and counts [item]. An item is drawn for all rows.
@@ -395,7 +405,8 @@ def bootstrap(
     interval by the standard deviation of the draws, times sqrt(n / (n - 1)); with less freedom than MIN_ITEMS
     have, none. Of K columns of n_c items the freedom is K^2 / sum_c 1 / (n_c - 1): Satterthwaite (1946) for
     equal variances. `averaged_columns`: by the name of a value, the columns that it is a mean over; default:
-    all."""
+    all. `levels`: names of values that are losses, no differences of losses: Student's interval of their
+    perplexity is exp of that of its logarithm."""
     drawn_values = compute_draws(samples, compute, replicates=replicates, seed=seed)
     observed_matrix = np.stack([sums.sum(-1) / counts.sum() for sums, counts in samples], -1)
     observed = compute(observed_matrix[None])
@@ -418,10 +429,14 @@ def bootstrap(
             }
         else:
             scale = find_t_scale(freedom, spread_share)
-            intervals[name] = {
-                unit: t_interval(observed[name][unit][0], draws, scale=scale)
-                for unit, draws in draws_by_unit.items()
-            }
+            intervals[name] = {}
+            for unit, draws in draws_by_unit.items():
+                center = observed[name][unit][0]
+                if unit == PERPLEXITY and name in levels:
+                    log_bounds = t_interval(np.log(center), np.log(draws), scale=scale)
+                    intervals[name][unit] = np.exp(log_bounds).tolist()
+                else:
+                    intervals[name][unit] = t_interval(center, draws, scale=scale)
     return intervals
 
 

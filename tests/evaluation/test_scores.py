@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cpt.evaluation import metrics
-from cpt.evaluation.metrics import METRICS, UNITS, MatrixLayout
+from cpt.evaluation.metrics import METRICS, PERPLEXITY, UNITS, MatrixLayout
 from cpt.evaluation.options import EvalOptions, is_due
 from cpt.evaluation.score_schema import key_of
 from cpt.evaluation.scores import Scores
@@ -264,6 +264,17 @@ def test_an_interval_is_that_of_a_plain_bootstrap_and_columns_are_drawn_apart():
     assert widths[0] == pytest.approx(plain, abs=0.05 * np.ptp(widths[0]))
     # Of two columns alike the mean is surer: what one draw has too much, the other has not.
     assert np.ptp(widths[1]) < 0.85 * np.ptp(widths[0])
+
+
+def test_the_interval_of_few_documents_stays_within_what_a_loss_can_be():
+    """Student's interval of three documents is wide: 3 +- 3.9 nats here, and 20 +- 54 as a perplexity."""
+    one_row = layout(rows=["base"], domains=["a"])
+    for nats, low in (([2.9, 3.0, 3.1], None), ([1.5, 3.0, 4.5], 0.0)):
+        sums = [np.array([nats]) * 10]
+        bounds = bounds_of(sums, [np.full(3, 10)], layout=one_row)["ZS"]
+        assert bounds[PERPLEXITY] == pytest.approx(np.exp(bounds["nats"]))
+        assert bounds["nats"][0] == low or 2.0 < bounds["nats"][0] < 3.0
+    assert bounds[PERPLEXITY][0] == 1.0 and bounds["bits_per_byte"][0] == 0.0
 
 
 def test_the_file_is_a_contract_and_what_is_not_finite_is_null_in_it(tmp_path):
