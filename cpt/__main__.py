@@ -1,7 +1,7 @@
 """The program: `cpt`, `python -m cpt` and, in a checkout, `python run.py` are the same."""
 
 from cpt.core.output import open_streams
-from cpt.core.preemption import heed_imports, heed_signals
+from cpt.core.preemption import handle_signals, handle_signals_in_imports
 from cpt.core.processes import die_with_parent
 
 
@@ -9,10 +9,10 @@ def main() -> None:
     """Runs the command line. A signal ends it as preemption.py says, from here on."""
     die_with_parent()
     open_streams()
-    heed_imports()
+    handle_signals_in_imports()
     from cpt.cli import start  # Hydra: most of a second, in which signals may come
 
-    with heed_signals():
+    with handle_signals():
         start()
 
 

@@ -216,7 +216,7 @@ def write_left_out(withdrawal: Withdrawal, module: ContinualMethod, folder: Path
     path = reduced_run.stage_path(len(rows) - 1)
     path.parent.mkdir()
     save_stage(module, path)
-    record(withdrawal, folder, "left_out")
+    record_form(withdrawal, folder, "left_out")
 
 
 def write_rewound(withdrawal: Withdrawal, folder: Path) -> None:
@@ -233,10 +233,10 @@ def write_rewound(withdrawal: Withdrawal, folder: Path) -> None:
     source = find_run_with_stage(withdrawal.run, scores, number - 1)
     assert source is not None  # else this form is not possible
     copy_stage(reduced_run, source, number - 1)
-    record(withdrawal, folder, "continued")
+    record_form(withdrawal, folder, "continued")
 
 
-def record(withdrawal: Withdrawal, folder: Path, form: str) -> None:
+def record_form(withdrawal: Withdrawal, folder: Path, form: str) -> None:
     record_withdrawal(
         folder,
         withdrawal.run.path,

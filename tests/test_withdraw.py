@@ -13,7 +13,7 @@ from cpt.adapters.domain_store import DomainParams, Router, Scope
 from cpt.evaluation.derived_rows import DerivedRow
 from cpt.trainer.checkpoint import load_stage
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.withdrawal import begins_as, drop_source, is_constant, is_source, why_not_left_out
+from cpt.trainer.withdrawal import drop_source, has_rows_of, is_constant, is_source, why_not_left_out
 from tests.runs.reading import assert_same_bits, same_state, scores_of, state_of, times
 from tests.support.campaign import run_few
 
@@ -239,9 +239,9 @@ def test_the_run_that_was_extended_has_the_stage_before(small, start, tmp_path):
     assert_same_bits(tmp_path / "out", tmp_path / "first")
 
     scores = scores_of(tmp_path / "first")
-    assert begins_as(scores_of(tmp_path / "second"), scores)
+    assert has_rows_of(scores_of(tmp_path / "second"), scores)
     scores.nll[1][0] += 1e-9
-    assert not begins_as(scores_of(tmp_path / "second"), scores)
+    assert not has_rows_of(scores_of(tmp_path / "second"), scores)
 
 
 def test_what_cannot_be_given_back_is_refused_in_one_line(small, start, tmp_path, capsys):

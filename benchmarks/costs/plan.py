@@ -37,7 +37,7 @@ from torch import Tensor
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.core.cache import make_once
 from cpt.core.distributed import to_local
-from cpt.core.memory import forget_peak, peak, trim_heap
+from cpt.core.memory import read_peak_bytes, reset_peak_bytes, trim_heap
 from cpt.models import loading
 from cpt.trainer.base_model import make_base
 from cpt.trainer.build import build_data, build_method, read_corpora
@@ -224,7 +224,7 @@ def train(checkpoint: Path, changes: list[str], options: argparse.Namespace) -> 
     arguments = machine.lightning_arguments(plan.trainer)
     trainer = make_trainer(arguments, label="steps", steps=NUM_STEPS, callbacks=[monitor])
     trim_heap()
-    forget_peak(CPU)
+    reset_peak_bytes(CPU)
     trainer.fit(method, datamodule=data)
     drop_optimizer(trainer)
     method.zero_grad()
@@ -280,7 +280,7 @@ class StepMonitor(Callback):
         if FIRST_TIMED_STEP < step <= PROFILED_STEP:
             self.seconds.append(time.thread_time() - self.start_time)
         if step == FIRST_TIMED_STEP:
-            self.resident = peak(CPU)
+            self.resident = read_peak_bytes(CPU)
         if FIRST_TIMED_STEP <= step <= PROFILED_STEP:
             self.computed.append(self.compute_step())
         if step == PROFILED_STEP:

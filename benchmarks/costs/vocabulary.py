@@ -21,7 +21,7 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.nn.functional import linear_cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cpt.core.memory import forget_peak, keep_freed_blocks, peak, trim_heap
+from cpt.core.memory import keep_freed_blocks, read_peak_bytes, reset_peak_bytes, trim_heap
 from cpt.data.collate import Batch, label_batch
 from cpt.models import chunked_head
 from cpt.models.chunked_head import WeightedLoss, make_nll
@@ -200,10 +200,10 @@ def measure_peak(
     device = torch.device("cpu")
     model.zero_grad()
     trim_heap()
-    forget_peak(device)
-    bytes_before = peak(device)
+    reset_peak_bytes(device)
+    bytes_before = read_peak_bytes(device)
     run_pass(model, batch, name, kind=kind, is_16_bit=options.bf16)
-    return peak(device) - bytes_before
+    return read_peak_bytes(device) - bytes_before
 
 
 def main() -> None:

@@ -386,7 +386,7 @@ def extend_to_newest(model: nn.Module, scope: Scope) -> Scope:
     parameters: set[int] = set()
     for name, mixture in find_mixtures(model).items():
         if mixture.groups:
-            maps += newest_maps(name, mixture)
+            maps += list_newest_layers(name, mixture)
             parameters.add(id(mixture.groups[-1].router))
         else:
             maps += mixture.ffn_layers
@@ -397,7 +397,7 @@ def extend_to_newest(model: nn.Module, scope: Scope) -> Scope:
     return Scope((*scope.names, *names), (*scope.maps, *maps))
 
 
-def newest_maps(name: str, mixture: MoELayer) -> list[Projection]:
+def list_newest_layers(name: str, mixture: MoELayer) -> list[Projection]:
     """The linear layers of the newest experts of a mixture of this name."""
     last = len(mixture.groups) - 1
     maps = []

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from cpt.core.errors import find_reason
-from cpt.core.preemption import check_signals, children, leave_all, notice
+from cpt.core.preemption import check_signals, leave_all, list_child_processes, notice
 from cpt.core.processes import is_distributed, rank_and_world
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def leave_together(where: str = "") -> None:
 def fail_together(message: str) -> NoReturn:
     """Raises ValueError; every process calls this with the message."""
     # Else Lightning would kill this process as soon as one that it started has ended, before the message.
-    children(release=True)
+    list_child_processes(release=True)
     raise ValueError(message)
 
 

@@ -115,16 +115,16 @@ def list_limit_files(groups: Path, *, root: Path) -> list[Path]:
     return paths
 
 
-def forget_peak(device: torch.device) -> None:
-    """From now on, `peak` is that of what comes."""
+def reset_peak_bytes(device: torch.device) -> None:
+    """Starts the peak of `read_peak_bytes` anew."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif LINUX:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak(device: torch.device) -> int:
-    """The most bytes since: of a GPU, what was allocated; of a CPU, what the process held."""
+def read_peak_bytes(device: torch.device) -> int:
+    """The most bytes since `reset_peak_bytes`: allocated on a GPU, or held by the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if LINUX:

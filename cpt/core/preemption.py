@@ -68,7 +68,7 @@ def is_waited_for() -> bool:
     """Whether other processes would hang, or be killed, if this one left alone."""
     is_started_by_others = is_started_by_torchrun() or is_slurm_task()
     is_rank_of_lightning = "LOCAL_RANK" in os.environ and not is_started_by_others
-    return is_distributed() or is_rank_of_lightning or bool(children())
+    return is_distributed() or is_rank_of_lightning or bool(list_child_processes())
 
 
 def together_s() -> float:
@@ -84,13 +84,13 @@ def watch_signals(received: socket.socket) -> None:
         if numbers[0] in SIGNALS and signal.getsignal(numbers[0]) == notice.receive:
             first = first or time.monotonic()
             if time.monotonic() - first > together_s():
-                for child in children():
+                for child in list_child_processes():
                     child.kill()
                 os._exit(128 + numbers[0])
 
 
 @contextmanager
-def heed_signals() -> Iterator[None]:
+def handle_signals() -> Iterator[None]:
     """Within, SIGNALS end the program by one line and the exit code GO_ON; those ignored (nohup) stay so."""
     # Python's own part of a signal waits for libraries; what it writes to a socket does not.
     receiving, sending = socket.socketpair()
@@ -109,7 +109,7 @@ def heed_signals() -> Iterator[None]:
             print(f"cpt: {leaving}", file=sys.stderr, flush=True)
         # The others save what they have learned too: they are killed only if that takes too long.
         deadline = time.monotonic() + CHILDREN_S
-        for child in children():
+        for child in list_child_processes():
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except TimeoutExpired:
@@ -135,8 +135,8 @@ def leave_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def heed_imports() -> None:
-    """Until `heed_signals`, while libraries are imported: SIGNALS end the program with the code GO_ON."""
+def handle_signals_in_imports() -> None:
+    """Until `handle_signals`, while libraries are imported: SIGNALS end the program with the code GO_ON."""
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
         if is_waited_for():
@@ -170,7 +170,7 @@ def check_signals(where: str = "") -> None:
 
 def leave_all(number: int, where: str = "") -> None:
     """Leaves with all other processes, which know of the signal as well."""
-    children(release=True)
+    list_child_processes(release=True)
     raise Preempted(number, where)
 
 
@@ -183,7 +183,7 @@ def ignore_signals(worker: int = 0) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
-def children(*, release: bool = False) -> list[Popen]:
+def list_child_processes(*, release: bool = False) -> list[Popen]:
     """The other processes of the run that this one has started. Lightning's thread kills this process as soon
     as one of them ends with a code: those that it is to `release` may end with GO_ON from now on."""
     threads: list[Any] = []

@@ -21,17 +21,17 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 SPINS = "10000"  # times that a thread of OpenMP looks for work before it sleeps: many slow other runs
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def is_first_process() -> bool:
     """Whether this is the process that writes."""
-    return not stray_ranks()
+    return not find_stray_ranks()
 
 
-def stray_ranks() -> str:
+def find_stray_ranks() -> str:
     """The environment variables that make this another process than the first, as NAME=VALUE."""
     variables = []
     for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID", "NODE_RANK"):

@@ -45,7 +45,7 @@ def sample_keys(stream: int | np.ndarray, samples: np.ndarray) -> np.ndarray:
     return mix_bits(mix_bits(stream) ^ (to_uint64(samples) * GOLDEN_GAMMA))
 
 
-def draws(keys: np.ndarray, length: int, *, stream: int) -> np.ndarray:
+def draw_uniforms(keys: np.ndarray, length: int, *, stream: int) -> np.ndarray:
     """Uniform numbers in [0, 1), [B, length] float64: row b depends on keys[b] and `stream` only."""
     row_keys = mix_bits(keys + to_uint64(stream) * GOLDEN_GAMMA)
     words = mix_bits(row_keys[:, None] ^ (np.arange(length, dtype=np.uint64) * GOLDEN_GAMMA))

@@ -185,7 +185,7 @@ class HeldOutSpans:
         return text_indices, key_indices
 
 
-def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
     """Texts by batches of a bounded number and size."""
     batch: list[str] = []
     size = 0
@@ -219,7 +219,7 @@ def count_near_duplicates(
         delay=DELAY,
     ) as progress:
         # Every n-th batch, so that the sample is of the whole text and not of its beginning.
-        for number, batch in enumerate(batches(training)):
+        for number, batch in enumerate(batch_texts(training)):
             if number % stride == 0:
                 num_matches += spans.compare(batch)
                 num_read += len(batch)

@@ -62,17 +62,17 @@ class Separator:
     is_doubtful: bool = False
 
 
-def default_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def find_default_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id that ends a text, if the tokenizer does not put one itself: its eos, else its sep, else None."""
     if frame_of(tokenizer)[1]:
         return None
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
 
-def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def find_terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The id to append to an example: none if the tokenizer ends it itself. Raises ValueError for a tokenizer
     that has none."""
-    end = default_end(tokenizer)
+    end = find_default_end(tokenizer)
     if end is None and not frame_of(tokenizer)[1]:
         raise ValueError(
             f"the tokenizer {tokenizer.name_or_path} has no token to separate documents. "
@@ -94,7 +94,7 @@ def choose_separator(
     if frame_of(tokenizer)[1]:
         return Separator(ids=(), description="none in addition to what the tokenizer puts after each text")
 
-    (default,) = terminator(tokenizer)
+    (default,) = find_terminator(tokenizer)
     token = str(tokenizer.convert_ids_to_tokens(default))
     if token in DOCUMENT_ENDS or not ends_turns(tokenizer, token):
         return Separator((default,), f"{token}, the eos of the tokenizer")

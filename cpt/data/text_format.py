@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
 from cpt.core.exceptions import InvalidOptionError
-from cpt.data.separator import choose_separator, default_end
+from cpt.data.separator import choose_separator, find_default_end
 from cpt.data.sources.base import SPLIT, TextOptions
 from cpt.data.text_encoder import TextEncoder, frame_of
 from cpt.data.tokenizer_hash import rows_digest
@@ -46,7 +46,7 @@ class TextFormat:
     def conditions(self) -> dict[str, str]:
         """What of the format makes losses incomparable with those of the usual one, for scores.json."""
         conditions = {}
-        if self.separator and self.separator[0] != default_end(self.tokenizer):
+        if self.separator and self.separator[0] != find_default_end(self.tokenizer):
             conditions["separator"] = self.name_of(self.separator[0])
         if not self.separator and not frame_of(self.tokenizer)[1]:
             conditions["separator"] = "none"

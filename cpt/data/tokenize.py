@@ -26,7 +26,7 @@ from cpt.core.config import digest
 from cpt.core.files import file_hash, sync, write_atomically
 from cpt.core.heartbeat import DELAY, progress_bar
 from cpt.core.preemption import ignore_signals
-from cpt.core.processes import cores
+from cpt.core.processes import count_cores
 from cpt.data.corpus import Corpus
 from cpt.data.number_files import smallest_type
 from cpt.data.sources.base import PARSE
@@ -188,7 +188,7 @@ def tokenize_corpus(
     processes make, None: one per core."""
     size = corpus.facts["bytes"][split]
     shards = max(1, min(corpus.facts["documents"][split], size // SHARD))
-    processes = min(workers or cores(), shards)
+    processes = min(workers or count_cores(), shards)
     make_shard: Callable[[int], Path] = partial(
         tokenize_shard,
         corpus=corpus,

@@ -27,7 +27,7 @@ from cpt.data.chats import Answer, ChatCounts, ChatEncoder, ids_within, sequence
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
 from cpt.data.packing import PADDING, Packed, padding_id
-from cpt.data.separator import terminator
+from cpt.data.separator import find_terminator
 from cpt.data.sources.base import NONE, SPLIT, Encoding
 from cpt.data.sources.chats import SYSTEM
 from cpt.data.sources.examples import (
@@ -349,7 +349,7 @@ class Encoder:
 
     @cached_property
     def ending(self) -> list[int]:
-        return self.frame[1] or terminator(self.tokenizer)
+        return self.frame[1] or find_terminator(self.tokenizer)
 
     def answer_of(self, text: str, question: list[int], joint_ids: list[int]) -> list[int]:
         """The ids of an answer: what follows the question in `joint_ids`, which are those of both; its own

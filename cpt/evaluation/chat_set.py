@@ -61,7 +61,7 @@ def find_chat_files(options: ChatOptions) -> list[Path]:
 def find_files_below(folder: Path) -> list[Path]:
     """The files of a folder, in their order. Raises ValueError where there are none."""
     try:
-        return files.files_of(folder)
+        return files.list_text_files(folder)
     except files.NoTextFileError as error:
         raise make_path_error(folder, reason="no file of the folder has JSON lines") from error
 
@@ -77,7 +77,7 @@ def stamp_chats(options: ChatOptions) -> str:
     each installation writes the file again."""
     if options.path is None:
         return file_hash(SHIPPED)
-    return digest(files.stamps(find_chat_files(options)))
+    return digest(files.stamp_files(find_chat_files(options)))
 
 
 def read_chats(options: ChatOptions) -> list[HeldOutChat]:

@@ -51,6 +51,7 @@ class DerivedRow:
     def load(cls, path: Path) -> DerivedRow:
         """Raises ValueError for a damaged file."""
         try:
+            # Files of earlier versions lack the first two.
             values = {"chats": {}, "run_chats": {}, **json.loads(path.read_text(encoding="utf-8"))}
             check_types(values, get_type_hints(cls))
             return cls(**values)

@@ -351,7 +351,7 @@ class FileTasks(TaskSource):
         paths: list[Path] = []
         for split in FILE_SPLITS:
             paths += self.files(name, split)
-        return text_files.stamps(paths)
+        return text_files.stamp_files(paths)
 
     def examples(self, name: str, split: str) -> Iterator[tuple[LabelledExample, Mapping[str, Any]]]:
         """Each example of the files of a split, with the row of the file from which it was made."""
@@ -440,7 +440,7 @@ class HubTasks(TaskSource):
     def fingerprint(self, name: str) -> Any:
         options = self.values(name)
         local_files = [path for path in sorted(Path(options["path"]).rglob("*")) if path.is_file()]
-        return [options["path"], options.get("name"), text_files.stamps(local_files)]
+        return [options["path"], options.get("name"), text_files.stamp_files(local_files)]
 
     def read(self, name: str, split: str) -> list[LabelledExample]:
         import datasets  # seconds, which only this source has to wait for

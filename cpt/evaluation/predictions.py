@@ -131,7 +131,7 @@ def find_answers_file(folder: Path, rows: Sequence[str], row: int, task: str) ->
     return answers_file(Path(folder) / "answers" / f"{row:03d}-{rows[row]}", task)
 
 
-def rows_asked(task: Mapping[str, Any]) -> list[int]:
+def list_asked_rows(task: Mapping[str, Any]) -> list[int]:
     """The rows in which a task was asked."""
     values = task["measures"][head_of(task)]
     return [row for row, value in enumerate(values) if value is not None]

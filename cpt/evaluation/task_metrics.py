@@ -63,7 +63,7 @@ def headline_scores(endtasks: Mapping[str, Any]) -> Array:
     return np.stack(columns, axis=1)
 
 
-def over_seeds(scores: Array) -> Array:
+def average_seeds(scores: Array) -> Array:
     """[row, task, seed] to A as [row, task]: the mean over the seeds there are; nan without any."""
     is_measured = np.isfinite(scores)
     counts = is_measured.sum(-1)
@@ -74,7 +74,7 @@ def over_seeds(scores: Array) -> Array:
 def sd_over_seeds(scores: Array) -> Array:
     """[row, task, seed] to [row, task]: standard deviation over seeds (n - 1); nan below two of them."""
     counts = np.isfinite(scores).sum(-1)
-    squares = np.nansum((scores - over_seeds(scores)[..., None]) ** 2, -1)
+    squares = np.nansum((scores - average_seeds(scores)[..., None]) ** 2, -1)
     return np.where(counts > 1, np.sqrt(squares / np.maximum(counts - 1, 1)), np.nan)
 
 
@@ -136,12 +136,12 @@ def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict
     `when: diagonal`, which measures no last model."""
     if not endtasks:
         return {}
-    scores = over_seeds(headline_scores(endtasks))
+    scores = average_seeds(headline_scores(endtasks))
     tasks = endtasks["tasks"]
 
     summary = {}
     if endtasks["when"] != "diagonal":
-        accuracy = over_seeds(score_array(endtasks, "accuracy"))
+        accuracy = average_seeds(score_array(endtasks, "accuracy"))
         summary["MF1"] = pick_final(scores).mean()
         summary["Acc"] = pick_final(accuracy).mean()
     summary["forward"] = pick_just_learned(scores, rows, tasks).mean()
@@ -446,7 +446,7 @@ def describe_task(name: str, task: Mapping[str, Any]) -> str:
     return f"{name} ({task['metric']}, {shots}{limit}, version {task['version']})"
 
 
-def last_value(task: Mapping[str, Any]) -> tuple[int, float] | None:
+def find_last_value(task: Mapping[str, Any]) -> tuple[int, float] | None:
     """The last row in which a task of the harness was measured, and its value there; None for none."""
     measured = [(row, value) for row, value in enumerate(task["values"]) if value is not None]
     return measured[-1] if measured else None

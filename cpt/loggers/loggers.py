@@ -24,7 +24,7 @@ from cpt.loggers.metric_names import MetricNames
 from cpt.loggers.stage_logger import StageLogger
 from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, choose_identifier, files_in
 from cpt.reporting.formats import label_run, list_names, split_variant
-from cpt.reporting.frames import stage_points, summarize_scores
+from cpt.reporting.frames import list_stage_points, summarize_scores
 
 log = logging.getLogger(__name__)
 LONGEST_NAME = 80  # characters of a run's name
@@ -159,7 +159,7 @@ def enter_domain(loggers: Sequence[Logger], domain: str, *, stage: int, tokens: 
 def log_stage(loggers: Sequence[Logger], scores: Scores) -> None:
     """Logs the last row of the matrix and the costs of the run so far, by `stage`."""
     row = len(scores.rows) - 1
-    points = {name: value for name, value in stage_points(scores, row).items() if name != "stage"}
+    points = {name: value for name, value in list_stage_points(scores, row).items() if name != "stage"}
     for logger in loggers:
         if isinstance(logger, StageLogger):
             logger.log_row(scores, row)

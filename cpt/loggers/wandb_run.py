@@ -24,7 +24,7 @@ from cpt.loggers.wandb_environment import WandbLabels, WandbPlace, choose_entity
 from cpt.reporting import frames, run_figures
 from cpt.reporting.comparability import read_base_hash
 from cpt.reporting.formats import label_run
-from cpt.reporting.frames import escape_name, stage_points
+from cpt.reporting.frames import escape_name, list_stage_points
 
 log = logging.getLogger(__name__)
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -56,7 +56,7 @@ class WandbCurves(WandbLogger, StageLogger):
         self.curves.enter(domain, stage=stage, tokens=tokens)
 
     def log_row(self, scores: Scores, row: int) -> None:
-        self.curves.run.log(stage_points(scores, row))
+        self.curves.run.log(list_stage_points(scores, row))
 
     def log_result(self, scores: Scores, *, folder: Path) -> None:
         publish(self.curves.run, scores, folder=folder)
@@ -302,8 +302,8 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     run.config.update({"cpt": facts}, allow_val_change=True)
     run.summary.update(frames.choose_headlines(scores))
 
-    points = frames.task_points(scores)
-    for point in (*points, *frames.chat_points(scores), *frames.divergence_points(scores)):
+    points = frames.list_task_points(scores)
+    for point in (*points, *frames.list_chat_points(scores), *frames.list_divergence_points(scores)):
         run.log(point)
     logged: dict[str, wandb.Table | wandb.Html] = {}
     for table_name, frame in frames.tabulate(scores).items():

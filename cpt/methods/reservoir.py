@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from cpt.core.distributed import all_reduce_sum, gather_shards
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import rank_and_world
-from cpt.core.randomness import draws, key, permute, sample_keys
+from cpt.core.randomness import draw_uniforms, key, permute, sample_keys
 from cpt.data.collate import UNSCORED, Batch, label_batch, labels_of
 from cpt.data.packing import PADDING
 from cpt.gradient_masks.base import Constraint, Step
@@ -130,7 +130,7 @@ class Reservoir(nn.Module):
         num_slots = len(process_slots)
         numbers = np.arange(count) + self.rebalance_and_count()
         keys = sample_keys(key(self.seed, "reservoir", rank, world), numbers)
-        uniforms = draws(keys, 1, stream=0)[:, 0]
+        uniforms = draw_uniforms(keys, 1, stream=0)[:, 0]
 
         # Sample k, from 0, fills the process's slot k while there is one. A later sample draws a position
         # below k + 1, and is stored if it is one of a slot: with probability num_slots / (k + 1).

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.processes import is_first_process
-from cpt.core.randomness import draws, key, sample_keys
+from cpt.core.randomness import draw_uniforms, key, sample_keys
 from cpt.data.collate import Batch, inputs_of, output_ids
 from cpt.data.demonstrations import Demonstration
 from cpt.evaluation.finetune import find_max_length
@@ -164,7 +164,7 @@ class SDFT(ContinualMethod):
     def sample(self, questions: Sequence[Question], *, limit: int, end: int) -> list[list[int]]:
         """Answers of at most `limit` tokens to some questions."""
         keys = np.array([question.key for question in questions])
-        uniforms = torch.from_numpy(draws(keys, limit, stream=key("tokens")))
+        uniforms = torch.from_numpy(draw_uniforms(keys, limit, stream=key("tokens")))
         sampling = Sampling(
             temperature=self.options.temperature,
             top_p=self.options.top_p,
@@ -261,7 +261,7 @@ def find_questions(batch: Batch, stream: int) -> list[Question]:
         last_column = int(row_columns[-1])
         example_key = np.array([key(*input_ids[row, : last_column + 1].tolist())], np.uint64)
         row_key = sample_keys(stream, example_key)
-        answer_index = int(draws(row_key, 1, stream=key("answer"))[0, 0] * len(begins))
+        answer_index = int(draw_uniforms(row_key, 1, stream=key("answer"))[0, 0] * len(begins))
 
         begin = begins[answer_index]
         answer = row_targets[begin : ends[answer_index]].tolist()

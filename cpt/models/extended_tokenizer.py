@@ -82,18 +82,18 @@ def find_step_misfits(definition: Mapping[str, Any], own_definition: Mapping[str
     """Yields which steps before the model differ, of two serialized fast tokenizers."""
     for key, step in TEXT_STEPS.items():
         if definition[key] != own_definition[key]:
-            kinds = [kind_of(definition[key]), kind_of(own_definition[key])]
+            kinds = [find_step_kind(definition[key]), find_step_kind(own_definition[key])]
             detail = "with other options" if kinds[0] == kinds[1] else f"instead of {kinds[1]}"
             yield f"its {step} is {kinds[0]} {detail}"
 
 
-def kind_of(step: Mapping[str, Any] | None) -> str:
+def find_step_kind(step: Mapping[str, Any] | None) -> str:
     """The kind of a step of a fast tokenizer, in a sequence those of its parts."""
     if step is None:
         return "none"
     parts = step.get("normalizers") or step.get("pretokenizers")
     if parts:
-        return "+".join(kind_of(part) for part in parts)
+        return "+".join(find_step_kind(part) for part in parts)
     return str(step["type"])
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.randomness import draws
+from cpt.core.randomness import draw_uniforms
 from cpt.data.collate import UNSCORED, Batch, Rows, Sharing, Sizes, label_batch
 from cpt.models.block_attention import make_inputs, split_samples
 from cpt.models.chunked_head import Logits, WeightedLoss, make_nll, run_model, sum_losses
@@ -170,11 +170,11 @@ class Masked(Objective):
         ids = rows.ids
         length = ids.shape[1]
         is_text = rows.is_token & ~np.isin(ids, self.special_ids)
-        lottery = np.where(is_text, draws(rows.keys, length, stream=0), 2.0)  # draws are below 1
+        lottery = np.where(is_text, draw_uniforms(rows.keys, length, stream=0), 2.0)  # draws are below 1
         is_predicted = mark_lowest(lottery, self.scored(Sizes(is_text.sum(1), rows.lengths)))
 
-        corruption = draws(rows.keys, length, stream=1)
-        choices = (draws(rows.keys, length, stream=2) * len(self.plain_ids)).astype(np.int64)
+        corruption = draw_uniforms(rows.keys, length, stream=1)
+        choices = (draw_uniforms(rows.keys, length, stream=2) * len(self.plain_ids)).astype(np.int64)
         inputs = np.where(is_predicted & (corruption < 0.8), self.mask_id, ids)
         is_random = is_predicted & (corruption >= 0.8) & (corruption < 0.9)
         inputs = np.where(is_random, self.plain_ids[choices], inputs)
@@ -545,7 +545,7 @@ def draw_composition(keys: np.ndarray, totals: np.ndarray, parts: np.ndarray, *,
     num_rows = len(totals)
     num_gaps = int(totals.max(initial=1)) - 1
     is_gap = np.arange(num_gaps) < (totals - 1)[:, None]
-    lottery = np.where(is_gap, draws(keys, num_gaps, stream=stream), 2.0)
+    lottery = np.where(is_gap, draw_uniforms(keys, num_gaps, stream=stream), 2.0)
     is_cut = mark_lowest(lottery, parts - 1)
 
     # Each unit counts for its part, whose number is that of the cuts before it.

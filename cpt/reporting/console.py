@@ -7,7 +7,7 @@ from pandas import DataFrame
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
-from cpt.evaluation.task_metrics import describe_task, last_value
+from cpt.evaluation.task_metrics import describe_task, find_last_value
 from cpt.reporting.chat_tables import describe_chats
 from cpt.reporting.divergence_tables import describe_divergence
 from cpt.reporting.formats import (
@@ -117,7 +117,7 @@ def describe_benchmarks(scores: Scores) -> list[str]:
     """The last value of each task of the harness, and that of the base."""
     descriptions = []
     for name, task in scores.benchmarks.get("tasks", {}).items():
-        last = last_value(task)
+        last = find_last_value(task)
         if last is not None:
             _, value = last
             base = format_or_dash(task["values"][0], format_decimals)

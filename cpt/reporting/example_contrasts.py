@@ -148,7 +148,7 @@ def read_answers(task: Task, runs: Sequence[MeasuredRun], damage_messages: list[
     without the file is left out; a message for each damaged file is appended to `damage_messages`."""
     examples: ExamplesByRun = {}
     for run in runs:
-        last_row = predictions.rows_asked(run.scores.answers["tasks"][task.name])[-1]
+        last_row = predictions.list_asked_rows(run.scores.answers["tasks"][task.name])[-1]
         try:
             path = predictions.find_answers_file(run.folder, run.scores.rows, last_row, task.name)
             examples[run, NO_SEED] = predictions.mark_answers(path, task.measure)

@@ -238,7 +238,7 @@ def list_task_means(scores: Scores) -> ReportedValues:
 
     for metric in task_metrics.ENDTASK_METRICS:
         cube = task_metrics.score_array(endtasks, metric)
-        means = task_metrics.over_seeds(cube)
+        means = task_metrics.average_seeds(cube)
         deviations = task_metrics.sd_over_seeds(cube)
         final = task_metrics.pick_final(means)
         just_learned = task_metrics.pick_just_learned(means, scores.rows, endtasks["tasks"])
@@ -315,32 +315,34 @@ def list_chats(scores: Scores) -> ReportedValues:
     for name, (nll_key, rise_key) in losses.items():
         for stage, value in enumerate(chats.get(nll_key, ())):
             if value is not None:
-                key = key_of_chats(name, stage, chats[nll_key])
-                yield chat_value(scores, stage, name, value, unit="nats", key=key)
+                key = choose_chat_key(name, stage, chats[nll_key])
+                yield make_chat_value(scores, stage, name, value, unit="nats", key=key)
         for stage, rise in enumerate(chats.get(rise_key, ())):
             if rise is not None:
-                key = key_of_chats(rise_key, stage, chats[rise_key])
+                key = choose_chat_key(rise_key, stage, chats[rise_key])
                 mean, low, high = rise
-                yield chat_value(scores, stage, rise_key, mean, unit="nats", key=key, low=low, high=high)
+                yield make_chat_value(scores, stage, rise_key, mean, unit="nats", key=key, low=low, high=high)
 
     for stage, answers in enumerate(chats.get("answers", ())):
         if answers is None:
             continue
         for measure, value in answers["measures"].items():
             unit = "tokens" if measure == "tokens" else "share"
-            key = key_of_chats(measure, stage, chats["answers"])
-            yield chat_value(scores, stage, measure, value, unit=unit, key=key)
+            key = choose_chat_key(measure, stage, chats["answers"])
+            yield make_chat_value(scores, stage, measure, value, unit=unit, key=key)
         for measure, (mean, low, high) in answers["changes"].items():
             unit = "tokens" if measure == "tokens" else "share"
             name = f"{measure}/change"
-            key = key_of_chats(name, stage, chats["answers"])
-            yield chat_value(scores, stage, name, mean, unit=unit, key=key, low=low, high=high)
+            key = choose_chat_key(name, stage, chats["answers"])
+            yield make_chat_value(scores, stage, name, mean, unit=unit, key=key, low=low, high=high)
         if answers["newly_broken"] is not None:
-            key = key_of_chats("newly_broken", stage, chats["answers"])
-            yield chat_value(scores, stage, "newly_broken", answers["newly_broken"], unit="answers", key=key)
+            key = choose_chat_key("newly_broken", stage, chats["answers"])
+            yield make_chat_value(
+                scores, stage, "newly_broken", answers["newly_broken"], unit="answers", key=key
+            )
 
 
-def key_of_chats(measure: str, stage: int, values: Sequence[Any]) -> str | None:
+def choose_chat_key(measure: str, stage: int, values: Sequence[Any]) -> str | None:
     """The key of a measure in a row: that of the last row that was measured, or of the base; None between."""
     last = max(row for row, value in enumerate(values) if value is not None)
     if stage == last:
@@ -348,7 +350,7 @@ def key_of_chats(measure: str, stage: int, values: Sequence[Any]) -> str | None:
     return f"chat/{measure}/base" if stage == 0 else None
 
 
-def chat_value(
+def make_chat_value(
     scores: Scores,
     stage: int,
     metric: str,
@@ -403,7 +405,7 @@ def list_divergences(scores: Scores) -> ReportedValues:
 def list_benchmarks(scores: Scores) -> ReportedValues:
     """Each task of the lm-evaluation-harness by row; the interval is normal, 1.96 standard errors."""
     for name, task in scores.benchmarks.get("tasks", {}).items():
-        last = task_metrics.last_value(task)
+        last = task_metrics.find_last_value(task)
         if last is None:
             continue
         last_stage, _ = last
@@ -536,7 +538,7 @@ def find_matrices(scores: Scores) -> dict[str, DataFrame]:
         matrices["answers"] = label_matrix(task_metrics.matrix_of(answers), scores, list(answers["tasks"]))
     endtasks = scores.endtasks
     if endtasks:
-        shares = task_metrics.over_seeds(task_metrics.headline_scores(endtasks))
+        shares = task_metrics.average_seeds(task_metrics.headline_scores(endtasks))
         matrices["endtasks"] = label_matrix(shares, scores, endtasks["tasks"])
     return matrices
 
@@ -575,7 +577,7 @@ def mean_so_far(scores: Scores, row: int) -> float:
         return float(np.exp(scores.row_losses(row)[columns]).mean())
 
 
-def stage_points(scores: Scores, row: int) -> dict[str, float]:
+def list_stage_points(scores: Scores, row: int) -> dict[str, float]:
     """The points of a row over `stage`: `ppl/TEXT`, `nats/TEXT` and `bits_per_byte/TEXT`; of `stages/…`
     `mean_perplexity` is over the domains learned so far, `tokens`, `flops` and `seconds` are sums so far, the
     others of the stage itself."""
@@ -602,7 +604,7 @@ def stage_points(scores: Scores, row: int) -> dict[str, float]:
     return points
 
 
-def chat_points(scores: Scores) -> list[dict[str, float]]:
+def list_chat_points(scores: Scores) -> list[dict[str, float]]:
     """The points of the losses on held-out chats and on the base's answers over `stage`."""
     points = []
     for stage in range(len(scores.rows)):
@@ -616,7 +618,7 @@ def chat_points(scores: Scores) -> list[dict[str, float]]:
     return points
 
 
-def divergence_points(scores: Scores) -> list[dict[str, float]]:
+def list_divergence_points(scores: Scores) -> list[dict[str, float]]:
     """The points of the divergence from the base over `stage`: `kl/TEXT`, one for each row that has some."""
     points = []
     for stage, estimates in enumerate(scores.divergence.get("kl", [])):
@@ -629,7 +631,7 @@ def divergence_points(scores: Scores) -> list[dict[str, float]]:
     return points
 
 
-def task_points(scores: Scores) -> list[dict[str, float]]:
+def list_task_points(scores: Scores) -> list[dict[str, float]]:
     """The points of the end tasks over `stage`, one for each row in which some were measured: `tasks/TASK`, a
     share of 1 in the task's own metric, a mean over seeds."""
     task_scores = find_matrices(scores).get("endtasks", DataFrame())  # [row, task]

@@ -32,7 +32,7 @@ from cpt.core.heartbeat import State, record_exit, utc_now
 from cpt.core.messages import count_noun
 from cpt.core.naming import RunIdentity, as_written, distinguish_runs, quote
 from cpt.core.preemption import GO_ON
-from cpt.core.processes import JOB, PARENT, cores
+from cpt.core.processes import JOB, PARENT, count_cores
 from cpt.core.resolved import resolve_job
 from cpt.core.secrets import redact_override
 from cpt.evaluation.task_metrics import run_objective
@@ -378,14 +378,14 @@ def divide_machine(
         else:  # -1 and a list stand for all
             devices_per_job = max(devices_per_job, len(gpus))
 
-    max_at_once = max(1, (len(gpus) or cores()) // devices_per_job)
+    max_at_once = max(1, (len(gpus) or count_cores()) // devices_per_job)
     num_at_once = min(jobs or max_at_once, len(configs))
     num_processes = num_at_once * devices_per_job
 
     variables = {}
     thread_variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
     if threads is not None or not any(name in os.environ for name in thread_variables):
-        num_threads = threads or max(1, cores() // num_processes)
+        num_threads = threads or max(1, count_cores() // num_processes)
         variables = dict.fromkeys(thread_variables, str(num_threads))
     if num_processes > 1:  # threads that wait by spinning halve the speed of the other processes
         variables["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from transformers import PretrainedConfig
 
-from cpt.core.processes import cores, is_first_process
+from cpt.core.processes import count_cores, is_first_process
 from cpt.models.fast_kernels import drops_attention
 from cpt.trainer.compile_choice import choose_compilation
 from cpt.trainer.options import BF16, FP16_MIXED, Precision, Strategy, TrainerOptions
@@ -104,7 +104,7 @@ def choose_num_workers(options: TrainerOptions, devices: Any) -> int:
     num_devices = num_gpus
     if isinstance(devices, int) and devices > 0:
         num_devices = devices
-    free_cores = cores() // num_devices - 1
+    free_cores = count_cores() // num_devices - 1
     return min(MAX_NUM_WORKERS, max(0, free_cores))
 
 

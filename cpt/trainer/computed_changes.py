@@ -106,7 +106,7 @@ class ChangeSearch:
             with_micro_batches = self.find_division(simulated, layout, limit=limit)
             if with_micro_batches is None:
                 return None
-            return first_that_fits(
+            return find_first_fitting(
                 list_evaluation_batches(with_micro_batches),
                 lambda candidate: find_memory(simulated, candidate),
                 limit=limit,
@@ -124,16 +124,17 @@ class ChangeSearch:
 
     def find_division(self, simulated: SimulatedPlan, layout: Layout, *, limit: int) -> Layout | None:
         """The layout with as many micro-batches as it takes for a step to fit; None if it never does."""
-        return first_that_fits(
+        return find_first_fitting(
             list_divided_layouts(simulated.plan, layout),
             lambda candidate: {STEP: find_step_memory(simulated, candidate)},
             limit=limit,
         )
 
 
-def first_that_fits(
+def find_first_fitting(
     layouts: Iterator[Layout], find: Callable[[Layout], Memory], *, limit: int
 ) -> Layout | None:
+    """The first layout whose memory is at most `limit` bytes; None if none is."""
     for layout in layouts:
         if find_peak_bytes(find(layout)) <= limit:
             return layout

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers import PreTrainedModel
 
 from cpt.core.distributed import is_sharded, to_local
-from cpt.core.memory import forget_peak, peak, trim_heap
+from cpt.core.memory import read_peak_bytes, reset_peak_bytes, trim_heap
 from cpt.core.processes import rank_and_world
 from cpt.data.collate import Batch
 from cpt.evaluation.scores import StageCosts
@@ -206,7 +206,7 @@ class CostMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trim_heap()
-        forget_peak(trainer.strategy.root_device)
+        reset_peak_bytes(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.start_point(trainer.global_step)
@@ -261,7 +261,7 @@ class CostMonitor(Callback):
         module.log(f"train/tokens/{domain}", float(self.tokens), sync_dist=True, reduce_fx="sum")
         module.log(f"train/tokens_per_s/{domain}", self.tokens_per_s, sync_dist=True, reduce_fx="sum")
         module.log(f"train/global_step/{domain}", float(self.earlier_steps + step))
-        memory = peak(module.device) / BYTES_PER_GB
+        memory = read_peak_bytes(module.device) / BYTES_PER_GB
         module.log(f"train/memory_gb/{domain}", memory, sync_dist=True, reduce_fx="max")
 
     def start_point(self, step: int) -> None:
@@ -274,7 +274,7 @@ class CostMonitor(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.stop_counting("after")
-        self.memory = max(self.memory, peak(trainer.strategy.root_device))
+        self.memory = max(self.memory, read_peak_bytes(trainer.strategy.root_device))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.stop_counting("before")

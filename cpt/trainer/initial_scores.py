@@ -11,7 +11,7 @@ import torch
 import cpt
 from cpt.core.exceptions import format_value
 from cpt.core.messages import count_noun
-from cpt.core.processes import cores
+from cpt.core.processes import count_cores
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import CONCAT
@@ -91,7 +91,7 @@ def describe_speed(plan: Plan, machine: Machine) -> dict[str, str]:
 def name_devices(machine: Machine) -> str:
     """`4 × NVIDIA H200`, `2 CPU cores`, or the kind of another device."""
     if machine.device.type == "cpu":
-        return count_noun(cores(), "CPU core")
+        return count_noun(count_cores(), "CPU core")
     name = machine.device.type
     if machine.device.type == "cuda":
         name = torch.cuda.get_device_name(machine.device)

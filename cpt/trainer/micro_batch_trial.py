@@ -10,7 +10,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 
-from cpt.core.memory import forget_peak, peak
+from cpt.core.memory import read_peak_bytes, reset_peak_bytes
 from cpt.core.messages import count_noun
 from cpt.data.corpora import Corpora
 from cpt.models.chunked_head import count_head_entries
@@ -81,7 +81,7 @@ def measure_peak(plan: Plan, machine: Machine, corpora: Corpora, base: Base, mic
     profiles = [Profile()]  # of the base, which is not trained
     for stage in data:
         profile = Profile()
-        forget_peak(machine.device)
+        reset_peak_bytes(machine.device)
         data.enter(stage)
         module.setup_stage(stage)
         module.train()
@@ -94,7 +94,7 @@ def measure_peak(plan: Plan, machine: Machine, corpora: Corpora, base: Base, mic
         with use_quick_dropout(machine.quick_dropout):
             trainer.fit(module, datamodule=data)
         drop_optimizer(trainer)
-        profile.peak = peak(machine.device)
+        profile.peak = read_peak_bytes(machine.device)
         profiles.append(profile)
 
     if num_stages == 0:  # method=none trains nothing

@@ -1,9 +1,10 @@
 """How a run leaves on a signal, and the callback by which a fit or an evaluation of Lightning does so.
 
 **Who receives the signal.** `cpt/__main__.py` installs the handlers of SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and
-SIGHUP (`heed_signals` in cpt/core/preemption.py); `make_trainer` turns Lightning's off. A handler records the
-number of the first signal in `notice`. A second signal half a second later or more ends the process as it is,
-with exit code 128 + number. Processes that load or tokenize data ignore signals: their parent ends them.
+SIGHUP (`handle_signals` in cpt/core/preemption.py); `make_trainer` turns Lightning's off. A handler records
+the number of the first signal in `notice`. A second signal, half a second later or more, ends the process at
+once, with exit code 128 + number. Processes that load or tokenize data ignore signals: their parent ends
+them.
 
 **Where the run leaves.** A process that no other one waits for leaves in the handler itself, by the exception
 `Preempted`. Within `defer_signals`, and in a run of several processes, the signal is only recorded, and all
@@ -24,7 +25,7 @@ processes leave at the next of these places:
 nothing: committed rows and results of evaluators are on disk, and what is under way is repeated.
 
 **How it ends.** W&B's run is marked as preempted (`track` in cpt/loggers/loggers.py), and progress.json gets
-the state `preempted`. `heed_signals` prints one line, for example `cpt: stopped by SIGTERM after step 3 of 50
+the state `preempted`. `handle_signals` prints one line, such as `cpt: stopped by SIGTERM after step 3 of 50
 of law; run the same command again to continue`, waits for the processes that this one has started, and ends
 with exit code 75 (EX_TEMPFAIL), on which sweeps and batch scripts start the run again. That start resumes
 with the same bits."""

@@ -18,11 +18,11 @@ from cpt.core.exceptions import InvalidOptionError, format_value
 from cpt.core.memory import keep_blocks_for_run
 from cpt.core.messages import count_noun
 from cpt.core.processes import (
-    cores,
+    count_cores,
+    find_stray_ranks,
     is_first_process,
     is_job_within_a_sweep,
     is_one_of_several,
-    stray_ranks,
 )
 from cpt.core.schema import check_names, option_types
 from cpt.core.slurm import check_task_count
@@ -163,7 +163,7 @@ def warn_of_cpu_processes(options: TrainerOptions, trainer: Trainer) -> None:
             "trainer.devices=1 is one process, trainer.accelerator=cpu omits this warning",
             trainer.num_devices,
             format_value(options.devices),
-            count_noun(cores(), "core"),
+            count_noun(count_cores(), "core"),
         )
 
 
@@ -197,7 +197,7 @@ def check_processes(plan: Plan, world_size: int) -> None:
             allowed="uniform, or one process",
         )
 
-    stray_variable = stray_ranks() if world_size == 1 else ""
+    stray_variable = find_stray_ranks() if world_size == 1 else ""
     if stray_variable:  # NAME=VALUE of the environment
         raise ValueError(
             f"{stray_variable} is invalid with one process, which would write nothing. "

@@ -13,7 +13,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from cpt.adapters.domain_store import in_memory
-from cpt.core.memory import forget_peak, peak
+from cpt.core.memory import read_peak_bytes, reset_peak_bytes
 from cpt.data.collate import Batch
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
@@ -195,14 +195,14 @@ def profile_run(
         for number, stage in enumerate([None, *short_data]):
             profile = Profile()
             profiler = Profiler(profile, CostMonitor(), importance_factor)
-            forget_peak(machine.device)
+            reset_peak_bytes(machine.device)
             if stage is not None:
                 train_stage(short_plan, machine, arguments, module, short_data, stage, profiler)
                 store_stage(plan, module, Path(folder) / f"{number:03d}.pt", profile)
             trainer = make_trainer(arguments, label="profiling evaluation", callbacks=[profiler])
             trainer.validate(module, datamodule=short_data, verbose=False)
             profile.token_s /= max(1, num_tokens)
-            profile.peak = peak(machine.device)
+            profile.peak = read_peak_bytes(machine.device)
             profile.loss = count_loss_bytes(
                 module.model, profile.num_scored, max_logits=module.objective.max_logits
             )

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
 from cpt.core.heartbeat import DELAY, HEARTBEAT, is_terminal, progress_bar
-from cpt.core.memory import peak
+from cpt.core.memory import read_peak_bytes
 from cpt.core.messages import format_duration
 from cpt.evaluation.monitor import CHAT_LOSSES
 from cpt.trainer.costs import CostMonitor
@@ -106,7 +106,7 @@ def describe_step(trainer: Any, *, rate: Any, loss_step: int) -> list[str]:
     if cost_monitor is not None and cost_monitor.tokens_per_s:
         # Of this process: the others have as many tokens on average.
         parts.append(f"{cost_monitor.tokens_per_s * trainer.world_size:,.0f} tokens/s")
-    parts.append(f"{peak(trainer.strategy.root_device) / 1e9:.1f} GB")
+    parts.append(f"{read_peak_bytes(trainer.strategy.root_device) / 1e9:.1f} GB")
 
     monitor = find_callback(trainer, Monitor)
     if monitor is not None:

@@ -288,12 +288,12 @@ def find_run_with_stage(run: RunDir, scores: Scores, number: int) -> RunDir | No
             return None
         candidate = RunDir(Path(folder))
         candidate_scores = candidate.load_scores()
-        if candidate_scores is None or not begins_as(scores, candidate_scores):
+        if candidate_scores is None or not has_rows_of(scores, candidate_scores):
             return None
     return candidate
 
 
-def begins_as(scores: Scores, earlier: Scores) -> bool:
+def has_rows_of(scores: Scores, earlier: Scores) -> bool:
     """Whether a run has the rows of an earlier one, with the same losses on the texts of both."""
     num_rows = len(earlier.rows)
     if scores.rows[:num_rows] != earlier.rows:

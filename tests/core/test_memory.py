@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from cpt.core import memory
-from cpt.core.memory import ANY_SIZE, SMALL, forget_peak, peak, return_large_in_backward, trim_heap
+from cpt.core.memory import (
+    ANY_SIZE,
+    SMALL,
+    read_peak_bytes,
+    reset_peak_bytes,
+    return_large_in_backward,
+    trim_heap,
+)
 from tests.conftest import ROOT
 
 
@@ -21,13 +28,13 @@ def test_free_memory_is_given_back_and_the_peak_is_of_what_comes():
     assert resident_bytes - psutil.Process().memory_info().rss > 2**26
 
     cpu = torch.device("cpu")
-    forget_peak(cpu)
-    first_peak = peak(cpu)
+    reset_peak_bytes(cpu)
+    first_peak = read_peak_bytes(cpu)
     torch.ones(50_000_000)
-    assert peak(cpu) >= first_peak + 190_000_000
+    assert read_peak_bytes(cpu) >= first_peak + 190_000_000
     trim_heap()  # a run in this process has set that large blocks are kept
-    forget_peak(cpu)
-    assert peak(cpu) < first_peak + 100_000_000
+    reset_peak_bytes(cpu)
+    assert read_peak_bytes(cpu) < first_peak + 100_000_000
 
 
 # In a process of its own, whose heap has no holes yet: every second tensor of 2 MiB is freed.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cpt.core.randomness import draws, key, mix_bits, permute, sample_keys
+from cpt.core.randomness import draw_uniforms, key, mix_bits, permute, sample_keys
 
 WORD = 2**64
 GOLDEN = 0x9E3779B97F4A7C15
@@ -43,16 +43,16 @@ def test_a_samples_key_is_a_function_of_stream_and_number_and_keys_do_not_meet()
 
 def test_a_draw_depends_on_its_rows_key_its_place_and_its_stream():
     keys = sample_keys(1, np.arange(20))
-    numbers = draws(keys, 11, stream=0)
+    numbers = draw_uniforms(keys, 11, stream=0)
     rows = [13, 2, 2, 7]
-    assert np.array_equal(draws(keys[rows], 11, stream=0), numbers[rows])
-    assert np.array_equal(draws(keys, 5, stream=0), numbers[:, :5])
-    assert not set(numbers.flat) & set(draws(keys, 11, stream=1).flat)
+    assert np.array_equal(draw_uniforms(keys[rows], 11, stream=0), numbers[rows])
+    assert np.array_equal(draw_uniforms(keys, 5, stream=0), numbers[:, :5])
+    assert not set(numbers.flat) & set(draw_uniforms(keys, 11, stream=1).flat)
 
     row_key = splitmix((int(keys[4]) + 2 * GOLDEN) % WORD, 1)[0]
     words = [splitmix(row_key ^ (position * GOLDEN % WORD), 1)[0] for position in range(11)]
     expected = [(word >> 11) / 2**53 for word in words]  # the upper 53 bits, as a number from 0 to 1
-    assert draws(keys, 11, stream=2)[4].tolist() == expected
+    assert draw_uniforms(keys, 11, stream=2)[4].tolist() == expected
 
 
 def test_every_item_comes_once_and_depends_on_its_position_count_and_stream():

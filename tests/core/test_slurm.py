@@ -134,8 +134,8 @@ SIGNALED = """
 import os, signal, sys, time
 from cpt.core.processes import die_with_parent
 die_with_parent()
-from cpt.core.preemption import check_signals, defer_signals, heed_signals
-with heed_signals(), defer_signals():
+from cpt.core.preemption import check_signals, defer_signals, handle_signals
+with handle_signals(), defer_signals():
     print("ready", flush=True)
     time.sleep(3)
     check_signals("after step 3")

@@ -19,7 +19,7 @@ from cpt.data.packers import NUM_OPEN_ROWS, PACKERS
 from cpt.data.packing import balance_texts
 from cpt.data.replay import Samples
 from cpt.data.sampler import stack_rows
-from cpt.data.separator import terminator
+from cpt.data.separator import find_terminator
 from cpt.data.sources.base import TextOptions
 from cpt.data.text_format import TextFormat, make_text_format
 from cpt.data.token_rows import join_ranges
@@ -94,7 +94,7 @@ def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, st
     # A text that spells a special token, as some of TRICKY do, does not give its id.
     frame_ids = set(convert_to_ids(tokenizer, [before, after, "[UNK]"]))
     assert not set(all_ids) & (special_ids - frame_ids)
-    assert terminator(tokenizer) == convert_to_ids(tokenizer, [appended])
+    assert find_terminator(tokenizer) == convert_to_ids(tokenizer, [appended])
 
     # A call that truncates leaves its settings in the tokenizer's backend.
     table = pa.table({"text": texts})
@@ -146,7 +146,7 @@ def test_a_text_is_tokenised_once_for_what_its_tokenizer_gives(tmp_path, tokeniz
     used_tokenizer(["ba de", "lo"], truncation=True, max_length=3, padding=True)
     assert tokenizer_digest(used_tokenizer) == digests["framed"]
     with pytest.raises(ValueError, match="no token to separate documents"):
-        terminator(tokenizer_with_template("$A", pad_token="<pad>"))
+        find_terminator(tokenizer_with_template("$A", pad_token="<pad>"))
 
     # A corpus that lacks documents is not packed.
     complete = write_corpus(tmp_path, make_prose(80))

@@ -49,7 +49,7 @@ def test_the_numbers_by_hand():
     metric = {"law": "macro_f1", "food": "micro_f1", "space": "accuracy"}
     assert summarise_scores(metric=metric)["MF1"] == pytest.approx((0.75 + 0.52 + 0.91) / 3)
     cube = np.array([[[0.2, NAN, 0.4], [NAN] * 3]])  # seeds are averaged, those there are
-    mean = task_metrics.over_seeds(cube)[0]
+    mean = task_metrics.average_seeds(cube)[0]
     deviation = task_metrics.sd_over_seeds(cube)[0]
     assert (mean[0], deviation[0]) == (pytest.approx(0.3), pytest.approx(np.std([0.2, 0.4], ddof=1)))
     assert np.isnan([mean[1], deviation[1], task_metrics.sd_over_seeds(cube[..., :1])[0, 0]]).all()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from cpt.data.separator import terminator
+from cpt.data.separator import find_terminator
 from cpt.models import growth, loading, vocabulary
 from cpt.models.loading import build_model, is_tied, load_model, make_skeleton, train_tokenizer
 from tests.conftest import sentences
@@ -68,7 +68,7 @@ def test_a_learned_tokenizer_reads_a_sentinel_in_a_text_as_text(span_tokenizer):
 
 def test_a_learned_tokenizer_ends_each_text_itself(span_tokenizer):
     assert span_tokenizer.decode(span_tokenizer("a", "b").input_ids) == "a</s>b</s>"
-    assert terminator(span_tokenizer) == []
+    assert find_terminator(span_tokenizer) == []
 
 
 def test_sentinels_of_mt5_are_found():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from cpt.core.memory import forget_peak, peak, trim_heap
+from cpt.core.memory import read_peak_bytes, reset_peak_bytes, trim_heap
 from cpt.models.fast_kernels import pad_head
 from cpt.models.loading import load_model
 from cpt.models.narrow_layers import (
@@ -159,9 +159,9 @@ def test_loading_holds_no_copy_in_32_bits_at_any_moment(tmp_path):
         gc.collect()
         trim_heap()
         resident_bytes = psutil.Process().memory_info().rss
-        forget_peak(cpu)
+        reset_peak_bytes(cpu)
         model = load_model(tmp_path, "causal", dtype=dtype)
-        peaks[dtype] = (peak(cpu) - resident_bytes) / stored_bytes
+        peaks[dtype] = (read_peak_bytes(cpu) - resident_bytes) / stored_bytes
         del model
     # The file is mapped into memory, and each tensor copied.
     assert peaks[torch.bfloat16] < 2.4 < peaks[torch.float32], peaks

@@ -7,7 +7,7 @@ from cpt.evaluation.chat_answers import ChatAnswer, collect_losses, summarise_ro
 from cpt.evaluation.chat_files import ANSWERS, StoredAnswers, find_chat_file, save_answers
 from cpt.reporting.chat_tables import describe_chats, find_chat_change, judge_change, list_chat_tiles
 from cpt.reporting.console import format_scores
-from cpt.reporting.frames import chat_points, summarize_scores
+from cpt.reporting.frames import list_chat_points, summarize_scores
 from cpt.reporting.load_runs import measure_run
 from cpt.reporting.model_card import write_model_card
 from cpt.reporting.run_page import write_report
@@ -121,11 +121,16 @@ def test_numbers_of_chats_are_those_of_frames_curves_and_comparisons():
     }
     assert {key: numbers[key] for key in expected} == pytest.approx(expected)
     assert numbers["chat/rise/low"] < 0.1 < numbers["chat/rise/high"]
-    assert chat_points(scores) == [
+    assert list_chat_points(scores) == [
         {"stage": 0, "stages/chat": 1.0, "stages/chat_base_answers": 1.0},
         {"stage": 2, "stages/chat": pytest.approx(1.1), "stages/chat_base_answers": pytest.approx(1.2)},
     ]
     run = make_run(chats=chats_of(0.1, 0.2))
     assert measure_run(run, None)["chat/base_answer_rise"] == pytest.approx(0.2)
     assert run.task_protocol("chats") == {"set": "s"}
-    assert list_chat_tiles(make_scores()) == [] == describe_chats(make_scores()) == chat_points(make_scores())
+    assert (
+        list_chat_tiles(make_scores())
+        == []
+        == describe_chats(make_scores())
+        == list_chat_points(make_scores())
+    )

@@ -9,7 +9,7 @@ from cpt import load_runs
 from cpt.evaluation.divergence import estimate_mean, find_mean
 from cpt.methods.lora import LoRA
 from cpt.reporting.divergence_tables import describe_divergence
-from cpt.reporting.frames import divergence_points
+from cpt.reporting.frames import list_divergence_points
 from cpt.reporting.load_runs import find_runs, measure_runs
 from cpt.trainer import divergence_evaluator
 from tests.runs.reading import assert_same_bits, read_scores, scores_of
@@ -59,7 +59,7 @@ def test_it_is_0_at_the_base_changes_no_bit_of_training_and_is_measured_by_a_lat
     assert describe_divergence(scores).startswith(f"KL(base || model), nats per token: {just_trained:.4f} [")
     assert "Divergence from the base" in (tmp_path / "run" / "report.html").read_text()
     assert "KL(base" in (tmp_path / "run" / "model" / "README.md").read_text()
-    assert divergence_points(scores)[2] == {"stage": 2} | {
+    assert list_divergence_points(scores)[2] == {"stage": 2} | {
         f"kl/{text}": estimate[0] for text, estimate in kl[2].items()
     }
     frame = load_runs(tmp_path / "run").query("kind == 'divergence'").set_index("key")

@@ -116,8 +116,8 @@ def test_all_processes_leave_and_go_on_together(rank, undisturbed, run_command, 
 # Processes without a run
 WAITING = """
 import ctypes
-from cpt.core.preemption import defer_signals, heed_signals
-with heed_signals(), defer_signals():
+from cpt.core.preemption import defer_signals, handle_signals
+with handle_signals(), defer_signals():
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)
     print("ready", flush=True)
@@ -125,25 +125,25 @@ with heed_signals(), defer_signals():
 """
 IMPORTS = """
 import os, signal, sys
-from cpt.core.preemption import heed_imports, heed_signals, notice
+from cpt.core.preemption import handle_signals_in_imports, handle_signals, notice
 if sys.argv[1] == "before":
-    heed_imports()
+    handle_signals_in_imports()
     os.kill(os.getpid(), signal.SIGTERM)
 import types
 sys.modules["torch.distributed"] = types.ModuleType("torch.distributed")  # as far as it is read in so far
-with heed_signals():
+with handle_signals():
     os.kill(os.getpid(), signal.SIGTERM)
 """
 LATE = """
 import os, signal
-from cpt.core.preemption import heed_signals
+from cpt.core.preemption import handle_signals
 
 def late(number, handler, restore=signal.signal):
     if number == signal.SIGTERM:
         os.kill(os.getpid(), number)
     restore(number, handler)
 
-with heed_signals():
+with handle_signals():
     signal.signal = late
 """
 

@@ -473,7 +473,7 @@ def test_jobs_end_with_their_sweep(number, tmp_path, monkeypatch):
 @pytest.fixture
 def nvidia_smi(monkeypatch, tmp_path):
     """Where a machine of 8 cores has the program that lists its GPUs; a test writes it."""
-    monkeypatch.setattr("cpt.sweeps.jobs.cores", lambda: 8)
+    monkeypatch.setattr("cpt.sweeps.jobs.count_cores", lambda: 8)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)

@@ -123,7 +123,7 @@ def test_what_fits_the_device_and_not_the_limit_does_not_fit():
 
 @pytest.mark.filterwarnings("ignore")
 def test_later_stages_and_other_processes_count_as_memory(small, monkeypatch):
-    monkeypatch.setattr(micro_batch_trial, "peak", lambda device: 10**9)
+    monkeypatch.setattr(micro_batch_trial, "read_peak_bytes", lambda device: 10**9)
     plan = make_plan(small("method=demix", "order=[law,food,space]"))
     corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
     base = make_base(plan.model, corpora, accelerator="cpu")

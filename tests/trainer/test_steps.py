@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from cpt.core.processes import cores
+from cpt.core.processes import count_cores
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer import auto, check_model, log_settings
 from cpt.trainer.auto import choose_devices, choose_num_workers, choose_precision
@@ -138,7 +138,7 @@ def test_rows_of_new_tokens_that_a_method_does_not_train_are_named(options, is_t
 )
 def test_strategy_auto_takes_gpus_that_share_a_batch_evenly(gpus, batch, parts, chosen, small, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(auto, "cores", lambda: 16)
+    monkeypatch.setattr(auto, "count_cores", lambda: 16)
     batches = (f"trainer.batch_size={batch}", f"trainer.accumulate_grad_batches={parts}")
     options = make_plan(small(*batches)).trainer
     devices, strategy = choose_devices(options)
@@ -160,5 +160,5 @@ def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatc
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     start(small("trainer.precision=bf16-mixed", ONE), tmp_path / "run")
     numerics = read_scores(tmp_path / "run")["numerics"]
-    assert numerics.pop("device") in (f"{cores()} CPU cores", "1 CPU core")
+    assert numerics.pop("device") in (f"{count_cores()} CPU cores", "1 CPU core")
     assert numerics == {"precision": "bf16-mixed", "attention": "eager"}

@@ -36,7 +36,7 @@ from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import read_checked_json, write_atomically, write_checked_json
 from cpt.core.heartbeat import progress_bar
 from cpt.core.processes import is_first_process, rank_and_world
-from cpt.core.randomness import draws, key, permute, sample_keys
+from cpt.core.randomness import draw_uniforms, key, permute, sample_keys
 from cpt.data import tokenized_tasks
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
@@ -44,7 +44,7 @@ from cpt.data.options import Domain
 from cpt.data.packers import ConcatPacker, PackedRows
 from cpt.data.packing import Packed, padding_id
 from cpt.data.replay import ReplayPool, ReplaySource, to_fraction
-from cpt.data.separator import default_end
+from cpt.data.separator import find_default_end
 from cpt.data.sources.base import GENERAL
 from cpt.data.sources.examples import Example
 from cpt.data.text_encoder import frame_of
@@ -170,7 +170,7 @@ class TextWriter(ReplaySource):
 
     def end_of_text(self) -> int:
         """The id that ends a text which the model writes. Raises ValueError without one."""
-        candidates = [*self.text_format.separator, *self.after_text, default_end(self.tokenizer)]
+        candidates = [*self.text_format.separator, *self.after_text, find_default_end(self.tokenizer)]
         ends = [token_id for token_id in candidates if token_id is not None]
         if not ends:
             raise InvalidOptionError(
@@ -312,7 +312,7 @@ class TextWriter(ReplaySource):
         contexts = [job.contexts[number % len(job.contexts)] for number in numbers]
         # All contexts of a job have one length. An encoder-decoder has its context in another sequence.
         max_new_tokens = self.length if self.seq2seq else self.length - len(contexts[0])
-        uniforms = draws(sample_keys(job.stream, numbers), max_new_tokens, stream=key("tokens"))
+        uniforms = draw_uniforms(sample_keys(job.stream, numbers), max_new_tokens, stream=key("tokens"))
 
         samples = []
         drawn = sample_texts(model, contexts, torch.from_numpy(uniforms), sampling=self.sampling)

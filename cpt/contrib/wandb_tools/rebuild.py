@@ -36,7 +36,7 @@ from cpt.loggers.wandb_environment import (
     store_identifier,
 )
 from cpt.loggers.wandb_run import AXES, TRAINING, Curves, init_wandb, publish
-from cpt.reporting.frames import stage_points
+from cpt.reporting.frames import list_stage_points
 from cpt.reporting.load_runs import find_runs
 
 log = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ def rebuild(
                 last_row = -1
                 log_curves(run, scores, curves)
             for row in range(last_row + 1, len(scores.rows)):
-                run.log(stage_points(scores, row))
+                run.log(list_stage_points(scores, row))
             publish(run, scores, folder=path)
         is_failed = not scores.run["finished"]
     finally:

@@ -27,7 +27,7 @@ from cpt.core.randomness import key
 from cpt.core.schema import Allowed, Text, config, option
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.examples import RawExample
-from cpt.data.sources.files import stamps
+from cpt.data.sources.files import stamp_files
 
 log = logging.getLogger(__name__)
 GENERAL_PACKAGES = ("stdlib", "numpy")
@@ -139,7 +139,7 @@ def stamp_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Any:
     paths: list[Path] = []
     for package in packages:
         paths += modules(package)
-    return stamps(paths)
+    return stamp_files(paths)
 
 
 def log_general_docs(reason: str) -> None:

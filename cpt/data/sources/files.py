@@ -84,7 +84,7 @@ def find_cause_message(error: BaseException) -> str:
     return " ".join(str(error).split()) if error.__cause__ is None else find_cause_message(error.__cause__)
 
 
-def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+def stamp_files(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     """Files with their sizes and times: other values, other text. A link counts by its own name too, which
     says its split and its kind."""
     values = []
@@ -357,7 +357,7 @@ def refuse_dangling(path: Path, *, remedy: str) -> None:
         )
 
 
-def files_of(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:
+def list_text_files(folder: Path, *, ignored: Callable[[Path], bool] | None = None) -> list[Path]:
     """The text files below a folder, in the order they are read; raises ValueError as `find_text_files`."""
     return find_text_files(folder, ignored=ignored).text
 

@@ -18,7 +18,7 @@ from cpt.core.schema import Count, Options, Text, config, option, read_options
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import log_general_docs, read_docs, stamp_docs
 from cpt.data.sources.examples import BadExamples, OnBadExample, reject_record
-from cpt.data.sources.files import find_cause_message, splits_by_name, stamps
+from cpt.data.sources.files import find_cause_message, splits_by_name, stamp_files
 from cpt.data.sources.readers import Oddities, clean_documents, column_texts
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,8 @@ class Hub(Source):
         entry = self.entry(name)
         if entry is None:
             return stamp_docs()
-        values = [self.column, entry, stamps(local_files(entry))]
+        values = [self.column, entry, stamp_files(local_files(entry))]
+        # Only with `skip` may a text lack some of its examples.
         if self.on_bad_example == "skip":
             values.append(self.on_bad_example)
         return values

@@ -37,7 +37,7 @@ from cpt.data.sources.files import (
     find_text_files,
     naming_file,
     split_of,
-    stamps,
+    stamp_files,
 )
 from cpt.data.sources.hub import READ_ERRORS, open_set
 from cpt.data.sources.readers import (
@@ -46,7 +46,7 @@ from cpt.data.sources.readers import (
     choose_unit,
     clean_documents,
     column_texts,
-    documents_of,
+    read_file_documents,
     table_rows,
 )
 
@@ -157,7 +157,7 @@ class MixedReader:
             options.on_bad_example,
         ]
         if options.is_local:
-            values.append(stamps(self.find_files()))
+            values.append(stamp_files(self.find_files()))
         return ["replay.sources", values]
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
@@ -208,7 +208,7 @@ class MixedReader:
         unit = choose_unit([path for path in paths if find_suffix(path) == ".txt"])
         for path in paths:
             with naming_file(path):
-                yield from documents_of(
+                yield from read_file_documents(
                     path,
                     column=options.column,
                     column_option=f"{self.section}.column",

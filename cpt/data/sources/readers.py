@@ -145,7 +145,9 @@ def read_folder(
             split = split_of(path.relative_to(folder)) or "train"
             unit = "file" if find_suffix(path) == ".md" and document == "auto" else plain_unit
             with naming_file(path), naming_others(files.text):
-                for text in documents_of(path, column=column, unit=unit, oddities=oddities, reject=reject):
+                for text in read_file_documents(
+                    path, column=column, unit=unit, oddities=oddities, reject=reject
+                ):
                     progress.update(len(text))
                     yield split, text
             progress.update(end - progress.n)  # sizes are estimates
@@ -233,7 +235,7 @@ def count_paragraph_lines(text: Iterable[str]) -> list[int]:
     return counts
 
 
-def documents_of(
+def read_file_documents(
     path: Path,
     *,
     column: str,

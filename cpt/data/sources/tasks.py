@@ -64,7 +64,7 @@ CHATS_FORMAT = 3  # raise it when other turns are read of the same files
 TEMPLATE_FIELDS = set(FIELDS) - {"instruction", "text"}  # that the template fills in itself
 
 
-def named_split(name: str) -> str | None:
+def find_named_split(name: str) -> str | None:
     """dev, test or train, by the words in the name of a file or folder, or in a path; None where they say no
     split. Of several the last that is held out: test examples are not trained on."""
     splits = [SPLIT_WORDS[word] for word in re.findall(r"[^\W\d_]+", name.lower()) if word in SPLIT_WORDS]
@@ -127,7 +127,7 @@ def find_superni(root: Path) -> Iterator[tuple[str, str | None, Path]]:
 def find_alpaca(root: Path) -> Iterator[tuple[str, str | None, Path]]:
     """{train,dev,test}/task.json, with twins in _T5: Feng et al., ACL 2025."""
     for path in sorted(root.glob("*/*.json")):
-        split = named_split(path.parent.name)
+        split = find_named_split(path.parent.name)
         if split and not path.stem.endswith("_T5"):
             yield path.stem, split, path
 
@@ -136,7 +136,7 @@ def find_fewshot(root: Path) -> Iterator[tuple[str, str | None, Path]]:
     """dataset/draw/{train,valid,test}.txt, the draws together: LFPT5, ICLR 2022."""
     for path in sorted(root.glob("*/*/*.txt")):
         name = path.parents[1].name.removesuffix("_csv")
-        yield RENAMED.get(name, name), named_split(path.stem), path
+        yield RENAMED.get(name, name), find_named_split(path.stem), path
 
 
 def find_in_folders(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]]:
@@ -147,7 +147,7 @@ def find_in_folders(root: Path, layout: str) -> Iterator[tuple[str, str | None, 
             for path in sorted(text_files.walk(entry)):
                 if text_files.find_suffix(path) in suffixes_of(layout):
                     text_files.refuse_unreadable(path)
-                    yield entry.name, named_split(str(path.relative_to(entry))), path
+                    yield entry.name, find_named_split(str(path.relative_to(entry))), path
         elif text_files.find_suffix(entry) in suffixes_of(layout):
             if is_split_file(entry):
                 raise ValueError(
@@ -672,7 +672,7 @@ class Tasks(Source):
             folder = self.general_folder
             if folder is None:
                 return docstrings.stamp_docs()
-            return text_files.stamps(text_files.files_of(folder))
+            return text_files.stamp_files(text_files.list_text_files(folder))
 
         options: list[Any] = [
             dict(self.template),
@@ -689,14 +689,14 @@ class Tasks(Source):
 
         if self.root is None:
             packages = docstrings.TASK_PACKAGES[name]
-            package_stamps = [text_files.stamps(docstrings.modules(package)) for package in packages]
+            package_stamps = [text_files.stamp_files(docstrings.modules(package)) for package in packages]
             sizes = [docstrings.TASK_CLASSES, docstrings.TASK_EXAMPLES, package_stamps]
             return [options, self.class_limit, sizes]
         paths = [path for _, path in self.read_files(name)]
         labels_path = self.labels_of(name)
         if labels_path is not None:
             paths.append(labels_path)
-        return [options, self.class_limit, text_files.stamps(paths)]
+        return [options, self.class_limit, text_files.stamp_files(paths)]
 
 
 def refuse_answer(answer: str, where: str, choices: Sequence[str]) -> BadExampleError:

@@ -24,15 +24,15 @@ from cpt.data.sources.files import (
     NoTextFileError,
     UnknownKindError,
     UnusableFileError,
-    files_of,
     find_suffix,
     format_file_names,
     format_ignore,
+    list_text_files,
     naming_file,
     refuse_dangling,
     split_of,
     split_words,
-    stamps,
+    stamp_files,
     walk,
 )
 from cpt.data.sources.readers import check_encodings, read_folder
@@ -150,7 +150,7 @@ class Texts(Source):
             if folder is None:
                 continue
             try:
-                files[folder] = files_of(folder, ignored=self.ignored)
+                files[folder] = list_text_files(folder, ignored=self.ignored)
             except UnknownKindError as error:
                 unknown_kinds += error.paths
             except UnusableFileError as error:
@@ -258,7 +258,12 @@ class Texts(Source):
         folder = self.folder_of(name)
         if folder is None:
             return stamp_docs()
-        values = [self.column_of(name), self.document, stamps(files_of(folder, ignored=self.ignored))]
+        values = [
+            self.column_of(name),
+            self.document,
+            stamp_files(list_text_files(folder, ignored=self.ignored)),
+        ]
+        # Only with `skip` may a text lack some of its examples.
         if self.on_bad_example == "skip":
             values.append(self.on_bad_example)
         return values

@@ -24,7 +24,7 @@ from cpt.contrib.generative_replay.writer import (
     sample_file,
 )
 from cpt.core.files import read_checked_json, write_checked_json
-from cpt.core.randomness import draws, key, sample_keys
+from cpt.core.randomness import draw_uniforms, key, sample_keys
 from cpt.data.packing import Packed
 from cpt.data.token_rows import ArrowRows
 from cpt.models.generation import Sampling, sample_texts
@@ -201,7 +201,9 @@ def model():
 
 
 def numbers(count):
-    return torch.from_numpy(draws(sample_keys(key("texts"), np.arange(count)), 20, stream=key("tokens")))
+    return torch.from_numpy(
+        draw_uniforms(sample_keys(key("texts"), np.arange(count)), 20, stream=key("tokens"))
+    )
 
 
 def sample_by_hand(model, context, uniforms, sampling):
