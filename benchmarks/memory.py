@@ -181,9 +181,11 @@ def main() -> None:
     parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all runs")
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
     options = parser.parse_args()
+
     if options.model is not None:
         options.sizes = [options.model.name]
         options.config = ["model.pretraining.head_steps=0", *options.config]
+
     print(ROW.format("size", "method", "said, MiB", "needed, MiB", "ratio", ""))
     settings = {k: value for k, value in vars(options).items() if k not in ("cache", "out", "model")}
     settings["model"] = options.model and Path(options.model).name
@@ -199,6 +201,7 @@ def main() -> None:
             figures.setdefault(size, {})[method] = results
             print(format_line(size, method, results), flush=True)
         save("memory", {"options": settings, "subjects": figures, "failed": failed}, out=options.out)
+
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -126,6 +126,7 @@ def build_workload(cache: str, *overrides: str, shape: str = "roberta") -> Workl
     plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = make_base(plan.model, texts, accelerator="cpu")
+
     device = torch.device("cuda" if plan.trainer.accelerator == "gpu" else "cpu")
     config = AutoConfig.from_pretrained(start.checkpoint)
     devices, strategy = choose_devices(plan.trainer)
@@ -139,6 +140,7 @@ def build_workload(cache: str, *overrides: str, shape: str = "roberta") -> Workl
         stored_numerics={},
         base_dtype=choose_base_dtype(plan, config),
     )
+
     module = build_method(plan, machine, start).train()
     data = build_data(plan, machine, texts, start, module)
     data.enter(next(iter(data)))

@@ -76,6 +76,7 @@ def measure(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) ->
     seconds = {}
     previous_bytes = 0
     num_tokens = 0
+
     for length, packing in STEPS:
         start = count_cpu_seconds()
         packed = pack(
@@ -94,6 +95,7 @@ def measure(folder: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) ->
         num_bytes = count_bytes(folder)
         sizes[step] = (num_bytes - previous_bytes) / text_bytes
         previous_bytes = num_bytes
+
     return {
         "vocabulary": len(tokenizer),
         "text_bytes": text_bytes,
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--out", help="default: benchmarks/results/disk.json")
     options = parser.parse_args()
+
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     (ROOT / "outputs").mkdir(exist_ok=True)
     results = []
@@ -145,6 +148,7 @@ def main() -> None:
                 result = measure(folder / f"packed-{is_large}", corpus, tokenizer)
                 results.append({"lines": lines_per_document, **result})
                 print(json.dumps(results[-1]), flush=True)
+
     print("\n".join(format_lines(results)))
     settings = {"megabytes": options.megabytes, "vocabulary": options.vocabulary}
     save("disk", {"options": settings, "texts": results}, out=options.out)

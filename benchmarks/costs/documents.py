@@ -96,10 +96,12 @@ def main() -> None:
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", help="default: benchmarks/results/documents.json")
     options = parser.parse_args()
+
     (ROOT / "outputs").mkdir(exist_ok=True)
     if options.one:
         print(json.dumps(measure(options.one, options.workers)))
         return
+
     rows = []
     foreign = measure_foreign_cores()
     for documents in map(int, options.documents.split(",")):

@@ -112,6 +112,7 @@ def observe_run(folder: Path, overrides: Sequence[str], *, kill_at_row: int | No
     sights = []
     process = start_run(folder, overrides, log=folder.with_suffix(".log"))
     rows = count_rows(folder)
+
     while process.poll() is None:
         time.sleep(POLL_S)
         num_rows = count_rows(folder)
@@ -123,6 +124,7 @@ def observe_run(folder: Path, overrides: Sequence[str], *, kill_at_row: int | No
             process.send_signal(signal.SIGKILL)
             process.wait()
             return sights
+
     if process.returncode:
         raise RuntimeError(f"the run ended with {process.returncode}: see {folder.with_suffix('.log')}")
     return sights

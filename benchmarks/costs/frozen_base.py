@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=cache, help="folder of tokenized text and the model")
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
     options = parser.parse_args()
+
     model = options.model or make_checkpoint(options.cache)
     print(ROW.format("case", "training, MB", "run, MB", "CPU, s"))
     results = {}

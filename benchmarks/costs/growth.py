@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all runs")
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
     options = parser.parse_args()
+
     figures: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -147,6 +148,7 @@ def main() -> None:
                     continue
                 figures.setdefault(size, {})[method] = growth
                 print(f"{size} {method}: {growth['by_domain']['stored']:,} bytes by domain", flush=True)
+
     print("\n".join(format_lines(figures, options.domains)))
     settings = {name: value for name, value in vars(options).items() if name not in ("cache", "out")}
     save("growth", {"options": settings, "subjects": figures, "failed": failed}, out=options.out)

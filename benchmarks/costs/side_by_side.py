@@ -140,17 +140,20 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="keep the published models that are not measured")
     parser.add_argument("--published", action="store_true", help="measure nothing: write table and figure")
     options = parser.parse_args()
+
     path = Path(options.out or FILE)
     is_kept = path.exists() and (options.add or options.published)
     if options.published and not path.exists():
         parser.error(f"--published is invalid: {path} does not exist; measure first")
     shapes: dict[str, Any] = json.loads(path.read_text())["shapes"] if is_kept else {}
+
     prepare(options.threads)
     measured = [] if options.published else options.shapes
     for shape in measured:
         shapes[shape] = measure(shape, options=options)
         save("side_by_side", {"shapes": shapes}, out=options.out)
         print(format_table(shapes), flush=True)
+
     if path == FILE:
         before, _, remainder = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         page_text = f"{before}{BEGIN}\n{format_table(shapes)}\n\n{END}{remainder.partition(END)[2]}"

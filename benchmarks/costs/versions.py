@@ -118,7 +118,7 @@ class VersionRun:
                 return content
 
     def finish(self) -> Times:
-        """Waits for the end of the run: its times. Raises RuntimeError if it has failed."""
+        """Waits for the end of the run. Returns its times. Raises RuntimeError if it has failed."""
         while True:
             try:
                 kind, content = self.pipe.recv()

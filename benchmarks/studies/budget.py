@@ -55,6 +55,7 @@ def main() -> None:
         for name, rate in settings.items():
             rows.append({"seed": seed, "setting": name} | learn(options, work, name, rate, seed))
             print(rows[-1], flush=True)
+
         recorded_options = {
             name: value for name, value in vars(options).items() if name not in ("root", "work", "out")
         }

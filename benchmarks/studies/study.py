@@ -85,6 +85,7 @@ def make_study(
     """Runs what is missing of an experiment's sweeps, then writes the comparison into the folder of the runs,
     the scores (by default under the experiment's name) and the generated tables of docs/studies/PAGE.md.
     `name_orders` gives the config's `order` of published runs whose orders are not numbered."""
+
     scores = scores or experiment
     published = SCORES / f"{scores}.jsonl.gz"
     if options.add and published.exists():
@@ -96,6 +97,7 @@ def make_study(
         restore_runs(read_scores(published), options.runs, experiment, name_orders)
     if not options.report_only:
         run_sweeps(options, experiment, sweeps)
+
     loaded = find_runs([options.runs])
     runs = measure_runs([run for run in loaded.runs if run.scores.run["finished"]])
     if not runs or (not options.add and len(runs) < sum(map(len, loaded))):
