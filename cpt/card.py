@@ -25,7 +25,7 @@ from cpt.trainer.run_dir import RunDir
 NONE = "none"  # instead of an identifier: the one that was given before is forgotten
 
 
-def make_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     paragraphs = str(__doc__).split("\n\n")
     parser = argparse.ArgumentParser(prog="python -m cpt.card", description=paragraphs[1])
     add = parser.add_argument
@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = make_parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     with readable_errors():
         run = RunDir(choose_run(options.run))
         check_push_options(options)

@@ -162,7 +162,7 @@ def find_stored_file(run: RunDir, scores: Scores, *, row: int, kind: str) -> Pat
     return path
 
 
-def make_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cpt.gate", description=__doc__.split("\n\n")[1])
     unit = "nats per token, default 0"
     gain = f"least improvement of each new text; {unit}"
@@ -216,7 +216,7 @@ class Judgement:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = make_parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     with readable_errors(code=UNKNOWN):
         run = RunDir(choose_run(options.run))
         judgement = check_run(run, options)

@@ -61,7 +61,7 @@ PARTS = ("adapters", "parts.json")  # what an exported model may have apart from
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json
 
 
-def make_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     paragraphs = str(__doc__).split("\n\n")
     parser = argparse.ArgumentParser(prog="python -m cpt.graft", description=paragraphs[1])
     add = parser.add_argument
@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = make_parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     with readable_errors():
         run = RunDir(choose_run(options.run))
         folder = options.output or run.path / ROW

@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}. Allowed: what --help lists")
 
 
-def report_parser() -> Parser:
+def build_parser() -> Parser:
     parser = Parser(prog="python -m cpt.report", description="Compares the finished runs below folders.")
     add = parser.add_argument
     add("folders", nargs="*", type=Path, metavar="FOLDER", help="where to look for runs, at any depth")
@@ -70,7 +70,7 @@ def report_parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 1 if something is wrong or could not be read, 2 without a finished run."""
     try:
-        return compare_folders(report_parser().parse_args(arguments))
+        return compare_folders(build_parser().parse_args(arguments))
     except BrokenPipeError:  # cpt.core.output
         raise
     except (ValueError, OSError) as error:

@@ -80,7 +80,7 @@ class Measurement:
     counts: Counter[int]  # of the new tokens in it, by id
 
 
-def make_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     paragraphs = str(__doc__).split("\n\n")
     parser = argparse.ArgumentParser(prog="python -m cpt.vocabulary", description=paragraphs[1])
     add = parser.add_argument
@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = make_parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     with readable_errors():
         add_vocabulary(options)
     return 0

@@ -61,7 +61,7 @@ from cpt.trainer.withdrawal import (
 ROW = "withdrawn"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     paragraphs = str(__doc__).split("\n\n")
     parser = argparse.ArgumentParser(prog="python -m cpt.withdraw", description=paragraphs[1])
     add = parser.add_argument
@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = make_parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     with readable_errors():
         run = RunDir(choose_run(options.run))
         scores = load_finished_scores(run)

@@ -43,6 +43,7 @@ def train_fully(model: PreTrainedModel, modules: Sequence[str]) -> tuple[str, ..
                 reason="it has an adapter, which is merged into what it would train",
                 allowed="modules that target_modules, embeddings=true and the tuner leave as they are",
             )
+
         for parameter in parameters:
             parameter.requires_grad_(True)
             saved_ids.add(id(parameter))

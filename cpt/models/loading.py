@@ -358,6 +358,7 @@ def load_shards(
         model_class = plain_class
         if dtype != torch.float32:
             model_class = make_narrow_model_class(config, objective, dtype)
+
         sharded_class = make_sharded_class(model_class, plain_class, sharding=sharding, rows=rows)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -368,6 +369,7 @@ def load_shards(
         if is_first_process():
             log.info("Loading all weights of %s in each process: %s", checkpoint, error)
         return None
+
     model.cpu()  # moves nothing, but has FSDP register the rows that were loaded
     check_finite_weights(model, checkpoint)
     log_separate_head(model, checkpoint)

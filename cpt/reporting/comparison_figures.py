@@ -443,10 +443,12 @@ def draw_average(
         marker=style.marker,
         linestyle=style.dashes,
     )
+
     lows = table.min()
     highs = table.max()
     band = axes.fill_between(stages, lows, highs, color=style.colour, alpha=shade, linewidth=0)
     assign_group([line, band], group)
+
     texts = []
     for stage, mean, low, high in zip(stages, means, lows, highs, strict=True):
         text = f"{group} after {count_noun(stage, 'stage')}: {format_perplexity(mean)}"

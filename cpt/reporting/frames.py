@@ -412,14 +412,13 @@ def list_benchmarks(scores: Scores) -> ReportedValues:
         for stage, (value, error) in enumerate(zip(task["values"], task["errors"], strict=True)):
             if value is None:
                 continue
+
+            # The last value has the key of the task itself.
             row = scores.rows[stage]
             key = f"benchmark/{escape_name(name)}"
-            if stage == last_stage:
-                pass  # the key of the task itself
-            elif stage == 0:
-                key += "/base"
-            else:
-                key += f"/after/{escape_name(row)}"
+            if stage != last_stage:
+                key += "/base" if stage == 0 else f"/after/{escape_name(row)}"
+
             low = None
             high = None
             if error is not None:

@@ -310,6 +310,7 @@ class Collector:
                 log.info("Waiting for %s: %s", count_noun(len(open_jobs), "job"), self.progress.describe())
             if open_jobs and not self.received:
                 time.sleep(POLL_S)
+
         if self.received and (open_jobs or self.unsubmitted):
             self.leave(open_jobs, self.received[0])
 

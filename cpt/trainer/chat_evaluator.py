@@ -140,6 +140,7 @@ class ChatEvaluator(FileEvaluator):
         for request in requests:
             num_units += numbers[request] // world
             descriptions.append(f"{UNITS[request]} {numbers[request] // world}")
+
         learned = self.learned_domains(number)
         domain = self.data.domain_indices[learned[-1]] if learned else BASE  # the last one learned
         with (
