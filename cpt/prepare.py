@@ -27,7 +27,7 @@ COUNTS = ("domains", "train", "valid", "test", "MB")  # columns of the table
 
 
 class PreparedText(NamedTuple):
-    """A text of OUT: what it has, what was published of this, and the released files that are missing."""
+    """A text of OUT: its contents, the published numbers, and the released files that are missing."""
 
     name: str
     counts: Mapping[str, int]  # by COUNTS; empty where files are missing

@@ -192,8 +192,8 @@ class PlainWeights:
         return self.layer_weights[name.removeprefix(f"{layer_name}.")]
 
     def read_kept(self, name: str) -> Tensor:
-        """A weight of a layer that has the same form in the plain model, where it has the type that the layer
-        computes with."""
+        """A weight of a layer that has the same form in the plain model, in the type with which the layer
+        computes."""
         tensor = self.find_changed(name)
         if tensor is None:
             tensor = self.state[name]

@@ -238,7 +238,7 @@ def smallest_ordinary_id(model: PreTrainedModel) -> int:
 
 
 def find_special_ids(model: PreTrainedModel) -> set[int]:
-    """The ids of special tokens that a model's configuration names, such as that of padding."""
+    """The ids of special tokens in a model's configuration, such as padding."""
     ids: set[int] = set()
     for name, value in model.config.to_dict().items():
         if not name.endswith("_token_id") or value is None:

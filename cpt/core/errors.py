@@ -96,8 +96,8 @@ def find_reason(error: BaseException) -> str:
 
 
 def explain_error(error: BaseException) -> str:
-    """An error's message. Those of Hydra and OmegaConf that speak of nodes and of merging are replaced by one
-    that names the option and what is allowed."""
+    """An error's message. Messages of Hydra and OmegaConf about nodes and merging are replaced by one that
+    names the option and what is allowed."""
     if isinstance(error, HydraException):
         message = explain_hydra(error)
         if message:
@@ -167,8 +167,8 @@ def divide_choice(path: str) -> tuple[str, str]:
 
 
 def unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
-    """The message for a choice that a config group does not have, with the one that other libraries and
-    papers call by this name, or with the option that takes a path, and with what lists all choices."""
+    """The message for a choice that a config group does not have. It suggests the choice that other libraries
+    and papers call by this name, or the option that takes a path, and says how to list all choices."""
     meant = foreign_names.find_choice(group, name)
     if meant not in choices:
         meant = ""

@@ -86,8 +86,8 @@ class RunIdentity:
 
 
 def distinguish_runs(runs: Sequence[RunIdentity]) -> list[str]:
-    """Distinct names for runs that have one name: with the fewest parts of their paths that tell them apart,
-    else with a hash of what was chosen."""
+    """Distinct names for runs that have one name: with the fewest parts of their paths that differ, else with
+    a hash of the choices."""
     for num_path_parts in range(2, max(run.num_path_parts() for run in runs) + 1):
         names = [run.name(num_path_parts=num_path_parts) for run in runs]
         if len(set(names)) == len(runs):

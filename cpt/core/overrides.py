@@ -33,7 +33,7 @@ set_values = ConfigLoaderImpl._apply_overrides_to_config
 
 
 def set_values_and_mappings(overrides: Sequence[Override], cfg: DictConfig) -> None:
-    """Hydra's function that sets the values of a config, but for open mappings, which it would merge."""
+    """Hydra's function that sets the values of a config, except open mappings, which it would merge."""
     for override in overrides:
         if replaces_mapping(override, cfg):
             OmegaConf.update(cfg, override.key_or_group, override.value(), merge=False)

@@ -63,8 +63,8 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def is_job_within_a_sweep() -> bool:
-    """Whether a launcher of Hydra's plugins runs this job as a call in a process of its own, whose command
-    line, if any, is that of the sweep. cpt's launchers start the command of a single run."""
+    """Whether a launcher of Hydra's plugins runs this job as a call in its own process, whose command line,
+    if any, is the sweep's. cpt's launchers start the command of a single run."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 

@@ -277,8 +277,8 @@ def environment_variable(name: str, default: Any = NO_DEFAULT) -> str | None:
 
 @contextmanager
 def collecting_variables() -> Iterator[list[str]]:
-    """A list that fills with the names of the environment variables that `${oc.env:NAME}` reads inside the
-    context, once for each time that one is read."""
+    """Yields a list to which the name of an environment variable is added each time that `${oc.env:NAME}`
+    reads it inside the context."""
     names: list[str] = []
     token = collected_variables.set(names)
     try:

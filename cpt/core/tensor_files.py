@@ -47,8 +47,8 @@ class TensorWriter:
         self.file.close()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes the values of a tensor, from any device. Raises ValueError where its type or shape is not
-        that of the layout."""
+        """Writes the values of a tensor, from any device. Raises ValueError if its type or shape differs from
+        the layout."""
         expected = self.layout[name]
         if tensor.dtype != expected.dtype or tensor.shape != expected.shape:
             raise ValueError(

@@ -377,8 +377,8 @@ class ReplayPool:
 
 @dataclass(frozen=True, kw_only=True)
 class SourcePool(ReplayPool):
-    """A source of `replay.sources` in one stage. What it draws continues where the stages before have ended,
-    so that its epochs, and their limit, are those of the run."""
+    """A source of `replay.sources` in one stage. Its draws continue where the earlier stages ended, so that
+    its epochs and their limit are of the whole run."""
 
     source_share: SourceShare
     stage_samples: int  # of the stage, with those that replay displaces

@@ -112,8 +112,8 @@ class TextEncoder:
 
     @cached_property
     def control_ids(self) -> set[int]:
-        """The special ids that ordinary text must not have: all but that of the unknown token, which stands
-        for text that the tokenizer does not know."""
+        """The special ids that ordinary text must not have: all except the unknown token, which replaces text
+        that the tokenizer does not know."""
         return {*self.special_ids.values()} - {unknown_id(self.tokenizer)}
 
     @cached_property

@@ -264,8 +264,8 @@ class Encoder:
         return self.cut_last_question(example, num_tokens=num_tokens)
 
     def cut_last_question(self, example: Example, *, num_tokens: int) -> Example:
-        """A chat of `num_tokens`, of which one exchange is left, with as many tokens cut at the end of its
-        question as it is too long. Raises BadExampleError where the question has no more than these."""
+        """A chat with one exchange of too many tokens, `num_tokens`: its question is cut at the end until the
+        chat fits. Raises BadExampleError where the question has no more than these."""
         # turns[-1] is the answer, turns[-2] its question, unless that is the system message or another turn
         # of the assistant: these may not be cut.
         turns = list(example.turns)
@@ -352,8 +352,8 @@ class Encoder:
         return self.frame[1] or find_terminator(self.tokenizer)
 
     def answer_of(self, text: str, question: list[int], joint_ids: list[int]) -> list[int]:
-        """The ids of an answer: what follows the question in `joint_ids`, which are those of both; its own
-        where a token spans both."""
+        """The ids of an answer: what follows the question in `joint_ids`, the ids of both; its own where a
+        token spans both."""
         if self.seq2seq:
             ids = self.text_encoder.encode_target(text)
             return ids if self.frame[1] else [*ids, *self.ending]
@@ -570,7 +570,7 @@ def read_batches(documents: Dataset, *, title: str) -> Iterator[list[Example]]:
 def find_longest(
     batches: Iterable[Sequence[Example]], encoder: Encoder, *, skip_option: str
 ) -> BadExampleError:
-    """The error of the longest of the examples that do not fit, of which there is at least one."""
+    """The error of the longest example that does not fit; there is at least one."""
     bad = BadExamples(is_skipping=True)
     for examples in batches:
         for _ in encoder.encode_all(examples, bad=bad):

@@ -23,7 +23,7 @@ SHIPPED = Path(__file__).with_name("default_chats.jsonl")
 
 @dataclass(frozen=True)
 class HeldOutChat:
-    """A chat that ends with an answer of the assistant, and what is expected of what a model writes there."""
+    """A chat that ends with an answer of the assistant, and what is expected of a model's answer."""
 
     example: Example
     expect: tuple[str, ...] = ()  # texts that the answer has to contain
@@ -126,8 +126,8 @@ def read_expected(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 def choose_language(row: Mapping[str, Any], chat: HeldOutChat) -> str:
-    """The language in which a chat is to be answered: `language` of its row, as for a translation; else that
-    of its own answer, or of the question where the answer is too short to tell. Raises ValueError for a
+    """The language in which a chat is to be answered: `language` of its row, as for a translation; else the
+    language of its own answer, or of the question if the answer is too short to tell. Raises ValueError for a
     language that is not recognized: every answer would count as one in another language."""
     language = row.get("language")
     if language:

@@ -24,8 +24,7 @@ def collect_divergences(
     stages: Sequence[Sequence[str]],
 ) -> dict[str, Any]:
     """A DivergenceKeys of what was measured, by row and text. `stages` are the texts of each stage.
-    `estimates` are those by row and text that have been made before, which take long for many rows; new ones
-    are added."""
+    `estimates` are the earlier ones, by row and text, which take long for many rows; new ones are added."""
     means: list[dict[str, Estimate]] = []
     for number, documents_by_text in enumerate(rows):
         for text, documents in documents_by_text.items():

@@ -397,8 +397,8 @@ def bootstrap(
     averaged_columns: Mapping[str, Sequence[int]] | None = None,
     levels: Collection[str] = (),
 ) -> Intervals:
-    """The 2.5 and 97.5 percentiles of what is computed of a matrix [..., row, column] of means, over draws of
-    what the means are of: per column sums [row, item] and counts [item]. An item is drawn for all rows.
+    """The 2.5 and 97.5 percentiles of the values that are computed from a matrix [..., row, column] of means,
+    over draws of the samples: per column sums [row, item] and counts [item]. An item is drawn for all rows.
 
     The percentiles of few items are too narrow. `adjusted`: with less freedom than MIN_BOOTSTRAP_ITEMS of one
     column have, or with fewer than MIN_ITEMS_PER_COLUMN items in a column (their harmonic mean), Student's t

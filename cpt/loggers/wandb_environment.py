@@ -49,8 +49,8 @@ class WandbLabels:
     tags: tuple[str, ...] = ()
 
     def obey_environment(self) -> "WandbLabels":
-        """These labels with those of WANDB_NAME, WANDB_RUN_GROUP and WANDB_JOB_TYPE, which are made of other
-        options otherwise, and of WANDB_TAGS where the option `tags` is empty."""
+        """The labels, replaced by WANDB_NAME, WANDB_RUN_GROUP and WANDB_JOB_TYPE where these are set, and
+        with WANDB_TAGS if the option `tags` is empty."""
         labels = replace(
             self,
             name=os.environ.get("WANDB_NAME") or self.name,

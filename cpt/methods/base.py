@@ -173,7 +173,8 @@ class ContinualMethod(StageModule):
             return self.objective.nll(self.model, batch)
 
     def base_parameters(self) -> dict[str, Tensor]:
-        """The parameters by name with which the model is the base, but for those that stay as they are."""
+        """The parameters, by name, that turn the model into the base; those that never change are left
+        out."""
         assert self.base_weights is not None
         weights = self.base_weights.complete(self.model)
         if self.domain_params is not None:

@@ -174,8 +174,8 @@ def scope_of_ffns(model: PreTrainedModel) -> Scope:
 
 
 def check_ffns(model: PreTrainedModel, options: LifelongMoEOptions) -> None:
-    """Raises ValueError for a model whose FFNs cannot become mixtures, as those that are mixtures, and for
-    layers of unknown form that would be trained."""
+    """Raises ValueError for a model whose FFNs cannot become mixtures, such as mixtures, and for trained
+    layers of unknown form."""
     try:
         find_sublayers(model, ("neurons",))
     except ValueError as error:

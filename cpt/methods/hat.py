@@ -142,8 +142,8 @@ class HAT(GatedMethod):
     def starts_open(self) -> bool:
         """Whether a domain starts with all units open.
 
-        A pre-trained model needs its units. In adapters, whose second layer is zero at first, only the
-        regularizer moves the gates until that layer has moved, and a gate that it has closed stays closed."""
+        A pre-trained model needs its units. The second layer of an adapter is zero at first: until it has
+        moved, only the regularizer moves the gates, and a gate that it has closed stays closed."""
         return self.options.gate_init in ("auto", "open")
 
     def rates(self) -> dict[nn.Parameter, float]:

@@ -84,7 +84,7 @@ def drop_entries(task_vector: Tensor, parameter: Tensor, *, p: float, seed: int)
 
 
 def gather_parameter_rows(rows: Tensor, parameter: Tensor) -> Tensor:
-    """All rows of a tensor of which each process has those that it has of a parameter. A collective."""
+    """All rows of a tensor that is sharded like a parameter, from the rows of this process. A collective."""
     [sharded] = with_rows([rows], [parameter])
     return full_tensor(sharded)
 

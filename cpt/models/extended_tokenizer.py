@@ -41,7 +41,7 @@ def check_fit(
 
 
 def find_misfits(tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yields what of a tokenizer differs from that of the checkpoint, in words, the plainest first."""
+    """Yields the differences of a tokenizer from that of the checkpoint, in words, the plainest first."""
     if tokenizer.is_fast != own_tokenizer.is_fast:
         version = "a fast version" if tokenizer.is_fast else "no fast version"
         yield f"it has {version}, unlike that of the checkpoint"
@@ -139,8 +139,8 @@ def format_tokens(tokens: Sequence[str]) -> str:
 
 
 def describe_other_roles(tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreTrainedTokenizerBase) -> str:
-    """What a tokenizer that fits does otherwise than that of the checkpoint: the tokens around a text, those
-    of eos and the like, and the chat template. Empty for nothing."""
+    """How a fitting tokenizer differs from that of the checkpoint: the tokens around a text, those of eos and
+    the like, and the chat template. Empty for nothing."""
     differences = []
     if frame_of(tokenizer) != frame_of(own_tokenizer):
         differences.append("it puts other tokens around a text")

@@ -189,8 +189,8 @@ def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
 
 
 def zero_outputs(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
-    """Sets to zero what blocks with names of these prefixes add to what passes through them, so that they
-    leave it as it is."""
+    """Sets the outputs of blocks with these prefixes to zero, so that the blocks leave the hidden states
+    unchanged."""
     outs = [sublayer.out for sublayer in find_sublayers(model, ("heads", "neurons"))]
     for out in (*outs, *find_mixer_outs(model)):
         if out.name.startswith(tuple(prefixes)):
@@ -261,8 +261,8 @@ def insert_copies(entries: Sequence[Any], originals: Sequence[int]) -> list[Any]
 
 
 def check_block_kinds(model: PreTrainedModel, skeleton: PreTrainedModel) -> None:
-    """Raises ValueError where the blocks of a model are of other kinds than those that its configuration
-    makes in their places, as where every n-th block is of another kind."""
+    """Raises ValueError if the blocks of a model are of other kinds than its configuration makes at their
+    positions, as where every n-th block is of another kind."""
     blocks = dict(find_blocks(model))
     for name, expected_block in find_blocks(skeleton):
         for module_name, expected in expected_block.named_modules():

@@ -17,10 +17,9 @@ class PartLosses:
         self.sums: Tensor | None = None
 
     def observe(self, weighted: WeightedLoss, batch: Batch) -> WeightedLoss:
-        """The loss of a batch, which adds to these sums what is computed with it, and multiplies that by the
-        weights of the parts:
+        """The loss of a batch, multiplied by the weights of the parts; adds the losses to these sums:
 
-            L = 1/N sum_i w_i l_i,    w_i the weight of the source of token i, N all scored tokens of the step
+        L = 1/N sum_i w_i l_i,    w_i the weight of the source of token i, N all scored tokens of the step
         """
         parts = batch["parts"][batch["rows"]]  # [K]
         weights = None

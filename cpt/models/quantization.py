@@ -89,7 +89,7 @@ class QuantizedLinear(nn.Linear):
     """A frozen linear layer with a weight in 4 or 8 bits, which is dequantized for each product. As in a
     layer of torch, the product is in the precision of the input, or that of autocast.
 
-    `layer` is one of bitsandbytes, whose weight becomes that of this one."""
+    The weight is taken from `layer`, one of bitsandbytes."""
 
     # Reads the weight as it was before it was quantized; None: the quantized weight is used.
     read_original: Callable[[], Tensor] | None = None

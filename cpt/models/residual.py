@@ -343,8 +343,8 @@ def missing_tensor_error(checkpoint: Checkpoint, name: str) -> InvalidOptionErro
 def find_lost(
     run: Checkpoint, base: Checkpoint, instruct: Checkpoint, tables: VocabularyTables
 ) -> Iterator[str]:
-    """Yields the tensors of the tuned model that the run lacks. Left out are a stored head that the config
-    ties to the embedding, and tensors that are those of the base."""
+    """Yields the tensors of the tuned model that the run lacks. A stored head that the config ties to the
+    embedding is left out, and so are tensors equal to the base's."""
     used_names = {find_stored_name(instruct, name, tables) for name in run.stored.tensors}
     is_tied = bool(getattr(instruct.config.get_text_config(), "tie_word_embeddings", False))
     for name in instruct.stored.tensors:

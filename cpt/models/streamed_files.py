@@ -75,7 +75,7 @@ def write_model(folder: Path, skeleton: PreTrainedModel, read_weight: ReadWeight
 
 
 def write_index(folder: Path, shards: StateDictSplit, *, num_parameters: int) -> None:
-    """Writes the file that says which shard has which tensor, as `save_pretrained` does."""
+    """Writes the index of the tensors by shard, as `save_pretrained` does."""
     metadata = {"total_parameters": num_parameters, **shards.metadata}
     index = {"metadata": metadata, "weight_map": shards.tensor_to_filename}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"

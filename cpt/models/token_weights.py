@@ -56,7 +56,7 @@ class TokenWeights(nn.Module):
 
 
 class EntropyWeights(TokenWeights):
-    """EAFT: tokens that the model is sure of weigh little, so that what contradicts them moves it little."""
+    """EAFT: tokens of which the model is sure weigh little, so that contradicting text changes it little."""
 
     def __init__(self, options: EntropyWeightsOptions) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def top_entropy(logits: Tensor, *, k: int) -> Tensor:
 
 
 class ExcessLossSelection(TokenWeights):
-    """Rho-1: only the tokens are trained on whose loss is furthest above that of a reference model."""
+    """Rho-1: only tokens whose loss is furthest above that of a reference model are trained on."""
 
     def __init__(self, options: ExcessLossSelectionOptions) -> None:
         super().__init__()

@@ -123,8 +123,8 @@ def log_extension(
     checkpoint: str,
     rows: int,
 ) -> None:
-    """Logs what `model.tokenizer=name` adds to a checkpoint whose embedding has `rows`, and what it does
-    otherwise than the checkpoint's own."""
+    """Logs what `model.tokenizer=name` adds to a checkpoint whose embedding has `rows`, and how it differs
+    from the checkpoint's own tokenizer."""
     roles = describe_other_roles(tokenizer, own_tokenizer)
     if roles:
         log.warning("Using model.tokenizer=%s with other settings than the checkpoint's: %s", name, roles)

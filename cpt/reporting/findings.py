@@ -108,8 +108,8 @@ def list_conditions(section: RunSection) -> Block:
 
 
 def describe_bases(section: RunSection) -> str:
-    """The base of a section, and those of sections that differ from it in the base alone, with their groups
-    and the settings of the model that differ."""
+    """The base of a section, and the bases of sections that differ in nothing else, with their groups and the
+    differing settings of the model."""
     other_bases = []
     for base, groups in section.other_bases.items():
         other_bases.append(f"{base} ({list_names(groups)})")

@@ -235,7 +235,7 @@ def separate_interval(cell: str) -> Markup:
 
 
 def quote_line(line: str) -> str:
-    """A line for Markdown, which reads what is between backticks as it is."""
+    """A line quoted for Markdown, except what is between backticks, which Markdown shows unchanged."""
     parts = re.split(r"(`[^`]+`)", line)  # texts and pieces of code in turn
     for position in range(0, len(parts), 2):
         parts[position] = quote_markup(parts[position], IN_LINE)

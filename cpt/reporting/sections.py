@@ -236,7 +236,7 @@ def make_group(
     order: tuple[str, ...] | None,
     order_names: Mapping[tuple[str, ...], str],
 ) -> RunGroup:
-    """A group of runs, whose facts are those of its first run but for orders and seeds. `distinctions`: its
+    """A group of runs. Its facts, except orders and seeds, are those of its first run. `distinctions`: its
     settings, `key=value`, that not all runs of the section share. `order` is None unless each order is a
     group; `order_names` is by `run.pair[0]`, the order of a run."""
     facts = runs[0].scores.run
@@ -290,7 +290,7 @@ def describe_size(runs: Sequence[MeasuredRun]) -> str:
 
 
 def differing_settings(runs: Sequence[MeasuredRun]) -> list[str]:
-    """Settings that decide a result and in which runs differ, other than the seed and what follows it."""
+    """The settings that decide a result and differ between runs, except the seed and what follows from it."""
     runs_with_config = [run for run in runs if run.settings]
     seeds = [str(run.scores.run["seed"]) for run in runs_with_config]
     keys: set[str] = set()

@@ -203,7 +203,7 @@ def render_svg(figure: PageFigure, *, description: str, prefix: str) -> str:
 
 
 def shrink_image(element: ElementTree.Element) -> None:
-    """Writes the PNG in an element with a palette, which makes that of a large heat map a quarter as large.
+    """Writes the PNG in an element with a palette: the PNG of a large heat map becomes a quarter as large.
     One of more than 256 colours stays as it is."""
     for name, value in element.attrib.items():
         if not value.startswith(IMAGE_PREFIX):

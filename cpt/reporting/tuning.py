@@ -84,7 +84,7 @@ class FinalRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedMethod:
-    """A method's search (no trials where nothing is tuned) and its final runs, of which some may have failed.
+    """A method's search (no trials if nothing is tuned) and its final runs, some of which may have failed.
     `num_planned`: how many there were to be; None: as many as there are."""
 
     name: str

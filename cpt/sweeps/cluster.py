@@ -125,7 +125,7 @@ class SlurmQueue:
 
 
 class LocalQueue:
-    """The jobs of submitit's local executor: a job's number is that of the process that controls it."""
+    """The jobs of submitit's local executor: a job's number is the id of its controlling process."""
 
     cluster = "local"
 

@@ -16,8 +16,8 @@ PERIOD_S = 600.0  # after which a log tells again how far jobs are
 
 @dataclass
 class JobProgress:
-    """Counts the jobs that have ended, of `num_jobs`, of which `num_places` run at once. On a cluster only
-    the scheduler knows how many do (None), and no time is estimated."""
+    """Counts the jobs that have ended, out of `num_jobs`; `num_places` run at once. On a cluster only the
+    scheduler knows how many do (None), and no time is estimated."""
 
     num_jobs: int
     num_places: int | None = None

@@ -98,7 +98,7 @@ def write_model_type(folder: Path, model_type: str) -> None:
 
 
 def copy_generation_config(*, base: str, folder: Path) -> None:
-    """Replaces the generation_config.json that transformers wrote by that of the base, if it has one."""
+    """Replaces the generation_config.json of transformers by that of the base, if it has one."""
     source = source_folder(base)
     if source is not None and (source / GENERATION_CONFIG_NAME).is_file():
         shutil.copyfile(source / GENERATION_CONFIG_NAME, folder / GENERATION_CONFIG_NAME)

@@ -181,8 +181,8 @@ def describe_weights(folder: Path) -> str:
 
 
 def check_tokenizer_files(folder: Path, *, key: str) -> None:
-    """Raises ValueError for the folder of an option `key` that has no tokenizer, for which transformers would
-    make an empty one."""
+    """Raises ValueError if the folder of an option `key` has no tokenizer: transformers would make an empty
+    one."""
     for pattern in TOKENIZER_FILES:
         if any(folder.glob(pattern)):
             return

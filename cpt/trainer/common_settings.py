@@ -9,8 +9,8 @@ from cpt.trainer.run_dir import KEYS_BY_CONTENT
 
 
 def check_same_settings(plan: Plan) -> None:
-    """Raises ValueError where processes resolved options that decide the result to different values, as of a
-    resolver of the user's own that draws one. Folders of texts and bases may differ from node to node."""
+    """Raises ValueError if processes resolved options that decide the result to different values, as with a
+    user's resolver that draws them. Folders of texts and bases may differ from node to node."""
     leaves = identity(redact(plan.settings))
     settings = {key: value for key, value in leaves.items() if not is_node_local(key)}
     if len(set(gather_objects(digest(settings)))) == 1:

@@ -298,8 +298,8 @@ def choose_kind(plan: Plan) -> DeviceKind:
 
 
 def list_num_devices(plan: Plan, kind: DeviceKind) -> list[int]:
-    """The numbers of devices that a plan is computed for, with that of the config. A CPU is one device; its
-    processes are those of the config."""
+    """The numbers of devices for which a plan is computed, including that of the config. A CPU is one device;
+    its processes are those of the config."""
     numbers = set(NUM_DEVICES) if kind.is_gpu else {1}
     num_configured = count_devices(plan.trainer.devices)
     if num_configured is not None:

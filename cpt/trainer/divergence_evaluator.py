@@ -136,7 +136,7 @@ class DivergenceEvaluator(FileEvaluator):
         )
 
     def describe_difference(self, number: int, scores: Scores) -> str:
-        """The first loss of a row's file that is not that of the matrix, in words; empty where all are."""
+        """The first loss of a row's file that differs from the matrix, in words; empty where all are."""
         for text, documents in self.read_row(number).items():
             column = scores.domains.index(text)
             for field, row in (("base_nll", 0), ("nll", number)):

@@ -56,8 +56,8 @@ class KernelCall:
     num_bytes: float = field(compare=False)
 
     def scale(self, scale_size: ScaleSize, *, share: float) -> "KernelCall":
-        """The call with all sizes scaled, those of tensors and those that are arguments, which computes and
-        moves `share` of what it did."""
+        """The call with all sizes scaled, of tensors and among arguments. It computes and moves `share` of
+        what the call did."""
         return replace(
             self,
             arguments=scale_sizes(self.arguments, scale_size),

@@ -87,8 +87,8 @@ def log_kernel_layers(model: PreTrainedModel) -> None:
 
 
 def log_mask_reach(module: ContinualMethod, weights: Mapping[str, nn.Parameter], *, kind: str) -> None:
-    """Logs the share of the trained weights of the blocks that masks leave out, if they leave out some of
-    these weights, which are those of a `kind` of module."""
+    """Logs the share of the blocks' trained weights that masks leave out, if they leave out weights of this
+    `kind` of module."""
     masked_ids = set[int]()
     for mask in module.masks:
         masked_ids.update(id(weight) for weight in mask.masked_weights())

@@ -85,7 +85,7 @@ class Manifest:
 
     def compare_texts(self, plan: Plan, touched_texts: Sequence[str]) -> Iterator[str]:
         """Yields how texts differ now: of those that were touched or, with `verify_inputs=full`, of all,
-        which one process reads."""
+        which the first process reads."""
         reads_all = plan.run.verify_inputs == "full" and is_first_process()
         names = list(self.texts) if reads_all else touched_texts
         for name in names:
@@ -172,8 +172,8 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
 
 
 def reject_order(plan: Plan, run: RunDir, stored_order: Sequence[str]) -> None:
-    """Raises ValueError for a run that was started with another order than that of the plan; says how
-    further domains are added."""
+    """Raises ValueError for a run that was started with an order other than the plan's; says how further
+    domains are added."""
     new_domains = [name for name in plan.order if name not in stored_order]
     gone_domains = [name for name in stored_order if name not in plan.order]
     difference = describe_order_difference(plan.order, stored_order)

@@ -34,7 +34,7 @@ def match_operations(plan: Plan, machine: Machine, corpora: Corpora, base: Base,
     configured ones; of a run that has started, those in its `stored` file.
 
     The scale is (O_ncl - A) / O for O operations in the method's steps and A around them. Raises ValueError
-    where that leaves no step, and where several processes start at once."""
+    if that leaves no step, or if several processes start at once."""
     if plan.trainer.match is None:
         return plan
     unit, configured_size = plan.budget.option

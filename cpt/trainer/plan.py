@@ -113,8 +113,8 @@ class Plan(Sections):
 
     @property
     def measures_chats(self) -> bool:
-        """Whether chats are measured: those of a file always, those that cpt ships where the tokenizer has a
-        chat template."""
+        """Whether chats are measured: those of a file always, the shipped ones if the tokenizer has a chat
+        template."""
         if self.chats is None:
             return False
         tokenizer_source = self.model.tokenizer or self.model.name_or_path
@@ -204,8 +204,8 @@ def start_from_export(model: ModelOptions, run_folder: Path) -> ModelOptions:
 
 def read_first_config(run: RunDir | None, extend: str | None) -> Mapping[str, Any]:
     """The leaves of the config that the first start of a run stored. A new run that extends another one
-    continues with what that one stored; of other new runs it is empty. Raises ValueError for a damaged
-    file."""
+    continues with the stored config of that one; of other new runs it is empty. Raises ValueError for a
+    damaged file."""
     if run is None:
         return {}
     if extend is not None and not run.is_started():
@@ -498,8 +498,8 @@ def check_quantized_checkpoint(plan: Plan) -> None:
 
 
 def check_optimizer_kind(plan: Plan) -> None:
-    """Raises ValueError for an optimizer whose library is not installed, or which lacks what a mask or
-    sharding needs."""
+    """Raises ValueError for an optimizer whose library is not installed, or that does not support a mask or
+    sharding."""
     is_sharded = plan.trainer.strategy == "fsdp"
     kind = KINDS.get(plan.optim.target)
     if kind is None:  # another of a library, or a user's

@@ -180,8 +180,8 @@ def check_process_start(num_processes: int, devices: str) -> None:
 
 
 def check_processes(plan: Plan, world_size: int) -> None:
-    """Raises ValueError for a batch or a routing that several processes cannot share, and for a single
-    process that was started as one of several."""
+    """Raises ValueError for a batch or a routing that cannot be divided among several processes, and for a
+    single process that was started as one of several."""
     options = plan.trainer
     num_micro_batches = options.count_micro_batches(world_size)
     share_batch(options.batch_size, accumulate=num_micro_batches, world=world_size)

@@ -90,7 +90,7 @@ class ProgressBar(Callback):
 
 def describe_step(trainer: Any, *, rate: Any, loss_step: int) -> list[str]:
     """What a line says of the last step, each in a few words; what is not known yet is left out. The loss is
-    that of `loss_step`, which is named if it is an earlier one."""
+    from `loss_step`, which is named if it is an earlier step."""
     parts = []
     loss_suffix = ""
     if loss_step != trainer.global_step:

@@ -221,8 +221,9 @@ def read_loss(section: Section) -> Choice | None:
 
 
 def read_trainer(section: Section) -> TrainerOptions:
-    """The options of the trainer. Those that cpt has no name for go to lightning.Trainer, which rejects what
-    it does not know; but for those that cpt sets, and those that other values interpolate."""
+    """The options of the trainer. Options that cpt does not have go to lightning.Trainer, which rejects
+    unknown ones; those that other values interpolate are left out. Raises ValueError for those that cpt
+    sets."""
     options, further_options = section.split(TrainerOptions)
     lightning_options = {
         name: value for name, value in further_options.items() if name not in section.interpolated

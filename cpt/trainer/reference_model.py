@@ -19,8 +19,8 @@ ALLOWED = "null (the base), or the folder of a model with the tokenizer of the b
 
 
 def check_reference(folder: str, tokenizer: PreTrainedTokenizerBase | None, objective: str) -> None:
-    """Raises ValueError for a folder without a model of the `objective` (masked, causal, span), or with
-    another vocabulary than that of the `tokenizer`, unless that is not trained yet (None)."""
+    """Raises ValueError for a folder without a model of the `objective` (masked, causal, span), or whose
+    vocabulary differs from the `tokenizer` (None: not trained yet)."""
     key = "loss.reference"
     if not Path(folder).is_dir():
         raise InvalidOptionError(key, folder, reason="there is no such folder", allowed=ALLOWED)

@@ -106,7 +106,7 @@ class RunTexts:
 
     def score(self, module: ContinualMethod, *, row: str) -> dict[str, TextScore]:
         """The losses of a module on all texts of the matrix, by text. Raises ValueError for losses that are
-        not finite, and where texts are not those of the run."""
+        not finite, and for texts that have changed since the run."""
         data = build_data(self.plan, self.machine, self.corpora, self.base, module)
         self.check_conditions(data)
         matrix = MatrixEvaluator(

@@ -66,8 +66,8 @@ WEIGHT_TYPES: Mapping[Any, torch.dtype] = {"bf16-true": torch.bfloat16, "64-true
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of the tensors with one use between two steps: of those that FSDP shards, of those that each
-    process has, and of those that are offloaded to the host."""
+    """Bytes of the tensors with one use between two steps: sharded by FSDP, held by each process, and
+    offloaded to the host."""
 
     sharded: int = 0
     replicated: int = 0

@@ -293,8 +293,7 @@ def stores_on_disk(plan: Plan) -> bool:
 
 
 def find_unread(record: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The parts of a mixture, as `store_mixture` records them, that were asked for and of which a stage has
-    read no row.
+    """The requested parts of a mixture, as `store_mixture` records them, of which a stage has read no row.
 
     >>> find_unread({"new": {"asked_share": 0.99, "rows": 96}, "chat": {"asked_share": 0.01, "rows": 0}})
     ['chat']

@@ -115,8 +115,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str | None, mode: str) -> int:
     """Sends the runs to W&B (`online`), or writes RUN/rebuilt/wandb for `wandb sync` (`offline`); a run that
-    W&B knows gets what is missing, one that is still training is skipped. Returns the number of failures,
-    which are logged. Raises ValueError if W&B refuses, or accepts none."""
+    W&B has already is completed, one that is still training is skipped. Returns the number of failures, which
+    are logged. Raises ValueError if W&B refuses, or accepts none."""
     num_failed = 0
     num_sent = 0
     with logging_redirect_tqdm():

@@ -143,7 +143,7 @@ def stamp_docs(packages: Sequence[str] = GENERAL_PACKAGES) -> Any:
 
 
 def log_general_docs(reason: str) -> None:
-    """Logs that the general text is that of this module, and why: a model is then compared on text that its
+    """Logs that this module provides the general text, and why: a model is then compared on text that its
     user has not chosen."""
     log.info("General text: docstrings of Python's standard library and numpy (%s)", reason)
 

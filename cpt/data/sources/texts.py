@@ -142,7 +142,7 @@ class Texts(Source):
 
     def find_files(self, order: Sequence[str]) -> dict[Path, list[Path]]:
         """The text files of the folders of domains and general text. Raises ValueError for a folder without
-        any, and for what is not text, of which the message leaves out all kinds in all folders."""
+        text, and for files that are not text: the message leaves out all kinds of them in all folders."""
         files: dict[Path, list[Path]] = {}
         unknown_kinds: list[Path] = []
         for name in (*order, GENERAL):
