@@ -1,8 +1,9 @@
-"""The map and hooks in CONTRIBUTING.md are those of the code, texts have no banned phrase.
-`lint-imports` checks the imports."""
+"""The map and hooks in CONTRIBUTING.md are those of the code, texts have no banned phrase, names of functions
+and classes are unique. `lint-imports` checks the imports."""
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -79,6 +80,17 @@ def test_no_banned_phrase_is_written():
             for match in BANNED.finditer(without_code(text)):
                 phrases.append(f"{path.relative_to(ROOT)}:{line}: {match[0]}")
     assert phrases == []
+
+
+def test_no_function_or_class_of_the_package_has_the_name_of_another():
+    """A search for a name finds one definition; every program has its own `main` and `build_parser`."""
+    files_by_name = defaultdict(list)
+    for path in sorted(CPT.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            if is_definition and node.name not in ("main", "build_parser", "__getattr__", "__dir__"):
+                files_by_name[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in files_by_name.items() if len(files) > 1} == {}
 
 
 @cache
