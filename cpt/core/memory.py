@@ -116,7 +116,7 @@ def list_limit_files(groups: Path, *, root: Path) -> list[Path]:
 
 
 def reset_peak_bytes(device: torch.device) -> None:
-    """Starts the peak of `read_peak_bytes` anew."""
+    """Resets the peak that `read_peak_bytes` reads."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif LINUX:

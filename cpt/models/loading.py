@@ -331,7 +331,7 @@ def load_model(
 
 
 def log_separate_head(model: PreTrainedModel, checkpoint: str | Path) -> None:
-    """Logs that a head is not tied to the embedding although config.json says so."""
+    """Logs that a head is not tied to the embedding, against config.json."""
     stored_config, _ = PretrainedConfig.get_config_dict(checkpoint)
     if stored_config.get("tie_word_embeddings") is True and not is_tied(model) and is_first_process():
         log.info(
