@@ -39,6 +39,7 @@ from cpt.trainer.reduced_run import Reduction, copy_stage, replace_order, write_
 from cpt.trainer.rescored_chats import measure_run_chats
 from cpt.trainer.rescoring import (
     RunTexts,
+    known_texts,
     load_config_here,
     load_finished_scores,
     load_plan,
@@ -184,7 +185,8 @@ def write_result(
                 write_rewound(withdrawal, partial_folder)
     # Nothing is left to train: what is missing is measured, the model exported and the report written.
     reduced_run = RunDir(folder)
-    train(load_config_here(reduced_run), run_dir=folder)
+    with known_texts():
+        train(load_config_here(reduced_run), run_dir=folder)
     reduced_scores = load_finished_scores(reduced_run)
     print(f"{folder}: {describe_form(withdrawal.domain, form)}")
     print_losses(withdrawal.scores, dict(zip(reduced_scores.domains, reduced_scores.nll[-1], strict=True)))
@@ -286,7 +288,7 @@ def describe_cost(withdrawal: Withdrawal, folder: Path | None) -> str:
     command = format_withdraw_command(withdrawal, folder)
     if withdrawal.is_last:
         return f"Cost: no training; {command}"
-    with tempfile.TemporaryDirectory(dir=withdrawal.run.path.parent) as name:
+    with tempfile.TemporaryDirectory(dir=withdrawal.run.path.parent) as name, known_texts():
         reduced_run = RunDir(Path(name) / "run")
         if withdrawal.number > 1:
             write_rewound(withdrawal, reduced_run.path)

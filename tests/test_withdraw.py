@@ -10,6 +10,8 @@ from torch import nn
 
 from cpt import verify, withdraw
 from cpt.adapters.domain_store import DomainParams, Router, Scope
+from cpt.data import corpora
+from cpt.data.corpora import SharedDocuments
 from cpt.evaluation.derived_rows import DerivedRow
 from cpt.trainer.checkpoint import load_stage
 from cpt.trainer.run_dir import RunDir
@@ -38,16 +40,21 @@ def cells_of(scores, *, rows, texts):
 
 @pytest.mark.parametrize("name", run_few([*OWN_MODULES], ["lora"]))
 def test_modules_of_a_domain_are_left_out_and_all_other_cells_keep_their_bits(
-    name, small, start, tmp_path, capsys
+    name, small, start, tmp_path, capsys, caplog, monkeypatch
 ):
+    # What the run warns of in its texts, the program does not repeat.
+    monkeypatch.setattr(corpora, "find_shared", lambda texts: [SharedDocuments("law", "food", 3)])
     run = tmp_path / "run"
     routing = "routing@method.routing=domain"
     start(small(THREE, FEW, *OWN_MODULES[name], routing), run)
     before = times(run)
+    assert "Held-out documents in the training text" in caplog.text
+    caplog.clear()
     arguments = [str(run), "food", "--output", str(tmp_path / "out")]
     assert withdraw.main([*arguments, "--dry-run"]) == 0
     assert "left out    exact" in capsys.readouterr().out and not (tmp_path / "out").exists()
     assert withdraw.main(arguments) == 0
+    assert "Held-out documents" not in caplog.text
     assert {path: time for path, time in times(run).items() if "/.lock" not in path} == before
 
     scores = scores_of(run)

@@ -16,12 +16,13 @@ from cpt.trainer.chat_evaluator import ChatEvaluator, answer_chats
 from cpt.trainer.chat_losses import measure_row_losses
 from cpt.trainer.evaluator import count_units, on_device
 from cpt.trainer.evaluators import make_chat_evaluator
-from cpt.trainer.rescoring import RunTexts
+from cpt.trainer.rescoring import RunTexts, known_texts
 
 log = logging.getLogger(__name__)
 BASE_ROW = 0
 
 
+@known_texts()
 def measure_run_chats(
     texts: RunTexts, module: ContinualMethod, folder: Path, *, config: PretrainedConfig
 ) -> dict[str, Any]:

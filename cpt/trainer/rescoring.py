@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,19 @@ def load_config_here(run: RunDir) -> DictConfig:
     return config
 
 
+@contextmanager
+def known_texts() -> Iterator[None]:
+    """Within, nothing is logged of texts but errors: a run that has read them has warned of what is in them,
+    and texts that have changed since are refused."""
+    log_of_texts = logging.getLogger("cpt.data")
+    level = log_of_texts.level
+    log_of_texts.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log_of_texts.setLevel(level)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunTexts:
     """The held-out texts of a finished run, and what scores them."""
@@ -104,6 +119,7 @@ class RunTexts:
         machine = replace(self.machine, base_dtype=torch.float32)  # nothing of it is frozen
         return build_method(self.plan, machine, base)
 
+    @known_texts()
     def score(self, module: ContinualMethod, *, row: str) -> dict[str, TextScore]:
         """The losses of a module on all texts of the matrix, by text. Raises ValueError for losses that are
         not finite, and for texts that have changed since the run."""
@@ -164,6 +180,7 @@ class RunTexts:
         return derived
 
 
+@known_texts()
 def open_run_texts(run: RunDir, scores: Scores, *, needs_base: bool) -> RunTexts:
     """Reads the texts of a finished run. If it `needs_base`, one that the run made and the cache lacks is
     rebuilt. Raises ValueError for texts or a base that have changed."""
