@@ -35,6 +35,7 @@ from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.forward import find_padded_positions
 from cpt.models.fsdp import Sharding
+from cpt.models.hub_access import find_missing_host
 from cpt.models.narrow_layers import make_narrow
 from cpt.models.objectives import (
     Causal,
@@ -204,6 +205,14 @@ def load_config(checkpoint: str) -> PretrainedConfig:
             checkpoint,
             reason="it has an adapter of peft (adapter_config.json)",
             allowed="a folder of the model with it merged (peft's merge_and_unload)",
+        )
+    missing_host = None if folder.exists() else find_missing_host(checkpoint)
+    if missing_host is not None:
+        raise InvalidOptionError(
+            "model.name_or_path",
+            checkpoint,
+            reason=f"no such folder, and not loaded from the Hub: {missing_host} has no address here",
+            allowed="a folder, or a name on the Hub",
         )
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
