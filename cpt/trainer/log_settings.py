@@ -14,7 +14,6 @@ from cpt.adapters.options import PairOptions, SavedModulesOptions
 from cpt.adapters.saved_modules import saved_tensors
 from cpt.core.exceptions import format_value
 from cpt.core.messages import abbreviate, count_noun
-from cpt.core.naming import list_choices
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import NamedTensors
 from cpt.data.datamodule import DomainSequence
@@ -185,6 +184,17 @@ def find_ineffective_replay(plan: Plan) -> Iterator[str]:
         yield f"replay.past_ratio={mixture.past_ratio:g}: a single domain has no past ones"
 
 
+def find_ineffective_evaluation(plan: Plan) -> Iterator[str]:
+    """Options of evaluations that the command line sets, and that this run does not do, with the reason."""
+    keys = list_set_keys()
+    monitor_keys = [key for key in keys if key.startswith("monitor.") and key != "monitor.every"]
+    if monitor_keys and not plan.has_monitor:
+        yield f"{', '.join(monitor_keys)}: monitor.every is null"
+    writes_no_answers = plan.chats is not None and plan.chats.generate == 0
+    if "chats.max_new_tokens" in keys and writes_no_answers:
+        yield "chats.max_new_tokens: chats.generate is 0"
+
+
 def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMethod) -> Iterator[str]:
     """The options that are set and change nothing, each with the reason."""
     options = plan.trainer
@@ -198,6 +208,7 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     if checkpoint and pretraining and pretraining.get("steps"):
         yield f"model.pretraining.steps: {checkpoint} is given"
 
+    yield from find_ineffective_evaluation(plan)
     yield from find_ineffective_replay(plan)
     multiplier = plan.ignored_rate
     if multiplier not in (None, 1):
@@ -244,10 +255,15 @@ def find_undecayed_anyway(plan: Plan, module: ContinualMethod) -> list[str]:
 
 def find_new_model_keys() -> list[str]:
     """The options of a new model that the command line sets."""
-    overrides: tuple[str, ...] = ()
-    if HydraConfig.initialized():
-        overrides = tuple(HydraConfig.get().overrides.task)
-    return [key for key in list_choices(overrides) if key.startswith(NEW_MODEL_KEYS)]
+    return [key for key in list_set_keys() if key.startswith(NEW_MODEL_KEYS)]
+
+
+def list_set_keys() -> list[str]:
+    """The options that the command line sets, each once."""
+    if not HydraConfig.initialized():
+        return []
+    keys = [override.partition("=")[0].lstrip("+~") for override in HydraConfig.get().overrides.task]
+    return list(dict.fromkeys(keys))
 
 
 def keeps_weights(module: ContinualMethod) -> bool:
