@@ -109,7 +109,7 @@ def compare_folders(options: argparse.Namespace) -> int:
         print_errors(problems)
         return code or int(bool(problems))
 
-    # The page of runs of which none has finished says which there are, and how far.
+    # Without a finished run the page lists the runs and their progress.
     heading = []
     if len(sections) > 1:
         heading.append(Block(lines=[LEGENDS["sections"].format(count=len(sections))]))

@@ -131,7 +131,7 @@ def check_file(check: Callable[[Path], object], path: Path) -> Iterator[str]:
         line = " ".join(str(error).split())
         names_path = str(path.parent) in line
 
-        # Errors say themselves what to do where the same command does not help.
+        # An error says what to do where the same command does not help.
         has_remedy = re.search("; (delete|restore|read|update) ", line) is not None
         if not has_remedy and not isinstance(error, PermissionError):
             line += "; the same command rebuilds it"

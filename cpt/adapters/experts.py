@@ -392,7 +392,7 @@ def extend_to_newest(model: nn.Module, scope: Scope) -> Scope:
             maps += mixture.ffn_layers
     for projection in maps:
         parameters |= {id(parameter) for parameter in projection.module.parameters()}
-    # In the model's order, which is that of the optimizer's state.
+    # In the model's order, as in the optimizer's state.
     names = [name for name, parameter in model.named_parameters() if id(parameter) in parameters]
     return Scope((*scope.names, *names), (*scope.maps, *maps))
 

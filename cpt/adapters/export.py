@@ -29,7 +29,7 @@ from cpt.models.narrow_layers import hidden_dtype
 from cpt.models.quantization import quantized_layers
 
 PARTS_INDEX = "parts.json"
-TRUSTED_PACKAGES = ("cpt.adapters.",)  # packages of which parts.json may have an `attach…` called
+TRUSTED_PACKAGES = ("cpt.adapters.",)  # packages whose `attach…` functions parts.json may name
 
 
 def export_parts(
@@ -81,7 +81,7 @@ def plain_weights(model: PreTrainedModel, changed_weights: Mapping[str, Tensor])
     state = model.state_dict()
     for name, layer in quantized_layers(model).items():
         state[f"{name}.weight"] = layer.plain_weight(hidden_dtype(model))
-    # By address, so that what is tied to a changed weight changes with it.
+    # By address, so that weights tied to a changed one change with it.
     changes = {state[name].data_ptr(): own_storage(values) for name, values in changed_weights.items()}
 
     values_by_name = {}
@@ -107,7 +107,7 @@ def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
         raise InvalidOptionError("domain", name, allowed=", ".join(index["parts"]))
 
     model = model_class.from_pretrained(folder, trust_remote_code=False)
-    # Before the part is loaded, which has the parameters of what is attached.
+    # Before the part is loaded: it has the parameters of the attached modules.
     if index["attach"] is not None:
         attach = import_attach(index["attach"])
         attach(model, **index["options"])

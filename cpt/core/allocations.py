@@ -106,8 +106,8 @@ class AllocationTable:
             if use in self.has_use:
                 counted[self.has_use[use]] = 0
 
-        # The bytes that an operation allocates, less those that are free after the one before: their running
-        # sum is what is alive. The last entry is after all operations.
+        # The bytes that an operation allocates, less those freed after the previous one: their running sum is
+        # the bytes alive. The last entry is after all operations.
         changes = np.zeros(self.num_operations + 2, np.int64)
         np.add.at(changes, self.first, counted)
         np.subtract.at(changes, self.last + 1, counted)

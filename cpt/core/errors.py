@@ -61,8 +61,8 @@ COMPOSITION_MESSAGES = {
         "~{0} is invalid: there is no {0}, or it is null. Allowed: {0}=null"
     ),
 }
-# By config group, the options that take a path, which is {0}; in HUB_FORMS those that take a repository of
-# the Hub, where they differ.
+# By config group, the options that take a path {0}; in HUB_FORMS those that take a repository of the Hub, if
+# they differ.
 PATH_FORMS = {
     "benchmark": "benchmark=lm_eval benchmark.include={0}",
     "domains": "domains=texts domains.root={0}",
@@ -103,7 +103,7 @@ def explain_error(error: BaseException) -> str:
         if message:
             return message
 
-    # Hydra wraps what a constructor raised into errors of its own, which only say where that was.
+    # Hydra wraps the error of a constructor into its own errors, which only say where it was raised.
     while error.__cause__ is not None and isinstance(error, HydraException):
         error = error.__cause__
 

@@ -114,7 +114,7 @@ def handle_signals() -> Iterator[None]:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except TimeoutExpired:
                 child.kill()
-        if not is_one_of_several():  # among several, one that has left cannot answer what others ask at exit
+        if not is_one_of_several():  # a process that has left cannot answer the others at exit
             atexit._run_exitfuncs()
         leave_process(GO_ON)
     finally:

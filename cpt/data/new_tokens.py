@@ -23,7 +23,7 @@ WHOLE_WORDS = ("WordPiece", "Unigram")  # models that get whole words; BPE gets 
 SPACES = "▁Ġ"  # signs that stand for a blank in vocabulary entries
 MAX_WORDS = 4_000_000  # distinct words that are counted; then those seen once are dropped
 MAX_REPEATS = 10_000  # of a word in one text of the BPE trainer
-SURPLUS = 1.2  # merges that are learned for each that is wanted: some give entries that exist
+SURPLUS = 1.2  # merges learned per requested one: some give existing entries
 WORDS = "ab, cd"  # three words, of a pre-tokenizer that splits punctuation
 FIRST_SIGN = 0x10000  # characters from here on stand for tokens in the BPE trainer
 

@@ -552,7 +552,7 @@ def encode_corpus(
         (folder / COUNTS_FILE).write_text(json.dumps(asdict(counts)))
 
     folder = make_once(cache / "packed" / f"{name}-{split}-{cache_key}", make=make)
-    # Also of rows that an earlier run has made: what was cut concerns every run that trains on them.
+    # Also for rows of an earlier run: cuts concern every run that trains on them.
     counts = EncodingCounts(**json.loads((folder / COUNTS_FILE).read_text()))
     if is_first_process():
         counts.log(name, split, encoder)

@@ -43,7 +43,7 @@ from cpt.data.sources import readers
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
 # The splits of a task, with the names that cpt.data.sources.files has for them.
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}
-FINETUNE_FORMAT = 2  # counts changes of what a prediction file depends on
+FINETUNE_FORMAT = 2  # raised when the inputs of a prediction file change
 HUB_TASK = "{path: ag_news, splits: {train: train, dev: validation, test: test}}, where dev may be null"
 
 

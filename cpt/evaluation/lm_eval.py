@@ -34,7 +34,7 @@ from cpt.evaluation.options import LMEvalOptions
 from cpt.models.forward import set_mode
 
 log = logging.getLogger(__name__)
-RESULTS_FORMAT = 1  # counts changes of what a file of results depends on
+RESULTS_FORMAT = 1  # raised when the inputs of a file of results change
 # The seeds of the harness's own program: of Python's generator, and of NumPy, torch and the choice of shots.
 PYTHON_SEED = 0
 NUMPY_TORCH_SHOTS_SEED = 1234
@@ -161,7 +161,8 @@ class Harness:
             # Our own bar shows the progress.
             for method in REQUEST_METHODS:
                 setattr(lm, method, partial(getattr(lm, method), disable_tqdm=True))
-            # The harness hands each answered request to its cache, which is not used: that is where to count.
+            # The harness hands each answered request to its cache. The cache is not used, but requests can be
+            # counted there.
             lm.cache_hook = SimpleNamespace(add_partial=lambda *answered: step())
 
             results = evaluate(

@@ -33,7 +33,7 @@ CHANGE_REPLICATES = 2000
 PERPLEXITY = "perplexity"
 LEAST_LOSS = {"nats": 0.0, PERPLEXITY: 1.0, "bits_per_byte": 0.0}  # by unit
 MIN_ITEMS = 3  # documents that an interval needs
-MIN_BOOTSTRAP_ITEMS = 30  # documents of which the percentiles of a bootstrap are wide enough
+MIN_BOOTSTRAP_ITEMS = 30  # documents from which on the percentiles of a bootstrap are wide enough
 MIN_ITEMS_PER_COLUMN = 20  # the same in each of many columns
 MAX_ARRAY_SIZE = 1 << 21  # numbers that the bootstrap holds in one array
 

@@ -37,7 +37,7 @@ AUTO = "auto"
 CAP = 200_000  # tokens of each text that are scored where eval.max_tokens is not set
 EVERY = re.compile(r"every:([1-9]\d*)")
 SOME = re.compile(r"(near|sample):([1-9]\d*)")
-# Measures that a task may be reported by, and whether each is of what the model writes.
+# Measures that may be the main one of a task, and whether each is of generated answers.
 MAIN_MEASURES = {
     "accuracy_ranked": False,
     "accuracy_ranked_mean": False,

@@ -32,7 +32,7 @@ class GradientMask(nn.Module):
 
     static = False  # whether the factors are the same at every step of a domain
     limits = False  # whether gradients are computed for some rows only, so that layers are handled one by one
-    comes_first = False  # whether it changes a step before the factors, which then limit what it makes of it
+    comes_first = False  # whether it changes a step before the factors, which then limit the result
 
     def __init__(self, *, apply_to: str) -> None:
         super().__init__()

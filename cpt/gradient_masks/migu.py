@@ -156,7 +156,7 @@ class MagnitudeMask(GradientMask):
         ]
         self.row_gradients = []
         for layer, rows in zip(self.maps, self.slices, strict=True):
-            # Of an encoder-decoder, padding is that of the side whose tokens a layer reads.
+            # In an encoder-decoder, a layer has the padding of the side whose tokens it reads.
             measured = layer.module if layer.measured is None else layer.measured
             side = None if isinstance(measured, TextRowsOutput) else find_token_side(model, layer.name)
             self.hooks.append(measured.register_forward_hook(partial(self.record, rows, side)))

@@ -40,7 +40,7 @@ class ContinualMethod(StageModule):
     )
     needs_examples = False  # whether training text has to be questions with answers, read by a causal model
     needs_32_bits = False  # whether sharded weights must be in at least 32 bits
-    # Whether what no stage trains stays as it was loaded, but for `rewritten`: files of a run leave it out.
+    # Whether untrained weights, except `rewritten`, stay as they were loaded: files of a run leave them out.
     keeps_base = False
     has_base_blocks = True  # whether a block of the base has its name in the exported model, too
     takes_quantized = False  # whether the base may be quantized: no weight of its linear layers is changed
@@ -60,7 +60,7 @@ class ContinualMethod(StageModule):
         constant = self.constant_weights if self.scope is not None else []
         constant_ids = {id(parameter) for parameter in constant}
         widen(self.model, [p for p in self.model.parameters() if id(p) not in constant_ids])
-        for parameter in constant:  # FSDP takes two types of which one is trained
+        for parameter in constant:  # FSDP accepts two types if only one is trained
             parameter.requires_grad_(False)
 
     def use_domain_params(self, domain_params: DomainParams, routing: Routing) -> None:

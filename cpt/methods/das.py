@@ -126,7 +126,7 @@ class DAS(ContrastMethod):
     options: DASOptions
 
     def before_domain(self, importance_batches: Iterable[Batch]) -> None:
-        # What the base knows is measured once; what domains add, after each of them.
+        # The knowledge of the base is measured once, that of a domain after its stage.
         if self.domain.index == 0:
             self.soft.update_max(self.proxy.measure(self.soft, importance_batches))
 

@@ -219,7 +219,7 @@ class ProgPrompt(PromptMethod):
         earlier_chain = self.earlier_chain()
         if earlier_chain is not None:
             chain = torch.cat([chain, earlier_chain])
-        with swap_weights(self.model, {self.name: chain}):  # [t n, D], of which P_t has a gradient
+        with swap_weights(self.model, {self.name: chain}):  # [t n, D]; P_t has a gradient
             return super().losses(batch)
 
     @torch.no_grad()

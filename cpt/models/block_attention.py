@@ -151,7 +151,7 @@ def find_text_masks(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str,
 
 def check_isolation(model: PreTrainedModel, *, causal: bool = True) -> None:
     """Raises ValueError for a model whose class cannot separate the samples of a row."""
-    # Only positions that restart say where a sample begins, and a state that is carried on ignores them.
+    # Only restarting positions mark where a sample begins, and recurrent states ignore them.
     if model._is_stateful:
         refuse_isolation(model, "carries a state from token to token")
     if "position_ids" not in inspect.signature(model.forward).parameters:

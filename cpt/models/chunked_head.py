@@ -456,7 +456,7 @@ def run_model(
         return output
 
     def add_result(module: nn.Module, args: Any, output: Any) -> Any:
-        # FSDP gathers weights for the backward pass of what a forward pass returns.
+        # FSDP gathers weights for the backward pass from the outputs of a forward pass.
         output.logits = results[0]
         return output
 

@@ -16,7 +16,7 @@ from cpt.models.forward import set_temporarily
 
 COMPILE_OPTIONS: dict[str, Any] = {}  # of torch.compile for each block
 PADDED_MULTIPLE = 64  # outputs of a padded head are a multiple of it
-ALIGNED_MULTIPLE = 8  # entries, of which rows of 16-bit logits are aligned
+ALIGNED_MULTIPLE = 8  # entries: rows of 16-bit logits of this multiple are aligned
 OTHER_HEADS = ("classifier", "seq_classif", "qa", "summary")  # rates of dropout begin so
 LEVELS_16 = 1 << 16  # values of 16 bits
 

@@ -20,7 +20,7 @@ from cpt.models.units import ATTENTION
 SOURCE_TOKENS, TARGET_TOKENS = "source", "target"
 # What is in the name of a decoder's attention to the encoder.
 CROSS_ATTENTION = re.compile(r"enc|cross", re.IGNORECASE)
-# The names of the layers of that attention that read the encoder's output.
+# The names of that attention's layers that read the encoder's output.
 MEMORY_LAYER = re.compile(r"(w?[kv]|w?kv|key|value)(?![a-z])\w*", re.IGNORECASE)
 
 

@@ -548,7 +548,7 @@ def draw_composition(keys: np.ndarray, totals: np.ndarray, parts: np.ndarray, *,
     lottery = np.where(is_gap, draw_uniforms(keys, num_gaps, stream=stream), 2.0)
     is_cut = mark_lowest(lottery, parts - 1)
 
-    # Each unit counts for its part, whose number is that of the cuts before it.
+    # Each unit counts for its part: its number is the number of cuts before it.
     part_numbers = np.concatenate([np.zeros((num_rows, 1), np.int64), is_cut.cumsum(1)], axis=1)
     is_unit = np.arange(num_gaps + 1) < totals[:, None]
     lengths = np.zeros((num_rows, parts.max(initial=1)), np.int64)

@@ -79,7 +79,7 @@ def top_entropy(logits: Tensor, *, k: int) -> Tensor:
     num_tokens = min(k, logits.shape[-1])
     log_probabilities = logits.float().topk(num_tokens, dim=-1).values.log_softmax(-1)
     entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
-    # Rounding must not lead below 0, of which a fractional power is not a number.
+    # Rounding must not lead below 0: a fractional power of that is NaN.
     return (entropy / math.log(num_tokens)).clamp_min(0)
 
 

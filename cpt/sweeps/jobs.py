@@ -183,8 +183,8 @@ class Job:
         that is not complete the failure as an exception."""
         result = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
         if self.is_complete:
-            # Computed from the metrics: the stored value is that of the sweep that has run the job, which may
-            # have optimized another metric.
+            # Computed from the metrics: the stored value is of the sweep that ran the job, which may have
+            # optimized another metric.
             scores = read_scores(self.folder)
             metric = self.config.get("optimized_metric")
             value = run_objective(scores, metric) if "metrics" in scores else None

@@ -28,7 +28,7 @@ from cpt.loggers.guard import warn_of_failure
 from cpt.trainer.lightning import naming_cause
 from cpt.trainer.monitor import Monitor
 
-# Callbacks that would change what a stage trains; one that stops it early is noticed when it does.
+# Callbacks that would change the training of a stage. Early stopping is detected when it happens.
 CHANGES_RESULT = (
     lightning_callbacks.EarlyStopping,
     lightning_callbacks.Timer,

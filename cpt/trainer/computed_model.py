@@ -21,7 +21,7 @@ from cpt.trainer.plan import Plan
 from cpt.trainer.skeleton import build_skeleton
 
 TOKEN_IDS = ("bos_token_id", "pad_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
-# Fields of a configuration without which transformers would take those of another model.
+# Fields of a configuration that transformers would otherwise take from another model.
 REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 

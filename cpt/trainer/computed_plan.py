@@ -101,7 +101,7 @@ def compute_plan(cfg: DictConfig, plan: Plan, *, cause: str) -> dict[str, Any]:
             reason="how many tokens it writes depends on the values of weights",
             allowed="plan=true on a machine with the weights",
         )
-    # A library that is missing here may be installed where the run is made.
+    # A library that is missing here may be installed on the machine of the run.
     optimizer_kind = KINDS.get(plan.optim.target)
     if optimizer_kind is None or optimizer_kind.is_installed:
         check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})

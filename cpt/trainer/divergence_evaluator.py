@@ -28,7 +28,7 @@ from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 FILE = "divergence.npz"
-# Nats per token, by which losses differ at most where batches are divided otherwise.
+# The largest difference, in nats per token, of losses whose batches are divided differently.
 MAX_LOSS_DIFFERENCE = 0.01
 
 

@@ -40,7 +40,7 @@ from cpt.trainer.run_dir import RunDir
 from cpt.trainer.task_evaluator import TaskEvaluator, needs_sources
 
 log = logging.getLogger(__name__)
-ANSWERS_FORMAT = 2  # counts changes of what a file of answers depends on
+ANSWERS_FORMAT = 2  # raised when the inputs of a file of answers change
 CHATS_FORMAT = 1  # of how chats are scored, answered and judged
 
 

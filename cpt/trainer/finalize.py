@@ -68,7 +68,7 @@ def finalize(
         base.restore_folder()  # its tokenizer is copied
     if isinstance(module.model, FSDPModule):  # this process has a shard of the weights
         module = build_whole_module(plan, machine, run, base, data, scores)
-    # Scored before the export, which may change the module, and compared with what is loaded again.
+    # Scored before the export, which may change the module, to compare with the reloaded model.
     num_entries = count_entries(base.tokenizer)
     sample = draw_sample(module, data, num_entries=num_entries, precision=machine.precision)
     loading = export_model(run, base, module, data)

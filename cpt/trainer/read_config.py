@@ -102,7 +102,7 @@ def read_sections(cfg: DictConfig) -> Sections:
     if endtask.get("_target_") is not None:
         check_task_values(endtask)
 
-    # Options of no group are those of the run, but for `trainable`, which says what is frozen.
+    # Options outside of a group are the run's, except `trainable`, which says what is frozen.
     method = read("method").choose(is_required=True)
     top = read_section(cfg, "", text, names=[field.name for field in fields(RunOptions)])
     return Sections(

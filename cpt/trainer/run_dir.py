@@ -45,7 +45,7 @@ FILES_BEFORE_THE_RUN = {
     MICRO_BATCH_FILE,
     PROGRESS_FILE,
 }
-# Of files that are written in one piece: what a killed process leaves of them.
+# What a killed process leaves of files that are written in one piece.
 INCOMPLETE_PATTERNS = (
     ".scores.json.*.tmp",
     "*.partial",

@@ -147,7 +147,7 @@ class TaskEvaluator(FileEvaluator):
         signal."""
         questions = self.questions[task]
         options = self.options
-        # The data declare their objective as a Collator, which is all that they call of it.
+        # The data declare their objective as a Collator: they call nothing else of it.
         objective = cast(Objective, self.data.objective)
         if self.ranks(task):
             answers.choice_nll.update(

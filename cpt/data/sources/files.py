@@ -22,7 +22,7 @@ PLAIN_SUFFIXES = (".txt", ".md")
 TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 SUFFIXES = (*PLAIN_SUFFIXES, *TABLE_SUFFIXES)
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
-# Formats of which no file has 0 bytes.
+# Formats whose files never have 0 bytes.
 SUFFIXES_WITH_HEADER = (*COMPRESSED_SUFFIXES, ".parquet", ".arrow")
 # What stands at both ends of a file. Arrow streams, which have the same suffix, begin otherwise.
 MARKS_OF_BOTH_ENDS = {".parquet": b"PAR1", ".arrow": b"ARROW1"}

@@ -116,7 +116,8 @@ class Hub(Source):
         except ValueError as error:  # a configuration that is missing or unknown
             raise ValueError(f"domains.catalogue.{name} is invalid: {find_cause_message(error)}") from error
 
-        # Splits that are named are taken as they are; of those that are chosen it is said which are not.
+        # Named splits are read as they are. For automatically chosen ones, the splits that are not read are
+        # logged.
         splits = entry.get("splits") or choose_splits(path, split_names)
         if is_streamed:
             refuse_parts(splits, section=f"domains.catalogue.{name}")

@@ -681,7 +681,7 @@ class Tasks(Source):
             self.choices,
             self.unknown,
         ]
-        # Further ones only where they change what is read: the cache of other texts stays valid.
+        # Others only if they change the text, so that the cache of other texts stays valid.
         if self.chats:
             options.append(CHATS_FORMAT)
         if self.on_bad_example == "skip":
