@@ -39,6 +39,19 @@ log = logging.getLogger(__name__)
 ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 # Keys of a new model, which a run that starts from the model of another one does not build.
 NEW_MODEL_KEYS = ("model.config.", "model.vocab_size")
+# Options and sections of options that only training reads.
+TRAINING_KEYS = (
+    "trainer.steps",
+    "trainer.epochs",
+    "trainer.tokens",
+    "trainer.batch_size",
+    "optim",
+    "lr_scheduler",
+    "mask",
+    "loss",
+    "freeze",
+    "trainable",
+)
 
 
 def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: DomainSequence) -> None:
@@ -46,7 +59,10 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
     are not trained."""
     log_scored_share(data)
     log_mixture(data)
-    for description in find_ineffective_options(plan, machine, module):
+    for description in (
+        *find_untrained_options(plan, data),
+        *find_ineffective_options(plan, machine, module),
+    ):
         log.info("No effect of %s", description)
 
     num_micro_batches = plan.trainer.accumulate_grad_batches
@@ -182,6 +198,19 @@ def find_ineffective_replay(plan: Plan) -> Iterator[str]:
         yield f"replay={replay}: it has neither a share nor a source"
     if mixture.past_ratio and len(plan.order) == 1:
         yield f"replay.past_ratio={mixture.past_ratio:g}: a single domain has no past ones"
+    elif mixture.past_ratio and plan.method.load().requires_all_domains:
+        reason = f"method={plan.names['method']} learns all domains at once"
+        yield f"replay.past_ratio={mixture.past_ratio:g}: {reason}"
+
+
+def find_untrained_options(plan: Plan, data: DomainSequence) -> Iterator[str]:
+    """The options of training that the command line sets where no stage is trained."""
+    if len(data):
+        return
+    prefixes = tuple(f"{name}." for name in TRAINING_KEYS)
+    keys = [key for key in list_set_keys() if key in TRAINING_KEYS or key.startswith(prefixes)]
+    if keys:
+        yield f"{', '.join(keys)}: method={plan.names['method']} trains nothing"
 
 
 def find_ineffective_evaluation(plan: Plan) -> Iterator[str]:
@@ -205,8 +234,13 @@ def find_ineffective_options(plan: Plan, machine: Machine, module: ContinualMeth
     if new_model_keys and plan.settings["init_from"]:
         yield f"{', '.join(new_model_keys)}: init_from is given"
     pretraining = plan.settings["model"]["pretraining"]
+    pretraining_keys = [key for key in list_set_keys() if key.startswith("model.pretraining.")]
     if checkpoint and pretraining and pretraining.get("steps"):
         yield f"model.pretraining.steps: {checkpoint} is given"
+    elif checkpoint and pretraining_keys and plan.model.pretraining is None:
+        yield f"{', '.join(pretraining_keys)}: {checkpoint} is given, and head_steps is null"
+    if "domains.embedding_samples" in list_set_keys() and not plan.is_ordered_by_texts:
+        yield f"domains.embedding_samples: order={format_value(plan.run.order)} is not one by similarity"
 
     yield from find_ineffective_evaluation(plan)
     yield from find_ineffective_replay(plan)

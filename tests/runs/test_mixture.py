@@ -219,6 +219,7 @@ def test_a_masked_model_reads_sources_of_text_and_losses_without_parts_are_said_
         (["replay=sources", "replay.sources={}"], "replay=sources: it has neither a share nor a source"),
         (["replay=past", "replay.past_ratio=0"], "replay=past: it has neither a share nor a source"),
         (["replay=past", "order=[law]"], "replay.past_ratio=0.25: a single domain has no past ones"),
+        (["replay=past", "method=joint"], "replay.past_ratio=0.25: method=joint learns all domains at once"),
         (["replay=past"], ""),
         ([], ""),
     ],

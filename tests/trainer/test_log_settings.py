@@ -10,6 +10,26 @@ MONITOR = "monitor.past, monitor.max_tokens: monitor.every is null"
 ANSWERS = "chats.max_new_tokens: chats.generate is 0"
 
 
+@pytest.fixture
+def set_keys(monkeypatch):
+    """Sets the options that the command line has."""
+
+    def set_on_command_line(*keys):
+        config = SimpleNamespace(overrides=SimpleNamespace(task=[f"+{key}=1" for key in keys]))
+        monkeypatch.setattr(log_settings.HydraConfig, "initialized", lambda: True)
+        monkeypatch.setattr(log_settings.HydraConfig, "get", lambda: config)
+
+    return set_on_command_line
+
+
+def test_options_of_training_where_no_stage_is_trained(set_keys):
+    set_keys("trainer.steps", "optim.lr", "optimized_metric", "mask", "model", "replay")
+    plan = SimpleNamespace(names={"method": "none"})
+    expected = ["trainer.steps, optim.lr, mask: method=none trains nothing"]
+    assert list(log_settings.find_untrained_options(plan, [])) == expected
+    assert list(log_settings.find_untrained_options(plan, ["a stage"])) == []
+
+
 @pytest.mark.parametrize(
     ("has_monitor", "chats", "lines"),
     [
@@ -19,10 +39,7 @@ ANSWERS = "chats.max_new_tokens: chats.generate is 0"
         (True, None, []),
     ],
 )
-def test_options_of_evaluations_that_the_run_does_not_do(has_monitor, chats, lines, monkeypatch):
-    keys = ["monitor.past", "monitor.every", "monitor.max_tokens", "chats.max_new_tokens", "trainer.steps"]
-    config = SimpleNamespace(overrides=SimpleNamespace(task=[f"+{key}=1" for key in keys]))
-    monkeypatch.setattr(log_settings.HydraConfig, "initialized", lambda: True)
-    monkeypatch.setattr(log_settings.HydraConfig, "get", lambda: config)
+def test_options_of_evaluations_that_the_run_does_not_do(has_monitor, chats, lines, set_keys):
+    set_keys("monitor.past", "monitor.every", "monitor.max_tokens", "chats.max_new_tokens", "trainer.steps")
     plan = SimpleNamespace(has_monitor=has_monitor, chats=chats)
     assert list(log_settings.find_ineffective_evaluation(plan)) == lines
