@@ -57,7 +57,7 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | None:
 
 @contextmanager
 def closing_uses() -> Iterator[None]:
-    """Within, the run counts as a user of the artifacts that it opens in a cache."""
+    """Inside the context the run counts as a user of the artifacts that it opens in a cache."""
     try:
         yield
     finally:

@@ -305,7 +305,7 @@ class HeartbeatThread:
 
     @contextmanager
     def waiting_for(self, event: str) -> Iterator[None]:
-        """Within, the run's status says that it waits for this."""
+        """Inside the context the run's status says that it waits for this."""
         self.waiting = event
         try:
             yield

@@ -91,7 +91,8 @@ def watch_signals(received: socket.socket) -> None:
 
 @contextmanager
 def handle_signals() -> Iterator[None]:
-    """Within, SIGNALS end the program by one line and the exit code GO_ON; those ignored (nohup) stay so."""
+    """Inside the context SIGNALS end the program with one line and the exit code GO_ON; ignored ones (nohup)
+    stay ignored."""
     # Python's own part of a signal waits for libraries; what it writes to a socket does not.
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
@@ -153,7 +154,8 @@ def handle_signals_in_imports() -> None:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Within, a signal is only recorded: `check_signals`, `leave_together` or the end of it acts on it."""
+    """Inside the context a signal is only recorded: `check_signals`, `leave_together` or the end of the
+    context acts on it."""
     notice.deferrals += 1
     try:
         yield

@@ -277,7 +277,8 @@ class DomainSequence(LightningDataModule):
 
     @contextmanager
     def scoring(self, texts: Sequence[str], *, by_length: bool) -> Iterator[None]:
-        """Within, these held-out texts are evaluated; `by_length`: rows of similar length share a batch."""
+        """Inside the context these held-out texts are evaluated; `by_length`: rows of similar length share a
+        batch."""
         self.requested_texts = texts
         self.by_length = by_length
         try:

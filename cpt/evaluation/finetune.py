@@ -206,8 +206,8 @@ def is_masked_model(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def forked_generators(device: torch.device, *parts: str | int) -> Iterator[None]:
-    """Afterwards torch's generators of the CPU and of the device are as they were before. What is drawn
-    meanwhile is a function of a key, where its parts are given."""
+    """Restores torch's generators of the CPU and of the device at the end of the context. With `parts`, draws
+    inside the context are a function of their key."""
     devices = [] if device.type == "cpu" else [device.index or 0]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
         if parts:

@@ -130,9 +130,9 @@ def draw_identifier() -> str:
 
 @contextmanager
 def files_in(folder: Path) -> Iterator[None]:
-    """Within, W&B keeps what it would write into the home folder below RUN/wandb: the home folder may be
-    missing, full or read-only. A user's own WANDB_…_DIR stays, and so does an existing file of settings, in
-    which `wandb login --host` names the server."""
+    """Inside the context W&B writes below RUN/wandb what it would write into the home folder: the home folder
+    may be missing, full or read-only. A user's own WANDB_…_DIR stays, and so does an existing file of
+    settings, in which `wandb login --host` names the server."""
     defaults = {name: str(folder.absolute() / "wandb" / part) for name, part in FOLDERS.items()}
     if has_settings_file():
         del defaults["WANDB_CONFIG_DIR"]

@@ -242,8 +242,8 @@ class ClusterJob:
 
 @contextmanager
 def outside_allocation() -> Iterator[None]:
-    """Within, the environment is that of a shell outside of any job: a sweep may be started inside one, whose
-    number of tasks and memory would be those of the jobs that it submits."""
+    """Inside the context the environment is that of a shell outside of any job: a sweep may be started inside
+    one, whose number of tasks and memory would be those of the jobs that it submits."""
     inherited = {
         name: value
         for name, value in os.environ.items()

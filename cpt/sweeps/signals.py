@@ -20,8 +20,8 @@ SAVING_S = 100.0  # for a job to save after the cluster's warning; less than sig
 def signal_handlers(
     numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[Mapping[int, Any]]:
-    """Inside the context a function handles the signals that are not ignored (nohup). Returns the handlers
-    before."""
+    """Inside the context a function handles the signals that are not ignored (nohup). Yields the previous
+    handlers."""
     previous_handlers = {number: signal.getsignal(number) for number in numbers}
     handled = [number for number, previous in previous_handlers.items() if previous != signal.SIG_IGN]
     for number in handled:

@@ -196,7 +196,7 @@ class CostMonitor(Callback):
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Within, operations are not counted: they are not part of the stage."""
+        """Inside the context operations are not counted: they are not part of the stage."""
         if self.counter is None:
             yield
             return

@@ -78,8 +78,8 @@ def load_config_here(run: RunDir) -> DictConfig:
 
 @contextmanager
 def known_texts() -> Iterator[None]:
-    """Within, nothing is logged of texts but errors: a run that has read them has warned of what is in them,
-    and texts that have changed since are refused."""
+    """Inside the context only errors are logged about texts: a run that has read them has warned of what is
+    in them, and texts that have changed since are refused."""
     log_of_texts = logging.getLogger("cpt.data")
     level = log_of_texts.level
     log_of_texts.setLevel(logging.ERROR)

@@ -380,8 +380,8 @@ class TextWriter(ReplaySource):
         return context[-self.options.prefix :] if self.options.prefix else self.begin
 
     def write_rows(self, folder: Path, job: WritingJob) -> dict[str, Any]:
-        """Writes the rows to replay: ended texts one after another, one that was broken off in a row of its
-        own; returns counts."""
+        """Writes the rows to replay: ended texts one after another, each broken-off one in its own row.
+        Returns counts."""
         source = sample_file(folder, job.text, "jsonl")
         sizes, nll, _, _ = measure_samples(source)
         num_replayed = choose_texts(

@@ -230,8 +230,8 @@ def find_domain(name: str, domains: Collection[str]) -> str:
 
 @contextmanager
 def limit_field_size(size: int) -> Iterator[None]:
-    """Within, csv.reader raises csv.Error for a longer field. The limit belongs to the whole process, and the
-    readers of text raise it."""
+    """Inside the context csv.reader raises csv.Error for a longer field. The limit belongs to the whole
+    process, and the readers of text raise it."""
     limit_before = csv.field_size_limit(size)
     try:
         yield
