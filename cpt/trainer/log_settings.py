@@ -77,6 +77,7 @@ def log_settings(plan: Plan, machine: Machine, module: ContinualMethod, data: Do
     log_frozen_weights(plan, module)
     log_export(plan, machine)
     log_muon(plan, module)
+    warn_of_slow_teacher(machine, module)
     warn_of_lost_updates(plan, module, precision=machine.precision)
     warn_of_untrained_rows(plan, module)
     log_experts(plan, module)
@@ -333,12 +334,25 @@ def log_muon(plan: Plan, module: ContinualMethod) -> None:
         )
         if module.device.type == "cpu" and is_bf16_emulated():
             log.warning(
-                "optim=muon is slow on this CPU: its products are in bf16, for which the CPU has no AVX-512"
+                "optim=muon is slow on this CPU: its products are in bf16, for which the CPU has no AVX-512. "
+                "optim=adamw is faster"
             )
     else:
         log.info(
             "No effect of optim=muon: method=%s trains no matrix of the blocks, and AdamW the rest",
             plan.names["method"],
+        )
+
+
+def warn_of_slow_teacher(machine: Machine, module: ContinualMethod) -> None:
+    """Logs that the precision which is to make a teacher faster makes it slower on this CPU, unless the run
+    has that precision: then the choice of it has warned."""
+    has_own_precision = isinstance(module.options, KDOptions) and module.options.teacher != "run"
+    if not has_own_precision or machine.precision in BF16:
+        return
+    if machine.device.type == "cpu" and is_bf16_emulated():
+        log.warning(
+            "method.teacher=bf16-mixed is slow on this CPU: it has no AVX-512. method.teacher=run is faster"
         )
 
 

@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from cpt.methods.options import KDOptions
 from cpt.trainer import log_settings
 
 MONITOR = "monitor.past, monitor.max_tokens: monitor.every is null"
@@ -43,3 +45,23 @@ def test_options_of_evaluations_that_the_run_does_not_do(has_monitor, chats, lin
     set_keys("monitor.past", "monitor.every", "monitor.max_tokens", "chats.max_new_tokens", "trainer.steps")
     plan = SimpleNamespace(has_monitor=has_monitor, chats=chats)
     assert list(log_settings.find_ineffective_evaluation(plan)) == lines
+
+
+@pytest.mark.parametrize(
+    ("teacher", "precision", "device", "is_emulated", "is_slow"),
+    [
+        ("bf16-mixed", "32-true", "cpu", True, True),
+        ("bf16-mixed", "32-true", "cpu", False, False),
+        ("bf16-mixed", "32-true", "cuda", True, False),
+        ("bf16-mixed", "bf16-mixed", "cpu", True, False),  # of which the run has warned
+        ("run", "32-true", "cpu", True, False),
+    ],
+)
+def test_a_teacher_that_is_to_be_faster_and_is_slower(
+    teacher, precision, device, is_emulated, is_slow, monkeypatch, caplog
+):
+    monkeypatch.setattr(log_settings, "is_bf16_emulated", lambda: is_emulated)
+    options = KDOptions(strength=1.0, temperature=1.0, distilled="logits", teacher=teacher)
+    machine = SimpleNamespace(precision=precision, device=torch.device(device))
+    log_settings.warn_of_slow_teacher(machine, SimpleNamespace(options=options))
+    assert ("method.teacher=bf16-mixed is slow on this CPU" in caplog.text) == is_slow
