@@ -128,7 +128,7 @@ def break_measurement(monkeypatch):
     def measure(*_):
         raise ValueError("a held-out text without a new token has other ids than before")
 
-    monkeypatch.setattr(vocabulary, "measure", measure)
+    monkeypatch.setattr(vocabulary, "measure_held_out", measure)
 
 
 @pytest.mark.parametrize("break_check", [break_definition, break_measurement])

@@ -43,7 +43,7 @@ def test_modules_of_a_domain_are_left_out_and_all_other_cells_keep_their_bits(
     name, small, start, tmp_path, capsys, caplog, monkeypatch
 ):
     # What the run warns of in its texts, the program does not repeat.
-    monkeypatch.setattr(corpora, "find_shared", lambda texts: [SharedDocuments("law", "food", 3)])
+    monkeypatch.setattr(corpora, "find_shared_documents", lambda texts: [SharedDocuments("law", "food", 3)])
     run = tmp_path / "run"
     routing = "routing@method.routing=domain"
     start(small(THREE, FEW, *OWN_MODULES[name], routing), run)

@@ -1,7 +1,7 @@
 """The two errors whose messages have a form: an option with a value that is not allowed, and a damaged file.
 
-Both are ValueErrors, and `cpt.core.errors.readable` prints their message as one line. This module imports
-nothing of cpt, so that every other module can raise them."""
+Both are ValueErrors, and `cpt.core.errors.readable_errors` prints their message as one line. This module
+imports nothing of cpt, so that every other module can raise them."""
 
 from collections.abc import Mapping
 from typing import Any, Self

@@ -213,7 +213,7 @@ OTHER_USER = """
 import os, sys
 from pathlib import Path
 from cpt.core.cache import make_once
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 
 os.setgroups([])
 os.setgid(int(sys.argv[2]))
@@ -223,7 +223,7 @@ os.umask(0o002)
 def make(partial):
     (partial / "first").write_text("by the other user")
 
-with readable():
+with readable_errors():
     print((make_once(Path(sys.argv[1]), make=make) / "first").read_text())
 """
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

@@ -14,7 +14,7 @@ PROGRAM = """
 import os, signal, sys, tempfile
 import torch
 from torch.utils.data import Dataset
-from cpt.core.errors import readable
+from cpt.core.errors import readable_errors
 from cpt.data.loader_processes import WatchedLoader, prepare_loader_processes, start_loader_process
 
 class Unpicklable(torch.Tensor):
@@ -30,7 +30,7 @@ class Items(Dataset):
         return torch.full((3,), index)
 
 if __name__ == "__main__":
-    with readable():
+    with readable_errors():
         {before}
         loader = WatchedLoader(Items(), batch_size=None, num_workers=2, worker_init_fn=start_loader_process,
                                multiprocessing_context="{context}")
