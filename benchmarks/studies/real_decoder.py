@@ -16,20 +16,22 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import study
+from claims import format_p
 from divergence import draw_interval, r_squared, spearman
 from hydra import compose, initialize_config_dir
 from linux_texts import split_documents, write_lines
 from omegaconf import OmegaConf
 
 from cpt.core.config import CONF
+from cpt.evaluation.statistics import compare_pairs
 from cpt.reporting.chat_tables import count_broken, find_chat_change
+from cpt.reporting.contrasts import correct_differences, read_contrasts
 from cpt.reporting.drawing import escape_label, make_figure, make_png, series_style
 from cpt.reporting.formats import MISSING, format_interval, format_signed
 from cpt.reporting.load_runs import MeasuredRun
@@ -113,6 +115,12 @@ RATE_CURVES = {
 # Further seeds, and the opposite order, of the rows that the findings rest on.
 REPEATED = ("ncl", "10 % chats", "10 % each of past, general, chats", "lora", "kd")
 OPPOSITE_ORDER = "order=[foldoc,kernel,debian,news]"
+REPEATS = {
+    "seed 0": ["seed=0"],
+    "seed 1": ["seed=1"],
+    "seed 2": ["seed=2"],
+    "the opposite order": ["seed=0", OPPOSITE_ORDER],
+}
 
 # A held-out document of FOLDOC: `8250 <hardware> A {UART} that can operate at ...`.
 DICTIONARY_ENTRY = re.compile(r"(?P<term>[^<>.]{1,40}) <[^>]+> (?P<definition>.+)", re.DOTALL)
@@ -264,13 +272,6 @@ HEAD = (
     "operations",
     "memory, GB",
 )
-MEASURES = {
-    "CPT/nats": ("just learned, nats", 3),
-    "FG/nats": ("forgotten, nats", 3),
-    "general_drift/nats": ("general text, nats", 3),
-    "chat/base_answer_rise": ("chat, nats", 3),
-    "chat/broken": ("broken answers, %", 1),
-}
 PICTURE = "real-decoder.png"
 RATE_PICTURE = "real-decoder-rates.png"
 MIN_RUNS = 12  # of which R² is shown
@@ -303,7 +304,10 @@ def write_parts(section: RunSection) -> Iterator[str]:
     yield tabulate_at_equal_learning(compared)
     (study.IMAGES / RATE_PICTURE).write_bytes(draw_rates(compared))
 
-    yield from tabulate_seeds(section)
+    repeats = collect_repeats(runs)
+    if "ncl" in repeats:
+        yield tabulate_repeats(repeats)
+        yield tabulate_contrasts(repeats)
     yield from tabulate_predictors(section)
 
 
@@ -317,12 +321,14 @@ def select_runs(runs: Runs, overrides_by_row: Mapping[str, Sequence[str]]) -> di
     return selected
 
 
-def find_run(runs: Runs, overrides: Sequence[str]) -> MeasuredRun | None:
-    """The run of a row with seed 0."""
-    job = [f"experiment={EXPERIMENT}", "domains.root=FOLDER", "seed=0", *overrides]
+def find_run(
+    runs: Runs, overrides: Sequence[str], *, repeat: Sequence[str] = ("seed=0",)
+) -> MeasuredRun | None:
+    """The run of a row with the seed, and the order, of a repeat."""
+    job = [*repeat, *overrides]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", job)
-    return runs.get(study.describe_job(["seed=0", *overrides], cfg))
+        cfg = compose("config", [f"experiment={EXPERIMENT}", "domains.root=FOLDER", *job])
+    return runs.get(study.describe_job(job, cfg))
 
 
 def tabulate_runs(runs_by_row: Mapping[str, MeasuredRun], *, ncl_run: MeasuredRun | None, title: str) -> str:
@@ -402,6 +408,29 @@ def measure_movement(run: MeasuredRun) -> LossChange | None:
     return LossChange(distance, None, None)
 
 
+def measure_broken(run: MeasuredRun) -> LossChange | None:
+    """How many of the last model's answers are broken; not a loss."""
+    chat_change = find_chat_change(run.scores)
+    if chat_change is None or chat_change.last is None:
+        return None
+    return LossChange(count_broken(chat_change.last), None, None)
+
+
+def measure_terms(run: MeasuredRun) -> LossChange | None:
+    """The change of the accuracy on TERM_TASK since the base, in points; not a loss."""
+    task = run.scores.benchmarks.get("tasks", {}).get(TERM_TASK)
+    if task is None:
+        return None
+    return LossChange(100 * (task["values"][-1] - task["values"][0]), None, None)
+
+
+REPEAT_MEASURES: Mapping[str, Measure] = {
+    **CHANGES,
+    "broken answers": measure_broken,
+    "terms, points": measure_terms,
+}
+
+
 def measure_divergence(run: MeasuredRun, text: str) -> LossChange | None:
     """KL(base || last model) on a text; None where it was not measured."""
     if not run.scores.divergence:
@@ -414,6 +443,12 @@ def measure_divergence(run: MeasuredRun, text: str) -> LossChange | None:
 
 def tabulate_predictors(section: RunSection) -> Iterator[str]:
     """What chat and earlier domains lost over all runs of the study, by what can be known without them."""
+    runs_without_chats = [run for run in section.runs if "chats.jsonl" not in run.scores.run["variant"]]
+    outcomes = {
+        "chat": (section.runs, CHANGES["chat"]),
+        "chat, none in the batch": (runs_without_chats, CHANGES["chat"]),
+        "forgot": (section.runs, CHANGES["forgot"]),
+    }
     predictors = {
         "movement of the weights": measure_movement,
         "learned": CHANGES["learned"],
@@ -422,8 +457,8 @@ def tabulate_predictors(section: RunSection) -> Iterator[str]:
         "divergence on general text": lambda run: measure_divergence(run, "general"),
     }
     cells = []
-    for outcome, (name, predictor) in product(("chat", "forgot"), predictors.items()):
-        points = collect_points(section.runs, predictor, CHANGES[outcome])
+    for (outcome, (runs, measure)), (name, predictor) in product(outcomes.items(), predictors.items()):
+        points = collect_points(runs, predictor, measure)
         if len(points) >= MIN_RUNS:
             cells.append([outcome, name, str(len(points)), *format_fit(points)])
     yield markdown(
@@ -566,13 +601,73 @@ def draw_rates(runs_by_row: Mapping[str, MeasuredRun]) -> bytes:
     )
 
 
-def tabulate_seeds(section: RunSection) -> Iterator[str]:
-    """Means and standard deviations of the groups with several seeds, and their differences from ncl."""
-    repeated_groups = [group for group in section.groups if len(group.runs) > 1]
-    if repeated_groups:
-        repeated = replace(section, groups=repeated_groups)
-        yield study.tabulate(repeated, MEASURES, title="Several seeds and orders")
-        yield study.tabulate_contrasts(repeated, MEASURES, title="Differences from ncl over seeds and orders")
+Repeats = Mapping[str, Mapping[str, MeasuredRun]]  # by row, then by the name of the repeat
+
+
+def collect_repeats(runs: Runs) -> Repeats:
+    """The runs of REPEATED that are there, of the rows with several."""
+    repeats = {}
+    for name in REPEATED:
+        runs_of_row = {}
+        for repeat_name, repeat in REPEATS.items():
+            run = find_run(runs, METHODS[name], repeat=repeat)
+            if run is not None:
+                runs_of_row[repeat_name] = run
+        if len(runs_of_row) > 1:
+            repeats[name] = runs_of_row
+    return repeats
+
+
+def tabulate_repeats(repeats: Repeats) -> str:
+    """Mean and standard deviation of each change over the repeats of a row."""
+    cells = []
+    for name, runs in repeats.items():
+        row = [name, str(len(runs))]
+        for measure_name, measure in REPEAT_MEASURES.items():
+            changes = [change.mean for change in map(measure, runs.values()) if change is not None]
+            show = format_signed if measure_name in CHANGES else "{:.1f}".format
+            row.append(format_spread(changes, show))
+        cells.append(row)
+    head = ["run", "runs", *REPEAT_MEASURES]
+    lines = [f"Mean ± standard deviation over {', '.join(REPEATS)}, of those that were run."]
+    return markdown(Block(title="Seeds and orders", lines=lines, head=head, cells=cells), picture="")
+
+
+def format_spread(values: Sequence[float], show: Callable[[float], str]) -> str:
+    """`+0.317 ± 0.002`, the mean alone of one value. `show` formats a number, with its sign if it has one."""
+    if not values:
+        return MISSING
+    mean = show(float(np.mean(values)))
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {show(float(np.std(values, ddof=1))).removeprefix('+')}"
+
+
+def tabulate_contrasts(repeats: Repeats) -> str:
+    """Differences of the rows from ncl, paired by seed and order, all corrected together by Holm."""
+    differences = {}
+    for name, runs in repeats.items():
+        for measure_name, measure in REPEAT_MEASURES.items():
+            values = {repeat: get_mean(measure(run)) for repeat, run in runs.items()}
+            ncl_values = {repeat: get_mean(measure(run)) for repeat, run in repeats["ncl"].items()}
+            difference = compare_pairs(values, ncl_values)
+            if name != "ncl" and difference.n > 1:
+                differences[f"{name}\n{measure_name}"] = difference
+
+    cells = []
+    for key, contrast in read_contrasts(correct_differences(differences)).items():
+        interval = format_interval(contrast.low, contrast.high, format_signed)
+        p_value = MISSING if math.isnan(contrast.p_t_holm) else format_p(contrast.p_t_holm)
+        cells.append([*key.split("\n"), str(contrast.n), format_signed(contrast.mean) + interval, p_value])
+    head = ["run", "measure", "pairs", "difference from ncl [95 % interval]", "p (t, Holm)"]
+    return markdown(
+        Block(title="Differences from ncl over seeds and orders", head=head, cells=cells, num_word_columns=2),
+        picture="",
+    )
+
+
+def get_mean(change: LossChange | None) -> float | None:
+    return None if change is None else change.mean
 
 
 if __name__ == "__main__":
