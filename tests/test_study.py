@@ -29,6 +29,7 @@ PUBLISHED_STUDIES = (
     "m2d2_mini",
     "real_decoder",
     "self_distillation",
+    "standard_cl_decoder",
     "standard_cl_families",
     "standard_cl_mini",
 )

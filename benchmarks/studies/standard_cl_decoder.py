@@ -66,7 +66,7 @@ def tabulate_accuracy(section: RunSection) -> Block:
             row.append(", ".join(f"{100 * value:.1f}" for value in values) or "–")
         row.append(PUBLISHED_ACCURACY.get(group.name, "–"))
         cells.append(row)
-    head = ["method", *(f"order {order}" for order in orders), "T5-large, published"]
+    head = ["method", *map(" → ".join, orders), "T5-large, published"]
     return Block(title="Final accuracy (AP) by order, %", head=head, cells=cells)
 
 

@@ -78,12 +78,15 @@ def make_study(
     sweeps: Iterable[Sequence[str]],
     *,
     page: str,
-    parts: Callable[[RunSection], Iterable[str]],
+    parts: Callable[[RunSection], Iterable[str]] | None = None,
+    parts_of_runs: Callable[[Sequence[MeasuredRun]], Iterable[str]] | None = None,
     scores: str = "",
     name_orders: Callable[[Sequence[Sequence[str]]], Sequence[Any]] = list,
 ) -> None:
     """Runs what is missing of an experiment's sweeps, then writes the comparison into the folder of the runs,
     the scores (by default under the experiment's name) and the generated tables of docs/studies/PAGE.md.
+    `parts` writes them from the runs as one section of a comparison, `parts_of_runs` also where some runs are
+    scored on other text than most.
     `name_orders` gives the config's `order` of published runs whose orders are not numbered."""
 
     scores = scores or experiment
@@ -105,8 +108,13 @@ def make_study(
     report.main([os.path.relpath(options.runs), "--out", str(options.runs), "--name", "comparison"])
     if not options.published:
         write_scores(published, runs)
-    (section,) = build_sections(runs)
-    write_section(PAGES / f"{page}.md", scores, parts(section))
+    if parts_of_runs is not None:
+        written_parts = parts_of_runs(runs)
+    else:
+        assert parts is not None
+        (section,) = build_sections(runs)
+        written_parts = parts(section)
+    write_section(PAGES / f"{page}.md", scores, written_parts)
 
 
 def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Sequence[str]]) -> None:

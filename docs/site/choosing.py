@@ -15,7 +15,7 @@ PAGE, SCORES = DOCS / "methods.md", DOCS.parent / "benchmarks" / "results" / "st
 BEGIN, END = "<!-- generated: measured -->", "<!-- end: measured -->"
 Run = Mapping[str, Any]
 FROM_BASE = ("one", "dga")  # without a final model of all domains
-PRETRAINED = ("real", "computing", "decoder")  # studies of pre-trained weights
+PRETRAINED = ("real", "computing", "decoder", "decoder_tasks")  # studies of pre-trained weights
 # How an option begins that changes what a study trains on, and not the method.
 SETTINGS = ("domains.", "freeze.", "loss=", "optim.", "trainable=", "trainer.")
 KEEP_TEXT = ("replay", "derpp", "agem", "elle")  # methods that store text of earlier domains
@@ -38,6 +38,9 @@ STUDIES = {
     ),
     "decoder": Study(
         "7. news to computing, chat model, 135 M", lambda run: run["LC"], min, 3, ("real_decoder",)
+    ),
+    "decoder_tasks": Study(
+        "8. four tasks, chat model, 135 M", lambda run: 100 * run["AP"], max, 1, ("standard_cl_decoder",)
     ),
     "default": Study("3. three domains, encoder 0.6 M", lambda run: run["LC"], min, 3, ("default_domains",)),
     "six": Study("4. six domains, encoder 0.8 M", lambda run: run["LC"], min, 3, ("das6_mini",)),
