@@ -5,7 +5,9 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
@@ -108,6 +110,19 @@ def test_a_run_is_compared_with_plain_training_that_learns_as_much(real_decoder,
         "| kd | +0.300 | +0.100 | −0.200 | +0.000 | +0.000 |",
         "| lora | +0.100 | +0.200 | +0.150 | +0.000 | +0.050 |",
     ]
+
+
+def test_transfer_is_the_change_since_the_base_on_earlier_and_on_later_fields(study):
+    m2d2_decoder = __import__("m2d2_decoder")
+    losses = np.array(
+        [[4.0, 5.0, 6.0, 1.0], [3.0, 4.5, np.nan, 1.0], [3.5, 4.0, 5.5, 1.0], [3.8, 4.4, 5.0, 1.0]]
+    )
+    scores = SimpleNamespace(
+        domains=["law", "food", "space", "general"], learned=["law", "food", "space"], matrix=losses
+    )
+    second, last = m2d2_decoder.trace_transfer(SimpleNamespace(scores=scores))
+    assert second == pytest.approx((2, -0.75, -0.5))  # the first stage was not measured on all fields
+    assert last[:2] == pytest.approx((3, -0.6)) and np.isnan(last.change_on_later)
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ FACTORS = {
     "lora, rank 2": ["method=lora", "method.r=2"],
     "lora, rank 64": ["method=lora", "method.r=64"],
 }
-# The same trials for each: three rates. At which rate is what it keeps no longer what a lower rate keeps?
+# A method is compared with plain training at the rate at which that learns as much.
 RATES = {
     "ncl, rate 1e-5": ["optim.lr=1e-5"],
     "ncl, rate 5e-5": ["optim.lr=5e-5"],
