@@ -31,10 +31,15 @@ class EncodedChat:
 
 
 def encode_chats(
-    chats: Sequence[HeldOutChat], tokenizer: PreTrainedTokenizerBase, *, length: int, skips: bool
+    chats: Sequence[HeldOutChat],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int,
+    skipped: BadExamples | None = None,
 ) -> Iterator[EncodedChat]:
     """The chats as a model of `length` tokens reads them. Raises ValueError for one that the chat template
-    does not take, and for the longest of those that do not fit; if it `skips`, these are left out."""
+    does not take, and for the longest of those that do not fit; these are left out and added to `skipped`
+    if it is given."""
     encoder = Encoder(tokenizer, length, CHAT_ENCODING, seq2seq=False)
     too_long = BadExamples(is_skipping=True)
     for chat in chats:
@@ -42,9 +47,10 @@ def encode_chats(
             rows = encoder.encode_chat(chat.example, "all")
             prompt = encoder.prompt(chat.example)
         except BadExampleError as error:
-            if skips:
-                continue
             named_error = error.with_message(f"{chat.position}: {error}")
+            if skipped is not None:
+                skipped.add(named_error)
+                continue
             if named_error.num_tokens is None:
                 raise named_error from error
             too_long.add(named_error)
@@ -66,13 +72,21 @@ def encode_held_out_chats(
     """The chats as token ids; those that cpt ships without the ones that do not fit the model. Raises
     ValueError for one of a file that does not."""
     chats = read_chats(options)
-    encoded = list(encode_chats(chats, tokenizer, length=length, skips=options.path is None))
-    num_skipped = len(chats) - len(encoded)
-    if num_skipped and is_first_process():
-        log.info(
-            "Skipping %d of %d chats, which the model or its template does not take", num_skipped, len(chats)
-        )
+    skipped = BadExamples(is_skipping=True) if options.path is None else None
+    encoded = list(encode_chats(chats, tokenizer, length=length, skipped=skipped))
+    if skipped is not None and skipped.counts and is_first_process():
+        log_skipped_chats(skipped, num_chats=len(chats))
     return encoded
+
+
+def log_skipped_chats(skipped: BadExamples, *, num_chats: int) -> None:
+    """Logs which of the chats that cpt ships are left out, and why: a warning where none is left."""
+    num_skipped = skipped.counts.total()
+    kinds = "; ".join(f"{count} × {kind}" for kind, count in skipped.counts.most_common())
+    if num_skipped == num_chats:
+        log.warning("Not measuring chats (chats=none): none of the %d is usable: %s", num_chats, kinds)
+    else:
+        log.info("Skipping %d of %d chats: %s", num_skipped, num_chats, kinds)
 
 
 def find_answer_ends(

@@ -465,7 +465,13 @@ def find_end_ids(checkpoint: str, config: PretrainedConfig) -> list[int]:
 
 
 def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    """The tokenizer of a checkpoint. Raises ValueError for a length that cannot be compared with those of
+    texts, and whatever a class raises for files that it does not take."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float):
+        raise ValueError(f"its model_max_length is {longest!r:.60}. Allowed: a number, or null")
+    return tokenizer
 
 
 def build_model(

@@ -4,16 +4,19 @@ import json
 import logging
 import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import find_reason
-from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.exceptions import DamagedFileError, InvalidOptionError, format_value
 from cpt.core.messages import abbreviate, count_noun
 from cpt.core.processes import is_first_process
+from cpt.core.schema import Int, fits
 from cpt.models import loading
 from cpt.models.extended_tokenizer import check_fit
 from cpt.models.quantization import MXFP4, OF_BITSANDBYTES, describe_stored, drop_quantization
@@ -60,6 +63,7 @@ def read_checkpoint(name_or_path: str, *, resize: bool) -> tuple[PretrainedConfi
     folder = Path(name_or_path)
     if folder.is_dir():  # else a name on the Hub
         check_weight_files(folder, config)
+        check_generation_config(folder)
         check_tokenizer_files(folder, key="model.name_or_path")
 
     with naming_cause(f"the tokenizer of model.name_or_path={name_or_path}"):
@@ -118,22 +122,30 @@ def read_tokenizer(
 
 
 def check_weight_files(folder: Path, config: PretrainedConfig) -> None:
-    """Raises ValueError for a folder without weights that transformers loads, or with damaged files of
-    them."""
-    for path in sorted(folder.glob("*.safetensors")):
-        check_safetensors(path)
-    for path in sorted(folder.glob("*.bin")):
-        check_pickle(path)
-    for path in sorted(folder.glob("*.index.json")):
-        check_shards(path)
-
-    if not any((folder / name).is_file() for name in weight_names(config)):
+    """Raises ValueError for a folder without weights that transformers loads, or with damaged files of them.
+    What it would not load does not matter: a download of one format leaves parts of others."""
+    names = weight_names(config)
+    present_names = [name for name in names if (folder / name).is_file()]
+    if not present_names:
         raise InvalidOptionError(
             "model.name_or_path",
             folder,
-            reason=describe_weights(folder),
-            allowed=f"a folder with {', '.join(weight_names(config))}",
+            reason=describe_weights(folder, names),
+            allowed=f"a folder with {', '.join(names)}",
         )
+
+    loaded_path = folder / present_names[0]
+    paths = [loaded_path]
+    if loaded_path.name.endswith(".index.json"):
+        paths = list_shards(loaded_path)
+    for path in paths:
+        if path.suffix == ".safetensors":
+            check_safetensors(path)
+        else:
+            check_pickle(path)
+    if len(present_names) > 1 and is_first_process():
+        unused_names = ", ".join(present_names[1:])
+        log.info("Loading %s of %s, as transformers does, and not %s", loaded_path.name, folder, unused_names)
 
 
 def check_safetensors(path: Path) -> None:
@@ -155,22 +167,39 @@ def check_pickle(path: Path) -> None:
         raise ValueError(f"{path} is truncated or damaged; {ADVICE}")
 
 
-def check_shards(index_path: Path) -> None:
-    """Raises ValueError for a damaged index, and for a file that it names and the folder lacks."""
+def list_shards(index_path: Path) -> list[Path]:
+    """The files that an index of weights names. Raises ValueError for a damaged index, and for a file that
+    the folder lacks."""
     try:
         index = json.loads(index_path.read_text(encoding="utf-8"))
-        shards = set(index["weight_map"].values())
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{index_path} is truncated or damaged; {ADVICE}") from error
+        shards = sorted(set(index["weight_map"].values()))
+        dict(index["metadata"])  # which transformers reads
+        paths = [index_path.parent / shard for shard in shards]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index_path} is truncated or damaged ({describe_index_error(error)}); {ADVICE}"
+        ) from error
 
-    for shard in sorted(shards):
-        shard_path = index_path.parent / shard
-        if not shard_path.is_file():
-            raise ValueError(f"{shard_path} is missing, which {index_path.name} names; {ADVICE}")
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, which {index_path.name} names; {ADVICE}")
+    return paths
 
 
-def describe_weights(folder: Path) -> str:
-    """What a folder has instead of weights that transformers loads."""
+def describe_index_error(error: Exception) -> str:
+    """What an index of weights lacks, by the error of reading it."""
+    if isinstance(error, KeyError):
+        return f"it has no {error.args[0]!r}"
+    if isinstance(error, ValueError):
+        return "no JSON"
+    return "no weight_map of names and files"
+
+
+def describe_weights(folder: Path, names: Sequence[str]) -> str:
+    """What a folder has instead of weights of these names, which transformers loads."""
+    dangling_names = [name for name in names if (folder / name).is_symlink()]
+    if dangling_names:
+        return f"{dangling_names[0]} is a link to nothing"
     file_names = sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     shards = [name for name in file_names if SHARD.search(name)]
     if shards:
@@ -178,6 +207,31 @@ def describe_weights(folder: Path) -> str:
     if file_names:
         return f"it has no weights that transformers loads, only {abbreviate(file_names)}"
     return "it has no weights"
+
+
+def check_generation_config(folder: Path) -> None:
+    """Raises ValueError for a generation_config.json that is damaged, or whose eos is no id: transformers
+    passes over the first, and the ends of turns that it has would be unknown."""
+    path = folder / GENERATION_CONFIG_NAME
+    if not path.is_file():  # most base models have none
+        return
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is truncated or damaged ({find_reason(error)}); {ADVICE}") from error
+    if not isinstance(values, dict):
+        reason = f"it has a {type(values).__name__}, not keys with values"
+        raise DamagedFileError(path, reason=reason, remedy=ADVICE)
+
+    end = values.get("eos_token_id")
+    ids = end if isinstance(end, list) else [end]
+    if end is not None and not all(fits(token_id, Int) for token_id in ids):
+        raise InvalidOptionError(
+            "model.name_or_path",
+            folder,
+            reason=f"{GENERATION_CONFIG_NAME} has eos_token_id={format_value(end)}",
+            allowed="a token id, a list of them, or null",
+        )
 
 
 def check_tokenizer_files(folder: Path, *, key: str) -> None:

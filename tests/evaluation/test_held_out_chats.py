@@ -201,6 +201,24 @@ def test_chats_are_encoded_as_the_template_renders_them_and_the_shipped_ones_may
         encode_held_out_chats(options(str(tmp_path / "tools.jsonl")), tokenizer, length=1024)
 
 
+def test_why_shipped_chats_are_skipped_is_told(caplog):
+    caplog.set_level("INFO", logger="cpt")
+    tokenizer = chat_tokenizer("gpt2", CHATML, eos="<|im_end|>")
+    num_chats = len(read_chats(options()))
+    num_short = len(encode_held_out_chats(options(), tokenizer, length=60))
+    (line,) = [record for record in caplog.records if "Skipping" in record.getMessage()]
+    num_skipped = num_chats - num_short
+    assert line.levelname == "INFO"
+    assert f"Skipping {num_skipped} of {num_chats} chats: {num_skipped} × " in line.getMessage()
+
+    caplog.clear()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}"  # without its end
+    assert encode_held_out_chats(options(), tokenizer, length=1024) == []
+    (line,) = caplog.records
+    assert line.levelname == "WARNING" and "Not measuring chats" in line.getMessage()
+    assert f": {num_chats} × turns that the chat template does not take: " in line.getMessage()
+
+
 def test_a_chat_may_be_longer_than_the_rows_of_training_where_the_model_takes_it():
     class Config:
         max_position_embeddings = 300

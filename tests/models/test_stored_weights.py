@@ -271,6 +271,67 @@ def test_a_folder_without_weights_that_are_loaded_says_what_it_has(kind, tmp_pat
     assert reason in refusal(tmp_path)
 
 
+def refusal_of_files(folder) -> str:
+    with pytest.raises(ValueError) as error:
+        check_weight_files(folder, loading.load_config(str(folder)))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        ("{}", "it has no 'weight_map'"),
+        ('{"weight_map": {}}', "it has no 'metadata'"),
+        ('{"metadata": {}, "weight_map": [["a", "b"]]}', "no weight_map of names and files"),
+        ('{"metadata": {}, "weight_map": {"a": 1}}', "no weight_map of names and files"),
+        ('{"metadata": {}, "weight_map": {"a": ["b"]}}', "no weight_map of names and files"),
+        ('{"metadata": null, "weight_map": {}}', "no weight_map of names and files"),
+        ("[1]", "no weight_map of names and files"),
+        ('{"metadata": {', "no JSON"),
+    ],
+)
+def test_a_damaged_index_is_told(index, reason, tmp_path):
+    checkpoint_of("qwen2", tmp_path, "shards.safetensors")
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(index)
+    assert f"{path} is truncated or damaged ({reason})" in refusal_of_files(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"PK\3\4cut", b"version https://git-lfs.github.com/spec/v1\n", b""])
+def test_a_damaged_pickle_is_told(data, tmp_path):
+    checkpoint_of("qwen2", tmp_path, "pytorch_model.bin")
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(data)
+    assert f"{path} is truncated or damaged" in refusal_of_files(tmp_path)
+
+
+def test_a_link_to_nothing_and_a_missing_shard_are_told(tmp_path):
+    checkpoint_of("qwen2", tmp_path, "shards.safetensors")
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    shard.symlink_to(tmp_path / "unmounted")
+    assert f"{shard} is missing, which model.safetensors.index.json names" in refusal_of_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "unmounted")
+    assert "is invalid: model.safetensors is a link to nothing. Allowed: " in refusal_of_files(tmp_path)
+
+
+def test_what_is_left_of_other_formats_is_not_read(tmp_path, caplog):
+    """A download of safetensors alone has the index of the pickles, a clone their pointers of Git LFS."""
+    caplog.set_level("INFO", logger="cpt")
+    checkpoint_of("qwen2", tmp_path, "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    (tmp_path / "optimizer.bin").write_bytes(b"")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    index = {"metadata": {}, "weight_map": {"a": "pytorch_model-00001-of-00002.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (tmp_path / "tf_model.h5.index.json").write_text("[1]")
+    assert refusal(tmp_path) == ""
+    unused_names = "pytorch_model.bin, pytorch_model.bin.index.json"
+    line = f"Loading model.safetensors of {tmp_path}, as transformers does, and not {unused_names}"
+    assert line in caplog.text
+
+
 def test_weights_that_are_not_numbers_are_refused(tmp_path):
     def with_nan_and_infinity(tensors):
         changed = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -117,11 +117,26 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_told(checkpoint, small,
     quantized = config.replace(b"{", b'{"quantization_config": {"quant_method": "fp8"}, ', 1)
     harms = [
         ("model.safetensors", weights[:-100], "model.safetensors is truncated or damaged ("),
-        ("pytorch_model.bin", b"PK\3\4cut", f"{checkpoint}/pytorch_model.bin is truncated or damaged"),
-        ("pytorch_model.bin", b"version https://git-lfs.github.com/spec/v1\n", "is truncated or damaged"),
         ("model.safetensors", None, f"{option} is invalid: it has no weights. Allowed: "),
         ("config.json", quantized, f"{option} is invalid: its weights are quantized"),
-        ("model.safetensors.index.json", b"{}", "model.safetensors.index.json is truncated or damaged"),
+        ("generation_config.json", b"", "generation_config.json is truncated or damaged (Expecting value"),
+        ("generation_config.json", b"\xff\xfe{", "generation_config.json is truncated or damaged ("),
+        ("generation_config.json", b"[2]", "generation_config.json is damaged (it has a list, not keys"),
+        (
+            "generation_config.json",
+            b'{"eos_token_id": [[2]]}',
+            "generation_config.json has eos_token_id=[[2]]",
+        ),
+        (
+            "generation_config.json",
+            b'{"eos_token_id": "2"}',
+            f"{option} is invalid: generation_config.json has",
+        ),
+        (
+            "tokenizer_config.json",
+            b'{"model_max_length": "8k"}',
+            "its model_max_length is '8k'. Allowed: a nu",
+        ),
         ("adapter_config.json", b"{}", f"{option} is invalid: it has an adapter of peft"),
     ]
     for name, data, complaint in harms:

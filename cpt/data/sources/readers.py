@@ -439,9 +439,9 @@ def table_rows(
     if they are given and all there."""
     match find_suffix(path):
         case ".parquet":
-            return parquet_rows(path, columns)
+            return number_rows(path, parquet_batches(path, columns), reject)
         case ".arrow":
-            return arrow_rows(path, columns)
+            return number_rows(path, arrow_batches(path, columns), reject)
         case ".csv" | ".tsv":
             return csv_rows(path, columns=columns, oddities=oddities, reject=reject)
     return json_rows(path, oddities=oddities, reject=reject)
@@ -483,7 +483,7 @@ def parse_json(text: str, path: Path, number: int) -> Any:
     """A JSON value that begins at a line. Raises ValueError that names the file and the line."""
     try:
         return DECODER.decode(text)
-    except ValueError as error:  # also a number of more digits than Python reads
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise ValueError(
             f"{path}, line {number} is not JSON: {getattr(error, 'msg', error)}. "
             "Allowed: a value on each line, or one array of values"
@@ -513,7 +513,7 @@ def csv_rows(
     # Files that were joined have their header several times.
     num_repeated = 0
     num_columns = len(header)
-    for row in filter(None, reader):  # without blank lines
+    for row in read_table_rows(path, reader):
         position = f"{path}, line {reader.line_num}"
         if row == header:
             num_repeated += 1
@@ -524,6 +524,24 @@ def csv_rows(
             yield position, dict(zip(header, row, strict=True))
     if oddities is not None:
         oddities.add("repeated lines of column names left out", path.name, num_repeated)
+
+
+def read_table_rows(path: Path, reader: Any) -> Iterator[list[str]]:
+    """The rows that a reader of `csv` gives, without blank lines. Raises ValueError, with the lines of the
+    row, for quotes that do not go with the rest of it."""
+    begin = reader.line_num + 1
+    try:
+        for row in reader:
+            begin = reader.line_num + 1
+            if row:
+                yield row
+    except csv.Error as error:
+        end = reader.line_num
+        lines = f"line {end}" if begin >= end else f"lines {begin} to {end}"
+        raise ValueError(
+            f"{path}, {lines} cannot be read as a row ({error}). "
+            'Allowed: texts with delimiters or line ends in quotes, each quote within them twice: "a ""b"" c"'
+        ) from error
 
 
 def choose_delimiter(first_line: str, columns: Sequence[str]) -> str:
@@ -547,32 +565,30 @@ def columns_to_read(path: Path, names: Sequence[str], columns: Sequence[str]) ->
     return chosen
 
 
-def parquet_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of a parquet file."""
+def parquet_batches(path: Path, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
+    """The rows of a parquet file, TABLE_ROWS at once."""
     with path.open("rb") as file:
         refuse_pointer(path, file.read(len(LFS_POINTER)))
     with pq.ParquetFile(path) as table:
         chosen = columns_to_read(path, table.schema_arrow.names, columns)
-        for batch in table.iter_batches(batch_size=TABLE_ROWS, columns=chosen):
-            for row in batch.to_pylist():
-                yield str(path), row
+        yield from table.iter_batches(batch_size=TABLE_ROWS, columns=chosen)
 
 
-def arrow_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of an Arrow file, in the format of streams, which `datasets` writes, or of files."""
+def arrow_batches(path: Path, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
+    """The rows of an Arrow file, in the format of streams, which `datasets` writes, or of files, TABLE_ROWS
+    at once."""
     with path.open("rb") as file:
         beginning = file.read(len(LFS_POINTER))
     refuse_pointer(path, beginning)
     with pa.memory_map(str(path)) as mapped:
-        for batch in arrow_batches(mapped, is_file=beginning.startswith(b"ARROW1")):
+        for batch in stored_batches(mapped, is_file=beginning.startswith(b"ARROW1")):
             chosen = columns_to_read(path, batch.schema.names, columns)
             selected = batch.select(chosen)
             for begin in range(0, len(selected), TABLE_ROWS):
-                for row in selected.slice(begin, TABLE_ROWS).to_pylist():
-                    yield str(path), row
+                yield selected.slice(begin, TABLE_ROWS)
 
 
-def arrow_batches(file: pa.NativeFile, *, is_file: bool) -> Iterator[pa.RecordBatch]:
+def stored_batches(file: pa.NativeFile, *, is_file: bool) -> Iterator[pa.RecordBatch]:
     """The record batches of an Arrow file or stream."""
     if is_file:
         reader = pa.ipc.open_file(file)
@@ -580,6 +596,28 @@ def arrow_batches(file: pa.NativeFile, *, is_file: bool) -> Iterator[pa.RecordBa
             yield reader.get_batch(number)
     else:
         yield from pa.ipc.open_stream(file)
+
+
+def number_rows(path: Path, batches: Iterable[pa.RecordBatch], reject: Reject) -> Iterator[Row]:
+    """The rows of a table; `reject` is called for one whose texts are not UTF-8."""
+    num_before = 0
+    for batch in batches:
+        try:
+            values = batch.to_pylist()
+        except UnicodeDecodeError:
+            values = None
+        for index in range(len(batch)):
+            position = f"{path}, row {num_before + index + 1}"
+            if values is not None:
+                yield position, values[index]
+                continue
+            try:
+                (row,) = batch.slice(index, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                reject(ValueError(f"{position} is not UTF-8: {error.reason}. Allowed: text in UTF-8"))
+                continue
+            yield position, row
+        num_before += len(batch)
 
 
 def texts_of(rows: Iterable[Row], column: str) -> Iterator[str]:
@@ -595,10 +633,25 @@ def column_texts(
     for position, row in rows:
         try:
             text = text_of(position, column, read_cell(row, column, position, option))
+            refuse_control(position, column, text or "")
         except ValueError as error:
             reject(error)
             continue
         yield text or ""
+
+
+def refuse_control(where: str, column: str, text: str) -> None:
+    """Raises ValueError for a text with control characters as only binary files have them, like the bytes of
+    a PDF that was exported as text."""
+    raw = text.encode(errors="replace")
+    visible = raw.translate(None, CONTROL_BYTES)
+    num_control = len(raw) - len(visible)
+    if num_control == 0:
+        return
+    is_many = num_control >= MIN_CONTROL_BYTES and num_control > MAX_CONTROL_SHARE * len(raw)
+    if is_many or not visible.strip():
+        characters = count_noun(num_control, "control character")
+        raise ValueError(f"{where}: column {column!r} has {characters}: it is no text. Allowed: text")
 
 
 def read_cell(row: Any, column: str, where: str, option: str) -> Any:

@@ -85,8 +85,10 @@ def suffixes_of(layout: str) -> tuple[str, ...]:
     match layout:
         case "csv":
             return (".csv", ".tsv")
-        case "jsonl" | "messages":
+        case "jsonl":
             return (".jsonl", ".ndjson")
+        case "messages":
+            return (".jsonl", ".ndjson", ".json", ".parquet")
         case "fewshot_tsv":
             return (".txt",)
     return (".json",)
@@ -145,7 +147,8 @@ def find_in_folders(root: Path, layout: str) -> Iterator[tuple[str, str | None, 
     for entry in sorted(path for path in root.iterdir() if path.name[0] != "."):
         if entry.is_dir():
             for path in sorted(text_files.walk(entry)):
-                if text_files.find_suffix(path) in suffixes_of(layout):
+                is_metadata = path.name in text_files.METADATA_FILES
+                if text_files.find_suffix(path) in suffixes_of(layout) and not is_metadata:
                     text_files.refuse_unreadable(path)
                     yield entry.name, find_named_split(str(path.relative_to(entry))), path
         elif text_files.find_suffix(entry) in suffixes_of(layout):

@@ -244,6 +244,56 @@ def test_what_is_damaged_or_no_utf8_is_refused(content, reason, tmp_path):
         read_documents(tmp_path, document="line")
 
 
+@pytest.mark.parametrize("text", ["%PDF\x00\x01\x02\x03\x04 obj" * 9, "\x00", "\x00" * 500 + "\n"])
+def test_a_row_of_control_characters_is_no_text(text, tmp_path):
+    """In JSON these are escapes, which the bytes of the file do not show."""
+    write(tmp_path / "a" / "x.jsonl", format_lines("One.", text, "Two\x00."))
+    with pytest.raises(ValueError, match="x.jsonl, line 2: column 'text' has .* control character"):
+        read_documents(tmp_path)
+    assert read_texts(tmp_path, on_bad_example="skip") == ["One.", "Two\x00."]
+
+
+def test_a_row_that_is_nested_too_deeply_is_one_bad_row(tmp_path):
+    nested = '{"text": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
+    write(tmp_path / "a" / "x.jsonl", format_lines("One.") + nested + format_lines("Two."))
+    with pytest.raises(ValueError, match="x.jsonl, line 2 is not JSON: maximum recursion depth"):
+        read_documents(tmp_path)
+    assert read_texts(tmp_path, on_bad_example="skip") == ["One.", "Two."]
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        ('1,"one"\n2,"a \\"quoted\\" text"\n', "line 3"),
+        ('1,"one\n2,"two"\n', "lines 2 to 3"),
+        ('1,one\n2,"two\n3,three\n', "lines 3 to 4"),
+    ],
+)
+def test_quotes_that_no_table_has_are_told_with_their_lines(rows, lines, tmp_path):
+    write(tmp_path / "a" / "x.csv", f"id,text\n{rows}")
+    with pytest.raises(
+        ValueError, match=f"x.csv, {lines} cannot be read as a row .* Allowed: texts with del"
+    ):
+        read_documents(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_row_of_a_table_that_is_not_utf8_is_one_bad_row(suffix, tmp_path):
+    values = [b"One."] * 149 + [b"caf\xe9", b"Two."]
+    binary = pa.array(values, pa.binary())
+    table = pa.table({"text": pa.Array.from_buffers(pa.string(), len(values), binary.buffers())})
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / f"x.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(ValueError, match=f"x.{suffix}, row 150 is not UTF-8: .* Allowed: text in UTF-8"):
+        read_documents(tmp_path)
+    assert read_texts(tmp_path, on_bad_example="skip") == ["One."] * 149 + ["Two."]
+
+
 def test_rare_control_characters_are_text(tmp_path):
     pages = "N\bNA\bAM\bME\bE\x1b[1m of a page\x00 with a NUL in it, form feed\x0c.\n"
     write(tmp_path / "a" / "x.txt", pages)

@@ -1,10 +1,13 @@
 """Supervised tasks as they are published, read into questions with answers."""
 
+import gzip
 import json
 import logging
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -337,6 +340,25 @@ def test_validation_chats_are_those_of_the_file_and_keys_that_are_not_read_are_l
     assert len(make_examples(source, "talk", tmp_path, "train")) == 27
     assert "Ignoring keys of messages in talk that are not read: id (1)" in caplog.text
     assert "Leaving out keys of rows in talk that are not read: origin (1)" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["json", "parquet", "jsonl.gz"])
+def test_chats_are_read_from_files_of_every_kind(suffix, open_source, tmp_path):
+    """Data sets of chats are stored as parquet on the Hub, and ShareGPT's as one array."""
+    chats = make_chats(30)
+    chats[5]["messages"][1]["tool_calls"] = None
+    path = tmp_path / "root" / "talk" / f"train-00000-of-00001.{suffix}"
+    path.parent.mkdir(parents=True)
+    if suffix == "json":
+        write_json(path, chats)
+    elif suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(chats), path)
+    else:
+        path.write_bytes(gzip.compress("".join(json.dumps(chat) + "\n" for chat in chats).encode()))
+    write_json(path.parent / "dataset_info.json", {"features": {}})
+    source = open_source(group="instructions")
+    read = [read_example(document) for _, document in source.read("talk")]
+    assert [example.target for example in read] == [f"good day {number}" for number in range(30)]
 
 
 def test_bad_rows_of_any_layout_are_skipped_and_counted(open_source, tmp_path, caplog):
