@@ -25,6 +25,7 @@ DOCUMENTS = [README, *(ROOT / name for name in MORE), *sorted(DOCS.glob("*.md"))
 DOCUMENTS += sorted((DOCS / "fidelity").glob("*.md"))
 WRITTEN_BY_THE_READER = {"cpt/methods/l1.py", "conf/method/l1.yaml"}
 CHOSEN_BY_THE_READER = {("method", "mine"), ("experiment", "first"), ("experiment", "manuals")}
+CHOSEN_BY_THE_READER |= {("method", "das_paper"), ("experiment", "paper")}
 CHOSEN_BY_THE_READER |= {("chats", name) for name in ("FILE", "FOLDER", "my_chats")}
 CHOSEN_BY_THE_READER.add(("method", "lwf"))  # a wrong name, by which docs/cli.md shows the message
 CHOSEN_BY_THE_READER |= {("experiment", path.stem) for path in DOCS.glob("examples/experiment/*.yaml")}
@@ -134,7 +135,9 @@ def test_every_method_and_source_has_its_page():
 
 OF_HYDRA = {"-m", "--multirun", "--help", "--options", "--check"}
 # In configs of their own.
-OF_THE_READER = re.compile(r"(method|experiment)=(mine|first|manuals|with_replay|three_methods|monthly)")
+OF_THE_READER = re.compile(
+    r"(method|experiment)=(mine|das_paper|first|manuals|paper|with_replay|three_methods|monthly|slurm_chat)"
+)
 # Of extras, and of searches.
 OF_ANOTHER = ("hydra/launcher=slurm", "hydra/launcher=ray_jobs", "hydra/sweeper=", "hydra.sweeper.")
 OF_ANOTHER += ("hydra.launcher.partition=", "hydra.launcher.timeout_min=")
@@ -150,12 +153,14 @@ def choose_one(override: str) -> str:
 
 
 def reader_configs(folder: Path) -> Path:
-    """The YAMLs of the documents whose file is named above them, written there."""
-    named = re.compile(r"`my_conf/(\S+)`[^\n]*:\n\n```yaml\n(.*?)^```", re.M | re.S)
+    """The YAMLs and modules of the documents whose file is named above them, written there."""
+    named = re.compile(
+        r"`(?:my_conf/)?(\S+[.](?:yaml|py))`[^\n]*:\n\n```(?:yaml|python)\n(.*?)^```", re.M | re.S
+    )
     for path in DOCUMENTS:
         for name, text in named.findall(read(path)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text.replace("my_package.my_module.Mine", "cpt.methods.ncl.NCL"))
+            (folder / name).write_text(text)
     return folder
 
 
@@ -180,8 +185,9 @@ def compose_run(arguments: list[str], configs: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
-def test_what_starts_a_run_composes_with_values_that_are_allowed(path, tmp_path):
+def test_what_starts_a_run_composes_with_values_that_are_allowed(path, tmp_path, monkeypatch):
     configs = reader_configs(tmp_path)
+    monkeypatch.syspath_prepend(str(configs))
     commands = []
     for line in code_lines(path):
         commands += line.split("&&")

@@ -50,9 +50,9 @@ def test_what_programs_write_is_up_to_date():
 
 
 def test_the_pictures_of_the_guides_are_there_and_on_a_page():
-    text = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
     for name in pictures.PICTURES:
-        assert (pictures.IMAGES / f"{name}.png").is_file() and f"](images/{name}.png)" in text
+        assert (pictures.IMAGES / f"{name}.png").is_file() and f"images/{name}.png)" in text
 
 
 def test_the_table_of_memory_by_model_size_is_up_to_date(monkeypatch):

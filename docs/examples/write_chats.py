@@ -25,8 +25,9 @@ if tokenizer.chat_template is None:
     sys.exit(f"MODEL={folder} is invalid: it has no chat template. Allowed: an instruction-tuned model")
 if tokenizer.pad_token is None:
     tokenizer.pad_token = tokenizer.eos_token
-model = AutoModelForCausalLM.from_pretrained(folder).eval()
-ends_of_answers = torch.tensor(model.generation_config.eos_token_id).flatten()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = AutoModelForCausalLM.from_pretrained(folder).eval().to(device)
+ends_of_answers = torch.tensor(model.generation_config.eos_token_id, device=device).flatten()
 prompts = [line for line in prompt_file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 # A batch can take a minute, so that its tokens are counted: a line of a log every ten seconds.
@@ -42,7 +43,7 @@ progress = tqdm(
 def count_tokens(token_ids: torch.Tensor, scores: torch.Tensor, **options: object) -> torch.Tensor:
     """Advances the bar by one token of each answer. Says of no answer that it ends here."""
     progress.update(len(token_ids))
-    return torch.zeros(len(token_ids), dtype=torch.bool)
+    return torch.zeros(len(token_ids), dtype=torch.bool, device=device)
 
 
 rows = []
@@ -51,7 +52,7 @@ for first in range(0, len(prompts), BATCH_SIZE):
     chats = [[{"role": "user", "content": prompt}] for prompt in batch]
     inputs = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    )
+    ).to(device)
     with torch.inference_mode():
         outputs = model.generate(
             **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, stopping_criteria=[count_tokens]

@@ -37,15 +37,15 @@ STUDIES = {
         "2. news to computing, pre-trained, 67 M", lambda run: run["LC"], min, 3, ("linux_texts",)
     ),
     "decoder": Study(
-        "7. news to computing, chat model, 135 M", lambda run: run["LC"], min, 3, ("real_decoder",)
+        "3. news to computing, chat model, 135 M", lambda run: run["LC"], min, 3, ("real_decoder",)
     ),
     "decoder_tasks": Study(
-        "8. four tasks, chat model, 135 M", lambda run: 100 * run["AP"], max, 1, ("standard_cl_decoder",)
+        "4. four tasks, chat model, 135 M", lambda run: 100 * run["AP"], max, 1, ("standard_cl_decoder",)
     ),
-    "default": Study("3. three domains, encoder 0.6 M", lambda run: run["LC"], min, 3, ("default_domains",)),
-    "six": Study("4. six domains, encoder 0.8 M", lambda run: run["LC"], min, 3, ("das6_mini",)),
-    "fields": Study("5. 120 fields, causal 0.7 M", lambda run: run["LC"], min, 3, ("m2d2_mini",)),
-    "tasks": Study("6. four tasks, T5 0.9 M", lambda run: 100 * run["AP"], max, 1, ("standard_cl_mini",)),
+    "default": Study("5. three domains, encoder 0.6 M", lambda run: run["LC"], min, 3, ("default_domains",)),
+    "six": Study("6. six domains, encoder 0.8 M", lambda run: run["LC"], min, 3, ("das6_mini",)),
+    "fields": Study("7. 120 fields, causal 0.7 M", lambda run: run["LC"], min, 3, ("m2d2_mini",)),
+    "tasks": Study("8. four tasks, T5 0.9 M", lambda run: 100 * run["AP"], max, 1, ("standard_cl_mini",)),
 }
 
 

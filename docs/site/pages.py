@@ -46,6 +46,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "downstream-tasks.md",
         "lm-eval.md",
         "compare.md",
+        "compare-your-method.md",
         "sweeps.md",
         "tune.md",
         "tracking.md",

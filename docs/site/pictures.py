@@ -30,11 +30,14 @@ STUDY = RESULTS / "studies" / "default_domains.jsonl.gz"
 PLANS = RESULTS / "large_plans.json"
 CHATS = RESULTS / "chats.json"
 TUNING = RESULTS / "studies" / "das6_tuning.json"
-ORDERS = RESULTS / "studies" / "das6_mini.jsonl.gz"
+SIX_DOMAINS = RESULTS / "studies" / "das6_mini.jsonl.gz"
+ENCODER = RESULTS / "studies" / "das6_mpnet.jsonl.gz"
 GUIDE_RUNS = RESULTS / "guide_runs.json"
 
 DOMAINS = ["sympy", "networkx", "pandas"]  # of the study, in their order
 METHODS = ["ncl", "ewc", "si", "kd", "replay", "lora", "merge", "das"]
+METHODS_OF_SIX_DOMAINS = ["ncl", "das", "migu", "ewc", "kd", "replay", "derpp"]
+PAPERS_DAS = "contrast_every=1; contrast_samples=1"  # the variant of `das` that the paper describes
 NUM_TOKENS = 256_000  # of a stage
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PAGE_SIZE = (1366, 900)  # pixels
@@ -119,6 +122,32 @@ def draw_methods() -> bytes:
     return draw_plane(points, x_label="just learned CPT (nats)", y_label="forgetting FG (nats)")
 
 
+def draw_encoder() -> bytes:
+    """Forgetting against learning on six domains, of a pre-trained encoder."""
+    return draw_six_domains(ENCODER)
+
+
+def draw_tiny_encoder() -> bytes:
+    """The same of a model of 0.8 M parameters."""
+    return draw_six_domains(SIX_DOMAINS)
+
+
+def draw_six_domains(published: Path) -> bytes:
+    """Forgetting against learning of the published runs of a study, DAS in the form of its paper."""
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    for line in gzip.decompress(published.read_bytes()).splitlines():
+        scores = json.loads(line)
+        run = scores["run"]
+        variant = PAPERS_DAS if run["method"] == "das" else ""
+        is_shown = run["method"] in METHODS_OF_SIX_DOMAINS
+        if not is_shown or (run["mask"], run["replay"], run["variant"]) != ("none", "none", variant):
+            continue
+        learned, forgotten = points.setdefault(run["method"], ([], []))
+        learned.append(scores["metrics"]["CPT"]["nats"])
+        forgotten.append(scores["metrics"]["FG"]["nats"])
+    return draw_plane(points, x_label="just learned CPT (nats)", y_label="forgetting FG (nats)")
+
+
 def photograph_comparison() -> bytes:
     """The top of the page of `python -m cpt.report` over the runs of the study."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -196,7 +225,7 @@ def read_final_gains() -> dict[tuple[str, ...], list[list[float]]]:
     """What the final models of `ncl` gained on each domain since the base (nats), in the order of training:
     by order, for each seed."""
     gains: dict[tuple[str, ...], list[list[float]]] = {}
-    for line in gzip.decompress(ORDERS.read_bytes()).splitlines():
+    for line in gzip.decompress(SIX_DOMAINS.read_bytes()).splitlines():
         scores = json.loads(line)
         run = scores["run"]
         if (run["method"], run["mask"], run["replay"], run["variant"]) != ("ncl", "none", "none", ""):
@@ -326,6 +355,8 @@ def draw_resume() -> bytes:
 
 PICTURES: dict[str, Callable[[], bytes]] = {
     "methods-plane": draw_methods,
+    "encoder-plane": draw_encoder,
+    "das6-plane": draw_tiny_encoder,
     "comparison-page": photograph_comparison,
     "plan": draw_plan,
     "chats": draw_chats,
