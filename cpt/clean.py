@@ -72,7 +72,7 @@ def format_summary(count: int, size: int, *, removed: bool) -> str:
     """
     if count == 0:
         return "Nothing to remove"
-    text = "1 entry" if count == 1 else f"{count:,} entries"
+    text = count_noun(count, "entry", "entries")
     return text if removed else f"{text}, {format_bytes(size)}; add --yes to remove"
 
 

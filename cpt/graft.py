@@ -309,7 +309,7 @@ def list_chat_facts(row: DerivedRow) -> list[str]:
 
 
 def print_results(run: RunDir, folder: Path, graft: Graft, row: DerivedRow, *, num_tensors: int) -> None:
-    print(f"{folder}: {graft.describe()}; {num_tensors} tensors")
+    print(f"{folder}: {graft.describe()}; {count_noun(num_tensors, 'tensor')}")
     for fact in [*graft.list_facts(), *list_chat_facts(row)]:
         print(fact)
     scores = load_finished_scores(run)

@@ -17,6 +17,7 @@ import pandas as pd
 
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import replacing
+from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.data.sources import hub, readers
 from cpt.data.sources.files import splits_by_name
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
     is_incomplete = any(text.missing and text.required for text in texts)
     has_failed = is_incomplete or not any(text.counts for text in texts)
     state = "incomplete" if has_failed else "ready"
-    print(f"{options.out}: {state}, {len(differences)} differences")
+    print(f"{options.out}: {state}, {count_noun(len(differences), 'difference')}")
     return int(has_failed)
 
 

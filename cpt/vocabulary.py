@@ -316,7 +316,7 @@ def print_report(
     saved = 1 - measurement.tokens_after / measurement.tokens_before
     print(
         f"Bytes per token of held-out text: {before:.3f} -> {after:.3f} ({saved:.1%} fewer tokens; "
-        f"{measurement.num_bytes:,} bytes)"
+        f"{count_noun(measurement.num_bytes, 'byte')})"
     )
     print(f"New tokens in held-out text: {len(measurement.counts):,} of {len(new_ids):,}")
 

@@ -201,7 +201,7 @@ def test_models_that_do_not_go_together_are_refused_in_one_line(tmp_path, base, 
     instruct_by_reason = {
         "it is a llama": save_checkpoint(tmp_path / "llama", "llama"),
         "is 384, in the run 192": save_checkpoint(tmp_path / "wide", "gpt2", n_embd=128),
-        "lacks 1 of its tensors: lm_head.weight": untied,
+        "lacks 1 tensor of it: lm_head.weight": untied,
     }
     for reason, instruct in instruct_by_reason.items():
         with pytest.raises(ValueError, match=reason):

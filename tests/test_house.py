@@ -82,6 +82,24 @@ def test_no_banned_phrase_is_written():
     assert phrases == []
 
 
+# A count with a noun that is always in the plural: `{len(names)} files`, `%d new files`. A verb may follow.
+COUNT_WITH_PLURAL = re.compile(
+    r"(?:\{(?:len\([^{}]*\)|num_\w+)(?::,)?\}|%d) (?!as |has |in |is |was |needs )(?:[a-z-]+ )?[a-z]+s\b"
+)
+IDENTITY_OF_BASE = "{len(base.tokenizer)} entries"  # is compared with that of older runs
+
+
+def test_a_count_in_a_message_has_a_noun_that_can_be_in_the_singular():
+    """`count_noun` gives `1 file`, where `{len(names)} files` is wrong."""
+    phrases = []
+    for path in CPT.rglob("*.py"):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for match in COUNT_WITH_PLURAL.finditer(line):
+                if match[0] != IDENTITY_OF_BASE:
+                    phrases.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
+    assert phrases == []
+
+
 def test_no_function_or_class_of_the_package_has_the_name_of_another():
     """A search for a name finds one definition; every program has its own `main` and `build_parser`."""
     files_by_name = defaultdict(list)

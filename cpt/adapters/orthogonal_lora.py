@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.lora import adapted_weight, factors_of, lora_layers
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.tensors import PreciseTensors
 from cpt.models.quantization import QuantizedLinear
 from cpt.optim.rounding import Rounding
@@ -39,7 +40,7 @@ class ProtectedDirections(PreciseTensors):
                 raise InvalidOptionError(
                     "method.protected_rank",
                     rank,
-                    reason=f"{name} has {min(weight.shape)} singular values, of which none would be free",
+                    reason=f"{name} has only {count_noun(min(weight.shape), 'singular value')}",
                     allowed=f"0 to {min(weight.shape) - 1}",
                 )
             u, _, v_transposed = torch.linalg.svd(weight, full_matrices=False)

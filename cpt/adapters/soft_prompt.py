@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE, DomainParams, Scope
+from cpt.core.messages import count_noun
 from cpt.models.forward import CACHES, find_body, find_input_stack
 from cpt.models.fsdp import call_within
 from cpt.models.loading import find_max_positions
@@ -112,7 +113,8 @@ class PromptVectors(nn.Module):
         length = text.shape[1]
         count = self.positions_taken
         if self.max_length is not None and length + count > self.max_length:
-            raise ValueError(f"{length} tokens and a prompt of {count}. Allowed: {self.max_length} together")
+            token_count = count_noun(length, "token")
+            raise ValueError(f"{token_count} and a prompt of {count}. Allowed: {self.max_length} together")
         mask = inputs.get("attention_mask")
         if mask is not None and (mask.ndim != 2 or not mask[:, 0].all()):
             raise ValueError("a prompt takes an attention_mask [B, T] of rows that are padded at their end")

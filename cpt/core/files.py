@@ -17,6 +17,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 
 CHECKSUMS = "checksums.json"
 PARTIAL = ".partial"  # ends the names of what is being written
@@ -202,7 +203,7 @@ def find_damage(folder: Path, table: ChecksumTable, *, full: bool) -> Iterator[s
         try:
             current_size = path.stat().st_size
             if current_size != size:
-                yield f"{name} has {current_size} bytes, not {size}"
+                yield f"{name} has {count_noun(current_size, 'byte')}, not {size:,}"
             elif full and file_hash(path) != digest:
                 yield f"{name} differs from its checksum"
         except FileNotFoundError:

@@ -69,12 +69,14 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def count_noun(count: int, noun: str) -> str:
-    """A count with its noun, in the plural unless it is 1.
+def count_noun(count: int, noun: str, plural: str = "") -> str:
+    """A count with its noun, in the plural unless it is 1. `plural`: other than the noun with an s.
 
     >>> count_noun(1, "run"), count_noun(3, "run"), count_noun(2000, "token")
     ('1 run', '3 runs', '2,000 tokens')
+    >>> count_noun(1, "entry", "entries"), count_noun(2, "entry", "entries")
+    ('1 entry', '2 entries')
     """
     if count == 1:
         return f"1 {noun}"
-    return f"{count:,} {noun}s"
+    return f"{count:,} {plural or noun + 's'}"

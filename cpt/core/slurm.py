@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST")  # set by srun alone
 INTERACTIVE = ("bash", "interactive")  # job names of `srun --pty bash` and `salloc`, as Lightning knows them
@@ -83,7 +84,7 @@ def compare_tasks(tasks: int, devices: int, nodes: int) -> None:
         raise ValueError(
             f"trainer.devices={devices} trainer.num_nodes={nodes} is invalid: SLURM_NTASKS={tasks}. "
             f"Allowed: srun with --nodes={nodes} --ntasks-per-node={devices}, a task per device; "
-            f"or the devices of {tasks} tasks (strategy=ddp, fsdp)"
+            f"or the devices of {count_noun(tasks, 'task')} (strategy=ddp, fsdp)"
         )
 
 

@@ -109,15 +109,17 @@ def write_corpus(source: DocumentSource, name: str, folder: Path) -> None:
 
     if content.num_contradicted:
         log.warning(
-            "Keeping first answers in %s: %d questions have different ones", name, content.num_contradicted
+            "Keeping first answers in %s: different ones of %s",
+            name,
+            count_noun(content.num_contradicted, "question"),
         )
     log.info(
-        "Read %s: %.2f MB, documents: %s; left out: %d duplicates and %d valid or test copies",
+        "Read %s: %.2f MB, documents: %s; left out: %s and %s",
         name,
         sum(facts["bytes"].values()) / 1e6,
         ", ".join(f"{count} {split}" for split, count in facts["documents"].items()),
-        facts["duplicates"],
-        facts["held_out_copies"],
+        count_noun(facts["duplicates"], "duplicate"),
+        count_noun(facts["held_out_copies"], "valid or test copy", "valid or test copies"),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sized
 from dataclasses import dataclass
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def count_micro_batches(batch_size: int, *, micro_batch: int, world: int) -> int
         raise InvalidOptionError(
             "trainer.micro_batch",
             micro_batch,
-            context=f"with trainer.batch_size={batch_size} of {world} processes",
+            context=f"with trainer.batch_size={batch_size} of {count_noun(world, 'process', 'processes')}",
             allowed=", ".join(map(str, possible)) or f"a batch_size that {world} divides",
         )
     return batch_size // (micro_batch * world)
@@ -85,9 +86,10 @@ def count_micro_batches(batch_size: int, *, micro_batch: int, world: int) -> int
 def share_batch(batch_size: int, *, accumulate: int, world: int) -> int:
     """Samples of a process's micro-batch; raises ValueError if the global batch does not divide evenly."""
     if accumulate < 1 or batch_size % (accumulate * world):
+        process_count = count_noun(world, "process", "processes")
         raise InvalidOptionError(
             "trainer.batch_size",
             batch_size,
-            allowed=f"a multiple of trainer.accumulate_grad_batches={accumulate} times {world} processes",
+            allowed=f"a multiple of trainer.accumulate_grad_batches={accumulate} times {process_count}",
         )
     return batch_size // (accumulate * world)

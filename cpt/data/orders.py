@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.messages import count_noun
 from cpt.core.schema import unknown_name
 from cpt.data.sources.m2d2 import parse_name
 
@@ -79,7 +80,7 @@ def resolve_word(order: str, *, names: Sequence[str], first_order: list[str], se
             raise InvalidOptionError(
                 "order",
                 "similar_tree",
-                reason=f"{len(first_order)} domains within {num_coarse} coarse ones",
+                reason=f"{count_noun(len(first_order), 'domain')}, coarse ones: {num_coarse}",
                 allowed="order=similar, or domains like cs.AI, cs.CL and math.AG",
             )
 

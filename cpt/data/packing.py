@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.core.messages import count_noun
 from cpt.core.randomness import key, permute
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus
@@ -110,7 +111,8 @@ def balance_texts(texts: Mapping[str, Packed], *, tokens: int | None = None) -> 
         if sizes[name] > max_tokens:
             drawn = text.draw_rows(max_tokens, stream=key("balanced", name))
             balanced[name] = replace(text, rows=text.rows.select(drawn))
-    log.info("Cutting the domains to %d tokens, at least those of %s", max_tokens, smallest)
+    token_count = count_noun(max_tokens, "token")
+    log.info("Cutting the domains to %s, at least those of %s", token_count, smallest)
     return balanced
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.core.messages import count_noun
 from cpt.data.corpus import Corpus
 from cpt.data.number_files import NumberWriter, map_numbers, narrow_numbers, read_numbers
 from cpt.data.text_format import TextFormat
@@ -109,8 +110,9 @@ def store_tokens(
         (folder / FACTS).write_text(json.dumps(facts))
         expected = corpus.facts["documents"][split]
         if facts["documents"] != expected:
+            document_count = count_noun(facts["documents"], "document")
             raise ValueError(
-                f"{corpus.folder} is damaged: {facts['documents']} documents in {split}, not {expected}; "
+                f"{corpus.folder} is damaged: {document_count} in {split}, not {expected}; "
                 "delete it, and the text is read again"
             )
 

@@ -4,6 +4,7 @@ without the token that begins a text."""
 import logging
 from collections.abc import Mapping, Sequence
 
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.packing import Packed
 from cpt.data.sources.base import SPLIT
@@ -41,9 +42,9 @@ def report_unknown(texts: Mapping[str, Packed], text_format: TextFormat) -> None
     level = logging.WARNING if shares[affected[0]] > HARMFUL_SHARE else logging.INFO
     log.log(
         level,
-        "Unknown tokens, which are trained on and scored as one token, in %d of %d texts: %s (tokenizer %s)",
+        "Unknown tokens, which are trained on and scored as one token, in %d of %s: %s (tokenizer %s)",
         len(affected),
-        len(texts),
+        count_noun(len(texts), "text"),
         list_first([f"{shares[name]:.2%} of {name}" for name in affected]),
         text_format.tokenizer.name_or_path,
     )

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.core.randomness import key, permute
 from cpt.data.chats import Answer, ChatCounts, ChatEncoder, ids_within, sequences_of
@@ -78,29 +79,31 @@ class EncodingCounts:
         """Logs a line for each thing that happened."""
         text = f"{name}, {split}"
         if self.cut:
-            lost = f": {self.lost_answers} answers of long chats are left out" if self.lost_answers else ""
+            lost = ""
+            if self.lost_answers:
+                lost = f"; left out: {count_noun(self.lost_answers, 'answer')} of long chats"
             log.info(
-                "Truncating in %s %d of %d examples to model.max_seq_length=%d (domains.truncate=%s)%s",
+                "Truncating in %s %d of %s to model.max_seq_length=%d (domains.truncate=%s)%s",
                 text,
                 self.cut,
-                self.examples,
+                count_noun(self.examples, "example"),
                 encoder.length,
                 encoder.encoding.truncate,
                 lost,
             )
         if self.divided:
             log.info(
-                "Dividing %d of %d chats of %s by answers: "
+                "Dividing %d of %s of %s by answers: "
                 "earlier turns are rendered or tokenized differently in later prompts",
                 self.divided,
-                self.examples,
+                count_noun(self.examples, "chat"),
                 text,
             )
         if self.spelling:
             log.warning(
-                "Spelling out control tokens as plain text in %d of %d chats of %s",
+                "Spelling out control tokens as plain text in %d of %s of %s",
                 self.spelling,
-                self.examples,
+                count_noun(self.examples, "chat"),
                 text,
             )
         if self.unused_keys:
@@ -276,8 +279,9 @@ class Encoder:
         num_over = num_tokens - self.length
         question_ids = self.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
         if len(question_ids) <= num_over:
+            token_count = count_noun(num_tokens, "token")
             raise BadExampleError(
-                f"example {example.id} of {example.task}: its last exchange takes {num_tokens} tokens where "
+                f"example {example.id} of {example.task}: its last exchange takes {token_count} where "
                 f"{self.length} fit, and its question is too short to be cut by the difference. "
                 f"Allowed: model.max_seq_length of at least {num_tokens}",
                 TOO_LONG,
@@ -409,9 +413,10 @@ class Encoder:
 
     def too_long(self, example: Example, problem: str, *, num_tokens: int) -> BadExampleError:
         """The error of an example that does not fit: what takes how many tokens."""
+        token_count = count_noun(num_tokens, "token")
         return BadExampleError(
             f"model.max_seq_length={self.length} is invalid: in example {example.id} of {example.task} "
-            f"{problem} {num_tokens} tokens. Allowed: at least {num_tokens}, or a shorter domains/template=…",
+            f"{problem} {token_count}. Allowed: at least {num_tokens}, or a shorter domains/template=…",
             TOO_LONG,
             num_tokens,
         )

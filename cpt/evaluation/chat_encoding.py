@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.chats import TEMPLATE_DATE
 from cpt.data.sources.base import Encoding
@@ -86,7 +87,7 @@ def log_skipped_chats(skipped: BadExamples, *, num_chats: int) -> None:
     if num_skipped == num_chats:
         log.warning("Not measuring chats (chats=none): none of the %d is usable: %s", num_chats, kinds)
     else:
-        log.info("Skipping %d of %d chats: %s", num_skipped, num_chats, kinds)
+        log.info("Skipping %d of %s: %s", num_skipped, count_noun(num_chats, "chat"), kinds)
 
 
 def find_answer_ends(

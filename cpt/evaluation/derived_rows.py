@@ -74,8 +74,9 @@ def describe_tuned_chats(row: DerivedRow) -> str:
     (+0.1460 [+0.1000, +0.2000])`; empty where it was not measured."""
     if not row.chats:
         return ""
+    chat_count = count_noun(row.chats["chats"], "held-out chat")
     return (
-        f"Loss on the assistant's turns of {row.chats['chats']} held-out chats: {row.chats['nll']:.4f} nats "
+        f"Loss on the assistant's turns of {chat_count}: {row.chats['nll']:.4f} nats "
         f"per token, the tuned model's {row.chats['tuned_nll']:.4f} ({format_mean_rise(row.chats['rise'])})"
     )
 
@@ -85,8 +86,9 @@ def describe_run_chats(row: DerivedRow) -> list[str]:
     chats = row.run_chats
     if not chats:
         return []
+    chat_count = count_noun(chats["chats"], "held-out chat")
     sentences = [
-        f"Loss on the run's {chats['chats']} held-out chats: {chats['nll']:.4f} nats per token "
+        f"Loss on the run's {chat_count}: {chats['nll']:.4f} nats per token "
         f"(since the run's base {format_mean_rise(chats['rise'])})"
     ]
     if chats["base_answer_nll"] is not None:

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt.core.config import digest
 from cpt.core.errors import find_reason, unknown_name
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.messages import count_noun
 from cpt.evaluation.options import LMEvalOptions
 from cpt.models.forward import set_mode
 
@@ -111,7 +112,9 @@ class Harness:
         num_truncated = sum("runcat" in message for message in warnings_shown)
         if num_truncated:
             log.info(
-                "Truncating %s: %d requests or more are longer than the model reads", name, num_truncated
+                "Truncating %s or more of %s, longer than the model reads",
+                count_noun(num_truncated, "request"),
+                name,
             )
         tasks = column.tasks.values()
         return {

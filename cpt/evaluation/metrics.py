@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.score_schema import UNITS
 
@@ -348,7 +349,8 @@ def find_intervals(
             raise ValueError(f"{name}: nll_sums is {np.shape(sums)}, needed {(len(layout.rows), len(count))}")
         is_scored = np.asarray(count) > 0
         if not is_scored.any():
-            raise ValueError(f"{name}: none of {len(count)} documents has a scored token, one is needed")
+            document_count = count_noun(len(count), "document")
+            raise ValueError(f"{name}: none of {document_count} has a scored token, one is needed")
         samples.append((np.asarray(sums, float)[..., is_scored], np.asarray(count, float)[is_scored]))
 
     levels = [name for name, metric in METRICS.items() if metric.is_level]

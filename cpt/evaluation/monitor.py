@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.randomness import key, permute
 from cpt.core.schema import Natural, NonNegative, Options, Steps, config, option
 from cpt.data.sources.base import GENERAL
@@ -196,7 +197,7 @@ class MonitorRecord:
         num_evaluations = self.since_best(stage_texts)
         if options.patience is not None and num_evaluations >= options.patience:
             return (
-                f"{num_evaluations} evaluations without a lower loss on its own text "
+                f"{count_noun(num_evaluations, 'evaluation')} without a lower loss on its own text "
                 f"(monitor.patience={options.patience})"
             )
         return ""

@@ -27,7 +27,7 @@ def choose_run(folder: Path) -> Path:
         raise InvalidOptionError(
             "RUN",
             folder,
-            reason=f"{len(finished_runs)} finished runs are below it",
+            reason=f"{count_noun(len(finished_runs), 'finished run')} are below it",
             allowed=f"one of them: {abbreviate(finished_runs, with_count=True)}",
         )
     if num_unfinished:

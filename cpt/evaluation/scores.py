@@ -12,6 +12,7 @@ import numpy as np
 
 from cpt.core.config import digest
 from cpt.core.files import check_archive, write_atomically
+from cpt.core.messages import count_noun
 from cpt.core.schema import check_types
 from cpt.evaluation import score_schema as schema
 from cpt.evaluation.metrics import (
@@ -202,7 +203,7 @@ class Scores(MatrixLayout):
                 raise ValueError(f"endtasks are not of the tasks {tasks}")
         for metric in (*ENDTASK_METRICS, *self.endtasks["metric"].values()):
             if len(score_array(self.endtasks, metric)) > len(self.rows):
-                raise ValueError(f"endtasks have more than {len(self.rows)} rows")
+                raise ValueError(f"endtasks have more than {count_noun(len(self.rows), 'row')}")
 
     @property
     def matrix(self) -> Array:
@@ -257,7 +258,7 @@ class Scores(MatrixLayout):
         column, None where it was not measured; `modules` are the weights of modules by text. Raises
         ValueError for a row that the scores have already, and for another number of losses."""
         if row in self.rows or len(nll) != len(self.domains):
-            raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
+            raise ValueError(f"row {row}: losses {len(nll)}; needed: {len(self.domains)}, not in {self.rows}")
         self.rows.append(row)
         self.nll.append([to_loss(loss) for loss in nll])
         self.modules.append({text: dict(weights) for text, weights in modules.items() if weights})

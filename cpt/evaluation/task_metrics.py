@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from cpt.core.messages import count_noun
 from cpt.evaluation.metrics import Array, MatrixLayout, bootstrap, compute_means, objective_value
 
 ENDTASK_METRICS = ("macro_f1", "micro_f1", "accuracy")
@@ -441,7 +442,7 @@ def compute_intervals(
 
 def describe_task(name: str, task: Mapping[str, Any]) -> str:
     """A task of the harness with what decides its numbers: `hellaswag (acc_norm, 0 shots, version 1.0)`."""
-    shots = "shots differ" if task["shots"] is None else f"{task['shots']} shots"
+    shots = "shots differ" if task["shots"] is None else count_noun(task["shots"], "shot")
     limit = "" if task["limit"] is None else f", limit {task['limit']:g}"
     return f"{name} ({task['metric']}, {shots}{limit}, version {task['version']})"
 

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyExperiment
 
 from cpt.core.errors import find_reason
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.loggers.metric_names import MetricNames
 
@@ -50,7 +51,7 @@ def report_failures(logger: Logger) -> None:
     """Logs how many calls of a guarded logger failed, if more than the one that its warning names."""
     failures = getattr(logger, "cpt_failures", None)  # a dummy logger has a method of any name
     if isinstance(failures, LoggerFailures) and failures.total > 1 and is_first_process():
-        log.info("%s failed in %d calls", failures.label, failures.total)
+        log.info("%s failed in %s", failures.label, count_noun(failures.total, "call"))
 
 
 def guard_logger(logger: Logger, label: str, names: MetricNames | None = None) -> Logger:

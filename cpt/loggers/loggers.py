@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from cpt.core.messages import count_noun
 from cpt.core.preemption import Preempted
 from cpt.core.processes import is_first_process
 from cpt.evaluation.metrics import UNITS
@@ -137,7 +138,8 @@ def prepare_custom(custom: Mapping[str, Logger], run: LoggedRun) -> list[Logger]
     renamed_texts = names.changes(run.texts)
     if custom and renamed_texts and is_first_process():
         changes = list_names([f"{text} is {name}" for text, name in renamed_texts.items()])
-        log.info("Names of %d texts in %s: %s", len(renamed_texts), ", ".join(custom), changes)
+        text_count = count_noun(len(renamed_texts), "text")
+        log.info("Names of %s in %s: %s", text_count, ", ".join(custom), changes)
 
     prepared = []
     for name, logger in custom.items():
@@ -186,7 +188,7 @@ def run_name(run: Mapping[str, Any], order: Any) -> str:
     if isinstance(order, Sequence) and not isinstance(order, str):
         order_name = ",".join(map(str, order))
         if len(order_name) > LONGEST_ORDER:
-            order_name = f"{len(order)} domains"
+            order_name = count_noun(len(order), "domain")
     name = f"{label_run({**run, 'variant': ''})} order={order_name} seed={run['seed']}"
     values = ", ".join(split_variant(run))
     if values:

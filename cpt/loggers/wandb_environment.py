@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpt.core.files import write_atomically as replace_file
+from cpt.core.messages import count_noun
 from cpt.core.naming import LONGEST_TAG
 from cpt.core.processes import JOB
 from cpt.core.schema import unknown_name
@@ -70,9 +71,9 @@ def check_environment() -> None:
         raise ValueError(unknown_name(f"WANDB_MODE={mode}", MODES))
     for tag in os.environ.get("WANDB_TAGS", "").split(","):
         if len(tag.strip()) > LONGEST_TAG:
+            length = count_noun(len(tag.strip()), "character")
             raise ValueError(
-                f"WANDB_TAGS is invalid: the tag {tag.strip()} has {len(tag.strip())} characters. "
-                f"Allowed: 1 to {LONGEST_TAG} each"
+                f"WANDB_TAGS is invalid: the tag {tag.strip()} has {length}. Allowed: 1 to {LONGEST_TAG} each"
             )
     identifier = os.environ.get("WANDB_RUN_ID")
     if identifier and not IDENTIFIER.fullmatch(identifier):

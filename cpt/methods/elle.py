@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.domain_store import BASE, DomainScorer
 from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.data.collate import Batch, label_batch
 from cpt.data.options import Domain
 from cpt.methods.base import ContinualMethod, MethodContext
@@ -164,10 +165,10 @@ class ELLE(ContinualMethod):
         loss_changes = (self.token_losses(batch) - nll_before).abs()
         self.largest_loss_change = loss_changes.max().view(1)
         log.info(
-            "Growing the model before %s from %d to %d parameters: a token's loss moves by up to %.1e nats",
+            "Growing the model before %s from %d to %s: a token's loss moves by up to %.1e nats",
             stage.name,
             size_before,
-            self.model.num_parameters(),
+            count_noun(self.model.num_parameters(), "parameter"),
             self.largest_loss_change,
         )
 

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from cpt.adapters import lora
 from cpt.core.distributed import dot, full_tensor, local_rows, to_local, total_norm, with_rows
+from cpt.core.messages import count_noun
 from cpt.core.randomness import torch_seed
 from cpt.core.tensors import NamedTensors, PreciseTensors, upcast
 from cpt.data.collate import Batch
@@ -468,9 +469,9 @@ class Reptile(ContinualMethod):
         steps = self.trainer.max_steps
         if self.interval > steps:
             log.info(
-                "Interpolating once: method.interpolate_every=%d is more than the %d steps of %s",
+                "Interpolating once: method.interpolate_every=%d is more than the %s of %s",
                 self.interval,
-                steps,
+                count_noun(steps, "step"),
                 self.domain.name,
             )
         self.anchor.capture(self.model)

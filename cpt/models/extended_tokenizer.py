@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.messages import count_noun
 from cpt.data.sources.base import SPLIT
 from cpt.data.text_encoder import TextEncoder, frame_of, special_tokens_of, unknown_id
 
@@ -53,7 +54,8 @@ def find_misfits(tokenizer: PreTrainedTokenizerBase, own_tokenizer: PreTrainedTo
     special = special_tokens_of(tokenizer)
     ordinary = [token for token in own_special if token not in special]
     if ordinary:
-        yield f"{len(ordinary)} special tokens of the checkpoint are not special, {format_tokens(ordinary)}"
+        count = count_noun(len(ordinary), "special token")
+        yield f"it has {count} of the checkpoint without that mark, {format_tokens(ordinary)}"
 
     if tokenizer.is_fast:
         definition = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -69,13 +71,14 @@ def find_vocabulary_misfits(
     own_tokens = sorted(own_vocabulary, key=own_vocabulary.__getitem__)
     missing = [token for token in own_tokens if token not in vocabulary]
     if missing:
-        yield f"{len(missing)} tokens of the checkpoint are missing, {format_tokens(missing)}"
+        yield f"it lacks {count_noun(len(missing), 'token')} of the checkpoint, {format_tokens(missing)}"
         return
     moved_tokens = [token for token in own_tokens if vocabulary[token] != own_vocabulary[token]]
     if moved_tokens:
         first = moved_tokens[0]
         ids = f"{vocabulary[first]} instead of {own_vocabulary[first]}"
-        yield f"{len(moved_tokens)} tokens of the checkpoint have other ids, like {first!r} ({ids})"
+        count = count_noun(len(moved_tokens), "token")
+        yield f"it has {count} of the checkpoint at other ids, like {first!r} ({ids})"
 
 
 def find_step_misfits(definition: Mapping[str, Any], own_definition: Mapping[str, Any]) -> Iterator[str]:
@@ -115,7 +118,8 @@ def find_model_misfits(model: Mapping[str, Any], own_model: Mapping[str, Any]) -
         scores = dict(map(tuple, model["vocab"]))
         rescored = [piece for piece, score in own_model["vocab"] if scores.get(piece) != score]
         if rescored:
-            yield f"{len(rescored)} pieces of the checkpoint have other scores, {format_tokens(rescored)}"
+            count = count_noun(len(rescored), "piece")
+            yield f"it has {count} of the checkpoint with other scores, {format_tokens(rescored)}"
 
 
 def first_lost_merge(

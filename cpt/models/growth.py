@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.core.errors import find_reason
+from cpt.core.messages import count_noun
 from cpt.models.activation_checkpointing import CHECKPOINTING
 from cpt.models.fast_kernels import COMPILE_OPTIONS
 from cpt.models.loading import is_tied, make_skeleton
@@ -165,7 +166,8 @@ def grow_layers(model: PreTrainedModel, num_copies: int) -> None:
     depths = Counter(name.rpartition(".")[0] for name, _ in find_blocks(model))
     smallest_depth = min(depths.values())
     if num_copies > smallest_depth:
-        raise ValueError(f"the stacks of a {model.config.model_type} have {smallest_depth} blocks to copy")
+        block_count = count_noun(smallest_depth, "block")
+        raise ValueError(f"the stacks of a {model.config.model_type} have {block_count} to copy")
 
     with adjust_config(model, "layers") as make_grown_skeleton:
         set_fields(model, {name: getattr(model.config, name, 0) + num_copies for name in DEPTH_FIELDS})

@@ -30,6 +30,7 @@ from transformers.models.auto import modeling_auto
 from cpt.core.distributed import gather_objects, is_sharded, to_local
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
@@ -428,10 +429,11 @@ def is_finite(tensor: Tensor) -> bool:
 def check_finite_names(names: Sequence[str], checkpoint: str | Path) -> None:
     """Raises ValueError if there are `names` of tensors that are NaN or infinite."""
     if names:
+        tensor_count = count_noun(len(names), "tensor")
         raise InvalidOptionError(
             "model.name_or_path",
             checkpoint,
-            reason=f"{len(names)} of its tensors have NaN or infinite weights, the first {names[0]}",
+            reason=f"it has {tensor_count} with NaN or infinite weights, the first {names[0]}",
             allowed="a checkpoint of finite weights",
         )
 
@@ -443,7 +445,7 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
         raise InvalidOptionError(
             "model.name_or_path",
             checkpoint,
-            reason=f"it has {len(configs)} adapters",
+            reason=f"it has {count_noun(len(configs), 'adapter')}",
             allowed="a copy with one of them merged (peft's merge_and_unload)",
         )
     return configs[0].parent if configs else None

@@ -25,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.messages import abbreviate
+from cpt.core.messages import abbreviate, count_noun
 from cpt.models.loading import load_config, load_tokenizer
 from cpt.models.stored_weights import (
     StoredWeights,
@@ -311,7 +311,7 @@ def check_tensors(run: Checkpoint, base: Checkpoint, instruct: Checkpoint, table
         raise InvalidOptionError(
             instruct.option,
             instruct.name,
-            reason=f"the run's model lacks {len(lost)} of its tensors: {abbreviate(lost)}",
+            reason=f"the run's model lacks {count_noun(len(lost), 'tensor')} of it: {abbreviate(lost)}",
             allowed="a model with the tensors of the run's",
         )
 

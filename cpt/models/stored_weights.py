@@ -25,7 +25,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import InvalidOptionError
-from cpt.core.messages import abbreviate
+from cpt.core.messages import abbreviate, count_noun
 
 log = logging.getLogger(__name__)
 ONE_MODEL = "weights and config.json of one model"
@@ -269,7 +269,7 @@ def check_report(
         stored_size = f"{format_shape(stored_shape)} in {stored.file_of(name)}"
         further = ""
         if len(report.mismatched) > 1:
-            further = f", the first of {len(report.mismatched)} such tensors"
+            further = f", the first of {count_noun(len(report.mismatched), 'such tensor')}"
         raise InvalidOptionError(
             "model.name_or_path",
             checkpoint,
@@ -280,7 +280,7 @@ def check_report(
     # Without a head a model can be used, as its head may be trained; without a part of the body it cannot.
     body_missing = [name for name in report.missing if name not in head]
     if body_missing:
-        count = f"{len(body_missing)} tensors that config.json describes"
+        count = f"{count_noun(len(body_missing), 'tensor')} of those in config.json"
         raise InvalidOptionError(
             "model.name_or_path",
             checkpoint,
@@ -290,7 +290,7 @@ def check_report(
 
     head_missing = [name for name in report.missing if name in head]
     if head_missing and needs_head:
-        fault = f"no language-model head ({len(head_missing)} tensors)"
+        fault = f"no language-model head ({count_noun(len(head_missing), 'tensor')})"
         if len(head_missing) < len(head):
             fault = f"its language-model head lacks {abbreviate(head_missing)}"
         remedy = "model.pretraining.head_steps=500, which trains one on the general text, or 0, a random one"
@@ -344,7 +344,7 @@ def log_unused(report: WeightsReport, stored: StoredWeights, checkpoint: str) ->
     """Logs the stored tensors that the model has no place for; a warning where they are blocks."""
     if not report.unused:
         return
-    description = f"{len(report.unused)} tensors ({abbreviate(report.unused)})"
+    description = f"{count_noun(len(report.unused), 'tensor')} ({abbreviate(report.unused)})"
     unused_names = set(report.unused)
     used_names = {without_numbers(name) for name in stored.tensors if name not in unused_names}
     if any(without_numbers(name) in used_names for name in report.unused):

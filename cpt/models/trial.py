@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from cpt.core.distributed import gather_objects
 from cpt.core.errors import find_reason
 from cpt.core.exceptions import format_value
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.collate import Batch
 from cpt.models.forward import set_mode
@@ -179,7 +180,8 @@ def run_once(model: PreTrainedModel, objective: Objective, row: Tensor, name: st
 
     num_scored = len(batch["positions"])
     if logits.ndim != 2 or len(logits) != num_scored:
-        raise ValueError(f"its logits at {num_scored} positions have the shape {tuple(logits.shape)}")
+        position_count = count_noun(num_scored, "position")
+        raise ValueError(f"its logits at {position_count} have the shape {tuple(logits.shape)}")
     if hidden.ndim != 3 or hidden.shape[:2] != rows.shape:
         raise ValueError(
             f"its hidden states of 2 rows of {row.shape[1]} tokens have the shape {tuple(hidden.shape)}"

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.models.quantization import QuantizedLinear
 
 UNIT_KINDS = ("heads", "neurons", "outputs", "tokens")
@@ -454,7 +455,8 @@ def scale_features(x: Tensor, gate: Tensor) -> Tensor:
     if gate.ndim == 1:
         return x * factors
     if len(x) % len(gate) or (x.ndim > 2 and len(x) != len(gate)):
-        raise ValueError(f"gates of {len(gate)} samples; given activations of {list(x.shape)}")
+        sample_count = count_noun(len(gate), "sample")
+        raise ValueError(f"gates of {sample_count}; given activations of {list(x.shape)}")
     by_sample = x.view(len(gate), -1, x.shape[-1])
     return (by_sample * factors.unsqueeze(1)).view(x.shape)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.text_encoder import rename_tokens, special_tokens_of, unknown_id
 from cpt.models.extended_tokenizer import describe_other_roles, find_sub_tokens
@@ -55,10 +56,12 @@ def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: 
     """Raises ValueError where a tokenizer has more entries than an embedding has rows."""
     num_entries = count_entries(tokenizer)
     if num_entries > rows:
+        entry_count = count_noun(num_entries, "entry", "entries")
+        row_count = count_noun(rows, "row")
         raise InvalidOptionError(
             "model.resize",
             False,
-            reason=f"the tokenizer of {checkpoint} has {num_entries} entries, the embedding {rows} rows",
+            reason=f"the tokenizer of {checkpoint} has {entry_count}, the embedding {row_count}",
             allowed="model.resize=true, which adds rows, or the tokenizer that the model was trained with",
         )
 
@@ -130,18 +133,18 @@ def log_extension(
         log.warning("Using model.tokenizer=%s with other settings than the checkpoint's: %s", name, roles)
     sub_tokens = find_sub_tokens(tokenizer, own_tokenizer)
     if not sub_tokens:
-        log.info("model.tokenizer=%s adds no tokens to the %d of %s", name, len(own_tokenizer), checkpoint)
+        log.info("model.tokenizer=%s adds no token to the %d of %s", name, len(own_tokenizer), checkpoint)
         return
 
     num_in_padding = sum(token_id < rows for token_id in sub_tokens)
     num_unknown = sum(not pieces for pieces in sub_tokens.values())
     unknown = ""
     if num_unknown:
-        unknown = f"; {num_unknown} of text that the checkpoint does not know begin as the mean of all rows"
+        unknown = f"; {num_unknown} of text that the checkpoint does not know: the mean of all rows"
     log.info(
-        "Adding %d tokens of model.tokenizer=%s to %s: they begin as the mean of their sub-tokens, %d of "
-        "them in rows that the checkpoint has as padding; rows of embedding and head: %d, before %d%s",
-        len(sub_tokens),
+        "Adding %s of model.tokenizer=%s to %s: each begins as the mean of its sub-tokens, %d in rows that "
+        "the checkpoint has as padding; rows of embedding and head: %d, before %d%s",
+        count_noun(len(sub_tokens), "token"),
         name,
         checkpoint,
         num_in_padding,
@@ -205,14 +208,14 @@ def report_rows(
     unclear = ""
     if added_tokens.unclear:
         names = ", ".join(name_tokens(tokenizer, added_tokens.unclear))
-        count = len(added_tokens.unclear)
-        unclear = f"; {count} added tokens keep their rows, which may be trained: {names}"
+        count = count_noun(len(added_tokens.unclear), "added token")
+        unclear = f"; the rows of {count} stay, since they may be trained: {names}"
 
     if num_entries <= rows and not added_tokens.new:
         log.info(
-            "No effect of model.resize=true: %d rows, %d entries of the tokenizer%s",
-            rows,
-            num_entries,
+            "No effect of model.resize=true: %s, %s of the tokenizer%s",
+            count_noun(rows, "row"),
+            count_noun(num_entries, "entry", "entries"),
             unclear,
         )
         return
@@ -220,12 +223,12 @@ def report_rows(
     # Embeddings are often padded to a multiple of 64: new tokens take these rows before the table grows.
     num_in_padding = sum(token_id < rows for token_id in added_tokens.new)
     log.info(
-        "Resizing the embedding of %s from %d to %d rows: %d new tokens begin as the mean of their "
-        "sub-tokens, %d of them in rows that the checkpoint has as padding%s",
+        "Resizing the embedding of %s from %d to %s for %s: each begins as the mean of its sub-tokens, "
+        "%d in rows that the checkpoint has as padding%s",
         checkpoint,
         rows,
-        max(rows, num_entries),
-        len(added_tokens.new),
+        count_noun(max(rows, num_entries), "row"),
+        count_noun(len(added_tokens.new), "new token"),
         num_in_padding,
         unclear,
     )
@@ -238,9 +241,9 @@ def warn_of_stale_rows(
     added_tokens = find_new_tokens(model.get_input_embeddings().weight, tokenizer)
     if added_tokens.new and is_first_process():
         log.warning(
-            "%d tokens of the tokenizer of %s have rows that look untrained (%s); model.resize=true sets "
-            "them to the mean of their sub-tokens",
-            len(added_tokens.new),
+            "The rows of %s of the tokenizer of %s look untrained (%s); model.resize=true sets each to the "
+            "mean of its sub-tokens",
+            count_noun(len(added_tokens.new), "token"),
             checkpoint,
             ", ".join(name_tokens(tokenizer, list(added_tokens.new))),
         )

@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 
 from cpt.core.distributed import all_reduce_max, all_reduce_sum, fail_together, total_norm
 from cpt.core.exceptions import InvalidOptionError
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_distributed
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class NanGuard(Callback):
             self.end(problem)
         self.failures_in_a_row += 1
         if max(self.failures_in_a_row, self.rollbacks + 1) > MAX_FAILURES:
-            self.end(f"{problem}, and so was {MAX_FAILURES} times before")
+            self.end(f"{problem}, and so was {count_noun(MAX_FAILURES, 'time')} before")
 
         step = trainer.global_step
         if self.policy == "rollback":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cpt.core.distributed import is_sharded
+from cpt.core.messages import count_noun
 from cpt.core.tensors import NamedTensors
 
 log = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ class CarriedState(NamedTensors):
 
         # Nothing is carried into the first domain, where all parameters are new.
         if loaded:
-            log_differences(new_names, "new and start without state")
-            log_differences(list(carried), "gone")
+            log_differences(new_names, "without one, as new")
+            log_differences(list(carried), "no longer there")
         optimizer.load_state_dict({**optimizer.state_dict(), "state": loaded})
 
     def parameter_of(self, name: str) -> str:
@@ -103,7 +104,10 @@ def fits_parameter(state: Mapping[str, Any], parameter: nn.Parameter) -> bool:
 def log_differences(names: Sequence[str], description: str) -> None:
     if names:
         log.info(
-            "Carrying over optimizer state: %d parameters are %s, like %s", len(names), description, names[0]
+            "Carrying over optimizer state: %s %s, like %s",
+            count_noun(len(names), "parameter"),
+            description,
+            names[0],
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cpt.core.messages import count_noun
 from cpt.evaluation.chat_answers import ChatAnswer, describe_faults
 from cpt.evaluation.chat_files import ANSWERS, find_chat_file, load_answers
 from cpt.evaluation.derived_rows import find_derived_rows
@@ -137,7 +138,7 @@ def judge_change(change: ChatChange) -> str:
     if any(loss.is_higher for loss in losses) or change.num_newly_broken:
         words.append("hurt")
     if change.last is not None and change.num_newly_broken:
-        words.append(f"broke {change.num_newly_broken} of {change.last['chats']} answers")
+        words.append(f"broke {change.num_newly_broken} of {count_noun(change.last['chats'], 'answer')}")
     if change.held_out.is_lower:
         # The number next to the words is of the base's own answers, where these were measured.
         words.append("better" if change.base_answers is None else "better on held-out answers")
@@ -155,7 +156,8 @@ def describe_chats(scores: Scores) -> list[str]:
     change = find_chat_change(scores)
     if change is None:
         return []
-    sentences = [f"Loss on {scores.chats['chats']} held-out chats: {change.held_out.describe()}."]
+    chat_count = count_noun(scores.chats["chats"], "held-out chat")
+    sentences = [f"Loss on {chat_count}: {change.held_out.describe()}."]
     if change.base_answers is not None:
         sentences.append(f"Loss on the base's own answers: {change.base_answers.describe()}.")
     if change.last is not None and change.first is not None:

@@ -405,7 +405,7 @@ def draw_stages(
         table = averages.curves[name]
         assign_group(axes.plot(table.columns + 1, table.mean(), color="0.75", zorder=1), name)
     if grey_names:
-        axes.plot([], [], color="0.75", label=f"{len(grey_names)} others")
+        axes.plot([], [], color="0.75", label=count_noun(len(grey_names), "other"))
     for name in highlighted:
         table = averages.curves[name]
         label = f"{label_group(name, num_runs=len(table))}: {format_perplexity(ends[name])}"

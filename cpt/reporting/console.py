@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pandas import DataFrame
 
+from cpt.core.messages import count_noun
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
@@ -52,7 +53,7 @@ def format_scores(scores: Scores) -> str:
     perplexities = matrices["perplexity"]
     parts = [
         align_columns(Block(head=TILES_HEAD[:4], num_word_columns=4, cells=tiles)),
-        f"Perplexity on {num_shown} of {len(scores.domains)} test texts:",
+        f"Perplexity on {num_shown} of {count_noun(len(scores.domains), 'test text')}:",
         align_ends(perplexities, format_cells(perplexities, format_perplexity)),
         align_columns(Block(head=["", *UNITS], cells=metrics)),
     ]
@@ -75,7 +76,7 @@ def format_scores(scores: Scores) -> str:
             parts.append(f"end tasks ({len(scores.endtasks['tasks'])}): {numbers}")
 
     if "answers" in matrices:
-        line = f"answers to {len(scores.answers['tasks'])} tasks, in %"
+        line = f"answers to {count_noun(len(scores.answers['tasks']), 'task')}, in %"
         numbers = format_percents(scores.answers["metrics"])
         parts.append(f"{line}: {numbers}" if numbers else line)
         parts.append(align_ends(matrices["answers"], format_answers(scores, matrices["answers"])))

@@ -25,6 +25,7 @@ from matplotlib.transforms import Affine2D
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 
+from cpt.core.messages import count_noun
 from cpt.data.sources.base import GENERAL
 from cpt.reporting.formats import MAX_LISTED, Format, format_signed, list_names, shorten, strip_controls
 from cpt.reporting.svg import SVG_TEXT, PageFigure, add_cells, assign_group
@@ -239,8 +240,8 @@ def draw_heat_maps(
             set_ticks(axes.xaxis, heat_map.columns, is_small=is_small, rotation=35 if is_small else 90)
             set_ticks(axes.yaxis, heat_map.rows, is_small=is_small, rotation=0)
         else:
-            axes.set(xticks=[], yticks=[], xlabel=f"{len(heat_map.columns)} columns")
-            axes.set_ylabel(f"{len(heat_map.rows)} rows")
+            axes.set(xticks=[], yticks=[], xlabel=count_noun(len(heat_map.columns), "column"))
+            axes.set_ylabel(count_noun(len(heat_map.rows), "row"))
         frame_cells(axes, heat_map, is_small=is_small)
         if max(heat_map.written.shape) <= (MAX_LISTED + 1 if is_single else 8):
             write_numbers(axes, image, heat_map, format_value, fontsize=9 if is_single else 6.5)

@@ -360,7 +360,8 @@ def describe_verdict(best: BestGroup, measure: ComparedMeasure) -> str:
     # another group, which may be more, the other can be better.
     num_better = num_others - num_worse - len(undistinguished)
 
-    verdict = f"Distinguished from {num_worse} of {num_others} others (Holm p < {SIGNIFICANCE_LEVEL:.2g})"
+    worse_count = f"{num_worse} of {count_noun(num_others, 'other')}"
+    verdict = f"Distinguished from {worse_count} (Holm p < {SIGNIFICANCE_LEVEL:.2g})"
     if num_better > 0:
         verdict += f", and worse than {num_better} over the pairs that they share"
     if not undistinguished:
@@ -371,5 +372,5 @@ def describe_verdict(best: BestGroup, measure: ComparedMeasure) -> str:
     if num_pairs < min_pairs and len(undistinguished) == num_others:
         return f"No significant difference ({count_noun(num_pairs, 'pair')}; {min_pairs} needed)"
     if num_pairs < min_pairs:
-        return f"{verdict}: Holm over {num_others} needs {min_pairs} pairs, there are {num_pairs}"
+        return f"{verdict}: Holm over {num_others} needs {count_noun(min_pairs, 'pair')} (here: {num_pairs})"
     return f"{verdict}, not from {list_names(undistinguished)}"

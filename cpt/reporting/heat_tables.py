@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cpt.core.messages import count_noun
 from cpt.reporting.compare import format_p, format_spread, list_topics, make_table
 from cpt.reporting.contrasts import (
     find_contrasts,
@@ -159,7 +160,8 @@ def tabulate_domains(section: RunSection) -> Block:
         ranges = {text: measure_range(values, text) for text in texts}
         widest = sorted(texts, key=lambda text: -ranges[text])[:MAX_LISTED]
         shown_texts = [text for text in texts if text in widest]
-        lines.append(f"{MAX_LISTED} of {len(texts)} texts: those on which the groups differ most.")
+        text_count = count_noun(len(texts), "text")
+        lines.append(f"{MAX_LISTED} of {text_count}: those on which the groups differ most.")
     columns = []
     for text in shown_texts:
         columns.append(HeatColumn(key=text, title=text, format_value=format_perplexity, is_ratio=True))
@@ -204,7 +206,7 @@ def tabulate_pairs(section: RunSection) -> Block:
 
     lines = [LEGENDS["heat_pairs"]]
     if len(pairs) > MAX_PAIRS:
-        lines.append(f"The first {MAX_PAIRS} of {len(pairs)} pairs of order and seed.")
+        lines.append(f"The first {MAX_PAIRS} of {count_noun(len(pairs), 'pair')} of order and seed.")
     columns = []
     titles = {}
     for order, seed in pairs[:MAX_PAIRS]:

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-from cpt.core.messages import log_once
+from cpt.core.messages import count_noun, log_once
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting.license_terms import KINDS, OTHER, StatedLicense, normalize_identifier
@@ -294,5 +294,5 @@ def group_licenses(licenses: Iterable[StatedLicense], *, limit: int) -> list[lis
 def describe_sources(names: Sequence[str], *, limit: int) -> str:
     """The names with commas; of more than `limit` how many there are, and the first."""
     if len(names) > limit:
-        return f"{len(names)} texts, like {names[0]}"
+        return f"{count_noun(len(names), 'text')}, like {names[0]}"
     return ", ".join(names)

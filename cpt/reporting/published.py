@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpt.core.config import PACKAGE
+from cpt.core.messages import count_noun
 from cpt.reporting.compare import format_spread
 from cpt.reporting.contrasts import measure_spreads
 from cpt.reporting.formats import format_interval, format_percent, split_variant
@@ -99,12 +100,13 @@ def tabulate_published(sections: Sequence[RunSection], published: Sequence[Publi
                         measured_rows.add(repr(row))
 
     num_unmeasured = len(published) - len(measured_rows)
+    row_count = count_noun(len(published), "published row")
     return Block(
         title="Published numbers",
         head=("group", "published as", "source", "measure", "ours", "published", "difference [95 %]"),
         cells=cells,
         num_word_columns=4,
-        lines=[f"{num_unmeasured} of {len(published)} published rows have no group here."],
+        lines=[f"Without a group here: {num_unmeasured} of {row_count}."],
     )
 
 

@@ -171,7 +171,9 @@ def draw_median(axes: Axes, curves: np.ndarray, marker: str) -> None:
     # One line with gaps: an element for each would fill a page.
     xs = np.tile([*range(curves.shape[1]), math.nan], num_grey)
     ys = np.column_stack([curves[chosen], np.full(num_grey, math.nan)]).ravel()
-    label = f"{num_grey} of {len(curves)} domains" if num_grey < len(curves) else "domains"
+    label = "domains"
+    if num_grey < len(curves):
+        label = f"{num_grey} of {count_noun(len(curves), 'domain')}"
     axes.plot(xs, ys, color="0.6", linewidth=0.4, alpha=0.5, marker=marker, label=label)
     medians = np.median(curves, axis=0)
     rows = np.flatnonzero(np.isfinite(medians))
@@ -359,11 +361,12 @@ def draw_tasks(kind: str, shares: DataFrame) -> Picture:
         if not math.isnan(score):
             last_scores.append(f"{task} {score:.1f} %")
     title = "End-task scores" if kind == "endtasks" else "Scores"
+    model_count = count_noun(len(rows), "model")
     framed = [(rows.index(task), column) for column, task in enumerate(tasks) if task in rows]
     return draw_heat_maps(
         {"": HeatMap(table.to_numpy(), rows, tasks, framed=framed)},
         label="score, % (dark: better)",
-        description=f"{title} of {len(rows)} models; after {rows[-1]}: {list_names(last_scores)}",
+        description=f"{title} of {model_count}; after {rows[-1]}: {list_names(last_scores)}",
         format_value="{:.1f}".format,
         axis_names=("task", "model after stage"),
         scale=ColourScale(low=None, high=None),

@@ -125,7 +125,7 @@ def build_matrix_blocks(scores: Scores, perplexities: DataFrame) -> list[Block]:
         lines=[quantization] if quantization else [],
         head=["after", *scores.domains],
         cells=format_cells(perplexities, format_perplexity),
-        fold_label=f"{len(scores.rows)} x {len(scores.domains)} perplexities",
+        fold_label=f"{len(scores.rows)} x {count_noun(len(scores.domains), 'perplexity', 'perplexities')}",
     )
     return [matrix, build_picture_block("stages", run_figures.draw_text_curves(scores, perplexities))]
 
@@ -238,7 +238,7 @@ def build_mixture_block(scores: Scores) -> Block:
         head=["stage", "part", "asked, % of rows", "rows, %", "tokens, %", "scored, %", "tokens", "epochs"],
         cells=cells,
         num_word_columns=2,
-        fold_label=f"{len(scores.mixture)} stages" if len(cells) > 2 * MAX_LISTED else "",
+        fold_label=count_noun(len(scores.mixture), "stage") if len(cells) > 2 * MAX_LISTED else "",
     )
 
 
@@ -441,7 +441,7 @@ def build_last_answers_block(scores: Scores) -> Block:
     last = last.reindex(index=list(tasks), columns=measures)
     return Block(
         title="Answers of the last model",
-        fold_label=f"{len(last)} tasks",
+        fold_label=count_noun(len(last), "task"),
         head=["task", *last.columns],
         cells=format_cells(last, format_percent),
     )
@@ -474,7 +474,7 @@ def build_endtask_means_block(scores: Scores) -> Block:
     seeds = list_names([str(seed) for seed in endtasks["seeds"]])
     lines = [
         LEGENDS["endtask"],
-        f"{len(endtasks['tasks'])} tasks, seeds {seeds}, endtask.when={endtasks['when']}, "
+        f"{count_noun(len(endtasks['tasks']), 'task')}, seeds {seeds}, endtask.when={endtasks['when']}, "
         f"{endtasks['seconds']:,.1f} seconds.",
     ]
     return build_task_means_block(
@@ -600,7 +600,7 @@ def build_costs_block(scores: Scores) -> Block:
         head=head,
         cells=cells,
         shown_columns=find_shown_columns(head, hidden=["learn, s", "score, s", "end tasks, s", "trained"]),
-        fold_label=f"{num_stages} stages" if num_stages > 2 * MAX_LISTED else "",
+        fold_label=count_noun(num_stages, "stage") if num_stages > 2 * MAX_LISTED else "",
     )
 
 
@@ -637,7 +637,7 @@ def build_texts_block(scores: Scores) -> Block:
     if is_compared:
         head.append("near-duplicates")
     head.append("hash")
-    return Block(title="Test texts", head=head, cells=cells, fold_label=f"{len(cells)} texts")
+    return Block(title="Test texts", head=head, cells=cells, fold_label=count_noun(len(cells), "text"))
 
 
 def describe_documents(facts: Mapping[str, Any]) -> str:
@@ -662,7 +662,7 @@ def build_run_block(scores: Scores) -> Block:
         "extended after": list_order([scores.rows[row] for row in scores.grown]),
         "seed": str(run["seed"]),
         "state": f"{scores.state}; {scores.seconds:,.1f} seconds",
-        "trained": f"{max(scores.trained, default=0):,} parameters",
+        "trained": count_noun(max(scores.trained, default=0), "parameter"),
         "stored by the method": describe_storage(scores),
         "skipped steps, non-finite loss or gradient (on_nonfinite)": describe_skipped_steps(scores),
         "movement in the protected subspace": describe_movement(scores),
@@ -722,7 +722,7 @@ def describe_exported(scores: Scores) -> str:
     exported = scores.exported
     if not exported:
         return ""
-    losses = f"loss {exported['nll']:.4f} on {exported['tokens']:,} tokens of {exported['text']}"
+    losses = f"loss {exported['nll']:.4f} on {count_noun(exported['tokens'], 'token')} of {exported['text']}"
     return f"{exported['dtype']}: {losses}, with the run's weights {exported['run_nll']:.4f}"
 
 

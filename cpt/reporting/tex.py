@@ -13,6 +13,7 @@ from pandas import DataFrame, concat
 
 from cpt.core.config import digest
 from cpt.core.files import write_atomically
+from cpt.core.messages import count_noun
 from cpt.core.schema import Number, fits
 from cpt.evaluation.scores import describe_conditions
 from cpt.evaluation.statistics import SIGNIFICANCE_LEVEL
@@ -279,10 +280,12 @@ def format_matrix(frame: DataFrame, *, group: str, order: str, kind: str) -> Pap
 
     min_runs = frame["n"].min()
     max_runs = frame["n"].max()
-    num_runs = str(max_runs) if min_runs == max_runs else f"{min_runs} to {max_runs}"
+    run_count = count_noun(max_runs, "run")
+    if min_runs < max_runs:
+        run_count = f"{min_runs} to {run_count}"
     caption = (
         f"{escape(group)}, order {escape(order)}: {escape(description)} on each test set (column) after "
-        f"each stage (row); means over {num_runs} runs."
+        f"each stage (row); means over {run_count}."
     )
     return PaperTable(f"matrix-{kind}-{group}-{order}", caption, cells)
 

@@ -178,11 +178,11 @@ def describe_tuning(
 ) -> list[str]:
     """What a reader must know of the searches and of the final runs."""
     num_trials = sorted(len(method.finished) for method in methods if method.trials) or [0]
-    trials = str(num_trials[0])
+    trial_count = count_noun(num_trials[-1], "finished trial")
     if num_trials[0] < num_trials[-1]:
-        trials = f"{num_trials[0]} to {num_trials[-1]}"
+        trial_count = f"{num_trials[0]} to {trial_count}"
     lines = [
-        f"Searches: {trials} finished trials each on validation text, the default values first; chosen by "
+        f"Searches: {trial_count} each on validation text, the default values first; chosen by "
         f"{metric} ({direction}). Final runs: test text, mean ± standard deviation over "
         f"{describe_runs(methods)}.",
     ]

@@ -298,8 +298,8 @@ class OptunaSweeper(Sweeper):
         path = folder / RESULTS
         OmegaConf.save(OmegaConf.create(results), path)
         log.info(
-            "Best of %d trials, %s: %s, trial %d: %s\n%s",
-            num_finished,
+            "Best of %s, %s: %s, trial %d: %s\n%s",
+            count_noun(num_finished, "trial"),
             objective,
             f"{best.value:.{DIGITS}g}",
             best.number,

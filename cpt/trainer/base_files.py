@@ -15,6 +15,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from cpt.core.errors import find_reason
+from cpt.core.messages import count_noun
 from cpt.core.tokenizer_files import TOKENIZER_FILES
 from cpt.models.loading import load_tokenizer
 from cpt.trainer.run_dir import checkpoint_files
@@ -169,7 +170,7 @@ def describe_difference(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str
     if getattr(loaded, "chat_template", None) != getattr(tokenizer, "chat_template", None):
         return "another chat template"
     if loaded.model_max_length != tokenizer.model_max_length:
-        return f"{loaded.model_max_length} tokens at most, not {tokenizer.model_max_length}"
+        return f"{count_noun(loaded.model_max_length, 'token')} at most, not {tokenizer.model_max_length:,}"
     for text in ODD_TEXTS:
         if loaded(text)["input_ids"] != tokenizer(text)["input_ids"]:
             return f"other ids for {text!r}"

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.files import file_hash
+from cpt.core.messages import count_noun
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_distributed
 from cpt.core.schema import Options
@@ -225,7 +226,8 @@ def make_new_model(
     """Builds a model of a config and pre-trains it on the general text."""
     assert options.pretraining is not None and options.config is not None
     steps = options.pretraining.steps
-    log.info("Pre-training the base model %s on the general text: %d steps", options.name, steps)
+    step_count = count_noun(steps, "step")
+    log.info("Pre-training the base model %s on the general text: %s", options.name, step_count)
     model = loading.build_model(
         options.config, base.tokenizer, base.objective_name, seed=options.pretraining.seed
     )
@@ -309,7 +311,8 @@ def make_adapted_model(
     base.set_new_rows(model)
     if head_steps == 0:
         if options.num_hidden_layers is not None:
-            log.info("Keeping the first %d blocks of %s", options.num_hidden_layers, checkpoint)
+            block_count = count_noun(options.num_hidden_layers, "block")
+            log.info("Keeping the first %s of %s", block_count, checkpoint)
         model.save_pretrained(folder)
         save_tokenizer(base.tokenizer, base=base.tokenizer_files, folder=folder)
         return
@@ -321,10 +324,10 @@ def make_adapted_model(
         for block_name, block in find_blocks(model)[-num_blocks:]:
             trained_names.extend(f"{block_name}.{name}" for name, _ in block.named_parameters())
     log.info(
-        "Training the head of the base model %s on the general text: %d steps, %d tensors",
+        "Training the head of the base model %s on the general text: %s, %s",
         options.name,
-        head_steps,
-        len(trained_names),
+        count_noun(head_steps, "step"),
+        count_noun(len(trained_names), "tensor"),
     )
     freeze = replace(NOT_FROZEN, trainable=tuple(f"^{re.escape(name)}$" for name in trained_names))
 
@@ -359,7 +362,8 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     objective_name = loading.resolve_objective(options.objective, config)
     if objective_name == "span" and not loading.find_sentinel_ids(tokenizer):
         loading.add_sentinels(tokenizer)
-        log.info("Adding %d sentinels to the tokenizer of %s", loading.SENTINELS, options.name_or_path)
+        sentinel_count = count_noun(loading.SENTINELS, "sentinel")
+        log.info("Adding %s to the tokenizer of %s", sentinel_count, options.name_or_path)
         has_more_entries = count_entries(tokenizer) > config.get_text_config().vocab_size
         if own_tokenizer is None:  # else extend_rows adds them with the tokens of model.tokenizer
             needs_rows = needs_rows or has_more_entries
@@ -390,7 +394,8 @@ def describe_new_base(options: ModelOptions, corpora: Corpora) -> Base:
     tokenizer_hash = digest([TOKENIZER_FORMAT, general.facts["train_digest"], vocab_size, objective_name])
 
     def make(folder: Path) -> None:
-        log.info("Training a tokenizer of %d entries on the general text", vocab_size)
+        entry_count = count_noun(vocab_size, "entry", "entries")
+        log.info("Training a tokenizer of %s on the general text", entry_count)
         batches = read_in_batches(general.documents("train"))
         tokenizer = loading.train_tokenizer(batches, vocabulary=vocab_size, objective=objective_name)
         tokenizer.save_pretrained(folder)

@@ -203,7 +203,7 @@ def describe_weights(folder: Path, names: Sequence[str]) -> str:
     file_names = sorted(path.name for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     shards = [name for name in file_names if SHARD.search(name)]
     if shards:
-        return f"it has no index of its {len(shards)} shards, like {shards[0]}"
+        return f"it has no index of its {count_noun(len(shards), 'shard')}, like {shards[0]}"
     if file_names:
         return f"it has no weights that transformers loads, only {abbreviate(file_names)}"
     return "it has no weights"

@@ -7,6 +7,7 @@ import logging
 
 import torch
 
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.core.sections import Choice
 from cpt.data.sources.base import NONE
@@ -47,7 +48,8 @@ def why_not_compiled(plan: Plan, device: torch.device) -> str:
         return "batches are as wide as their longest sample, and each width would be compiled"
     num_steps = count_run_steps(plan)
     if num_steps is not None and num_steps < MIN_STEPS:
-        return f"{num_steps:.0f} steps of all domains are fewer than the {MIN_STEPS} from which it pays"
+        step_count = count_noun(round(num_steps), "step")
+        return f"the domains have {step_count} together, and it pays from {MIN_STEPS:,} on"
     return ""
 
 

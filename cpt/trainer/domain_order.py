@@ -13,6 +13,7 @@ import numpy as np
 
 from cpt.core.cache import artifact_damage, make_once
 from cpt.core.config import digest
+from cpt.core.messages import count_noun
 from cpt.core.randomness import key, permute
 from cpt.data import orders
 from cpt.data.sources.base import EXAMPLES, GENERAL, Source, stamp_of
@@ -80,7 +81,7 @@ def similarity_folder(plan: Plan) -> Path:
 def write_similarity(folder: Path, source: Source, corpora: Corpora) -> None:
     """Embeds a deterministic sample of the training documents of each domain and of the general text, and
     writes the domains' similarity into the folder of the cache entry."""
-    log.info("Embedding samples of %d texts", len(corpora.by_name))
+    log.info("Embedding samples of %s", count_noun(len(corpora.by_name), "text"))
     samples = {name: sample_documents(name, source, corpora) for name in corpora.by_name}
     embeddings = orders.embed_by_words(samples)  # by text, the mean over its documents
     general_embedding = embeddings.pop(GENERAL)

@@ -349,7 +349,7 @@ def format_sources(sources: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(
             f"Source {source['source']}: {count_noun(source['train_documents'], 'document')}, "
             f"{count_noun(source['train_tokens'], 'token')}; the run reads {source['tokens']:,}, "
-            f"{source['epochs']:g} epochs"
+            f"epochs {source['epochs']:g}"
         )
     return ["\n".join(lines)] if lines else []
 

@@ -135,8 +135,8 @@ def log_scored_share(data: DomainSequence) -> None:
             lengths = lengths[data.scored_rows(name)]
         num_scored += int(lengths.sum())
     log.info(
-        f"Measuring losses on {num_scored:,} of {num_tokens:,} held-out tokens, the same after every stage: "
-        f"rows of {data.eval_tokens:,} tokens (eval.max_tokens) of each of "
+        f"Measuring losses on {num_scored:,} of {count_noun(num_tokens, 'held-out token')}, the same after "
+        f"every stage: rows of {data.eval_tokens:,} tokens (eval.max_tokens) of each of "
         f"{abbreviate(sampled_texts, with_count=True)}. To measure all, start a new run with "
         "eval.max_tokens=null"
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cpt.core import files
 from cpt.core.heartbeat import set_phase
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
@@ -181,7 +182,8 @@ def keep_num_threads(path: Path, *, num_processes: int) -> None:
     if not re.fullmatch("[1-9][0-9]{0,4}", stored_text):
         raise ValueError(f"{path} is damaged; write the number of threads into it that the run began with")
     if int(stored_text) != num_threads:
-        log.info("Computing with %s threads, as this run began, not with %d", stored_text, num_threads)
+        thread_count = count_noun(int(stored_text), "thread")
+        log.info("Computing with %s, as this run began, not with %d", thread_count, num_threads)
     if is_first_process() and not path.exists():
         files.write_atomically(path, stored_text)
 

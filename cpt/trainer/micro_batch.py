@@ -84,11 +84,10 @@ def choose_micro_batch(plan: Plan, machine: Machine, corpora: Corpora, base: Bas
     if is_first_process():
         num_micro_batches = plan.budget.batch_size // (machine.world_size * choice.micro_batch)
         log.info(
-            "Micro-batch (trainer.micro_batch=auto): %s, %d times in a step on each of %d devices; "
-            "%s of %s, %s",
+            "Micro-batch (trainer.micro_batch=auto): %s, %s in a step on each of %s; %s of %s, %s",
             count_noun(choice.micro_batch, "sample"),
-            num_micro_batches,
-            machine.world_size,
+            count_noun(num_micro_batches, "time"),
+            count_noun(machine.world_size, "device"),
             format_bytes(choice.num_bytes),
             format_bytes(limit),
             choice.source,

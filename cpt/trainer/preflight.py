@@ -159,9 +159,9 @@ def warn_of_cpu_processes(options: TrainerOptions, trainer: Trainer) -> None:
     is_on_cpu = trainer.strategy.root_device.type == "cpu"
     if is_on_cpu and options.accelerator == "auto" and trainer.num_devices > 1 and is_first_process():
         log.warning(
-            "No GPU found: starting %d processes on the CPU (trainer.devices=%s, %s); "
+            "No GPU found: starting %s on the CPU (trainer.devices=%s, %s); "
             "trainer.devices=1 is one process, trainer.accelerator=cpu omits this warning",
-            trainer.num_devices,
+            count_noun(trainer.num_devices, "process", "processes"),
             format_value(options.devices),
             count_noun(count_cores(), "core"),
         )

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from cpt.core.distributed import barrier
+from cpt.core.messages import count_noun
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
@@ -236,11 +237,11 @@ class StageTrainer:
                     )
                     continue
                 log.warning(
-                    "Nothing of %s was read in %s: its share of %d rows is %.3g. Raise its ratio, or train "
+                    "Nothing of %s was read in %s: its share of %s is %.3g. Raise its ratio, or train "
                     "more steps or larger batches",
                     name,
                     domain.name,
-                    sum(rows),
+                    count_noun(sum(rows), "row"),
                     asked_shares[name],
                 )
 

@@ -125,7 +125,7 @@ DAMAGE = {
     "a bit of a deep file": (lambda folder: flip(folder / "deep" / "second"), "deep/second"),
     "a size": (lambda folder: (folder / CHECKSUMS).write_text('{"files": {"first": [{}, ""]}}'), CHECKSUMS),
     "half the checksums": (lambda folder: os.truncate(folder / CHECKSUMS, 50), CHECKSUMS),
-    "truncated": (lambda folder: os.truncate(folder / "first", 10), "first has 10 bytes, not 1000"),
+    "truncated": (lambda folder: os.truncate(folder / "first", 10), "first has 10 bytes, not 1,000"),
     "a file": (lambda folder: (folder / "first").unlink(), "first is missing"),
 }
 

@@ -43,7 +43,7 @@ def test_new_tokens_begin_as_the_mean_of_what_the_checkpoint_has_in_their_place(
     in_padding = max(0, min(rows - 333, len(WORDS)))
     (message,) = caplog.messages
     assert message.startswith("Adding 5 tokens of model.tokenizer=y to x: ")
-    assert f" {in_padding} of them in rows" in message and message.endswith(f"{len(after[0])}, before {rows}")
+    assert f" {in_padding} in rows that" in message and message.endswith(f"{len(after[0])}, before {rows}")
 
 
 def test_tokens_of_a_tokenizer_that_adds_none_are_not_set(caplog):
@@ -54,7 +54,7 @@ def test_tokens_of_a_tokenizer_that_adds_none_are_not_set(caplog):
     assert torch.equal(model.get_input_embeddings().weight, before)
     caplog.clear()
     log_extension(tokenizer_with(), tokenizer_with(), name="y", checkpoint="x", rows=400)
-    assert caplog.messages == ["model.tokenizer=y adds no tokens to the 333 of x"]
+    assert caplog.messages == ["model.tokenizer=y adds no token to the 333 of x"]
 
 
 def test_entries_that_merges_make_are_cut_by_the_merges_of_the_checkpoint():
@@ -137,8 +137,8 @@ def make_ordinary(definition):
 
 
 MISFITS = {
-    "1 tokens of the checkpoint are missing, like '": drop_token,
-    "2 tokens of the checkpoint have other ids, like 'a' (": swap_ids,
+    "it lacks 1 token of the checkpoint, like '": drop_token,
+    "it has 2 tokens of the checkpoint at other ids, like 'a' (": swap_ids,
     "its normalizer is NFKC instead of none": lambda d: d.update(normalizer={"type": "NFKC"}),
     "its pre-tokenizer is ByteLevel with other options": lambda d: d["pre_tokenizer"].update(
         add_prefix_space=True
@@ -148,7 +148,7 @@ MISFITS = {
     ),
     "its BPE has ignore_merges=true instead of false": lambda d: d["model"].update(ignore_merges=True),
     "of the checkpoint is missing, or in another order": swap_merges,
-    "special tokens of the checkpoint are not special, like '": make_ordinary,
+    "of the checkpoint without that mark, like '": make_ordinary,
 }
 
 

@@ -210,5 +210,5 @@ def test_weights_that_are_not_finite_are_refused(value, tmp_path):
     name = "model.layers.0.mlp.down_proj.weight"
     state[name][3, 5] = value
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=f"1 of its tensors have NaN or infinite weights, the first {name}"):
+    with pytest.raises(ValueError, match=f"it has 1 tensor with NaN or infinite weights, the first {name}"):
         load_model(folder, "causal", quantization="nf4")

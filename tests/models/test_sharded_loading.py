@@ -180,7 +180,7 @@ def test_weights_that_are_not_finite_are_refused(write, sharding):
     tensors = load_file(path)
     next(iter(tensors.values()))[-1] = torch.nan
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="1 of its tensors have NaN or infinite weights"):
+    with pytest.raises(ValueError, match="it has 1 tensor with NaN or infinite weights"):
         load_model(folder, objective, sharding=sharding)
 
 

@@ -120,7 +120,7 @@ def test_a_body_without_some_of_its_tensors_is_refused(form, tmp_path):
     message = refusal(
         checkpoint_of("qwen2", tmp_path, form, leave_out_tensors("layers.1.mlp.up", "layers.0.input"))
     )
-    assert "lacks 2 tensors that config.json describes: model.layers.0.input_layernorm.weight, " in message
+    assert "lacks 2 tensors of those in config.json: model.layers.0.input_layernorm.weight, " in message
     edit_config(tmp_path, num_hidden_layers=5, layer_types=["full_attention"] * 5)
     assert "lacks 38 tensors" in refusal(tmp_path, head_steps=0)  # not for a model without a head alone
 
@@ -151,7 +151,7 @@ def test_a_head_that_lacks_tensors_is_refused_unless_it_is_to_be_trained(form, t
     assert "its language-model head lacks cls.predictions.transform.dense.bias, " in message
     checkpoint_of("untied", tmp_path, form, leave_out_tensors("lm_head"))
     message = refusal(tmp_path)
-    assert "no language-model head (1 tensors)" in message
+    assert "no language-model head (1 tensor)" in message
     assert "tie_word_embeddings=true in config.json if the head is the embedding" in message
 
 
@@ -340,7 +340,7 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path):
         return changed
 
     checkpoint_of("qwen2", tmp_path, "model.safetensors", with_nan_and_infinity)
-    reason = "2 of its tensors have NaN or infinite weights, the first model.layers.1.mlp.up_proj.weight"
+    reason = "it has 2 tensors with NaN or infinite weights, the first model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ValueError, match=reason):
         loading.load_model(tmp_path, "causal")
 

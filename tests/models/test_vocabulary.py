@@ -67,12 +67,12 @@ def test_new_words_begin_as_the_mean_of_their_sub_tokens(rows, is_tied, caplog):
     assert (after[0] is after[1]) == is_tied and len(after[0]) == max(rows, 333 + len(WORDS))
     if rows == 333 + len(WORDS):  # nothing says that the last rows are not trained
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-        assert "7 added tokens keep their rows, which may be trained" in caplog.text
+        assert "the rows of 7 added tokens stay, since they may be trained" in caplog.text
         return
     for old, new in zip(before, after, strict=True):
         check_rows(old, new, WORDS)
     in_padding = max(0, min(rows - 333, len(WORDS)))
-    assert f"5 new tokens begin as the mean of their sub-tokens, {in_padding} of them" in caplog.text
+    assert f"for 5 new tokens: each begins as the mean of its sub-tokens, {in_padding} in rows" in caplog.text
 
 
 def test_special_tokens_beyond_the_embedding_are_new_too():
@@ -124,7 +124,7 @@ def test_without_resize_the_log_names_stale_rows(caplog):
     warn_of_stale_rows(model, tokenizer_with(), checkpoint="x")
     assert not caplog.records
     warn_of_stale_rows(model, tokenizer_with(*WORDS), checkpoint="x")
-    assert "5 tokens of the tokenizer of x have rows that look untrained ( sonata," in caplog.text
+    assert "The rows of 5 tokens of the tokenizer of x look untrained ( sonata," in caplog.text
 
 
 def test_words_of_a_slow_tokenizer_are_the_mean_of_their_bytes():

@@ -38,7 +38,7 @@ def test_the_best_is_so_over_the_pairs_that_all_have():
     for seed in range(8):
         runs.append(make_run(f"o{seed}", method="ncl", seed=seed, shift=2.0, order=DOMAINS[::-1]))
     line = next(line for line in build_findings(make_section(runs)).lines if "Forgets" in line)
-    assert line.startswith("Forgets least: `ncl`") and "Distinguished from 1 of 1 others" in line
+    assert line.startswith("Forgets least: `ncl`") and "Distinguished from 1 of 1 other (" in line
 
     measure = next(measure for measure in MEASURES if measure.key == FG)
     kd_runs = make_seeds("kd", [-0.5, -0.5, -0.5])

@@ -179,7 +179,7 @@ def test_a_difference_is_ours_minus_what_was_published(tmp_path, capsys, no_figu
     assert main([str(tmp_path), "--published", str(tmp_path / "own.json")]) == 0
     output = capsys.readouterr().out
     assert parse_table(output, "Published numbers")["one"][:2] == ["mine", "S, page 4"]
-    assert "1 of 2 published rows have no group here." in output
+    assert "Without a group here: 1 of 2 published rows." in output
 
 
 def test_another_name_or_form_is_refused_in_one_line(tmp_path, capsys):

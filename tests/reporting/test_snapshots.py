@@ -93,7 +93,7 @@ def test_a_report_of_a_run_that_has_everything(tmp_path):
         "kept": None,
     }
     title = "Budget of drift: upper ends at the kept step, of what was allowed"
-    budget = {"report": {title: "general +0.200 of 0.300; kept step 10; gone back 1 times"}}
+    budget = {"report": {title: "general +0.200 of 0.300; kept step 10; gone back 1 time"}}
     similarity = {
         "names": DOMAINS,
         "matrix": [[1.0, 0.25, -0.5], [0.25, 1.0, 0.125], [-0.5, 0.125, 1.0]],

@@ -33,7 +33,7 @@ def capability(monkeypatch):
         ("trainer.steps=null trainer.epochs=1", ""),  # how many steps is not known yet
         ("trainer.steps=null trainer.tokens=64000", ""),  # of 8 x 16 tokens
         ("domains.packing=document_mask", ""),
-        ("trainer.steps=499", "none, 998 steps of all domains are fewer than the 1000"),
+        ("trainer.steps=499", "none, the domains have 998 steps together, and it pays from 1,000 on"),
         ("trainer.steps=null trainer.tokens=63000", "none, 984 steps"),
         ("domains.packing=none", "none, batches are as wide as their longest sample"),
         (

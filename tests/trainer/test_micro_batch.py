@@ -56,7 +56,8 @@ def test_auto_is_the_largest_that_fits_and_the_run_is_that_of_the_number(
 
     start(small(TWO_DOMAINS, AUTO), tmp_path / "auto")
     assert (
-        "Micro-batch (trainer.micro_batch=auto): 2 samples, 4 times in a step on each of 1 dev" in caplog.text
+        "Micro-batch (trainer.micro_batch=auto): 2 samples, 4 times in a step on each of 1 device; "
+        in caplog.text
     )
     assert read_scores(tmp_path / "auto")["numerics"]["micro_batch"] == "2"
     start(small(TWO_DOMAINS, "trainer.micro_batch=2"), tmp_path / "number")

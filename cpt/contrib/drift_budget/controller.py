@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cpt.contrib.drift_budget.options import PAST, DriftBudget
 from cpt.core.files import check_archive
+from cpt.core.messages import count_noun
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import CHANGE_REPLICATES, Losses, bootstrap
 from cpt.evaluation.monitor import MonitorObserver
@@ -97,7 +98,7 @@ class BudgetRecord:
         num_returns = len(self.acts)
         if self.ended:  # the last act ended the stage
             num_returns -= 1
-        return "; ".join([*parts, f"kept step {self.kept}", f"gone back {num_returns} times"])
+        return "; ".join([*parts, f"kept step {self.kept}", f"gone back {count_noun(num_returns, 'time')}"])
 
 
 class DriftController(MonitorObserver):

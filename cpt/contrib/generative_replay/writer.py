@@ -35,6 +35,7 @@ from cpt.core.distributed import barrier, gather_objects, leave_together
 from cpt.core.exceptions import InvalidOptionError
 from cpt.core.files import read_checked_json, write_atomically, write_checked_json
 from cpt.core.heartbeat import progress_bar
+from cpt.core.messages import count_noun
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.randomness import draw_uniforms, key, permute, sample_keys
 from cpt.data import tokenized_tasks
@@ -264,10 +265,10 @@ class TextWriter(ReplaySource):
             discard(folder)
             finish_artifact(partial_folder, folder)
             log.info(
-                "Generated text before %s: %d texts of %d tokens, %d of them kept prefixes: %s",
+                "Generated text before %s: %s of %s, kept prefixes among them %d: %s",
                 stage.name,
-                sum(counts["texts"] for counts in facts.values()),
-                sum(counts["tokens"] for counts in facts.values()),
+                count_noun(sum(counts["texts"] for counts in facts.values()), "text"),
+                count_noun(sum(counts["tokens"] for counts in facts.values()), "token"),
                 sum(counts["real"] for counts in facts.values()),
                 folder,
             )
@@ -361,9 +362,10 @@ class TextWriter(ReplaySource):
         ids = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         num_tokens = len(self.begin) + len(ids) + options.prefix
         if num_tokens >= self.length:
+            token_count = count_noun(num_tokens, "token")
             raise ValueError(
                 f"replay.prompt={options.prompt} and replay.prefix={options.prefix} is invalid: they take "
-                f"{num_tokens} tokens and leave nothing to generate of model.max_seq_length={self.length}. "
+                f"{token_count} and leave nothing to generate of model.max_seq_length={self.length}. "
                 f"Allowed: {self.length - 1} together, or a larger model.max_seq_length"
             )
         return [*self.begin, *ids] if ids else []
@@ -622,9 +624,10 @@ class ExampleWriter(TextWriter):
         num_invalid = int((~is_valid[num_replayed >= 0]).sum())
         facts = count_texts(source, num_replayed) | {"invalid": num_invalid}
         if num_invalid:
-            message = "Dropping %d of %d examples generated for %s, which are none of it%s"
+            num_generated = facts["texts"] + facts["left_out"]
+            message = "Dropping %d of %s generated for %s, no examples of it%s"
             end = "" if facts["texts"] else ": nothing of it is replayed"
-            log.info(message, num_invalid, facts["texts"] + facts["left_out"], job.text, end)
+            log.info(message, num_invalid, count_noun(num_generated, "example"), job.text, end)
         return facts
 
     def encode_pair(self, example: Example | None, domain: str) -> list[tokenized_tasks.EncodedExample]:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from cpt.core.errors import find_reason, readable_errors
+from cpt.core.messages import count_noun
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.loggers.loggers import run_name
@@ -133,7 +134,8 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
                 # A refusal may concern this run alone, or a moment without network: so the first ones do not
                 # end the program.
                 if num_failed >= MAX_REFUSALS and not num_sent and isinstance(error, ConnectionError):
-                    raise ValueError(f"W&B took none of {num_failed} runs; {find_reason(error)}") from None
+                    run_count = count_noun(num_failed, "run")
+                    raise ValueError(f"W&B took none of {run_count}; {find_reason(error)}") from None
             else:
                 num_sent += 1
     return num_failed

@@ -14,6 +14,7 @@ from annotated_types import Gt, Lt, MinLen, Predicate
 
 from cpt.core.config import digest
 from cpt.core.exceptions import InvalidOptionError, format_value
+from cpt.core.messages import count_noun
 from cpt.core.schema import (
     Allowed,
     Count,
@@ -284,9 +285,9 @@ class Source(Options, ABC):
         unused = [name for name in self.names if name not in used_names]
         if unused:
             log.info(
-                "Leaving out %d of %d domains, like %s (domains.by=%s, domains.only=%s)",
+                "Leaving out %d of %s, like %s (domains.by=%s, domains.only=%s)",
                 len(unused),
-                len(self.names),
+                count_noun(len(self.names), "domain"),
                 unused[0],
                 self.by,
                 format_value(self.only),

@@ -49,6 +49,17 @@ SHARD = re.compile(r"\d+-of-\d+")  # in the name of a file that is one of severa
 CHUNK = 1 << 20  # bytes that are read at once
 LINE_END = re.compile(rb"\r*\n|\r")  # also of a text whose line ends were converted twice
 MARK = "\ufeff"  # byte order mark
+# What is left out of documents or changed in them, with the plural of each: see `Oddities`.
+REMOVED_MARK = "byte order mark removed"
+NO_DOCUMENT = "file without a document"
+BLANK_DOCUMENT = "blank document left out"
+REPEATED_HEADER = "repeated line of column names left out"
+PLURALS = {
+    REMOVED_MARK: "byte order marks removed",
+    NO_DOCUMENT: "files without a document",
+    BLANK_DOCUMENT: "blank documents left out",
+    REPEATED_HEADER: "repeated lines of column names left out",
+}
 # Control characters that text has not: all but tab, line ends, backspace (overstrike), escape, separators.
 CONTROL_BYTES = bytes([*range(0x08), *range(0x0E, 0x1B)])
 # A line with at least as many of them, and with a larger share, is not text.
@@ -87,7 +98,9 @@ class Oddities:
 
     def describe(self) -> str:
         """All of them for a log line; empty for none."""
-        parts = [f"{count} {change} (first in {self.first[change]})" for change, count in self.counts.items()]
+        parts = []
+        for change, count in self.counts.items():
+            parts.append(f"{count_noun(count, change, PLURALS[change])} (first in {self.first[change]})")
         return ", ".join(parts)
 
 
@@ -209,12 +222,12 @@ def choose_unit(paths: Sequence[Path]) -> str:
     folder = paths[0].parent
     if num_paragraphs > 1 and not is_separated:
         log.warning(
-            "Reading %s of %s: documents are lines, since of the first %d lines blank ones "
-            "separate only %d parts (domains.document=paragraph takes these as documents)",
+            "Reading %s of %s: documents are lines, since of the first %s blank ones "
+            "separate only %s (domains.document=paragraph takes these as documents)",
             count_noun(len(paths), ".txt file"),
             folder,
-            num_lines,
-            num_paragraphs,
+            count_noun(num_lines, "line"),
+            count_noun(num_paragraphs, "part"),
         )
     else:
         log.info(
@@ -263,7 +276,7 @@ def clean_documents(
     num_documents = 0
     num_blank = 0
     for text in texts:
-        oddities.add("byte order marks removed", file, text.count(MARK))
+        oddities.add(REMOVED_MARK, file, text.count(MARK))
         document = text.replace(MARK, "")
         if document and not document.isspace():
             num_documents += 1
@@ -271,9 +284,9 @@ def clean_documents(
         else:
             num_blank += 1
     if num_documents == 0:
-        oddities.add("files without a document", file)
+        oddities.add(NO_DOCUMENT, file)
     if counts_blank:
-        oddities.add("blank documents left out", file, num_blank)
+        oddities.add(BLANK_DOCUMENT, file, num_blank)
 
 
 def open_packed(path: Path) -> Any:
@@ -335,7 +348,7 @@ def read_lines(path: Path, oddities: Oddities | None = None) -> Iterator[str]:
             if text:
                 yield text
     if oddities is not None:
-        oddities.add("byte order marks removed", path.name, num_marks)
+        oddities.add(REMOVED_MARK, path.name, num_marks)
 
 
 @contextmanager
@@ -518,12 +531,13 @@ def csv_rows(
         if row == header:
             num_repeated += 1
         elif len(row) != num_columns:
-            message = f"{position} has {len(row)} values. Allowed: {num_columns}, as many as there are names"
+            value_count = count_noun(len(row), "value")
+            message = f"{position} has {value_count}. Allowed: {num_columns}, as many as there are names"
             reject(ValueError(message))
         else:
             yield position, dict(zip(header, row, strict=True))
     if oddities is not None:
-        oddities.add("repeated lines of column names left out", path.name, num_repeated)
+        oddities.add(REPEATED_HEADER, path.name, num_repeated)
 
 
 def read_table_rows(path: Path, reader: Any) -> Iterator[list[str]]:

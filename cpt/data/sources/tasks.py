@@ -454,8 +454,9 @@ class Tasks(Source):
             for name, dataset_files in files.items():
                 folders = sorted({str(path.parent) for _, path in dataset_files})
                 if len(folders) > 1:
+                    folder_count = count_noun(len(folders), "data set")
                     raise ValueError(
-                        f"{name} is the name of {len(folders)} data sets ({', '.join(folders)}). "
+                        f"{name} is the name of {folder_count} ({', '.join(folders)}). "
                         "Allowed: one folder for each name"
                     )
         return {name: dataset_files for name, dataset_files in files.items() if name != self.general}

@@ -191,7 +191,8 @@ class Texts(Source):
         raise InvalidOptionError(
             "domains.root",
             self.root,
-            reason=f"{files} with {num_loose_bytes:,} bytes in no sub-folder, {num_bytes:,} in sub-folders",
+            reason=f"{files} with {count_noun(num_loose_bytes, 'byte')} in no sub-folder, "
+            f"{num_bytes:,} in sub-folders",
             allowed=f"{self.describe_layout()}; leave out what is not to be read by domains.ignore",
         )
 

@@ -39,7 +39,7 @@ def test_over_the_budget_it_goes_back_and_a_stage_without_any_ends():
 
 def test_the_run_page_has_the_drift_of_the_kept_step_and_how_often_the_weights_went_back():
     record = record_looks((0, 0), (0.05, 0.08), (0.05, 0.11))
-    assert record.summarize([0, 1, 2]) == "general +0.080 of 0.100; kept step 1; gone back 1 times"
+    assert record.summarize([0, 1, 2]) == "general +0.080 of 0.100; kept step 1; gone back 1 time"
     record = record_looks((0.11, 0.12))
     assert record.summarize([0]) == "general +0.120 of 0.100; kept step None; gone back 0 times"
 

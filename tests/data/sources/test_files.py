@@ -218,7 +218,7 @@ def test_byte_order_marks_of_joined_files_are_removed_and_counted(tmp_path, capl
     expected = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
     assert read_texts(tmp_path, document="line") == expected
     assert "5 byte order marks removed (first in x.txt)" in caplog.text
-    assert "1 repeated lines of column names left out (first in z.csv)" in caplog.text
+    assert "1 repeated line of column names left out (first in z.csv)" in caplog.text
     caplog.clear()
     write(tmp_path / "b" / "x.txt", "\ufeffone\ntwo\n")
     assert read_texts(tmp_path, "b", document="line") == ["one", "two"] and "mark" not in caplog.text
@@ -444,7 +444,7 @@ def test_a_data_set_skips_rows_without_text_and_names_splits_that_are_not_read(t
     assert list(source.read("news")) == [("train", "One."), ("train", "Two.")]
     assert source.skipped["news"]["a row that cannot be read"]["count"] == 2
     assert "Leaving out splits of" in caplog.text and "eval, unsupervised" in caplog.text
-    assert "1 byte order marks removed" in caplog.text and "2 blank documents left out" in caplog.text
+    assert "1 byte order mark removed" in caplog.text and "2 blank documents left out" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", [*PACKERS, ".zst"])

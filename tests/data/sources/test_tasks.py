@@ -166,7 +166,7 @@ def test_a_question_of_train_is_no_test_and_each_answer_is_drawn_as_often_as_ask
     corpus = make_corpus(open_source(), "a", cache=tmp_path)
     assert corpus.facts["documents"] == {"train": 38, "valid": 2, "test": 10}
     assert (corpus.facts["duplicates"], corpus.facts["held_out_copies"]) == (1, 2)
-    assert "2 questions have different ones" in caplog.text
+    assert "different ones of 2 questions" in caplog.text
 
     # 31 questions are answered by a, 20 by b and 9 by c.
     labels = "a" * 31 + "b" * 20 + "c" * 9
@@ -297,7 +297,7 @@ def test_names_of_task_files_suffixes_links_to_nothing_and_other_files(open_sour
 FILES = [  # the text of a file, and what is wrong with it
     ("jsonl", '{"text": "b", "label": "a"}\n{"text": "a" "b"}', ", line 2 is not JSON"),
     ("jsonl", "\udcff", " is not UTF-8: line 1, byte 1"),
-    ("csv", "text,label\na,b\nc", ", line 3 has 1 values"),
+    ("csv", "text,label\na,b\nc", ", line 3 has 1 value. "),
     ("superni", '{"Instances": [{"input": "a", "output": [["b"]]}]}', ", instance 1: output is"),
     ("messages", '{"messages": [{"role": "user"}]}', ", line 1 has no column 'content'; it has role"),
     ("messages", '{"messages": [{"role": "user", "content": "a"}]}', ", line 1 has no turn of the assist"),
